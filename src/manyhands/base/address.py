@@ -1,0 +1,126 @@
+"""Addresses of peers, as multiaddrs: ``/ip4/203.0.113.7/tcp/31337/p2p/12D3KooW…``.
+
+Also read: ``HOST:PORT`` and ``[IPV6]:PORT``, as in older tutorials; such an address has no peer id and is trusted on
+first use. Only the part of the multiaddr grammar that we dial is understood: one host, TCP, and perhaps a peer id.
+Source: multiformats/multiaddr.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from manyhands.base.errors import ConfigError
+from manyhands.base.identity import PeerId, public_key_of
+
+_NAME = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)(\.(?!-)[A-Za-z0-9_-]{1,63}(?<!-))*\.?")
+_EXAMPLE = "/ip4/203.0.113.7/tcp/31337/p2p/12D3KooW… or HOST:PORT"
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a peer listens, and who is expected there.
+
+    Attributes:
+        protocol: ``ip4``, ``ip6``, ``dns4``, ``dns6`` or ``dns``.
+        host: IP address or host name.
+        port: TCP port; 0 means "any free port" and is for listening only.
+        peer_id: who must answer, or None to trust whoever answers first.
+    """
+
+    protocol: str
+    host: str
+    port: int
+    peer_id: PeerId | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Address:
+        """Read a multiaddr or ``HOST:PORT``.
+
+        Raises:
+            ConfigError: it is neither, or names a transport that is not TCP.
+        """
+        return _parse_multiaddr(text) if text.startswith("/") else _parse_host_port(text)
+
+    @classmethod
+    def of(cls, host: str, port: int, peer_id: PeerId | None = None) -> Address:
+        """The address of a host given as an IP address or a name.
+
+        Raises:
+            ConfigError: ``host`` is neither.
+        """
+        try:
+            version = ipaddress.ip_address(host).version
+        except ValueError:
+            return cls(_checked_name(host, host, "dns"), host, port, peer_id)
+        return cls(f"ip{version}", host, port, peer_id)
+
+    def __str__(self) -> str:
+        text = f"/{self.protocol}/{self.host}/tcp/{self.port}"
+        return f"{text}/p2p/{self.peer_id}" if self.peer_id else text
+
+    def with_peer(self, peer_id: PeerId) -> Address:
+        """The same place, with the peer expected there."""
+        return Address(self.protocol, self.host, self.port, peer_id)
+
+    @property
+    def is_unspecified(self) -> bool:
+        """Whether the host means "all interfaces" (``0.0.0.0`` or ``::``)."""
+        return self.protocol.startswith("ip") and ipaddress.ip_address(self.host).is_unspecified
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine can dial it."""
+        return self.protocol.startswith("ip") and ipaddress.ip_address(self.host).is_loopback
+
+
+def parse_addresses(texts: Sequence[str | Address]) -> list[Address]:
+    """Read several addresses; what is an :class:`Address` already stays as it is."""
+    return [text if isinstance(text, Address) else Address.parse(text) for text in texts]
+
+
+def _parse_multiaddr(text: str) -> Address:
+    parts = text.rstrip("/").split("/")[1:]
+    if len(parts) not in (4, 6) or parts[2] != "tcp" or (len(parts) == 6 and parts[4] != "p2p"):
+        raise ConfigError(f"cannot read address {text!r}; write it like {_EXAMPLE}")
+    protocol, host, port = parts[0], parts[1], _checked_port(text, parts[3])
+    if protocol in ("ip4", "ip6"):
+        try:
+            ip = ipaddress.IPv4Address(host) if protocol == "ip4" else ipaddress.IPv6Address(host)
+        except ValueError:
+            raise ConfigError(f"in address {text!r}, {host!r} is not an IPv{protocol[2]} address") from None
+        host = str(ip)
+    elif protocol in ("dns4", "dns6", "dns"):
+        _checked_name(text, host, protocol)
+    else:
+        raise ConfigError(f"address {text!r} begins with /{protocol}; /ip4, /ip6, /dns, /dns4 and /dns6 are understood")
+    peer_id = None
+    if len(parts) == 6:
+        peer_id = PeerId(parts[5])
+        public_key_of(peer_id)
+    return Address(protocol, host, port, peer_id)
+
+
+def _parse_host_port(text: str) -> Address:
+    host, separator, port = text.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        raise ConfigError(f"cannot read address {text!r}; write an IPv6 address in brackets: [::1]:31337")
+    if not separator or not host:
+        raise ConfigError(f"cannot read address {text!r}; write it like {_EXAMPLE}")
+    return Address.of(host, _checked_port(text, port))
+
+
+def _checked_port(text: str, port: str) -> int:
+    if not (port.isascii() and port.isdigit() and int(port) <= 65535):
+        raise ConfigError(f"in address {text!r}, {port!r} is not a port; a port is a number from 1 to 65535")
+    return int(port)
+
+
+def _checked_name(text: str, host: str, protocol: str) -> str:
+    if len(host) > 253 or not _NAME.fullmatch(host):
+        raise ConfigError(f"in address {text!r}, {host!r} is not a host name; write it like {_EXAMPLE}")
+    return protocol

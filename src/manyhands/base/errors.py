@@ -1,0 +1,146 @@
+"""What can go wrong, as one tree.
+
+::
+
+    ManyhandsError
+    ├── ConfigError            yours to fix: says the value, the rule and a value that would work
+    │   ├── MissingExtra       a part of the library needs a package that is not installed
+    │   └── ManifestMismatch   this peer's model or settings differ from those of the run
+    ├── Unavailable            the network: retryable; says who, what address, how long, what to try
+    │   ├── Timeout            names the phase it waited in and for whom
+    │   ├── PeerLost           the connection to a peer closed, or its heartbeat stopped
+    │   ├── DialFailed         one address could not be reached; carries the reason
+    │   └── JoinFailed         none of the initial peers answered; carries a reason for each
+    ├── PeerError              theirs: carries the peer id
+    │   ├── ProtocolViolation  it sent what the protocol does not allow
+    │   ├── BadSignature       a signature does not match its owner
+    │   └── Refused            it understood the request and said no
+    └── RoundAborted           carries the reason and the members blamed
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+
+
+class ManyhandsError(Exception):
+    """Base of all errors that this library raises on purpose."""
+
+
+class ConfigError(ManyhandsError, ValueError):
+    """A value given by the user breaks a rule; the message says the value, the rule and a value that would work."""
+
+
+class MissingExtra(ConfigError):
+    """A part of the library needs a package that is not installed."""
+
+    def __init__(self, what: str, extra: str) -> None:
+        super().__init__(f"{what} needs packages that are not installed; try: pip install 'manyhands[{extra}]'")
+        self.extra = extra
+
+
+class ManifestMismatch(ConfigError):
+    """This peer's model or settings differ from those of the run it wants to join.
+
+    Attributes:
+        differences: one line for each difference, naming the value here and the value of the run.
+    """
+
+    def __init__(self, run_id: str, differences: Sequence[str]) -> None:
+        super().__init__(f"this peer does not fit run {run_id!r}: " + "; ".join(differences))
+        self.run_id = run_id
+        self.differences = list(differences)
+
+
+class Unavailable(ManyhandsError):
+    """Something in the network did not answer; trying again may help."""
+
+
+class Timeout(Unavailable):
+    """A wait was over before what it waited for came; ``phase`` says what that was."""
+
+    def __init__(self, phase: str, timeout_s: float) -> None:
+        super().__init__(f"timed out after {timeout_s:.3g} s {phase}")
+        self.phase = phase
+        self.timeout_s = timeout_s
+
+
+class PeerLost(Unavailable):
+    """The connection to a peer is gone: closed by it, reset, or silent for too long."""
+
+    def __init__(self, peer_id: str, reason: str) -> None:
+        super().__init__(f"lost peer {peer_id}: {reason}")
+        self.peer_id = peer_id
+        self.reason = reason
+
+
+class DialReason(enum.Enum):
+    """Why one address could not be dialled, in the words shown to people."""
+
+    REFUSED = "connection refused: nothing listens on that port"
+    TIMED_OUT = "timed out: no answer (a firewall may drop the packets, or the host is down)"
+    UNREACHABLE = "network unreachable"
+    NAME_NOT_FOUND = "the host name does not resolve"
+    WRONG_IDENTITY = "another identity answered"
+    PROTOCOL_VERSION = "it speaks another protocol version"
+    NOT_MANYHANDS = "not a manyhands peer"
+    ITSELF = "the address is this peer itself"
+    REJECTED = "the peer turned the connection down"
+
+
+class DialFailed(Unavailable):
+    """One address could not be reached."""
+
+    def __init__(self, address: str, reason: DialReason, detail: str = "") -> None:
+        super().__init__(f"{address}: {reason.value}" + (f" ({detail})" if detail else ""))
+        self.address = address
+        self.reason = reason
+        self.detail = detail
+
+
+class JoinFailed(Unavailable):
+    """None of the initial peers could be reached; ``failures`` has one :class:`DialFailed` for each address."""
+
+    def __init__(self, failures: Sequence[DialFailed]) -> None:
+        lines = "".join(f"\n  {failure}" for failure in failures)
+        super().__init__(f"none of the {len(failures)} initial peers could be reached:{lines}")
+        self.failures = list(failures)
+
+
+class PeerError(ManyhandsError):
+    """A peer did something wrong, or said no."""
+
+    def __init__(self, peer_id: str, message: str) -> None:
+        super().__init__(f"peer {peer_id}: {message}")
+        self.peer_id = peer_id
+
+
+class ProtocolViolation(PeerError):
+    """A peer sent what the protocol does not allow."""
+
+
+class BadSignature(PeerError):
+    """A signature does not match the key of its owner."""
+
+
+class Refused(PeerError):
+    """A peer understood the request and said no; ``code`` is stable and for programs."""
+
+    def __init__(self, peer_id: str, code: str, message: str) -> None:
+        super().__init__(peer_id, f"refused ({code}): {message}")
+        self.code = code
+
+
+class RoundAborted(ManyhandsError):
+    """An averaging round did not commit; no value was changed.
+
+    Attributes:
+        reason: what went wrong, in words.
+        blamed: peer ids of the members that caused it, perhaps none.
+    """
+
+    def __init__(self, reason: str, blamed: Sequence[str] = ()) -> None:
+        super().__init__(reason + (f" (because of {', '.join(blamed)})" if blamed else ""))
+        self.reason = reason
+        self.blamed = list(blamed)

@@ -1,0 +1,120 @@
+"""Who a peer is: an Ed25519 key, and the peer id derived from it.
+
+The peer id is the libp2p form of the public key (``12D3KooW…``), so that ordinary multiaddrs name our peers.
+Source: libp2p specs, "Peer Ids and Keys"; RFC 8032 (Ed25519).
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from pathlib import Path
+from typing import NewType
+
+import base58
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from manyhands.base.errors import BadSignature, ConfigError
+
+PeerId = NewType("PeerId", str)
+"""A peer's id: 52 characters of base58 that begin with ``12D3KooW``."""
+
+# multihash "identity", 36 bytes; then the libp2p protobuf: key type Ed25519 (field 1 = 1), 32 bytes of key (field 2)
+_PREFIX = bytes.fromhex("0024" "08011220")
+_SIGNATURE_PREFIX = b"manyhands/1 "
+
+
+def peer_id_from_public_key(public_key: bytes) -> PeerId:
+    """The peer id of a raw 32-byte Ed25519 public key."""
+    return PeerId(base58.b58encode(_PREFIX + public_key).decode())
+
+
+@functools.lru_cache(maxsize=4096)
+def public_key_of(peer_id: PeerId) -> Ed25519PublicKey:
+    """The public key that a peer id stands for.
+
+    Raises:
+        ConfigError: not an Ed25519 peer id.
+    """
+    try:
+        raw = base58.b58decode(peer_id) if len(peer_id) <= 64 else b""
+    except ValueError:
+        raw = b""
+    if len(raw) != len(_PREFIX) + 32 or not raw.startswith(_PREFIX):
+        raise ConfigError(
+            f"{peer_id[:80]!r} is not a peer id; a peer id has 52 characters and begins with 12D3KooW, "
+            "as printed by the peer when it starts"
+        )
+    return Ed25519PublicKey.from_public_bytes(raw[len(_PREFIX) :])
+
+
+class Identity:
+    """The private key of one peer. Keep it secret: who has it is this peer."""
+
+    def __init__(self, private_key: Ed25519PrivateKey) -> None:
+        self.private_key = private_key
+        self.peer_id = peer_id_from_public_key(private_key.public_key().public_bytes_raw())
+
+    def __repr__(self) -> str:
+        return f"Identity({self.peer_id})"
+
+    @classmethod
+    def generate(cls) -> Identity:
+        """A new identity from the system's randomness."""
+        return cls(Ed25519PrivateKey.generate())
+
+    @classmethod
+    def from_seed(cls, seed: bytes) -> Identity:
+        """The identity of a 32-byte seed; the same seed gives the same peer id."""
+        return cls(Ed25519PrivateKey.from_private_bytes(seed))
+
+    @classmethod
+    def load_or_create(cls, path: str | Path) -> Identity:
+        """Read the identity in ``path`` (PEM, PKCS #8), or make one and write it there, readable by its owner only.
+
+        Raises:
+            ConfigError: the file holds something else, or cannot be read or written.
+        """
+        path = Path(path)
+        try:
+            if not path.exists():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                identity = cls.generate()
+                pem = identity.private_key.private_bytes(
+                    serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+                )
+                with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                    file.write(pem)
+                return identity
+            key = serialization.load_pem_private_key(path.read_bytes(), password=None)
+        except OSError as error:
+            raise ConfigError(f"identity file {path}: {error.strerror}") from error
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"identity file {path} is not an unencrypted PEM private key; "
+                              "name a file that does not exist to have one made") from error
+        if not isinstance(key, Ed25519PrivateKey):
+            raise ConfigError(f"identity file {path} holds a {type(key).__name__}; an Ed25519 key is needed")
+        return cls(key)
+
+    def sign(self, domain: str, message: bytes) -> bytes:
+        """Sign ``message`` for one purpose; a signature made for one domain is worthless in another. 64 bytes."""
+        return self.private_key.sign(_signed_bytes(domain, message))
+
+
+def verify(peer_id: PeerId, domain: str, message: bytes, signature: bytes) -> None:
+    """Check that ``peer_id`` signed ``message`` for ``domain``.
+
+    Raises:
+        BadSignature: it did not, or the peer id is malformed.
+    """
+    try:
+        public_key_of(peer_id).verify(signature, _signed_bytes(domain, message))
+    except (InvalidSignature, ConfigError) as error:
+        raise BadSignature(peer_id, f"the signature does not match ({domain})") from error
+
+
+def _signed_bytes(domain: str, message: bytes) -> bytes:
+    name = domain.encode()
+    return _SIGNATURE_PREFIX + len(name).to_bytes(2, "big") + name + message

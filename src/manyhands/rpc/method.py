@@ -1,0 +1,26 @@
+"""Typed calls: a name, a request type and a response type."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import msgspec
+
+Request = TypeVar("Request", bound=msgspec.Struct)
+Response = TypeVar("Response", bound=msgspec.Struct)
+
+
+@dataclass(frozen=True)
+class Method(Generic[Request, Response]):
+    """One kind of call between peers.
+
+    Attributes:
+        name: ``part.verb``, unique on the wire.
+        request: msgspec struct that the caller sends; unknown fields are ignored by the receiver.
+        response: msgspec struct that comes back.
+    """
+
+    name: str
+    request: type[Request]
+    response: type[Response]

@@ -1,0 +1,71 @@
+"""What every transport provides: authenticated byte streams between two peers."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+from manyhands.base.address import Address
+from manyhands.base.identity import Identity, PeerId
+
+
+class Stream(Protocol):
+    """An ordered, encrypted byte stream to one peer whose identity is proven.
+
+    One task may send while another receives. Any call may raise :class:`manyhands.base.errors.PeerLost`.
+    """
+
+    remote: PeerId
+    remote_host: str
+    """The IP address at the other end, as seen from here."""
+    bytes_sent: int
+    bytes_received: int
+
+    async def send(self, *buffers: bytes | bytearray | memoryview) -> None:
+        """Send buffers one after the other; returns once they are handed over and the backlog is within its bound.
+
+        The buffers must not change before it returns.
+        """
+
+    async def receive_into(self, view: memoryview) -> None:
+        """Fill the whole of ``view`` (format ``B``, writable) with the next bytes."""
+
+    async def close(self, timeout_s: float = 1.0) -> None:
+        """Flush what was sent, then close; aborts when that takes longer than ``timeout_s`` seconds."""
+
+    def abort(self) -> None:
+        """Close at once; waiting calls on both ends raise ``PeerLost``. May be called twice."""
+
+
+OnStream = Callable[[Stream], Awaitable[None]]
+"""Called with each accepted stream, as a task of the listener; the stream is aborted if it raises."""
+
+
+class Listener(Protocol):
+    """An open port."""
+
+    addresses: list[Address]
+    """Where it listens, with the actual port."""
+
+    async def close(self) -> None:
+        """Stop accepting, and end the handshakes and handlers that are under way."""
+
+
+class Transport(Protocol):
+    """A way to reach other peers."""
+
+    identity: Identity
+
+    async def dial(self, address: Address, timeout_s: float) -> Stream:
+        """Open a stream to ``address``; who answers must be its ``peer_id``, if it has one.
+
+        Raises:
+            DialFailed: with the reason; also when ``timeout_s`` is over.
+        """
+
+    async def listen(self, address: Address, on_stream: OnStream) -> Listener:
+        """Accept streams on ``address``; port 0 takes a free one.
+
+        Raises:
+            ConfigError: the port is taken, or the host is not an address of this machine.
+        """
