@@ -130,6 +130,7 @@ class Refused(PeerError):
     def __init__(self, peer_id: str, code: str, message: str) -> None:
         super().__init__(peer_id, f"refused ({code}): {message}")
         self.code = code
+        self.message = message
 
 
 class RoundAborted(ManyhandsError):

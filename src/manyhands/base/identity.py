@@ -22,7 +22,7 @@ PeerId = NewType("PeerId", str)
 """A peer's id: 52 characters of base58 that begin with ``12D3KooW``."""
 
 # multihash "identity", 36 bytes; then the libp2p protobuf: key type Ed25519 (field 1 = 1), 32 bytes of key (field 2)
-_PREFIX = bytes.fromhex("0024" "08011220")
+_PREFIX = bytes.fromhex("002408011220")
 _SIGNATURE_PREFIX = b"manyhands/1 "
 
 
@@ -92,8 +92,10 @@ class Identity:
         except OSError as error:
             raise ConfigError(f"identity file {path}: {error.strerror}") from error
         except (ValueError, TypeError) as error:
-            raise ConfigError(f"identity file {path} is not an unencrypted PEM private key; "
-                              "name a file that does not exist to have one made") from error
+            raise ConfigError(
+                f"identity file {path} is not an unencrypted PEM private key; "
+                "name a file that does not exist to have one made"
+            ) from error
         if not isinstance(key, Ed25519PrivateKey):
             raise ConfigError(f"identity file {path} holds a {type(key).__name__}; an Ed25519 key is needed")
         return cls(key)

@@ -1,0 +1,114 @@
+"""The settings of the ALBERT recipe, checked once. Imports no torch: the command line is generated from here."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from manyhands.base.errors import ConfigError
+
+NUM_PAIR_TOKENS = 3
+"""Special tokens around a pair of segments: ``[CLS] A [SEP] B [SEP]``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlbertRecipe:
+    """A small ALBERT, trained by masked language modelling and sentence-order prediction.
+
+    All peers of a run need the same values, ``batch_size`` excepted: it may suit the machine.
+
+    Raises:
+        ConfigError: a value breaks its rule.
+    Source: Lan et al., ALBERT, arXiv:1909.11942. Small by default: about 1.5 million parameters.
+    """
+
+    text: tuple[Path, ...] = ()
+    """UTF-8 text files to train on; by default the English documentation that comes with Python."""
+
+    vocab_size: int = 4096
+    """Tokens in the vocabulary, at most; a short text fills fewer."""
+
+    seq_length: int = 64
+    """Tokens in one sample, special tokens included."""
+
+    embedding_size: int = 128
+    """Width of the token embeddings."""
+
+    hidden_size: int = 256
+    """Width of the hidden layers."""
+
+    num_hidden_layers: int = 4
+    """Times that the one shared layer is applied."""
+
+    num_attention_heads: int = 4
+    """Attention heads; they divide hidden_size."""
+
+    intermediate_size: int = 1024
+    """Width of the feed-forward part of a layer."""
+
+    batch_size: int = 8
+    """Samples in one local step of this peer."""
+
+    learning_rate: float = 2e-3
+    """Learning rate at the end of the warm-up."""
+
+    weight_decay: float = 0.01
+    """Decoupled weight decay; biases and LayerNorm weights have none."""
+
+    warmup_steps: int = 3
+    """Global steps until the learning rate is reached."""
+
+    total_steps: int = 10_000
+    """Global steps until the learning rate has fallen to zero."""
+
+    mask_probability: float = 0.15
+    """Share of the tokens of a full sample that the model must guess."""
+
+    num_heldout: int = 64
+    """Samples kept out of training, on which the held-out loss is measured."""
+
+    seed: int = 0
+    """Seed of the initial parameters, the held-out samples and, with the peer id, the order of the data."""
+
+    def __post_init__(self) -> None:
+        self._check_sizes()
+        self._check_rates()
+
+    @property
+    def num_masked(self) -> int:
+        """Tokens to guess in every sample, the same number in each (why: see :mod:`manyhands.recipes.albert.batches`)."""
+        return max(1, round(self.mask_probability * (self.seq_length - NUM_PAIR_TOKENS)))
+
+    def _check_sizes(self) -> None:
+        _at_least("vocab_size", self.vocab_size, 512)  # the 256 bytes and the special tokens, and some words
+        _at_least("seq_length", self.seq_length, 16)
+        for name in ("embedding_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
+                     "batch_size", "num_heldout"):  # fmt: skip
+            _at_least(name, getattr(self, name), 1)
+        if self.hidden_size % self.num_attention_heads:
+            raise ConfigError(
+                f"hidden_size is {self.hidden_size}; it must be a multiple of num_attention_heads, "
+                f"for example {self.num_attention_heads * 64}"
+            )
+
+    def _check_rates(self) -> None:
+        if not 0 < self.learning_rate < math.inf:
+            raise ConfigError(f"learning_rate is {self.learning_rate}; it must be above 0 and finite, for example 2e-3")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ConfigError(f"weight_decay is {self.weight_decay}; it must be 0 or more and finite, for example 0.01")
+        if not 0 < self.mask_probability <= 0.5:
+            raise ConfigError(
+                f"mask_probability is {self.mask_probability}; it must be above 0 and at most 0.5, for example 0.15"
+            )
+        _at_least("warmup_steps", self.warmup_steps, 0)
+        if self.total_steps <= self.warmup_steps:
+            raise ConfigError(
+                f"total_steps is {self.total_steps}; it must be above warmup_steps, for example {self.warmup_steps + 1000}"
+            )
+
+
+def _at_least(name: str, value: int, minimum: int) -> None:
+    if value < minimum:
+        default = AlbertRecipe.__dataclass_fields__[name].default
+        raise ConfigError(f"{name} is {value}; it must be at least {minimum}, for example {default}")

@@ -1,0 +1,107 @@
+"""Text to train on, as documents: lists of sentences in their order.
+
+A document here is a stretch of one text that is long enough for several samples, and is either trained on or held out,
+never both. A paragraph that occurs twice is kept once, for the same reason.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from manyhands.base.errors import ConfigError
+from manyhands.recipes.albert import python_docs
+
+DOCUMENT_CHARS = 4_000
+"""A document ends with the sentence that reaches this length: about 800 tokens of English."""
+
+SENTENCE_CHARS = 1_000
+"""What has no end by then (a text without punctuation) is cut between two words."""
+
+_ABBREVIATIONS = ("Mr", "Mrs", "Ms", "Dr", "Prof", "St", "Mt", "Jr", "Sr", "vs", "cf", "e.g", "i.e", "etc", "No", "[A-Z]")
+_NOT_ABBREVIATED = "".join(rf"(?<!\b{name})" for name in (re.sub(r"\.", r"\.", a) + r"\." for a in _ABBREVIATIONS))
+_SENTENCE_END = re.compile(
+    rf"(?:(?<=[.!?…]){_NOT_ABBREVIATED}|(?<=[.!?…][\"'”’)\]]))"  # an end mark, perhaps with a closing quote
+    r"\s+(?![a-z])"  # and what follows may begin a sentence
+    r"|(?<=[。！？])"  # or one of the scripts written without spaces
+)
+_PARAGRAPH_END = re.compile(r"\n\s*\n")
+
+
+def load_documents(paths: Sequence[Path] = ()) -> list[list[str]]:
+    """Read text files, or the documentation that comes with Python when ``paths`` is empty.
+
+    The default text depends on the version of Python, and so does a tokenizer trained on it.
+
+    Args:
+        paths: plain text in UTF-8; blank lines separate paragraphs.
+    Returns:
+        Documents of about ``DOCUMENT_CHARS`` characters, in the order of the text; each is a list of sentences, white
+        space collapsed. The last document of a file may be short.
+    Raises:
+        ConfigError: a file is missing, unreadable, a directory, not UTF-8 or empty.
+    """
+    texts: Iterable[list[str]] = map(_paragraphs_of_file, paths) if paths else python_docs.texts()
+    seen: set[str] = set()
+    documents = []
+    for paragraphs in texts:
+        fresh = [paragraph for paragraph in dict.fromkeys(paragraphs) if paragraph not in seen]
+        seen.update(fresh)
+        documents += list(_documents(fresh))
+    return documents
+
+
+def split_sentences(paragraph: str) -> list[str]:
+    """Split one paragraph after end marks that are followed by white space and no lower-case letter.
+
+    A few abbreviations and initials are known. A rule this small errs now and then, which costs masked language
+    modelling nothing and sentence-order prediction little.
+    """
+    sentences = (part.strip() for part in _SENTENCE_END.split(paragraph))
+    return [piece for sentence in sentences if sentence for piece in _cut_between_words(sentence)]
+
+
+def _documents(paragraphs: Iterable[str]) -> Iterator[list[str]]:
+    document: list[str] = []
+    num_chars = 0
+    for paragraph in paragraphs:
+        for sentence in split_sentences(paragraph):
+            document.append(sentence)
+            num_chars += len(sentence)
+            if num_chars >= DOCUMENT_CHARS:
+                yield document
+                document, num_chars = [], 0
+    if document:
+        yield document
+
+
+def _cut_between_words(sentence: str) -> Iterator[str]:
+    while len(sentence) > SENTENCE_CHARS:
+        end = sentence.rfind(" ", 1, SENTENCE_CHARS)
+        end = end if end > 0 else SENTENCE_CHARS
+        yield sentence[:end]
+        sentence = sentence[end:].lstrip()
+    yield sentence
+
+
+def _paragraphs_of_file(path: Path) -> list[str]:
+    paragraphs = [" ".join(paragraph.split()) for paragraph in _PARAGRAPH_END.split(_read(path))]
+    paragraphs = [paragraph for paragraph in paragraphs if paragraph]
+    if not paragraphs:
+        raise ConfigError(f"text file {path} is empty; name a file with some pages of text")
+    return paragraphs
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_bytes().decode().removeprefix("\ufeff")
+    except IsADirectoryError:
+        raise ConfigError(f"text file {path} is a directory; name the files in it") from None
+    except OSError as error:
+        raise ConfigError(f"text file {path}: {error.strerror}; name a text file that can be read") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"text file {path} is not UTF-8: byte 0x{error.object[error.start]:02x} at offset {error.start}; "
+            "convert it, for example with: iconv -f LATIN1 -t UTF-8"
+        ) from None

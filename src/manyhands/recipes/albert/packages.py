@@ -1,0 +1,18 @@
+"""The packages of the ``albert`` extra, imported in this one place so that one message says what to install."""
+
+from __future__ import annotations
+
+from manyhands.base.errors import MissingExtra
+
+_NEEDED = ("tokenizers", "torch", "transformers")
+
+try:
+    import tokenizers
+    import torch
+    import transformers
+except ModuleNotFoundError as error:
+    if error.name not in _NEEDED:  # installed, but broken: its own message says more
+        raise
+    raise MissingExtra("the ALBERT recipe", "albert") from error
+
+__all__ = ["tokenizers", "torch", "transformers"]

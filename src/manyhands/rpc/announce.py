@@ -1,0 +1,60 @@
+"""Which addresses to tell others, and which of theirs to believe."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+
+from manyhands.base.address import Address
+from manyhands.base.errors import ConfigError
+from manyhands.base.identity import PeerId
+
+MAX_ANNOUNCED = 8
+
+# documentation addresses (RFC 5737, RFC 3849): "connecting" a UDP socket sends nothing, it only looks up the route
+_PROBES = {"ip4": (socket.AF_INET, "192.0.2.1"), "ip6": (socket.AF_INET6, "2001:db8::1")}
+
+
+def dialable_addresses(bound: Sequence[Address]) -> list[Address]:
+    """Where others can dial a peer that listens on ``bound``.
+
+    "All interfaces" becomes the address of the interface that leads outside and the loopback address, so that peers on
+    the same machine and on other machines both find it.
+    """
+    announced: list[Address] = []
+    for address in bound:
+        hosts = _hosts_of_this_machine(address.protocol) if address.is_unspecified else [address.host]
+        announced += [Address.of(host, address.port) for host in hosts]
+    return list(dict.fromkeys(announced))
+
+
+def seen_from_outside(peer_id: PeerId, announced: Sequence[str], remote_host: str) -> list[Address]:
+    """The addresses of a peer, from what it announced and the host that its connection came from.
+
+    A peer behind a router does not know its public address; whoever it dials sees it. Loopback addresses of a peer that
+    came from another machine are dropped. What cannot be read is skipped: a newer version may announce more.
+    """
+    addresses: list[Address] = []
+    for text in announced[:MAX_ANNOUNCED]:
+        try:
+            addresses.append(Address.parse(text).with_peer(peer_id))
+        except ConfigError:
+            continue
+    if remote_host:
+        observed = [Address.of(remote_host, address.port, peer_id) for address in addresses if "ip" in address.protocol]
+        if not Address.of(remote_host, 1).is_loopback:
+            addresses = [address for address in addresses if not address.is_loopback]
+        addresses = observed[:1] + addresses
+    return list(dict.fromkeys(addresses))
+
+
+def _hosts_of_this_machine(protocol: str) -> list[str]:
+    family, probe = _PROBES[protocol]
+    loopback = "127.0.0.1" if protocol == "ip4" else "::1"
+    with socket.socket(family, socket.SOCK_DGRAM) as sock:
+        try:
+            sock.connect((probe, 9))
+        except OSError:  # no route outside: only this machine can dial
+            return [loopback]
+        host: str = sock.getsockname()[0]
+    return list(dict.fromkeys([host, loopback]))

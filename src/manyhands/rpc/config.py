@@ -1,0 +1,36 @@
+"""Limits and periods of the calls between peers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from manyhands.base.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class RpcConfig:
+    """How a peer keeps its control connections.
+
+    Attributes:
+        heartbeat_period_s: a ping is sent this often on each connection.
+        heartbeat_timeout_s: a peer from which nothing came for so long is lost; with the period, a frozen or cut-off
+            peer is noticed in under 10 s.
+        hello_timeout_s: a new stream must say what it is for within this time.
+        dial_timeout_s: for TCP, TLS and hello together.
+        max_requests_per_connection: calls of one peer that are served at once; more are refused.
+        max_known_addresses: peers whose addresses are remembered; the least recently learnt is forgotten first.
+    """
+
+    heartbeat_period_s: float = 2.0
+    heartbeat_timeout_s: float = 7.0
+    hello_timeout_s: float = 5.0
+    dial_timeout_s: float = 5.0
+    max_requests_per_connection: int = 256
+    max_known_addresses: int = 4096
+
+    def __post_init__(self) -> None:
+        if not 0 < self.heartbeat_period_s < self.heartbeat_timeout_s:
+            raise ConfigError(
+                f"heartbeat_period_s={self.heartbeat_period_s} and heartbeat_timeout_s={self.heartbeat_timeout_s}: "
+                "the timeout must be longer than the period; for example 2 and 7"
+            )

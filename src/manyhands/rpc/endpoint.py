@@ -1,0 +1,345 @@
+"""All connections of one peer: who can be called, and what it serves."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter, OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from manyhands.base.address import Address
+from manyhands.base.deadline import time_limit
+from manyhands.base.errors import (
+    ConfigError,
+    DialFailed,
+    DialReason,
+    PeerLost,
+    ProtocolViolation,
+    Refused,
+    Timeout,
+    Unavailable,
+)
+from manyhands.base.identity import PeerId
+from manyhands.rpc.announce import dialable_addresses, seen_from_outside
+from manyhands.rpc.config import RpcConfig
+from manyhands.rpc.connection import ControlConnection, Handler
+from manyhands.rpc.frames import CONTROL, Hello, Reject, Welcome, receive_frame, send_frame
+from manyhands.rpc.method import Method, Request, Response
+from manyhands.runtime.tasks import TaskOwner
+from manyhands.transport.api import Listener, Stream, Transport
+from manyhands.version import __version__
+
+logger = logging.getLogger(__name__)
+
+AGENT = f"manyhands/{__version__}"
+MAX_ADDRESSES_PER_PEER = 8
+
+BulkAcceptor = Callable[[PeerId, bytes, Stream], Awaitable[None]]
+"""Called with (remote, header, stream) for each bulk stream; the stream is aborted when it returns."""
+
+
+class Endpoint:
+    """One peer as the others see it: it listens, dials, calls and is called.
+
+    Args:
+        transport: how to reach others, and as whom.
+        client_mode: dial out only, announce no address.
+    """
+
+    def __init__(self, transport: Transport, *, client_mode: bool = False, config: RpcConfig | None = None) -> None:
+        self.identity = transport.identity
+        self.peer_id = transport.identity.peer_id
+        self.client_mode = client_mode
+        self.addresses: list[Address] = []
+        self.on_connected: list[Callable[[PeerId], None]] = []
+        self.on_lost: list[Callable[[PeerId], None]] = []
+        self.counters: Counter[str] = Counter()
+        self._transport = transport
+        self._config = config or RpcConfig()
+        self._handlers: dict[str, tuple[Method[Any, Any], Handler]] = {}
+        self._acceptors: dict[str, BulkAcceptor] = {}
+        self._listeners: list[Listener] = []
+        self._connections: dict[PeerId, list[ControlConnection]] = {}
+        self._dialling: dict[PeerId, asyncio.Task[ControlConnection]] = {}
+        self._known: OrderedDict[PeerId, list[Address]] = OrderedDict()
+        self._streams: set[Stream] = set()
+        self._tasks = TaskOwner("endpoint")
+
+    # set-up and end
+
+    async def listen(self, addresses: Sequence[Address], announce: Sequence[Address] = ()) -> None:
+        """Accept connections, and announce where others can dial.
+
+        Args:
+            addresses: where to listen; port 0 takes a free one.
+            announce: what to tell others instead of what this machine finds out by itself (behind a tunnel, say).
+        Raises:
+            ConfigError: a port is taken or a host is not of this machine.
+        """
+        for address in addresses:
+            self._listeners.append(await self._transport.listen(address, self._accepted))
+        bound = [address for listener in self._listeners for address in listener.addresses]
+        chosen = list(announce) or dialable_addresses(bound)
+        self.addresses = [address.with_peer(self.peer_id) for address in chosen]
+
+    async def close(self) -> None:
+        """Say goodbye to everybody and close all connections; takes a second or two at most."""
+        for task in list(self._dialling.values()):
+            task.cancel()
+        connections = [connection for group in self._connections.values() for connection in group]
+        if connections:
+            await asyncio.wait(
+                [asyncio.ensure_future(connection.goodbye("it is closing")) for connection in connections], timeout=1.5
+            )
+        for stream in list(self._streams):
+            stream.abort()
+        for listener in self._listeners:
+            await listener.close()
+        await self._tasks.close()
+
+    def handle(
+        self, method: Method[Request, Response], handler: Callable[[PeerId, Request], Awaitable[Response]]
+    ) -> None:
+        """Serve ``method``: ``handler(remote, request)`` returns the response, or raises ``Refused``."""
+        if method.name in self._handlers:
+            raise ConfigError(f"method {method.name} is served already; a peer holds one part of each kind")
+        self._handlers[method.name] = (method, handler)
+
+    def unhandle(self, method: Method[Any, Any]) -> None:
+        """Serve ``method`` no longer."""
+        self._handlers.pop(method.name, None)
+
+    def accept_bulk(self, kind: str, acceptor: BulkAcceptor) -> None:
+        """Take bulk streams of one kind."""
+        self._acceptors[kind] = acceptor
+
+    def refuse_bulk(self, kind: str) -> None:
+        """Take bulk streams of this kind no longer."""
+        self._acceptors.pop(kind, None)
+
+    # what is known of others
+
+    def learn(self, peer_id: PeerId, addresses: Sequence[Address]) -> None:
+        """Remember where a peer can be dialled."""
+        if peer_id == self.peer_id or not addresses:
+            return
+        known = [address.with_peer(peer_id) for address in addresses]
+        known += [address for address in self._known.get(peer_id, []) if address not in known]
+        self._known[peer_id] = known[:MAX_ADDRESSES_PER_PEER]
+        self._known.move_to_end(peer_id)
+        while len(self._known) > self._config.max_known_addresses:
+            self._known.popitem(last=False)
+
+    def addresses_of(self, peer_id: PeerId) -> list[Address]:
+        """Where a peer can be dialled, as far as is known here."""
+        return list(self._known.get(peer_id, []))
+
+    def is_connected(self, peer_id: PeerId) -> bool:
+        """Whether a control connection to the peer is open."""
+        return bool(self._connections.get(peer_id))
+
+    def is_client(self, peer_id: PeerId) -> bool:
+        """Whether the peer is connected and cannot be dialled."""
+        connections = self._connections.get(peer_id)
+        return connections is not None and not any(connection.addresses for connection in connections)
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes sent over all streams so far, control and bulk, before encryption."""
+        return int(self.counters["bytes_sent"] + sum(stream.bytes_sent for stream in self._streams))
+
+    # calls
+
+    async def connect(self, address: Address, timeout_s: float | None = None) -> PeerId:
+        """Open a control connection to an address; without a peer id in it, whoever answers is trusted.
+
+        Raises:
+            DialFailed: with the reason.
+        """
+        if address.peer_id is not None and self.is_connected(address.peer_id):
+            return address.peer_id
+        connection = await self._dial(address, timeout_s or self._config.dial_timeout_s)
+        if address.peer_id is None:
+            logger.info("%s is peer %s (trusted on first use)", address, connection.remote)
+        return connection.remote
+
+    async def call(
+        self, peer_id: PeerId, method: Method[Request, Response], request: Request, timeout_s: float = 5.0
+    ) -> Response:
+        """Call a method of a peer, dialling it if there is no connection.
+
+        Raises:
+            Unavailable: it cannot be reached, was lost, or did not answer in time.
+            Refused: it said no.
+            ProtocolViolation: its answer cannot be read.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        connection = await self._connection(peer_id, timeout_s)
+        return await connection.call(method, request, max(deadline - loop.time(), 0.01))
+
+    async def open_bulk(self, peer_id: PeerId, kind: str, header: bytes, timeout_s: float = 5.0) -> Stream:
+        """Dial a stream of its own for bulk data.
+
+        Raises:
+            Unavailable: the peer cannot be dialled.
+            Refused: it does not take this stream.
+        """
+        hello = Hello(kind, AGENT, [str(address) for address in self.addresses], header)
+        stream, _ = await self._dial_any(self.addresses_of(peer_id), peer_id, hello, timeout_s)
+        return stream
+
+    def release(self, stream: Stream) -> None:
+        """Abort a bulk stream that :meth:`open_bulk` opened, and count its bytes."""
+        stream.abort()
+        self._forget(stream)
+
+    async def _connection(self, peer_id: PeerId, timeout_s: float) -> ControlConnection:
+        for connection in self._connections.get(peer_id, []):
+            if connection.lost is None:
+                return connection
+        if peer_id == self.peer_id:
+            raise Unavailable("a peer does not call itself")
+        if peer_id not in self._dialling:  # callers at the same time share one dial
+            task = asyncio.get_running_loop().create_task(self._dial_known(peer_id))
+            self._dialling[peer_id] = task
+            task.add_done_callback(lambda task: self._dialled(peer_id, task))
+        async with time_limit(timeout_s, f"connecting to peer {peer_id}"):
+            return await asyncio.shield(self._dialling[peer_id])
+
+    def _dialled(self, peer_id: PeerId, task: asyncio.Task[ControlConnection]) -> None:
+        del self._dialling[peer_id]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.debug("%s", error)  # those who wait for this dial get the error itself
+
+    async def _dial_known(self, peer_id: PeerId) -> ControlConnection:
+        hello = Hello(CONTROL, AGENT, [str(address) for address in self.addresses])
+        stream, welcome = await self._dial_any(self.addresses_of(peer_id), peer_id, hello, self._config.dial_timeout_s)
+        return self._opened(stream, welcome)
+
+    async def _dial(self, address: Address, timeout_s: float) -> ControlConnection:
+        hello = Hello(CONTROL, AGENT, [str(own) for own in self.addresses])
+        stream, welcome = await self._dial_stream(address, hello, timeout_s)
+        self.learn(stream.remote, [address])
+        return self._opened(stream, welcome)
+
+    async def _dial_any(
+        self, addresses: Sequence[Address], peer_id: PeerId, hello: Hello, timeout_s: float
+    ) -> tuple[Stream, Welcome]:
+        """Dial all addresses of a peer at once; the first that works is kept."""
+        if not addresses:
+            raise Unavailable(f"no address is known for peer {peer_id}; a peer in client mode cannot be dialled")
+        dials = [
+            asyncio.get_running_loop().create_task(self._dial_stream(address, hello, timeout_s))
+            for address in addresses
+        ]
+        try:
+            failures = []
+            for dial in asyncio.as_completed(dials):
+                try:
+                    return await dial
+                except (DialFailed, Refused) as error:
+                    failures.append(error)
+            raise (
+                failures[0]
+                if len(failures) == 1
+                else Unavailable(
+                    f"peer {peer_id} cannot be dialled: " + "; ".join(str(failure) for failure in failures)
+                )
+            )
+        finally:
+            await self._drop_others(dials)
+
+    async def _drop_others(self, dials: Sequence[asyncio.Task[tuple[Stream, Welcome]]]) -> None:
+        winner = next((dial for dial in dials if dial.done() and not dial.cancelled() and not dial.exception()), None)
+        for dial in dials:
+            dial.cancel()
+        for result in await asyncio.gather(*(dial for dial in dials if dial is not winner), return_exceptions=True):
+            if not isinstance(result, BaseException):
+                self.release(result[0])
+
+    async def _dial_stream(self, address: Address, hello: Hello, timeout_s: float) -> tuple[Stream, Welcome]:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        stream = await self._transport.dial(address, timeout_s)
+        self._streams.add(stream)
+        try:
+            async with time_limit(deadline - loop.time(), f"waiting for the welcome of {address}"):
+                await send_frame(stream, hello)
+                answer = await receive_frame(stream)
+            if isinstance(answer, Reject):
+                raise Refused(stream.remote, answer.code, answer.message)
+            if not isinstance(answer, Welcome):
+                raise ProtocolViolation(stream.remote, f"answered a hello with {type(answer).__name__}")
+        except BaseException as error:
+            self.release(stream)
+            if isinstance(error, (PeerLost, Timeout, ProtocolViolation)):
+                raise DialFailed(str(address), DialReason.REJECTED, str(error)) from error
+            raise
+        return stream, answer
+
+    def _opened(self, stream: Stream, welcome: Welcome) -> ControlConnection:
+        connection = self._new_connection(stream, welcome.addresses)
+        self._tasks.spawn(self._run(connection, stream), name=f"connection to {stream.remote}")
+        return connection
+
+    # accepted streams
+
+    async def _accepted(self, stream: Stream) -> None:
+        self._streams.add(stream)
+        try:
+            async with time_limit(self._config.hello_timeout_s, "waiting for a hello"):
+                hello = await receive_frame(stream)
+            if not isinstance(hello, Hello):
+                raise ProtocolViolation(stream.remote, f"began with a {type(hello).__name__} frame")
+            await self._welcome(stream, hello)
+        except ProtocolViolation as error:
+            self.counters["protocol_violations"] += 1
+            logger.warning("%s; its stream is dropped", error)
+        except Timeout as error:
+            logger.debug("stream from %s: %s", stream.remote, error)
+        finally:
+            self._forget(stream)
+
+    async def _welcome(self, stream: Stream, hello: Hello) -> None:
+        welcome = Welcome(AGENT, [str(address) for address in self.addresses])
+        if hello.purpose == CONTROL:
+            connection = self._new_connection(stream, hello.addresses)
+            await send_frame(stream, welcome)
+            await self._run(connection, stream)
+        elif (acceptor := self._acceptors.get(hello.purpose)) is not None:
+            await send_frame(stream, welcome)
+            await acceptor(stream.remote, hello.header, stream)
+        else:
+            await send_frame(stream, Reject("unknown_purpose", f"no streams of kind {hello.purpose[:80]!r} here"))
+            await stream.close()
+
+    def _new_connection(self, stream: Stream, addresses: list[str]) -> ControlConnection:
+        self.learn(stream.remote, seen_from_outside(stream.remote, addresses, stream.remote_host))
+        connection = ControlConnection(stream, addresses, self._handlers, self._config, self.counters)
+        group = self._connections.setdefault(stream.remote, [])
+        group.append(connection)
+        if len(group) == 1:
+            for callback in self.on_connected:
+                callback(stream.remote)
+        return connection
+
+    async def _run(self, connection: ControlConnection, stream: Stream) -> None:
+        remote = connection.remote
+        try:
+            lost = await connection.run()
+            logger.debug("%s", lost)
+        finally:
+            self._forget(stream)
+            group = self._connections[remote]
+            group.remove(connection)
+            if not group:
+                del self._connections[remote]
+                for callback in self.on_lost:
+                    callback(remote)
+
+    def _forget(self, stream: Stream) -> None:
+        if stream in self._streams:
+            self._streams.discard(stream)
+            self.counters["bytes_sent"] += stream.bytes_sent

@@ -1,0 +1,59 @@
+"""Background tasks that somebody owns: none is forgotten, none fails in silence."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+
+class TaskOwner:
+    """Holds the background tasks of one part, logs those that fail, and ends them all on :meth:`close`.
+
+    Args:
+        name: of the part, for log lines.
+        on_failure: called on the loop with each exception that a task ended with, after it was logged.
+    """
+
+    def __init__(self, name: str, on_failure: Callable[[BaseException], None] | None = None) -> None:
+        self._name = name
+        self._on_failure = on_failure
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._closed = False
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def spawn(self, coro: Coroutine[Any, Any, T], *, name: str) -> asyncio.Task[T]:
+        """Run ``coro`` until it ends or the owner is closed."""
+        if self._closed:
+            coro.close()
+            raise RuntimeError(f"{self._name} is closed; it cannot start {name!r}")
+        task = asyncio.get_running_loop().create_task(coro, name=f"{self._name}: {name}")
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        logger.error("background task %r failed", task.get_name(), exc_info=error)
+        if self._on_failure is not None:
+            self._on_failure(error)
+
+    async def close(self, timeout_s: float = 5.0) -> None:
+        """Cancel all tasks and wait for them; the log names those that outlast ``timeout_s`` seconds."""
+        self._closed = True
+        tasks = self._tasks - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            _, stuck = await asyncio.wait(tasks, timeout=timeout_s)
+            for task in stuck:
+                logger.error("background task %r did not end within %.3g s of its cancellation",
+                             task.get_name(), timeout_s)  # fmt: skip

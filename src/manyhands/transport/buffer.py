@@ -1,0 +1,99 @@
+"""Received bytes that nobody has read yet, and the one reader that waits for more."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+from manyhands.base.errors import PeerLost
+
+SCRATCH_BYTES = 64 * 1024
+
+
+class ReceiveBuffer:
+    """Bytes go straight into the reader's memory when one waits, else into a bounded backlog.
+
+    Args:
+        limit_bytes: the backlog above which :attr:`is_full` asks the sender to pause.
+        on_room: called when a full backlog has been read below the limit.
+    """
+
+    def __init__(self, limit_bytes: int, on_room: Callable[[], None]) -> None:
+        self._limit_bytes = limit_bytes
+        self._on_room = on_room
+        self._backlog: deque[memoryview] = deque()
+        self._backlog_bytes = 0
+        self._scratch = bytearray(SCRATCH_BYTES)
+        self._target: memoryview | None = None
+        self._filled: asyncio.Future[None] | None = None
+        self._error: PeerLost | None = None
+
+    @property
+    def is_full(self) -> bool:
+        return self._backlog_bytes >= self._limit_bytes
+
+    def get_buffer(self) -> memoryview:
+        """Memory to receive into; call :meth:`updated` with the number of bytes written."""
+        return self._target if self._target is not None else memoryview(self._scratch)
+
+    def updated(self, num_bytes: int) -> None:
+        """The first ``num_bytes`` of the last :meth:`get_buffer` were written."""
+        if self._target is None:
+            self._backlog.append(memoryview(bytes(memoryview(self._scratch)[:num_bytes])))
+            self._backlog_bytes += num_bytes
+            return
+        self._target = self._target[num_bytes:]
+        if len(self._target) == 0:
+            self._target = None
+            if self._filled is not None and not self._filled.done():
+                self._filled.set_result(None)
+
+    def feed(self, data: memoryview) -> None:
+        """Copy ``data`` in."""
+        while len(data):
+            room = self.get_buffer()
+            num_bytes = min(len(room), len(data))
+            room[:num_bytes] = data[:num_bytes]
+            self.updated(num_bytes)
+            data = data[num_bytes:]
+
+    def end(self, error: PeerLost) -> None:
+        """No more bytes will come; what is in the backlog can still be read."""
+        if self._error is None:
+            self._error = error
+            if self._filled is not None and not self._filled.done():
+                self._filled.set_exception(error)
+
+    async def fill(self, view: memoryview) -> None:
+        """Wait until ``view`` is full.
+
+        Cancelling it leaves the stream in the middle of a message; the caller must drop the stream then.
+        """
+        if self._filled is not None:
+            raise RuntimeError("two tasks receive from one stream")
+        view = self._take_backlog(view)
+        if len(view) == 0:
+            return
+        if self._error is not None:
+            raise PeerLost(self._error.peer_id, self._error.reason)
+        self._target = view
+        self._filled = asyncio.get_running_loop().create_future()
+        try:
+            await self._filled
+        finally:
+            self._filled = self._target = None
+
+    def _take_backlog(self, view: memoryview) -> memoryview:
+        was_full = self.is_full
+        while self._backlog and len(view):
+            head = self._backlog.popleft()
+            num_bytes = min(len(head), len(view))
+            view[:num_bytes] = head[:num_bytes]
+            self._backlog_bytes -= num_bytes
+            view = view[num_bytes:]
+            if num_bytes < len(head):
+                self._backlog.appendleft(head[num_bytes:])
+        if was_full and not self.is_full:
+            self._on_room()
+        return view

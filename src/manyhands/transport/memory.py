@@ -1,0 +1,146 @@
+"""Peers of one process, connected without sockets: for tests."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+
+from manyhands.base.address import Address
+from manyhands.base.errors import ConfigError, DialFailed, DialReason, PeerLost
+from manyhands.base.identity import Identity, PeerId
+from manyhands.runtime.tasks import TaskOwner
+from manyhands.transport.api import OnStream
+from manyhands.transport.buffer import ReceiveBuffer
+
+BACKLOG_BYTES = 256 * 1024
+
+
+class MemoryNetwork:
+    """Where the peers of one test find each other."""
+
+    def __init__(self) -> None:
+        self.listeners: dict[tuple[str, int], MemoryListener] = {}
+        self._ports = itertools.count(1)
+
+    def free_port(self) -> int:
+        return next(self._ports)
+
+
+class MemoryStream:
+    """One end of an in-process stream; ``send`` waits while the other end's backlog is full."""
+
+    def __init__(self, owner: PeerId, remote: PeerId) -> None:
+        self.remote = remote
+        self.remote_host = "127.0.0.1"
+        self.bytes_sent = 0
+        self.bytes_received = 0
+        self.other: MemoryStream = self
+        self._owner = owner
+        self._room = asyncio.Event()
+        self._room.set()
+        self._buffer = ReceiveBuffer(BACKLOG_BYTES, self._room.set)
+        self._sending = asyncio.Lock()
+        self._is_closed = False
+
+    async def send(self, *buffers: bytes | bytearray | memoryview) -> None:
+        async with self._sending:
+            for buffer in buffers:
+                view = memoryview(buffer).cast("B")
+                for start in range(0, len(view), BACKLOG_BYTES):
+                    await self._send_chunk(view[start : start + BACKLOG_BYTES])
+
+    async def _send_chunk(self, chunk: memoryview) -> None:
+        await self.other._room.wait()  # noqa: SLF001 (the other end of the same stream)
+        if self._is_closed:
+            raise PeerLost(self.remote, "connection closed")
+        self.bytes_sent += len(chunk)
+        self.other._arrived(chunk)  # noqa: SLF001
+        await asyncio.sleep(0)
+
+    def _arrived(self, chunk: memoryview) -> None:
+        self.bytes_received += len(chunk)
+        self._buffer.feed(chunk)
+        if self._buffer.is_full:
+            self._room.clear()
+
+    async def receive_into(self, view: memoryview) -> None:
+        try:
+            await self._buffer.fill(view)
+        except asyncio.CancelledError:
+            self.abort()
+            raise
+
+    async def close(self, timeout_s: float = 1.0) -> None:
+        self.abort()
+
+    def abort(self) -> None:
+        for end in (self, self.other):
+            end._end()  # noqa: SLF001
+
+    def _end(self) -> None:
+        self._is_closed = True
+        self._room.set()
+        self._buffer.end(PeerLost(self.remote, "connection closed"))
+
+
+class MemoryListener:
+    """An open port of a :class:`MemoryNetwork`."""
+
+    def __init__(self, network: MemoryNetwork, identity: Identity, address: Address, on_stream: OnStream) -> None:
+        self.identity = identity
+        self.addresses = [address]
+        self._network = network
+        self._on_stream = on_stream
+        self._tasks = TaskOwner("listener")
+        self._streams: set[MemoryStream] = set()
+
+    def accept(self, stream: MemoryStream) -> None:
+        self._tasks.spawn(self._serve(stream), name=f"stream from {stream.remote}")
+
+    async def _serve(self, stream: MemoryStream) -> None:
+        self._streams.add(stream)
+        try:
+            await self._on_stream(stream)
+        except PeerLost:
+            pass
+        finally:
+            self._streams.discard(stream)
+            stream.abort()
+
+    async def close(self) -> None:
+        address = self.addresses[0]
+        self._network.listeners.pop((address.host, address.port), None)
+        for stream in self._streams:
+            stream.abort()
+        await self._tasks.close()
+
+
+class MemoryTransport:
+    """Dials and listens in a :class:`MemoryNetwork` as one identity."""
+
+    def __init__(self, identity: Identity, network: MemoryNetwork) -> None:
+        self.identity = identity
+        self._network = network
+
+    async def listen(self, address: Address, on_stream: OnStream) -> MemoryListener:
+        port = address.port or self._network.free_port()
+        if (address.host, port) in self._network.listeners:
+            raise ConfigError(f"cannot listen on {address}: port {port} is taken; choose another, or 0 for a free one")
+        listener = MemoryListener(self._network, self.identity, Address.of(address.host, port), on_stream)
+        self._network.listeners[address.host, port] = listener
+        return listener
+
+    async def dial(self, address: Address, timeout_s: float) -> MemoryStream:
+        await asyncio.sleep(0)
+        listener = self._network.listeners.get((address.host, address.port))
+        if listener is None:
+            raise DialFailed(str(address), DialReason.REFUSED)
+        remote = listener.identity.peer_id
+        if remote == self.identity.peer_id:
+            raise DialFailed(str(address), DialReason.ITSELF)
+        if address.peer_id not in (None, remote):
+            raise DialFailed(str(address), DialReason.WRONG_IDENTITY, f"found {remote}")
+        here, there = MemoryStream(self.identity.peer_id, remote), MemoryStream(remote, self.identity.peer_id)
+        here.other, there.other = there, here
+        listener.accept(there)
+        return here
