@@ -1,0 +1,3 @@
+from manyhands.averaging.config import AveragingConfig
+
+__all__ = ["AveragingConfig"]

@@ -33,6 +33,9 @@ class Stream(Protocol):
     async def close(self, timeout_s: float = 1.0) -> None:
         """Flush what was sent, then close; aborts when that takes longer than ``timeout_s`` seconds."""
 
+    async def wait_closed(self) -> None:
+        """Wait until the stream is closed, by either end. No bound: put one around it."""
+
     def abort(self) -> None:
         """Close at once; waiting calls on both ends raise ``PeerLost``. May be called twice."""
 

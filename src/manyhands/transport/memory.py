@@ -40,7 +40,7 @@ class MemoryStream:
         self._room.set()
         self._buffer = ReceiveBuffer(BACKLOG_BYTES, self._room.set)
         self._sending = asyncio.Lock()
-        self._is_closed = False
+        self._closed = asyncio.Event()
 
     async def send(self, *buffers: bytes | bytearray | memoryview) -> None:
         async with self._sending:
@@ -51,7 +51,7 @@ class MemoryStream:
 
     async def _send_chunk(self, chunk: memoryview) -> None:
         await self.other._room.wait()  # noqa: SLF001 (the other end of the same stream)
-        if self._is_closed:
+        if self._closed.is_set():
             raise PeerLost(self.remote, "connection closed")
         self.bytes_sent += len(chunk)
         self.other._arrived(chunk)  # noqa: SLF001
@@ -73,12 +73,15 @@ class MemoryStream:
     async def close(self, timeout_s: float = 1.0) -> None:
         self.abort()
 
+    async def wait_closed(self) -> None:
+        await self._closed.wait()
+
     def abort(self) -> None:
         for end in (self, self.other):
             end._end()  # noqa: SLF001
 
     def _end(self) -> None:
-        self._is_closed = True
+        self._closed.set()
         self._room.set()
         self._buffer.end(PeerLost(self.remote, "connection closed"))
 

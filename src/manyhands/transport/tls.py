@@ -120,6 +120,9 @@ class TlsStream(asyncio.BufferedProtocol):
             await asyncio.wait([self._closed], timeout=timeout_s)
         self.abort()
 
+    async def wait_closed(self) -> None:
+        await asyncio.wait([self._closed])
+
     def abort(self) -> None:
         if self._transport is not None:
             self._transport.abort()

@@ -1,0 +1,144 @@
+"""How the members of a round learn whether it committed.
+
+::
+
+    member                                   leader
+    ------                                   ------
+    averaging ── holds a result ──> VOTE(digest)  ──> collecting ── more than half the same ──> COMMITTED
+        └──── lost somebody ──────> VOTE("")      ──>      └─────── cannot be any more ───────> ABORTED
+    in doubt  <── verdict ──────────────────────────────────┘
+        └─ leader lost: asks the others until the deadline; nobody knows: aborted here
+
+Only the leader decides, once, so no two members commit different results of one round. A member that aborts in doubt
+while the leader committed is behind; the lineage in the progress records shows it, and it loads the others' state.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from manyhands.averaging.ballot import Ballot
+from manyhands.averaging.config import AveragingConfig
+from manyhands.averaging.messages import ASK_VERDICT, VOTE, Group, Verdict, VerdictQuery, Vote
+from manyhands.base.errors import PeerError, Refused, Unavailable
+from manyhands.base.identity import PeerId
+from manyhands.rpc import Endpoint
+
+logger = logging.getLogger(__name__)
+
+REMEMBERED_VERDICTS = 16
+ASK_PERIOD_S = 0.3
+
+
+class Agreement:
+    """Votes, and counts votes, in the rounds of one run."""
+
+    def __init__(self, endpoint: Endpoint, config: AveragingConfig) -> None:
+        self._endpoint = endpoint
+        self._config = config
+        self._ballots: dict[bytes, tuple[Ballot, asyncio.Future[Verdict]]] = {}
+        self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
+        endpoint.handle(VOTE, self._on_vote)
+        endpoint.handle(ASK_VERDICT, self._on_ask)
+        endpoint.on_lost.append(self._on_lost)
+
+    def close(self) -> None:
+        self._endpoint.unhandle(VOTE)
+        self._endpoint.unhandle(ASK_VERDICT)
+        self._endpoint.on_lost.remove(self._on_lost)
+
+    @contextmanager
+    def of(self, group: Group) -> Iterator[None]:
+        """Count the votes of a group that this peer leads while the block runs; at its end whoever waits is answered."""
+        if group.leader != self._endpoint.peer_id:
+            yield
+            return
+        ballot, decided = Ballot(group), asyncio.get_running_loop().create_future()
+        self._ballots[group.group_id] = (ballot, decided)
+        try:
+            yield
+        finally:
+            del self._ballots[group.group_id]
+            self._give_up(ballot, decided, "the leader gave the round up")
+
+    async def conclude(self, group: Group, vote: Vote, timeout_s: float) -> Verdict:
+        """Vote, and wait for the verdict; within ``timeout_s`` seconds it is known, or the round counts as aborted."""
+        if group.leader == self._endpoint.peer_id:
+            verdict = await self._count(group, vote, timeout_s)
+        else:
+            try:
+                verdict = await self._endpoint.call(group.leader, VOTE, vote, timeout_s)
+            except (Unavailable, PeerError) as error:
+                logger.info("in doubt: the leader's verdict did not come: %s", error)
+                verdict = await self._resolve_doubt(group, str(error))
+        self._remember(group.group_id, verdict)
+        return verdict
+
+    async def _count(self, group: Group, vote: Vote, timeout_s: float) -> Verdict:
+        ballot, decided = self._ballots[group.group_id]
+        self._add(ballot, decided, self._endpoint.peer_id, vote)
+        await asyncio.wait([decided], timeout=timeout_s)
+        self._give_up(ballot, decided, f"no vote within {timeout_s:.3g} s")
+        return decided.result()
+
+    def _give_up(self, ballot: Ballot, decided: asyncio.Future[Verdict], reason: str) -> None:
+        for member in ballot.group.members:
+            ballot.add_lost(member.peer_id, f"{member.peer_id}: {reason}")
+        self._decide(ballot, decided)
+
+    async def _resolve_doubt(self, group: Group, reason: str) -> Verdict:
+        """Ask the other members how the round ended, until one knows or nobody can."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._config.in_doubt_timeout_s
+        others = [member.peer_id for member in group.members]
+        others = [peer_id for peer_id in others if peer_id not in (self._endpoint.peer_id, group.leader)]
+        while loop.time() < deadline and others:
+            answers = await asyncio.gather(*(self._ask(peer_id, group.group_id) for peer_id in others))
+            for answer in answers:
+                if answer is not None and answer.is_known:
+                    return answer
+            others = [peer_id for peer_id, answer in zip(others, answers, strict=True) if answer is not None]
+            await asyncio.sleep(ASK_PERIOD_S)
+        return Verdict(True, None, f"the leader was lost before its verdict ({reason})", [group.leader])
+
+    async def _ask(self, peer_id: PeerId, group_id: bytes) -> Verdict | None:
+        try:
+            return await self._endpoint.call(peer_id, ASK_VERDICT, VerdictQuery(group_id), 1.0)
+        except (Unavailable, PeerError):
+            return None
+
+    def _remember(self, group_id: bytes, verdict: Verdict) -> None:
+        self._verdicts[group_id] = verdict
+        while len(self._verdicts) > REMEMBERED_VERDICTS:
+            self._verdicts.popitem(last=False)
+
+    def _add(self, ballot: Ballot, decided: asyncio.Future[Verdict], member: PeerId, vote: Vote) -> None:
+        ballot.add(member, vote)
+        self._decide(ballot, decided)
+
+    def _decide(self, ballot: Ballot, decided: asyncio.Future[Verdict]) -> None:
+        verdict = ballot.decide()
+        if verdict is not None and not decided.done():
+            self._remember(ballot.group.group_id, verdict)
+            decided.set_result(verdict)
+
+    async def _on_vote(self, remote: PeerId, vote: Vote) -> Verdict:
+        if vote.group_id in self._verdicts:
+            return self._verdicts[vote.group_id]
+        if vote.group_id not in self._ballots:
+            raise Refused(self._endpoint.peer_id, "unknown_group", "this peer leads no such group")
+        ballot, decided = self._ballots[vote.group_id]
+        self._add(ballot, decided, remote, vote)
+        return await asyncio.shield(decided)
+
+    async def _on_ask(self, remote: PeerId, query: VerdictQuery) -> Verdict:
+        return self._verdicts.get(query.group_id, Verdict(False))
+
+    def _on_lost(self, peer_id: PeerId) -> None:
+        for ballot, decided in self._ballots.values():
+            ballot.add_lost(peer_id, f"{peer_id} was lost before it voted")
+            self._decide(ballot, decided)

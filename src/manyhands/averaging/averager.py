@@ -1,0 +1,230 @@
+"""One averaging round from end to end: group, all-reduce, verdict."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import random
+from dataclasses import dataclass
+
+import msgspec
+import torch
+
+from manyhands.averaging.agreement import Agreement
+from manyhands.averaging.butterfly import Butterfly, bytes_of
+from manyhands.averaging.config import AveragingConfig
+from manyhands.averaging.matchmaking import Matchmaker, Roster
+from manyhands.averaging.messages import STREAM_KIND, Group, RoundManifest, StreamHeader, Vote
+from manyhands.base.deadline import time_limit
+from manyhands.base.errors import PeerError, ProtocolViolation, RoundAborted, Timeout, Unavailable
+from manyhands.base.identity import PeerId
+from manyhands.rpc import Endpoint
+from manyhands.runtime import TaskOwner
+from manyhands.transport.api import Stream
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RoundResult:
+    """A committed round.
+
+    Attributes:
+        averaged_N: the weighted mean, float32 on the CPU, bit-identical on all members.
+        manifest: who contributed, by which weights.
+        seconds: from the call to the verdict.
+        matchmaking_s: the part of it that was spent looking for the group.
+    """
+
+    averaged_N: torch.Tensor
+    manifest: RoundManifest
+    seconds: float
+    matchmaking_s: float
+
+    @property
+    def num_members(self) -> int:
+        return len(self.manifest.members)
+
+
+class Averager:
+    """Averages flat vectors with the other peers of one run.
+
+    Args:
+        run_fingerprint: digest of what all peers of the run agreed on; who has another one is refused.
+        roster: where this peer stands, and who else is expected.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        run_id: str,
+        run_fingerprint: bytes,
+        roster: Roster,
+        config: AveragingConfig,
+        rng: random.Random,
+    ) -> None:
+        self._endpoint = endpoint
+        self._config = config
+        self._roster = roster
+        self._matchmaker = Matchmaker(endpoint, run_id, run_fingerprint, roster, config, rng)
+        self._agreement = Agreement(endpoint, config)
+        self._inbox = StreamInbox(endpoint, config)
+        self._tasks = TaskOwner("averager")
+
+    async def close(self) -> None:
+        await self._matchmaker.close()
+        self._agreement.close()
+        self._inbox.close()
+        await self._tasks.close()
+
+    async def average(self, flat_N: torch.Tensor, weight: float) -> RoundResult:
+        """Average ``flat_N`` over the group of the next round.
+
+        Args:
+            flat_N: float32 on the CPU, contiguous; not written, and not to be changed before this returns.
+            weight: samples behind the vector; a peer with weight 0 contributes nothing and gets the result.
+        Raises:
+            RoundAborted: no value was changed; the vector counts in the next attempt.
+        """
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        deadline = started + self._config.averaging_timeout_s
+        try:
+            async with time_limit(self._config.averaging_timeout_s, "looking for a group"):
+                group = await self._matchmaker.find_group(weight)
+        except (Timeout, PeerError) as error:
+            raise RoundAborted(str(error)) from error
+        matchmaking_s = loop.time() - started
+        with self._agreement.of(group):
+            averaged_N, vote = await self._reduce(group, flat_N, deadline - loop.time())
+            verdict = await self._agreement.conclude(group, vote, max(deadline - loop.time(), 1.0))
+        if verdict.manifest is None:
+            for peer_id in verdict.blamed:
+                self._roster.report_missing(peer_id)
+            raise RoundAborted(verdict.reason, verdict.blamed)
+        if averaged_N is None or verdict.manifest.digest != vote.digest:
+            raise RoundAborted("the group committed, but this peer does not hold the result and must load the state")
+        return RoundResult(averaged_N, verdict.manifest, loop.time() - started, matchmaking_s)
+
+    async def _reduce(
+        self,
+        group: Group,
+        flat_N: torch.Tensor,
+        timeout_s: float,
+    ) -> tuple[torch.Tensor | None, Vote]:
+        """The averaged vector, and the vote for it; or None, and a vote that says why not."""
+        rank = group.rank_of(self._endpoint.peer_id)
+        assert rank is not None
+        if not any(member.weight > 0 for member in group.members):
+            return None, Vote(group.group_id, b"", "no member has any samples")
+        butterfly = Butterfly(group, rank, flat_N, self._config.chunk_bytes // flat_N.element_size())
+        streams: dict[int, Stream] = {}
+        try:
+            async with time_limit(timeout_s, "averaging"):
+                await self._open_streams(group, rank, butterfly.partners(), streams)
+                averaged_N = await self._until_lost(group, butterfly, streams)
+                digest = await asyncio.get_running_loop().run_in_executor(None, _digest, averaged_N)
+        except RoundAborted as error:
+            return None, Vote(group.group_id, b"", error.reason)
+        except Timeout as error:
+            return None, Vote(group.group_id, b"", str(error))
+        else:
+            return averaged_N, Vote(group.group_id, digest)
+        finally:
+            for stream in streams.values():
+                self._tasks.spawn(self._close_stream(stream), name=f"closing a stream to {stream.remote}")
+
+    async def _close_stream(self, stream: Stream) -> None:
+        await stream.close(self._config.stream_timeout_s)
+        self._endpoint.release(stream)
+
+    async def _open_streams(self, group: Group, rank: int, partners: list[int], streams: dict[int, Stream]) -> None:
+        """Open or await the stream to each partner: a client dials, else the lower rank."""
+
+        async def connect(other: int) -> None:
+            member = group.members[other]
+            is_dialler = group.members[rank].is_client or (not member.is_client and rank < other)
+            try:
+                if is_dialler:
+                    header = msgspec.msgpack.encode(StreamHeader(group.group_id))
+                    timeout_s = self._config.stream_timeout_s
+                    streams[other] = await self._endpoint.open_bulk(member.peer_id, STREAM_KIND, header, timeout_s)
+                else:
+                    streams[other] = await self._inbox.take(group.group_id, member.peer_id)
+            except (Unavailable, PeerError) as error:
+                raise RoundAborted(f"no stream to a member: {error}", [member.peer_id]) from error
+
+        tasks = [asyncio.get_running_loop().create_task(connect(other)) for other in partners]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _until_lost(self, group: Group, butterfly: Butterfly, streams: dict[int, Stream]) -> torch.Tensor:
+        """Run the all-reduce; a member whose control connection is lost (frozen, cut off) ends it."""
+        partners = {stream.remote: stream for stream in streams.values()}
+
+        def on_lost(peer_id: PeerId) -> None:
+            if peer_id in partners:
+                partners[peer_id].abort()
+
+        self._endpoint.on_lost.append(on_lost)
+        try:
+            return await butterfly.run(streams)
+        finally:
+            self._endpoint.on_lost.remove(on_lost)
+
+
+class StreamInbox:
+    """Bulk streams that other members opened, until the round takes them; they may come before the group is known."""
+
+    def __init__(self, endpoint: Endpoint, config: AveragingConfig) -> None:
+        self._endpoint = endpoint
+        self._config = config
+        self._waiting: dict[tuple[bytes, PeerId], asyncio.Future[Stream]] = {}
+        self._done: dict[Stream, asyncio.Event] = {}
+        endpoint.accept_bulk(STREAM_KIND, self._on_stream)
+
+    def close(self) -> None:
+        self._endpoint.refuse_bulk(STREAM_KIND)
+
+    async def take(self, group_id: bytes, peer_id: PeerId) -> Stream:
+        """The stream of a member for a round, when it comes.
+
+        Raises:
+            Timeout: it did not come.
+        """
+        key = (group_id, peer_id)
+        try:
+            async with time_limit(self._config.stream_timeout_s, f"waiting for the stream of peer {peer_id}"):
+                return await self._future(key)
+        finally:
+            self._waiting.pop(key, None)
+
+    def _future(self, key: tuple[bytes, PeerId]) -> asyncio.Future[Stream]:
+        if key not in self._waiting:
+            self._waiting[key] = asyncio.get_running_loop().create_future()
+        return self._waiting[key]
+
+    async def _on_stream(self, remote: PeerId, header: bytes, stream: Stream) -> None:
+        try:
+            key = (msgspec.msgpack.decode(header, type=StreamHeader).group_id, remote)
+        except msgspec.DecodeError as error:
+            raise ProtocolViolation(remote, "a stream header that cannot be read") from error
+        future = self._future(key)
+        if future.done():
+            raise ProtocolViolation(remote, "a second stream for one round")
+        future.set_result(stream)
+        try:  # from here on the stream is the round's, which closes it
+            async with time_limit(self._config.averaging_timeout_s, "for a round to end"):
+                await stream.wait_closed()
+        finally:
+            if self._waiting.get(key) is future:
+                del self._waiting[key]
+
+
+def _digest(vector_N: torch.Tensor) -> bytes:
+    return hashlib.sha256(bytes_of(vector_N)).digest()

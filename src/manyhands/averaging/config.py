@@ -1,0 +1,35 @@
+"""Times and sizes of an averaging round."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from manyhands.base.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class AveragingConfig:
+    """How groups form and rounds run.
+
+    Attributes:
+        matchmaking_time_s: how long a round waits for those who are expected; it starts at once when all are there.
+        averaging_timeout_s: bound of a whole round, from the search for a group to the verdict.
+        stream_timeout_s: bound of opening the streams between the members of a formed group.
+        in_doubt_timeout_s: how long a member that voted and lost its leader asks the others for the verdict.
+        chunk_bytes: what is received, reduced and sent on in one go.
+    """
+
+    matchmaking_time_s: float = 15.0
+    averaging_timeout_s: float = 60.0
+    stream_timeout_s: float = 10.0
+    in_doubt_timeout_s: float = 3.0
+    chunk_bytes: int = 512 * 1024
+
+    def __post_init__(self) -> None:
+        if not 0 < self.matchmaking_time_s < self.averaging_timeout_s:
+            raise ConfigError(
+                f"matchmaking_time_s={self.matchmaking_time_s} and averaging_timeout_s={self.averaging_timeout_s}: "
+                "a round needs time after its group was found; for example 15 and 60"
+            )
+        if self.chunk_bytes < 4 or self.chunk_bytes % 4:
+            raise ConfigError(f"chunk_bytes={self.chunk_bytes} is not a multiple of 4; for example 524288")
