@@ -53,7 +53,7 @@ class Agreement:
 
     @contextmanager
     def of(self, group: Group) -> Iterator[None]:
-        """Count the votes of a group that this peer leads while the block runs; at its end whoever waits is answered."""
+        """Count the votes of a group that this peer leads while the block runs; its end answers whoever waits."""
         if group.leader != self._endpoint.peer_id:
             yield
             return

@@ -1,0 +1,135 @@
+"""Rounds over real sockets and in memory: exact, identical everywhere, all or nothing."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+
+from manyhands.averaging.averager import RoundResult
+from manyhands.averaging.config import AveragingConfig
+from manyhands.averaging.messages import Position
+from manyhands.base.errors import RoundAborted
+from tests.swarm import averagers
+
+
+def vectors(num_peers: int, numel: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(numel)
+    return [torch.randn(numel, generator=generator) for _ in range(num_peers)]
+
+
+def weighted_mean(values: list[torch.Tensor], weights: list[float]) -> torch.Tensor:
+    total = sum(value.double() * weight for value, weight in zip(values, weights, strict=True))
+    return (total / sum(weights)).float()
+
+
+@pytest.mark.parametrize("kind", ["memory", "tls"])
+@pytest.mark.parametrize(
+    ("num_peers", "numel", "clients"),
+    [(2, 1, ()), (2, 10_007, (1,)), (3, 50_000, ()), (5, 7, ()), (4, 33_333, (0, 2)), (3, 0, ())],
+)
+async def test_every_member_holds_the_same_weighted_mean(
+    kind: str, num_peers: int, numel: int, clients: tuple[int, ...]
+) -> None:
+    values = vectors(num_peers, numel)
+    weights = [float(1 + 3 * rank) for rank in range(num_peers)]
+    async with averagers(num_peers, kind=kind, clients=clients) as members:
+        results: list[RoundResult] = await asyncio.gather(
+            *(averager.average(values[i], weights[i]) for i, (averager, _, _) in enumerate(members))
+        )
+    expected = weighted_mean(values, weights)
+    for result in results:
+        assert torch.equal(result.averaged_N, results[0].averaged_N)
+        assert result.manifest == results[0].manifest
+        torch.testing.assert_close(result.averaged_N, expected, rtol=1e-6, atol=1e-6)
+
+
+async def test_a_member_without_samples_gets_the_mean_of_the_others() -> None:
+    values = vectors(3, 1000)
+    values[1].fill_(float("nan"))  # must not travel
+    async with averagers(3) as members:
+        results = await asyncio.gather(
+            *(averager.average(values[i], 0.0 if i == 1 else 2.0) for i, (averager, _, _) in enumerate(members))
+        )
+    for result in results:
+        torch.testing.assert_close(result.averaged_N, weighted_mean([values[0], values[2]], [1.0, 1.0]))
+
+
+async def test_without_any_samples_nothing_commits() -> None:
+    async with averagers(2) as members:
+        results = await asyncio.gather(
+            *(averager.average(torch.zeros(5), 0.0) for averager, _, _ in members), return_exceptions=True
+        )
+    assert all(isinstance(result, RoundAborted) and "no member has any samples" in result.reason for result in results)
+
+
+async def test_a_round_starts_as_soon_as_all_are_there() -> None:
+    async with averagers(3, config=AveragingConfig(matchmaking_time_s=15.0)) as members:
+        results = await asyncio.gather(*(averager.average(torch.ones(5), 1.0) for averager, _, _ in members))
+    assert all(result.seconds < 2.0 for result in results)
+
+
+async def test_peers_that_do_not_come_are_waited_for_until_the_matchmaking_time() -> None:
+    config = AveragingConfig(matchmaking_time_s=0.5, averaging_timeout_s=10.0)
+    async with averagers(3, config=config) as members:
+        results = await asyncio.gather(*(averager.average(torch.ones(5), 1.0) for averager, _, _ in members[:2]))
+        absent = members[2][2].peer_id
+        assert all(result.num_members == 2 for result in results)
+        leader = next(roster for _, roster, endpoint in members if endpoint.peer_id == results[0].manifest.members[0])
+        assert leader.missing == [absent]
+        assert members[2][1].num_calls >= 1, "the absent peer is called to the round"
+
+
+async def test_one_member_dies_in_mid_round_and_the_others_commit_the_next_attempt() -> None:
+    numel = 4_000_000
+    values = vectors(4, numel)
+    async with averagers(4, kind="tls") as members:
+        victim, _, victim_endpoint = members[3]
+        dying = asyncio.ensure_future(victim.average(values[3], 1.0))
+        others = [asyncio.ensure_future(averager.average(values[i], 1.0)) for i, (averager, _, _) in enumerate(members[:3])]
+        while victim_endpoint.bytes_sent < 100_000:  # in the middle of its first chunks
+            await asyncio.sleep(0)
+        dying.cancel()
+        await victim_endpoint.close()
+        first = await asyncio.gather(*others, return_exceptions=True)
+        assert all(isinstance(result, RoundAborted) for result in first), first
+        second = await asyncio.gather(
+            *(averager.average(values[i], 1.0) for i, (averager, _, _) in enumerate(members[:3]))
+        )
+        await asyncio.gather(dying, return_exceptions=True)
+    for result in second:
+        assert result.num_members == 3
+        torch.testing.assert_close(result.averaged_N, weighted_mean(values[:3], [1.0] * 3), rtol=1e-6, atol=1e-6)
+        assert torch.equal(result.averaged_N, second[0].averaged_N)
+
+
+async def test_a_peer_that_is_behind_is_told_so() -> None:
+    async with averagers(2, config=AveragingConfig(matchmaking_time_s=0.5, averaging_timeout_s=5.0)) as members:
+        ahead, behind = sorted(members, key=lambda member: member[2].peer_id)
+        ahead[1].at = Position(7, b"later")
+        with pytest.raises(RoundAborted, match="the run is at step 7, not 0"):
+            await behind[0].average(torch.ones(5), 1.0)
+
+
+async def test_peers_of_another_lineage_do_not_average() -> None:
+    async with averagers(2, config=AveragingConfig(matchmaking_time_s=0.3, averaging_timeout_s=5.0)) as members:
+        members[1][1].at = Position(0, b"another start")
+        results = await asyncio.gather(
+            *(averager.average(torch.ones(5), 1.0) for averager, _, _ in members), return_exceptions=True
+        )
+    assert all(isinstance(result, RoundAborted) for result in results)
+
+
+async def test_a_run_of_clients_only_says_so_at_once() -> None:
+    async with averagers(2, clients=(0, 1)) as members:
+        with pytest.raises(RoundAborted, match="all 2 peers are in client mode"):
+            await members[0][0].average(torch.ones(5), 1.0)
+
+
+async def test_nobody_comes() -> None:
+    config = AveragingConfig(matchmaking_time_s=0.3, averaging_timeout_s=5.0)
+    async with averagers(2, config=config) as members:
+        leader = min(members, key=lambda member: member[2].peer_id)
+        with pytest.raises(RoundAborted, match="none of the 1 expected peers came"):
+            await leader[0].average(torch.ones(5), 1.0)

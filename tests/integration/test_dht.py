@@ -1,0 +1,308 @@
+"""Nodes of the DHT over the memory transport and over TLS: what one peer stores, the others find."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import pytest
+
+from manyhands.base.address import Address
+from manyhands.base.errors import ConfigError, DialReason, JoinFailed
+from manyhands.base.identity import Identity
+from manyhands.dht import DhtConfig, DhtNode, Reason
+from manyhands.dht.ids import distance, key_id, node_id
+from manyhands.dht.messages import STORE, StoreRequest
+from manyhands.dht.records import AgedRecord
+from manyhands.rpc import Endpoint
+from manyhands.transport import MemoryNetwork, MemoryTransport, TlsTransport, Transport
+from tests.unit.dht.examples import owned_record
+
+LISTEN = Address.parse("/ip4/127.0.0.1/tcp/0")
+WALL_NOW = 1_800_000_000.0
+TTL_S = 60.0
+CONFIG = DhtConfig(request_timeout_s=1.0, refresh_period_s=1000.0)  # upkeep happens when a test asks for it
+
+
+class Swarm:
+    """Nodes of one test; each listens in one memory network, or on a loopback port."""
+
+    def __init__(self, stack: AsyncExitStack) -> None:
+        self.nodes: list[DhtNode] = []
+        self.endpoints: list[Endpoint] = []
+        self._network = MemoryNetwork()
+        self._stack = stack
+
+    async def add(
+        self,
+        *,
+        kind: str = "memory",
+        initial_peers: Sequence[Address] | None = None,
+        client_mode: bool = False,
+        config: DhtConfig = CONFIG,
+        clock_skew_s: float = 0.0,
+        identity: Identity | None = None,
+    ) -> DhtNode:
+        """A node that has joined; at the first one, if no other initial peers are given."""
+        number = len(self.nodes)
+        identity = identity or Identity.from_seed(number.to_bytes(32, "big"))
+        transport: Transport = (
+            TlsTransport(identity) if kind == "tls" else MemoryTransport(identity, self._network)
+        )
+        endpoint = Endpoint(transport, client_mode=client_mode)
+        self._stack.push_async_callback(endpoint.close)
+        if not client_mode:
+            await endpoint.listen([LISTEN])
+        node = DhtNode(endpoint, config, random.Random(number), lambda: WALL_NOW + clock_skew_s)
+        self._stack.push_async_callback(node.close)
+        if initial_peers is None:
+            initial_peers = self.endpoints[0].addresses if self.endpoints else []
+        self.nodes.append(node)
+        self.endpoints.append(endpoint)
+        await node.join(initial_peers)
+        return node
+
+    def endpoint_of(self, node: DhtNode) -> Endpoint:
+        return self.endpoints[self.nodes.index(node)]
+
+    def nearest(self, key: str) -> list[DhtNode]:
+        """All nodes, those nearest to the key first."""
+        return sorted(
+            self.nodes, key=lambda node: distance(node_id(self.endpoint_of(node).peer_id), key_id(key))
+        )
+
+    async def kill(self, node: DhtNode) -> None:
+        """Close its connections without a word to the DHT; it stays in the tables of the others."""
+        await self.endpoint_of(node).close()
+
+
+@pytest.fixture
+async def swarm() -> AsyncIterator[Swarm]:
+    async with AsyncExitStack() as stack:
+        yield Swarm(stack)
+
+
+async def values(node: DhtNode, key: str) -> dict[str, object]:
+    return {subkey: stored.value for subkey, stored in (await node.get(key)).items()}
+
+
+@pytest.mark.parametrize(("kind", "num_nodes"), [("memory", 12), ("tls", 3)])
+async def test_what_any_node_stores_every_node_finds(swarm: Swarm, kind: str, num_nodes: int) -> None:
+    nodes = [await swarm.add(kind=kind) for _ in range(num_nodes)]
+    for number, node in enumerate(nodes):
+        own_id = swarm.endpoint_of(node).peer_id
+        assert await node.store("progress", {"step": number}, TTL_S, own_id) == min(5, num_nodes)
+    expected = {swarm.endpoint_of(node).peer_id: {"step": number} for number, node in enumerate(nodes)}
+    for node in nodes:
+        found = await node.get("progress")
+        assert {subkey: stored.value for subkey, stored in found.items()} == expected
+        assert all(stored.owner == subkey for subkey, stored in found.items())
+        assert all(TTL_S - 5 < stored.remaining_s <= TTL_S for stored in found.values())
+
+
+async def test_everybody_hears_of_everybody_through_the_first_peer(swarm: Swarm) -> None:
+    nodes = [await swarm.add() for _ in range(12)]
+    for node in nodes:
+        await node.refresh()
+    assert [node.num_known_peers for node in nodes] == [11] * 12
+    ids = {endpoint.peer_id for endpoint in swarm.endpoints}
+    assert {contact.peer_id for contact in nodes[3].contacts()} == ids - {swarm.endpoints[3].peer_id}
+
+
+async def test_a_record_is_at_the_nearest_peers_only(swarm: Swarm) -> None:
+    for _ in range(12):
+        await swarm.add()
+    await swarm.nodes[4].store("key", 1, TTL_S)
+    assert [len(node._storage) for node in swarm.nearest("key")] == [1] * 5 + [0] * 7
+
+
+async def test_a_record_expires(swarm: Swarm) -> None:
+    nodes = [await swarm.add() for _ in range(3)]
+    await nodes[0].store("key", "short", 0.3, "short")
+    await nodes[0].store("key", "long", TTL_S, "long")
+    assert await values(nodes[1], "key") == {"short": "short", "long": "long"}
+    await asyncio.sleep(0.35)
+    assert await values(nodes[1], "key") == {"long": "long"}
+
+
+async def test_a_later_value_replaces_and_none_deletes(swarm: Swarm) -> None:
+    nodes = [await swarm.add() for _ in range(3)]
+    await nodes[0].store("key", "first", TTL_S)
+    await nodes[1].store("key", "second", TTL_S)
+    assert await values(nodes[2], "key") == {"": "second"}
+    await nodes[2].store("key", None, TTL_S)
+    assert await values(nodes[0], "key") == {}
+
+
+async def test_clocks_a_minute_apart_lose_nothing(swarm: Swarm) -> None:
+    ahead = await swarm.add(clock_skew_s=30.0)
+    behind = await swarm.add(clock_skew_s=-30.0)
+    for node, other in ((ahead, behind), (behind, ahead)):
+        own_id = swarm.endpoint_of(node).peer_id
+        assert await node.store("signed", "mine", TTL_S, own_id) == 2
+        assert (await values(other, "signed"))[own_id] == "mine"
+        assert await node.store("open", own_id[-4:], TTL_S) == 2, "the last write counts, whoever's clock is ahead"
+        assert await values(other, "open") == {"": own_id[-4:]}
+
+
+async def test_a_peer_replaces_its_records_after_a_restart_with_an_earlier_clock(swarm: Swarm) -> None:
+    others = [await swarm.add() for _ in range(2)]
+    identity = Identity.generate()
+    before = await swarm.add(identity=identity)
+    await before.store("key", "before", TTL_S, identity.peer_id)
+    await swarm.kill(before)
+    after = await swarm.add(identity=identity, clock_skew_s=-50.0)
+    assert await after.store("key", "after", TTL_S, identity.peer_id) == 3
+    assert await values(others[0], "key") == {identity.peer_id: "after"}
+
+
+async def test_the_death_of_holders_is_survived(swarm: Swarm) -> None:
+    for _ in range(10):
+        await swarm.add()
+    await swarm.nodes[0].store("key", "value", TTL_S)
+    by_distance = swarm.nearest("key")
+    for holder in by_distance[:4]:
+        await swarm.kill(holder)
+    for survivor in by_distance[4:]:
+        assert await values(survivor, "key") == {"": "value"}
+
+
+async def test_lost_holders_are_replaced(swarm: Swarm) -> None:
+    for _ in range(10):
+        await swarm.add()
+    await swarm.nodes[0].store("key", "value", TTL_S)
+    *dead, heir, alone = swarm.nearest("key")[:6]
+    for holder in dead:
+        await swarm.kill(holder)
+    assert len(heir._storage) == 1
+    assert len(alone._storage) == 0
+    for _ in range(CONFIG.max_failures):
+        await heir.refresh()
+    assert len(alone._storage) == 1
+
+
+async def test_a_newcomer_near_a_key_is_given_its_records(swarm: Swarm) -> None:
+    nodes = [await swarm.add() for _ in range(7)]
+    keys = [f"key-{number}" for number in range(40)]
+    for key in keys:
+        await nodes[0].store(key, key, TTL_S)
+    newcomer = await swarm.add()
+    for node in nodes:
+        await node.refresh()
+    should_hold = {key for key in keys if newcomer in swarm.nearest(key)[:5]}
+    assert should_hold
+    held = set(newcomer._storage.keys(asyncio.get_running_loop().time()))
+    assert should_hold <= held
+
+
+async def test_the_last_peer_still_has_its_own_records(swarm: Swarm) -> None:
+    nodes = [await swarm.add() for _ in range(2)]
+    await nodes[0].store("key", "value", TTL_S)
+    await swarm.kill(nodes[1])
+    assert await values(nodes[0], "key") == {"": "value"}
+    assert await nodes[0].store("key", "alone", TTL_S) == 1
+
+
+async def test_forged_records_are_refused_by_holders_and_readers(swarm: Swarm) -> None:
+    nodes = [await swarm.add() for _ in range(3)]
+    victim = swarm.endpoints[1]
+    await nodes[1].store("key", "true", TTL_S, victim.peer_id)
+    forged = owned_record("forged", owner=swarm.endpoints[0].identity, sequence=2**50)
+    as_victim = type(forged)(
+        key="key", subkey=victim.peer_id, value=forged.value, sequence=2**50, issued_at=WALL_NOW, ttl_s=TTL_S,
+        owner=victim.peer_id, signature=forged.signature,
+    )  # fmt: skip
+    answer = await swarm.endpoints[0].call(
+        swarm.endpoints[2].peer_id, STORE, StoreRequest([AgedRecord(as_victim, 0.0)])
+    )
+    assert [(outcome.is_stored, outcome.code) for outcome in answer.outcomes] == [(False, "bad_signature")]
+    assert nodes[2].refusals[Reason.BAD_SIGNATURE] == 1
+    loop = asyncio.get_running_loop()
+    nodes[0]._storage.put(as_victim, loop.time() + TTL_S, loop.time())  # a holder that lies
+    assert await values(nodes[2], "key") == {victim.peer_id: "true"}
+    assert nodes[2].refusals[Reason.BAD_SIGNATURE] == 2
+
+
+async def test_another_peers_subkey_cannot_be_written(swarm: Swarm) -> None:
+    nodes = [await swarm.add() for _ in range(2)]
+    with pytest.raises(ConfigError, match="another peer's id"):
+        await nodes[0].store("key", "theft", TTL_S, swarm.endpoints[1].peer_id)
+
+
+async def test_clients_read_and_write_but_hold_nothing(swarm: Swarm) -> None:
+    nodes = [await swarm.add() for _ in range(3)]
+    clients = [await swarm.add(client_mode=True) for _ in range(2)]
+    own_id = swarm.endpoint_of(clients[0]).peer_id
+    assert await clients[0].store("key", "from a client", TTL_S, own_id) == 3
+    for node in [*nodes, *clients]:
+        assert await values(node, "key") == {own_id: "from a client"}
+        await node.refresh()
+    assert [len(client._storage) for client in clients] == [0, 0]
+    client_ids = {swarm.endpoint_of(client).peer_id for client in clients}
+    for node in [*nodes, *clients]:
+        assert not client_ids & {contact.peer_id for contact in node.contacts()}
+
+
+@pytest.mark.parametrize("kind", ["memory", "tls"])
+async def test_a_failed_join_names_each_address(swarm: Swarm, kind: str) -> None:
+    first = await swarm.add(kind=kind)
+    (address,) = swarm.endpoint_of(first).addresses
+    stranger = Identity.generate().peer_id
+    nobody = [Address.of("127.0.0.1", 1), Address.of("127.0.0.1", 2)]
+    with pytest.raises(JoinFailed) as caught:
+        await swarm.add(kind=kind, initial_peers=[*nobody, address.with_peer(stranger)])
+    assert [(failure.address, failure.reason) for failure in caught.value.failures] == [
+        (str(nobody[0]), DialReason.REFUSED),
+        (str(nobody[1]), DialReason.REFUSED),
+        (str(address.with_peer(stranger)), DialReason.WRONG_IDENTITY),
+    ]
+
+
+async def test_a_join_that_failed_can_be_tried_again(swarm: Swarm) -> None:
+    first = await swarm.add()
+    with pytest.raises(JoinFailed):
+        await swarm.add(initial_peers=[Address.of("127.0.0.1", 9999)])
+    await swarm.nodes[1].join(swarm.endpoints[0].addresses)
+    assert first.num_known_peers == swarm.nodes[1].num_known_peers == 1
+
+
+async def test_one_initial_peer_that_answers_is_enough_and_the_others_are_tried_again(swarm: Swarm) -> None:
+    await swarm.add()
+    later = Address.of("127.0.0.1", 500)
+    node = await swarm.add(initial_peers=[later, *swarm.endpoints[0].addresses])
+    assert node.num_known_peers == 1
+    latecomer = Endpoint(MemoryTransport(Identity.generate(), swarm._network))
+    swarm._stack.push_async_callback(latecomer.close)
+    await latecomer.listen([later])
+    other = DhtNode(latecomer, CONFIG, random.Random(1), lambda: WALL_NOW)
+    swarm._stack.push_async_callback(other.close)
+    await node.refresh()
+    assert {contact.peer_id for contact in node.contacts()} == {swarm.endpoints[0].peer_id, latecomer.peer_id}
+
+
+async def test_a_peer_that_lost_everybody_comes_back_through_its_initial_peers(swarm: Swarm) -> None:
+    first = await swarm.add()
+    node = await swarm.add()
+    for _ in range(CONFIG.max_failures):
+        node._overlay.table.failed(swarm.endpoint_of(first).peer_id)
+    assert node.num_known_peers == 0
+    await node.refresh()
+    assert node.num_known_peers == 1
+
+
+async def test_upkeep_runs_by_itself(swarm: Swarm) -> None:
+    config = DhtConfig(refresh_period_s=0.05)
+    first = await swarm.add(config=config)
+    await first.store("key", "value", TTL_S)
+    second = await swarm.add()
+    await eventually(lambda: len(second._storage) == 1)
+
+
+async def test_a_closed_node_serves_no_more(swarm: Swarm) -> None:
+    nodes = [await swarm.add() for _ in range(3)]
+    await nodes[0].store("key", "value", TTL_S)
+    await nodes[2].close()
+    assert await values(nodes[1], "key") == {"": "value"}
+    assert await nodes[1].store("key", "again", TTL_S) == 2

@@ -1,0 +1,89 @@
+"""Small swarms for tests: endpoints in one process, over real sockets or in memory."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from manyhands.averaging.averager import Averager
+from manyhands.averaging.config import AveragingConfig
+from manyhands.averaging.messages import Position
+from manyhands.base.address import Address
+from manyhands.base.identity import Identity, PeerId
+from manyhands.rpc import Endpoint, RpcConfig
+from manyhands.transport import MemoryNetwork, MemoryTransport, TlsTransport
+
+LOOPBACK = Address.parse("/ip4/127.0.0.1/tcp/0")
+
+
+def identity_of(number: int) -> Identity:
+    """The same identity for the same number, in every run of the tests."""
+    return Identity.from_seed(number.to_bytes(32, "big"))
+
+
+@asynccontextmanager
+async def endpoints(
+    num_peers: int, *, kind: str = "memory", clients: Sequence[int] = (), config: RpcConfig | None = None
+) -> AsyncIterator[list[Endpoint]]:
+    """``num_peers`` endpoints that know each other's addresses; those numbered in ``clients`` do not listen."""
+    network = MemoryNetwork()
+    swarm: list[Endpoint] = []
+    try:
+        for number in range(num_peers):
+            identity = identity_of(number)
+            transport = TlsTransport(identity) if kind == "tls" else MemoryTransport(identity, network)
+            endpoint = Endpoint(transport, client_mode=number in clients, config=config)
+            if number not in clients:
+                await endpoint.listen([LOOPBACK])
+            swarm.append(endpoint)
+        for endpoint in swarm:
+            for other in swarm:
+                endpoint.learn(other.peer_id, other.addresses)
+        yield swarm
+    finally:
+        for endpoint in swarm:
+            await endpoint.close()
+
+
+@dataclass
+class FixedRoster:
+    """A roster whose members are given, for rounds without a DHT."""
+
+    others: dict[PeerId, bool]
+    at: Position = field(default_factory=lambda: Position(0, b"start"))
+    missing: list[PeerId] = field(default_factory=list)
+    num_calls: int = 0
+
+    def position(self) -> Position:
+        return self.at
+
+    def expected(self) -> dict[PeerId, bool]:
+        return {peer_id: is_client for peer_id, is_client in self.others.items() if peer_id not in self.missing}
+
+    def report_missing(self, peer_id: PeerId) -> None:
+        self.missing.append(peer_id)
+
+    def call_to_round(self) -> None:
+        self.num_calls += 1
+
+
+@asynccontextmanager
+async def averagers(
+    num_peers: int, *, kind: str = "memory", clients: Sequence[int] = (), config: AveragingConfig | None = None
+) -> AsyncIterator[list[tuple[Averager, FixedRoster, Endpoint]]]:
+    """``num_peers`` averagers of one run that expect each other."""
+    async with endpoints(num_peers, kind=kind, clients=clients) as swarm:
+        members = []
+        for number, endpoint in enumerate(swarm):
+            others = {other.peer_id: other.client_mode for other in swarm if other is not endpoint}
+            roster = FixedRoster(others)
+            config = config or AveragingConfig(chunk_bytes=4096, matchmaking_time_s=3.0, averaging_timeout_s=20.0)
+            rng = random.Random(number)
+            members.append((Averager(endpoint, "test-run", b"same", roster, config, rng), roster, endpoint))
+        try:
+            yield members
+        finally:
+            for averager, _, _ in members:
+                await averager.close()
