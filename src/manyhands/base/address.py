@@ -52,10 +52,10 @@ class Address:
             ConfigError: ``host`` is neither.
         """
         try:
-            version = ipaddress.ip_address(host).version
+            ip = ipaddress.ip_address(host)
         except ValueError:
             return cls(_checked_name(host, host, "dns"), host, port, peer_id)
-        return cls(f"ip{version}", host, port, peer_id)
+        return cls(f"ip{ip.version}", str(ip), port, peer_id)
 
     def __str__(self) -> str:
         text = f"/{self.protocol}/{self.host}/tcp/{self.port}"
@@ -115,12 +115,14 @@ def _parse_host_port(text: str) -> Address:
 
 
 def _checked_port(text: str, port: str) -> int:
-    if not (port.isascii() and port.isdigit() and int(port) <= 65535):
+    if not (port.isascii() and port.isdigit() and len(port) <= 5 and int(port) <= 65535):
         raise ConfigError(f"in address {text!r}, {port!r} is not a port; a port is a number from 1 to 65535")
     return int(port)
 
 
 def _checked_name(text: str, host: str, protocol: str) -> str:
+    if "." in host and host.replace(".", "").isdigit():  # the system would take 127.1 for 127.0.0.1
+        raise ConfigError(f"in address {text!r}, {host!r} is not an IPv4 address; write it like {_EXAMPLE}")
     if len(host) > 253 or not _NAME.fullmatch(host):
         raise ConfigError(f"in address {text!r}, {host!r} is not a host name; write it like {_EXAMPLE}")
     return protocol

@@ -11,8 +11,16 @@ from manyhands.base.errors import Timeout
 
 if sys.version_info >= (3, 11):
     from asyncio import timeout as _timeout
+
+    def _is_over(limit: asyncio.Timeout) -> bool:
+        return limit.expired()
+
 else:
+    from async_timeout import Timeout as _Limit
     from async_timeout import timeout as _timeout
+
+    def _is_over(limit: _Limit) -> bool:
+        return bool(limit.expired)
 
 
 @asynccontextmanager
@@ -25,12 +33,10 @@ async def time_limit(timeout_s: float, phase: str) -> AsyncIterator[None]:
     Raises:
         Timeout: the time was over; it names the phase.
     """
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + timeout_s
     try:
-        async with _timeout(timeout_s):
+        async with _timeout(timeout_s) as limit:
             yield
     except asyncio.TimeoutError as error:
-        if loop.time() < deadline:  # somebody else's timeout, passing through
+        if not _is_over(limit):  # somebody else's timeout, passing through
             raise
         raise Timeout(phase, timeout_s) from error

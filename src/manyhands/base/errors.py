@@ -61,7 +61,7 @@ class Timeout(Unavailable):
     """A wait was over before what it waited for came; ``phase`` says what that was."""
 
     def __init__(self, phase: str, timeout_s: float) -> None:
-        super().__init__(f"timed out after {timeout_s:.3g} s {phase}")
+        super().__init__(f"timed out after {timeout_s:g} s {phase}")
         self.phase = phase
         self.timeout_s = timeout_s
 

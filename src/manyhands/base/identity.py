@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NewType
 
 import base58
-from cryptography.exceptions import InvalidSignature
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
@@ -42,7 +42,8 @@ def public_key_of(peer_id: PeerId) -> Ed25519PublicKey:
         raw = base58.b58decode(peer_id) if len(peer_id) <= 64 else b""
     except ValueError:
         raw = b""
-    if len(raw) != len(_PREFIX) + 32 or not raw.startswith(_PREFIX):
+    # one spelling for each peer: base58 would ignore white space at the end
+    if len(raw) != len(_PREFIX) + 32 or peer_id_from_public_key(raw[len(_PREFIX) :]) != peer_id:
         raise ConfigError(
             f"{peer_id[:80]!r} is not a peer id; a peer id has 52 characters and begins with 12D3KooW, "
             "as printed by the peer when it starts"
@@ -91,13 +92,16 @@ class Identity:
             key = serialization.load_pem_private_key(path.read_bytes(), password=None)
         except OSError as error:
             raise ConfigError(f"identity file {path}: {error.strerror}") from error
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, UnsupportedAlgorithm) as error:
             raise ConfigError(
                 f"identity file {path} is not an unencrypted PEM private key; "
                 "name a file that does not exist to have one made"
             ) from error
         if not isinstance(key, Ed25519PrivateKey):
-            raise ConfigError(f"identity file {path} holds a {type(key).__name__}; an Ed25519 key is needed")
+            raise ConfigError(
+                f"identity file {path} holds {type(key).__name__}; an Ed25519 key is needed, "
+                "as is made when the file does not exist"
+            )
         return cls(key)
 
     def sign(self, domain: str, message: bytes) -> bytes:

@@ -1,0 +1,74 @@
+"""What holds for every test: nothing is left running after it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import AsyncIterator, Iterator
+
+import psutil
+import pytest
+from hypothesis import settings
+
+# A deadline per example would measure the load of the machine; pytest-timeout bounds a test as a whole.
+settings.register_profile("manyhands", deadline=None, print_blob=True)
+settings.load_profile("manyhands")
+
+_GRACE_S = 1.0  # for what was already told to end
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_running(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test that leaves an asyncio task, a thread of ours or a child process behind, and end the processes."""
+    threads_before = set(threading.enumerate())
+    children_before = set(_children())
+    if request.node.get_closest_marker("asyncio") is not None:
+        request.getfixturevalue("no_task_left")
+    yield
+    left = [f"thread {thread.name}" for thread in _our_threads(threads_before)]
+    left += [f"process {child.pid}: {line}" for child, line in _end_children(children_before)]
+    if left:
+        pytest.fail("left running after the test: " + "; ".join(left), pytrace=False)
+
+
+@pytest.fixture
+async def no_task_left() -> AsyncIterator[None]:
+    """Set up before the test's own fixtures, so torn down after them, while the loop still runs."""
+    yield
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    if tasks:
+        _, tasks = await asyncio.wait(tasks, timeout=_GRACE_S)
+    if tasks:
+        names = "; ".join(f"{task.get_name()}: {task.get_coro()}" for task in tasks)
+        pytest.fail(f"asyncio tasks left running after the test: {names}", pytrace=False)
+
+
+def _our_threads(before: set[threading.Thread]) -> list[threading.Thread]:
+    ours = [thread for thread in threading.enumerate() if thread.name.startswith("manyhands") and thread not in before]
+    for thread in ours:
+        thread.join(_GRACE_S)
+    return [thread for thread in ours if thread.is_alive()]
+
+
+def _children() -> list[psutil.Process]:
+    if hasattr(os, "waitid"):  # costs a microsecond, where psutil reads the whole process table
+        try:
+            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return []
+    return psutil.Process().children(recursive=True)
+
+
+def _end_children(before: set[psutil.Process]) -> list[tuple[psutil.Process, str]]:
+    ended = []
+    for child in _children():
+        try:
+            line = " ".join(child.cmdline()) or child.status()
+            if child in before or "multiprocessing.resource_tracker" in line:  # the latter lives as long as pytest
+                continue
+            child.kill()
+        except psutil.NoSuchProcess:
+            continue
+        ended.append((child, line))
+    return ended

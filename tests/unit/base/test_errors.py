@@ -1,0 +1,99 @@
+"""Messages are for people: each names the value or the peer, the rule or the reason, and what to do."""
+
+import asyncio
+
+import pytest
+
+from manyhands.base.errors import (
+    BadSignature,
+    ConfigError,
+    DialFailed,
+    DialReason,
+    JoinFailed,
+    ManifestMismatch,
+    ManyhandsError,
+    MissingExtra,
+    PeerError,
+    PeerLost,
+    ProtocolViolation,
+    Refused,
+    RoundAborted,
+    Timeout,
+    Unavailable,
+)
+
+MESSAGES = [
+    (
+        MissingExtra("manyhands.Optimizer", "torch"),
+        "manyhands.Optimizer needs packages that are not installed; try: pip install 'manyhands[torch]'",
+    ),
+    (
+        ManifestMismatch("my-run", ["lr: 0.1 here, 0.2 in the run", "shape of w: [2] here, [3] in the run"]),
+        "this peer does not fit run 'my-run': lr: 0.1 here, 0.2 in the run; shape of w: [2] here, [3] in the run",
+    ),
+    (
+        Timeout("waiting for the state from 12D3KooWA", 2.5),
+        "timed out after 2.5 s waiting for the state from 12D3KooWA",
+    ),
+    (Timeout("waiting for a group", 1200), "timed out after 1200 s waiting for a group"),
+    (PeerLost("12D3KooWA", "no heartbeat for 10 s"), "lost peer 12D3KooWA: no heartbeat for 10 s"),
+    (
+        DialFailed("/ip4/10.0.0.1/tcp/80", DialReason.REFUSED),
+        "/ip4/10.0.0.1/tcp/80: connection refused: nothing listens on that port",
+    ),
+    (
+        DialFailed("/dns/a/tcp/80", DialReason.WRONG_IDENTITY, "12D3KooWB"),
+        "/dns/a/tcp/80: another identity answered (12D3KooWB)",
+    ),
+    (Refused("12D3KooWA", "busy", "try again later"), "peer 12D3KooWA: refused (busy): try again later"),
+    (ProtocolViolation("12D3KooWA", "frame of 2 GiB"), "peer 12D3KooWA: frame of 2 GiB"),
+    (RoundAborted("no majority"), "no majority"),
+    (
+        RoundAborted("two members were lost", ["12D3KooWA", "12D3KooWB"]),
+        "two members were lost (because of 12D3KooWA, 12D3KooWB)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("error", "message"), MESSAGES, ids=lambda value: type(value).__name__)
+def test_message_in_full(error: ManyhandsError, message: str) -> None:
+    assert str(error) == message
+
+
+def test_join_failed_has_a_line_with_a_reason_for_each_address() -> None:
+    failures = [
+        DialFailed("/ip4/10.0.0.1/tcp/80", DialReason.REFUSED),
+        DialFailed("/ip4/10.0.0.2/tcp/81", DialReason.TIMED_OUT),
+    ]
+    first, *lines = str(JoinFailed(failures)).splitlines()
+    assert first == "none of the 2 initial peers could be reached:"
+    assert lines == [f"  {failure}" for failure in failures]
+
+
+def test_each_dial_reason_has_words_of_its_own() -> None:
+    assert len({reason.value for reason in DialReason}) == len(list(DialReason)) == 9
+
+
+@pytest.mark.parametrize(
+    ("kind", "parents"),
+    [
+        (ConfigError, [ManyhandsError, ValueError]),  # code that catches ValueError for a bad argument goes on working
+        (MissingExtra, [ConfigError]),
+        (ManifestMismatch, [ConfigError]),
+        (Timeout, [Unavailable]),
+        (PeerLost, [Unavailable]),
+        (DialFailed, [Unavailable]),
+        (JoinFailed, [Unavailable]),
+        (BadSignature, [PeerError]),
+        (ProtocolViolation, [PeerError]),
+        (Refused, [PeerError]),
+        (RoundAborted, [ManyhandsError]),
+    ],
+)
+def test_the_tree(kind: type[Exception], parents: list[type[Exception]]) -> None:
+    assert [parent for parent in parents if not issubclass(kind, parent)] == []
+
+
+def test_our_timeout_is_no_asyncio_timeout() -> None:
+    """So that an outer ``asyncio.timeout`` and ours cannot be taken for each other."""
+    assert not issubclass(Timeout, (TimeoutError, asyncio.TimeoutError))
