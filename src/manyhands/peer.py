@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import atexit
-import contextlib
 import logging
 import random
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -62,7 +60,8 @@ class Peer:
         self.identity = identity or Identity.generate()
         self.peer_id: PeerId = self.identity.peer_id
         self.client_mode = client_mode
-        self.rng = random.Random(self.peer_id)
+        self.rng = random.Random()
+        self.on_close: list[Callable[[], Awaitable[None]]] = []
         self.endpoint: Endpoint
         self.dht: DhtNode
         self._is_closed = False
@@ -118,11 +117,12 @@ class Peer:
             self._runtime.close()
 
     async def _stop(self) -> None:
+        for close_part in reversed(list(self.on_close)):
+            await close_part()
         if hasattr(self, "dht"):
             await self.dht.close()
         if hasattr(self, "endpoint"):
-            with contextlib.suppress(asyncio.TimeoutError):
-                await self.endpoint.close()
+            await self.endpoint.close()
 
     def __enter__(self) -> Peer:
         return self

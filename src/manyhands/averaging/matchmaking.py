@@ -223,7 +223,7 @@ class Matchmaker:
                 Refused(self._endpoint.peer_id, "busy", "the leader's own training loop did not come to the round")
             )
         elif len(gathering.joined) == 1:
-            reason = f"none of the {len(late)} expected peers came" if late else "no other peer is left"
+            reason = f"none of the {len(late)} expected peers came" if late else "no other peer can be reached"
             gathering.answer.set_exception(RoundAborted(reason, sorted(late)))
         else:
             members = [gathering.joined[peer_id] for peer_id in sorted(gathering.joined)]

@@ -1,0 +1,3 @@
+from manyhands.optim.config import ProgressConfig
+
+__all__ = ["ProgressConfig"]

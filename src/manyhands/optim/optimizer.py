@@ -1,0 +1,347 @@
+"""A drop-in torch optimizer whose batch is the whole swarm."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from manyhands.averaging.config import AveragingConfig
+from manyhands.averaging.messages import Position
+from manyhands.base.errors import ConfigError, ManifestMismatch, RoundAborted, Unavailable
+from manyhands.base.identity import PeerId
+from manyhands.base.run_id import checked_run_id
+from manyhands.optim.accumulator import GradientAccumulator
+from manyhands.optim.collaboration import Collaboration, Decision, LocalState
+from manyhands.optim.config import ProgressConfig
+from manyhands.optim.run_manifest import RunManifest
+from manyhands.optim.speed import SpeedMeter
+from manyhands.optim.state import State, capture, digest_of, parameters_of, restore, specs_of
+from manyhands.optim.state_transfer import DOWNLOAD_TIMEOUT_S
+from manyhands.peer import Peer
+
+logger = logging.getLogger(__name__)
+
+PROTOCOL = "manyhands/1"
+CALL_TIMEOUT_S = 15.0
+FAILURES_UNTIL_ADVICE = 3
+_SCHEDULER_PROGRESS = {"last_epoch", "base_lrs"}  # what moves, or is in the hyper-parameters already
+
+
+@dataclass
+class Statistics:
+    """Counts since this optimizer was made.
+
+    Attributes:
+        samples_computed: went through ``step`` on this peer.
+        samples_used: of these, in committed global steps.
+        samples_dropped: of these, thrown away because this peer loaded the state of another branch.
+        rounds_committed, rounds_aborted: averaging rounds that this peer took part in.
+        steps_alone: global steps made while nobody else was there.
+        states_loaded: how often the state was downloaded.
+    """
+
+    samples_computed: int = 0
+    samples_used: int = 0
+    samples_dropped: int = 0
+    rounds_committed: int = 0
+    rounds_aborted: int = 0
+    steps_alone: int = 0
+    states_loaded: int = 0
+
+
+class Optimizer(torch.optim.Optimizer):
+    """Wraps a torch optimizer, so that its batch is what all peers of a run compute together.
+
+    Micro-batches are accumulated. Each time the peers together have reached ``target_batch_size`` samples, their
+    gradients are averaged, weighted by samples, and every peer makes the same step.
+
+    The loss must be a mean over the samples of a batch; then any split of samples over peers and batches gives the
+    update of one process that saw them as one batch.
+
+    Args:
+        optimizer: any torch optimizer over the model's parameters.
+        peer: this machine's presence in the swarm; the optimizer leaves the run when it is closed.
+        run_id: name of the run, 1 to 64 characters without ``.``
+        target_batch_size: samples of one global step, by all peers together.
+        batch_size_per_step: samples behind each call of :meth:`step`; or give ``batch_size`` to each call.
+        scheduler: a torch scheduler of ``optimizer``, or a function that makes one; stepped once for each global step.
+        must_match: further facts that all peers must agree on, such as ``{"tokenizer": digest}``.
+        averaging: times and sizes of the averaging rounds.
+        progress: periods of the progress records.
+    Raises:
+        ConfigError: an argument breaks a rule.
+        ManifestMismatch: the model or the settings differ from those of the run; it names both.
+        Unavailable: the DHT, or every peer that could hand out the state of the run, does not answer.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        peer: Peer,
+        run_id: str,
+        target_batch_size: int,
+        batch_size_per_step: int | None = None,
+        scheduler: LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
+        must_match: Mapping[str, str] | None = None,
+        averaging: AveragingConfig | None = None,
+        progress: ProgressConfig | None = None,
+    ) -> None:
+        checked_run_id(run_id)
+        if target_batch_size < 1:
+            raise ConfigError(f"target_batch_size={target_batch_size} must be at least 1; for example 4096")
+        if batch_size_per_step is not None and batch_size_per_step < 1:
+            raise ConfigError(f"batch_size_per_step={batch_size_per_step} must be at least 1; for example 32")
+        super().__init__(optimizer.param_groups, optimizer.defaults)
+        self.param_groups, self.state = optimizer.param_groups, optimizer.state
+        self.inner = optimizer
+        self.scheduler = scheduler if isinstance(scheduler, LRScheduler) or scheduler is None else scheduler(optimizer)
+        self.statistics = Statistics()
+        self._peer = peer
+        self._batch_size_per_step = batch_size_per_step
+        self._averaging = averaging or AveragingConfig()
+        self._accumulator = GradientAccumulator([p for p in parameters_of(optimizer) if p.requires_grad])
+        self._speed = SpeedMeter(time.monotonic())
+        self._failures = 0
+        self._lineage_samples = 0
+        self._state_lock = threading.Lock()  # held while parameters change, and while they are copied for a newcomer
+        initial = hashlib.sha256(digest_of(specs_of(optimizer), b"", _on_cpu(parameters_of(optimizer)))).digest()
+        self._local = LocalState(Position(0, initial), self._capture)
+        manifest = self._manifest(run_id, target_batch_size, dict(must_match or {}))
+        self._collaboration = Collaboration(peer, manifest, self._local, self._averaging, progress or ProgressConfig())
+        self._join()
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps that the run has made, as far as this peer has followed."""
+        return self._local.position.step
+
+    @property
+    def num_peers(self) -> int:
+        """Peers at this peer's global step, with this one, as last read."""
+        return self._collaboration.tracker.progress.num_peers
+
+    @property
+    def samples_accumulated(self) -> int:
+        """This peer's samples towards the next global step."""
+        return self._accumulator.samples
+
+    @property
+    def samples_per_second(self) -> float:
+        """This peer's speed, without the time spent in rounds."""
+        return self._speed.samples_per_second
+
+    def state_digest(self) -> str:
+        """SHA-256 of parameters, optimizer and scheduler state, in hexadecimal: equal on peers that are in step."""
+        return self._capture().header.digest.hex()
+
+    def step(self, closure: Callable[[], Any] | None = None, *, batch_size: int | None = None) -> Any:
+        """Count the current gradients in; when the run is due for it, make a global step together with the others.
+
+        Returns at once unless a global step is due. A failed attempt changes nothing: the gradients count in the next.
+
+        Args:
+            closure: computes the loss and its gradients again, and returns the loss.
+            batch_size: samples behind the current gradients, instead of ``batch_size_per_step``; 0 adds nothing.
+        Raises:
+            ConfigError: no batch size was given.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._accumulate(self._batch_size_per_step if batch_size is None else batch_size)
+        decision = self._run(
+            self._collaboration.decide(self._accumulator.samples, self._speed.samples_per_second), "deciding"
+        )
+        if decision is Decision.LOAD_STATE:
+            self._try_to_load_state()
+        elif decision is Decision.AVERAGE:
+            self._average()
+        elif decision is Decision.GO_ALONE:
+            self._step_alone()
+        self._speed.resume(time.monotonic())
+        return loss
+
+    def wait_for_others(self, timeout_s: float = 30.0) -> bool:
+        """Stay until all peers of the run have reached this step, so that those behind can still load the state.
+
+        Returns whether they have, within ``timeout_s`` seconds.
+        """
+        deadline = time.monotonic() + timeout_s
+        while self._run(self._collaboration.is_ahead_of_somebody(), "looking at the others"):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.25)
+        return True
+
+    def close(self) -> None:
+        """Leave the run; the peer stays. Closing the peer does this too."""
+        self._run(self._collaboration.close(), "leaving the run")
+
+    # joining
+
+    def _manifest(self, run_id: str, target_batch_size: int, extra: dict[str, str]) -> RunManifest:
+        groups = []
+        for group in self.inner.param_groups:
+            plain = {key: value for key, value in group.items() if _is_plain(value) and key != "param_names"}
+            plain["lr"] = float(plain.pop("initial_lr", group["lr"]))
+            groups.append(plain)
+        return RunManifest(
+            protocol=PROTOCOL,
+            run_id=run_id,
+            target_batch_size=target_batch_size,
+            tensors=specs_of(self.inner),
+            optimizer=type(self.inner).__name__,
+            hyper_parameters=groups,
+            scheduler=_describe(self.scheduler),
+            codec="none",
+            extra=extra,
+        )
+
+    def _join(self) -> None:
+        self._run(self._collaboration.start(), "joining the run", CALL_TIMEOUT_S * 2)
+        try:
+            if self._run(self._collaboration.leading_branch(), "joining the run").position != self._local.position:
+                self._load_state()
+            self._run(self._collaboration.begin(self._local.position, self._lineage_samples), "joining the run")
+        except BaseException:
+            self.close()
+            raise
+
+    # global steps
+
+    def _accumulate(self, samples: int | None) -> None:
+        if samples is None or samples < 0:
+            raise ConfigError(
+                f"batch_size={samples}: step() needs to know how many samples are behind the gradients; "
+                "give batch_size_per_step=32 to the optimizer, or batch_size=32 to step()"
+            )
+        if samples == 0:
+            return
+        self._speed.count(samples, time.monotonic())
+        self.statistics.samples_computed += samples
+        if not self._accumulator.add(samples):
+            self.statistics.samples_dropped += samples
+            logger.warning("a gradient of this micro-batch is not finite; its %d samples are dropped", samples)
+
+    def _average(self) -> None:
+        logger.info("Beginning global optimizer step #%d", self.global_step)
+        weight = self._accumulator.samples
+        timeout_s = self._averaging.averaging_timeout_s + CALL_TIMEOUT_S
+        try:
+            result = self._run(
+                self._collaboration.average(self._accumulator.mean(), float(weight)), "averaging", timeout_s
+            )
+        except (RoundAborted, Unavailable) as error:
+            self._attempt_failed(error)
+            return
+        self.statistics.rounds_committed += 1
+        self._failures = 0
+        logger.info("Averaged tensors successfully with %d peers", result.num_members)
+        lineage = hashlib.sha256(self._local.position.lineage + result.manifest.fingerprint()).digest()
+        self._apply(result.averaged_N, lineage, round(sum(result.manifest.weights)), result.manifest.members)
+
+    def _attempt_failed(self, error: Exception) -> None:
+        self.statistics.rounds_aborted += 1
+        self._failures += 1
+        logger.warning("Skipped averaging: %s; the %d samples of this peer count in the next attempt",
+                       error, self._accumulator.samples)  # fmt: skip
+        if self._failures % FAILURES_UNTIL_ADVICE == 0:
+            logger.warning(
+                "%d attempts failed in a row: other peers of the run are seen, but no round with them succeeds. "
+                "This peer does not step alone; check that it can reach them, and that they can reach it",
+                self._failures,
+            )
+
+    def _step_alone(self) -> None:
+        logger.info("Found no active peers: this peer makes global step #%d alone", self.global_step)
+        self.statistics.steps_alone += 1
+        lineage = hashlib.sha256(self._local.position.lineage + b"alone" + self._peer.peer_id.encode()).digest()
+        self._apply(self._accumulator.mean(), lineage, self._accumulator.samples, [])
+
+    def _apply(self, averaged_N: torch.Tensor, lineage: bytes, samples: int, members: list[PeerId]) -> None:
+        with self._state_lock:
+            with self._accumulator.gradients_from(averaged_N):
+                self.inner.step()
+            if self.scheduler is not None:
+                self.scheduler.step()
+            self._lineage_samples += samples
+            self._local.position = Position(self.global_step + 1, lineage)
+        self.statistics.samples_used += self._accumulator.samples
+        self._accumulator.reset()
+        self._run(self._collaboration.move(self._local.position, self._lineage_samples, members), "moving on")
+        logger.info("Optimizer step: done!")
+
+    # state
+
+    def _capture(self) -> State:
+        with self._state_lock:
+            return capture(self.inner, self._scheduler_state(), self._local.position, self._lineage_samples)
+
+    def _try_to_load_state(self) -> None:
+        logger.info("Peer is out of sync.")
+        try:
+            self._load_state()
+        except Unavailable as error:
+            logger.warning("%s; trying again after the next batch", error)
+            return
+        self._run(self._collaboration.move(self._local.position, self._lineage_samples, []), "moving on")
+
+    def _load_state(self) -> None:
+        started = time.monotonic()
+        state = self._run(self._collaboration.download(), "downloading the state", DOWNLOAD_TIMEOUT_S * 2)
+        with self._state_lock:
+            try:
+                scheduler_state = restore(state, self.inner)
+            except ValueError as error:
+                raise ManifestMismatch(self._run_id, [str(error)]) from error
+            if self.scheduler is not None:
+                self.scheduler.load_state_dict(self.scheduler.state_dict() | scheduler_state)
+            self._local.position = state.header.position
+            self._lineage_samples = state.header.lineage_samples
+        self.statistics.states_loaded += 1
+        logger.info("Loaded the state of step %d in %.2f s", self.global_step, time.monotonic() - started)
+        if self._accumulator.samples:
+            self.statistics.samples_dropped += self._accumulator.samples
+            logger.warning("%d samples computed on other parameters are dropped", self._accumulator.samples)
+            self._accumulator.reset()
+
+    def _scheduler_state(self) -> dict[str, Any]:
+        state = self.scheduler.state_dict() if self.scheduler is not None else {}
+        return {key: value for key, value in state.items() if _is_plain(value)}
+
+    @property
+    def _run_id(self) -> str:
+        return self._collaboration.run_id
+
+    def _run(self, coro: Any, phase: str, timeout_s: float = CALL_TIMEOUT_S) -> Any:
+        return self._peer.run(coro, timeout_s, phase)
+
+
+def _on_cpu(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor.detach().cpu().contiguous() for tensor in tensors]
+
+
+def _is_plain(value: object) -> bool:
+    """Whether a value travels as it is: numbers, strings, and lists of them."""
+    if isinstance(value, (list, tuple)):
+        return all(_is_plain(item) for item in value)
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _describe(scheduler: LRScheduler | None) -> str:
+    """A scheduler's class and constants, so that peers with different schedules do not train together."""
+    if scheduler is None:
+        return ""
+    state = {key: value for key, value in scheduler.state_dict().items() if not key.startswith("_")}
+    constants = {key: state[key] for key in sorted(state) if _is_plain(state[key]) and key not in _SCHEDULER_PROGRESS}
+    return f"{type(scheduler).__name__}({', '.join(f'{key}={value}' for key, value in constants.items())})"

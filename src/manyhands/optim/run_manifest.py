@@ -1,0 +1,166 @@
+"""What all peers of a run must agree on, written down and signed by those who take part."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import zlib
+from collections import defaultdict
+from typing import Any
+
+import msgspec
+
+from manyhands.base.errors import ManifestMismatch, ManyhandsError
+from manyhands.base.identity import PeerId
+from manyhands.dht import DhtNode
+from manyhands.runtime import TaskOwner
+
+logger = logging.getLogger(__name__)
+
+TTL_S = 300.0
+MAX_BYTES = 8 << 20
+SHOWN_DIFFERENCES = 5
+
+
+class TensorSpec(msgspec.Struct, frozen=True):
+    """Name, shape and dtype of one tensor; dtype as in ``float32``."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class RunManifest(msgspec.Struct, frozen=True):
+    """The settings of a run.
+
+    Attributes:
+        protocol: wire version.
+        tensors: the trained parameters, in order.
+        optimizer: class name.
+        hyper_parameters: of each parameter group.
+        scheduler: class name and constants, or empty.
+        codec: how vectors are encoded on the wire.
+        extra: further facts that must be equal, such as the digest of a tokenizer.
+    """
+
+    protocol: str
+    run_id: str
+    target_batch_size: int
+    tensors: list[TensorSpec]
+    optimizer: str
+    hyper_parameters: list[dict[str, Any]]
+    scheduler: str
+    codec: str
+    extra: dict[str, str]
+
+    def encoded(self) -> bytes:
+        return msgspec.msgpack.encode(self, order="sorted")
+
+    def fingerprint(self) -> bytes:
+        """SHA-256 of the settings: equal for peers that fit together."""
+        return hashlib.sha256(self.encoded()).digest()
+
+
+def differences(own: RunManifest, run: RunManifest) -> list[str]:
+    """What differs between a peer's settings and those of the run, one line each."""
+    lines = []
+    for name in ("protocol", "target_batch_size", "optimizer", "hyper_parameters", "scheduler", "codec"):
+        here, there = getattr(own, name), getattr(run, name)
+        if here != there:
+            lines.append(f"{name} is {here!r} here, {there!r} in the run")
+    lines += [
+        f"{key} is {own.extra.get(key)} here, {run.extra.get(key)} in the run"
+        for key in sorted(own.extra.keys() | run.extra.keys())
+        if own.extra.get(key) != run.extra.get(key)
+    ]
+    lines += _tensor_differences(own.tensors, run.tensors)
+    if len(lines) > SHOWN_DIFFERENCES:
+        lines[SHOWN_DIFFERENCES:] = [f"and {len(lines) - SHOWN_DIFFERENCES} more"]
+    return lines
+
+
+def _tensor_differences(own: list[TensorSpec], run: list[TensorSpec]) -> list[str]:
+    lines = []
+    if len(own) != len(run):
+        lines.append(f"the model has {len(own)} tensors here, {len(run)} in the run")
+    for here, there in zip(own, run, strict=False):
+        name = here.name if here.name == there.name else f"{here.name} (here) / {there.name} (in the run)"
+        if here.shape != there.shape:
+            lines.append(f"tensor {name} has shape {list(here.shape)} here, {list(there.shape)} in the run")
+        elif here != there:
+            lines.append(f"tensor {name} is {here.dtype} here, {there.dtype} in the run")
+    return lines
+
+
+class ManifestKeeper:
+    """Compares this peer's manifest with that of the run at join, then keeps it alive in the DHT."""
+
+    def __init__(self, dht: DhtNode, own_id: PeerId, manifest: RunManifest) -> None:
+        self._dht = dht
+        self._own_id = own_id
+        self._manifest = manifest
+        self._key = f"{manifest.run_id}.manifest"
+        self._tasks = TaskOwner("run manifest")
+
+    async def agree(self) -> None:
+        """Join the run, or begin it.
+
+        Raises:
+            ManifestMismatch: this peer's settings differ from those of the run; it names both.
+            Unavailable: the DHT does not answer.
+        """
+        self._compare(await self._published())
+        await self._publish()
+        self._compare(await self._published())  # of two that begin at once, both see both
+        self._tasks.spawn(self._keep_alive(), name="keeping it alive")
+
+    async def close(self) -> None:
+        await self._tasks.close()
+
+    def _compare(self, published: dict[PeerId, RunManifest]) -> None:
+        """The manifest that most peers signed is the run's; of equally many, that of the lowest peer id."""
+        signers: dict[bytes, list[PeerId]] = defaultdict(list)
+        for peer_id, manifest in published.items():
+            signers[manifest.fingerprint()].append(peer_id)
+        if not signers:
+            return
+        chosen = min(signers.values(), key=lambda peer_ids: (-len(peer_ids), min(peer_ids)))
+        run = published[chosen[0]]
+        if run.fingerprint() != self._manifest.fingerprint():
+            raise ManifestMismatch(self._manifest.run_id, differences(self._manifest, run))
+
+    async def _published(self) -> dict[PeerId, RunManifest]:
+        manifests = {}
+        for subkey, stored in (await self._dht.get(self._key)).items():
+            if stored.owner != subkey:
+                continue
+            try:
+                manifest = _decode(stored.value)
+            except (zlib.error, msgspec.DecodeError, ValueError, TypeError) as error:
+                logger.warning("the run manifest of peer %s cannot be read: %s", subkey, error)
+                continue
+            if manifest.run_id == self._manifest.run_id:
+                manifests[PeerId(subkey)] = manifest
+        return manifests
+
+    async def _publish(self) -> None:
+        await self._dht.store(self._key, zlib.compress(self._manifest.encoded()), TTL_S, subkey=self._own_id)
+
+    async def _keep_alive(self) -> None:
+        while True:
+            await asyncio.sleep(TTL_S / 5)
+            try:
+                await self._publish()
+            except ManyhandsError as error:
+                logger.warning("the run manifest was not renewed: %s", error)
+
+
+def _decode(value: object) -> RunManifest:
+    if not isinstance(value, bytes):
+        raise TypeError("it is not bytes")
+    decompressor = zlib.decompressobj()
+    raw = decompressor.decompress(value, MAX_BYTES)
+    if not decompressor.eof:
+        raise ValueError(f"it is longer than {MAX_BYTES} bytes, or cut off")
+    return msgspec.msgpack.decode(raw, type=RunManifest)

@@ -1,0 +1,243 @@
+"""Publishes this peer's progress, and reads that of the others."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from manyhands.averaging.messages import Position
+from manyhands.base.address import Address
+from manyhands.base.errors import ConfigError, ManyhandsError
+from manyhands.base.identity import PeerId
+from manyhands.dht import DhtNode
+from manyhands.optim.config import ProgressConfig
+from manyhands.optim.progress import Branch, Progress, ProgressRecord, aggregate, leading_branch, next_refresh_s
+from manyhands.rpc import Endpoint
+from manyhands.runtime import TaskOwner
+
+logger = logging.getLogger(__name__)
+
+
+IN_FLIGHT_S = 1.0
+"""What a record may take from its owner to its reader."""
+
+
+def progress_key(run_id: str) -> str:
+    """The DHT key of a run's progress records."""
+    return f"{run_id}.progress"
+
+
+@dataclass(frozen=True)
+class Observed:
+    """A record of another peer.
+
+    Attributes:
+        expires_at: until when it counts (loop time).
+        moved_at: when a round was seen to take the peer to this position (loop time); earlier records are out of date.
+    """
+
+    record: ProgressRecord
+    sequence: int
+    expires_at: float
+    moved_at: float = -math.inf
+
+
+class ProgressReader:
+    """The progress records of a run, as last read; enough for who only watches."""
+
+    def __init__(self, endpoint: Endpoint, dht: DhtNode, run_id: str, ttl_s: float) -> None:
+        self._endpoint = endpoint
+        self._dht = dht
+        self._key = progress_key(run_id)
+        self._ttl_s = ttl_s
+        self._observed: dict[PeerId, Observed] = {}
+
+    async def refresh(self) -> None:
+        """Read the records of all peers.
+
+        Raises:
+            Unavailable: the DHT does not answer; what was read before counts until it expires.
+        """
+        now = asyncio.get_running_loop().time()
+        for subkey, stored in (await self._dht.get(self._key)).items():
+            known = self._observed.get(PeerId(subkey))
+            if subkey == self._endpoint.peer_id or stored.owner != subkey:
+                continue
+            if known is not None and stored.sequence <= known.sequence:
+                continue
+            try:
+                record = msgspec.convert(stored.value, ProgressRecord)
+                addresses = [Address.parse(text) for text in record.addresses[:8]]
+            except (msgspec.ValidationError, ConfigError) as error:
+                self._endpoint.counters["bad_records"] += 1
+                logger.warning("the progress record of peer %s cannot be read: %s", subkey, error)
+                continue
+            issued_at = now + stored.remaining_s - self._ttl_s
+            if known is not None and issued_at < known.moved_at + IN_FLIGHT_S:
+                if record.position.step < known.record.position.step:  # published before the round that moved it
+                    continue
+            self._observed[PeerId(subkey)] = Observed(record, stored.sequence, now + stored.remaining_s)
+            self._endpoint.learn(PeerId(subkey), addresses)
+
+    def observed(self) -> Mapping[PeerId, Observed]:
+        """The records of the other peers that still count."""
+        now = asyncio.get_running_loop().time()
+        self._observed = {peer_id: seen for peer_id, seen in self._observed.items() if seen.expires_at > now}
+        return self._observed
+
+    def records(self) -> dict[PeerId, ProgressRecord]:
+        """What the other peers say of themselves."""
+        return {peer_id: seen.record for peer_id, seen in self.observed().items()}
+
+    def moved(self, peer_ids: list[PeerId], position: Position, lineage_samples: int) -> None:
+        """These peers are known to have gone to ``position``; holds until they say something newer."""
+        now = asyncio.get_running_loop().time()
+        for peer_id in peer_ids:
+            if (seen := self._observed.get(peer_id)) is not None:
+                record = msgspec.structs.replace(
+                    seen.record, position=position, samples=0, lineage_samples=lineage_samples
+                )
+                self._observed[peer_id] = Observed(record, seen.sequence, seen.expires_at, now)
+
+
+class ProgressTracker:
+    """This peer's place in the run. Lives on the network thread; :attr:`progress` may be read from any.
+
+    It is the :class:`manyhands.averaging.matchmaking.Roster` of the run's rounds.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        dht: DhtNode,
+        run_id: str,
+        target_batch_size: int,
+        position: Position,
+        config: ProgressConfig,
+        on_update: Callable[[Progress, float], None] | None = None,
+    ) -> None:
+        self.target_batch_size = target_batch_size
+        self.reader = ProgressReader(endpoint, dht, run_id, config.ttl_s)
+        self._endpoint = endpoint
+        self._dht = dht
+        self._key = progress_key(run_id)
+        self._config = config
+        self._on_update = on_update
+        addresses = [str(address) for address in endpoint.addresses]
+        self._own = ProgressRecord(position, 0, 0.0, 0, endpoint.client_mode, addresses)
+        self._missing: dict[PeerId, int] = {}
+        self._is_called = False
+        self._changed = asyncio.Event()
+        self._tasks = TaskOwner("progress")
+        self.progress = aggregate(self._own, {}, position, target_batch_size)
+
+    def start(self) -> None:
+        """Begin to publish and to read."""
+        self._tasks.spawn(self._publish_forever(), name="publishing")
+        self._tasks.spawn(self._read_forever(), name="reading")
+
+    async def close(self) -> None:
+        """Stop, and tell the others that this peer left the run."""
+        await self._tasks.close()
+        try:
+            await asyncio.wait_for(
+                self._dht.store(self._key, None, self._config.ttl_s, subkey=self._endpoint.peer_id), 1.0
+            )
+        except (ManyhandsError, asyncio.TimeoutError) as error:
+            logger.debug("the others are not told that this peer left: %s", error)
+
+    # where this peer stands
+
+    def position(self) -> Position:
+        return self._own.position
+
+    @property
+    def lineage_samples(self) -> int:
+        return self._own.lineage_samples
+
+    def report(self, samples: int, samples_per_second: float) -> None:
+        """This peer has accumulated ``samples`` since the last global step."""
+        self._update(msgspec.structs.replace(self._own, samples=samples, samples_per_second=samples_per_second))
+
+    def move(self, position: Position, lineage_samples: int, together_with: list[PeerId]) -> None:
+        """This peer, and the others of its round, have gone to ``position``."""
+        self.reader.moved(together_with, position, lineage_samples)
+        self._is_called = False
+        self._update(msgspec.structs.replace(self._own, position=position, samples=0, lineage_samples=lineage_samples))
+
+    def _update(self, own: ProgressRecord) -> None:
+        self._own = own
+        self.progress = aggregate(own, self.reader.records(), own.position, self.target_batch_size)
+        self._changed.set()
+
+    # what the others do
+
+    async def refresh(self) -> None:
+        """Read the records of the others now."""
+        await self.reader.refresh()
+        self._update_progress()
+
+    def _update_progress(self) -> None:
+        self.progress = aggregate(self._own, self.reader.records(), self._own.position, self.target_batch_size)
+
+    def is_due(self) -> bool:
+        """Whether the collaboration has reached its target, or another peer says so."""
+        return self._is_called or self.progress.samples >= self.target_batch_size
+
+    def num_peers_here(self) -> int:
+        """Peers at this position, with this one, whether or not they can be reached."""
+        self._update_progress()
+        return self.progress.num_peers
+
+    def leading_branch(self) -> Branch:
+        """The branch of the run that this peer should be on."""
+        return leading_branch(self.reader.records(), self._endpoint.peer_id, self._own)
+
+    def expected(self) -> Mapping[PeerId, bool]:
+        expected = {}
+        for peer_id, seen in self.reader.observed().items():
+            is_missing = seen.sequence <= self._missing.get(peer_id, -1)
+            if seen.record.position == self._own.position and not is_missing:
+                expected[peer_id] = seen.record.is_client
+        return expected
+
+    def report_missing(self, peer_id: PeerId) -> None:
+        seen = self.reader.observed().get(peer_id)
+        if seen is not None:
+            self._missing[peer_id] = seen.sequence
+
+    def call_to_round(self) -> None:
+        self._is_called = True
+
+    # background
+
+    async def _publish_forever(self) -> None:
+        while True:
+            self._changed.clear()
+            try:
+                value = msgspec.to_builtins(self._own, builtin_types=(bytes,))
+                await self._dht.store(self._key, value, self._config.ttl_s, subkey=self._endpoint.peer_id)
+            except ManyhandsError as error:
+                logger.warning("this peer's progress was not published: %s", error)
+            await asyncio.sleep(self._config.min_refresh_s)
+            waiter = asyncio.get_running_loop().create_task(self._changed.wait())
+            await asyncio.wait([waiter], timeout=self._config.ttl_s / 3)
+            waiter.cancel()
+
+    async def _read_forever(self) -> None:
+        last_samples = -1
+        while True:
+            try:
+                await self.refresh()
+            except ManyhandsError as error:
+                logger.warning("the progress of the others cannot be read: %s", error)
+            delay_s = next_refresh_s(self.progress, self._config)
+            if self._on_update is not None and self.progress.samples != last_samples:
+                self._on_update(self.progress, delay_s)
+                last_samples = self.progress.samples
+            await asyncio.sleep(delay_s)

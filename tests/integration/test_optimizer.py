@@ -1,0 +1,244 @@
+"""Whole peers over real sockets: the collaboration makes the steps that one process would make."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import pytest
+import torch
+
+import manyhands
+from manyhands.averaging import AveragingConfig
+from manyhands.base.errors import ConfigError, ManifestMismatch
+from manyhands.optim import ProgressConfig
+
+FAST = ProgressConfig(min_refresh_s=0.05, max_refresh_s=0.5, ttl_s=5.0)
+AVERAGING = AveragingConfig(matchmaking_time_s=5.0, averaging_timeout_s=20.0)
+LISTEN = ["/ip4/127.0.0.1/tcp/0"]
+
+MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+
+
+def new_model(seed: int = 0, width: int = 8) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(5, width), torch.nn.Tanh(), torch.nn.Linear(width, 3))
+
+
+def sample_batches(num_steps: int, sizes: list[int]) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
+    generator = torch.Generator().manual_seed(17)
+    return [
+        [(torch.randn(size, 5, generator=generator), torch.randn(size, 3, generator=generator)) for size in sizes]
+        for _ in range(num_steps)
+    ]
+
+
+def loss_of(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    inputs, targets = batch
+    return torch.nn.functional.mse_loss(model(inputs), targets)
+
+
+@contextmanager
+def peers(num_peers: int) -> Iterator[list[manyhands.Peer]]:
+    with ExitStack() as stack:
+        first = stack.enter_context(manyhands.Peer(listen=LISTEN))
+        others = [
+            stack.enter_context(manyhands.Peer(initial_peers=first.addresses, listen=LISTEN))
+            for _ in range(num_peers - 1)
+        ]
+        yield [first, *others]
+
+
+def in_threads(functions: list[Callable[[], None]]) -> None:
+    """Run each peer's training loop in a thread of its own; the first failure is raised."""
+    failures: list[BaseException] = []
+
+    def guarded(function: Callable[[], None]) -> None:
+        try:
+            function()
+        except BaseException as error:  # noqa: BLE001 (raised below, in the test's thread)
+            failures.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(function,)) for function in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    if failures:
+        raise failures[0]
+
+
+def step_until(optimizer: manyhands.Optimizer, global_step: int) -> None:
+    """Take part in rounds, without more samples, until the run has reached ``global_step``."""
+    for _ in range(2000):
+        if optimizer.global_step >= global_step:
+            return
+        optimizer.step(batch_size=0)
+        threading.Event().wait(0.01)
+    pytest.fail(f"global step {global_step} was not reached")
+
+
+@pytest.mark.parametrize(
+    "make_optimizer",
+    [
+        lambda parameters: torch.optim.SGD(parameters, lr=0.3, momentum=0.9),
+        lambda parameters: torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1),
+    ],
+    ids=["SGD", "AdamW"],
+)
+def test_unequal_peers_make_the_steps_of_one_process_with_the_whole_batch(make_optimizer: MakeOptimizer) -> None:
+    num_steps = 5
+    shares = [[2, 5], [1], [4, 3, 6]]  # the batches of each of three peers in each global step
+    sizes = [size for share in shares for size in share]
+    steps = sample_batches(num_steps, sizes)
+
+    alone = new_model()
+    optimizer = make_optimizer(list(alone.parameters()))
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, total_iters=4)
+    for batches in steps:
+        loss_of(alone, (torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches]))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+
+    models = [new_model() for _ in shares]
+    digests: list[str] = ["", "", ""]
+
+    def train(index: int, peer: manyhands.Peer, barrier: threading.Barrier) -> None:
+        first = sum(len(share) for share in shares[:index])
+        collaborative = manyhands.Optimizer(
+            make_optimizer(list(models[index].parameters())),
+            peer=peer,
+            run_id="equivalence",
+            target_batch_size=sum(sizes),
+            scheduler=lambda inner: torch.optim.lr_scheduler.LinearLR(inner, 0.1, 1.0, total_iters=4),
+            averaging=AVERAGING,
+            progress=FAST,
+        )
+        barrier.wait(20)
+        for step, batches in enumerate(steps):
+            for inputs, targets in batches[first : first + len(shares[index])]:
+                loss_of(models[index], (inputs, targets)).backward()
+                collaborative.step(batch_size=len(inputs))
+                collaborative.zero_grad()
+            step_until(collaborative, step + 1)
+        digests[index] = collaborative.state_digest()
+        assert collaborative.statistics.samples_used == num_steps * sum(shares[index])
+        assert collaborative.statistics.samples_dropped == 0
+        barrier.wait(20)
+
+    with peers(3) as swarm:
+        barrier = threading.Barrier(3)
+        in_threads([lambda i=i, peer=peer: train(i, peer, barrier) for i, peer in enumerate(swarm)])
+
+    for model in models:
+        for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    assert digests[0] == digests[1] == digests[2] != ""
+
+
+def test_a_newcomer_loads_the_state_and_contributes() -> None:
+    batches = sample_batches(1, [4] * 40)[0]
+
+    def make(peer: manyhands.Peer, model: torch.nn.Module) -> manyhands.Optimizer:
+        inner = torch.optim.AdamW(model.parameters(), lr=0.01)
+        return manyhands.Optimizer(
+            inner, peer=peer, run_id="newcomer", target_batch_size=8, averaging=AVERAGING, progress=FAST
+        )
+
+    with peers(2) as (first, second):
+        old_model, new = new_model(0), new_model(1)
+        old = make(first, old_model)
+        for batch in batches[:6]:
+            loss_of(old_model, batch).backward()
+            old.step(batch_size=4)
+            old.zero_grad()
+        assert old.global_step == 3
+        assert old.statistics.steps_alone == 3
+        newcomer = make(second, new)
+        assert newcomer.global_step == 3
+        assert newcomer.state_digest() == old.state_digest()
+
+        def contribute(optimizer: manyhands.Optimizer, model: torch.nn.Module) -> None:
+            loss_of(model, batches[7]).backward()
+            optimizer.step(batch_size=4)
+            step_until(optimizer, 4)
+
+        in_threads([lambda: contribute(old, old_model), lambda: contribute(newcomer, new)])
+        assert newcomer.statistics.samples_used == 4
+        assert newcomer.state_digest() == old.state_digest()
+
+
+def test_peers_that_start_with_other_parameters_take_those_of_the_lowest_peer_id() -> None:
+    with peers(2) as swarm:
+        models = {peer.peer_id: new_model(seed) for seed, peer in enumerate(swarm)}
+        optimizers = [
+            manyhands.Optimizer(
+                torch.optim.SGD(models[peer.peer_id].parameters(), lr=0.1),
+                peer=peer,
+                run_id="start",
+                target_batch_size=100,
+                progress=FAST,
+            )
+            for peer in swarm
+        ]
+        lowest = new_model(min(range(2), key=lambda number: swarm[number].peer_id))
+        for _ in range(200):
+            for optimizer in optimizers:
+                optimizer.step(batch_size=0)
+            if optimizers[0].state_digest() == optimizers[1].state_digest():
+                break
+            threading.Event().wait(0.01)
+        for model in models.values():
+            for ours, theirs in zip(model.parameters(), lowest.parameters(), strict=True):
+                assert torch.equal(ours, theirs)
+
+
+def test_another_model_is_refused_with_both_shapes() -> None:
+    with peers(2) as (first, second):
+        manyhands.Optimizer(
+            torch.optim.SGD(new_model().named_parameters(), lr=0.1), peer=first, run_id="shapes", target_batch_size=8
+        )
+        wider = torch.optim.SGD(new_model(width=9).named_parameters(), lr=0.1)
+        with pytest.raises(ManifestMismatch, match=r"tensor 0\.weight has shape \[9, 5\] here, \[8, 5\] in the run"):
+            manyhands.Optimizer(wider, peer=second, run_id="shapes", target_batch_size=8)
+        with pytest.raises(ManifestMismatch, match="target_batch_size is 9 here, 8 in the run"):
+            same = torch.optim.SGD(new_model().named_parameters(), lr=0.1)
+            manyhands.Optimizer(same, peer=second, run_id="shapes", target_batch_size=9)
+
+
+def test_bad_arguments_are_named() -> None:
+    with peers(1) as (peer,):
+        inner = torch.optim.SGD(new_model().parameters(), lr=0.1)
+        for bad in ("", "my.run", "x" * 65):
+            with pytest.raises(ConfigError, match="run_id"):
+                manyhands.Optimizer(inner, peer=peer, run_id=bad, target_batch_size=8)
+        with pytest.raises(ConfigError, match="target_batch_size=0 must be at least 1"):
+            manyhands.Optimizer(inner, peer=peer, run_id="run", target_batch_size=0)
+        optimizer = manyhands.Optimizer(inner, peer=peer, run_id="run", target_batch_size=8)
+        with pytest.raises(ConfigError, match="batch_size_per_step=32"):
+            optimizer.step()
+
+
+def test_it_is_an_optimizer_to_torch() -> None:
+    with peers(1) as (peer,):
+        inner = torch.optim.SGD(new_model().parameters(), lr=0.1)
+        optimizer = manyhands.Optimizer(inner, peer=peer, run_id="torch", target_batch_size=8)
+        assert isinstance(optimizer, torch.optim.Optimizer)
+        assert optimizer.param_groups is inner.param_groups
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+        torch.amp.GradScaler("cpu")
+
+
+def test_a_gradient_that_is_not_finite_never_counts() -> None:
+    with peers(1) as (peer,):
+        model = new_model()
+        optimizer = manyhands.Optimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), peer=peer, run_id="nan", target_batch_size=8
+        )
+        next(model.parameters()).grad = torch.full((8, 5), float("nan"))
+        optimizer.step(batch_size=8)
+        assert optimizer.global_step == 0
+        assert optimizer.samples_accumulated == 0
+        assert optimizer.statistics.samples_dropped == 8
