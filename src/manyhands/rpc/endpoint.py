@@ -24,6 +24,7 @@ from manyhands.base.identity import PeerId
 from manyhands.rpc.announce import dialable_addresses, seen_from_outside
 from manyhands.rpc.config import RpcConfig
 from manyhands.rpc.connection import ControlConnection, Handler
+from manyhands.rpc.dialling import dial_first
 from manyhands.rpc.frames import CONTROL, Hello, Reject, Welcome, receive_frame, send_frame
 from manyhands.rpc.method import Method, Request, Response
 from manyhands.runtime.tasks import TaskOwner
@@ -187,7 +188,7 @@ class Endpoint:
             Refused: it does not take this stream.
         """
         hello = Hello(kind, AGENT, [str(address) for address in self.addresses], header)
-        stream, _ = await self._dial_any(self.addresses_of(peer_id), peer_id, hello, timeout_s)
+        stream, _ = await self._open_known(peer_id, hello, timeout_s)
         return stream
 
     def release(self, stream: Stream) -> None:
@@ -215,54 +216,26 @@ class Endpoint:
 
     async def _dial_known(self, peer_id: PeerId) -> ControlConnection:
         hello = Hello(CONTROL, AGENT, [str(address) for address in self.addresses])
-        stream, welcome = await self._dial_any(self.addresses_of(peer_id), peer_id, hello, self._config.dial_timeout_s)
+        stream, welcome = await self._open_known(peer_id, hello, self._config.dial_timeout_s)
         return self._opened(stream, welcome)
 
     async def _dial(self, address: Address, timeout_s: float) -> ControlConnection:
         hello = Hello(CONTROL, AGENT, [str(own) for own in self.addresses])
-        stream, welcome = await self._dial_stream(address, hello, timeout_s)
+        stream, welcome = await self._open([address], hello, timeout_s)
         self.learn(stream.remote, [address])
         return self._opened(stream, welcome)
 
-    async def _dial_any(
-        self, addresses: Sequence[Address], peer_id: PeerId, hello: Hello, timeout_s: float
-    ) -> tuple[Stream, Welcome]:
-        """Dial all addresses of a peer at once; the first that works is kept."""
+    async def _open_known(self, peer_id: PeerId, hello: Hello, timeout_s: float) -> tuple[Stream, Welcome]:
+        addresses = self.addresses_of(peer_id)
         if not addresses:
             raise Unavailable(f"no address is known for peer {peer_id}; a peer in client mode cannot be dialled")
-        dials = [
-            asyncio.get_running_loop().create_task(self._dial_stream(address, hello, timeout_s))
-            for address in addresses
-        ]
-        try:
-            failures = []
-            for dial in asyncio.as_completed(dials):
-                try:
-                    return await dial
-                except (DialFailed, Refused) as error:
-                    failures.append(error)
-            raise (
-                failures[0]
-                if len(failures) == 1
-                else Unavailable(
-                    f"peer {peer_id} cannot be dialled: " + "; ".join(str(failure) for failure in failures)
-                )
-            )
-        finally:
-            await self._drop_others(dials)
+        return await self._open(addresses, hello, timeout_s)
 
-    async def _drop_others(self, dials: Sequence[asyncio.Task[tuple[Stream, Welcome]]]) -> None:
-        winner = next((dial for dial in dials if dial.done() and not dial.cancelled() and not dial.exception()), None)
-        for dial in dials:
-            dial.cancel()
-        for result in await asyncio.gather(*(dial for dial in dials if dial is not winner), return_exceptions=True):
-            if not isinstance(result, BaseException):
-                self.release(result[0])
-
-    async def _dial_stream(self, address: Address, hello: Hello, timeout_s: float) -> tuple[Stream, Welcome]:
+    async def _open(self, addresses: Sequence[Address], hello: Hello, timeout_s: float) -> tuple[Stream, Welcome]:
+        """Dial one peer, and say what the stream is for."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
-        stream = await self._transport.dial(address, timeout_s)
+        stream, address = await dial_first(self._transport, addresses, timeout_s)
         self._streams.add(stream)
         try:
             async with time_limit(deadline - loop.time(), f"waiting for the welcome of {address}"):

@@ -146,6 +146,7 @@ class TlsListener:
         self._streams: set[TlsStream] = set()
         self._tasks = TaskOwner("listener")
         self._server: asyncio.Server | None = None
+        self._is_closed = False
 
     async def open(self, address: Address) -> None:
         loop = asyncio.get_running_loop()
@@ -168,7 +169,8 @@ class TlsListener:
 
     def _secured(self, stream: TlsStream) -> None:
         remote = peer_id_of_certificate(stream.certificate)
-        if remote is None or stream.selected_alpn != ALPN or remote == self._identity.peer_id:
+        is_welcome = not self._is_closed and stream.selected_alpn == ALPN and remote != self._identity.peer_id
+        if remote is None or not is_welcome:
             stream.abort()
             return
         stream.remote = remote
@@ -185,6 +187,7 @@ class TlsListener:
             stream.abort()
 
     async def close(self) -> None:
+        self._is_closed = True
         if self._server is not None:
             self._server.close()
         for stream in self._streams:
