@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack
 
+import msgspec
 import pytest
 
 from manyhands.base.address import Address
-from manyhands.base.errors import ConfigError, DialReason, JoinFailed
-from manyhands.base.identity import Identity
+from manyhands.base.deadline import time_limit
+from manyhands.base.errors import ConfigError, DialReason, JoinFailed, Refused
+from manyhands.base.identity import Identity, PeerId
 from manyhands.dht import DhtConfig, DhtNode, Reason
 from manyhands.dht.ids import distance, key_id, node_id
-from manyhands.dht.messages import STORE, StoreRequest
+from manyhands.dht.messages import FIND, STORE, FindRequest, FindResponse, StoreRequest
 from manyhands.dht.records import AgedRecord
 from manyhands.rpc import Endpoint
 from manyhands.transport import MemoryNetwork, MemoryTransport, TlsTransport, Transport
-from tests.unit.dht.examples import owned_record
+from tests.unit.dht.examples import WALL_NOW, open_record
 
 LISTEN = Address.parse("/ip4/127.0.0.1/tcp/0")
-WALL_NOW = 1_800_000_000.0
 TTL_S = 60.0
 CONFIG = DhtConfig(request_timeout_s=1.0, refresh_period_s=1000.0)  # upkeep happens when a test asks for it
 
@@ -48,9 +49,7 @@ class Swarm:
         """A node that has joined; at the first one, if no other initial peers are given."""
         number = len(self.nodes)
         identity = identity or Identity.from_seed(number.to_bytes(32, "big"))
-        transport: Transport = (
-            TlsTransport(identity) if kind == "tls" else MemoryTransport(identity, self._network)
-        )
+        transport: Transport = TlsTransport(identity) if kind == "tls" else MemoryTransport(identity, self._network)
         endpoint = Endpoint(transport, client_mode=client_mode)
         self._stack.push_async_callback(endpoint.close)
         if not client_mode:
@@ -69,9 +68,7 @@ class Swarm:
 
     def nearest(self, key: str) -> list[DhtNode]:
         """All nodes, those nearest to the key first."""
-        return sorted(
-            self.nodes, key=lambda node: distance(node_id(self.endpoint_of(node).peer_id), key_id(key))
-        )
+        return sorted(self.nodes, key=lambda node: distance(node_id(self.endpoint_of(node).peer_id), key_id(key)))
 
     async def kill(self, node: DhtNode) -> None:
         """Close its connections without a word to the DHT; it stays in the tables of the others."""
@@ -197,6 +194,59 @@ async def test_a_newcomer_near_a_key_is_given_its_records(swarm: Swarm) -> None:
     assert should_hold <= held
 
 
+async def test_what_was_handed_over_is_not_sent_again(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = [await swarm.add() for _ in range(4)]
+    await nodes[0].store("key", "value", TTL_S)
+    await nodes[0].refresh()
+    offered: list[AgedRecord] = []
+    for node in nodes[1:]:
+        monkeypatch.setattr(node._storage, "offer", lambda aged, now, wall_now: offered.append(aged))
+    await nodes[0].refresh()
+    assert offered == []
+
+
+async def test_a_holder_that_restarted_is_given_its_records_again(swarm: Swarm) -> None:
+    node, holder = [await swarm.add() for _ in range(2)]
+    await node.store("key", "value", TTL_S)
+    await node.refresh()
+    await swarm.kill(holder)
+    again = await swarm.add(identity=swarm.endpoint_of(holder).identity)
+    assert len(again._storage) == 0
+    await node.refresh()
+    assert len(again._storage) == 1
+
+
+async def test_a_holder_that_missed_a_write_learns_of_it_when_it_hands_over(swarm: Swarm) -> None:
+    nodes = [await swarm.add() for _ in range(2)]
+    now = asyncio.get_running_loop().time()
+    nodes[0]._storage.put(open_record("old", sequence=1), now + TTL_S, now)
+    nodes[1]._storage.put(open_record("new", sequence=2), now + TTL_S, now)
+    await nodes[0].refresh()
+    held = nodes[0]._storage.held("key", "", now)
+    assert held is not None
+    assert held.record == open_record("new", sequence=2)
+
+
+async def test_a_peer_is_not_told_of_itself(swarm: Swarm) -> None:
+    for _ in range(3):
+        await swarm.add()
+    asking, asked, other = swarm.endpoints
+    answer = await asking.call(asked.peer_id, FIND, FindRequest(b"\0" * 32))
+    assert [contact.peer_id for contact in answer.contacts] == [other.peer_id]
+
+
+async def test_records_that_were_not_asked_for_are_refused(swarm: Swarm) -> None:
+    nodes = [await swarm.add() for _ in range(2)]
+
+    async def answer_beside_the_point(remote: PeerId, request: FindRequest) -> FindResponse:
+        return FindResponse([], [AgedRecord(open_record("junk", key="another key"), 0.0)])
+
+    swarm.endpoints[1].unhandle(FIND)
+    swarm.endpoints[1].handle(FIND, answer_beside_the_point)
+    assert await values(nodes[0], "key") == {}
+    assert nodes[0].refusals == {Reason.MALFORMED: 1}
+
+
 async def test_the_last_peer_still_has_its_own_records(swarm: Swarm) -> None:
     nodes = [await swarm.add() for _ in range(2)]
     await nodes[0].store("key", "value", TTL_S)
@@ -209,18 +259,15 @@ async def test_forged_records_are_refused_by_holders_and_readers(swarm: Swarm) -
     nodes = [await swarm.add() for _ in range(3)]
     victim = swarm.endpoints[1]
     await nodes[1].store("key", "true", TTL_S, victim.peer_id)
-    forged = owned_record("forged", owner=swarm.endpoints[0].identity, sequence=2**50)
-    as_victim = type(forged)(
-        key="key", subkey=victim.peer_id, value=forged.value, sequence=2**50, issued_at=WALL_NOW, ttl_s=TTL_S,
-        owner=victim.peer_id, signature=forged.signature,
-    )  # fmt: skip
-    answer = await swarm.endpoints[0].call(
-        swarm.endpoints[2].peer_id, STORE, StoreRequest([AgedRecord(as_victim, 0.0)])
+    signed_by_another = open_record("forged", subkey=victim.peer_id, sequence=2**50).signed_by(
+        swarm.endpoints[0].identity
     )
+    forged = msgspec.structs.replace(signed_by_another, owner=victim.peer_id)
+    answer = await swarm.endpoints[0].call(swarm.endpoints[2].peer_id, STORE, StoreRequest([AgedRecord(forged, 0.0)]))
     assert [(outcome.is_stored, outcome.code) for outcome in answer.outcomes] == [(False, "bad_signature")]
     assert nodes[2].refusals[Reason.BAD_SIGNATURE] == 1
     loop = asyncio.get_running_loop()
-    nodes[0]._storage.put(as_victim, loop.time() + TTL_S, loop.time())  # a holder that lies
+    nodes[0]._storage.put(forged, loop.time() + TTL_S, loop.time())  # a holder that lies
     assert await values(nodes[2], "key") == {victim.peer_id: "true"}
     assert nodes[2].refusals[Reason.BAD_SIGNATURE] == 2
 
@@ -245,12 +292,38 @@ async def test_clients_read_and_write_but_hold_nothing(swarm: Swarm) -> None:
         assert not client_ids & {contact.peer_id for contact in node.contacts()}
 
 
+async def test_a_client_serves_nothing(swarm: Swarm) -> None:
+    await swarm.add()
+    client = swarm.endpoint_of(await swarm.add(client_mode=True))
+    with pytest.raises(Refused, match="unknown_method"):
+        await swarm.endpoints[0].call(client.peer_id, STORE, StoreRequest([AgedRecord(open_record(), 0.0)]))
+
+
+async def test_a_peer_that_comes_back_as_a_client_leaves_the_tables(swarm: Swarm) -> None:
+    first = await swarm.add()
+    node = await swarm.add()
+    await swarm.kill(node)
+    for _ in range(CONFIG.max_failures):
+        await first.refresh()
+    client = await swarm.add(client_mode=True, identity=swarm.endpoint_of(node).identity)
+    assert client.num_known_peers == 1
+    assert first.num_known_peers == 0, "though addresses of it are remembered"
+
+
+async def test_a_list_of_initial_peers_may_name_the_peer_itself(swarm: Swarm) -> None:
+    await swarm.add()
+    own_address = Address.of("127.0.0.1", 2)  # the next free port of the memory network
+    node = await swarm.add(initial_peers=[own_address, *swarm.endpoints[0].addresses])
+    assert swarm.endpoint_of(node).addresses == [own_address.with_peer(swarm.endpoint_of(node).peer_id)]
+    assert node._initial_peers._unreached == set()
+
+
 @pytest.mark.parametrize("kind", ["memory", "tls"])
 async def test_a_failed_join_names_each_address(swarm: Swarm, kind: str) -> None:
     first = await swarm.add(kind=kind)
     (address,) = swarm.endpoint_of(first).addresses
     stranger = Identity.generate().peer_id
-    nobody = [Address.of("127.0.0.1", 1), Address.of("127.0.0.1", 2)]
+    nobody = [Address.of("127.0.0.1", 3), Address.of("127.0.0.1", 4)]  # nothing listens there
     with pytest.raises(JoinFailed) as caught:
         await swarm.add(kind=kind, initial_peers=[*nobody, address.with_peer(stranger)])
     assert [(failure.address, failure.reason) for failure in caught.value.failures] == [
@@ -292,17 +365,44 @@ async def test_a_peer_that_lost_everybody_comes_back_through_its_initial_peers(s
     assert node.num_known_peers == 1
 
 
-async def test_upkeep_runs_by_itself(swarm: Swarm) -> None:
-    config = DhtConfig(refresh_period_s=0.05)
-    first = await swarm.add(config=config)
+async def test_upkeep_runs_by_itself(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds: asyncio.Queue[None] = asyncio.Queue()
+
+    async def refresh_and_tell(node: DhtNode) -> None:
+        await refresh(node)
+        rounds.put_nowait(None)
+
+    refresh = DhtNode.refresh
+    monkeypatch.setattr(DhtNode, "refresh", refresh_and_tell)
+    first = await swarm.add(config=DhtConfig(refresh_period_s=0.05))
     await first.store("key", "value", TTL_S)
     second = await swarm.add()
-    await eventually(lambda: len(second._storage) == 1)
+    async with time_limit(10.0, "waiting for the second node to be given the record"):
+        while not len(second._storage):
+            await rounds.get()
+
+
+async def test_upkeep_that_fails_is_seen(
+    swarm: Swarm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    failed = asyncio.Event()
+
+    async def fail(node: DhtNode) -> None:
+        failed.set()
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(DhtNode, "refresh", fail)
+    await swarm.add(config=DhtConfig(refresh_period_s=0.001))
+    async with time_limit(10.0, "waiting for the upkeep"):
+        await failed.wait()
+    await asyncio.sleep(0)
+    assert "background task 'dht: upkeep' failed" in caplog.text
 
 
 async def test_a_closed_node_serves_no_more(swarm: Swarm) -> None:
     nodes = [await swarm.add() for _ in range(3)]
     await nodes[0].store("key", "value", TTL_S)
+    await nodes[2].close()
     await nodes[2].close()
     assert await values(nodes[1], "key") == {"": "value"}
     assert await nodes[1].store("key", "again", TTL_S) == 2

@@ -1,0 +1,3 @@
+from manyhands.monitor.monitor import RunMonitor
+
+__all__ = ["RunMonitor"]

@@ -14,6 +14,7 @@ class ProgressConfig:
     Attributes:
         min_refresh_s: records are published and read at most this often.
         max_refresh_s: and read at least this often.
+        default_refresh_s: how often to read while nobody's speed is known.
         expected_drift_peers: so many newcomers may appear before the next reading ...
         expected_drift_rate: ... or this share of the peers, which makes the target come sooner than predicted.
         ttl_s: a record counts for so long after its last renewal; a peer that died is forgotten then.
@@ -21,6 +22,7 @@ class ProgressConfig:
 
     min_refresh_s: float = 0.5
     max_refresh_s: float = 10.0
+    default_refresh_s: float = 1.0
     expected_drift_peers: float = 3.0
     expected_drift_rate: float = 0.2
     ttl_s: float = 30.0

@@ -14,9 +14,8 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from manyhands.averaging.config import AveragingConfig
-from manyhands.averaging.messages import Position
+from manyhands.averaging.messages import Position, RoundManifest
 from manyhands.base.errors import ConfigError, ManifestMismatch, RoundAborted, Unavailable
-from manyhands.base.identity import PeerId
 from manyhands.base.run_id import checked_run_id
 from manyhands.optim.accumulator import GradientAccumulator
 from manyhands.optim.collaboration import Collaboration, Decision, LocalState
@@ -105,6 +104,10 @@ class Optimizer(torch.optim.Optimizer):
         self.inner = optimizer
         self.scheduler = scheduler if isinstance(scheduler, LRScheduler) or scheduler is None else scheduler(optimizer)
         self.statistics = Statistics()
+        self.last_round: RoundManifest | None = None
+        """The manifest of the round behind the current global step; None for a step made alone or loaded."""
+        self.last_contribution = 0
+        """This peer's samples in the current global step."""
         self._peer = peer
         self._batch_size_per_step = batch_size_per_step
         self._averaging = averaging or AveragingConfig()
@@ -248,7 +251,7 @@ class Optimizer(torch.optim.Optimizer):
         self._failures = 0
         logger.info("Averaged tensors successfully with %d peers", result.num_members)
         lineage = hashlib.sha256(self._local.position.lineage + result.manifest.fingerprint()).digest()
-        self._apply(result.averaged_N, lineage, round(sum(result.manifest.weights)), result.manifest.members)
+        self._apply(result.averaged_N, lineage, round(sum(result.manifest.weights)), result.manifest)
 
     def _attempt_failed(self, error: Exception) -> None:
         self.statistics.rounds_aborted += 1
@@ -266,9 +269,9 @@ class Optimizer(torch.optim.Optimizer):
         logger.info("Found no active peers: this peer makes global step #%d alone", self.global_step)
         self.statistics.steps_alone += 1
         lineage = hashlib.sha256(self._local.position.lineage + b"alone" + self._peer.peer_id.encode()).digest()
-        self._apply(self._accumulator.mean(), lineage, self._accumulator.samples, [])
+        self._apply(self._accumulator.mean(), lineage, self._accumulator.samples, None)
 
-    def _apply(self, averaged_N: torch.Tensor, lineage: bytes, samples: int, members: list[PeerId]) -> None:
+    def _apply(self, averaged_N: torch.Tensor, lineage: bytes, samples: int, manifest: RoundManifest | None) -> None:
         with self._state_lock:
             with self._accumulator.gradients_from(averaged_N):
                 self.inner.step()
@@ -276,8 +279,10 @@ class Optimizer(torch.optim.Optimizer):
                 self.scheduler.step()
             self._lineage_samples += samples
             self._local.position = Position(self.global_step + 1, lineage)
-        self.statistics.samples_used += self._accumulator.samples
+        self.last_round, self.last_contribution = manifest, self._accumulator.samples
+        self.statistics.samples_used += self.last_contribution
         self._accumulator.reset()
+        members = manifest.members if manifest is not None else []
         self._run(self._collaboration.move(self._local.position, self._lineage_samples, members), "moving on")
         logger.info("Optimizer step: done!")
 
@@ -309,6 +314,7 @@ class Optimizer(torch.optim.Optimizer):
             self._local.position = state.header.position
             self._lineage_samples = state.header.lineage_samples
         self.statistics.states_loaded += 1
+        self.last_round, self.last_contribution = None, 0
         logger.info("Loaded the state of step %d in %.2f s", self.global_step, time.monotonic() - started)
         if self._accumulator.samples:
             self.statistics.samples_dropped += self._accumulator.samples

@@ -82,7 +82,7 @@ def next_refresh_s(progress: Progress, config: ProgressConfig) -> float:
     """When to read the records again: earlier than the predicted target by the drift that newcomers may bring."""
     num_peers = progress.num_peers
     drift = max(num_peers + config.expected_drift_peers, num_peers * (1 + config.expected_drift_rate))
-    predicted_s = progress.eta_s * num_peers / drift if drift > 0 else math.inf
+    predicted_s = progress.eta_s * num_peers / drift if math.isfinite(progress.eta_s) else config.default_refresh_s
     return min(max(predicted_s, config.min_refresh_s), config.max_refresh_s)
 
 
@@ -95,10 +95,11 @@ def leading_branch(others: Mapping[PeerId, ProgressRecord], own_id: PeerId, own:
     candidates = {peer_id: record for peer_id, record in others.items() if not record.is_client}
     candidates[own_id] = own
     last_step = max(record.position.step for record in candidates.values())
-    best = candidates[min(candidates)] if last_step == 0 else max(candidates.values(), key=_rank)
+    best = candidates[min(candidates)] if last_step == 0 else max(candidates.values(), key=rank_of)
     holders = [peer_id for peer_id, record in candidates.items() if record.position == best.position]
     return Branch(best.position, best.lineage_samples, tuple(sorted(holders)))
 
 
-def _rank(record: ProgressRecord) -> tuple[int, int, bytes]:
+def rank_of(record: ProgressRecord) -> tuple[int, int, bytes]:
+    """Orders the branches of a run: the higher one wins."""
     return (record.position.step, record.lineage_samples, record.position.lineage)

@@ -7,6 +7,7 @@ import hashlib
 import logging
 import zlib
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -100,7 +101,7 @@ class ManifestKeeper:
         self._dht = dht
         self._own_id = own_id
         self._manifest = manifest
-        self._key = f"{manifest.run_id}.manifest"
+        self._key = manifest_key(manifest.run_id)
         self._tasks = TaskOwner("run manifest")
 
     async def agree(self) -> None:
@@ -110,39 +111,18 @@ class ManifestKeeper:
             ManifestMismatch: this peer's settings differ from those of the run; it names both.
             Unavailable: the DHT does not answer.
         """
-        self._compare(await self._published())
+        await self._compare()
         await self._publish()
-        self._compare(await self._published())  # of two that begin at once, both see both
+        await self._compare()  # of two that begin at once, both see both
         self._tasks.spawn(self._keep_alive(), name="keeping it alive")
 
     async def close(self) -> None:
         await self._tasks.close()
 
-    def _compare(self, published: dict[PeerId, RunManifest]) -> None:
-        """The manifest that most peers signed is the run's; of equally many, that of the lowest peer id."""
-        signers: dict[bytes, list[PeerId]] = defaultdict(list)
-        for peer_id, manifest in published.items():
-            signers[manifest.fingerprint()].append(peer_id)
-        if not signers:
-            return
-        chosen = min(signers.values(), key=lambda peer_ids: (-len(peer_ids), min(peer_ids)))
-        run = published[chosen[0]]
-        if run.fingerprint() != self._manifest.fingerprint():
+    async def _compare(self) -> None:
+        run = run_manifest_of(await read_manifests(self._dht, self._manifest.run_id))
+        if run is not None and run.fingerprint() != self._manifest.fingerprint():
             raise ManifestMismatch(self._manifest.run_id, differences(self._manifest, run))
-
-    async def _published(self) -> dict[PeerId, RunManifest]:
-        manifests = {}
-        for subkey, stored in (await self._dht.get(self._key)).items():
-            if stored.owner != subkey:
-                continue
-            try:
-                manifest = _decode(stored.value)
-            except (zlib.error, msgspec.DecodeError, ValueError, TypeError) as error:
-                logger.warning("the run manifest of peer %s cannot be read: %s", subkey, error)
-                continue
-            if manifest.run_id == self._manifest.run_id:
-                manifests[PeerId(subkey)] = manifest
-        return manifests
 
     async def _publish(self) -> None:
         await self._dht.store(self._key, zlib.compress(self._manifest.encoded()), TTL_S, subkey=self._own_id)
@@ -154,6 +134,42 @@ class ManifestKeeper:
                 await self._publish()
             except ManyhandsError as error:
                 logger.warning("the run manifest was not renewed: %s", error)
+
+
+def manifest_key(run_id: str) -> str:
+    """The DHT key of a run's manifests."""
+    return f"{run_id}.manifest"
+
+
+async def read_manifests(dht: DhtNode, run_id: str) -> dict[PeerId, RunManifest]:
+    """The manifest that each peer of a run signed; what cannot be read is skipped.
+
+    Raises:
+        Unavailable: the DHT does not answer.
+    """
+    manifests = {}
+    for subkey, stored in (await dht.get(manifest_key(run_id))).items():
+        if stored.owner != subkey:
+            continue
+        try:
+            manifest = _decode(stored.value)
+        except (zlib.error, msgspec.DecodeError, ValueError, TypeError) as error:
+            logger.warning("the run manifest of peer %s cannot be read: %s", subkey, error)
+            continue
+        if manifest.run_id == run_id:
+            manifests[PeerId(subkey)] = manifest
+    return manifests
+
+
+def run_manifest_of(manifests: Mapping[PeerId, RunManifest]) -> RunManifest | None:
+    """The manifest that most peers signed is the run's; of equally many, that of the lowest peer id."""
+    signers: dict[bytes, list[PeerId]] = defaultdict(list)
+    for peer_id, manifest in manifests.items():
+        signers[manifest.fingerprint()].append(peer_id)
+    if not signers:
+        return None
+    chosen = min(signers.values(), key=lambda peer_ids: (-len(peer_ids), min(peer_ids)))
+    return manifests[chosen[0]]
 
 
 def _decode(value: object) -> RunManifest:

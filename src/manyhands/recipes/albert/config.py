@@ -77,7 +77,7 @@ class AlbertRecipe:
 
     @property
     def num_masked(self) -> int:
-        """Tokens to guess in every sample, the same number in each (why: see :mod:`manyhands.recipes.albert.batches`)."""
+        """Tokens to guess in every sample, equally many in each; :mod:`manyhands.recipes.albert.batches` says why."""
         return max(1, round(self.mask_probability * (self.seq_length - NUM_PAIR_TOKENS)))
 
     def _check_sizes(self) -> None:
@@ -104,7 +104,8 @@ class AlbertRecipe:
         _at_least("warmup_steps", self.warmup_steps, 0)
         if self.total_steps <= self.warmup_steps:
             raise ConfigError(
-                f"total_steps is {self.total_steps}; it must be above warmup_steps, for example {self.warmup_steps + 1000}"
+                f"total_steps is {self.total_steps}; it must be above warmup_steps ({self.warmup_steps}), "
+                f"for example {self.warmup_steps + 1000}"
             )
 
 

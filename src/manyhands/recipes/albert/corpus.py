@@ -19,12 +19,13 @@ DOCUMENT_CHARS = 4_000
 SENTENCE_CHARS = 1_000
 """What has no end by then (a text without punctuation) is cut between two words."""
 
-_ABBREVIATIONS = ("Mr", "Mrs", "Ms", "Dr", "Prof", "St", "Mt", "Jr", "Sr", "vs", "cf", "e.g", "i.e", "etc", "No", "[A-Z]")
-_NOT_ABBREVIATED = "".join(rf"(?<!\b{name})" for name in (re.sub(r"\.", r"\.", a) + r"\." for a in _ABBREVIATIONS))
+_ABBREVIATIONS = ("Mr.", "Mrs.", "Ms.", "Dr.", "Prof.", "St.", "Mt.", "vs.", "cf.", "e.g.", "i.e.")
+_INITIAL = r"(?<!\b[A-Z]\.)"
+_NO_ABBREVIATION = _INITIAL + "".join(rf"(?<!\b{re.escape(abbreviation)})" for abbreviation in _ABBREVIATIONS)
 _SENTENCE_END = re.compile(
-    rf"(?:(?<=[.!?…]){_NOT_ABBREVIATED}|(?<=[.!?…][\"'”’)\]]))"  # an end mark, perhaps with a closing quote
+    rf"(?:(?<=[.!?…]){_NO_ABBREVIATION}|(?<=[.!?…][\"'”’)\]]))"  # noqa: RUF001  # an end mark, perhaps a closing quote
     r"\s+(?![a-z])"  # and what follows may begin a sentence
-    r"|(?<=[。！？])"  # or one of the scripts written without spaces
+    r"|(?<=[。！？])"  # noqa: RUF001  # or one of the scripts written without spaces
 )
 _PARAGRAPH_END = re.compile(r"\n\s*\n")
 

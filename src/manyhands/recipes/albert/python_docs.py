@@ -1,6 +1,6 @@
 """Real English text that needs no download: the prose in the documentation that comes with Python.
 
-The topics of ``help()`` and the docstrings of some modules, about 600,000 characters after code, tables and markup are
+The topics of ``help()`` and the docstrings of some modules, about 540,000 characters after code, tables and markup are
 left out. The words differ a little between versions of Python.
 """
 
@@ -15,20 +15,21 @@ from importlib.abc import InspectLoader
 from manyhands.base.errors import ConfigError
 
 DOCUMENTED_MODULES = (
-    "_pydecimal", "_pyio", "argparse", "ast", "bdb", "codecs", "configparser", "difflib", "doctest", "inspect",
-    "ipaddress", "optparse", "os", "pdb", "shutil", "smtplib", "socket", "ssl", "statistics", "subprocess", "tarfile",
-    "threading", "traceback", "typing",
+    "_pydecimal", "_pyio", "argparse", "ast", "bdb", "configparser", "difflib", "doctest", "inspect",
+    "ipaddress", "optparse", "pdb", "pydoc", "shutil", "smtplib", "socket", "ssl", "statistics", "subprocess",
+    "tarfile", "threading", "traceback", "typing",
 )  # fmt: skip
 """Modules of the standard library, Python 3.10 and later, with much prose in their docstrings."""
 
 _PARAGRAPH_END = re.compile(r"\n\s*\n")
+_HYPHEN_AT_LINE_END = re.compile(r"(?<=\w)-\n\s*")
 _MARKUP = re.compile(
     r"^(?:[*-]|\d+\.|\[\d+\])\s+"  # the mark of a list item or a footnote
     r"|\s*\[\d+\]_?"  # a reference to a footnote
     r"|:[a-z]+:(?=`)"  # the role before a `name`
     r"|[\"“”`]|(?<!\w)\*{1,2}(?=\w)|(?<=\w)\*{1,2}(?!\w)"  # quotes around names, *emphasis*
 )
-_PLAIN_WORD = re.compile(r"[(\"“'`*]*[A-Za-z’'-]+[)\"”'`*]*[.,;:?!]*[)\"”]?")
+_PLAIN_WORD = re.compile(r"[(\"“'`*]*[A-Za-z’'-]+[)\"”'`*]*[.,;:?!]*[)\"”]?")  # noqa: RUF001
 _MIN_WORDS = 8
 _MIN_PLAIN_SHARE = 0.8
 
@@ -62,7 +63,8 @@ def _is_prose(paragraph: str) -> bool:
 
 
 def _without_markup(paragraph: str) -> str:
-    return _MARKUP.sub("", " ".join(paragraph.split())).strip()
+    joined = " ".join(_HYPHEN_AT_LINE_END.sub("-", paragraph).split())
+    return _MARKUP.sub("", joined).strip()
 
 
 def _docstrings(module: str) -> Iterator[str]:

@@ -1,0 +1,154 @@
+"""What the demo knows of its run, added up from the events of its processes. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from manyhands.monitor.events import Event as MonitorEvent
+from manyhands.monitor.events import Listening, ProgressMade
+from manyhands.recipes.albert.events import BatchDone, Counts, Finished, Joined, StepDone
+from manyhands.recipes.albert.events import Event as TrainerEvent
+
+NOTHING_YET = Counts(0, 0, 0, 0, 0, 0)
+
+
+class Summary(msgspec.Struct):
+    """How the demo went; written as JSON by ``--summary``.
+
+    Attributes:
+        steps: global steps at the end.
+        peers_seen: trainers that took part, with the killed one and the newcomer.
+        heldout_loss_first, heldout_loss_last: on the same held-out batch, before the first and after the last step.
+        samples_computed, samples_used: by all trainers; used are those in committed global steps.
+        samples_per_peer: peer id -> samples computed.
+        rounds_committed: averaging rounds that changed the parameters.
+        rounds_aborted: attempts that failed, as counted by the trainer that saw most of them.
+        bytes_sent_per_peer: peer id -> bytes, as far as was reported.
+        state_digest_per_peer: peer id -> digest at the end, of the trainers that were alive.
+        joined_late_samples: samples of the newcomer that were used.
+        wall_s: from the start of the first process to the end of the last.
+        problems: why the exit code is not 0; empty when all is well.
+    """
+
+    steps: int
+    peers_seen: int
+    heldout_loss_first: float | None
+    heldout_loss_last: float | None
+    samples_computed: int
+    samples_used: int
+    samples_per_peer: dict[str, int]
+    rounds_committed: int
+    rounds_aborted: int
+    bytes_sent_per_peer: dict[str, int]
+    state_digest_per_peer: dict[str, str]
+    joined_late_samples: int
+    wall_s: float
+    problems: list[str]
+
+
+@dataclass
+class TrainerTally:
+    """What one trainer has told."""
+
+    name: str
+    is_newcomer: bool = False
+    is_killed: bool = False
+    joined: Joined | None = None
+    finished: Finished | None = None
+    step: int = 0
+    loss: float | None = None
+    samples_per_second: float = 0.0
+    counts: Counts = NOTHING_YET
+
+    @property
+    def peer_id(self) -> str:
+        return self.joined.peer_id if self.joined is not None else ""
+
+    def apply(self, event: TrainerEvent) -> None:
+        """Count one event in."""
+        if isinstance(event, Joined):
+            self.joined = event
+            self.step = event.step
+            return
+        self.step, self.counts = event.step, event.counts
+        if isinstance(event, BatchDone):
+            self.loss, self.samples_per_second = event.loss, event.samples_per_second
+        elif isinstance(event, Finished):
+            self.finished = event
+
+
+@dataclass
+class Tally:
+    """What all processes have told."""
+
+    trainers: list[TrainerTally] = field(default_factory=list)
+    addresses: list[str] = field(default_factory=list)
+    progress: ProgressMade | None = None
+    rounds: set[str] = field(default_factory=set)
+
+    def apply_monitor(self, event: MonitorEvent) -> None:
+        """Count an event of the monitor in."""
+        if isinstance(event, Listening):
+            self.addresses = event.addresses
+        elif isinstance(event, ProgressMade):
+            self.progress = event
+
+    def apply_trainer(self, trainer: TrainerTally, event: TrainerEvent) -> None:
+        """Count an event of a trainer in."""
+        trainer.apply(event)
+        if isinstance(event, StepDone) and event.round_id:
+            self.rounds.add(event.round_id)
+
+    @property
+    def step(self) -> int:
+        """The highest global step that a trainer has reached."""
+        return max((trainer.step for trainer in self.trainers), default=0)
+
+    @property
+    def newcomer(self) -> TrainerTally | None:
+        return next((trainer for trainer in self.trainers if trainer.is_newcomer), None)
+
+    @property
+    def has_newcomer_contributed(self) -> bool:
+        return self.newcomer is not None and self.newcomer.counts.samples_used > 0
+
+    def alive(self) -> list[TrainerTally]:
+        """Trainers that were not killed."""
+        return [trainer for trainer in self.trainers if not trainer.is_killed]
+
+    def summary(self, wall_s: float) -> Summary:
+        """Add everything up."""
+        seen = [trainer for trainer in self.trainers if trainer.joined is not None]
+        first = next((t.joined.heldout_loss for t in seen if t.joined is not None and t.joined.step == 0), None)
+        finished = [(trainer, trainer.finished) for trainer in self.alive() if trainer.finished is not None]
+        summary = Summary(
+            steps=self.step,
+            peers_seen=len(seen),
+            heldout_loss_first=first,
+            heldout_loss_last=finished[0][1].heldout_loss if finished else None,
+            samples_computed=sum(trainer.counts.samples_computed for trainer in seen),
+            samples_used=sum(trainer.counts.samples_used for trainer in seen),
+            samples_per_peer={trainer.peer_id: trainer.counts.samples_computed for trainer in seen},
+            rounds_committed=len(self.rounds),
+            rounds_aborted=max((trainer.counts.rounds_aborted for trainer in seen), default=0),
+            bytes_sent_per_peer={trainer.peer_id: trainer.counts.bytes_sent for trainer in seen},
+            state_digest_per_peer={trainer.peer_id: end.state_digest for trainer, end in finished},
+            joined_late_samples=self.newcomer.counts.samples_used if self.newcomer is not None else 0,
+            wall_s=round(wall_s, 1),
+            problems=[],
+        )
+        summary.problems = self._problems(summary)
+        return summary
+
+    def _problems(self, summary: Summary) -> list[str]:
+        problems = [f"{trainer.name} did not finish" for trainer in self.alive() if trainer.finished is None]
+        first, last = summary.heldout_loss_first, summary.heldout_loss_last
+        if first is None or last is None or not last < first:
+            problems.append(f"the held-out loss did not fall: {first} at first, {last} at last")
+        if len(set(summary.state_digest_per_peer.values())) > 1:
+            problems.append("the peers ended with different states")
+        if not summary.joined_late_samples:
+            problems.append("the newcomer contributed nothing")
+        return problems

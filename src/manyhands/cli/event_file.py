@@ -1,0 +1,56 @@
+"""Events as JSON lines: one program writes them, another follows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from manyhands.base.errors import ConfigError
+
+E = TypeVar("E")
+
+
+class EventWriter:
+    """Appends events to a file; without a path, drops them.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        try:
+            self._file = path.open("ab", buffering=0) if path is not None else None
+        except OSError as error:
+            raise ConfigError(f"--events {path}: {error.strerror}; name a file that can be written") from error
+
+    def __call__(self, event: msgspec.Struct) -> None:
+        if self._file is not None:
+            self._file.write(msgspec.json.encode(event) + b"\n")
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+class EventFollower(Generic[E]):
+    """Reads the events that a writer appends, as they come."""
+
+    def __init__(self, path: Path, kinds: Any) -> None:
+        self._path = path
+        self._decoder: msgspec.json.Decoder[E] = msgspec.json.Decoder(kinds)
+        self._offset = 0
+
+    def new_events(self) -> Iterator[E]:
+        """What was appended since the last call."""
+        if not self._path.exists():
+            return
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            for line in file:
+                if not line.endswith(b"\n"):  # still being written
+                    return
+                self._offset += len(line)
+                yield self._decoder.decode(line)

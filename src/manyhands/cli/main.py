@@ -1,0 +1,64 @@
+"""The command line: ``manyhands demo | monitor | train``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from cyclopts import App, CycloptsError, Parameter
+
+from manyhands.base.errors import ConfigError, JoinFailed, ManyhandsError
+from manyhands.cli.demo.command import demo
+from manyhands.cli.leaving import leave_on_signals
+from manyhands.cli.monitor_command import monitor
+from manyhands.cli.train_command import train
+from manyhands.version import __version__
+
+EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
+
+app = App(
+    name="manyhands",
+    help="Train one neural network together, over the internet, on whatever machines people bring.",
+    version=__version__,
+    help_format="plaintext",
+    suppress_keyboard_interrupt=False,
+    default_parameter=Parameter(negative=""),
+)
+for command in (demo, monitor, train):
+    app.command(command)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command; returns the exit code: 0 done, 1 failed, 2 wrong input, 130 interrupted."""
+    leave_on_signals()
+    try:
+        code = app(
+            [_with_dashes(argument) for argument in arguments],
+            exit_on_error=False,
+            print_error=False,
+            result_action="return_value",
+        )
+    except (CycloptsError, ConfigError, JoinFailed) as error:
+        _complain(str(error))
+        return EXIT_USAGE
+    except ManyhandsError as error:
+        _complain(str(error))
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    return code if isinstance(code, int) else EXIT_OK
+
+
+def main() -> None:
+    """Entry point of the ``manyhands`` command."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def _with_dashes(argument: str) -> str:
+    """Options may be written with underscores, as in the tutorials of other libraries."""
+    name, separator, value = argument.partition("=")
+    return name.replace("_", "-") + separator + value if name.startswith("--") else argument
+
+
+def _complain(message: str) -> None:
+    print(f"manyhands: {message}", file=sys.stderr)  # noqa: T201

@@ -1,0 +1,46 @@
+"""``manyhands monitor``"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from manyhands.base.run_id import checked_run_id
+from manyhands.cli.event_file import EventWriter
+from manyhands.cli.leaving import leave_on_eof
+from manyhands.cli.logs import log_to_stdout
+from manyhands.cli.options import NetworkOptions, OutputOptions
+from manyhands.monitor import RunMonitor
+from manyhands.monitor.events import Listening
+
+logger = logging.getLogger(__name__)
+
+
+def monitor(
+    *,
+    run_id: Annotated[str, Parameter(help="Name of the run: 1 to 64 characters, without '.'.")],
+    network: NetworkOptions | None = None,
+    output: OutputOptions | None = None,
+) -> None:
+    """Welcome trainers and show how the run goes; trains nothing, needs no GPU and no torch.
+
+    Prints the exact command for the trainers. Stays until Ctrl-C.
+    """
+    network, output = network or NetworkOptions(), output or OutputOptions()
+    checked_run_id(run_id)
+    log_to_stdout(verbose=output.verbose)
+    emit = EventWriter(output.events)
+    if output.leave_on_eof:
+        leave_on_eof()
+    with network.connect() as peer:
+        logger.info("Running a coordinator of run %s as peer %s", run_id, peer.peer_id)
+        logger.info("To train with it, run this on any machine that can reach this one:")
+        addresses = " ".join(peer.addresses)
+        print(f"\n    manyhands train --run-id {run_id} --initial-peers {addresses}\n", flush=True)  # noqa: T201
+        emit(Listening(peer.peer_id, peer.addresses))
+        peer.run(RunMonitor(peer, run_id, emit).start(), 5.0, "starting the monitor")
+        while True:  # a wait without a bound cannot be interrupted on every platform
+            threading.Event().wait(3600.0)

@@ -1,0 +1,57 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from manyhands.peer import ALL_INTERFACES, Peer
+
+
+@Parameter(name="*", group="Network")
+@dataclass(frozen=True, kw_only=True)
+class NetworkOptions:
+    """How to reach the other peers."""
+
+    initial_peers: Annotated[tuple[str, ...], Parameter(consume_multiple=True)] = ()
+    """Multiaddrs (or HOST:PORT) of any peers that are there already; one that answers is enough."""
+
+    listen: Annotated[tuple[str, ...], Parameter(consume_multiple=True)] = ALL_INTERFACES
+    """Where to accept connections; port 0 takes a free one."""
+
+    announce: Annotated[tuple[str, ...], Parameter(consume_multiple=True)] = ()
+    """What others shall dial instead of what this machine finds out by itself, for example a tunnel's address."""
+
+    client_mode: bool = False
+    """Only dial out; for machines that nobody can dial, such as those behind a firewall."""
+
+    identity: Path | None = None
+    """File with this peer's private key, made when it does not exist: keeps the peer id across restarts."""
+
+    def connect(self) -> Peer:
+        """A peer with these options."""
+        return Peer(
+            self.initial_peers,
+            listen=self.listen,
+            announce=self.announce,
+            client_mode=self.client_mode,
+            identity=self.identity,
+        )
+
+
+@Parameter(name="*", group="Output")
+@dataclass(frozen=True, kw_only=True)
+class OutputOptions:
+    """What a command tells, and to whom."""
+
+    events: Path | None = None
+    """Append one JSON object for each event to this file, for other programs."""
+
+    verbose: bool = False
+    """Log in detail, with the origin of each line."""
+
+    leave_on_eof: bool = False
+    """Leave when standard input ends: for programs that start this one, so that it never outlives them."""

@@ -1,0 +1,76 @@
+"""The settings of a DHT node."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from manyhands.base.errors import ConfigError
+
+# Part of the wire format: with these, the largest message fits into a frame of 1 MiB.
+MAX_CONTACTS = 64  # in one reply
+MAX_FOUND_RECORDS = 1024  # in one reply: all records of one key
+MAX_FOUND_BYTES = 1 << 19
+MAX_STORED_RECORDS = 12  # in one request
+MAX_VALUE_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class DhtConfig:
+    """Settings of one node. Nodes of a run may differ in all of them; the defaults suit runs of up to 1000 peers.
+
+    Attributes:
+        k: contacts in a bucket, and the nearest ones that a lookup must have asked. With 20, it is most unlikely that
+            all of them leave within an hour (Maymounkov & Mazieres 2002, section 2.2).
+        alpha: requests of a lookup under way at once; a few, so that one dead peer does not stop it.
+        replicas: peers nearest to a key that hold its records; with 5, one in 1000 records is lost when a quarter
+            of all peers vanish at once.
+        max_failures: requests in a row that a contact may fail before it is dropped; 2, as one may be the network's.
+        request_timeout_s: wait for one reply; several round trips of the slowest link, and a reconnection.
+        lookup_timeout_s: wait for a whole lookup; it then goes on with what it has found.
+        join_timeout_s: wait for the initial peers, and for learning one's neighbours from them.
+        refresh_period_s: mean time between two rounds of upkeep; half of it is how long a newcomer near a key
+            waits on average for the records that it should hold.
+        max_ttl_s: longest life of a record; a day, so that what nobody renews goes away.
+        max_value_bytes: largest value, encoded; the DHT is for small facts, bulk has connections of its own.
+        max_clock_skew_s: by how much the wall clocks of two peers may differ; a minute is what an unset clock on a
+            rented machine shows. Peers within it lose nothing.
+        max_records: records that this node holds for others, in total.
+        max_bytes: their size in total, with 256 bytes of overhead each.
+        max_records_per_key: subkeys of one key; all of them must fit into one reply.
+        max_bytes_per_key: their size; likewise.
+        max_records_per_owner: signed records of one owner, so that one key pair cannot fill this node.
+        max_bytes_per_owner: their size; likewise.
+    """
+
+    k: int = 20
+    alpha: int = 3
+    replicas: int = 5
+    max_failures: int = 2
+    request_timeout_s: float = 3.0
+    lookup_timeout_s: float = 10.0
+    join_timeout_s: float = 10.0
+    refresh_period_s: float = 30.0
+    max_ttl_s: float = 86400.0
+    max_value_bytes: int = MAX_VALUE_BYTES
+    max_clock_skew_s: float = 60.0
+    max_records: int = 50_000
+    max_bytes: int = 1 << 26
+    max_records_per_key: int = MAX_FOUND_RECORDS
+    max_bytes_per_key: int = MAX_FOUND_BYTES
+    max_records_per_owner: int = 1024
+    max_bytes_per_owner: int = 1 << 22
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not 0 < value < float("inf"):
+                raise ConfigError(f"{field.name} is {value}; a number above 0 is needed, such as {field.default}")
+        self._check_at_most("k", MAX_CONTACTS, "what one reply carries")
+        self._check_at_most("replicas", self.k, "k, what a lookup finds")
+        self._check_at_most("max_records_per_key", MAX_FOUND_RECORDS, "what one reply carries")
+        self._check_at_most("max_bytes_per_key", MAX_FOUND_BYTES, "what one reply carries")
+        self._check_at_most("max_value_bytes", MAX_VALUE_BYTES, "what one message carries")
+
+    def _check_at_most(self, name: str, limit: int, limit_is: str) -> None:
+        if getattr(self, name) > limit:
+            raise ConfigError(f"{name} is {getattr(self, name)}; it may be at most {limit} ({limit_is})")

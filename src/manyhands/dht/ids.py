@@ -1,0 +1,44 @@
+"""Where peers and keys lie: points of one 256-bit space, and the XOR distance between them.
+
+Source: Maymounkov & Mazieres, Kademlia, 2002, section 2.1.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+
+from manyhands.base.identity import PeerId
+
+ID_BITS = 256
+ID_BYTES = ID_BITS // 8
+
+
+@functools.lru_cache(maxsize=65536)  # sorting by distance asks for the same ids again and again
+def node_id(peer_id: PeerId) -> int:
+    """The point of a peer: SHA-256 of its peer id, so that nobody chooses where it lies without searching for a key."""
+    return _point_of(peer_id)
+
+
+def key_id(key: str) -> int:
+    """The point of a key: SHA-256 of its text; the peers nearest to it hold its records."""
+    return _point_of(key)
+
+
+def distance(a: int, b: int) -> int:
+    """How far two points are from each other; symmetric, and at each distance from ``a`` lies one ``b`` only."""
+    return a ^ b
+
+
+def id_to_bytes(point: int) -> bytes:
+    """A point as it travels: 32 bytes, big-endian."""
+    return point.to_bytes(ID_BYTES, "big")
+
+
+def id_from_bytes(raw: bytes) -> int:
+    """The inverse of :func:`id_to_bytes`."""
+    return int.from_bytes(raw, "big")
+
+
+def _point_of(text: str) -> int:
+    return id_from_bytes(hashlib.sha256(text.encode()).digest())

@@ -1,0 +1,82 @@
+"""What DHT nodes say to each other.
+
+==========  ==================================================  ====================================================
+method      request                                             response
+==========  ==================================================  ====================================================
+dht.ping    nothing                                             nothing: I am here, and a DHT node
+dht.find    a point, perhaps a key                              the contacts nearest to the point, records of the key
+dht.store   records with their ages                             for each what became of it
+==========  ==================================================  ====================================================
+
+All lists are bounded, so that the largest message fits into a frame.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from manyhands.dht.config import MAX_CONTACTS, MAX_FOUND_RECORDS, MAX_STORED_RECORDS
+from manyhands.dht.ids import ID_BYTES
+from manyhands.dht.records import MAX_KEY_LENGTH, AgedRecord
+from manyhands.dht.routing import Contact
+from manyhands.rpc.method import Method
+
+
+class PingRequest(msgspec.Struct, frozen=True):
+    """Are you there?"""
+
+
+class PingResponse(msgspec.Struct, frozen=True):
+    """Yes."""
+
+
+class FindRequest(msgspec.Struct, frozen=True):
+    """Who is near a point, and what do you hold under a key?
+
+    Attributes:
+        target: the point, 32 bytes.
+        key: whose records are wanted; None for contacts only.
+    """
+
+    target: Annotated[bytes, msgspec.Meta(min_length=ID_BYTES, max_length=ID_BYTES)]
+    key: Annotated[str, msgspec.Meta(max_length=MAX_KEY_LENGTH)] | None = None
+
+
+class FindResponse(msgspec.Struct, frozen=True):
+    """The contacts nearest to the point, at most ``k``, and all records held under the key."""
+
+    contacts: Annotated[list[Contact], msgspec.Meta(max_length=MAX_CONTACTS)]
+    records: Annotated[list[AgedRecord], msgspec.Meta(max_length=MAX_FOUND_RECORDS)] = []
+
+
+class StoreRequest(msgspec.Struct, frozen=True):
+    """Please hold these."""
+
+    records: Annotated[list[AgedRecord], msgspec.Meta(max_length=MAX_STORED_RECORDS)]
+
+
+class StoreOutcome(msgspec.Struct, frozen=True):
+    """What became of one record.
+
+    Attributes:
+        is_stored: whether the holder has it now.
+        code: a value of :class:`manyhands.dht.records.Reason`, or one that a later version knows.
+        later: the record that made this one stale, for the writer to write above it and for other holders to learn.
+    """
+
+    is_stored: bool
+    code: Annotated[str, msgspec.Meta(max_length=64)]
+    later: AgedRecord | None = None
+
+
+class StoreResponse(msgspec.Struct, frozen=True):
+    """One outcome for each record of the request, in its order."""
+
+    outcomes: Annotated[list[StoreOutcome], msgspec.Meta(max_length=MAX_STORED_RECORDS)]
+
+
+PING = Method("dht.ping", PingRequest, PingResponse)
+FIND = Method("dht.find", FindRequest, FindResponse)
+STORE = Method("dht.store", StoreRequest, StoreResponse)

@@ -1,0 +1,124 @@
+"""The other nodes, as one node sees them: calls that keep the routing table true, and lookups over them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import TypeVar
+
+import msgspec
+
+from manyhands.base.address import Address
+from manyhands.base.errors import ConfigError, PeerError, Unavailable
+from manyhands.base.identity import PeerId
+from manyhands.dht.config import DhtConfig
+from manyhands.dht.ids import id_to_bytes
+from manyhands.dht.lookup import Lookup
+from manyhands.dht.messages import FIND, FindRequest
+from manyhands.dht.records import AgedRecord
+from manyhands.dht.routing import MAX_ADDRESSES, Contact, RoutingTable
+from manyhands.rpc.endpoint import Endpoint
+from manyhands.rpc.method import Method
+
+Req = TypeVar("Req", bound=msgspec.Struct)
+Res = TypeVar("Res", bound=msgspec.Struct)
+OnRecords = Callable[[PeerId, list[AgedRecord]], None]
+
+logger = logging.getLogger(__name__)
+
+
+class Overlay:
+    """Calls and lookups of one node.
+
+    Attributes:
+        table: the known peers; who answers or asks is entered, who fails is dropped in the end.
+    """
+
+    def __init__(self, endpoint: Endpoint, config: DhtConfig) -> None:
+        self.table = RoutingTable(endpoint.peer_id, config.k, config.max_failures)
+        self._endpoint = endpoint
+        self._config = config
+
+    def seen(self, peer_id: PeerId) -> None:
+        """Enter a peer that asked or answered; not one in client mode, which nobody could ask."""
+        addresses = self._endpoint.addresses_of(peer_id)
+        if addresses and not self._endpoint.is_client(peer_id):
+            self.table.seen(Contact(peer_id, [str(address) for address in addresses[:MAX_ADDRESSES]]))
+
+    async def ask(self, peer_id: PeerId, method: Method[Req, Res], request: Req) -> Res | None:
+        """Call a peer, and note in the table whether it answered.
+
+        Returns:
+            Its answer, or None if it gave none.
+        """
+        try:
+            response = await self._endpoint.call(peer_id, method, request, self._config.request_timeout_s)
+        except (Unavailable, PeerError) as error:
+            logger.debug("%s to peer %s failed: %s", method.name, peer_id, error)
+            self.table.failed(peer_id)
+            return None
+        self.seen(peer_id)
+        return response
+
+    async def lookup(
+        self, target: int, timeout_s: float, key: str | None = None, on_records: OnRecords | None = None
+    ) -> list[Contact]:
+        """Find the peers nearest to a point.
+
+        Args:
+            target: the point.
+            timeout_s: the lookup then ends with what it has found.
+            key: also ask for the records of this key;
+            on_records: called with each peer that answers, and its records.
+        Returns:
+            Up to ``k`` contacts that answered just now, nearest first.
+        """
+        config, loop = self._config, asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        seeds = self.table.nearest(target, config.k)
+        lookup = Lookup(target, seeds, own_id=self._endpoint.peer_id, k=config.k, alpha=config.alpha)
+        request = FindRequest(id_to_bytes(target), key)
+        asking: set[asyncio.Task[None]] = set()
+        try:
+            while not lookup.is_finished:
+                asking |= {
+                    loop.create_task(self._ask_on_the_way(lookup, contact, request, on_records))
+                    for contact in lookup.to_ask()
+                }
+                done, asking = await asyncio.wait(
+                    asking, timeout=deadline - loop.time(), return_when=asyncio.FIRST_COMPLETED
+                )
+                if not done:
+                    logger.debug("a lookup took longer than %.3g s; going on with what it found", timeout_s)
+                    break
+                for task in done:
+                    task.result()
+        finally:
+            for task in asking:  # peers that are no longer among the nearest, or too slow
+                task.cancel()
+            await asyncio.gather(*asking, return_exceptions=True)
+        return lookup.nearest()
+
+    async def _ask_on_the_way(
+        self, lookup: Lookup, contact: Contact, request: FindRequest, on_records: OnRecords | None
+    ) -> None:
+        response = None
+        if self._learn(contact):
+            response = await self.ask(contact.peer_id, FIND, request)
+        if response is None:
+            lookup.failed(contact.peer_id)
+            return
+        lookup.answered(contact.peer_id, response.contacts)
+        if on_records is not None:
+            on_records(contact.peer_id, response.records)
+
+    def _learn(self, contact: Contact) -> bool:
+        """Tell the endpoint where a contact can be dialled; whether that can be read."""
+        try:
+            addresses = [Address.parse(text).with_peer(contact.peer_id) for text in contact.addresses]
+        except ConfigError as error:
+            logger.debug("contact %s is dropped: %s", contact.peer_id, error)
+            return False
+        self._endpoint.learn(contact.peer_id, addresses)
+        return True

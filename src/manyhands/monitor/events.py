@@ -1,0 +1,36 @@
+"""What a monitor tells to programs."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Listening(msgspec.Struct, tag="listening"):
+    """The monitor can be dialled; ``addresses`` are multiaddrs."""
+
+    peer_id: str
+    addresses: list[str]
+
+
+class ProgressMade(msgspec.Struct, tag="progress"):
+    """How far the run is; ``eta_s`` is None while nobody computes."""
+
+    step: int
+    samples: int
+    target_batch_size: int
+    num_peers: int
+    samples_per_second: float
+    eta_s: float | None
+
+
+class StepMade(msgspec.Struct, tag="step_seen"):
+    """A global step, as the metrics of its peers add up; ``loss`` is their mean."""
+
+    step: int
+    loss: float
+    alive_peers: int
+    samples: int
+    samples_per_second: float
+
+
+Event = Listening | ProgressMade | StepMade

@@ -1,0 +1,94 @@
+"""The model of the ALBERT recipe, its loss, and what an optimizer needs to know about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from manyhands.recipes.albert.batches import Batch
+from manyhands.recipes.albert.config import AlbertRecipe
+from manyhands.recipes.albert.packages import torch, transformers
+from manyhands.recipes.albert.tokenizer import CLS_ID, PAD_ID, SEP_ID
+
+
+def build_model(
+    recipe: AlbertRecipe, tokenizer: transformers.PreTrainedTokenizerFast
+) -> transformers.AlbertForPreTraining:
+    """A fresh model, float32, on the CPU, in training mode.
+
+    Its parameters depend on ``recipe`` and the size of the vocabulary alone; torch's global random state is left as it
+    was. There is no dropout, as in ALBERT v2: the loss is a function of parameters and batch.
+    """
+    config = transformers.AlbertConfig(
+        vocab_size=len(tokenizer),
+        embedding_size=recipe.embedding_size,
+        hidden_size=recipe.hidden_size,
+        num_hidden_layers=recipe.num_hidden_layers,
+        num_attention_heads=recipe.num_attention_heads,
+        intermediate_size=recipe.intermediate_size,
+        max_position_embeddings=recipe.seq_length,
+        classifier_dropout_prob=0.0,
+        pad_token_id=PAD_ID,
+        bos_token_id=CLS_ID,
+        eos_token_id=SEP_ID,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(recipe.seed)
+        model = transformers.AlbertForPreTraining(config)
+    model.train()
+    return model
+
+
+def loss_of(model: transformers.AlbertForPreTraining, batch: Batch) -> torch.Tensor:
+    """Masked-language-modelling loss plus sentence-order loss, both cross-entropies in nats; a scalar.
+
+    The mean over the samples of the batch, because each has equally many masked tokens: so the loss of a batch is the
+    mean of the losses of its parts, weighted by their samples.
+    """
+    loss = model(**{name: tensor.to(model.device) for name, tensor in batch.items()}).loss
+    assert isinstance(loss, torch.Tensor)  # it is None only where labels are missing
+    return loss
+
+
+def heldout_loss(model: transformers.AlbertForPreTraining, batch: Batch) -> float:
+    """:func:`loss_of` in evaluation mode, without gradients; the model's mode is restored."""
+    was_training = model.training
+    model.train(False)
+    try:
+        with torch.no_grad():
+            return loss_of(model, batch).item()
+    finally:
+        model.train(was_training)
+
+
+def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Two groups for a torch optimizer: with ``weight_decay``, and biases and LayerNorm weights without.
+
+    Each parameter is in exactly one group, in the order of ``model.named_parameters()``.
+    """
+    exempt = {
+        id(parameter)
+        for module in model.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if name == "bias" or isinstance(module, torch.nn.LayerNorm)
+    }
+    parameters = list(model.parameters())
+    return [
+        {"params": [p for p in parameters if id(p) not in exempt], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if id(p) in exempt], "weight_decay": 0.0},
+    ]
+
+
+def warmup_linear(total_steps: int, warmup_steps: int) -> Callable[[int], float]:
+    """The factor on the learning rate by global step, for ``torch.optim.lr_scheduler.LambdaLR``.
+
+    It rises in equal parts over the first ``warmup_steps`` steps, the first of which already moves the parameters, is 1
+    at the last of them, then falls in equal parts and is 0 from ``total_steps`` on.
+    """
+
+    def factor(step: int) -> float:
+        if step < warmup_steps:
+            return (step + 1) / warmup_steps
+        return max(0.0, (total_steps - step) / (total_steps - warmup_steps))
+
+    return factor

@@ -1,0 +1,102 @@
+"""From documents to samples: stretches of consecutive sentences, as token ids, and which of them are held out."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from manyhands.base.errors import ConfigError
+from manyhands.recipes.albert.config import AlbertRecipe
+from manyhands.recipes.albert.packages import transformers
+
+Sentence = list[int]
+"""Token ids of one sentence, without special tokens."""
+
+Sample = list[Sentence]
+"""Two or more consecutive sentences of one document, about ``seq_length`` tokens together."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Samples:
+    """All samples of a corpus, cut apart by document.
+
+    Attributes:
+        training: at least ``batch_size`` samples, in the order of the text.
+        heldout: exactly ``num_heldout`` samples, of documents that ``training`` has nothing of.
+        vocab_size: length of the tokenizer that made them; token ids are below it.
+    """
+
+    training: list[Sample]
+    heldout: list[Sample]
+    vocab_size: int
+
+
+def make_samples(
+    documents: Sequence[Sequence[str]], tokenizer: transformers.PreTrainedTokenizerFast, recipe: AlbertRecipe
+) -> Samples:
+    """Encode the documents, cut them into samples and keep some documents out of training.
+
+    The same documents, tokenizer and recipe give the same samples on every peer. All token ids are kept in memory,
+    about 10 bytes for each character of text.
+
+    Raises:
+        ConfigError: the text is too short for one batch and the held-out samples.
+    """
+    by_document = [list(cut_samples(sentences, recipe.seq_length)) for sentences in _encode(documents, tokenizer)]
+    heldout_documents = _choose_heldout(by_document, recipe)
+    heldout = [sample for index in heldout_documents for sample in by_document[index]]
+    chosen = frozenset(heldout_documents)
+    training = [sample for index, samples in enumerate(by_document) if index not in chosen for sample in samples]
+    if len(heldout) < recipe.num_heldout or len(training) < recipe.batch_size:
+        raise ConfigError(
+            f"the text is too short: it gives {len(training)} samples of {recipe.seq_length} tokens for training and "
+            f"{len(heldout)} from documents to hold out; at least {recipe.batch_size} (batch_size) and "
+            f"{recipe.num_heldout} (num_heldout) are needed; add text, or lower these"
+        )
+    return Samples(training=training, heldout=heldout[: recipe.num_heldout], vocab_size=len(tokenizer))
+
+
+def cut_samples(sentences: Sequence[Sentence], seq_length: int) -> Iterator[Sample]:
+    """Gather sentences until they have ``seq_length`` tokens together; then the next sample begins.
+
+    A sentence of over half that length is cut in pieces first, so that every full sample has two parts to put in order.
+    What is left at the end of the document is a sample if it has two parts and at least half the tokens.
+    """
+    sample: Sample = []
+    num_tokens = 0
+    for part in _short_parts(sentences, seq_length // 2):
+        sample.append(part)
+        num_tokens += len(part)
+        if num_tokens >= seq_length:
+            yield sample
+            sample, num_tokens = [], 0
+    if len(sample) >= 2 and num_tokens >= seq_length // 2:
+        yield sample
+
+
+def _short_parts(sentences: Sequence[Sentence], max_tokens: int) -> Iterator[Sentence]:
+    for sentence in sentences:
+        for start in range(0, len(sentence), max_tokens):
+            yield sentence[start : start + max_tokens]
+
+
+def _encode(
+    documents: Sequence[Sequence[str]], tokenizer: transformers.PreTrainedTokenizerFast
+) -> Iterator[list[Sentence]]:
+    for document in documents:
+        encoded = tokenizer(list(document), add_special_tokens=False, split_special_tokens=True)
+        yield encoded["input_ids"]
+
+
+def _choose_heldout(by_document: Sequence[Sequence[Sample]], recipe: AlbertRecipe) -> list[int]:
+    """Indices of documents, drawn by the seed until they have ``num_heldout`` samples."""
+    order = list(range(len(by_document)))
+    random.Random(f"held-out documents {recipe.seed}").shuffle(order)
+    chosen, num_samples = [], 0
+    for index in order:
+        if num_samples >= recipe.num_heldout:
+            break
+        chosen.append(index)
+        num_samples += len(by_document[index])
+    return chosen

@@ -1,0 +1,54 @@
+"""How one peer takes part in an ALBERT run. Imports no torch: the command line is generated from here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from manyhands.base.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSettings:
+    """What a trainer does besides the recipe.
+
+    Raises:
+        ConfigError: a value breaks its rule.
+    """
+
+    target_batch_size: int = 256
+    """Samples of one global step, by all peers together; the same for all peers of a run."""
+
+    max_steps: int | None = None
+    """Stop when the run has made this many global steps; without it, train until Ctrl-C."""
+
+    stop_file: Path | None = None
+    """Stop at the global step whose number another program writes into this file."""
+
+    linger_s: float = 30.0
+    """At the end, stay at most this many seconds for peers that still need to load the state."""
+
+    threads: int | None = None
+    """CPU threads that torch may use; by default as many as it likes."""
+
+    slow_down: float = 1.0
+    """Take this many times as long for each batch, by sleeping: to see how unequal machines train together."""
+
+    def __post_init__(self) -> None:
+        if self.target_batch_size < 1:
+            raise ConfigError(f"target_batch_size is {self.target_batch_size}; it must be at least 1, for example 4096")
+        if self.max_steps is not None and self.max_steps < 1:
+            raise ConfigError(f"max_steps is {self.max_steps}; it must be at least 1, for example 1000")
+        if not 1.0 <= self.slow_down <= 1000.0:
+            raise ConfigError(f"slow_down is {self.slow_down}; it must be from 1 to 1000, for example 2")
+        if self.threads is not None and self.threads < 1:
+            raise ConfigError(f"threads is {self.threads}; it must be at least 1")
+        if not 0 <= self.linger_s <= 3600:
+            raise ConfigError(f"linger_s is {self.linger_s}; it must be from 0 to 3600 seconds, for example 30")
+
+    def stop_step(self) -> int | None:
+        """The global step at which to stop, as far as is known now."""
+        steps = [self.max_steps] if self.max_steps is not None else []
+        if self.stop_file is not None and self.stop_file.exists():
+            steps.append(int(self.stop_file.read_text()))
+        return min(steps, default=None)

@@ -1,0 +1,136 @@
+"""The training loop of the ALBERT recipe: plain PyTorch, but for the optimizer."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from manyhands.base.run_id import checked_run_id
+from manyhands.optim.metrics import MetricsRecord, publish_metrics
+from manyhands.optim.optimizer import Optimizer
+from manyhands.peer import Peer
+from manyhands.recipes.albert.batches import Batches, heldout_batch
+from manyhands.recipes.albert.config import AlbertRecipe
+from manyhands.recipes.albert.corpus import load_documents
+from manyhands.recipes.albert.events import BatchDone, Counts, Event, Finished, Joined, StepDone
+from manyhands.recipes.albert.model import build_model, heldout_loss, loss_of, parameter_groups, warmup_linear
+from manyhands.recipes.albert.packages import torch
+from manyhands.recipes.albert.samples import make_samples
+from manyhands.recipes.albert.settings import TrainingSettings
+from manyhands.recipes.albert.tokenizer import tokenizer_digest, train_tokenizer
+
+logger = logging.getLogger(__name__)
+
+METRICS_TIMEOUT_S = 10.0
+
+
+class AlbertTrainer:
+    """One peer that trains the recipe's model in a run.
+
+    Args:
+        on_event: called with each :data:`manyhands.recipes.albert.events.Event`.
+    Raises:
+        ConfigError: the text cannot be used, or this peer does not fit the run.
+        Unavailable: the run's state could not be loaded.
+    """
+
+    def __init__(
+        self,
+        peer: Peer,
+        run_id: str,
+        recipe: AlbertRecipe,
+        settings: TrainingSettings,
+        on_event: Callable[[Event], None] = lambda event: None,
+    ) -> None:
+        self._peer = peer
+        self._run_id = checked_run_id(run_id)
+        self._settings = settings
+        self._on_event = on_event
+        if settings.threads is not None:
+            torch.set_num_threads(settings.threads)
+        documents = load_documents(recipe.text)
+        logger.info("Training the tokenizer on %d documents", len(documents))
+        tokenizer = train_tokenizer(documents, recipe.vocab_size)
+        samples = make_samples(documents, tokenizer, recipe)
+        self._model = build_model(recipe, tokenizer)
+        self._batches = Batches(samples, recipe, peer.peer_id)
+        self._heldout = heldout_batch(samples, recipe)
+        schedule = warmup_linear(recipe.total_steps, recipe.warmup_steps)
+        self._optimizer = Optimizer(
+            torch.optim.AdamW(parameter_groups(self._model, recipe.weight_decay), lr=recipe.learning_rate),
+            peer=peer,
+            run_id=run_id,
+            target_batch_size=settings.target_batch_size,
+            batch_size_per_step=recipe.batch_size,
+            scheduler=lambda inner: torch.optim.lr_scheduler.LambdaLR(inner, schedule),
+            must_match={
+                "tokenizer": tokenizer_digest(tokenizer),
+                "seq_length": str(recipe.seq_length),
+                "mask_probability": str(recipe.mask_probability),
+                "schedule": f"warmup_linear(total_steps={recipe.total_steps}, warmup_steps={recipe.warmup_steps})",
+            },
+        )
+        self._losses: list[float] = []
+
+    def run(self) -> None:
+        """Train until the settings say stop, then stay a little for peers that are behind."""
+        optimizer = self._optimizer
+        self._on_event(Joined(self._peer.peer_id, optimizer.global_step, heldout_loss(self._model, self._heldout)))
+        while not self._should_stop():
+            step_before = optimizer.global_step
+            self._train_one_batch()
+            if optimizer.global_step != step_before:
+                self._report_step()
+        logger.info("Stopping at global step %d; waiting for peers that are behind", optimizer.global_step)
+        optimizer.wait_for_others(self._settings.linger_s)
+        loss = heldout_loss(self._model, self._heldout)
+        logger.info("Held-out loss %.4f at global step %d", loss, optimizer.global_step)
+        self._on_event(Finished(optimizer.global_step, loss, optimizer.state_digest(), self._counts()))
+
+    def _should_stop(self) -> bool:
+        stop_step = self._settings.stop_step()
+        return stop_step is not None and self._optimizer.global_step >= stop_step
+
+    def _train_one_batch(self) -> None:
+        started = time.monotonic()
+        loss = loss_of(self._model, next(self._batches))
+        loss.backward()  # type: ignore[no-untyped-call]
+        time.sleep((time.monotonic() - started) * (self._settings.slow_down - 1))
+        self._losses.append(loss.item())
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self._on_event(
+            BatchDone(self._optimizer.global_step, self._losses[-1], self._optimizer.samples_per_second, self._counts())
+        )
+
+    def _report_step(self) -> None:
+        optimizer, losses = self._optimizer, self._losses
+        self._losses = []
+        mean = sum(losses) / len(losses) if losses else None
+        manifest = optimizer.last_round
+        round_id = manifest.group_id.hex() if manifest is not None else ""
+        num_peers = len(manifest.members) if manifest is not None else 1
+        contribution = optimizer.last_contribution
+        self._on_event(StepDone(optimizer.global_step, mean, round_id, num_peers, self._counts()))
+        logger.info("Step %d", optimizer.global_step)
+        logger.info("Your current contribution: %d samples", contribution)
+        if mean is None:
+            return
+        logger.info("Local loss: %.5f", mean)
+        record = MetricsRecord(
+            optimizer.global_step, optimizer.samples_per_second, contribution, sum(losses), len(losses)
+        )
+        publication = publish_metrics(self._peer.dht, self._peer.peer_id, self._run_id, record)
+        self._peer.run(publication, METRICS_TIMEOUT_S, "publishing metrics")
+
+    def _counts(self) -> Counts:
+        done = self._optimizer.statistics
+        return Counts(
+            samples_computed=done.samples_computed,
+            samples_used=done.samples_used,
+            samples_dropped=done.samples_dropped,
+            rounds_committed=done.rounds_committed,
+            rounds_aborted=done.rounds_aborted,
+            bytes_sent=self._peer.endpoint.bytes_sent,
+        )

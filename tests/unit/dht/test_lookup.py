@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.unit.dht.examples import contact
+
+from manyhands.base.identity import PeerId
+from manyhands.dht.ids import distance, node_id
+from manyhands.dht.lookup import Lookup
+from manyhands.dht.routing import Contact, RoutingTable
+
+
+def by_distance(contacts: list[Contact], target: int) -> list[Contact]:
+    return sorted(contacts, key=lambda contact: distance(node_id(contact.peer_id), target))
+
+
+def network(num_peers: int, k: int, rng: random.Random) -> dict[PeerId, RoutingTable]:
+    """Peers that met each other in a random order: each has a table with full buckets, but different ones."""
+    everyone = [contact(number) for number in range(num_peers)]
+    tables = {}
+    for someone in everyone:
+        table = RoutingTable(someone.peer_id, k, max_failures=2)
+        for other in rng.sample(everyone, num_peers):
+            table.seen(other)
+        tables[someone.peer_id] = table
+    return tables
+
+
+def run(lookup: Lookup, tables: dict[PeerId, RoutingTable], dead: set[PeerId], alpha: int, rng: random.Random) -> int:
+    """Drive a lookup; answers come in a random order. Returns how many were asked."""
+    asked: list[Contact] = []
+    num_asked = 0
+    while not lookup.is_finished:
+        asked += lookup.to_ask()
+        assert 0 < len(asked) <= alpha
+        peer_id = asked.pop(rng.randrange(len(asked))).peer_id
+        num_asked += 1
+        if peer_id in dead:
+            lookup.failed(peer_id)
+        else:
+            lookup.answered(peer_id, tables[peer_id].nearest(lookup._target, lookup._k))
+    return num_asked
+
+
+@given(
+    num_peers=st.integers(1, 80),
+    k=st.integers(3, 8),
+    alpha=st.integers(1, 4),
+    target=st.integers(0, 2**256 - 1),
+    seed=st.integers(),
+)
+def test_it_finds_exactly_the_nearest_peers_of_the_whole_network(
+    num_peers: int, k: int, alpha: int, target: int, seed: int
+) -> None:
+    rng = random.Random(seed)
+    tables = network(num_peers, k, rng)
+    start = contact(rng.randrange(num_peers))
+    others = [contact(number) for number in range(num_peers) if contact(number) != start]
+    seeds = tables[start.peer_id].nearest(target, k)
+    lookup = Lookup(target, seeds, own_id=start.peer_id, k=k, alpha=alpha)
+    run(lookup, tables, set(), alpha, rng)
+    assert lookup.nearest() == by_distance(others, target)[:k]
+
+
+def test_peers_that_died_do_not_hide_the_nearest_living_ones() -> None:
+    rng = random.Random(3)
+    num_peers, k, alpha = 60, 8, 3
+    tables = network(num_peers, k, rng)
+    for target in (node_id(PeerId("here")), node_id(PeerId("there"))):
+        nearest = by_distance([contact(number) for number in range(1, num_peers)], target)
+        dead = {someone.peer_id for someone in nearest[:12:3]}
+        seeds = tables[contact(0).peer_id].nearest(target, k)
+        lookup = Lookup(target, seeds, own_id=contact(0).peer_id, k=k, alpha=alpha)
+        run(lookup, tables, dead, alpha, rng)
+        found = k - len(dead)  # beyond these, everybody may know only dead peers
+        assert lookup.nearest()[:found] == [someone for someone in nearest if someone.peer_id not in dead][:found]
+        assert not {someone.peer_id for someone in lookup.nearest()} & dead
+
+
+def test_it_asks_far_fewer_than_all() -> None:
+    rng = random.Random(5)
+    tables = network(200, 5, rng)
+    seeds = tables[contact(0).peer_id].nearest(0, 5)
+    lookup = Lookup(0, seeds, own_id=contact(0).peer_id, k=5, alpha=3)
+    assert run(lookup, tables, set(), 3, rng) < 30
+
+
+def test_nearer_peers_are_asked_before_farther_ones_and_nobody_twice() -> None:
+    nearest = by_distance([contact(number) for number in range(6)], 0)
+    lookup = Lookup(0, nearest[2:4], own_id=PeerId("me"), k=3, alpha=1)
+    assert lookup.to_ask() == [nearest[2]]
+    assert lookup.to_ask() == []
+    lookup.answered(nearest[2].peer_id, [nearest[5], nearest[0], nearest[2]])
+    assert lookup.to_ask() == [nearest[0]]
+    lookup.answered(nearest[0].peer_id, nearest)
+    assert lookup.to_ask() == [nearest[1]]
+    lookup.failed(nearest[1].peer_id)
+    assert lookup.to_ask() == [nearest[3]]
+    lookup.answered(nearest[3].peer_id, [])
+    assert lookup.is_finished
+    assert lookup.nearest() == [nearest[0], nearest[2], nearest[3]]
+
+
+def test_it_ends_without_waiting_for_peers_that_nearer_ones_replaced() -> None:
+    near, middle, far = by_distance([contact(number) for number in range(3)], 0)
+    lookup = Lookup(0, [middle, far], own_id=PeerId("me"), k=2, alpha=2)
+    assert lookup.to_ask() == [middle, far]
+    lookup.answered(middle.peer_id, [near])
+    lookup.to_ask()
+    lookup.answered(near.peer_id, [])
+    assert lookup.is_finished
+    assert lookup.nearest() == [near, middle]
+
+
+def test_the_peer_itself_is_not_asked_and_without_seeds_nothing_is_to_do() -> None:
+    lookup = Lookup(0, [contact(0)], own_id=contact(0).peer_id, k=2, alpha=2)
+    assert lookup.is_finished
+    assert lookup.to_ask() == []
+
+
+def test_of_a_long_answer_only_the_nearest_count() -> None:
+    liar, *invented = (contact(number) for number in range(50))
+    lookup = Lookup(0, [liar], own_id=PeerId("me"), k=2, alpha=1)
+    lookup.to_ask()
+    lookup.answered(liar.peer_id, invented)
+    num_asked = 1
+    while not lookup.is_finished:
+        for someone in lookup.to_ask():
+            lookup.failed(someone.peer_id)
+            num_asked += 1
+    assert num_asked == 3

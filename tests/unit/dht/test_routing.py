@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.unit.dht.examples import contact
+
+from manyhands.base.identity import PeerId
+from manyhands.dht.ids import ID_BITS, distance, node_id
+from manyhands.dht.routing import Contact, RoutingTable
+
+OWN_ID = PeerId("me")
+NUMBERS = st.integers(0, 60)
+
+
+def bucket_of(peer_id: PeerId) -> int:
+    return distance(node_id(peer_id), node_id(OWN_ID)).bit_length()
+
+
+def same_bucket(num: int) -> list[Contact]:
+    """Contacts of the farthest bucket, where half of all peers lie."""
+    return [contact(number) for number in range(20 * num) if bucket_of(contact(number).peer_id) == ID_BITS][:num]
+
+
+def validate(table: RoutingTable, k: int, max_failures: int) -> None:
+    for index, bucket in enumerate(table._buckets):
+        assert len(bucket.live) <= k
+        assert len(bucket.waiting) <= k
+        assert not bucket.waiting or len(bucket.live) == k, "a replacement waits beside a free place"
+        assert not bucket.live.keys() & bucket.waiting.keys()
+        assert bucket.failures.keys() <= bucket.live.keys()
+        assert all(0 < failures < max_failures for failures in bucket.failures.values())
+        assert all(bucket_of(peer_id) == index + 1 for peer_id in [*bucket.live, *bucket.waiting])
+
+
+@given(
+    k=st.integers(1, 4),
+    max_failures=st.integers(1, 3),
+    steps=st.lists(st.tuples(st.sampled_from(["seen", "failed"]), NUMBERS), max_size=150),
+    target=st.integers(0, 2**ID_BITS - 1),
+    num=st.integers(0, 30),
+)
+def test_every_history_keeps_the_table_valid_and_nearest_agrees_with_sorting(
+    k: int, max_failures: int, steps: list[tuple[str, int]], target: int, num: int
+) -> None:
+    table = RoutingTable(OWN_ID, k, max_failures)
+    for step, number in steps:
+        if step == "seen":
+            table.seen(contact(number))
+        else:
+            table.failed(contact(number).peer_id)
+        validate(table, k, max_failures)
+    by_distance = sorted(table.contacts(), key=lambda contact: distance(node_id(contact.peer_id), target))
+    assert table.nearest(target, num) == by_distance[:num]
+    assert len(table) == len(by_distance)
+
+
+def test_a_full_bucket_keeps_its_old_contacts() -> None:
+    table = RoutingTable(OWN_ID, k=2, max_failures=1)
+    first, second, newcomer = same_bucket(3)
+    for someone in (first, second, newcomer):
+        table.seen(someone)
+    assert table.contacts() == [first, second]
+
+
+def test_the_newest_replacement_takes_the_place_of_a_contact_that_failed() -> None:
+    table = RoutingTable(OWN_ID, k=2, max_failures=2)
+    first, second, older, newer = same_bucket(4)
+    for someone in (first, second, older, newer):
+        table.seen(someone)
+    table.failed(first.peer_id)
+    assert first.peer_id in table, "one failure may be the network's"
+    table.failed(first.peer_id)
+    assert table.contacts() == [second, newer]
+
+
+def test_an_answer_between_two_failures_clears_the_first() -> None:
+    table = RoutingTable(OWN_ID, k=2, max_failures=2)
+    table.seen(contact(1))
+    table.failed(contact(1).peer_id)
+    table.seen(contact(1))
+    table.failed(contact(1).peer_id)
+    assert contact(1).peer_id in table
+
+
+def test_the_least_recently_seen_is_doubted_first() -> None:
+    table = RoutingTable(OWN_ID, k=3, max_failures=2)
+    first, second, third = same_bucket(3)
+    for someone in (first, second, third, first):
+        table.seen(someone)
+    assert table.least_recently_seen() == [second]
+
+
+def test_new_addresses_replace_old_ones() -> None:
+    table = RoutingTable(OWN_ID, k=3, max_failures=2)
+    table.seen(Contact(PeerId("x"), ["/ip4/10.0.0.1/tcp/1"]))
+    table.seen(Contact(PeerId("x"), ["/ip4/10.0.0.1/tcp/2"]))
+    assert table.contacts() == [Contact(PeerId("x"), ["/ip4/10.0.0.1/tcp/2"])]
+
+
+def test_the_node_itself_is_never_in_its_table() -> None:
+    table = RoutingTable(OWN_ID, k=3, max_failures=2)
+    table.seen(Contact(OWN_ID, ["/ip4/10.0.0.1/tcp/1"]))
+    table.failed(OWN_ID)
+    assert OWN_ID not in table
+    assert len(table) == 0

@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.unit.dht.examples import ALICE, MALLORY, WALL_NOW, open_record, owned_record
+
+from manyhands.dht.config import DhtConfig
+from manyhands.dht.records import AgedRecord, Reason, Record
+from manyhands.dht.storage import Storage
+
+NOW = 1000.0
+OFFERS = st.lists(
+    st.builds(
+        lambda value, subkey, sequence, age_s: AgedRecord(
+            open_record(value, subkey=subkey, sequence=sequence)
+            if subkey != "alice"
+            else owned_record(value, sequence=sequence),
+            age_s,
+        ),
+        value=st.integers(0, 2),
+        subkey=st.sampled_from(["", "x", "alice"]),
+        sequence=st.integers(0, 2),
+        age_s=st.sampled_from([0.0, 1.0, 59.0, 60.0]),
+    ),
+    max_size=12,
+)
+
+
+def contents(storage: Storage, now: float = NOW) -> dict[str, tuple[Record, float]]:
+    return {held.record.subkey: (held.record, held.expires_at) for held in storage.get("key", now)}
+
+
+@given(OFFERS, st.randoms(use_true_random=False))
+def test_the_order_of_arrival_does_not_matter(offers: list[AgedRecord], rng: random.Random) -> None:
+    one, other = Storage(DhtConfig()), Storage(DhtConfig())
+    for aged in offers:
+        one.offer(aged, NOW, WALL_NOW)
+    for aged in rng.sample(offers, len(offers)):
+        other.offer(aged, NOW, WALL_NOW)
+    assert contents(one) == contents(other)
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9), st.integers(1, 20), st.integers(0, 5)), max_size=60))
+def test_the_accounts_agree_with_what_is_held(steps: list[tuple[int, int, int, int]]) -> None:
+    config = DhtConfig(max_records=4, max_bytes=2000, max_records_per_key=3, max_bytes_per_key=1500)
+    storage, now = Storage(config), NOW
+    for number, sequence, lifetime_s, pause_s in steps:
+        now += pause_s
+        record = open_record("v" * sequence * 20, key=f"key-{number % 2}", subkey=str(number), sequence=sequence)
+        storage.put(record, now + lifetime_s, now)
+        held = [held for key in storage.keys(now) for held in storage.get(key, now)]
+        assert len(storage) == len(held) <= 4
+        assert sum(entry.record.num_bytes for entry in held) <= 2000
+        assert storage._usage["total", ""].num_bytes == sum(entry.record.num_bytes for entry in held)
+        assert all(entry.expires_at > now for entry in held)
+    storage.expire(now + 100)
+    assert len(storage) == 0
+    assert set(storage._usage) <= {("total", "")}
+
+
+def test_the_higher_sequence_counts() -> None:
+    storage = Storage(DhtConfig())
+    assert storage.put(open_record("second", sequence=2), NOW + 60, NOW) is Reason.ACCEPTED
+    assert storage.put(open_record("first", sequence=1), NOW + 60, NOW) is Reason.STALE
+    assert storage.put(open_record("third", sequence=3), NOW + 60, NOW) is Reason.ACCEPTED
+    assert contents(storage)[""] == (open_record("third", sequence=3), NOW + 60)
+
+
+def test_the_same_record_again_changes_nothing_but_the_expiry() -> None:
+    storage = Storage(DhtConfig())
+    storage.put(open_record(), NOW + 60, NOW)
+    assert storage.put(open_record(), NOW + 50, NOW) is Reason.UNCHANGED
+    assert contents(storage) == {"": (open_record(), NOW + 60)}
+    assert storage.put(open_record(), NOW + 61, NOW) is Reason.UNCHANGED
+    assert contents(storage, NOW + 60.5) == {"": (open_record(), NOW + 61)}
+
+
+def test_each_subkey_expires_by_itself() -> None:
+    storage = Storage(DhtConfig())
+    storage.put(open_record(subkey="short"), NOW + 1, NOW)
+    storage.put(open_record(subkey="long"), NOW + 2, NOW)
+    assert contents(storage, NOW + 0.9).keys() == {"short", "long"}
+    assert contents(storage, NOW + 1).keys() == {"long"}
+    assert contents(storage, NOW + 2).keys() == set()
+    assert storage.keys(NOW + 2) == []
+
+
+def test_a_replaced_record_does_not_take_its_successor_along() -> None:
+    storage = Storage(DhtConfig())
+    storage.put(open_record(sequence=1), NOW + 1, NOW)
+    storage.put(open_record(sequence=2), NOW + 5, NOW)
+    assert contents(storage, NOW + 3) == {"": (open_record(sequence=2), NOW + 5)}
+
+
+def test_an_expired_record_no_longer_stands_in_the_way() -> None:
+    storage = Storage(DhtConfig())
+    storage.put(open_record(sequence=2), NOW + 1, NOW)
+    assert storage.put(open_record(sequence=1), NOW + 60, NOW + 1) is Reason.ACCEPTED
+
+
+def test_what_is_handed_on_has_aged_meanwhile() -> None:
+    storage = Storage(DhtConfig())
+    storage.offer(AgedRecord(owned_record(ttl_s=60.0), 10.0), NOW, WALL_NOW)
+    held = storage.held("key", ALICE.peer_id, NOW + 7)
+    assert held is not None
+    assert held.aged(NOW + 7).age_s == pytest.approx(17.0)
+
+
+def test_a_forged_record_is_refused_and_the_true_one_stays() -> None:
+    storage = Storage(DhtConfig())
+    storage.offer(AgedRecord(owned_record("true"), 0.0), NOW, WALL_NOW)
+    forged = open_record("forged", subkey=ALICE.peer_id, sequence=9).signed_by(MALLORY)
+    assert storage.offer(AgedRecord(forged, 0.0), NOW, WALL_NOW) is Reason.WRONG_OWNER
+    assert contents(storage)[ALICE.peer_id][0] == owned_record("true")
+
+
+def test_a_tombstone_is_held_like_any_record() -> None:
+    storage = Storage(DhtConfig())
+    storage.put(open_record("value", sequence=1), NOW + 60, NOW)
+    assert storage.put(open_record(None, sequence=2), NOW + 60, NOW) is Reason.ACCEPTED
+    assert storage.put(open_record("value", sequence=1), NOW + 60, NOW) is Reason.STALE
+    assert [held.record.is_tombstone for held in storage.get("key", NOW)] == [True]
+
+
+@pytest.mark.parametrize(
+    ("bound", "records", "refusal"),
+    [
+        (
+            DhtConfig(max_records_per_key=2),
+            [open_record(subkey="1"), open_record(subkey="2"), open_record(subkey="3")],
+            Reason.KEY_FULL,
+        ),
+        (
+            DhtConfig(max_bytes_per_key=3000),
+            [open_record("v" * 2500, subkey="1"), open_record("v" * 2500, subkey="2")],
+            Reason.KEY_FULL,
+        ),
+        (
+            DhtConfig(max_records_per_owner=1),
+            [owned_record(key="1"), owned_record(key="2")],
+            Reason.OWNER_FULL,
+        ),
+        (DhtConfig(max_records=1), [open_record(key="1"), owned_record(key="2")], Reason.STORAGE_FULL),
+        (
+            DhtConfig(max_bytes=3000),
+            [open_record("v" * 2500, key="1"), open_record("v" * 2500, key="2")],
+            Reason.STORAGE_FULL,
+        ),
+    ],
+)
+def test_what_breaks_a_bound_is_refused_until_there_is_room(
+    bound: DhtConfig, records: list[Record], refusal: Reason
+) -> None:
+    storage = Storage(bound)
+    *fitting, last = records
+    for record in fitting:
+        assert storage.put(record, NOW + 1, NOW) is Reason.ACCEPTED
+    assert storage.put(last, NOW + 60, NOW) is refusal
+    assert storage.put(last, NOW + 60, NOW + 1) is Reason.ACCEPTED, "the others have expired"
+
+
+def test_a_full_storage_still_takes_new_values_of_what_it_holds() -> None:
+    storage = Storage(DhtConfig(max_records=1))
+    storage.put(open_record(sequence=1), NOW + 60, NOW)
+    assert storage.put(open_record(sequence=2), NOW + 60, NOW) is Reason.ACCEPTED
+
+
+def test_one_owner_does_not_use_up_the_room_of_another() -> None:
+    storage = Storage(DhtConfig(max_records_per_owner=1))
+    storage.put(owned_record(owner=MALLORY), NOW + 60, NOW)
+    assert storage.put(owned_record(owner=ALICE), NOW + 60, NOW) is Reason.ACCEPTED
+
+
+def test_a_record_that_is_renewed_for_ever_takes_no_more_memory() -> None:
+    storage = Storage(DhtConfig())
+    for sequence in itertools.islice(itertools.count(), 1000):
+        storage.put(open_record(sequence=sequence), NOW + 1000 + sequence, NOW)
+    assert len(storage._expiries) <= 70
+    assert contents(storage, NOW + 1999 + 1) == {}
