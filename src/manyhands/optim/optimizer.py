@@ -112,7 +112,7 @@ class Optimizer(torch.optim.Optimizer):
         self._batch_size_per_step = batch_size_per_step
         self._averaging = averaging or AveragingConfig()
         self._accumulator = GradientAccumulator([p for p in parameters_of(optimizer) if p.requires_grad])
-        self._speed = SpeedMeter(time.monotonic())
+        self._speed = SpeedMeter()
         self._failures = 0
         self._lineage_samples = 0
         self._state_lock = threading.Lock()  # held while parameters change, and while they are copied for a newcomer
