@@ -203,8 +203,8 @@ def test_another_model_is_refused_with_both_shapes() -> None:
         wider = torch.optim.SGD(new_model(width=9).named_parameters(), lr=0.1)
         with pytest.raises(ManifestMismatch, match=r"tensor 0\.weight has shape \[9, 5\] here, \[8, 5\] in the run"):
             manyhands.Optimizer(wider, peer=second, run_id="shapes", target_batch_size=8)
+        same = torch.optim.SGD(new_model().named_parameters(), lr=0.1)
         with pytest.raises(ManifestMismatch, match="target_batch_size is 9 here, 8 in the run"):
-            same = torch.optim.SGD(new_model().named_parameters(), lr=0.1)
             manyhands.Optimizer(same, peer=second, run_id="shapes", target_batch_size=9)
 
 

@@ -1,0 +1,97 @@
+"""The commands, as processes of their own, as a user would start them."""
+
+from __future__ import annotations
+
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import psutil
+import pytest
+
+PATIENCE_S = 90.0
+LOOPBACK = "/ip4/127.0.0.1/tcp/0"
+
+
+class Command:
+    """A running ``manyhands`` command; its output can be waited for, and it never outlives the test."""
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        self.output = ""
+        self._process = subprocess.Popen(
+            [sys.executable, "-u", "-m", "manyhands", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self._lines: queue.Queue[str | None] = queue.Queue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._lines.put(line)
+        self._lines.put(None)
+
+    def wait_for(self, text: str) -> str:
+        """The first new line with ``text`` in it."""
+        deadline = time.monotonic() + PATIENCE_S
+        while (left_s := deadline - time.monotonic()) > 0:
+            try:
+                line = self._lines.get(timeout=left_s)
+            except queue.Empty:
+                break
+            if line is None:
+                break
+            self.output += line
+            if text in line:
+                return line
+        pytest.fail(f"{text!r} did not come; the output was:\n{self.output}")
+
+    def descendants(self) -> list[psutil.Process]:
+        return psutil.Process(self._process.pid).children(recursive=True)
+
+    def interrupt(self) -> None:
+        self._process.send_signal(signal.SIGINT)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def wait(self, timeout_s: float) -> int:
+        """The exit code; the rest of the output is in :attr:`output` then."""
+        code = self._process.wait(timeout_s)
+        self._reader.join(5.0)
+        while (line := self._lines.get(timeout=5.0)) is not None:
+            self.output += line
+        return code
+
+    def close(self) -> None:
+        for process in self.descendants() if self._process.poll() is None else []:
+            process.kill()
+        self._process.kill()
+        self._process.wait()
+        self._reader.join(5.0)
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+
+@contextmanager
+def running(*arguments: str) -> Iterator[Command]:
+    command = Command(arguments)
+    try:
+        yield command
+    finally:
+        command.close()
+
+
+def address_of(monitor: Command) -> str:
+    """The multiaddr in the line that a monitor prints for trainers."""
+    return monitor.wait_for("manyhands train").split()[-1]

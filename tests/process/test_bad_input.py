@@ -1,0 +1,94 @@
+"""Wrong input gives one clear line and exit code 2, and leaves nothing running."""
+
+from __future__ import annotations
+
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.process.commands import LOOPBACK, address_of, running
+
+pytestmark = pytest.mark.process
+
+USAGE = 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["monitor"], "--run-id"),
+        (["monitor", "--run-id", "my.run"], "run_id 'my.run' has a '.'"),
+        (["train", "--run-id", ""], "run_id is empty"),
+        (["train", "--run-id", "x" * 65], "has 65 characters; at most 64 fit"),
+        (["train", "--run-id", "r", "--initial-peers", "nonsense"], "cannot read address 'nonsense'"),
+        (["train", "--run-id", "r", "--text", "/no/such/file"], "/no/such/file"),
+        (["train", "--run-id", "r", "--batch-size", "0"], "batch_size is 0; it must be at least 1"),
+        (["demo", "--peers", "0"], "--peers is 0; it must be at least 1"),
+        (["demo", "--text", "/no/such/file"], "/no/such/file"),
+        (["frobnicate"], "frobnicate"),
+    ],
+)
+def test_one_line(arguments: list[str], message: str) -> None:
+    with running(*arguments) as command:
+        assert command.wait(60) == USAGE
+        assert message in command.output
+        assert len(command.output.strip().splitlines()) == 1, command.output
+
+
+def test_a_text_that_is_not_utf8(tmp_path: Path) -> None:
+    path = tmp_path / "latin1.txt"
+    path.write_bytes("Ein schöner Satz.".encode("latin-1"))
+    with running("demo", "--text", str(path)) as command:
+        assert command.wait(60) == USAGE
+        assert "UTF-8" in command.output
+        assert len(command.output.strip().splitlines()) == 1, command.output
+
+
+def test_a_text_too_small_for_one_batch(tmp_path: Path) -> None:
+    path = tmp_path / "short.txt"
+    path.write_text("One short sentence. And another one.\n")
+    with running("demo", "--peers", "1", "--text", str(path)) as command:
+        assert command.wait(90) == USAGE
+        assert "too short" in command.output.splitlines()[-1]
+
+
+def test_a_taken_port() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with running("monitor", "--run-id", "r", "--listen", f"/ip4/127.0.0.1/tcp/{port}") as command:
+            assert command.wait(60) == USAGE
+            assert f"port {port} is taken" in command.output
+
+
+def test_initial_peers_that_cannot_be_reached_are_named_with_their_reasons() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        running("monitor", "--run-id", "r", "--listen", LOOPBACK) as m,
+    ):
+        address = address_of(m)
+        somebody_else = address.rpartition("/")[0] + "/12D3KooWGqUJrB2Fa3jSMjKHvDoipnrz9iCfySyFL7BAUKvHfugH"
+        nowhere = "/ip4/127.0.0.1/tcp/1"
+        quiet = f"/ip4/127.0.0.1/tcp/{silent.getsockname()[1]}"
+        started = time.monotonic()
+        with running("train", "--run-id", "r", "--initial-peers", somebody_else, nowhere, quiet) as command:
+            assert command.wait(30) == USAGE
+            assert time.monotonic() - started < 15  # 10 s for the dials, and Python has to start
+        *_, head, first, second, third = command.output.strip().splitlines()
+        assert "none of the 3 initial peers could be reached" in head
+        assert somebody_else in first
+        assert "another identity answered" in first
+        assert f"{nowhere}: connection refused" in second
+        assert f"{quiet}: timed out" in third
+
+
+def test_another_model_is_refused_with_both_shapes() -> None:
+    common = ("train", "--run-id", "r", "--threads", "1")
+    with running(*common, "--listen", LOOPBACK) as first:
+        address = first.wait_for("Others can join").split()[-1]
+        first.wait_for("Collaboration accumulated")
+        with running(*common, "--initial-peers", address, "--listen", LOOPBACK, "--hidden-size", "128") as other:
+            assert other.wait(90) == USAGE
+        assert "does not fit run 'r'" in other.output
+        assert "has shape [128, 128] here, [256, 128] in the run" in other.output

@@ -1,0 +1,69 @@
+"""Ctrl-C on any command: it exits within 5 s, and nothing is left."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import psutil
+import pytest
+
+from tests.process.commands import LOOPBACK, Command, address_of, running
+
+pytestmark = pytest.mark.process
+
+INTERRUPTED = 130
+LEAVE_S = 5.0
+
+
+def assert_it_leaves(command: Command, interrupt: Callable[[], None]) -> None:
+    before = command.descendants()
+    started = time.monotonic()
+    interrupt()
+    code = command.wait(LEAVE_S + 5.0)
+    assert time.monotonic() - started < LEAVE_S, command.output
+    assert code == INTERRUPTED, command.output
+    assert "Traceback" not in command.output
+    assert not psutil.wait_procs(before, timeout=0.5)[1], "processes are left"
+
+
+def test_ctrl_c_on_a_monitor() -> None:
+    with running("monitor", "--run-id", "leaving", "--listen", LOOPBACK) as monitor:
+        address_of(monitor)
+        assert_it_leaves(monitor, monitor.interrupt)
+
+
+@pytest.mark.parametrize("moment", ["Joining run", "Training the tokenizer", "Collaboration accumulated"])
+def test_ctrl_c_on_a_trainer(moment: str) -> None:
+    with running("train", "--run-id", "leaving", "--listen", LOOPBACK, "--threads", "1") as trainer:
+        trainer.wait_for(moment)
+        assert_it_leaves(trainer, trainer.interrupt)
+
+
+def test_ctrl_c_on_a_trainer_that_waits_for_an_averaging_partner() -> None:
+    with ExitStack() as stack:
+        common = ("train", "--run-id", "leaving", "--listen", LOOPBACK, "--threads", "1", "--target-batch-size", "32")
+        first = stack.enter_context(running(*common))
+        address = first.wait_for("Others can join").split()[-1]
+        second = stack.enter_context(running(*common, "--initial-peers", address, "--slow-down", "30"))
+        second.wait_for("Collaboration accumulated")
+        first.wait_for("Beginning global optimizer step")
+        assert_it_leaves(first, first.interrupt)
+
+
+@pytest.mark.parametrize("moment", ["Running a coordinator", "Step 1"])
+def test_ctrl_c_on_the_demo(moment: str) -> None:
+    with running("demo", "--peers", "2", "--steps", "50", "--target-batch-size", "32") as demo:
+        demo.wait_for(moment)
+        assert demo.descendants()
+        assert_it_leaves(demo, demo.interrupt)
+
+
+def test_a_demo_that_is_killed_takes_its_processes_along() -> None:
+    with running("demo", "--peers", "1", "--steps", "50") as demo:
+        demo.wait_for("Joining run")
+        children = demo.descendants()
+        assert len(children) == 2
+        demo.kill()
+        assert not psutil.wait_procs(children, timeout=LEAVE_S)[1], "processes are left"

@@ -1,0 +1,29 @@
+"""The command line as a user meets it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from manyhands.cli.main import run
+
+
+@pytest.mark.parametrize("command", [["--help"], ["demo", "--help"], ["monitor", "--help"], ["train", "--help"]])
+def test_help_teaches(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(command) == 0
+    assert "Usage: manyhands" in capsys.readouterr().out
+
+
+def test_underscores_are_understood(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["monitor", "--run_id", "a.b"]) == 2
+    assert "run_id 'a.b'" in capsys.readouterr().err
+
+
+def test_a_monitor_never_imports_torch() -> None:
+    code = (
+        "import sys, manyhands, manyhands.monitor, manyhands.cli.main;"
+        "sys.exit(any(name in sys.modules for name in ('torch', 'numpy', 'transformers')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
