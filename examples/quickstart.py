@@ -6,7 +6,6 @@ import torch
 
 import manyhands
 
-torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
 
 with manyhands.Peer(initial_peers=sys.argv[1:]) as peer:
@@ -18,11 +17,11 @@ with manyhands.Peer(initial_peers=sys.argv[1:]) as peer:
         target_batch_size=4096,
         batch_size_per_step=32,
     )
-    while optimizer.global_step < 20:
+    while (step := optimizer.global_step) < 1000:
         inputs = torch.randn(32, 16)
         loss = torch.nn.functional.mse_loss(model(inputs), inputs.sum(dim=1, keepdim=True))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    print(f"global step {optimizer.global_step}, {optimizer.num_peers} peers, loss {loss.item():.3f}", flush=True)
-    optimizer.wait_for_others()
+        if optimizer.global_step > step:
+            print(f"global step {step + 1}: {optimizer.num_peers} peers, loss {loss.item():.3f}", flush=True)

@@ -19,12 +19,12 @@ LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 
 
 class Command:
-    """A running ``manyhands`` command; its output can be waited for, and it never outlives the test."""
+    """A running Python program; its output can be waited for, and it never outlives the test."""
 
-    def __init__(self, arguments: Sequence[str]) -> None:
+    def __init__(self, arguments: Sequence[str], module: str | None = "manyhands") -> None:
         self.output = ""
         self._process = subprocess.Popen(
-            [sys.executable, "-u", "-m", "manyhands", *arguments],
+            [sys.executable, "-u", *(["-m", module] if module else []), *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

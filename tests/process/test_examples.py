@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.process.commands import Command
 
 pytestmark = pytest.mark.process
 
@@ -18,12 +18,14 @@ def test_quickstart_is_short() -> None:
 
 
 def test_quickstart_with_two_peers() -> None:
-    command = [sys.executable, "-u", str(QUICKSTART)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as first:
-        assert first.stdout is not None
-        addresses = first.stdout.readline().split("quickstart.py ")[1].split()
-        second = subprocess.run([*command, *addresses], stdout=subprocess.PIPE, text=True, timeout=90, check=True)
-        output, _ = first.communicate(timeout=90)
-        assert first.returncode == 0
-    for text in (output, second.stdout):
-        assert "global step 20, 2 peers" in text
+    first = Command([str(QUICKSTART)], module=None)
+    second = None
+    try:
+        addresses = first.wait_for("others join with").split("quickstart.py ")[1].split()
+        second = Command([str(QUICKSTART), *addresses], module=None)
+        first.wait_for(": 2 peers, loss")
+        second.wait_for(": 2 peers, loss")
+    finally:
+        first.close()
+        if second is not None:
+            second.close()
