@@ -22,7 +22,7 @@ app = App(
     version=__version__,
     help_format="plaintext",
     suppress_keyboard_interrupt=False,
-    default_parameter=Parameter(negative=""),
+    default_parameter=Parameter(negative="", consume_multiple=True),
 )
 for command in (demo, monitor, train):
     app.command(command)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 from cyclopts import Parameter
 
@@ -16,13 +15,13 @@ from manyhands.peer import ALL_INTERFACES, Peer
 class NetworkOptions:
     """How to reach the other peers."""
 
-    initial_peers: Annotated[tuple[str, ...], Parameter(consume_multiple=True)] = ()
+    initial_peers: tuple[str, ...] = ()
     """Multiaddrs (or HOST:PORT) of any peers that are there already; one that answers is enough."""
 
-    listen: Annotated[tuple[str, ...], Parameter(consume_multiple=True)] = ALL_INTERFACES
+    listen: tuple[str, ...] = ALL_INTERFACES
     """Where to accept connections; port 0 takes a free one."""
 
-    announce: Annotated[tuple[str, ...], Parameter(consume_multiple=True)] = ()
+    announce: tuple[str, ...] = ()
     """What others shall dial instead of what this machine finds out by itself, for example a tunnel's address."""
 
     client_mode: bool = False

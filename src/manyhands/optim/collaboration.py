@@ -107,8 +107,10 @@ class Collaboration:
             return Decision.LOAD_STATE
         if not self.tracker.is_due():
             return Decision.ACCUMULATE
-        if self.tracker.num_peers_here() > 1:
+        if self.tracker.can_meet_somebody():
             return Decision.AVERAGE
+        if self.tracker.num_peers_here() > 1:  # they did not come to the last round, and have not been heard of since
+            return Decision.ACCUMULATE
         await self._look_again()  # before a step that nobody else makes
         if self.tracker.num_peers_here() > 1 or self.tracker.leading_branch().position != self._local.position:
             return Decision.ACCUMULATE
@@ -122,6 +124,7 @@ class Collaboration:
 
     async def average(self, flat_N: torch.Tensor, weight: float) -> RoundResult:
         """One attempt at a round; see :meth:`manyhands.averaging.averager.Averager.average`."""
+        self.tracker.answer_call()
         return await self._averager.average(flat_N, weight)
 
     async def move(self, position: Position, lineage_samples: int, together_with: list[PeerId]) -> None:
@@ -150,8 +153,7 @@ class Collaboration:
     async def is_ahead_of_somebody(self) -> bool:
         """Whether a peer of the run has yet to reach this position."""
         await self._look_again()
-        here = self._local.position
-        return any(record.position.step < here.step for record in self.tracker.reader.records().values())
+        return self.tracker.is_ahead_of_somebody()
 
 
 def log_progress(progress: Progress, refresh_s: float) -> None:

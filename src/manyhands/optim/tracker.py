@@ -12,9 +12,10 @@ import msgspec
 
 from manyhands.averaging.messages import Position
 from manyhands.base.address import Address
+from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ConfigError, ManyhandsError
 from manyhands.base.identity import PeerId
-from manyhands.dht import DhtNode
+from manyhands.dht import DhtNode, StoredValue
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.progress import Branch, Progress, ProgressRecord, aggregate, leading_branch, next_refresh_s
 from manyhands.rpc import Endpoint
@@ -22,6 +23,11 @@ from manyhands.runtime import TaskOwner
 
 logger = logging.getLogger(__name__)
 
+
+GOODBYE = "goodbye"
+"""Published instead of a record by a peer that leaves on purpose."""
+
+GOODBYE_TIMEOUT_S = 1.0
 
 IN_FLIGHT_S = 1.0
 """What a record may take from its owner to its reader."""
@@ -46,6 +52,10 @@ class Observed:
     expires_at: float
     moved_at: float = -math.inf
 
+    def is_older_than(self, record: ProgressRecord, issued_at: float) -> bool:
+        """Whether ``record`` is news; not when it was published before the round that moved the peer."""
+        return record.position.step >= self.record.position.step or issued_at > self.moved_at + IN_FLIGHT_S
+
 
 class ProgressReader:
     """The progress records of a run, as last read; enough for who only watches."""
@@ -56,6 +66,7 @@ class ProgressReader:
         self._key = progress_key(run_id)
         self._ttl_s = ttl_s
         self._observed: dict[PeerId, Observed] = {}
+        self._sequences: dict[PeerId, int] = {}
 
     async def refresh(self) -> None:
         """Read the records of all peers.
@@ -63,26 +74,33 @@ class ProgressReader:
         Raises:
             Unavailable: the DHT does not answer; what was read before counts until it expires.
         """
+        answer = await self._dht.get(self._key)
+        for subkey, stored in answer.items():
+            if stored.owner == subkey != self._endpoint.peer_id:
+                self._take_in(PeerId(subkey), stored)
+        current = answer.keys() | self.observed().keys()
+        self._sequences = {peer_id: sequence for peer_id, sequence in self._sequences.items() if peer_id in current}
+
+    def _take_in(self, peer_id: PeerId, stored: StoredValue) -> None:
+        if stored.sequence <= self._sequences.get(peer_id, -1):
+            return
+        self._sequences[peer_id] = stored.sequence
+        if stored.value == GOODBYE:
+            self._observed.pop(peer_id, None)
+            return
+        try:
+            record = msgspec.convert(stored.value, ProgressRecord)
+            addresses = [Address.parse(text) for text in record.addresses[:8]]
+        except (msgspec.ValidationError, ConfigError) as error:
+            self._endpoint.counters["bad_records"] += 1
+            logger.warning("the progress record of peer %s cannot be read: %s", peer_id, error)
+            return
         now = asyncio.get_running_loop().time()
-        for subkey, stored in (await self._dht.get(self._key)).items():
-            known = self._observed.get(PeerId(subkey))
-            if subkey == self._endpoint.peer_id or stored.owner != subkey:
-                continue
-            if known is not None and stored.sequence <= known.sequence:
-                continue
-            try:
-                record = msgspec.convert(stored.value, ProgressRecord)
-                addresses = [Address.parse(text) for text in record.addresses[:8]]
-            except (msgspec.ValidationError, ConfigError) as error:
-                self._endpoint.counters["bad_records"] += 1
-                logger.warning("the progress record of peer %s cannot be read: %s", subkey, error)
-                continue
-            issued_at = now + stored.remaining_s - self._ttl_s
-            if known is not None and issued_at < known.moved_at + IN_FLIGHT_S:
-                if record.position.step < known.record.position.step:  # published before the round that moved it
-                    continue
-            self._observed[PeerId(subkey)] = Observed(record, stored.sequence, now + stored.remaining_s)
-            self._endpoint.learn(PeerId(subkey), addresses)
+        known = self._observed.get(peer_id)
+        issued_at = now + stored.remaining_s - self._ttl_s
+        if known is None or known.is_older_than(record, issued_at):
+            self._observed[peer_id] = Observed(record, stored.sequence, now + stored.remaining_s)
+            self._endpoint.learn(peer_id, addresses)
 
     def observed(self) -> Mapping[PeerId, Observed]:
         """The records of the other peers that still count."""
@@ -145,10 +163,9 @@ class ProgressTracker:
         """Stop, and tell the others that this peer left the run."""
         await self._tasks.close()
         try:
-            await asyncio.wait_for(
-                self._dht.store(self._key, None, self._config.ttl_s, subkey=self._endpoint.peer_id), 1.0
-            )
-        except (ManyhandsError, asyncio.TimeoutError) as error:
+            async with time_limit(GOODBYE_TIMEOUT_S, "saying goodbye to the run"):
+                await self._dht.store(self._key, GOODBYE, self._config.ttl_s, subkey=self._endpoint.peer_id)
+        except ManyhandsError as error:
             logger.debug("the others are not told that this peer left: %s", error)
 
     # where this peer stands
@@ -194,6 +211,17 @@ class ProgressTracker:
         self._update_progress()
         return self.progress.num_peers
 
+    def can_meet_somebody(self) -> bool:
+        """Whether a round could find another peer: one is expected, or one has called."""
+        return self._is_called or bool(self.expected())
+
+    def is_ahead_of_somebody(self) -> bool:
+        """Whether a peer that is not missing has yet to reach this peer's global step."""
+        return any(
+            seen.record.position.step < self._own.position.step and not self._is_missing(peer_id, seen)
+            for peer_id, seen in self.reader.observed().items()
+        )
+
     def leading_branch(self) -> Branch:
         """The branch of the run that this peer should be on."""
         return leading_branch(self.reader.records(), self._endpoint.peer_id, self._own)
@@ -201,10 +229,12 @@ class ProgressTracker:
     def expected(self) -> Mapping[PeerId, bool]:
         expected = {}
         for peer_id, seen in self.reader.observed().items():
-            is_missing = seen.sequence <= self._missing.get(peer_id, -1)
-            if seen.record.position == self._own.position and not is_missing:
+            if seen.record.position == self._own.position and not self._is_missing(peer_id, seen):
                 expected[peer_id] = seen.record.is_client
         return expected
+
+    def _is_missing(self, peer_id: PeerId, seen: Observed) -> bool:
+        return seen.sequence <= self._missing.get(peer_id, -1)
 
     def report_missing(self, peer_id: PeerId) -> None:
         seen = self.reader.observed().get(peer_id)
@@ -213,6 +243,10 @@ class ProgressTracker:
 
     def call_to_round(self) -> None:
         self._is_called = True
+
+    def answer_call(self) -> None:
+        """This peer comes to a round now; who begins another one calls again."""
+        self._is_called = False
 
     # background
 

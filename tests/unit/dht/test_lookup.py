@@ -4,12 +4,12 @@ import random
 
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.unit.dht.examples import contact
 
 from manyhands.base.identity import PeerId
 from manyhands.dht.ids import distance, node_id
 from manyhands.dht.lookup import Lookup
 from manyhands.dht.routing import Contact, RoutingTable
+from tests.unit.dht.examples import contact
 
 
 def by_distance(contacts: list[Contact], target: int) -> list[Contact]:

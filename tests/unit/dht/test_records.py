@@ -7,7 +7,6 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.unit.dht.examples import ALICE, MALLORY, WALL_NOW, open_record, owned_record
 
 from manyhands.base.errors import ConfigError
 from manyhands.dht.config import DhtConfig
@@ -20,6 +19,7 @@ from manyhands.dht.records import (
     fault_of,
     remaining_s,
 )
+from tests.unit.dht.examples import ALICE, MALLORY, WALL_NOW, open_record, owned_record
 
 CONFIG = DhtConfig()
 VALUES = st.recursive(

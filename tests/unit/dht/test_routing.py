@@ -2,11 +2,11 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.unit.dht.examples import contact
 
 from manyhands.base.identity import PeerId
 from manyhands.dht.ids import ID_BITS, distance, node_id
 from manyhands.dht.routing import Contact, RoutingTable
+from tests.unit.dht.examples import contact
 
 OWN_ID = PeerId("me")
 NUMBERS = st.integers(0, 60)

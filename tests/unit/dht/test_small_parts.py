@@ -6,7 +6,6 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.unit.dht.examples import ALICE, MALLORY, WALL_NOW, open_record, owned_record
 
 from manyhands.base.errors import ConfigError
 from manyhands.base.identity import PeerId
@@ -19,6 +18,7 @@ from manyhands.dht.records import MAX_KEY_LENGTH, MAX_SEQUENCE, AgedRecord, Reas
 from manyhands.dht.routing import MAX_ADDRESS_LENGTH, MAX_ADDRESSES, Contact
 from manyhands.dht.storage import Storage
 from manyhands.rpc.frames import MAX_FRAME_BYTES
+from tests.unit.dht.examples import ALICE, MALLORY, WALL_NOW, open_record, owned_record
 
 IDS = st.integers(0, 2**256 - 1)
 

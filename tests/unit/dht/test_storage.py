@@ -6,11 +6,11 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.unit.dht.examples import ALICE, MALLORY, WALL_NOW, open_record, owned_record
 
 from manyhands.dht.config import DhtConfig
 from manyhands.dht.records import AgedRecord, Reason, Record
 from manyhands.dht.storage import Storage
+from tests.unit.dht.examples import ALICE, MALLORY, WALL_NOW, open_record, owned_record
 
 NOW = 1000.0
 OFFERS = st.lists(

@@ -5,14 +5,8 @@ import os
 import subprocess
 import sys
 
-import pytest
-import transformers
-
-from manyhands.base.errors import ConfigError
 from manyhands.recipes.albert.tokenizer import (
     SPECIAL_TOKENS,
-    load_tokenizer,
-    save_tokenizer,
     tokenizer_digest,
     train_tokenizer,
 )
@@ -70,24 +64,3 @@ def test_the_digest_tells_texts_apart_and_ignores_how_the_tokenizer_was_called(d
     tokenizer(["a", "much longer text"], padding=True, truncation=True, max_length=4)
     assert tokenizer_digest(tokenizer) == before
     assert tokenizer_digest(train_tokenizer(documents[:-1], recipe.vocab_size)) != before
-
-
-def test_saved_tokenizer_is_read_back_also_by_transformers(tokenizer, tmp_path):
-    directory = tmp_path / "new" / "tokenizer"
-    save_tokenizer(tokenizer, directory)
-    save_tokenizer(tokenizer, directory)  # another process may have been faster
-    assert tokenizer_digest(load_tokenizer(directory)) == tokenizer_digest(tokenizer)
-    text = "The value of an object"
-    by_transformers = transformers.AutoTokenizer.from_pretrained(directory)
-    assert by_transformers(text)["input_ids"] == tokenizer(text)["input_ids"]
-    assert [path.name for path in directory.iterdir() if path.is_dir()] == []
-
-
-def test_what_is_no_tokenizer_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"tokenizer\.json: No such file or directory"):
-        load_tokenizer(tmp_path)
-    (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ConfigError, match="holds no tokenizer"):
-        load_tokenizer(tmp_path)
-    with pytest.raises(ConfigError, match=r"tokenizer directory .*tokenizer\.json"):
-        save_tokenizer(train_tokenizer([["a b"]], 512), tmp_path / "tokenizer.json")

@@ -56,7 +56,7 @@ class AlbertRecipe:
     weight_decay: float = 0.01
     """Decoupled weight decay; biases and LayerNorm weights have none."""
 
-    warmup_steps: int = 3
+    warmup_steps: int = 6
     """Global steps until the learning rate is reached."""
 
     total_steps: int = 10_000

@@ -10,18 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
-from manyhands.base.errors import ConfigError
 from manyhands.recipes.albert.packages import tokenizers, transformers
 
 SPECIAL_TOKENS = ("<pad>", "<unk>", "[CLS]", "[SEP]", "[MASK]")
 """In the order of their ids, which are those of the published ALBERT vocabularies."""
 
 PAD_ID, UNKNOWN_ID, CLS_ID, SEP_ID, MASK_ID = range(len(SPECIAL_TOKENS))
-
-_FILE = "tokenizer.json"
 
 
 def train_tokenizer(documents: Iterable[Iterable[str]], vocab_size: int) -> transformers.PreTrainedTokenizerFast:
@@ -58,47 +53,6 @@ def tokenizer_digest(tokenizer: transformers.PreTrainedTokenizerFast) -> str:
     for per_call in ("padding", "truncation"):
         description.pop(per_call, None)
     return hashlib.sha256(json.dumps(description, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
-def save_tokenizer(tokenizer: transformers.PreTrainedTokenizerFast, directory: Path) -> None:
-    """Write the tokenizer for other processes, readable by ``transformers.AutoTokenizer`` as well.
-
-    Each file appears whole or not at all, ``tokenizer.json`` last, so that a reader at the same time never sees half a
-    file and several writers of the same tokenizer do no harm.
-
-    Raises:
-        ConfigError: the directory cannot be written.
-    """
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(dir=directory) as staging:
-            tokenizer.save_pretrained(staging)
-            for file in sorted(Path(staging).iterdir(), key=lambda file: file.name == _FILE):
-                file.replace(directory / file.name)
-    except OSError as error:
-        raise ConfigError(f"tokenizer directory {directory}: {error.strerror}; name one that can be written") from error
-
-
-def load_tokenizer(directory: Path) -> transformers.PreTrainedTokenizerFast:
-    """Read what :func:`save_tokenizer` wrote.
-
-    Raises:
-        ConfigError: there is no tokenizer in the directory, or it cannot be read.
-    """
-    path = directory / _FILE
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"tokenizer file {path}: {error.strerror}; save a tokenizer there first") from error
-    try:
-        backend = tokenizers.Tokenizer.from_buffer(content)
-    except Exception as error:  # tokenizers raises nothing more precise
-        raise ConfigError(
-            f"tokenizer file {path} holds no tokenizer ({error}); delete it and save a new one"
-        ) from error
-    if [backend.token_to_id(token) for token in SPECIAL_TOKENS] != list(range(len(SPECIAL_TOKENS))):
-        raise ConfigError(f"tokenizer file {path}: ids 0 to 4 must be {', '.join(SPECIAL_TOKENS)}; save a new one")
-    return _wrapped(backend)
 
 
 def _wrapped(backend: tokenizers.Tokenizer) -> transformers.PreTrainedTokenizerFast:

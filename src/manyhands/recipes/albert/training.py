@@ -25,6 +25,13 @@ logger = logging.getLogger(__name__)
 METRICS_TIMEOUT_S = 10.0
 
 
+def _facts(recipe: AlbertRecipe, tokenizer: str) -> dict[str, str]:
+    """What all peers must have alike, besides the model: else they learn different things from different text."""
+    facts = ("seq_length", "mask_probability", "seed", "num_heldout")  # the last two choose the held-out samples
+    schedule = f"warmup_linear(total_steps={recipe.total_steps}, warmup_steps={recipe.warmup_steps})"
+    return {"tokenizer": tokenizer, "schedule": schedule, **{name: str(getattr(recipe, name)) for name in facts}}
+
+
 class AlbertTrainer:
     """One peer that trains the recipe's model in a run.
 
@@ -64,12 +71,7 @@ class AlbertTrainer:
             target_batch_size=settings.target_batch_size,
             batch_size_per_step=recipe.batch_size,
             scheduler=lambda inner: torch.optim.lr_scheduler.LambdaLR(inner, schedule),
-            must_match={
-                "tokenizer": tokenizer_digest(tokenizer),
-                "seq_length": str(recipe.seq_length),
-                "mask_probability": str(recipe.mask_probability),
-                "schedule": f"warmup_linear(total_steps={recipe.total_steps}, warmup_steps={recipe.warmup_steps})",
-            },
+            must_match=_facts(recipe, tokenizer_digest(tokenizer)),
         )
         self._losses: list[float] = []
 
