@@ -1,0 +1,22 @@
+from manyhands.testing.faults import Fault, at, between, every
+from manyhands.testing.host import Host
+from manyhands.testing.network import SimNetwork, SimTransport
+from manyhands.testing.trace import Trace
+from manyhands.testing.virtual_loop import Deadlock, VirtualLoop, VirtualTimeout
+from manyhands.testing.world import InvariantBroken, World
+
+__all__ = [
+    "Deadlock",
+    "Fault",
+    "Host",
+    "InvariantBroken",
+    "SimNetwork",
+    "SimTransport",
+    "Trace",
+    "VirtualLoop",
+    "VirtualTimeout",
+    "World",
+    "at",
+    "between",
+    "every",
+]
