@@ -55,12 +55,16 @@ class FixedRoster:
     at: Position = field(default_factory=lambda: Position(0, b"start"))
     missing: list[PeerId] = field(default_factory=list)
     num_calls: int = 0
+    num_refreshes: int = 0
 
     def position(self) -> Position:
         return self.at
 
     def expected(self) -> dict[PeerId, bool]:
         return {peer_id: is_client for peer_id, is_client in self.others.items() if peer_id not in self.missing}
+
+    async def refresh(self) -> None:
+        self.num_refreshes += 1
 
     def report_missing(self, peer_id: PeerId) -> None:
         self.missing.append(peer_id)
@@ -71,10 +75,15 @@ class FixedRoster:
 
 @asynccontextmanager
 async def averagers(
-    num_peers: int, *, kind: str = "memory", clients: Sequence[int] = (), config: AveragingConfig | None = None
+    num_peers: int,
+    *,
+    kind: str = "memory",
+    clients: Sequence[int] = (),
+    config: AveragingConfig | None = None,
+    rpc_config: RpcConfig | None = None,
 ) -> AsyncIterator[list[tuple[Averager, FixedRoster, Endpoint]]]:
     """``num_peers`` averagers of one run that expect each other."""
-    async with endpoints(num_peers, kind=kind, clients=clients) as swarm:
+    async with endpoints(num_peers, kind=kind, clients=clients, config=rpc_config) as swarm:
         members = []
         for number, endpoint in enumerate(swarm):
             others = {other.peer_id: other.client_mode for other in swarm if other is not endpoint}

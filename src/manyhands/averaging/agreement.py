@@ -7,10 +7,11 @@
     averaging ── holds a result ──> VOTE(digest)  ──> collecting ── more than half the same ──> COMMITTED
         └──── lost somebody ──────> VOTE("")      ──>      └─────── cannot be any more ───────> ABORTED
     in doubt  <── verdict ──────────────────────────────────┘
-        └─ leader lost: asks the others until the deadline; nobody knows: aborted here
+        └─ leader lost: asks all until the deadline; nobody knows: aborted here
 
 Only the leader decides, once, so no two members commit different results of one round. A member that aborts in doubt
-while the leader committed is behind; the lineage in the progress records shows it, and it loads the others' state.
+while the leader committed is behind; the lineage in the progress records shows it, and it loads the others' state. What
+a member believes in doubt it tells nobody: only the leader's own verdict is handed on.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from contextlib import contextmanager
 from manyhands.averaging.ballot import Ballot
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import ASK_VERDICT, VOTE, Group, Verdict, VerdictQuery, Vote
-from manyhands.base.errors import PeerError, Refused, Unavailable
+from manyhands.base.errors import PeerError, ProtocolViolation, Refused, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.rpc import Endpoint
 
@@ -32,6 +33,11 @@ logger = logging.getLogger(__name__)
 
 REMEMBERED_VERDICTS = 16
 ASK_PERIOD_S = 0.3
+ASK_TIMEOUT_S = 1.0
+MIN_VOTING_S = 1.0
+"""A leader whose round is over waits at least so long for the votes of the others."""
+LATENCY_S = 2.0
+"""What a verdict may take to arrive."""
 
 
 class Agreement:
@@ -49,7 +55,8 @@ class Agreement:
     def close(self) -> None:
         self._endpoint.unhandle(VOTE)
         self._endpoint.unhandle(ASK_VERDICT)
-        self._endpoint.on_lost.remove(self._on_lost)
+        if self._on_lost in self._endpoint.on_lost:
+            self._endpoint.on_lost.remove(self._on_lost)
 
     @contextmanager
     def of(self, group: Group) -> Iterator[None]:
@@ -65,24 +72,31 @@ class Agreement:
             del self._ballots[group.group_id]
             self._give_up(ballot, decided, "the leader gave the round up")
 
-    async def conclude(self, group: Group, vote: Vote, timeout_s: float) -> Verdict:
-        """Vote, and wait for the verdict; within ``timeout_s`` seconds it is known, or the round counts as aborted."""
+    async def conclude(self, group: Group, vote: Vote, voting_s: float) -> Verdict:
+        """Vote, and wait for the verdict; in the end it is known, or the round counts as aborted here.
+
+        Args:
+            voting_s: how long a leader waits for the votes. The others wait longer, for a leader that began its round
+                later than they did.
+        """
         if group.leader == self._endpoint.peer_id:
-            verdict = await self._count(group, vote, timeout_s)
-        else:
-            try:
-                verdict = await self._endpoint.call(group.leader, VOTE, vote, timeout_s)
-            except (Unavailable, PeerError) as error:
-                logger.info("in doubt: the leader's verdict did not come: %s", error)
-                verdict = await self._resolve_doubt(group, str(error))
+            return await self._count(group, vote, voting_s)
+        try:
+            timeout_s = self._config.averaging_timeout_s + MIN_VOTING_S + LATENCY_S
+            verdict = _checked(group, await self._endpoint.call(group.leader, VOTE, vote, timeout_s))
+        except (Unavailable, PeerError) as error:
+            if not vote.digest:  # whatever the verdict is, this peer cannot follow it
+                return Verdict(True, None, f"{vote.reason}; and the leader was lost ({error})", [group.leader])
+            logger.info("in doubt: the leader's verdict did not come: %s", error)
+            return await self._resolve_doubt(group, str(error))
         self._remember(group.group_id, verdict)
         return verdict
 
-    async def _count(self, group: Group, vote: Vote, timeout_s: float) -> Verdict:
+    async def _count(self, group: Group, vote: Vote, voting_s: float) -> Verdict:
         ballot, decided = self._ballots[group.group_id]
         self._add(ballot, decided, self._endpoint.peer_id, vote)
-        await asyncio.wait([decided], timeout=timeout_s)
-        self._give_up(ballot, decided, f"no vote within {timeout_s:.3g} s")
+        await asyncio.wait([decided], timeout=voting_s)
+        self._give_up(ballot, decided, f"no vote within {voting_s:.3g} s")
         return decided.result()
 
     def _give_up(self, ballot: Ballot, decided: asyncio.Future[Verdict], reason: str) -> None:
@@ -91,23 +105,24 @@ class Agreement:
         self._decide(ballot, decided)
 
     async def _resolve_doubt(self, group: Group, reason: str) -> Verdict:
-        """Ask the other members how the round ended, until one knows or nobody can."""
+        """Ask the members how the round ended, also the leader again, until one knows or nobody can."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._config.in_doubt_timeout_s
-        others = [member.peer_id for member in group.members]
-        others = [peer_id for peer_id in others if peer_id not in (self._endpoint.peer_id, group.leader)]
+        others = [member.peer_id for member in group.members if member.peer_id != self._endpoint.peer_id]
         while loop.time() < deadline and others:
-            answers = await asyncio.gather(*(self._ask(peer_id, group.group_id) for peer_id in others))
+            answers = await asyncio.gather(*(self._ask(peer_id, group) for peer_id in others))
             for answer in answers:
                 if answer is not None and answer.is_known:
+                    self._remember(group.group_id, answer)
                     return answer
             others = [peer_id for peer_id, answer in zip(others, answers, strict=True) if answer is not None]
             await asyncio.sleep(ASK_PERIOD_S)
         return Verdict(True, None, f"the leader was lost before its verdict ({reason})", [group.leader])
 
-    async def _ask(self, peer_id: PeerId, group_id: bytes) -> Verdict | None:
+    async def _ask(self, peer_id: PeerId, group: Group) -> Verdict | None:
+        query = VerdictQuery(group.group_id)
         try:
-            return await self._endpoint.call(peer_id, ASK_VERDICT, VerdictQuery(group_id), 1.0)
+            return _checked(group, await self._endpoint.call(peer_id, ASK_VERDICT, query, ASK_TIMEOUT_S))
         except (Unavailable, PeerError):
             return None
 
@@ -142,3 +157,11 @@ class Agreement:
         for ballot, decided in self._ballots.values():
             ballot.add_lost(peer_id, f"{peer_id} was lost before it voted")
             self._decide(ballot, decided)
+
+
+def _checked(group: Group, verdict: Verdict) -> Verdict:
+    """A verdict as it came from another peer: it must be about this group, and nothing else can have been committed."""
+    manifest = verdict.manifest
+    if manifest is not None and (not verdict.is_known or manifest != group.manifest(manifest.digest)):
+        raise ProtocolViolation(group.leader, "a verdict that is not about the group it was asked about")
+    return verdict

@@ -6,18 +6,29 @@ import asyncio
 import hashlib
 import logging
 import random
+from collections import deque
 from dataclasses import dataclass
 
 import msgspec
 import torch
 
-from manyhands.averaging.agreement import Agreement
+from manyhands.averaging.agreement import MIN_VOTING_S, Agreement
 from manyhands.averaging.butterfly import Butterfly, bytes_of
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.matchmaking import Matchmaker, Roster
-from manyhands.averaging.messages import STREAM_KIND, Group, RoundManifest, StreamHeader, Vote
+from manyhands.averaging.messages import (
+    ASK_VERDICT,
+    MAX_REASON_LENGTH,
+    MAX_WEIGHT,
+    STREAM_KIND,
+    Group,
+    RoundManifest,
+    StreamHeader,
+    VerdictQuery,
+    Vote,
+)
 from manyhands.base.deadline import time_limit
-from manyhands.base.errors import PeerError, ProtocolViolation, RoundAborted, Timeout, Unavailable
+from manyhands.base.errors import ConfigError, PeerError, ProtocolViolation, RoundAborted, Timeout, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.rpc import Endpoint
 from manyhands.runtime import TaskOwner
@@ -25,19 +36,22 @@ from manyhands.transport.api import Stream
 
 logger = logging.getLogger(__name__)
 
+REMEMBERED_GROUPS = 16
+
 
 @dataclass(frozen=True)
 class RoundResult:
     """A committed round.
 
     Attributes:
-        averaged_N: the weighted mean, float32 on the CPU, bit-identical on all members.
+        averaged_N: the weighted mean, float32 on the CPU, bit-identical on all members. None when most members hold it
+            and this one does not: its vector counted, but to follow the others it must load their state.
         manifest: who contributed, by which weights.
         seconds: from the call to the verdict.
         matchmaking_s: the part of it that was spent looking for the group.
     """
 
-    averaged_N: torch.Tensor
+    averaged_N: torch.Tensor | None
     manifest: RoundManifest
     seconds: float
     matchmaking_s: float
@@ -71,8 +85,10 @@ class Averager:
         self._agreement = Agreement(endpoint, config)
         self._inbox = StreamInbox(endpoint, config)
         self._tasks = TaskOwner("averager")
+        self._is_closed = False
 
     async def close(self) -> None:
+        self._is_closed = True
         await self._matchmaker.close()
         self._agreement.close()
         self._inbox.close()
@@ -82,11 +98,14 @@ class Averager:
         """Average ``flat_N`` over the group of the next round.
 
         Args:
-            flat_N: float32 on the CPU, contiguous; not written, and not to be changed before this returns.
+            flat_N: finite float32 on the CPU, contiguous; not written, and not to be changed before this returns.
             weight: samples behind the vector; a peer with weight 0 contributes nothing and gets the result.
         Raises:
             RoundAborted: no value was changed; the vector counts in the next attempt.
+            ConfigError: the weight breaks its rule.
         """
+        if not 0 <= weight <= MAX_WEIGHT:
+            raise ConfigError(f"weight={weight} must be from 0 to {MAX_WEIGHT:.0f}; for example 32.0")
         loop = asyncio.get_running_loop()
         started = loop.time()
         deadline = started + self._config.averaging_timeout_s
@@ -96,15 +115,15 @@ class Averager:
         except (Timeout, PeerError) as error:
             raise RoundAborted(str(error)) from error
         matchmaking_s = loop.time() - started
-        with self._agreement.of(group):
+        with self._matchmaker.in_round(group), self._agreement.of(group):
             averaged_N, vote = await self._reduce(group, flat_N, deadline - loop.time())
-            verdict = await self._agreement.conclude(group, vote, max(deadline - loop.time(), 1.0))
-        if verdict.manifest is None:
-            for peer_id in verdict.blamed:
-                self._roster.report_missing(peer_id)
-            raise RoundAborted(verdict.reason, verdict.blamed)
-        if averaged_N is None or verdict.manifest.digest != vote.digest:
-            raise RoundAborted("the group committed, but this peer does not hold the result and must load the state")
+            verdict = await self._agreement.conclude(group, vote, max(deadline - loop.time(), MIN_VOTING_S))
+            if verdict.manifest is None:
+                for peer_id in verdict.blamed:
+                    self._roster.report_missing(peer_id)
+                raise RoundAborted(verdict.reason, verdict.blamed)
+        if verdict.manifest.digest != vote.digest:
+            averaged_N = None
         return RoundResult(averaged_N, verdict.manifest, loop.time() - started, matchmaking_s)
 
     async def _reduce(
@@ -119,25 +138,51 @@ class Averager:
         if not any(member.weight > 0 for member in group.members):
             return None, Vote(group.group_id, b"", "no member has any samples")
         butterfly = Butterfly(group, rank, flat_N, self._config.chunk_bytes // flat_N.element_size())
-        streams: dict[int, Stream] = {}
         try:
             async with time_limit(timeout_s, "averaging"):
-                await self._open_streams(group, rank, butterfly.partners(), streams)
-                averaged_N = await self._until_lost(group, butterfly, streams)
+                averaged_N = await self._exchange(group, rank, butterfly)
                 digest = await asyncio.get_running_loop().run_in_executor(None, _digest, averaged_N)
         except RoundAborted as error:
-            return None, Vote(group.group_id, b"", error.reason)
+            return None, Vote(group.group_id, b"", error.reason[:MAX_REASON_LENGTH])
         except Timeout as error:
-            return None, Vote(group.group_id, b"", str(error))
-        else:
-            return averaged_N, Vote(group.group_id, digest)
-        finally:
+            return None, Vote(group.group_id, b"", str(error)[:MAX_REASON_LENGTH])
+        return averaged_N, Vote(group.group_id, digest)
+
+    async def _exchange(self, group: Group, rank: int, butterfly: Butterfly) -> torch.Tensor:
+        """Run the all-reduce; a member whose control connection is lost (frozen, cut off) ends it."""
+        streams: dict[int, Stream] = {}
+        lost: set[PeerId] = set()
+
+        def on_lost(peer_id: PeerId) -> None:
+            lost.add(peer_id)
             for stream in streams.values():
-                self._tasks.spawn(self._close_stream(stream), name=f"closing a stream to {stream.remote}")
+                if stream.remote == peer_id:
+                    stream.abort()
+
+        self._endpoint.on_lost.append(on_lost)
+        try:
+            await self._open_streams(group, rank, butterfly.partners(), streams)
+            for peer_id in list(lost):
+                on_lost(peer_id)
+            return await butterfly.run(streams)
+        finally:
+            self._endpoint.on_lost.remove(on_lost)
+            self._inbox.end(group.group_id)
+            for stream in streams.values():
+                self._let_go(stream)
+
+    def _let_go(self, stream: Stream) -> None:
+        """Close a stream in the background, so that what was sent still arrives."""
+        if self._is_closed:
+            self._endpoint.release(stream)
+        else:
+            self._tasks.spawn(self._close_stream(stream), name=f"closing a stream to {stream.remote}")
 
     async def _close_stream(self, stream: Stream) -> None:
-        await stream.close(self._config.stream_timeout_s)
-        self._endpoint.release(stream)
+        try:
+            await stream.close(self._config.stream_timeout_s)
+        finally:
+            self._endpoint.release(stream)
 
     async def _open_streams(self, group: Group, rank: int, partners: list[int], streams: dict[int, Stream]) -> None:
         """Open or await the stream to each partner: a client dials, else the lower rank."""
@@ -147,6 +192,7 @@ class Averager:
             is_dialler = group.members[rank].is_client or (not member.is_client and rank < other)
             try:
                 if is_dialler:
+                    await self._make_sure_of(group, member.peer_id)
                     header = msgspec.msgpack.encode(StreamHeader(group.group_id))
                     timeout_s = self._config.stream_timeout_s
                     streams[other] = await self._endpoint.open_bulk(member.peer_id, STREAM_KIND, header, timeout_s)
@@ -163,19 +209,12 @@ class Averager:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _until_lost(self, group: Group, butterfly: Butterfly, streams: dict[int, Stream]) -> torch.Tensor:
-        """Run the all-reduce; a member whose control connection is lost (frozen, cut off) ends it."""
-        partners = {stream.remote: stream for stream in streams.values()}
 
-        def on_lost(peer_id: PeerId) -> None:
-            if peer_id in partners:
-                partners[peer_id].abort()
-
-        self._endpoint.on_lost.append(on_lost)
-        try:
-            return await butterfly.run(streams)
-        finally:
-            self._endpoint.on_lost.remove(on_lost)
+    async def _make_sure_of(self, group: Group, peer_id: PeerId) -> None:
+        """Have a control connection to a partner: its heartbeats show both ends whether the other is alive."""
+        if not self._endpoint.is_connected(peer_id):
+            query = VerdictQuery(group.group_id)
+            await self._endpoint.call(peer_id, ASK_VERDICT, query, self._config.stream_timeout_s)
 
 
 class StreamInbox:
@@ -185,7 +224,7 @@ class StreamInbox:
         self._endpoint = endpoint
         self._config = config
         self._waiting: dict[tuple[bytes, PeerId], asyncio.Future[Stream]] = {}
-        self._done: dict[Stream, asyncio.Event] = {}
+        self._ended: deque[bytes] = deque(maxlen=REMEMBERED_GROUPS)
         endpoint.accept_bulk(STREAM_KIND, self._on_stream)
 
     def close(self) -> None:
@@ -198,11 +237,23 @@ class StreamInbox:
             Timeout: it did not come.
         """
         key = (group_id, peer_id)
+        future = self._future(key)
         try:
             async with time_limit(self._config.stream_timeout_s, f"waiting for the stream of peer {peer_id}"):
-                return await self._future(key)
+                return await future
+        except BaseException:
+            if future.done() and not future.cancelled():  # it came in the same moment
+                self._endpoint.release(future.result())
+            raise
         finally:
             self._waiting.pop(key, None)
+
+    def end(self, group_id: bytes) -> None:
+        """A round is over here: whoever waits for this peer on a stream of it shall not wait any more."""
+        self._ended.append(group_id)
+        for key, future in list(self._waiting.items()):
+            if key[0] == group_id and future.done() and not future.cancelled():
+                self._endpoint.release(future.result())
 
     def _future(self, key: tuple[bytes, PeerId]) -> asyncio.Future[Stream]:
         if key not in self._waiting:
@@ -212,8 +263,10 @@ class StreamInbox:
     async def _on_stream(self, remote: PeerId, header: bytes, stream: Stream) -> None:
         try:
             key = (msgspec.msgpack.decode(header, type=StreamHeader).group_id, remote)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ProtocolViolation(remote, "a stream header that cannot be read") from error
+        if key[0] in self._ended:
+            return
         future = self._future(key)
         if future.done():
             raise ProtocolViolation(remote, "a second stream for one round")

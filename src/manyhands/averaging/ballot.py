@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from manyhands.averaging.messages import Group, RoundManifest, Verdict, Vote
+from manyhands.averaging.messages import Group, Verdict, Vote
 from manyhands.base.identity import PeerId
 
 
@@ -46,21 +46,11 @@ class Ballot:
         held = Counter(vote.digest for vote in self.votes.values() if vote.digest)
         digest, num_held = held.most_common(1)[0] if held else (b"", 0)
         if 2 * num_held > num_members:
-            return Verdict(True, self._manifest(digest))
+            return Verdict(True, self.group.manifest(digest))
         num_open = num_members - len(self.votes)
         if 2 * (num_held + num_open) > num_members:
             return None
         return self._abort()
-
-    def _manifest(self, digest: bytes) -> RoundManifest:
-        members = self.group.members
-        return RoundManifest(
-            self.group.group_id,
-            self.group.position,
-            [member.peer_id for member in members],
-            [member.weight for member in members],
-            digest,
-        )
 
     def _abort(self) -> Verdict:
         reasons = sorted({vote.reason for vote in self.votes.values() if vote.reason})

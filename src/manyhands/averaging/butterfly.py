@@ -67,7 +67,7 @@ class Butterfly:
         """Exchange values with all partners; returns the weighted mean, float32, shape [N].
 
         Raises:
-            RoundAborted: a member was lost; it is blamed.
+            RoundAborted: a member was lost, or its values are not finite; it is blamed.
         """
         parts: list[Coroutine[Any, Any, None]] = [self._reduce()]
         for rank, stream in streams.items():
@@ -86,10 +86,19 @@ class Butterfly:
         if rank in self._received:
             for chunk in self._own_chunks:
                 values = torch.empty(chunk.stop - chunk.start, dtype=torch.float32)
-                await stream.receive_into(bytes_of(values))
+                await self._receive(rank, stream, values)
                 await self._received[rank].put(values)
         for chunk in chunks_of(self._spans[rank], self._chunk_numel):
-            await stream.receive_into(bytes_of(self.averaged_N[chunk]))
+            await self._receive(rank, stream, self.averaged_N[chunk])
+
+    async def _receive(self, rank: int, stream: Stream, values: torch.Tensor) -> None:
+        await stream.receive_into(bytes_of(values))
+        self._check_finite(rank, values)
+
+    def _check_finite(self, rank: int, values: torch.Tensor) -> None:
+        if not torch.isfinite(values).all():
+            peer_id = self._members[rank].peer_id
+            raise RoundAborted(f"the values of peer {peer_id} are not finite", [peer_id])
 
     async def _reduce(self) -> None:
         """Average the chunks of this member's own span, in the order of ranks."""
@@ -100,6 +109,7 @@ class Butterfly:
                 if weight > 0:
                     values = self._flat_N[chunk] if rank == self._rank else await self._received[rank].get()
                     mean.add_(values, alpha=weight / total)
+            self._check_finite(self._rank, mean)
             reduced.set()
 
     def _senders(self) -> list[int]:

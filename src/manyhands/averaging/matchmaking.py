@@ -2,8 +2,10 @@
 
 The leader is the lowest peer id among those who are expected and can be dialled. Everybody who is ready asks the leader
 it believes in for a place; a peer that itself follows another leader answers with that one, so different views settle
-on the lowest. The leader closes the group as soon as all expected peers have asked, or at the matchmaking time with
-who came. Whoever cannot be reached is left out of this round, and not expected again before a fresh record of it.
+on the lowest. The leader invites whom it expects; a peer that leads too and is invited by a lower one joins that one,
+with all its followers. The leader closes the group as soon as all expected peers have asked, or at the matchmaking
+time with who came. Whoever cannot be reached is left out of this round, and not expected again before a fresh record
+of it.
 """
 
 from __future__ import annotations
@@ -11,13 +13,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Protocol
 
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import (
     INVITE,
     JOIN,
+    MAX_ADDRESSES,
     Group,
     InviteRequest,
     InviteResponse,
@@ -25,9 +29,10 @@ from manyhands.averaging.messages import (
     JoinResponse,
     Member,
     Position,
+    readable_addresses,
 )
-from manyhands.base.address import Address, parse_addresses
-from manyhands.base.errors import ConfigError, ManyhandsError, PeerError, Refused, RoundAborted, Unavailable
+from manyhands.base.deadline import time_limit
+from manyhands.base.errors import ManyhandsError, PeerError, Refused, RoundAborted, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.rpc import Endpoint
 from manyhands.runtime import TaskOwner
@@ -35,6 +40,8 @@ from manyhands.runtime import TaskOwner
 logger = logging.getLogger(__name__)
 
 ROSTER_POLL_S = 0.2
+MOVE_POLL_S = 0.05
+LOOK_TIMEOUT_S = 1.0
 MAX_REDIRECTS = 8
 
 
@@ -46,6 +53,9 @@ class Roster(Protocol):
 
     def expected(self) -> Mapping[PeerId, bool]:
         """The other peers at this position that should come to the next round, and whether each is in client mode."""
+
+    async def refresh(self) -> None:
+        """Learn who is there now."""
 
     def report_missing(self, peer_id: PeerId) -> None:
         """A peer did not come; it is not expected again before a fresh record of it."""
@@ -69,10 +79,21 @@ class Gathering:
         self.joined[member.peer_id] = member
         self.changed.set()
 
-    def remove(self, peer_id: PeerId) -> None:
-        if not self.answer.done():
-            self.joined.pop(peer_id, None)
+    def remove(self, member: Member) -> None:
+        """A member no longer waits; it may have asked again meanwhile, and then that counts."""
+        if not self.answer.done() and self.joined.get(member.peer_id) is member:
+            del self.joined[member.peer_id]
             self.changed.set()
+
+    def close(self, answer: JoinResponse | Exception) -> None:
+        """Answer all who wait; only the first answer counts."""
+        if self.answer.done():
+            return
+        if isinstance(answer, JoinResponse):
+            self.answer.set_result(answer)
+        else:
+            self.answer.set_exception(answer)
+        self.changed.set()
 
 
 class Matchmaker:
@@ -95,14 +116,28 @@ class Matchmaker:
         self._rng = rng
         self._gathering: Gathering | None = None
         self._following: PeerId | None = None
+        self._inviter: tuple[PeerId, Position] | None = None
+        self._busy_at: Position | None = None
+        self._is_closed = False
         self._tasks = TaskOwner("matchmaking")
         endpoint.handle(JOIN, self._on_join)
         endpoint.handle(INVITE, self._on_invite)
 
     async def close(self) -> None:
+        self._is_closed = True
         self._endpoint.unhandle(JOIN)
         self._endpoint.unhandle(INVITE)
         await self._tasks.close()
+
+    @contextmanager
+    def in_round(self, group: Group) -> Iterator[None]:
+        """A round runs within the block. If it commits, this peer is busy until its position has changed."""
+        self._busy_at = group.position
+        try:
+            yield
+        except BaseException:
+            self._busy_at = None
+            raise
 
     async def find_group(self, weight: float) -> Group:
         """Wait for the group of the next round at this peer's position.
@@ -112,19 +147,21 @@ class Matchmaker:
         Raises:
             RoundAborted: no group was found; the reason says why.
         """
-        addresses = [str(address) for address in self._endpoint.addresses]
+        addresses = [str(address) for address in self._endpoint.addresses[:MAX_ADDRESSES]]
         own = Member(self._endpoint.peer_id, addresses, self._endpoint.client_mode, weight)
         unreachable: set[PeerId] = set()
         leader: PeerId | None = None
         for _ in range(MAX_REDIRECTS):
-            leader = leader or self._choose_leader(unreachable)
+            if self._is_closed:
+                raise RoundAborted("this peer leaves the run")
+            leader = leader or self._invitation() or self._choose_leader(unreachable)
             try:
                 response = await (self._lead(own) if leader == own.peer_id else self._follow(leader, own))
             except (Unavailable, PeerError) as error:
                 logger.info("peer %s cannot lead this round: %s", leader, error)
                 if isinstance(error, Refused) and error.code == "behind":
                     raise RoundAborted(f"the run went on without this peer: {error.message}") from error
-                if isinstance(error, Unavailable):
+                if isinstance(error, Unavailable) or (isinstance(error, Refused) and error.code == "busy"):
                     self._roster.report_missing(leader)
                 unreachable.add(leader)
                 leader = None
@@ -133,6 +170,18 @@ class Matchmaker:
                 return self._checked(response.group, leader, own)
             leader = self._redirected(response, unreachable)
         raise RoundAborted("no leader was found: the peers send this one in circles")
+
+    def _invitation(self) -> PeerId | None:
+        """The peer that invited this one to a group, if it should follow; each invitation counts once."""
+        inviter, self._inviter = self._inviter, None
+        if inviter is None or inviter[1] != self._roster.position() or not self._is_led_by(inviter[0]):
+            return None
+        return inviter[0]
+
+    def _is_led_by(self, inviter: PeerId) -> bool:
+        """Whether to follow rather than to lead, and to be followed."""
+        own_id = self._endpoint.peer_id
+        return self._endpoint.client_mode or inviter < own_id or inviter not in self._roster.expected()
 
     def _choose_leader(self, unreachable: set[PeerId]) -> PeerId:
         expected = self._roster.expected()
@@ -152,22 +201,21 @@ class Matchmaker:
     async def _follow(self, leader: PeerId, own: Member) -> JoinResponse:
         request = JoinRequest(self._run_id, self._run_fingerprint, self._roster.position(), own)
         self._following = leader
-        if self._gathering is not None and not self._gathering.answer.done():
-            self._gathering.answer.set_result(self._redirect())
+        if self._gathering is not None:
+            self._gathering.close(self._redirect(leader))
         try:
             return await self._endpoint.call(leader, JOIN, request, self._config.matchmaking_time_s + 5.0)
         finally:
             self._following = None
 
-    def _redirect(self) -> JoinResponse:
-        assert self._following is not None
-        addresses = [str(address) for address in self._endpoint.addresses_of(self._following)]
-        return JoinResponse(leader=self._following, leader_addresses=addresses)
+    def _redirect(self, leader: PeerId) -> JoinResponse:
+        addresses = [str(address) for address in self._endpoint.addresses_of(leader)]
+        return JoinResponse(leader=leader, leader_addresses=addresses)
 
     def _redirected(self, response: JoinResponse, unreachable: set[PeerId]) -> PeerId | None:
         if not response.leader or response.leader in unreachable:
             return None
-        self._endpoint.learn(response.leader, _readable(response.leader_addresses))
+        self._endpoint.learn(response.leader, readable_addresses(response.leader_addresses))
         return response.leader
 
     def _checked(self, group: Group, leader: PeerId, own: Member) -> Group:
@@ -175,14 +223,17 @@ class Matchmaker:
         ids = {member.peer_id for member in group.members}
         if (
             group.leader != leader
+            or leader not in ids
             or group.position != self._roster.position()
             or rank is None
-            or group.members[rank].weight != own.weight
+            or group.members[rank] != own
             or len(ids) != len(group.members)
+            or all(member.is_client for member in group.members)
         ):
+            self._roster.report_missing(leader)
             raise RoundAborted("the leader sent a group that is not for this peer", [leader])
         for member in group.members:
-            self._endpoint.learn(member.peer_id, _readable(member.addresses))
+            self._endpoint.learn(member.peer_id, readable_addresses(member.addresses))
         return group
 
     # leading
@@ -193,61 +244,76 @@ class Matchmaker:
         try:
             return await asyncio.shield(gathering.answer)
         finally:
-            gathering.remove(own.peer_id)
+            gathering.remove(own)
 
     def _open_gathering(self) -> Gathering:
-        position = self._roster.position()
-        if self._gathering is None or self._gathering.position != position:
+        position, gathering = self._roster.position(), self._gathering
+        if gathering is None or gathering.position != position or gathering.answer.done():
             now = asyncio.get_running_loop().time()
-            self._gathering = Gathering(position, now + self._config.matchmaking_time_s)
-            self._tasks.spawn(self._gather(self._gathering), name="gathering a group")
-        return self._gathering
+            gathering = self._gathering = Gathering(position, now + self._config.matchmaking_time_s)
+            self._tasks.spawn(self._gather(gathering), name="gathering a group")
+        return gathering
 
     async def _gather(self, gathering: Gathering) -> None:
-        invitations = self._tasks.spawn(self._invite_all(), name="inviting")
+        invitations: dict[PeerId, asyncio.Task[None]] = {}
         try:
-            await self._wait_for_all(gathering)
+            await self._look_around()
+            await self._wait_for_all(gathering, invitations)
+            if not gathering.answer.done():
+                gathering.close(self._outcome(gathering))
         finally:
-            invitations.cancel()
+            for task in invitations.values():
+                task.cancel()
             if self._gathering is gathering:
                 self._gathering = None
-        if not gathering.answer.done():
-            self._close(gathering)
+            gathering.close(Refused(self._endpoint.peer_id, "leaving", "this peer leaves the run"))
 
-    def _close(self, gathering: Gathering) -> None:
+    async def _look_around(self) -> None:
+        """A leader that was called may know less of the others than they do: nobody shall be left out for that."""
+        try:
+            async with time_limit(LOOK_TIMEOUT_S, "reading who is there"):
+                await self._roster.refresh()
+        except ManyhandsError as error:
+            logger.info("this peer leads with what it knew before: %s", error)
+
+    def _outcome(self, gathering: Gathering) -> JoinResponse | Exception:
+        """What to tell those who came: their group, or why there is none."""
+        own_id = self._endpoint.peer_id
+        if gathering.position != self._roster.position():
+            return Refused(own_id, "other_position", "this peer has gone to another position meanwhile")
         late = self._roster.expected().keys() - gathering.joined.keys()
         for peer_id in late:
             self._roster.report_missing(peer_id)
-        if self._endpoint.peer_id not in gathering.joined:
-            gathering.answer.set_exception(
-                Refused(self._endpoint.peer_id, "busy", "the leader's own training loop did not come to the round")
-            )
-        elif len(gathering.joined) == 1:
+        if own_id not in gathering.joined:
+            return Refused(own_id, "busy", "the leader's own training loop did not come to the round")
+        if len(gathering.joined) == 1:
             reason = f"none of the {len(late)} expected peers came" if late else "no other peer can be reached"
-            gathering.answer.set_exception(RoundAborted(reason, sorted(late)))
-        else:
-            members = [gathering.joined[peer_id] for peer_id in sorted(gathering.joined)]
-            group_id = self._rng.randbytes(16)
-            group = Group(group_id, self._endpoint.peer_id, gathering.position, members)
-            gathering.answer.set_result(JoinResponse(group))
+            return RoundAborted(reason, sorted(late))
+        members = [gathering.joined[peer_id] for peer_id in sorted(gathering.joined)]
+        return JoinResponse(Group(self._rng.randbytes(16), own_id, gathering.position, members))
 
-    async def _wait_for_all(self, gathering: Gathering) -> None:
+    async def _wait_for_all(self, gathering: Gathering, invitations: dict[PeerId, asyncio.Task[None]]) -> None:
         loop = asyncio.get_running_loop()
-        while not gathering.answer.done() and (left_s := gathering.deadline - loop.time()) > 0:
-            awaited = self._roster.expected().keys() | {self._endpoint.peer_id}
-            if awaited <= gathering.joined.keys():
+        while not gathering.answer.done() and gathering.position == self._roster.position():
+            left_s = gathering.deadline - loop.time()
+            expected = self._roster.expected()
+            if left_s <= 0 or expected.keys() | {self._endpoint.peer_id} <= gathering.joined.keys():
                 return
+            self._invite_all(expected, gathering, invitations)
             gathering.changed.clear()
             waiter = loop.create_task(gathering.changed.wait())
             await asyncio.wait([waiter], timeout=min(left_s, ROSTER_POLL_S))
             waiter.cancel()
 
-    async def _invite_all(self) -> None:
+    def _invite_all(
+        self, expected: Mapping[PeerId, bool], gathering: Gathering, invitations: dict[PeerId, asyncio.Task[None]]
+    ) -> None:
         """Call the expected peers, so that they need not find out by themselves; and learn who is gone."""
-        request = InviteRequest(self._run_id, self._roster.position())
-        expected = self._roster.expected()
-        reachable = [peer_id for peer_id in expected if not expected[peer_id] or self._endpoint.is_connected(peer_id)]
-        await asyncio.gather(*(self._invite(peer_id, request) for peer_id in reachable))
+        for peer_id, is_client in expected.items():
+            is_reachable = not is_client or self._endpoint.is_connected(peer_id)
+            if is_reachable and peer_id not in gathering.joined and peer_id not in invitations:
+                request = InviteRequest(self._run_id, gathering.position)
+                invitations[peer_id] = self._tasks.spawn(self._invite(peer_id, request), name=f"inviting {peer_id}")
 
     async def _invite(self, peer_id: PeerId, request: InviteRequest) -> None:
         try:
@@ -261,22 +327,36 @@ class Matchmaker:
     # what others ask
 
     async def _on_invite(self, remote: PeerId, request: InviteRequest) -> InviteResponse:
+        await self._catch_up(request.position)
         if request.run_id == self._run_id and request.position == self._roster.position():
+            self._inviter = (remote, request.position)
             self._roster.call_to_round()
+            if self._gathering is not None and self._is_led_by(remote):
+                self._gathering.close(self._redirect(remote))
         return InviteResponse()
 
     async def _on_join(self, remote: PeerId, request: JoinRequest) -> JoinResponse:
+        await self._catch_up(request.position)
         self._check_join(remote, request)
         if self._following is not None:
-            return self._redirect()
-        self._endpoint.learn(remote, _readable(request.member.addresses))
+            return self._redirect(self._following)
+        self._endpoint.learn(remote, readable_addresses(request.member.addresses))
         self._roster.call_to_round()
         gathering = self._open_gathering()
         gathering.add(request.member)
         try:
             return await asyncio.shield(gathering.answer)
         finally:
-            gathering.remove(remote)
+            gathering.remove(request.member)
+
+    async def _catch_up(self, position: Position) -> None:
+        """Others may have heard a verdict, or applied it, a moment before this peer: let it come after them."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._config.matchmaking_time_s
+        while (here := self._roster.position()).step < position.step:
+            if self._busy_at != here or loop.time() > deadline:
+                return
+            await asyncio.sleep(MOVE_POLL_S)
 
     def _check_join(self, remote: PeerId, request: JoinRequest) -> None:
         here, there = self._roster.position(), request.position
@@ -285,20 +365,11 @@ class Matchmaker:
             raise Refused(me, "other_run", f"this peer trains {self._run_id!r}, not {request.run_id[:80]!r}")
         if request.run_fingerprint != self._run_fingerprint:
             raise Refused(me, "other_manifest", "the model or the settings differ from those of this peer")
-        if request.member.peer_id != remote or not 0 <= request.member.weight < float("inf"):
-            raise Refused(me, "bad_request", "a member joins for itself, with a weight that is finite and >= 0")
+        if request.member.peer_id != remote:
+            raise Refused(me, "bad_request", "a member joins for itself")
+        if self._endpoint.client_mode:
+            raise Refused(me, "client_mode", "this peer is in client mode, and leads no group")
         if there.step < here.step:
             raise Refused(me, "behind", f"the run is at step {here.step}, not {there.step}")
         if there != here:
             raise Refused(me, "other_position", f"this peer is at step {here.step}, perhaps of another branch")
-
-
-def _readable(texts: list[str]) -> list[Address]:
-    """The addresses that can be read; a newer version may send others."""
-    readable: list[Address] = []
-    for text in texts[:8]:
-        try:
-            readable += parse_addresses([text])
-        except ConfigError:
-            continue
-    return readable

@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
+from typing import Annotated
 
 import msgspec
 
+from manyhands.base.address import Address
+from manyhands.base.errors import ConfigError
 from manyhands.base.identity import PeerId
 from manyhands.rpc import Method
+
+MAX_WEIGHT = 2.0**32
+"""Samples behind one vector: sums of many stay finite, and whole numbers stay exact."""
+MAX_ADDRESSES = 8
+MAX_REASON_LENGTH = 500
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+Weight = Annotated[float, msgspec.Meta(ge=0, le=MAX_WEIGHT)]
+AddressText = Annotated[str, msgspec.Meta(max_length=256)]
 
 
 class Position(msgspec.Struct, frozen=True):
@@ -18,17 +31,21 @@ class Position(msgspec.Struct, frozen=True):
         lineage: digest of all committed rounds that led here, so that a split is seen at the next meeting.
     """
 
-    step: int
+    step: Count
     lineage: bytes
+
+    def after(self, manifest: RoundManifest) -> Position:
+        """Where a committed round leads from here."""
+        return Position(self.step + 1, hashlib.sha256(self.lineage + manifest.fingerprint()).digest())
 
 
 class Member(msgspec.Struct, frozen=True):
     """One member of a formed group; ``weight`` is the number of samples behind its vector."""
 
     peer_id: PeerId
-    addresses: list[str]
+    addresses: Annotated[list[AddressText], msgspec.Meta(max_length=MAX_ADDRESSES)]
     is_client: bool
-    weight: float
+    weight: Weight
 
 
 class Group(msgspec.Struct, frozen=True):
@@ -42,6 +59,16 @@ class Group(msgspec.Struct, frozen=True):
     def rank_of(self, peer_id: PeerId) -> int | None:
         """The rank of a peer, or None when it is not a member."""
         return next((rank for rank, member in enumerate(self.members) if member.peer_id == peer_id), None)
+
+    def manifest(self, digest: bytes) -> RoundManifest:
+        """What this group commits, if it commits the vector with this digest."""
+        return RoundManifest(
+            self.group_id,
+            self.position,
+            [member.peer_id for member in self.members],
+            [member.weight for member in self.members],
+            digest,
+        )
 
 
 class RoundManifest(msgspec.Struct, frozen=True):
@@ -96,7 +123,7 @@ class Vote(msgspec.Struct):
 
     group_id: bytes
     digest: bytes
-    reason: str = ""
+    reason: Annotated[str, msgspec.Meta(max_length=MAX_REASON_LENGTH)] = ""
 
 
 class VerdictQuery(msgspec.Struct):
@@ -118,6 +145,17 @@ class StreamHeader(msgspec.Struct):
     """Opens a bulk stream between two members."""
 
     group_id: bytes
+
+
+def readable_addresses(texts: Sequence[str]) -> list[Address]:
+    """The addresses of a peer that can be read; a newer version may send others too."""
+    readable = []
+    for text in texts[:MAX_ADDRESSES]:
+        try:
+            readable.append(Address.parse(text))
+        except ConfigError:
+            continue
+    return readable
 
 
 JOIN = Method("averaging.join", JoinRequest, JoinResponse)

@@ -43,7 +43,7 @@ class RunMonitor:
 
     async def start(self) -> None:
         """Begin to watch; ends when the peer is closed."""
-        self._reader = ProgressReader(self._peer.endpoint, self._peer.dht, self._run_id, self._config.ttl_s)
+        self._reader = ProgressReader(self._peer.endpoint, self._peer.dht, self._run_id)
         self._tasks.spawn(self._watch_forever(), name="watching the run")
         self._peer.on_close.append(self._tasks.close)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import enum
 import logging
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 import torch
@@ -12,10 +14,11 @@ import torch
 from manyhands.averaging.averager import Averager, RoundResult
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import Position
-from manyhands.base.errors import ManyhandsError
+from manyhands.base.deadline import time_limit
+from manyhands.base.errors import ManyhandsError, RoundAborted, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.optim.config import ProgressConfig
-from manyhands.optim.progress import Branch, Progress
+from manyhands.optim.progress import Progress
 from manyhands.optim.run_manifest import ManifestKeeper, RunManifest
 from manyhands.optim.state import State
 from manyhands.optim.state_transfer import StateServer, download_state
@@ -23,6 +26,9 @@ from manyhands.optim.tracker import ProgressTracker
 from manyhands.peer import Peer
 
 logger = logging.getLogger(__name__)
+
+LOOK_TIMEOUT_S = 5.0
+NEWS_PERIOD_S = 1.0
 
 
 class Decision(enum.Enum):
@@ -64,6 +70,7 @@ class Collaboration:
         self._averaging = averaging
         self._progress_config = progress
         self._rng = peer.rng
+        self._parts = AsyncExitStack()
         self.run_id = manifest.run_id
 
     async def start(self) -> None:
@@ -74,8 +81,6 @@ class Collaboration:
             Unavailable: the DHT does not answer.
         """
         peer, manifest = self._peer, self._manifest
-        self._keeper = ManifestKeeper(peer.dht, peer.peer_id, manifest)
-        await self._keeper.agree()
         self.tracker = ProgressTracker(
             peer.endpoint,
             peer.dht,
@@ -85,20 +90,26 @@ class Collaboration:
             self._progress_config,
             on_update=log_progress,
         )
-        fingerprint = manifest.fingerprint()
-        self._averager = Averager(peer.endpoint, manifest.run_id, fingerprint, self.tracker, self._averaging, self._rng)
-        self._server = StateServer(peer.endpoint, manifest.run_id, self._local.capture, lambda: self._local.position)
-        await self.tracker.refresh()
-        self._peer.on_close.append(self.close)
+        async with AsyncExitStack() as parts:
+            self._averager = Averager(
+                peer.endpoint, manifest.run_id, manifest.fingerprint(), self.tracker, self._averaging, self._rng
+            )
+            parts.push_async_callback(self._averager.close)
+            server = StateServer(peer.endpoint, manifest.run_id, self._local.capture, lambda: self._local.position)
+            parts.callback(server.close)
+            keeper = ManifestKeeper(peer.dht, peer.peer_id, manifest)
+            await keeper.agree()
+            parts.push_async_callback(keeper.close)
+            parts.push_async_callback(self.tracker.close)
+            await self.tracker.refresh()
+            self._parts = parts.pop_all()
+        peer.on_close.append(self.close)
 
     async def close(self) -> None:
-        """Leave the run."""
+        """Leave the run. May be called twice."""
         if self.close in self._peer.on_close:
             self._peer.on_close.remove(self.close)
-            self._server.close()
-            await self._averager.close()
-            await self.tracker.close()
-            await self._keeper.close()
+            await self._parts.aclose()
 
     async def decide(self, samples: int, samples_per_second: float) -> Decision:
         """Report what this peer has accumulated; returns what to do next."""
@@ -109,36 +120,56 @@ class Collaboration:
             return Decision.ACCUMULATE
         if self.tracker.can_meet_somebody():
             return Decision.AVERAGE
-        if self.tracker.num_peers_here() > 1:  # they did not come to the last round, and have not been heard of since
+        if not self._is_alone():  # but those who are there cannot be reached now
             return Decision.ACCUMULATE
         await self._look_again()  # before a step that nobody else makes
-        if self.tracker.num_peers_here() > 1 or self.tracker.leading_branch().position != self._local.position:
+        if not self._is_alone() or self.tracker.can_meet_somebody():
             return Decision.ACCUMULATE
         return Decision.GO_ALONE if samples else Decision.ACCUMULATE
 
+    def _is_alone(self) -> bool:
+        return self.tracker.num_peers_here() == 1 and self.tracker.is_on_best_branch()
+
     async def _look_again(self) -> None:
         try:
-            await self.tracker.refresh()
+            async with time_limit(LOOK_TIMEOUT_S, "reading the progress of the others"):
+                await self.tracker.refresh()
         except ManyhandsError as error:
             logger.debug("the progress of the others cannot be read: %s", error)
 
     async def average(self, flat_N: torch.Tensor, weight: float) -> RoundResult:
         """One attempt at a round; see :meth:`manyhands.averaging.averager.Averager.average`."""
         self.tracker.answer_call()
-        return await self._averager.average(flat_N, weight)
+        try:
+            result = await self._averager.average(flat_N, weight)
+        except RoundAborted:
+            self.tracker.refresh_soon()  # the run may have gone on without this peer
+            raise
+        if result.averaged_N is not None:
+            self.tracker.expect_move()
+        return result
 
     async def move(self, position: Position, lineage_samples: int, together_with: list[PeerId]) -> None:
         """This peer's parameters are at ``position`` now."""
         self.tracker.move(position, lineage_samples, together_with)
+
+    async def fall_behind(self, position: Position, lineage_samples: int, members: list[PeerId]) -> None:
+        """The other members of a round are at ``position`` now, and this peer is not."""
+        self.tracker.others_moved(position, lineage_samples, members)
 
     async def begin(self, position: Position, lineage_samples: int) -> None:
         """Publish progress from ``position`` on."""
         self.tracker.move(position, lineage_samples, [])
         self.tracker.start()
 
-    async def leading_branch(self) -> Branch:
-        """Where the run is."""
-        return self.tracker.leading_branch()
+    async def is_on_best_branch(self) -> bool:
+        """Whether nobody is known to be on a better branch of the run."""
+        return self.tracker.is_on_best_branch()
+
+    async def wait_for_news(self) -> None:
+        """Give the others a moment to publish something new, and read it."""
+        await asyncio.sleep(NEWS_PERIOD_S)
+        await self._look_again()
 
     async def download(self) -> State:
         """The state of the leading branch, from one of its holders.
@@ -146,9 +177,15 @@ class Collaboration:
         Raises:
             Unavailable: nobody could hand it out.
         """
-        donors = [peer_id for peer_id in self.tracker.leading_branch().holders if peer_id != self._peer.peer_id]
+        branch = self.tracker.leading_branch()
+        donors = [peer_id for peer_id in branch.holders if peer_id != self._peer.peer_id]
         self._rng.shuffle(donors)  # so that newcomers do not all ask the same one
-        return await download_state(self._peer.endpoint, self._manifest.run_id, donors, self._manifest.tensors)
+        try:
+            return await download_state(self._peer.endpoint, self._manifest, donors, branch.position)
+        except Unavailable:
+            for donor in donors:
+                self.tracker.report_without_state(donor)
+            raise
 
     async def is_ahead_of_somebody(self) -> bool:
         """Whether a peer of the run has yet to reach this position."""

@@ -11,18 +11,31 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from manyhands.averaging.averager import RoundResult
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import Position, RoundManifest
-from manyhands.base.errors import ConfigError, ManifestMismatch, RoundAborted, Unavailable
+from manyhands.base.errors import ConfigError, RoundAborted, Timeout, Unavailable
 from manyhands.base.run_id import checked_run_id
 from manyhands.optim.accumulator import GradientAccumulator
 from manyhands.optim.collaboration import Collaboration, Decision, LocalState
 from manyhands.optim.config import ProgressConfig
+from manyhands.optim.plain import merged
 from manyhands.optim.run_manifest import RunManifest
+from manyhands.optim.schedule import describe
 from manyhands.optim.speed import SpeedMeter
-from manyhands.optim.state import State, capture, digest_of, parameters_of, restore, specs_of
+from manyhands.optim.state import (
+    State,
+    capture,
+    digest_of,
+    hyper_parameters_of,
+    names_of,
+    parameters_of,
+    restore,
+    sealed,
+    specs_of,
+)
 from manyhands.optim.state_transfer import DOWNLOAD_TIMEOUT_S
 from manyhands.peer import Peer
 
@@ -30,8 +43,8 @@ logger = logging.getLogger(__name__)
 
 PROTOCOL = "manyhands/1"
 CALL_TIMEOUT_S = 15.0
+JOIN_ATTEMPTS = 3
 FAILURES_UNTIL_ADVICE = 3
-_SCHEDULER_PROGRESS = {"last_epoch", "base_lrs"}  # what moves, or is in the hyper-parameters already
 
 
 @dataclass
@@ -100,9 +113,13 @@ class Optimizer(torch.optim.Optimizer):
         if batch_size_per_step is not None and batch_size_per_step < 1:
             raise ConfigError(f"batch_size_per_step={batch_size_per_step} must be at least 1; for example 32")
         super().__init__(optimizer.param_groups, optimizer.defaults)
-        self.param_groups, self.state = optimizer.param_groups, optimizer.state
         self.inner = optimizer
+        self._share_inner()
         self.scheduler = scheduler if isinstance(scheduler, LRScheduler) or scheduler is None else scheduler(optimizer)
+        if isinstance(self.scheduler, ReduceLROnPlateau):
+            raise ConfigError(
+                "ReduceLROnPlateau follows each peer's own loss; give a schedule by global step, LambdaLR say"
+            )
         self.statistics = Statistics()
         self.last_round: RoundManifest | None = None
         """The manifest of the round behind the current global step; None for a step made alone or loaded."""
@@ -162,9 +179,7 @@ class Optimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._accumulate(self._batch_size_per_step if batch_size is None else batch_size)
-        decision = self._run(
-            self._collaboration.decide(self._accumulator.samples, self._speed.samples_per_second), "deciding"
-        )
+        decision = self._decide()
         if decision is Decision.LOAD_STATE:
             self._try_to_load_state()
         elif decision is Decision.AVERAGE:
@@ -190,22 +205,32 @@ class Optimizer(torch.optim.Optimizer):
         """Leave the run; the peer stays. Closing the peer does this too."""
         self._run(self._collaboration.close(), "leaving the run")
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the wrapped optimizer's state on this peer."""
+        self.inner.load_state_dict(state_dict)
+        self._share_inner()
+
+    def _share_inner(self) -> None:
+        """Have the same groups and state as the wrapped optimizer, which replaces its own when it loads a state."""
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+
     # joining
 
     def _manifest(self, run_id: str, target_batch_size: int, extra: dict[str, str]) -> RunManifest:
-        groups = []
-        for group in self.inner.param_groups:
-            plain = {key: value for key, value in group.items() if _is_plain(value) and key != "param_names"}
-            plain["lr"] = float(plain.pop("initial_lr", group["lr"]))
-            groups.append(plain)
+        groups = hyper_parameters_of(self.inner)
+        for group in groups:
+            group.pop("param_names", None)  # they are in the tensors' specs
+            group["lr"] = group.pop("initial_lr", group["lr"])
+        named = zip(names_of(self.inner), parameters_of(self.inner), strict=True)
         return RunManifest(
             protocol=PROTOCOL,
             run_id=run_id,
             target_batch_size=target_batch_size,
             tensors=specs_of(self.inner),
+            frozen=[name for name, parameter in named if not parameter.requires_grad],
             optimizer=type(self.inner).__name__,
             hyper_parameters=groups,
-            scheduler=_describe(self.scheduler),
+            scheduler=describe(self.scheduler),
             codec="none",
             extra=extra,
         )
@@ -213,14 +238,36 @@ class Optimizer(torch.optim.Optimizer):
     def _join(self) -> None:
         self._run(self._collaboration.start(), "joining the run", CALL_TIMEOUT_S * 2)
         try:
-            if self._run(self._collaboration.leading_branch(), "joining the run").position != self._local.position:
-                self._load_state()
+            self._catch_up()
             self._run(self._collaboration.begin(self._local.position, self._lineage_samples), "joining the run")
         except BaseException:
             self.close()
             raise
 
+    def _catch_up(self) -> None:
+        for attempt in range(JOIN_ATTEMPTS):
+            if self._run(self._collaboration.is_on_best_branch(), "joining the run"):
+                return
+            try:
+                self._load_state()
+            except Unavailable:
+                if attempt + 1 == JOIN_ATTEMPTS:
+                    raise
+                self._run(self._collaboration.wait_for_news(), "joining the run")
+            else:
+                return
+
     # global steps
+
+    def _decide(self) -> Decision:
+        try:
+            decision: Decision = self._run(
+                self._collaboration.decide(self._accumulator.samples, self._speed.samples_per_second), "deciding"
+            )
+        except Timeout as error:  # this machine was held up; training goes on
+            logger.warning("%s; going on with the next batch", error)
+            return Decision.ACCUMULATE
+        return decision
 
     def _accumulate(self, samples: int | None) -> None:
         if samples is None or samples < 0:
@@ -238,20 +285,32 @@ class Optimizer(torch.optim.Optimizer):
 
     def _average(self) -> None:
         logger.info("Beginning global optimizer step #%d", self.global_step)
-        weight = self._accumulator.samples
-        timeout_s = self._averaging.averaging_timeout_s + CALL_TIMEOUT_S
+        weight = float(self._accumulator.samples)
+        config = self._averaging  # the round bounds itself; this is for a network thread that is held up
+        timeout_s = 2 * config.averaging_timeout_s + config.in_doubt_timeout_s + CALL_TIMEOUT_S
         try:
-            result = self._run(
-                self._collaboration.average(self._accumulator.mean(), float(weight)), "averaging", timeout_s
-            )
+            result = self._run(self._collaboration.average(self._accumulator.mean(), weight), "averaging", timeout_s)
         except (RoundAborted, Unavailable) as error:
             self._attempt_failed(error)
             return
         self.statistics.rounds_committed += 1
         self._failures = 0
+        if result.averaged_N is None:
+            self._fall_behind(result)
+            return
         logger.info("Averaged tensors successfully with %d peers", result.num_members)
-        lineage = hashlib.sha256(self._local.position.lineage + result.manifest.fingerprint()).digest()
-        self._apply(result.averaged_N, lineage, round(sum(result.manifest.weights)), result.manifest)
+        lineage = self._local.position.after(result.manifest).lineage
+        self._apply(result.averaged_N, lineage, _samples_of(result.manifest), result.manifest)
+
+    def _fall_behind(self, result: RoundResult) -> None:
+        """The samples of this peer are in the step that the others make; to follow them it needs their state."""
+        logger.warning("The group averaged its tensors, but this peer lost the result and must load the state")
+        self.statistics.samples_used += self._accumulator.samples
+        self._accumulator.reset()
+        position = self._local.position.after(result.manifest)
+        lineage_samples = self._lineage_samples + _samples_of(result.manifest)
+        others = [peer_id for peer_id in result.manifest.members if peer_id != self._peer.peer_id]
+        self._run(self._collaboration.fall_behind(position, lineage_samples, others), "moving on")
 
     def _attempt_failed(self, error: Exception) -> None:
         self.statistics.rounds_aborted += 1
@@ -290,7 +349,9 @@ class Optimizer(torch.optim.Optimizer):
 
     def _capture(self) -> State:
         with self._state_lock:
-            return capture(self.inner, self._scheduler_state(), self._local.position, self._lineage_samples)
+            schedule = self.scheduler.state_dict() if self.scheduler is not None else {}
+            state = capture(self.inner, schedule, self._local.position, self._lineage_samples)
+        return sealed(state)
 
     def _try_to_load_state(self) -> None:
         logger.info("Peer is out of sync.")
@@ -305,12 +366,10 @@ class Optimizer(torch.optim.Optimizer):
         started = time.monotonic()
         state = self._run(self._collaboration.download(), "downloading the state", DOWNLOAD_TIMEOUT_S * 2)
         with self._state_lock:
-            try:
-                scheduler_state = restore(state, self.inner)
-            except ValueError as error:
-                raise ManifestMismatch(self._run_id, [str(error)]) from error
+            schedule = restore(state, self.inner)
+            self._share_inner()
             if self.scheduler is not None:
-                self.scheduler.load_state_dict(self.scheduler.state_dict() | scheduler_state)
+                self.scheduler.load_state_dict(merged(self.scheduler.state_dict(), schedule))
             self._local.position = state.header.position
             self._lineage_samples = state.header.lineage_samples
         self.statistics.states_loaded += 1
@@ -321,14 +380,6 @@ class Optimizer(torch.optim.Optimizer):
             logger.warning("%d samples computed on other parameters are dropped", self._accumulator.samples)
             self._accumulator.reset()
 
-    def _scheduler_state(self) -> dict[str, Any]:
-        state = self.scheduler.state_dict() if self.scheduler is not None else {}
-        return {key: value for key, value in state.items() if _is_plain(value)}
-
-    @property
-    def _run_id(self) -> str:
-        return self._collaboration.run_id
-
     def _run(self, coro: Any, phase: str, timeout_s: float = CALL_TIMEOUT_S) -> Any:
         return self._peer.run(coro, timeout_s, phase)
 
@@ -337,17 +388,5 @@ def _on_cpu(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [tensor.detach().cpu().contiguous() for tensor in tensors]
 
 
-def _is_plain(value: object) -> bool:
-    """Whether a value travels as it is: numbers, strings, and lists of them."""
-    if isinstance(value, (list, tuple)):
-        return all(_is_plain(item) for item in value)
-    return value is None or isinstance(value, (bool, int, float, str))
-
-
-def _describe(scheduler: LRScheduler | None) -> str:
-    """A scheduler's class and constants, so that peers with different schedules do not train together."""
-    if scheduler is None:
-        return ""
-    state = {key: value for key, value in scheduler.state_dict().items() if not key.startswith("_")}
-    constants = {key: state[key] for key in sorted(state) if _is_plain(state[key]) and key not in _SCHEDULER_PROGRESS}
-    return f"{type(scheduler).__name__}({', '.join(f'{key}={value}' for key, value in constants.items())})"
+def _samples_of(manifest: RoundManifest) -> int:
+    return round(sum(manifest.weights))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from manyhands.averaging.messages import Position
+from manyhands.averaging.messages import Count, Position
 from manyhands.base.identity import PeerId
 from manyhands.optim.config import ProgressConfig
 
@@ -23,19 +23,20 @@ class ProgressRecord(msgspec.Struct, frozen=True):
         lineage_samples: samples in all the committed steps that led to this position.
         is_client: it cannot be dialled.
         addresses: where it can be.
+        ttl_s: the record counts for so long.
     """
 
     position: Position
-    samples: int
+    samples: Count
     samples_per_second: float
-    lineage_samples: int
+    lineage_samples: Count
     is_client: bool
     addresses: list[str]
+    ttl_s: float
 
     def __post_init__(self) -> None:
-        numbers = (self.position.step, self.samples, self.samples_per_second, self.lineage_samples)
-        if not all(math.isfinite(number) and number >= 0 for number in numbers):
-            raise ValueError("steps, samples and speeds are finite and >= 0")
+        if not all(math.isfinite(number) and number >= 0 for number in (self.samples_per_second, self.ttl_s)):
+            raise ValueError("speeds and times are finite and >= 0")
 
 
 @dataclass(frozen=True)
@@ -90,10 +91,12 @@ def leading_branch(others: Mapping[PeerId, ProgressRecord], own_id: PeerId, own:
     """The branch that all peers should be on.
 
     The highest (global step, samples in its lineage, digest) wins. At step 0 nothing has been learnt yet, and the
-    initial parameters of the lowest peer id win. Only peers that can be dialled count: nobody could follow the others.
+    initial parameters of the lowest peer id win. Only peers that can be dialled count: nobody could follow the others,
+    so a peer that cannot be dialled follows those who can.
     """
     candidates = {peer_id: record for peer_id, record in others.items() if not record.is_client}
-    candidates[own_id] = own
+    if not own.is_client or not candidates:
+        candidates[own_id] = own
     last_step = max(record.position.step for record in candidates.values())
     best = candidates[min(candidates)] if last_step == 0 else max(candidates.values(), key=rank_of)
     holders = [peer_id for peer_id, record in candidates.items() if record.position == best.position]

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ManifestMismatch, ManyhandsError
 from manyhands.base.identity import PeerId
 from manyhands.dht import DhtNode
@@ -20,6 +21,7 @@ from manyhands.runtime import TaskOwner
 logger = logging.getLogger(__name__)
 
 TTL_S = 300.0
+WITHDRAW_TIMEOUT_S = 1.0
 MAX_BYTES = 8 << 20
 SHOWN_DIFFERENCES = 5
 
@@ -37,7 +39,8 @@ class RunManifest(msgspec.Struct, frozen=True):
 
     Attributes:
         protocol: wire version.
-        tensors: the trained parameters, in order.
+        tensors: the optimizer's parameters, in order.
+        frozen: names of those that are not trained.
         optimizer: class name.
         hyper_parameters: of each parameter group.
         scheduler: class name and constants, or empty.
@@ -49,6 +52,7 @@ class RunManifest(msgspec.Struct, frozen=True):
     run_id: str
     target_batch_size: int
     tensors: list[TensorSpec]
+    frozen: list[str]
     optimizer: str
     hyper_parameters: list[dict[str, Any]]
     scheduler: str
@@ -66,7 +70,7 @@ class RunManifest(msgspec.Struct, frozen=True):
 def differences(own: RunManifest, run: RunManifest) -> list[str]:
     """What differs between a peer's settings and those of the run, one line each."""
     lines = []
-    for name in ("protocol", "target_batch_size", "optimizer", "hyper_parameters", "scheduler", "codec"):
+    for name in ("protocol", "target_batch_size", "optimizer", "hyper_parameters", "scheduler", "codec", "frozen"):
         here, there = getattr(own, name), getattr(run, name)
         if here != there:
             lines.append(f"{name} is {here!r} here, {there!r} in the run")
@@ -113,11 +117,17 @@ class ManifestKeeper:
         """
         await self._compare()
         await self._publish()
-        await self._compare()  # of two that begin at once, both see both
+        try:
+            await self._compare()  # of two that begin at once, both see both
+        except ManifestMismatch:
+            await self._withdraw()
+            raise
         self._tasks.spawn(self._keep_alive(), name="keeping it alive")
 
     async def close(self) -> None:
+        """Sign no longer, so that the settings of a run that nobody trains any more are forgotten."""
         await self._tasks.close()
+        await self._withdraw()
 
     async def _compare(self) -> None:
         run = run_manifest_of(await read_manifests(self._dht, self._manifest.run_id))
@@ -126,6 +136,13 @@ class ManifestKeeper:
 
     async def _publish(self) -> None:
         await self._dht.store(self._key, zlib.compress(self._manifest.encoded()), TTL_S, subkey=self._own_id)
+
+    async def _withdraw(self) -> None:
+        try:
+            async with time_limit(WITHDRAW_TIMEOUT_S, "withdrawing the run manifest"):
+                await self._dht.store(self._key, None, TTL_S, subkey=self._own_id)
+        except ManyhandsError as error:
+            logger.debug("the run manifest of this peer expires by itself: %s", error)
 
     async def _keep_alive(self) -> None:
         while True:
@@ -153,7 +170,7 @@ async def read_manifests(dht: DhtNode, run_id: str) -> dict[PeerId, RunManifest]
             continue
         try:
             manifest = _decode(stored.value)
-        except (zlib.error, msgspec.DecodeError, ValueError, TypeError) as error:
+        except (zlib.error, msgspec.DecodeError, ValueError, TypeError, RecursionError) as error:
             logger.warning("the run manifest of peer %s cannot be read: %s", subkey, error)
             continue
         if manifest.run_id == run_id:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +13,14 @@ import msgspec
 import torch
 
 from manyhands.averaging.butterfly import bytes_of
-from manyhands.averaging.messages import Position
+from manyhands.averaging.messages import Count, Position
+from manyhands.optim.plain import merged, plain_part
 from manyhands.optim.run_manifest import TensorSpec
+
+MAX_STATISTICS_PER_PARAMETER = 8
+MAX_DIMENSIONS = 32
+LOCAL_OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
+"""How an optimizer computes on this machine, not what: not part of the state, and peers need not agree."""
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
     torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool
@@ -24,15 +32,29 @@ class StateHeader(msgspec.Struct, frozen=True):
 
     Attributes:
         tensors: parameters first, then the optimizer's tensors, named ``parameter.statistic``.
-        scalars: msgpack of everything else: hyper-parameters, counters of the optimizer and the scheduler.
+        scalars: msgpack of :class:`Scalars`.
         digest: SHA-256 over ``tensors``, ``scalars`` and all bytes.
     """
 
     position: Position
-    lineage_samples: int
+    lineage_samples: Count
     tensors: list[TensorSpec]
     scalars: bytes
     digest: bytes
+
+
+class Scalars(msgspec.Struct):
+    """What is not in tensors.
+
+    Attributes:
+        statistics: of the optimizer, by index of the parameter.
+        groups: the hyper-parameters of each parameter group.
+        scheduler: its state.
+    """
+
+    statistics: dict[int, dict[str, Any]]
+    groups: list[dict[str, Any]]
+    scheduler: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -48,37 +70,53 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def specs_of(optimizer: torch.optim.Optimizer) -> list[TensorSpec]:
-    """Name, shape and dtype of all parameters; without names they are numbered."""
+def names_of(optimizer: torch.optim.Optimizer) -> list[str]:
+    """The names of all parameters; without names they are numbered."""
     names = [name for group in optimizer.param_groups for name in group.get("param_names", [])]
-    parameters = parameters_of(optimizer)
-    if len(names) != len(parameters):
-        names = [f"parameter {index}" for index in range(len(parameters))]
-    return [_spec(name, parameter) for name, parameter in zip(names, parameters, strict=True)]
+    num_parameters = len(parameters_of(optimizer))
+    return names if len(names) == num_parameters else [f"parameter {index}" for index in range(num_parameters)]
+
+
+def specs_of(optimizer: torch.optim.Optimizer) -> list[TensorSpec]:
+    """Name, shape and dtype of all parameters."""
+    named = zip(names_of(optimizer), parameters_of(optimizer), strict=True)
+    return [_spec(name, parameter) for name, parameter in named]
+
+
+def hyper_parameters_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """What travels of each parameter group."""
+    return [
+        {name: plain_part(_number(value)) for name, value in group.items() if name not in {"params", *LOCAL_OPTIONS}}
+        for group in optimizer.param_groups
+    ]
 
 
 def capture(
     optimizer: torch.optim.Optimizer, scheduler_state: dict[str, Any], position: Position, lineage_samples: int
 ) -> State:
-    """Copy the state of a run. Nothing else may change it meanwhile."""
+    """Copy the state of a run, without its digest. Nothing else may change it meanwhile."""
     parameters = parameters_of(optimizer)
     tensors = [_copy(parameter) for parameter in parameters]
     specs = [_spec(f"{index}", parameter) for index, parameter in enumerate(parameters)]
     packed = optimizer.state_dict()
-    plain_state: dict[str, dict[str, Any]] = {}
+    statistics: dict[int, dict[str, Any]] = {}
     for index in sorted(packed["state"]):
         for name, value in sorted(packed["state"][index].items()):
             if isinstance(value, torch.Tensor):
                 tensors.append(_copy(value))
                 specs.append(_spec(f"{index}.{name}", value))
             else:
-                plain_state.setdefault(str(index), {})[name] = value
-    groups = [{name: value for name, value in group.items() if name != "params"} for group in packed["param_groups"]]
-    scalars = msgspec.msgpack.encode(
-        {"state": plain_state, "groups": groups, "scheduler": scheduler_state}, order="sorted"
-    )
-    digest = digest_of(specs, scalars, tensors)
-    return State(StateHeader(position, lineage_samples, specs, scalars, digest), tensors)
+                statistics.setdefault(index, {})[name] = value
+    scalars = Scalars(statistics, hyper_parameters_of(optimizer), plain_part(scheduler_state))
+    encoded = msgspec.msgpack.encode(scalars, order="sorted")
+    return State(StateHeader(position, lineage_samples, specs, encoded, b""), tensors)
+
+
+def sealed(state: State) -> State:
+    """The same state with its digest."""
+    header = state.header
+    digest = digest_of(header.tensors, header.scalars, state.tensors)
+    return State(msgspec.structs.replace(header, digest=digest), state.tensors)
 
 
 def digest_of(specs: Sequence[TensorSpec], scalars: bytes, tensors: Sequence[torch.Tensor]) -> bytes:
@@ -89,52 +127,80 @@ def digest_of(specs: Sequence[TensorSpec], scalars: bytes, tensors: Sequence[tor
     return sha256.digest()
 
 
+def checked_scalars(header: StateHeader, parameters: Sequence[TensorSpec], num_groups: int) -> Scalars:
+    """Make sure that a state fits an optimizer, before a byte of its tensors is received.
+
+    Args:
+        parameters: of the optimizer, in order.
+        num_groups: its parameter groups.
+    Raises:
+        ValueError: it does not fit; says where.
+    """
+    for own, sent in zip(parameters, header.tensors, strict=False):
+        if own.shape != sent.shape or own.dtype != sent.dtype:
+            raise ValueError(f"its {own.name} is {sent.dtype} of shape {list(sent.shape)}, here it is "
+                             f"{own.dtype} of shape {list(own.shape)}")  # fmt: skip
+    if len(header.tensors) < len(parameters):
+        raise ValueError(f"it has {len(header.tensors)} tensors, the model here has {len(parameters)}")
+    counts: Counter[int] = Counter()
+    for spec in header.tensors[len(parameters) :]:
+        index = _owner_of(spec)
+        counts[index] += 1
+        if (
+            not 0 <= index < len(parameters)
+            or spec.dtype not in _DTYPES
+            or len(spec.shape) > MAX_DIMENSIONS
+            or any(size < 0 for size in spec.shape)
+            or math.prod(size or 1 for size in spec.shape) > max(math.prod(parameters[index].shape), 1)
+            or counts[index] > MAX_STATISTICS_PER_PARAMETER
+        ):
+            raise ValueError(f"its statistic {spec.name} ({spec.dtype} of shape {list(spec.shape)}) fits no parameter")
+    try:
+        scalars = msgspec.msgpack.decode(header.scalars, type=Scalars)
+    except RecursionError as error:
+        raise ValueError("its numbers are nested too deeply") from error
+    if len(scalars.groups) != num_groups:
+        raise ValueError(f"it has {len(scalars.groups)} parameter groups, the optimizer here has {num_groups}")
+    if any(not 0 <= index < len(parameters) for index in scalars.statistics):
+        raise ValueError("it has statistics of a parameter that does not exist")
+    return scalars
+
+
 def restore(state: State, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Write a state into an optimizer and its parameters; returns the scheduler's state.
 
     Raises:
         ValueError: the state does not fit; nothing was changed.
     """
-    parameters = parameters_of(optimizer)
-    scalars = msgspec.msgpack.decode(state.header.scalars)
-    groups, own = scalars["groups"], optimizer.state_dict()
-    if len(groups) != len(own["param_groups"]):
-        raise ValueError(f"the state has {len(groups)} parameter groups, the optimizer {len(own['param_groups'])}")
-    statistics: dict[int, dict[str, Any]] = {int(index): dict(plain) for index, plain in scalars["state"].items()}
+    parameters, own = parameters_of(optimizer), optimizer.state_dict()
+    scalars = checked_scalars(state.header, specs_of(optimizer), len(own["param_groups"]))
+    statistics = scalars.statistics
     for spec, tensor in zip(state.header.tensors[len(parameters) :], state.tensors[len(parameters) :], strict=True):
-        index, _, name = spec.name.partition(".")
-        if not 0 <= int(index) < len(parameters) or tensor.numel() not in (1, parameters[int(index)].numel()):
-            raise ValueError(f"the statistic {spec.name} of shape {list(spec.shape)} fits no parameter")
-        statistics.setdefault(int(index), {})[name] = tensor.clone()
+        statistics.setdefault(_owner_of(spec), {})[spec.name.partition(".")[2]] = tensor.clone()
     with torch.no_grad():
         for parameter, tensor in zip(parameters, state.tensors, strict=False):
             parameter.copy_(tensor)
-    param_groups = [group | {"params": mine["params"]} for group, mine in zip(groups, own["param_groups"], strict=True)]
-    optimizer.load_state_dict({"state": statistics, "param_groups": param_groups})
-    scheduler: dict[str, Any] = scalars["scheduler"]
-    return scheduler
+    groups = [
+        {name: _merged_option(name, value, sent) for name, value in group.items()}
+        for group, sent in zip(own["param_groups"], scalars.groups, strict=True)
+    ]
+    optimizer.load_state_dict({"state": statistics, "param_groups": groups})
+    return scalars.scheduler
 
 
 def empty_tensors(specs: Sequence[TensorSpec]) -> list[torch.Tensor]:
-    """Memory to receive tensors into.
-
-    Raises:
-        ValueError: an unknown dtype or a negative size.
-    """
-    for spec in specs:
-        if spec.dtype not in _DTYPES or any(size < 0 for size in spec.shape):
-            raise ValueError(f"a tensor of dtype {spec.dtype} and shape {list(spec.shape)} cannot be received")
+    """Memory to receive tensors into; they must have been checked."""
     return [torch.empty(spec.shape, dtype=_DTYPES[spec.dtype]) for spec in specs]
-
-
-def num_bytes_of(specs: Sequence[TensorSpec]) -> int:
-    """Size of all tensors together."""
-    return sum(torch.Size(spec.shape).numel() * _DTYPES[spec.dtype].itemsize for spec in specs)
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor of any dtype."""
     return bytes_of(tensor.reshape(-1).view(torch.uint8))
+
+
+def _owner_of(spec: TensorSpec) -> int:
+    index, _, _ = spec.name.partition(".")
+    return int(index)
 
 
 def _spec(name: str, tensor: torch.Tensor) -> TensorSpec:
@@ -143,3 +209,15 @@ def _spec(name: str, tensor: torch.Tensor) -> TensorSpec:
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu", copy=True).contiguous()
+
+
+def _number(value: Any) -> Any:
+    """A learning rate may be a tensor; it travels as a number."""
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+
+
+def _merged_option(name: str, own: Any, sent: dict[str, Any]) -> Any:
+    if name == "params" or name in LOCAL_OPTIONS or name not in sent:
+        return own
+    value = merged(_number(own), sent[name])
+    return torch.full_like(own, value) if isinstance(own, torch.Tensor) else value

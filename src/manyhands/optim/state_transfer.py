@@ -1,9 +1,10 @@
-"""How a newcomer gets the state of the run: one call for the header, one bulk stream for the tensors."""
+"""How a newcomer gets the state of the run: one bulk stream, first the header, then the tensors."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -12,9 +13,9 @@ from manyhands.averaging.messages import Position
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import PeerError, ProtocolViolation, Refused, Unavailable
 from manyhands.base.identity import PeerId
-from manyhands.optim.run_manifest import TensorSpec
-from manyhands.optim.state import State, StateHeader, as_bytes, digest_of, empty_tensors, num_bytes_of
-from manyhands.rpc import Endpoint, Method
+from manyhands.optim.run_manifest import RunManifest
+from manyhands.optim.state import State, StateHeader, as_bytes, checked_scalars, digest_of, empty_tensors
+from manyhands.rpc import Endpoint
 from manyhands.transport.api import Stream
 
 logger = logging.getLogger(__name__)
@@ -23,30 +24,28 @@ STREAM_KIND = "state"
 HEADER_TIMEOUT_S = 30.0
 DOWNLOAD_TIMEOUT_S = 600.0
 STALL_TIMEOUT_S = 20.0
-MAX_STATISTICS_PER_PARAMETER = 8
+CHUNK_BYTES = 1 << 20
+MAX_HEADER_BYTES = 1 << 24
 
 
 class StateRequest(msgspec.Struct):
-    """Asks for the header of a run's current state."""
+    """Opens the stream: asks for a run's current state."""
 
     run_id: str
 
 
-class StateStreamHeader(msgspec.Struct):
-    """Opens the stream of a state whose header was read before."""
+class StateAnswer(msgspec.Struct):
+    """Goes before the tensors, with its length in front; without a header none follow, and ``reason`` says why."""
 
-    run_id: str
-    digest: bytes
-
-
-DESCRIBE = Method("state.describe", StateRequest, StateHeader)
+    header: StateHeader | None = None
+    reason: str = ""
 
 
 class StateServer:
     """Hands out the state of this peer.
 
     Args:
-        capture: copies the current state; called on an executor thread, at most once for each position.
+        capture: copies the current state; called on an executor thread.
         position: where this peer stands.
     """
 
@@ -57,46 +56,50 @@ class StateServer:
         self._run_id = run_id
         self._capture = capture
         self._position = position
-        self._captured: State | None = None
+        self._captured: weakref.ref[State] | None = None  # lives as long as somebody downloads it
         self._capturing = asyncio.Lock()
-        endpoint.handle(DESCRIBE, self._on_describe)
         endpoint.accept_bulk(STREAM_KIND, self._on_stream)
 
     def close(self) -> None:
-        self._endpoint.unhandle(DESCRIBE)
         self._endpoint.refuse_bulk(STREAM_KIND)
-
-    async def _on_describe(self, remote: PeerId, request: StateRequest) -> StateHeader:
-        if request.run_id != self._run_id:
-            raise Refused(self._endpoint.peer_id, "other_run", f"this peer trains {self._run_id!r}")
-        async with self._capturing:  # newcomers at the same step share one copy
-            if self._captured is None or self._captured.header.position != self._position():
-                self._captured = await asyncio.get_running_loop().run_in_executor(None, self._capture)
-        logger.info("peer %s downloads the state of step %d", remote, self._captured.header.position.step)
-        return self._captured.header
 
     async def _on_stream(self, remote: PeerId, header: bytes, stream: Stream) -> None:
         try:
-            request = msgspec.msgpack.decode(header, type=StateStreamHeader)
-        except msgspec.DecodeError as error:
+            request = msgspec.msgpack.decode(header, type=StateRequest)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ProtocolViolation(remote, "a stream header that cannot be read") from error
-        state = self._captured
-        if state is None or request.run_id != self._run_id or request.digest != state.header.digest:
-            return  # it has changed since; the closed stream tells
         async with time_limit(DOWNLOAD_TIMEOUT_S, f"sending the state to peer {remote}"):
-            for tensor in state.tensors:
-                await stream.send(as_bytes(tensor))
-        await stream.close(STALL_TIMEOUT_S)
+            if request.run_id == self._run_id:
+                await self._send_state(stream)
+            else:
+                await _send(stream, _encoded(StateAnswer(reason=f"this peer trains {self._run_id!r}")))
+            await stream.close(STALL_TIMEOUT_S)
+
+    async def _send_state(self, stream: Stream) -> None:
+        state = await self._current_state()
+        logger.info("peer %s downloads the state of step %d", stream.remote, state.header.position.step)
+        await _send(stream, _encoded(StateAnswer(state.header)))
+        for tensor in state.tensors:
+            await _send(stream, as_bytes(tensor))
+
+    async def _current_state(self) -> State:
+        async with self._capturing:  # newcomers at the same step share one copy
+            state = self._captured() if self._captured is not None else None
+            if state is None or state.header.position != self._position():
+                state = await asyncio.get_running_loop().run_in_executor(None, self._capture)
+                self._captured = weakref.ref(state)
+            return state
 
 
 async def download_state(
-    endpoint: Endpoint, run_id: str, donors: Sequence[PeerId], parameters: Sequence[TensorSpec]
+    endpoint: Endpoint, manifest: RunManifest, donors: Sequence[PeerId], wanted: Position
 ) -> State:
     """Get the state of a run from the first donor that hands it out whole.
 
     Args:
+        manifest: of the run; what the state must fit.
         donors: peers to ask, in this order.
-        parameters: what the state must fit: shapes and dtypes, in order.
+        wanted: an earlier global step than this one is refused.
     Raises:
         Unavailable: no donor could; it names each with its reason.
     """
@@ -104,25 +107,23 @@ async def download_state(
     for donor in donors:
         try:
             async with time_limit(DOWNLOAD_TIMEOUT_S, f"downloading the state from peer {donor}"):
-                return await _download_from(endpoint, run_id, donor, parameters)
+                return await _download_from(endpoint, manifest, donor, wanted)
         except (Unavailable, PeerError) as error:
             logger.warning("the state cannot be loaded from peer %s: %s", donor, error)
             failures.append(f"{donor}: {error}")
     raise Unavailable("no peer could hand out the state of the run: " + ("; ".join(failures) or "none is known"))
 
 
-async def _download_from(endpoint: Endpoint, run_id: str, donor: PeerId, parameters: Sequence[TensorSpec]) -> State:
-    header = await endpoint.call(donor, DESCRIBE, StateRequest(run_id), HEADER_TIMEOUT_S)
-    _check_header(donor, header, parameters)
-    request = msgspec.msgpack.encode(StateStreamHeader(run_id, header.digest))
+async def _download_from(endpoint: Endpoint, manifest: RunManifest, donor: PeerId, wanted: Position) -> State:
+    request = msgspec.msgpack.encode(StateRequest(manifest.run_id))
     stream = await endpoint.open_bulk(donor, STREAM_KIND, request)
     try:
+        async with time_limit(HEADER_TIMEOUT_S, f"waiting for the header of the state of peer {donor}"):
+            header = await _receive_header(stream)
+        _check_header(donor, header, manifest, wanted)
         tensors = empty_tensors(header.tensors)
         for tensor in tensors:
-            view = as_bytes(tensor)
-            for start in range(0, len(view), 1 << 20):  # so that a deadline can see progress
-                async with time_limit(STALL_TIMEOUT_S, f"for the next bytes of the state from peer {donor}"):
-                    await stream.receive_into(view[start : start + (1 << 20)])
+            await _receive(stream, as_bytes(tensor))
     finally:
         endpoint.release(stream)
     loop = asyncio.get_running_loop()
@@ -132,15 +133,47 @@ async def _download_from(endpoint: Endpoint, run_id: str, donor: PeerId, paramet
     return State(header, tensors)
 
 
-def _check_header(donor: PeerId, header: StateHeader, parameters: Sequence[TensorSpec]) -> None:
-    """Refuse what does not fit before a byte of it is received."""
-    for own, sent in zip(parameters, header.tensors, strict=False):
-        if own.shape != sent.shape or own.dtype != sent.dtype:
-            raise ProtocolViolation(donor, f"its tensor {own.name} has shape {sent.shape}, here it is {own.shape}")
+async def _receive_header(stream: Stream) -> StateHeader:
+    prefix = bytearray(4)
+    await stream.receive_into(memoryview(prefix))
+    num_bytes = int.from_bytes(prefix, "big")
+    if num_bytes > MAX_HEADER_BYTES:
+        raise ProtocolViolation(stream.remote, f"the header of its state has {num_bytes} bytes")
+    encoded = bytearray(num_bytes)
+    await stream.receive_into(memoryview(encoded))
     try:
-        num_bytes = num_bytes_of(header.tensors)
-    except KeyError as error:
-        raise ProtocolViolation(donor, f"its state has tensors of unknown type {error}") from error
-    limit = (1 + MAX_STATISTICS_PER_PARAMETER) * (num_bytes_of(parameters) + 1024 * len(parameters))
-    if len(header.tensors) < len(parameters) or num_bytes > limit:
-        raise ProtocolViolation(donor, f"its state has {len(header.tensors)} tensors of {num_bytes} bytes")
+        answer = msgspec.msgpack.decode(encoded, type=StateAnswer)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ProtocolViolation(stream.remote, f"the header of its state cannot be read: {error}") from error
+    if answer.header is None:
+        raise Refused(stream.remote, "no_state", answer.reason[:200])
+    return answer.header
+
+
+def _check_header(donor: PeerId, header: StateHeader, manifest: RunManifest, wanted: Position) -> None:
+    """Refuse what does not fit before a byte of it is received."""
+    if header.position.step < wanted.step:
+        raise Refused(donor, "behind", f"its state is of step {header.position.step}, the run is at {wanted.step}")
+    try:
+        checked_scalars(header, manifest.tensors, len(manifest.hyper_parameters))
+    except ValueError as error:
+        raise ProtocolViolation(donor, f"its state does not fit: {error}") from error
+
+
+def _encoded(answer: StateAnswer) -> bytes:
+    encoded = msgspec.msgpack.encode(answer)
+    return len(encoded).to_bytes(4, "big") + encoded
+
+
+async def _send(stream: Stream, data: bytes | memoryview) -> None:
+    """Send in chunks, so that a receiver that stands still is noticed."""
+    view = memoryview(data)
+    for start in range(0, len(view), CHUNK_BYTES):
+        async with time_limit(STALL_TIMEOUT_S, f"for peer {stream.remote} to take the next bytes of the state"):
+            await stream.send(view[start : start + CHUNK_BYTES])
+
+
+async def _receive(stream: Stream, view: memoryview) -> None:
+    for start in range(0, len(view), CHUNK_BYTES):
+        async with time_limit(STALL_TIMEOUT_S, f"for the next bytes of the state of peer {stream.remote}"):
+            await stream.receive_into(view[start : start + CHUNK_BYTES])

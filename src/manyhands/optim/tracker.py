@@ -10,10 +10,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from manyhands.averaging.messages import Position
-from manyhands.base.address import Address
+from manyhands.averaging.messages import Position, readable_addresses
 from manyhands.base.deadline import time_limit
-from manyhands.base.errors import ConfigError, ManyhandsError
+from manyhands.base.errors import ManyhandsError
 from manyhands.base.identity import PeerId
 from manyhands.dht import DhtNode, StoredValue
 from manyhands.optim.config import ProgressConfig
@@ -52,7 +51,7 @@ class Observed:
     expires_at: float
     moved_at: float = -math.inf
 
-    def is_older_than(self, record: ProgressRecord, issued_at: float) -> bool:
+    def is_outdated_by(self, record: ProgressRecord, issued_at: float) -> bool:
         """Whether ``record`` is news; not when it was published before the round that moved the peer."""
         return record.position.step >= self.record.position.step or issued_at > self.moved_at + IN_FLIGHT_S
 
@@ -60,11 +59,10 @@ class Observed:
 class ProgressReader:
     """The progress records of a run, as last read; enough for who only watches."""
 
-    def __init__(self, endpoint: Endpoint, dht: DhtNode, run_id: str, ttl_s: float) -> None:
+    def __init__(self, endpoint: Endpoint, dht: DhtNode, run_id: str) -> None:
         self._endpoint = endpoint
         self._dht = dht
         self._key = progress_key(run_id)
-        self._ttl_s = ttl_s
         self._observed: dict[PeerId, Observed] = {}
         self._sequences: dict[PeerId, int] = {}
 
@@ -90,17 +88,16 @@ class ProgressReader:
             return
         try:
             record = msgspec.convert(stored.value, ProgressRecord)
-            addresses = [Address.parse(text) for text in record.addresses[:8]]
-        except (msgspec.ValidationError, ConfigError) as error:
+        except msgspec.ValidationError as error:
             self._endpoint.counters["bad_records"] += 1
             logger.warning("the progress record of peer %s cannot be read: %s", peer_id, error)
             return
         now = asyncio.get_running_loop().time()
         known = self._observed.get(peer_id)
-        issued_at = now + stored.remaining_s - self._ttl_s
-        if known is None or known.is_older_than(record, issued_at):
+        issued_at = now + stored.remaining_s - record.ttl_s
+        if known is None or known.is_outdated_by(record, issued_at):
             self._observed[peer_id] = Observed(record, stored.sequence, now + stored.remaining_s)
-            self._endpoint.learn(peer_id, addresses)
+            self._endpoint.learn(peer_id, readable_addresses(record.addresses))
 
     def observed(self) -> Mapping[PeerId, Observed]:
         """The records of the other peers that still count."""
@@ -113,10 +110,11 @@ class ProgressReader:
         return {peer_id: seen.record for peer_id, seen in self.observed().items()}
 
     def moved(self, peer_ids: list[PeerId], position: Position, lineage_samples: int) -> None:
-        """These peers are known to have gone to ``position``; holds until they say something newer."""
+        """These peers are known to have gone to ``position``, unless they said so or more; holds until they do."""
         now = asyncio.get_running_loop().time()
         for peer_id in peer_ids:
-            if (seen := self._observed.get(peer_id)) is not None:
+            seen = self._observed.get(peer_id)
+            if seen is not None and seen.record.position.step < position.step:
                 record = msgspec.structs.replace(
                     seen.record, position=position, samples=0, lineage_samples=lineage_samples
                 )
@@ -140,28 +138,35 @@ class ProgressTracker:
         on_update: Callable[[Progress, float], None] | None = None,
     ) -> None:
         self.target_batch_size = target_batch_size
-        self.reader = ProgressReader(endpoint, dht, run_id, config.ttl_s)
+        self.reader = ProgressReader(endpoint, dht, run_id)
         self._endpoint = endpoint
         self._dht = dht
         self._key = progress_key(run_id)
         self._config = config
         self._on_update = on_update
         addresses = [str(address) for address in endpoint.addresses]
-        self._own = ProgressRecord(position, 0, 0.0, 0, endpoint.client_mode, addresses)
+        self._own = ProgressRecord(position, 0, 0.0, 0, endpoint.client_mode, addresses, config.ttl_s)
         self._missing: dict[PeerId, int] = {}
+        self._without_state: dict[PeerId, int] = {}
         self._is_called = False
+        self._is_moving = False
+        self._is_started = False
         self._changed = asyncio.Event()
+        self._refresh_wanted = asyncio.Event()
         self._tasks = TaskOwner("progress")
         self.progress = aggregate(self._own, {}, position, target_batch_size)
 
     def start(self) -> None:
         """Begin to publish and to read."""
+        self._is_started = True
         self._tasks.spawn(self._publish_forever(), name="publishing")
         self._tasks.spawn(self._read_forever(), name="reading")
 
     async def close(self) -> None:
         """Stop, and tell the others that this peer left the run."""
         await self._tasks.close()
+        if not self._is_started:
+            return
         try:
             async with time_limit(GOODBYE_TIMEOUT_S, "saying goodbye to the run"):
                 await self._dht.store(self._key, GOODBYE, self._config.ttl_s, subkey=self._endpoint.peer_id)
@@ -181,11 +186,21 @@ class ProgressTracker:
         """This peer has accumulated ``samples`` since the last global step."""
         self._update(msgspec.structs.replace(self._own, samples=samples, samples_per_second=samples_per_second))
 
+    def expect_move(self) -> None:
+        """A round committed, and its result is being applied: where this peer was is not published any more."""
+        self._is_moving = True
+
     def move(self, position: Position, lineage_samples: int, together_with: list[PeerId]) -> None:
         """This peer, and the others of its round, have gone to ``position``."""
-        self.reader.moved(together_with, position, lineage_samples)
-        self._is_called = False
+        self.others_moved(position, lineage_samples, together_with)
+        self._is_called = self._is_moving = False
         self._update(msgspec.structs.replace(self._own, position=position, samples=0, lineage_samples=lineage_samples))
+
+    def others_moved(self, position: Position, lineage_samples: int, members: list[PeerId]) -> None:
+        """The members of a round have gone to ``position``."""
+        self.reader.moved(members, position, lineage_samples)
+        for peer_id in members:
+            self._missing.pop(peer_id, None)
 
     def _update(self, own: ProgressRecord) -> None:
         self._own = own
@@ -198,6 +213,10 @@ class ProgressTracker:
         """Read the records of the others now."""
         await self.reader.refresh()
         self._update_progress()
+
+    def refresh_soon(self) -> None:
+        """Something has happened that the others' records will explain."""
+        self._refresh_wanted.set()
 
     def _update_progress(self) -> None:
         self.progress = aggregate(self._own, self.reader.records(), self._own.position, self.target_batch_size)
@@ -223,8 +242,23 @@ class ProgressTracker:
         )
 
     def leading_branch(self) -> Branch:
-        """The branch of the run that this peer should be on."""
-        return leading_branch(self.reader.records(), self._endpoint.peer_id, self._own)
+        """The branch of the run that this peer should be on: of those whose state can be had."""
+        others = {
+            peer_id: seen.record
+            for peer_id, seen in self.reader.observed().items()
+            if seen.sequence > self._without_state.get(peer_id, -1)
+        }
+        return leading_branch(others, self._endpoint.peer_id, self._own)
+
+    def is_on_best_branch(self) -> bool:
+        """Whether nobody is known to be on a better branch, whether or not its state can be had."""
+        best = leading_branch(self.reader.records(), self._endpoint.peer_id, self._own)
+        return best.position == self._own.position
+
+    def report_without_state(self, peer_id: PeerId) -> None:
+        """A peer could not hand out the state; it is not asked again before a fresh record of it."""
+        if (seen := self.reader.observed().get(peer_id)) is not None:
+            self._without_state[peer_id] = seen.sequence
 
     def expected(self) -> Mapping[PeerId, bool]:
         expected = {}
@@ -246,26 +280,29 @@ class ProgressTracker:
 
     def answer_call(self) -> None:
         """This peer comes to a round now; who begins another one calls again."""
-        self._is_called = False
+        self._is_called = self._is_moving = False
 
     # background
 
     async def _publish_forever(self) -> None:
         while True:
             self._changed.clear()
-            try:
-                value = msgspec.to_builtins(self._own, builtin_types=(bytes,))
-                await self._dht.store(self._key, value, self._config.ttl_s, subkey=self._endpoint.peer_id)
-            except ManyhandsError as error:
-                logger.warning("this peer's progress was not published: %s", error)
+            if not self._is_moving:
+                await self._publish()
             await asyncio.sleep(self._config.min_refresh_s)
-            waiter = asyncio.get_running_loop().create_task(self._changed.wait())
-            await asyncio.wait([waiter], timeout=self._config.ttl_s / 3)
-            waiter.cancel()
+            await _wait(self._changed, self._config.ttl_s / 3)
+
+    async def _publish(self) -> None:
+        try:
+            value = msgspec.to_builtins(self._own, builtin_types=(bytes,))
+            await self._dht.store(self._key, value, self._config.ttl_s, subkey=self._endpoint.peer_id)
+        except ManyhandsError as error:
+            logger.warning("this peer's progress was not published: %s", error)
 
     async def _read_forever(self) -> None:
         last_samples = -1
         while True:
+            self._refresh_wanted.clear()
             try:
                 await self.refresh()
             except ManyhandsError as error:
@@ -274,4 +311,13 @@ class ProgressTracker:
             if self._on_update is not None and self.progress.samples != last_samples:
                 self._on_update(self.progress, delay_s)
                 last_samples = self.progress.samples
-            await asyncio.sleep(delay_s)
+            await _wait(self._refresh_wanted, delay_s)
+
+
+async def _wait(event: asyncio.Event, timeout_s: float) -> None:
+    """Wait for an event, or until the time is over."""
+    waiter = asyncio.get_running_loop().create_task(event.wait())
+    try:
+        await asyncio.wait([waiter], timeout=timeout_s)
+    finally:
+        waiter.cancel()

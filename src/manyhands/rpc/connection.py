@@ -24,6 +24,8 @@ from manyhands.base.errors import (
 from manyhands.base.identity import PeerId
 from manyhands.rpc.config import RpcConfig
 from manyhands.rpc.frames import (
+    MAX_TEXT,
+    UNREADABLE,
     Cancel,
     Failure,
     Frame,
@@ -33,6 +35,7 @@ from manyhands.rpc.frames import (
     Request,
     Response,
     encode_frame,
+    readable,
     receive_frame,
     send_frame,
 )
@@ -45,6 +48,9 @@ from manyhands.transport.api import Stream
 logger = logging.getLogger(__name__)
 
 Handler = Callable[[PeerId, Any], Awaitable[msgspec.Struct]]
+
+MAX_SERVING_S = 3600.0
+"""No call is served for longer, whatever its caller would wait."""
 
 
 class ControlConnection:
@@ -73,13 +79,12 @@ class ControlConnection:
         self._config = config
         self._counters = counters
         self._ids = itertools.count(1)
-        self._calls: dict[int, asyncio.Future[msgspec.Raw]] = {}
+        self._calls: dict[int, asyncio.Future[Response | Failure | PeerLost]] = {}
         self._serving: dict[int, asyncio.Task[None]] = {}
         self._tasks = TaskOwner(f"connection to {stream.remote}")
-        self._last_heard = asyncio.get_running_loop().time()
 
     async def run(self) -> PeerLost:
-        """Serve the connection until it ends; returns why it did."""
+        """Serve the connection until it ends; returns why it did. Then call :meth:`close`."""
         self._tasks.spawn(self._heartbeat(), name="heartbeat")
         try:
             while True:
@@ -92,7 +97,6 @@ class ControlConnection:
             self._end(PeerLost(self.remote, str(error)))
         finally:
             self._end(PeerLost(self.remote, "the connection was closed here"))
-            await self._tasks.close()
         assert self.lost is not None
         return self.lost
 
@@ -109,22 +113,25 @@ class ControlConnection:
         if self.lost is not None:
             raise PeerLost(self.remote, self.lost.reason)
         call_id = next(self._ids)
-        future = self._calls[call_id] = asyncio.get_running_loop().create_future()
+        answered = self._calls[call_id] = asyncio.get_running_loop().create_future()
         frame = Request(call_id, method.name, timeout_s, msgspec.Raw(msgspec.msgpack.encode(request)))
         try:
             async with time_limit(timeout_s, f"waiting for {method.name} of peer {self.remote}"):
                 await send_frame(self._stream, frame)
-                body = await future
+                answer = await answered
         except (Timeout, asyncio.CancelledError):
             self._send_soon(Cancel(call_id))
             raise
         finally:
             del self._calls[call_id]
+        if not isinstance(answer, Response):
+            raise self._error_of(answer)
         try:
-            return msgspec.msgpack.decode(body, type=method.response)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            return msgspec.msgpack.decode(answer.body, type=method.response)
+        except UNREADABLE as error:
             self._counters["protocol_violations"] += 1
-            raise ProtocolViolation(self.remote, f"the answer of {method.name} cannot be read: {error}") from error
+            text = f"the answer of {method.name} cannot be read: {readable(str(error))}"
+            raise ProtocolViolation(self.remote, text) from error
 
     async def goodbye(self, reason: str) -> None:
         """Tell the peer that this connection is closed on purpose, and close it."""
@@ -136,76 +143,78 @@ class ControlConnection:
                 pass
         await self._stream.close(0.5)
 
-    def abort(self) -> None:
-        """Drop the connection at once."""
-        self._stream.abort()
+    async def close(self) -> None:
+        """End what still runs for this connection, once it has ended: handlers take their time to tidy up."""
+        await self._tasks.close()
 
     def _end(self, error: PeerLost) -> None:
         if self.lost is not None:
             return
         self.lost = error
         self._stream.abort()
-        for future in self._calls.values():
-            if not future.done():
-                future.set_exception(PeerLost(error.peer_id, error.reason))
+        for call_id in self._calls:
+            self._answered(call_id, error)
         for task in self._serving.values():
             task.cancel()
 
     def _dispatch(self, frame: Frame) -> None:
-        self._last_heard = asyncio.get_running_loop().time()
         if isinstance(frame, Request):
             self._serve(frame)
-        elif isinstance(frame, Response):
-            future = self._calls.get(frame.id)
-            if future is not None and not future.done():
-                future.set_result(frame.body)
-        elif isinstance(frame, Failure):
-            future = self._calls.get(frame.id)
-            if future is not None and not future.done():
-                future.set_exception(self._error_of(frame))
+        elif isinstance(frame, (Response, Failure)):
+            self._answered(frame.id, frame)
         elif isinstance(frame, Cancel):
             if (task := self._serving.get(frame.id)) is not None:
                 task.cancel()
         elif isinstance(frame, Ping):
             self._send_soon(Pong())
         elif isinstance(frame, Goodbye):
-            raise PeerLost(self.remote, f"it said goodbye: {frame.reason}")
+            raise PeerLost(self.remote, f"it said goodbye: {readable(frame.reason)}")
         elif not isinstance(frame, Pong):
             raise ProtocolViolation(self.remote, f"an unexpected {type(frame).__name__} frame")
 
-    def _error_of(self, failure: Failure) -> ManyhandsError:
-        if failure.code in ("timeout", "unavailable"):
-            return Unavailable(f"peer {self.remote}: {failure.message}")
-        if failure.code == "internal":
-            return PeerError(self.remote, failure.message)
-        return Refused(self.remote, failure.code, failure.message)
+    def _answered(self, call_id: int, answer: Response | Failure | PeerLost) -> None:
+        answered = self._calls.get(call_id)
+        if answered is not None and not answered.done():  # else nobody waits for it any more
+            answered.set_result(answer)
+
+    def _error_of(self, answer: Failure | PeerLost) -> ManyhandsError:
+        if isinstance(answer, PeerLost):
+            return PeerLost(answer.peer_id, answer.reason)
+        message = readable(answer.message)
+        if answer.code in ("timeout", "unavailable"):
+            return Unavailable(f"peer {self.remote}: {message}")
+        if answer.code == "internal":
+            return PeerError(self.remote, message)
+        return Refused(self.remote, readable(answer.code), message)
 
     def _serve(self, request: Request) -> None:
         if len(self._serving) >= self._config.max_requests_per_connection or request.id in self._serving:
             self._counters["refused_busy"] += 1
             self._send_soon(Failure(request.id, "busy", "too many calls at once"))
             return
+        if not request.timeout_s > 0:  # not a number is not above 0 either; it would disorder the timers of the loop
+            self._send_soon(Failure(request.id, "bad_request", f"a deadline of {request.timeout_s} s"))
+            return
         task = self._tasks.spawn(self._answer(request), name=f"serving {request.method[:80]}")
         self._serving[request.id] = task
         task.add_done_callback(lambda _: self._serving.pop(request.id, None))
 
     async def _answer(self, request: Request) -> None:
-        frame: Response | Failure
         try:
-            async with time_limit(request.timeout_s, f"serving {request.method}"):
-                frame = Response(request.id, await self._handle(request))
+            async with time_limit(min(request.timeout_s, MAX_SERVING_S), f"serving {request.method}"):
+                frame = encode_frame(Response(request.id, await self._handle(request)))
         except Refused as error:
-            frame = Failure(request.id, error.code, error.message)
+            frame = _failure(request, error.code, error.message)
         except Timeout:
-            frame = Failure(request.id, "timeout", "the call took longer than the caller's deadline")
+            frame = _failure(request, "timeout", "the call took longer than the caller's deadline")
         except ManyhandsError as error:
-            frame = Failure(request.id, "unavailable", str(error))
+            frame = _failure(request, "unavailable", str(error))
         except Exception:  # the caller learns that it failed, not how we look inside
             self._counters["handler_errors"] += 1
             logger.exception("serving %s for peer %s failed", request.method, self.remote)
-            frame = Failure(request.id, "internal", "the call failed inside the peer; its log says why")
+            frame = _failure(request, "internal", "the call failed inside the peer; its log says why")
         try:
-            await send_frame(self._stream, frame)
+            await self._stream.send(frame)
         except PeerLost:
             logger.debug("peer %s left before the answer of %s", self.remote, request.method)
 
@@ -215,7 +224,7 @@ class ControlConnection:
         method, handler = self._handlers[request.method]
         try:
             body = msgspec.msgpack.decode(request.body, type=method.request)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except UNREADABLE as error:
             self._counters["protocol_violations"] += 1
             raise Refused(self.remote, "bad_request", f"the request cannot be read: {error}") from error
         return msgspec.Raw(msgspec.msgpack.encode(await handler(self.remote, body)))
@@ -223,12 +232,13 @@ class ControlConnection:
     async def _heartbeat(self) -> None:
         loop = asyncio.get_running_loop()
         period_s = self._config.heartbeat_period_s
+        heard = loop.time()
         while self.lost is None:
-            woken = loop.time() + period_s
+            due = loop.time() + period_s
             await asyncio.sleep(period_s)
-            if loop.time() > woken + period_s:  # this loop was held up, so what came meanwhile is not read yet
-                self._last_heard = loop.time()
-            silence_s = loop.time() - self._last_heard
+            is_held_up = loop.time() > due + period_s  # this loop was, so what came meanwhile is not read yet
+            heard = loop.time() if is_held_up else max(heard, self._stream.last_received)
+            silence_s = loop.time() - heard
             if silence_s > self._config.heartbeat_timeout_s:
                 self._end(PeerLost(self.remote, f"silent for {silence_s:.1f} s"))
                 return
@@ -244,3 +254,7 @@ class ControlConnection:
                 await self._stream.send(encode_frame(frame))
         except (PeerLost, Timeout):
             pass  # the reader and the heartbeat see to it
+
+
+def _failure(request: Request, code: str, message: str) -> bytes:
+    return encode_frame(Failure(request.id, code[:MAX_TEXT], message[:MAX_TEXT]))

@@ -10,23 +10,15 @@ from typing import Any
 
 from manyhands.base.address import Address
 from manyhands.base.deadline import time_limit
-from manyhands.base.errors import (
-    ConfigError,
-    DialFailed,
-    DialReason,
-    PeerLost,
-    ProtocolViolation,
-    Refused,
-    Timeout,
-    Unavailable,
-)
+from manyhands.base.errors import ConfigError, PeerError, ProtocolViolation, Timeout, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.rpc.announce import dialable_addresses, seen_from_outside
 from manyhands.rpc.config import RpcConfig
 from manyhands.rpc.connection import ControlConnection, Handler
-from manyhands.rpc.dialling import dial_first
+from manyhands.rpc.dialling import Dialler
 from manyhands.rpc.frames import CONTROL, Hello, Reject, Welcome, receive_frame, send_frame
 from manyhands.rpc.method import Method, Request, Response
+from manyhands.rpc.streams import OpenStreams
 from manyhands.runtime.tasks import TaskOwner
 from manyhands.transport.api import Listener, Stream, Transport
 from manyhands.version import __version__
@@ -62,9 +54,10 @@ class Endpoint:
         self._acceptors: dict[str, BulkAcceptor] = {}
         self._listeners: list[Listener] = []
         self._connections: dict[PeerId, list[ControlConnection]] = {}
-        self._dialling: dict[PeerId, asyncio.Task[ControlConnection]] = {}
+        self._dialling: dict[PeerId, asyncio.Task[ControlConnection | Unavailable | PeerError]] = {}
         self._known: OrderedDict[PeerId, list[Address]] = OrderedDict()
-        self._streams: set[Stream] = set()
+        self._streams = OpenStreams()
+        self._dialler = Dialler(transport, self._streams)
         self._tasks = TaskOwner("endpoint")
 
     # set-up and end
@@ -86,15 +79,11 @@ class Endpoint:
 
     async def close(self) -> None:
         """Say goodbye to everybody and close all connections; takes a second or two at most."""
-        for task in list(self._dialling.values()):
-            task.cancel()
+        await self._dialler.close()
         connections = [connection for group in self._connections.values() for connection in group]
         if connections:
-            await asyncio.wait(
-                [asyncio.ensure_future(connection.goodbye("it is closing")) for connection in connections], timeout=1.5
-            )
-        for stream in list(self._streams):
-            stream.abort()
+            await asyncio.wait([self._tasks.spawn(c.goodbye("it is closing"), name="goodbye") for c in connections])
+        self._streams.abort_all()
         for listener in self._listeners:
             await listener.close()
         await self._tasks.close()
@@ -138,7 +127,7 @@ class Endpoint:
 
     def is_connected(self, peer_id: PeerId) -> bool:
         """Whether a control connection to the peer is open."""
-        return bool(self._connections.get(peer_id))
+        return any(connection.lost is None for connection in self._connections.get(peer_id, []))
 
     def is_client(self, peer_id: PeerId) -> bool:
         """Whether the peer is connected and cannot be dialled."""
@@ -148,7 +137,7 @@ class Endpoint:
     @property
     def bytes_sent(self) -> int:
         """Bytes sent over all streams so far, control and bulk, before encryption."""
-        return int(self.counters["bytes_sent"] + sum(stream.bytes_sent for stream in self._streams))
+        return self._streams.bytes_sent
 
     # calls
 
@@ -157,10 +146,15 @@ class Endpoint:
 
         Raises:
             DialFailed: with the reason.
+            Refused: the peer turned the connection down.
+            Unavailable: this peer was closed meanwhile.
         """
         if address.peer_id is not None and self.is_connected(address.peer_id):
             return address.peer_id
-        connection = await self._dial(address, timeout_s or self._config.dial_timeout_s)
+        hello = self._hello(CONTROL)
+        stream, welcome = await self._dialler.open([address], hello, timeout_s or self._config.dial_timeout_s)
+        connection = self._opened(stream, welcome)
+        self.learn(stream.remote, [address])
         if address.peer_id is None:
             logger.info("%s is peer %s (trusted on first use)", address, connection.remote)
         return connection.remote
@@ -187,70 +181,50 @@ class Endpoint:
             Unavailable: the peer cannot be dialled.
             Refused: it does not take this stream.
         """
-        hello = Hello(kind, AGENT, [str(address) for address in self.addresses], header)
-        stream, _ = await self._open_known(peer_id, hello, timeout_s)
+        hello = self._hello(kind, header)
+        stream, _ = await self._dialler.open(self._addresses_to_dial(peer_id), hello, timeout_s)
         return stream
 
     def release(self, stream: Stream) -> None:
         """Abort a bulk stream that :meth:`open_bulk` opened, and count its bytes."""
-        stream.abort()
-        self._forget(stream)
+        self._streams.release(stream)
 
     async def _connection(self, peer_id: PeerId, timeout_s: float) -> ControlConnection:
-        for connection in self._connections.get(peer_id, []):
+        for connection in reversed(self._connections.get(peer_id, [])):  # the newest: a peer that crashed may be back
             if connection.lost is None:
                 return connection
         if peer_id == self.peer_id:
             raise Unavailable("a peer does not call itself")
+        self._dialler.check_open()
         if peer_id not in self._dialling:  # callers at the same time share one dial
-            task = asyncio.get_running_loop().create_task(self._dial_known(peer_id))
+            task = self._tasks.spawn(self._dial_control(peer_id), name=f"dial {peer_id}")
             self._dialling[peer_id] = task
-            task.add_done_callback(lambda task: self._dialled(peer_id, task))
-        async with time_limit(timeout_s, f"connecting to peer {peer_id}"):
-            return await asyncio.shield(self._dialling[peer_id])
+            task.add_done_callback(lambda _: self._dialling.pop(peer_id))
+        dial = self._dialling[peer_id]
+        await asyncio.wait([dial], timeout=timeout_s)
+        if not dial.done():
+            raise Timeout(f"connecting to peer {peer_id}", timeout_s)
+        self._dialler.check_open()
+        outcome = dial.result()
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
 
-    def _dialled(self, peer_id: PeerId, task: asyncio.Task[ControlConnection]) -> None:
-        del self._dialling[peer_id]
-        if not task.cancelled() and (error := task.exception()) is not None:
-            logger.debug("%s", error)  # those who wait for this dial get the error itself
-
-    async def _dial_known(self, peer_id: PeerId) -> ControlConnection:
-        hello = Hello(CONTROL, AGENT, [str(address) for address in self.addresses])
-        stream, welcome = await self._open_known(peer_id, hello, self._config.dial_timeout_s)
-        return self._opened(stream, welcome)
-
-    async def _dial(self, address: Address, timeout_s: float) -> ControlConnection:
-        hello = Hello(CONTROL, AGENT, [str(own) for own in self.addresses])
-        stream, welcome = await self._open([address], hello, timeout_s)
-        self.learn(stream.remote, [address])
-        return self._opened(stream, welcome)
-
-    async def _open_known(self, peer_id: PeerId, hello: Hello, timeout_s: float) -> tuple[Stream, Welcome]:
-        addresses = self.addresses_of(peer_id)
-        if not addresses:
-            raise Unavailable(f"no address is known for peer {peer_id}; a peer in client mode cannot be dialled")
-        return await self._open(addresses, hello, timeout_s)
-
-    async def _open(self, addresses: Sequence[Address], hello: Hello, timeout_s: float) -> tuple[Stream, Welcome]:
-        """Dial one peer, and say what the stream is for."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout_s
-        stream, address = await dial_first(self._transport, addresses, timeout_s)
-        self._streams.add(stream)
+    async def _dial_control(self, peer_id: PeerId) -> ControlConnection | Unavailable | PeerError:
+        """A connection, or why there is none: as a value, since those who wanted it may have given up."""
         try:
-            async with time_limit(deadline - loop.time(), f"waiting for the welcome of {address}"):
-                await send_frame(stream, hello)
-                answer = await receive_frame(stream)
-            if isinstance(answer, Reject):
-                raise Refused(stream.remote, answer.code, answer.message)
-            if not isinstance(answer, Welcome):
-                raise ProtocolViolation(stream.remote, f"answered a hello with {type(answer).__name__}")
-        except BaseException as error:
-            self.release(stream)
-            if isinstance(error, (PeerLost, Timeout, ProtocolViolation)):
-                raise DialFailed(str(address), DialReason.REJECTED, str(error)) from error
-            raise
-        return stream, answer
+            addresses, hello = self._addresses_to_dial(peer_id), self._hello(CONTROL)
+            return self._opened(*await self._dialler.open(addresses, hello, self._config.dial_timeout_s))
+        except (Unavailable, PeerError) as error:
+            return error
+
+    def _addresses_to_dial(self, peer_id: PeerId) -> list[Address]:
+        if not self._known.get(peer_id):
+            raise Unavailable(f"no address is known for peer {peer_id}; a peer in client mode cannot be dialled")
+        return self._known[peer_id]
+
+    def _hello(self, purpose: str, header: bytes = b"") -> Hello:
+        return Hello(purpose, AGENT, [str(address) for address in self.addresses], header)
 
     def _opened(self, stream: Stream, welcome: Welcome) -> ControlConnection:
         connection = self._new_connection(stream, welcome.addresses)
@@ -273,14 +247,12 @@ class Endpoint:
         except Timeout as error:
             logger.debug("stream from %s: %s", stream.remote, error)
         finally:
-            self._forget(stream)
+            self._streams.release(stream)
 
     async def _welcome(self, stream: Stream, hello: Hello) -> None:
         welcome = Welcome(AGENT, [str(address) for address in self.addresses])
         if hello.purpose == CONTROL:
-            connection = self._new_connection(stream, hello.addresses)
-            await send_frame(stream, welcome)
-            await self._run(connection, stream)
+            await self._run(self._new_connection(stream, hello.addresses), stream, welcome)
         elif (acceptor := self._acceptors.get(hello.purpose)) is not None:
             await send_frame(stream, welcome)
             await acceptor(stream.remote, hello.header, stream)
@@ -288,31 +260,35 @@ class Endpoint:
             await send_frame(stream, Reject("unknown_purpose", f"no streams of kind {hello.purpose[:80]!r} here"))
             await stream.close()
 
+    # connections
+
     def _new_connection(self, stream: Stream, addresses: list[str]) -> ControlConnection:
+        """Enter a connection; from now on it is used for calls, and :meth:`_run` must follow."""
         self.learn(stream.remote, seen_from_outside(stream.remote, addresses, stream.remote_host))
         connection = ControlConnection(stream, addresses, self._handlers, self._config, self.counters)
         group = self._connections.setdefault(stream.remote, [])
         group.append(connection)
         if len(group) == 1:
-            for callback in self.on_connected:
+            for callback in list(self.on_connected):
                 callback(stream.remote)
         return connection
 
-    async def _run(self, connection: ControlConnection, stream: Stream) -> None:
-        remote = connection.remote
+    async def _run(self, connection: ControlConnection, stream: Stream, welcome: Welcome | None = None) -> None:
         try:
+            if welcome is not None:
+                await send_frame(stream, welcome)
             lost = await connection.run()
             logger.debug("%s", lost)
         finally:
-            self._forget(stream)
-            group = self._connections[remote]
-            group.remove(connection)
-            if not group:
-                del self._connections[remote]
-                for callback in self.on_lost:
-                    callback(remote)
+            self._streams.release(stream)
+            self._remove(connection)
+            await connection.close()
 
-    def _forget(self, stream: Stream) -> None:
-        if stream in self._streams:
-            self._streams.discard(stream)
-            self.counters["bytes_sent"] += stream.bytes_sent
+    def _remove(self, connection: ControlConnection) -> None:
+        remote = connection.remote
+        group = self._connections[remote]
+        group.remove(connection)
+        if not group:
+            del self._connections[remote]
+            for callback in list(self.on_lost):
+                callback(remote)

@@ -9,13 +9,20 @@ from __future__ import annotations
 
 import msgspec
 
-from manyhands.base.errors import ProtocolViolation
+from manyhands.base.errors import ConfigError, ProtocolViolation
 from manyhands.transport.api import Stream
+from manyhands.transport.runs import RUN_BYTES
 
-MAX_FRAME_BYTES = 1 << 20
-"""Larger frames are refused before they are read; large data travels on bulk streams."""
+MAX_FRAME_BYTES = RUN_BYTES - 4
+"""Larger frames are refused before they are read; large data travels on bulk streams. With its length in front a frame
+is sent in one run, so that a caller who gives up never leaves half a frame behind."""
+
+MAX_TEXT = 500  # characters of a message for people
 
 CONTROL = "control"
+
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for bytes that are not what is expected."""
 
 
 class Hello(msgspec.Struct, tag="hello", omit_defaults=True):
@@ -102,11 +109,13 @@ def encode_frame(frame: Frame) -> bytes:
     """The bytes of one frame, with its length in front.
 
     Raises:
-        ValueError: it is larger than :data:`MAX_FRAME_BYTES`.
+        ConfigError: it is larger than :data:`MAX_FRAME_BYTES`.
     """
     payload = _encoder.encode(frame)
     if len(payload) > MAX_FRAME_BYTES:
-        raise ValueError(f"a frame of {len(payload)} bytes does not fit into {MAX_FRAME_BYTES}")
+        raise ConfigError(
+            f"a message of {len(payload)} bytes; {MAX_FRAME_BYTES} are allowed, larger data needs a bulk stream"
+        )
     return len(payload).to_bytes(4, "big") + payload
 
 
@@ -131,6 +140,11 @@ async def receive_frame(stream: Stream) -> Frame:
     await stream.receive_into(memoryview(payload))
     try:
         frame: Frame = _decoder.decode(payload)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ProtocolViolation(stream.remote, f"a frame that cannot be read: {error}") from error
+    except UNREADABLE as error:
+        raise ProtocolViolation(stream.remote, f"a frame that cannot be read: {readable(str(error))}") from error
     return frame
+
+
+def readable(text: str) -> str:
+    """What another peer wrote, fit for a log line or a terminal: short, and without control characters."""
+    return "".join(char if char.isprintable() else "?" for char in text[:MAX_TEXT])

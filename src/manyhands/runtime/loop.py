@@ -18,6 +18,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 5.0
+CANCEL_TIMEOUT_S = 1.0
 
 
 class LoopThread:
@@ -25,6 +26,8 @@ class LoopThread:
 
     def __init__(self, name: str = "manyhands") -> None:
         self._loop = asyncio.new_event_loop()
+        self._lock = threading.Lock()  # so that nothing is submitted once the end has begun
+        self._is_closing = False
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self._thread.start()
 
@@ -40,23 +43,26 @@ class LoopThread:
         for task in tasks:
             task.cancel()
         if tasks:
-            self._loop.run_until_complete(asyncio.wait(tasks, timeout=1.0))
+            _, stuck = self._loop.run_until_complete(asyncio.wait(tasks, timeout=CANCEL_TIMEOUT_S))
+            for task in stuck:
+                logger.error("task %r did not end within %.3g s of its cancellation", task.get_name(), CANCEL_TIMEOUT_S)
         self._loop.run_until_complete(self._loop.shutdown_asyncgens())
-        self._loop.run_until_complete(self._loop.shutdown_default_executor())
-        self._loop.close()
+        self._loop.close()  # waits for no job of the executor: some can hang, and none can be interrupted
 
     def submit(self, coro: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         """Start ``coro`` on the loop; the future may be waited for from any other thread."""
-        if not self._thread.is_alive():
-            coro.close()
-            raise ManyhandsError("the peer is closed")
-        return asyncio.run_coroutine_threadsafe(coro, self._loop)
+        with self._lock:
+            if self._is_closing or not self._thread.is_alive():  # a forked child has the object, but not the thread
+                coro.close()
+                raise ManyhandsError("the peer is closed")
+            return asyncio.run_coroutine_threadsafe(coro, self._loop)
 
     def run(self, coro: Coroutine[Any, Any, T], timeout_s: float, phase: str) -> T:
         """Run ``coro`` on the loop and wait for its result; Ctrl-C cancels it.
 
         Raises:
             Timeout: it took longer than ``timeout_s`` seconds; ``phase`` says what was waited for.
+            ManyhandsError: the thread was closed before the result came.
         """
         if threading.current_thread() is self._thread:
             coro.close()
@@ -64,17 +70,21 @@ class LoopThread:
         future = self.submit(coro)
         try:
             return future.result(timeout_s)
+        except concurrent.futures.CancelledError as error:
+            raise ManyhandsError("the peer is closed") from error
         except concurrent.futures.TimeoutError as error:
-            if future.done():  # the coroutine itself raised it
-                raise
+            if future.done():  # at the last moment, or the coroutine itself raised it
+                return future.result()
             raise Timeout(phase, timeout_s) from error
         finally:
             future.cancel()
 
     def close(self) -> None:
         """Cancel what still runs and end the thread. May be called twice."""
+        with self._lock:
+            if not self._is_closing and self._thread.is_alive():
+                self._loop.call_soon_threadsafe(self._loop.stop)
+            self._is_closing = True
+        self._thread.join(CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(CLOSE_TIMEOUT_S)
-            if self._thread.is_alive():
-                logger.error("the network thread did not end within %.3g s", CLOSE_TIMEOUT_S)
+            logger.error("the network thread did not end within %.3g s", CLOSE_TIMEOUT_S)

@@ -20,11 +20,14 @@ class Stream(Protocol):
     """The IP address at the other end, as seen from here."""
     bytes_sent: int
     bytes_received: int
+    last_received: float
+    """The loop's time when the last bytes came, or when the stream was made."""
 
     async def send(self, *buffers: bytes | bytearray | memoryview) -> None:
         """Send buffers one after the other; returns once they are handed over and the backlog is within its bound.
 
-        The buffers must not change before it returns.
+        The buffers must not change before it returns. When it is cancelled, up to 1 MiB is sent whole or not at all;
+        a larger send that has begun ends the stream.
         """
 
     async def receive_into(self, view: memoryview) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable
 
 from manyhands.base.errors import PeerLost
@@ -22,8 +21,7 @@ class ReceiveBuffer:
     def __init__(self, limit_bytes: int, on_room: Callable[[], None]) -> None:
         self._limit_bytes = limit_bytes
         self._on_room = on_room
-        self._backlog: deque[memoryview] = deque()
-        self._backlog_bytes = 0
+        self._backlog = bytearray()
         self._scratch = bytearray(SCRATCH_BYTES)
         self._target: memoryview | None = None
         self._filled: asyncio.Future[None] | None = None
@@ -31,7 +29,7 @@ class ReceiveBuffer:
 
     @property
     def is_full(self) -> bool:
-        return self._backlog_bytes >= self._limit_bytes
+        return len(self._backlog) >= self._limit_bytes
 
     def get_buffer(self) -> memoryview:
         """Memory to receive into; call :meth:`updated` with the number of bytes written."""
@@ -40,8 +38,7 @@ class ReceiveBuffer:
     def updated(self, num_bytes: int) -> None:
         """The first ``num_bytes`` of the last :meth:`get_buffer` were written."""
         if self._target is None:
-            self._backlog.append(memoryview(bytes(memoryview(self._scratch)[:num_bytes])))
-            self._backlog_bytes += num_bytes
+            self._backlog += memoryview(self._scratch)[:num_bytes]
             return
         self._target = self._target[num_bytes:]
         if len(self._target) == 0:
@@ -86,14 +83,10 @@ class ReceiveBuffer:
 
     def _take_backlog(self, view: memoryview) -> memoryview:
         was_full = self.is_full
-        while self._backlog and len(view):
-            head = self._backlog.popleft()
-            num_bytes = min(len(head), len(view))
-            view[:num_bytes] = head[:num_bytes]
-            self._backlog_bytes -= num_bytes
-            view = view[num_bytes:]
-            if num_bytes < len(head):
-                self._backlog.appendleft(head[num_bytes:])
+        num_bytes = min(len(self._backlog), len(view))
+        with memoryview(self._backlog) as backlog:
+            view[:num_bytes] = backlog[:num_bytes]
+        del self._backlog[:num_bytes]
         if was_full and not self.is_full:
             self._on_room()
-        return view
+        return view[num_bytes:]

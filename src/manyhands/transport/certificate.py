@@ -17,6 +17,7 @@ import tempfile
 from pathlib import Path
 
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.x509.oid import NameOID
@@ -45,8 +46,11 @@ def client_context(identity: Identity) -> ssl.SSLContext:
 
 
 def peer_id_of_certificate(der: bytes) -> PeerId | None:
-    """The peer id in a leaf certificate that TLS has verified, or None when its key is not Ed25519."""
-    key = x509.load_der_x509_certificate(der).public_key()
+    """The peer id in a leaf certificate that TLS has verified, or None when it holds no Ed25519 key."""
+    try:
+        key = x509.load_der_x509_certificate(der).public_key()
+    except (ValueError, UnsupportedAlgorithm, x509.InvalidVersion):  # OpenSSL is not as strict
+        return None
     return peer_id_from_public_key(key.public_bytes_raw()) if isinstance(key, Ed25519PublicKey) else None
 
 

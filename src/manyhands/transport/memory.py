@@ -11,6 +11,7 @@ from manyhands.base.identity import Identity, PeerId
 from manyhands.runtime.tasks import TaskOwner
 from manyhands.transport.api import OnStream
 from manyhands.transport.buffer import ReceiveBuffer
+from manyhands.transport.runs import runs_of
 
 BACKLOG_BYTES = 256 * 1024
 
@@ -34,6 +35,7 @@ class MemoryStream:
         self.remote_host = "127.0.0.1"
         self.bytes_sent = 0
         self.bytes_received = 0
+        self.last_received = asyncio.get_running_loop().time()
         self.other: MemoryStream = self
         self._owner = owner
         self._room = asyncio.Event()
@@ -44,21 +46,26 @@ class MemoryStream:
 
     async def send(self, *buffers: bytes | bytearray | memoryview) -> None:
         async with self._sending:
-            for buffer in buffers:
-                view = memoryview(buffer).cast("B")
-                for start in range(0, len(view), BACKLOG_BYTES):
-                    await self._send_chunk(view[start : start + BACKLOG_BYTES])
+            for number, run in enumerate(runs_of(buffers)):
+                await self._room_for(number)
+                for chunk in run:
+                    self.bytes_sent += len(chunk)
+                    self.other._arrived(chunk)  # noqa: SLF001 (the other end of the same stream)
+            await asyncio.sleep(0)
 
-    async def _send_chunk(self, chunk: memoryview) -> None:
-        await self.other._room.wait()  # noqa: SLF001 (the other end of the same stream)
+    async def _room_for(self, number: int) -> None:
+        try:
+            await self.other._room.wait()  # noqa: SLF001
+        except asyncio.CancelledError:
+            if number > 0:  # in the middle of a message: nobody could tell where the next one begins
+                self.abort()
+            raise
         if self._closed.is_set():
             raise PeerLost(self.remote, "connection closed")
-        self.bytes_sent += len(chunk)
-        self.other._arrived(chunk)  # noqa: SLF001
-        await asyncio.sleep(0)
 
     def _arrived(self, chunk: memoryview) -> None:
         self.bytes_received += len(chunk)
+        self.last_received = asyncio.get_running_loop().time()
         self._buffer.feed(chunk)
         if self._buffer.is_full:
             self._room.clear()

@@ -1,0 +1,43 @@
+"""Values that travel as they are: numbers, strings, and lists and dicts of them. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def is_plain(value: object) -> bool:
+    """Whether the whole value travels."""
+    if isinstance(value, (list, tuple)):
+        return all(is_plain(item) for item in value)
+    if type(value) is dict:  # a Counter, say, is more than its items
+        return all(isinstance(key, str) and is_plain(item) for key, item in value.items())
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def plain_part(value: Any) -> Any:
+    """What travels of a value: of a dict the items that do, and None in place of what does not."""
+    if type(value) is dict:
+        return {key: plain_part(item) for key, item in value.items() if isinstance(key, str)}
+    if isinstance(value, (list, tuple)):
+        return [plain_part(item) for item in value]
+    return value if is_plain(value) else None
+
+
+def merged(own: Any, sent: Any) -> Any:
+    """``own`` with the values of ``sent`` wherever both have one of the same kind; nothing is added or removed."""
+    if type(own) is dict:
+        if not isinstance(sent, dict):
+            return own
+        return {key: merged(item, sent[key]) if key in sent else item for key, item in own.items()}
+    if isinstance(own, (list, tuple)):
+        if not isinstance(sent, (list, tuple)) or len(own) != len(sent):
+            return own
+        items = [merged(own_item, sent_item) for own_item, sent_item in zip(own, sent, strict=True)]
+        return items if isinstance(own, list) else tuple(items)
+    if _is_number(own) and _is_number(sent):
+        return sent
+    return sent if type(own) is type(sent) else own
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

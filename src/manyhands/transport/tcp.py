@@ -1,0 +1,126 @@
+"""TCP sockets that dial and listen, with every failure in words that a person can act on."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import errno
+import socket
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from manyhands.base.address import Address
+from manyhands.base.deadline import time_limit
+from manyhands.base.errors import ConfigError, DialFailed, DialReason, Timeout
+
+BACKLOG = 128  # connections that the system holds until they are accepted
+
+_FAMILIES = {"ip4": socket.AF_INET, "dns4": socket.AF_INET, "ip6": socket.AF_INET6, "dns6": socket.AF_INET6}
+
+Places = Sequence[tuple[Any, ...]]
+"""What ``getaddrinfo`` returns: family, type, protocol, name and socket address of each place."""
+
+
+async def connect(address: Address, timeout_s: float) -> socket.socket:
+    """A connected socket, to the first of the host's addresses that accepts.
+
+    Raises:
+        DialFailed: with the reason; also when ``timeout_s`` is over.
+    """
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout_s
+    places = await _look_up_in_time(address, timeout_s)
+    try:
+        async with time_limit(deadline - loop.time(), f"connecting to {address}"):
+            return await _connect_to_first(places)
+    except Timeout as error:
+        raise DialFailed(str(address), DialReason.TIMED_OUT, f"waited {timeout_s:.3g} s") from error
+    except ConnectionRefusedError as error:
+        raise DialFailed(str(address), DialReason.REFUSED) from error
+    except OSError as error:
+        reason = DialReason.TIMED_OUT if error.errno == errno.ETIMEDOUT else DialReason.UNREACHABLE
+        raise DialFailed(str(address), reason, error.strerror or "") from error
+
+
+async def listen(address: Address) -> list[socket.socket]:
+    """Listening sockets; one for each address of the host.
+
+    Raises:
+        ConfigError: the port is taken, or the host is not an address of this machine.
+    """
+    sockets: list[socket.socket] = []
+    try:
+        for family, _, _, _, where in await _look_up(address):
+            sockets.append(socket.create_server(where[:2], family=family, backlog=BACKLOG))
+            sockets[-1].setblocking(False)
+    except OSError as error:
+        for sock in sockets:
+            sock.close()
+        raise ConfigError(_why_not_listening(address, error)) from error
+    return sockets
+
+
+async def _connect_to_first(places: Places) -> socket.socket:
+    loop = asyncio.get_running_loop()
+    error: OSError = OSError(errno.EADDRNOTAVAIL, "no address")
+    for family, kind, protocol, _, where in places:
+        sock = socket.socket(family, kind, protocol)
+        sock.setblocking(False)
+        try:
+            await loop.sock_connect(sock, where)
+        except OSError as failure:
+            sock.close()
+            error = failure
+        except BaseException:
+            sock.close()
+            raise
+        else:
+            return sock
+    raise error
+
+
+async def _look_up_in_time(address: Address, timeout_s: float) -> Places:
+    try:
+        async with time_limit(timeout_s, f"looking up {address.host}"):
+            return await _look_up(address)
+    except Timeout as error:
+        detail = f"no answer within {timeout_s:.3g} s"
+        raise DialFailed(str(address), DialReason.NAME_NOT_FOUND, detail) from error
+    except socket.gaierror as error:
+        raise DialFailed(str(address), DialReason.NAME_NOT_FOUND, error.strerror or "") from error
+
+
+async def _look_up(address: Address) -> Places:
+    """The places of a host. A name is looked up in a thread of its own, that nobody waits for once they gave up.
+
+    A lookup can hang for half a minute, and nothing interrupts it. In asyncio's pool of threads a few of them would
+    hold up all others, and then the end of the process.
+    """
+    family = _FAMILIES.get(address.protocol, socket.AF_UNSPEC)
+    if address.protocol.startswith("ip"):
+        flags = socket.AI_NUMERICHOST
+        return socket.getaddrinfo(address.host, address.port, family, socket.SOCK_STREAM, flags=flags)
+    outcome: concurrent.futures.Future[Places] = concurrent.futures.Future()
+    outcome.set_running_or_notify_cancel()
+
+    def look_up() -> None:
+        try:
+            outcome.set_result(socket.getaddrinfo(address.host, address.port, family, socket.SOCK_STREAM))
+        except (OSError, UnicodeError) as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=look_up, name=f"looking up {address.host}", daemon=True).start()
+    return await asyncio.wrap_future(outcome)
+
+
+def _why_not_listening(address: Address, error: OSError) -> str:
+    if isinstance(error, socket.gaierror):
+        return f"cannot listen on {address}: the host name does not resolve"
+    if error.errno == errno.EADDRINUSE:
+        return f"cannot listen on {address}: port {address.port} is taken; choose another, or 0 for a free one"
+    if error.errno == errno.EADDRNOTAVAIL:
+        return f"cannot listen on {address}: this machine has no such address; 0.0.0.0 means all of its addresses"
+    if error.errno == errno.EACCES:
+        return f"cannot listen on {address}: port {address.port} needs special rights; choose one above 1023"
+    return f"cannot listen on {address}: {error.strerror}"

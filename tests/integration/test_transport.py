@@ -1,0 +1,584 @@
+"""TCP with mutual TLS on loopback: what arrives, who is let in, and why a dial failed."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import hashlib
+import logging
+import os
+import random
+import socket
+import ssl
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.x509.oid import NameOID
+
+from manyhands.base.address import Address
+from manyhands.base.deadline import time_limit
+from manyhands.base.errors import ConfigError, DialFailed, DialReason, PeerLost
+from manyhands.base.identity import PeerId
+from manyhands.transport import Listener, Stream, TlsTransport, certificate, tls
+from tests.network import LOOPBACK, identity_of
+
+SERVER, CLIENT = identity_of(0), identity_of(1)
+
+
+class Accepted:
+    """A listener, and the streams that got through to it, in order."""
+
+    def __init__(self) -> None:
+        self.streams: asyncio.Queue[Stream] = asyncio.Queue()
+        self.listener: Listener
+
+    async def on_stream(self, stream: Stream) -> None:
+        self.streams.put_nowait(stream)
+        await stream.wait_closed()
+
+    @property
+    def address(self) -> Address:
+        return self.listener.addresses[0]
+
+
+@asynccontextmanager
+async def listening() -> AsyncIterator[Accepted]:
+    accepted = Accepted()
+    accepted.listener = await TlsTransport(SERVER).listen(LOOPBACK, accepted.on_stream)
+    try:
+        yield accepted
+    finally:
+        await accepted.listener.close()
+
+
+@asynccontextmanager
+async def stream_pair() -> AsyncIterator[tuple[Stream, Stream]]:
+    async with listening() as accepted:
+        here = await TlsTransport(CLIENT).dial(accepted.address.with_peer(SERVER.peer_id), 5.0)
+        try:
+            yield here, await accepted.streams.get()
+        finally:
+            here.abort()
+            await here.wait_closed()
+
+
+async def read(stream: Stream, num_bytes: int) -> bytes:
+    target = bytearray(num_bytes)
+    async with time_limit(20.0, f"reading {num_bytes} bytes"):
+        await stream.receive_into(memoryview(target))
+    return bytes(target)
+
+
+def random_bytes(num_bytes: int) -> bytes:
+    return random.Random(num_bytes).randbytes(num_bytes)
+
+
+# what arrives
+
+
+async def test_both_ends_know_each_other() -> None:
+    async with stream_pair() as (here, there):
+        assert (here.remote, there.remote) == (SERVER.peer_id, CLIENT.peer_id)
+        assert (here.remote_host, there.remote_host) == ("127.0.0.1", "127.0.0.1")
+
+
+async def test_bulk_both_ways_at_once_is_intact() -> None:
+    data = random_bytes(32 << 20)
+    async with stream_pair() as (here, there):
+        _, _, from_there, from_here = await asyncio.gather(
+            here.send(memoryview(data)), there.send(data[::-1]), read(here, len(data)), read(there, len(data))
+        )
+    assert hashlib.sha256(from_here).digest() == hashlib.sha256(data).digest()
+    assert from_there == data[::-1]
+    assert here.bytes_sent == there.bytes_received == len(data)
+
+
+async def test_a_slow_reader_bounds_the_memory_of_both_ends() -> None:
+    data = random_bytes(64 << 20)
+    async with stream_pair() as (here, there):
+        sending = asyncio.ensure_future(here.send(data))
+        first = await read(there, 1000)
+        await asyncio.wait([sending], timeout=0.3)  # time enough for all of it, if nothing held it back
+        assert not sending.done()
+        assert here.bytes_sent < 32 << 20, "most of it is in the buffers of the system"
+        assert here._transport.get_write_buffer_size() < 4 << 20  # type: ignore[attr-defined]
+        assert len(there._buffer._backlog) < 2 << 20  # type: ignore[attr-defined]
+        rest = await read(there, len(data) - 1000)
+        await sending
+    assert first + rest == data
+
+
+async def test_what_was_sent_before_the_close_arrives_at_a_slow_reader() -> None:
+    data = random_bytes(3 << 20)
+    async with stream_pair() as (here, there):
+        await here.send(data)
+        closing = asyncio.ensure_future(here.close(10.0))
+        received = b"".join([await read(there, len(data) // 8) for _ in range(8)])
+        assert received == data
+        with pytest.raises(PeerLost):
+            await read(there, 1)
+        await closing
+
+
+async def test_close_is_bounded_when_nobody_reads() -> None:
+    async with stream_pair() as (here, _):
+        sending = asyncio.ensure_future(here.send(bytes(64 << 20)))
+        await asyncio.wait([sending], timeout=0.1)
+        async with time_limit(2.0, "closing"):
+            await here.close(0.1)
+        with pytest.raises(PeerLost):
+            await sending
+
+
+async def test_abort_wakes_whoever_waits_at_both_ends() -> None:
+    async with stream_pair() as (here, there):
+        reading = [asyncio.ensure_future(read(end, 1)) for end in (here, there)]
+        await asyncio.sleep(0)
+        there.abort()
+        async with time_limit(2.0, "for both ends to notice"):
+            outcomes = await asyncio.gather(*reading, return_exceptions=True)
+            await asyncio.gather(here.wait_closed(), there.wait_closed())
+        assert all(isinstance(outcome, PeerLost) for outcome in outcomes)
+        with pytest.raises(PeerLost):
+            await there.send(b"too late")
+
+
+async def test_a_send_that_is_cancelled_leaves_no_torn_message() -> None:
+    """Messages of up to 1 MiB arrive whole or not at all, and the stream goes on."""
+    rng = random.Random(7)
+    num_bytes = 1 << 20
+    async with stream_pair() as (here, there):
+        for number in range(40):
+            message = bytes([number]) * num_bytes
+            sending = asyncio.ensure_future(here.send(message[:100], message[100:]))
+            for _ in range(rng.randrange(4)):
+                await asyncio.sleep(0)
+            sending.cancel()
+            await asyncio.gather(sending, return_exceptions=True)
+        sending = asyncio.ensure_future(here.send(bytes([255]) * num_bytes))
+        numbers: list[int] = []
+        while 255 not in numbers:
+            message = await read(there, num_bytes)
+            assert message == message[:1] * num_bytes, "torn"
+            numbers.append(message[0])
+        await sending
+    assert numbers == sorted(set(numbers))
+
+
+async def test_a_long_send_that_is_cancelled_half_way_ends_the_stream() -> None:
+    """Nobody could tell where the next message begins."""
+    async with stream_pair() as (here, there):
+        sending = asyncio.ensure_future(here.send(bytes(64 << 20)))
+        await read(there, 1 << 20)
+        sending.cancel()
+        await asyncio.gather(sending, return_exceptions=True)
+        with pytest.raises(PeerLost):
+            await here.send(b"next message")
+        with pytest.raises(PeerLost):
+            await read(there, 64 << 20)
+
+
+# why a dial failed
+
+
+async def failure_of(address: Address | str, timeout_s: float = 2.0) -> DialFailed:
+    address = Address.parse(address) if isinstance(address, str) else address
+    with pytest.raises(DialFailed) as caught:
+        await TlsTransport(CLIENT).dial(address, timeout_s)
+    assert caught.value.address == str(address)
+    return caught.value
+
+
+@contextmanager
+def silent_port(*, listens: bool) -> Iterator[Address]:
+    """A port that is taken and refuses, or takes connections and says nothing."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        if listens:
+            sock.listen(16)
+        yield Address.of("127.0.0.1", sock.getsockname()[1])
+
+
+@asynccontextmanager
+async def server_of(
+    serve: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Any], context: ssl.SSLContext | None = None
+) -> AsyncIterator[Address]:
+    server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=context)
+    yield Address.of("127.0.0.1", server.sockets[0].getsockname()[1])
+    server.close()
+
+
+async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.close()
+
+
+async def answer_http(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.write(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
+    writer.close()
+
+
+def context_of_another_issuer(folder: Path, protocol: int = ssl.PROTOCOL_TLS_SERVER) -> ssl.SSLContext:
+    key = Ed25519PrivateKey.generate()
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "example.org")])
+    builder = x509.CertificateBuilder(name, name, key.public_key(), 1, certificate._NOT_BEFORE, certificate._NOT_AFTER)
+    return with_leaf(ssl.SSLContext(protocol), folder, key, builder.sign(key, None))
+
+
+def context_with_a_key_that_is_not_ed25519(folder: Path, protocol: int = ssl.PROTOCOL_TLS_SERVER) -> ssl.SSLContext:
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "somebody")])
+    builder = x509.CertificateBuilder(
+        certificate._ISSUER_NAME, name, key.public_key(), 2, certificate._NOT_BEFORE, certificate._NOT_AFTER
+    )
+    issuer_id = x509.AuthorityKeyIdentifier.from_issuer_public_key(certificate._ISSUER_KEY.public_key())
+    leaf = builder.add_extension(issuer_id, False).sign(certificate._ISSUER_KEY, None)
+    return with_leaf(certificate._context(protocol, SERVER), folder, key, leaf)
+
+
+def with_leaf(context: ssl.SSLContext, folder: Path, key: Any, leaf: x509.Certificate) -> ssl.SSLContext:
+    pem = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    ) + leaf.public_bytes(serialization.Encoding.PEM)
+    (folder / "leaf.pem").write_bytes(pem)
+    context.load_cert_chain(folder / "leaf.pem")
+    return context
+
+
+async def test_nothing_listens_there() -> None:
+    with silent_port(listens=False) as address:
+        failure = await failure_of(address)
+    assert failure.reason is DialReason.REFUSED
+
+
+async def test_a_port_that_takes_connections_and_says_nothing() -> None:
+    with silent_port(listens=True) as address:
+        async with time_limit(1.0, "for the dial to give up"):
+            failure = await failure_of(address, timeout_s=0.2)
+    assert failure.reason is DialReason.TIMED_OUT
+    assert "TCP connects, but no TLS handshake follows" in str(failure)
+
+
+async def test_another_identity_answers() -> None:
+    async with listening() as accepted:
+        failure = await failure_of(accepted.address.with_peer(identity_of(5).peer_id))
+    assert failure.reason is DialReason.WRONG_IDENTITY
+    assert f"found {SERVER.peer_id}" in str(failure)
+
+
+async def test_the_address_is_this_peer_itself() -> None:
+    async with listening() as accepted:
+        with pytest.raises(DialFailed) as caught:
+            await TlsTransport(SERVER).dial(accepted.address, 2.0)
+    assert caught.value.reason is DialReason.ITSELF
+
+
+@pytest.mark.parametrize("alpn", [["manyhands/2"], []])
+async def test_another_protocol_version(alpn: list[str]) -> None:
+    context = certificate.server_context(SERVER)
+    context.set_alpn_protocols(alpn)
+    async with server_of(hang_up, context) as address:
+        failure = await failure_of(address)
+    assert failure.reason is DialReason.PROTOCOL_VERSION
+    assert "this peer speaks manyhands/1" in str(failure)
+
+
+@pytest.mark.parametrize("serve", [answer_http, hang_up])
+async def test_a_server_of_something_else_without_tls(serve: Callable[..., Any]) -> None:
+    async with server_of(serve) as address:
+        failure = await failure_of(address)
+    assert failure.reason is DialReason.NOT_MANYHANDS
+    assert "does not answer in TLS 1.3" in str(failure)
+
+
+async def test_a_tls_server_of_something_else(tmp_path: Path) -> None:
+    async with server_of(hang_up, context_of_another_issuer(tmp_path)) as address:
+        failure = await failure_of(address)
+    assert failure.reason is DialReason.NOT_MANYHANDS
+    assert "a TLS server of something else" in str(failure)
+
+
+async def test_an_older_tls() -> None:
+    context = certificate.server_context(SERVER)
+    context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_2
+    async with server_of(hang_up, context) as address:
+        failure = await failure_of(address)
+    assert failure.reason is DialReason.NOT_MANYHANDS
+
+
+async def test_a_key_that_is_not_ed25519(tmp_path: Path) -> None:
+    async with server_of(hang_up, context_with_a_key_that_is_not_ed25519(tmp_path)) as address:
+        failure = await failure_of(address)
+    assert failure.reason is DialReason.NOT_MANYHANDS
+
+
+async def test_a_name_that_does_not_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_such_name(*args: Any, **kwargs: Any) -> Any:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", no_such_name)
+    failure = await failure_of("/dns4/nowhere.example/tcp/31337")
+    assert failure.reason is DialReason.NAME_NOT_FOUND
+    assert "Name or service not known" in str(failure)
+
+
+async def test_name_servers_that_do_not_answer_delay_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other peers announce names too: a lookup can hang for longer than any dial waits."""
+    over, lookups, real = threading.Event(), [], socket.getaddrinfo
+
+    def hang(host: str, *args: Any, **kwargs: Any) -> Any:
+        if not host.endswith(".example"):
+            return real(host, *args, **kwargs)
+        lookups.append(threading.current_thread())
+        over.wait(20.0)
+        raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+
+    monkeypatch.setattr(socket, "getaddrinfo", hang)
+    try:
+        hanging = [asyncio.ensure_future(failure_of(f"/dns4/{i}.example/tcp/1", 0.5)) for i in range(40)]
+        async with listening() as accepted, time_limit(5.0, "for a dial beside hanging lookups"):
+            stream = await TlsTransport(CLIENT).dial(accepted.address, 2.0)
+            stream.abort()
+        async with time_limit(5.0, "for the dials to give up"):
+            failures = await asyncio.gather(*hanging)
+        assert all(failure.reason is DialReason.NAME_NOT_FOUND for failure in failures)
+        assert "no answer within 0.5 s" in str(failures[0])
+        assert all(thread.daemon for thread in lookups), "or the end of the process would wait for them"
+    finally:
+        over.set()
+        for thread in lookups:
+            thread.join(5.0)
+
+
+@pytest.mark.parametrize(
+    ("number", "reason"),
+    [
+        (errno.ECONNREFUSED, DialReason.REFUSED),
+        (errno.ETIMEDOUT, DialReason.TIMED_OUT),
+        (errno.ENETUNREACH, DialReason.UNREACHABLE),
+        (errno.EHOSTUNREACH, DialReason.UNREACHABLE),
+        (errno.EAFNOSUPPORT, DialReason.UNREACHABLE),
+        (errno.EMFILE, DialReason.UNREACHABLE),
+    ],
+)
+async def test_the_system_says_why(number: int, reason: DialReason, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refuse(sock: socket.socket, address: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "sock_connect", refuse)
+    failure = await failure_of("/ip4/127.0.0.1/tcp/1")
+    assert failure.reason is reason
+
+
+async def test_every_reason_has_its_own_text() -> None:
+    assert len({reason.value for reason in DialReason}) == len(DialReason)
+
+
+async def test_a_cancelled_dial_leaves_nothing() -> None:
+    with silent_port(listens=True) as address:
+        before = num_sockets()
+        dial = asyncio.ensure_future(TlsTransport(CLIENT).dial(address, 30.0))
+        await until_more_sockets(before)
+        dial.cancel()
+        await asyncio.wait([dial])
+        await asyncio.sleep(0)
+        assert num_sockets() == before
+
+
+def num_sockets() -> int:
+    return len(psutil.Process().net_connections("tcp"))
+
+
+async def until_more_sockets(before: int) -> None:
+    async with time_limit(5.0, "for a connection"):
+        while num_sockets() <= before:
+            await asyncio.sleep(0.001)
+
+
+# where one can listen
+
+
+async def test_a_taken_port_is_named() -> None:
+    with silent_port(listens=True) as address, pytest.raises(ConfigError) as caught:
+        await TlsTransport(SERVER).listen(address, Accepted().on_stream)
+    assert f"port {address.port} is taken; choose another, or 0 for a free one" in str(caught.value)
+
+
+async def test_an_address_of_another_machine() -> None:
+    with pytest.raises(ConfigError, match="this machine has no such address"):
+        await TlsTransport(SERVER).listen(Address.parse("/ip4/192.0.2.1/tcp/0"), Accepted().on_stream)
+
+
+async def test_a_name_to_listen_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    accepted = Accepted()
+    accepted.listener = await TlsTransport(SERVER).listen(Address.parse("/dns4/localhost/tcp/0"), accepted.on_stream)
+    assert accepted.address.host == "127.0.0.1"
+    stream = await TlsTransport(CLIENT).dial(Address.parse(f"localhost:{accepted.address.port}"), 5.0)
+    stream.abort()
+    await accepted.listener.close()
+
+    def no_such_name(*args: Any, **kwargs: Any) -> Any:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", no_such_name)
+    with pytest.raises(ConfigError, match=r"/dns4/nowhere\.example/tcp/0.*does not resolve"):
+        await TlsTransport(SERVER).listen(Address.parse("/dns4/nowhere.example/tcp/0"), accepted.on_stream)
+
+
+# who is let in
+
+
+CLIENT_HELLO_BEGINS = bytes.fromhex("1603010200010001fc0303")
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"GET / HTTP/1.1\r\nHost: example.org\r\n\r\n",
+        random_bytes(10_000),
+        b"\x16\x03\x01\xff\xff" + bytes(70_000),
+        b"\x00" * 100_000,
+        b"\x13BitTorrent protocol" + bytes(48),
+    ],
+    ids=["http", "random", "huge record", "zeros", "bittorrent"],
+)
+async def test_garbage_is_dropped_and_others_are_served(garbage: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    async with listening() as accepted:
+        reader, writer = await asyncio.open_connection(accepted.address.host, accepted.address.port)
+        writer.write(garbage)
+        await assert_dropped(reader, writer)
+        await assert_serves(accepted)
+    assert_quiet(caplog)
+
+
+async def test_who_says_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Or a byte now and then: the handshake as a whole has its time."""
+    monkeypatch.setattr(tls, "HANDSHAKE_TIMEOUT_S", 0.3)
+    async with listening() as accepted:
+        for words in (b"", CLIENT_HELLO_BEGINS):
+            reader, writer = await asyncio.open_connection(accepted.address.host, accepted.address.port)
+            writer.write(words)
+            await assert_serves(accepted)
+            await assert_dropped(reader, writer)
+    assert_quiet(caplog)
+
+
+@pytest.mark.parametrize("kind", ["no certificate", "another issuer", "not ed25519", "another alpn", "no alpn"])
+async def test_tls_clients_that_are_no_peers(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    alpn = [certificate.ALPN]
+    if kind == "another issuer":
+        context = context_of_another_issuer(tmp_path, ssl.PROTOCOL_TLS_CLIENT)
+    elif kind == "not ed25519":
+        context = context_with_a_key_that_is_not_ed25519(tmp_path, ssl.PROTOCOL_TLS_CLIENT)
+    elif kind.endswith("alpn"):
+        context = certificate.client_context(CLIENT)
+        alpn = ["manyhands/2"] if kind == "another alpn" else []
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(alpn)
+    async with listening() as accepted:
+        reader, writer = await asyncio.open_connection(accepted.address.host, accepted.address.port, ssl=context)
+        writer.write(b"hello")
+        await assert_dropped(reader, writer)
+        assert accepted.streams.empty()
+        await assert_serves(accepted)
+    assert_quiet(caplog)
+
+
+async def test_a_flood_of_garbage_does_not_stop_the_others(caplog: pytest.LogCaptureFixture) -> None:
+    async with listening() as accepted:
+        writers = []
+        for number in range(100):
+            _, writer = await asyncio.open_connection(accepted.address.host, accepted.address.port)
+            writer.write(CLIENT_HELLO_BEGINS if number % 2 else random_bytes(100))
+            writers.append(writer)
+        await assert_serves(accepted)
+        for writer in writers:
+            writer.transport.abort()
+    assert_quiet(caplog)
+
+
+async def test_close_ends_handshakes_that_are_under_way(caplog: pytest.LogCaptureFixture) -> None:
+    before = num_sockets()
+    async with listening() as accepted:
+        connections = []
+        for words in (b"", CLIENT_HELLO_BEGINS):
+            connections.append(await asyncio.open_connection(accepted.address.host, accepted.address.port))
+            connections[-1][1].write(words)
+        await assert_serves(accepted)
+        async with time_limit(1.0, "for the listener to close"):
+            await accepted.listener.close()
+    for reader, writer in connections:
+        await assert_dropped(reader, writer)
+    await asyncio.sleep(0)
+    assert num_sockets() == before
+    assert_quiet(caplog)
+
+
+async def test_the_system_has_no_sockets_left(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    accept, num_failures = socket.socket.accept, 0
+
+    def fail_at_first(sock: socket.socket) -> Any:
+        nonlocal num_failures
+        num_failures += 1
+        if num_failures < 3:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return accept(sock)
+
+    monkeypatch.setattr(tls, "ACCEPT_PAUSE_S", 0.01)
+    monkeypatch.setattr(socket.socket, "accept", fail_at_first)
+    async with listening() as accepted:
+        await assert_serves(accepted)
+    assert "cannot accept connections: Too many open files; trying again in 0.01 s" in caplog.text
+
+
+async def test_a_failing_handler_ends_its_stream_only(caplog: pytest.LogCaptureFixture) -> None:
+    async def fail(stream: Stream) -> None:
+        raise ValueError("broken")
+
+    listener = await TlsTransport(SERVER).listen(LOOPBACK, fail)
+    try:
+        for _ in range(2):
+            stream = await TlsTransport(CLIENT).dial(listener.addresses[0], 5.0)
+            async with time_limit(5.0, "for the stream to end"):
+                await stream.wait_closed()
+    finally:
+        await listener.close()
+    assert "ValueError: broken" in caplog.text
+
+
+async def assert_dropped(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    try:
+        async with time_limit(2.0, "to be dropped"):
+            await reader.read()  # perhaps an alert, then the end
+    except (OSError, ssl.SSLError):
+        pass
+    finally:
+        writer.transport.abort()
+
+
+async def assert_serves(accepted: Accepted) -> None:
+    stream = await TlsTransport(identity_of(7)).dial(accepted.address, 5.0)
+    async with time_limit(5.0, "for the stream to be served"):
+        while (served := await accepted.streams.get()).remote != PeerId(identity_of(7).peer_id):
+            pass
+    await stream.send(b"ok")
+    assert await read(served, 2) == b"ok"
+    stream.abort()
+    await stream.wait_closed()
+
+
+def assert_quiet(caplog: pytest.LogCaptureFixture) -> None:
+    """What anybody can cause from outside must not fill the log."""
+    loud = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert not loud

@@ -1,0 +1,119 @@
+"""Endpoints for the tests of the layers below averaging: no torch here."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+
+import msgspec
+
+from manyhands.base.address import Address
+from manyhands.base.deadline import time_limit
+from manyhands.base.identity import Identity, PeerId
+from manyhands.rpc import Endpoint, Method, RpcConfig
+from manyhands.rpc.frames import CONTROL, Frame, Hello, Welcome, receive_frame, send_frame
+from manyhands.transport import MemoryNetwork, MemoryTransport, Stream, TlsTransport, Transport
+
+LOOPBACK = Address.parse("/ip4/127.0.0.1/tcp/0")
+KINDS = ["memory", "tls"]
+
+
+class Text(msgspec.Struct):
+    """The request and the response of the methods in these tests."""
+
+    text: str
+
+
+ECHO: Method[Text, Text] = Method("test.echo", Text, Text)
+STUCK: Method[Text, Text] = Method("test.stuck", Text, Text)
+
+
+def identity_of(number: int) -> Identity:
+    """The same identity for the same number, in every run of the tests."""
+    return Identity.from_seed(number.to_bytes(32, "big"))
+
+
+@asynccontextmanager
+async def endpoints(
+    num_peers: int, *, kind: str = "memory", clients: Sequence[int] = (), config: RpcConfig | None = None
+) -> AsyncIterator[list[Endpoint]]:
+    """``num_peers`` endpoints that know each other's addresses; those numbered in ``clients`` do not listen."""
+    network = MemoryNetwork()
+    swarm: list[Endpoint] = []
+    try:
+        for number in range(num_peers):
+            endpoint = Endpoint(transport_of(number, kind, network), client_mode=number in clients, config=config)
+            if number not in clients:
+                await endpoint.listen([LOOPBACK])
+            swarm.append(endpoint)
+        for endpoint in swarm:
+            for other in swarm:
+                endpoint.learn(other.peer_id, other.addresses)
+        yield swarm
+    finally:
+        for endpoint in swarm:
+            await endpoint.close()
+
+
+def transport_of(number: int, kind: str, network: MemoryNetwork) -> Transport:
+    identity = identity_of(number)
+    return TlsTransport(identity) if kind == "tls" else MemoryTransport(identity, network)
+
+
+def serve_echo(endpoint: Endpoint) -> None:
+    async def echo(remote: PeerId, request: Text) -> Text:
+        return Text(f"{request.text} from {endpoint.peer_id}")
+
+    endpoint.handle(ECHO, echo)
+
+
+class StuckHandler:
+    """Serves ``STUCK``: never answers, and shows when it was called and cancelled."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.called = asyncio.Event()
+        self.cancelled = asyncio.Event()
+        self.num_calls = 0
+        endpoint.handle(STUCK, self._serve)
+
+    async def _serve(self, remote: PeerId, request: Text) -> Text:
+        self.num_calls += 1
+        self.called.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.cancelled.set()
+        raise AssertionError("nobody sets that event")
+
+
+@asynccontextmanager
+async def raw_control(endpoint: Endpoint, kind: str = "tls", number: int = 99) -> AsyncIterator[Stream]:
+    """A stream to a listening endpoint after hello and welcome, for a peer that behaves as the test wants."""
+    if kind == "tls":
+        transport: Transport = TlsTransport(identity_of(number))
+    else:
+        assert isinstance(endpoint._transport, MemoryTransport)
+        transport = MemoryTransport(identity_of(number), endpoint._transport._network)
+    stream = await transport.dial(endpoint.addresses[0], 5.0)
+    try:
+        await send_frame(stream, Hello(CONTROL))
+        assert isinstance(await receive_frame(stream), Welcome)
+        yield stream
+    finally:
+        stream.abort()
+
+
+async def next_frame(stream: Stream, kind: type[Frame]) -> Frame:
+    """The next frame of one kind; the pings between are skipped."""
+    async with time_limit(5.0, f"waiting for a {kind.__name__} frame"):
+        while not isinstance(frame := await receive_frame(stream), kind):
+            pass
+    return frame
+
+
+async def until(condition: Callable[[], bool], what: str, timeout_s: float = 5.0) -> None:
+    """Let the loop run until something holds that no event tells of."""
+    async with time_limit(timeout_s, f"waiting until {what}"):
+        while not condition():
+            await asyncio.sleep(0.001)

@@ -1,0 +1,22 @@
+"""Groups for the tests of a round's pure parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from manyhands.averaging.messages import Group, Member, Position
+from manyhands.base.identity import PeerId
+
+AT = Position(3, b"lineage")
+
+
+def peer(number: int) -> PeerId:
+    return PeerId(f"peer{number:02}")
+
+
+def group_of(num_members: int, *, weights: Sequence[float] = (), clients: Sequence[int] = ()) -> Group:
+    members = [
+        Member(peer(rank), [], rank in clients, weights[rank] if weights else 1.0) for rank in range(num_members)
+    ]
+    leader = next(member.peer_id for member in members if not member.is_client) if members else peer(0)
+    return Group(b"group", leader, AT, members)

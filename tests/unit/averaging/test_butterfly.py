@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from manyhands.averaging.butterfly import Butterfly
+from manyhands.base.errors import RoundAborted
+from tests.unit.averaging.groups import group_of
+
+
+@given(st.integers(1, 6), st.sets(st.integers(0, 5)), st.integers(0, 20))
+def test_partners_agree_and_nobody_is_left_out(num_members: int, clients: set[int], numel: int) -> None:
+    clients &= set(range(num_members - 1))  # at least one can be dialled
+    group = group_of(num_members, clients=sorted(clients))
+
+    async def partners() -> list[list[int]]:
+        return [Butterfly(group, rank, torch.zeros(numel), 4).partners() for rank in range(num_members)]
+
+    by_rank = asyncio.run(partners())
+    for rank, others in enumerate(by_rank):
+        assert rank not in others
+        assert all(rank in by_rank[other] for other in others), "both ends of a stream must know of it"
+        assert not any(rank in clients and other in clients for other in others), "clients cannot dial each other"
+        if numel >= num_members - len(clients) and rank in clients:
+            assert others == [other for other in range(num_members) if other not in clients]
+
+
+async def test_own_values_that_are_not_finite_never_leave() -> None:
+    butterfly = Butterfly(group_of(1), 0, torch.tensor([1.0, float("inf")]), 4)
+    with pytest.raises(RoundAborted, match="the values of peer peer00 are not finite"):
+        await butterfly.run({})

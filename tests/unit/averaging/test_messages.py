@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import math
+
+import msgspec
+import pytest
+
+from manyhands.averaging.messages import (
+    JoinRequest,
+    JoinResponse,
+    Member,
+    Position,
+    RoundManifest,
+    Vote,
+    readable_addresses,
+)
+from tests.unit.averaging.groups import AT, group_of, peer
+
+
+def test_the_fingerprint_of_a_manifest_never_changes() -> None:
+    """It is part of every lineage: a new value splits a run between old and new peers."""
+    manifest = RoundManifest(b"id", Position(7, b"lineage"), [peer(0), peer(1)], [4.0, 2.5], b"digest")
+    assert manifest.fingerprint().hex() == "72bf54128507e5c5995d2662c4147f5a5d0ab1b2028469a1552cbc2974e7e118"
+    after = Position(7, b"lineage").after(manifest)
+    assert after.step == 8
+    assert after.lineage.hex() == "febb1b09f7b67f51b1ce0068fe8f129efa1b07045ad85861accc00e24061bc7e"
+
+
+def test_a_manifest_names_everybody_by_rank() -> None:
+    manifest = group_of(3, weights=[1.0, 0.0, 2.5]).manifest(b"digest")
+    assert manifest == RoundManifest(b"group", AT, [peer(0), peer(1), peer(2)], [1.0, 0.0, 2.5], b"digest")
+
+
+@pytest.mark.parametrize("change", ["group_id", "position", "members", "weights", "digest"])
+def test_lineages_part_at_any_difference(change: str) -> None:
+    manifest = group_of(2).manifest(b"digest")
+    other = {
+        "group_id": b"another",
+        "position": Position(3, b"another"),
+        "members": [peer(1), peer(0)],
+        "weights": [1.0, 1.5],
+        "digest": b"another",
+    }
+    changed = msgspec.structs.replace(manifest, **{change: other[change]})
+    assert AT.after(changed) != AT.after(manifest)
+
+
+@pytest.mark.parametrize("weight", [-1.0, math.nan, math.inf, -math.inf, 1e300, "1"])
+def test_a_weight_that_would_spoil_the_mean_is_not_even_decoded(weight: object) -> None:
+    member = {"peer_id": peer(0), "addresses": [], "is_client": False, "weight": weight}
+    position = {"step": 0, "lineage": b""}
+    join = {"run_id": "run", "run_fingerprint": b"", "position": position, "member": member}
+    group = {"group_id": b"", "leader": peer(0), "position": position, "members": [member]}
+    for message, kind in ((join, JoinRequest), ({"group": group}, JoinResponse)):
+        with pytest.raises(msgspec.ValidationError, match="weight"):
+            msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=kind)
+
+
+@pytest.mark.parametrize(
+    ("message", "kind"),
+    [
+        (Member(peer(0), ["x"] * 9, False, 1.0), Member),
+        (Member(peer(0), ["x" * 257], False, 1.0), Member),
+        (Vote(b"group", b"", "x" * 501), Vote),
+        (Position(-1, b""), Position),
+        (Position(2**60, b""), Position),
+    ],
+)
+def test_what_is_handed_on_to_all_members_has_bounds(message: msgspec.Struct, kind: type[msgspec.Struct]) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=kind)
+
+
+def test_addresses_that_cannot_be_read_are_skipped() -> None:
+    texts = ["/ip4/203.0.113.7/tcp/31337", "/carrier-pigeon/3", "", "/ip4/203.0.113.8/tcp/31337"]
+    assert [str(address) for address in readable_addresses(texts)] == [texts[0], texts[3]]
+    assert len(readable_addresses(texts[:1] * 100)) == 8

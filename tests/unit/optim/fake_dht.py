@@ -1,0 +1,46 @@
+"""A DHT whose records and times the test decides."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+from manyhands.dht import StoredValue
+
+
+@dataclass
+class FakeDht:
+    """Holds values by key and subkey; a test writes as anybody, the code under test as itself.
+
+    Attributes:
+        stored: each value that was stored, in order.
+        gate: while it is cleared, readers wait.
+    """
+
+    records: dict[str, dict[str, StoredValue]] = field(default_factory=dict)
+    stored: list[Any] = field(default_factory=list)
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+    num_reads: int = 0
+
+    def __post_init__(self) -> None:
+        self.gate.set()
+
+    def put(
+        self, key: str, subkey: str, value: Any, *, sequence: int, remaining_s: float = 30.0, owner: str | None = None
+    ) -> None:
+        owner = subkey if owner is None else owner
+        self.records.setdefault(key, {})[subkey] = StoredValue(value, sequence, remaining_s, owner)
+
+    async def store(self, key: str, value: Any, ttl_s: float, subkey: str | None = None) -> int:
+        self.stored.append(value)
+        if value is None:
+            self.records.get(key, {}).pop(subkey or "", None)
+        else:
+            self.put(key, subkey or "", value, sequence=len(self.stored), remaining_s=ttl_s)
+        return 1
+
+    async def get(self, key: str) -> dict[str, StoredValue]:
+        self.num_reads += 1
+        await self.gate.wait()
+        return dict(self.records.get(key, {}))

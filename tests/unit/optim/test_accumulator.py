@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from manyhands.optim.accumulator import GradientAccumulator
+
+
+def parameters_of(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    return [torch.zeros(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+
+
+def gradients_after(
+    accumulator: GradientAccumulator, parameters: list[torch.Tensor], flat: torch.Tensor | None = None
+) -> list[torch.Tensor | None]:
+    with accumulator.gradients_from(accumulator.mean() if flat is None else flat):
+        return [None if parameter.grad is None else parameter.grad.clone() for parameter in parameters]
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.integers(0, 2**32 - 1))
+@settings(max_examples=30)
+def test_any_split_into_batches_gives_the_gradient_of_the_whole(sizes: list[int], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(sum(sizes), 3, generator=generator)
+    weight = torch.randn(3, generator=generator, requires_grad=True)
+    (inputs @ weight).square().mean().backward()
+    assert weight.grad is not None
+    whole = weight.grad.clone()
+    accumulator = GradientAccumulator([weight])
+    for batch in torch.split(inputs, sizes):
+        weight.grad = None
+        (batch @ weight).square().mean().backward()
+        assert accumulator.add(len(batch))
+    assert accumulator.samples == sum(sizes)
+    (averaged,) = gradients_after(accumulator, [weight])
+    torch.testing.assert_close(averaged, whole, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_a_batch_that_is_not_finite_leaves_what_was_there(bad: float) -> None:
+    parameters = parameters_of((2,), (3,))
+    accumulator = GradientAccumulator(parameters)
+    parameters[0].grad, parameters[1].grad = torch.ones(2), torch.ones(3)
+    assert accumulator.add(4)
+    before = accumulator.mean().clone()
+    parameters[1].grad = torch.tensor([1.0, bad, 1.0])
+    assert not accumulator.add(4)
+    assert accumulator.samples == 4
+    assert torch.equal(accumulator.mean(), before)
+
+
+def test_opposite_infinities_do_not_cancel() -> None:
+    (parameter,) = parameters_of((2,))
+    accumulator = GradientAccumulator([parameter])
+    parameter.grad = torch.tensor([float("inf"), float("-inf")])
+    assert not accumulator.add(1)
+
+
+def test_large_half_precision_gradients_are_finite() -> None:
+    """Their sum is not, in their own precision."""
+    (parameter,) = parameters_of((4096,), dtype=torch.float16)
+    accumulator = GradientAccumulator([parameter])
+    parameter.grad = torch.full((4096,), 100.0, dtype=torch.float16)
+    assert accumulator.add(1)
+    (averaged,) = gradients_after(accumulator, [parameter])
+    assert averaged is not None
+    assert averaged.dtype == torch.float16
+    assert torch.equal(averaged, parameter.grad)
+
+
+def test_many_large_batches_do_not_overflow() -> None:
+    (parameter,) = parameters_of((1,))
+    accumulator = GradientAccumulator([parameter])
+    parameter.grad = torch.tensor([1e37])
+    for _ in range(20):
+        assert accumulator.add(1000)
+    (averaged,) = gradients_after(accumulator, [parameter])
+    torch.testing.assert_close(averaged, parameter.grad)
+
+
+def test_unused_parameters_count_as_zero_in_the_batches_that_did_not_use_them() -> None:
+    used, sometimes, never = parameters = parameters_of((1,), (1,), (1,))
+    accumulator = GradientAccumulator(parameters)
+    used.grad, sometimes.grad = torch.tensor([1.0]), torch.tensor([8.0])
+    accumulator.add(1)
+    sometimes.grad = None
+    accumulator.add(3)
+    assert gradients_after(accumulator, parameters) == [torch.tensor([1.0]), torch.tensor([2.0]), None]
+    assert never.grad is None
+
+
+def test_a_gradient_of_zero_is_not_the_same_as_none() -> None:
+    """As with the first factor of a LoRA pair while the second is zero: the optimizer must see it."""
+    zero, never = parameters = parameters_of((2,), (2,))
+    accumulator = GradientAccumulator(parameters)
+    zero.grad = torch.zeros(2)
+    accumulator.add(5)
+    gradients = gradients_after(accumulator, parameters)
+    assert gradients[0] is not None
+    assert torch.equal(gradients[0], torch.zeros(2))
+    assert gradients[1] is None
+
+
+def test_a_parameter_that_another_peer_used_gets_its_gradient() -> None:
+    here, there = ([*parameters_of((1,), (1,))] for _ in range(2))
+    accumulators = [GradientAccumulator(here), GradientAccumulator(there)]
+    here[0].grad = torch.tensor([4.0])
+    there[1].grad = torch.tensor([4.0])
+    accumulators[0].add(1)
+    accumulators[1].add(3)
+    averaged = (accumulators[0].mean() * 1 + accumulators[1].mean() * 3) / 4
+    for accumulator, parameters in zip(accumulators, (here, there), strict=True):
+        assert gradients_after(accumulator, parameters, averaged) == [torch.tensor([1.0]), torch.tensor([3.0])]
+
+
+def test_gradients_are_put_back_also_after_an_error() -> None:
+    parameters = parameters_of((2,), (2,))
+    accumulator = GradientAccumulator(parameters)
+    own = parameters[0].grad = torch.ones(2)
+    accumulator.add(1)
+    with pytest.raises(ZeroDivisionError), accumulator.gradients_from(torch.full_like(accumulator.mean(), 7.0)):
+        assert parameters[1].grad is not None
+        raise ZeroDivisionError
+    assert parameters[0].grad is own
+    assert parameters[1].grad is None
+
+
+def test_reset_forgets_everything() -> None:
+    (parameter,) = parameters = parameters_of((2,))
+    accumulator = GradientAccumulator(parameters)
+    parameter.grad = torch.ones(2)
+    accumulator.add(3)
+    accumulator.reset()
+    assert accumulator.samples == 0
+    assert gradients_after(accumulator, parameters) == [None]
+    parameter.grad = torch.full((2,), 5.0)
+    accumulator.add(1)
+    (averaged,) = gradients_after(accumulator, parameters)
+    assert averaged is not None
+    assert torch.equal(averaged, parameter.grad)
+
+
+def test_sparse_gradients_are_added() -> None:
+    embedding = torch.nn.Embedding(4, 2, sparse=True)
+    accumulator = GradientAccumulator([embedding.weight])
+    embedding(torch.tensor([1])).sum().backward()
+    assert accumulator.add(1)
+    (averaged,) = gradients_after(accumulator, [embedding.weight])
+    assert averaged is not None
+    assert averaged.tolist() == [[0, 0], [1, 1], [0, 0], [0, 0]]

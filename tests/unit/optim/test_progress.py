@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from manyhands.averaging.messages import Position
+from manyhands.base.identity import PeerId
+from manyhands.optim.config import ProgressConfig
+from manyhands.optim.progress import Progress, ProgressRecord, aggregate, leading_branch, next_refresh_s, rank_of
+
+CONFIG = ProgressConfig(min_refresh_s=0.5, max_refresh_s=10.0, default_refresh_s=1.0)
+HERE = Position(3, b"here")
+
+
+def record(
+    step: int = 3,
+    lineage: bytes = b"here",
+    samples: int = 0,
+    speed: float = 0.0,
+    lineage_samples: int = 0,
+    is_client: bool = False,
+) -> ProgressRecord:
+    return ProgressRecord(Position(step, lineage), samples, speed, lineage_samples, is_client, [], 30.0)
+
+
+def named(**records: ProgressRecord) -> dict[PeerId, ProgressRecord]:
+    return {PeerId(name): record for name, record in records.items()}
+
+
+def test_only_peers_at_the_same_position_are_added_up() -> None:
+    others = named(
+        a=record(samples=10, speed=2.0),
+        b=record(samples=5, speed=3.0, is_client=True),
+        behind=record(step=2, samples=100, speed=100.0),
+        elsewhere=record(lineage=b"there", samples=100, speed=100.0),
+    )
+    progress = aggregate(record(samples=1, speed=5.0), others, HERE, 36)
+    assert progress == Progress(samples=16, num_peers=3, samples_per_second=10.0, eta_s=2.0)
+    assert aggregate(None, others, HERE, 36).num_peers == 2, "a monitor does not count itself"
+
+
+@pytest.mark.parametrize(
+    ("samples", "speed", "eta_s"),
+    [(10, 0.0, 0.0), (11, 5.0, 0.0), (9, 0.0, math.inf), (0, 4.0, 2.5)],
+)
+def test_eta(samples: int, speed: float, eta_s: float) -> None:
+    assert aggregate(record(samples=samples, speed=speed), {}, HERE, 10).eta_s == eta_s
+
+
+@given(st.integers(0, 10_000), st.one_of(st.just(math.inf), st.floats(0, 1e9)))
+def test_records_are_read_again_in_time_and_not_too_often(num_peers: int, eta_s: float) -> None:
+    refresh_s = next_refresh_s(Progress(0, num_peers, 0.0, eta_s), CONFIG)
+    assert CONFIG.min_refresh_s <= refresh_s <= CONFIG.max_refresh_s
+    assert refresh_s <= max(eta_s, CONFIG.min_refresh_s), "not after the target is reached"
+
+
+def test_newcomers_bring_the_target_forward() -> None:
+    progress = Progress(0, 3, 1.0, 8.0)
+    assert next_refresh_s(progress, CONFIG) == 4.0, "three more peers may come"
+    assert next_refresh_s(Progress(0, 100, 1.0, 12.0), CONFIG) == pytest.approx(10.0), "or a fifth more"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("samples", -1),
+        ("samples_per_second", math.nan),
+        ("samples_per_second", math.inf),
+        ("samples_per_second", -0.5),
+        ("lineage_samples", -1),
+        ("lineage_samples", 2**60),
+        ("samples", 2**60),
+        ("samples", 1.5),
+        ("position", {"step": -1, "lineage": b""}),
+        ("position", None),
+        ("is_client", "yes"),
+        ("addresses", [1]),
+        ("ttl_s", math.inf),
+    ],
+)
+def test_records_that_make_no_sense_are_refused(field: str, value: Any) -> None:
+    good = msgspec.to_builtins(record(), builtin_types=(bytes,))
+    assert msgspec.convert(good, ProgressRecord) == record()
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert(good | {field: value}, ProgressRecord)
+
+
+# branches
+
+RECORDS = st.builds(
+    record, st.integers(0, 2), st.sampled_from([b"a", b"b"]), lineage_samples=st.integers(0, 2), is_client=st.booleans()
+)
+SWARMS = st.dictionaries(st.sampled_from([PeerId(name) for name in "abcdef"]), RECORDS, min_size=1)
+
+
+@given(SWARMS)
+def test_all_peers_agree_on_the_leading_branch(swarm: dict[PeerId, ProgressRecord]) -> None:
+    branches = set()
+    for peer_id, own in swarm.items():
+        others = {other: record for other, record in swarm.items() if other != peer_id}
+        if own.is_client and all(record.is_client for record in others.values()):
+            continue  # nobody can follow anybody
+        branches.add(leading_branch(others, peer_id, own))
+    assert len(branches) <= 1
+
+
+@given(SWARMS)
+def test_whoever_follows_has_somebody_to_ask(swarm: dict[PeerId, ProgressRecord]) -> None:
+    for peer_id, own in swarm.items():
+        others = {other: record for other, record in swarm.items() if other != peer_id}
+        branch = leading_branch(others, peer_id, own)
+        if branch.position != own.position:
+            assert any(not others[holder].is_client for holder in branch.holders)
+            assert peer_id not in branch.holders
+
+
+def test_the_highest_step_then_samples_then_digest_wins() -> None:
+    own = record(step=1, lineage=b"m", lineage_samples=50)
+    for better in (
+        record(step=2, lineage=b"a", lineage_samples=0),
+        record(step=1, lineage=b"a", lineage_samples=51),
+        record(step=1, lineage=b"n", lineage_samples=50),
+    ):
+        branch = leading_branch(named(other=better), PeerId("own"), own)
+        assert branch.position == better.position
+        assert branch.holders == ("other",)
+        assert rank_of(better) > rank_of(own)
+        assert leading_branch(named(own=own), PeerId("other"), better).position == better.position
+
+
+def test_at_step_0_the_lowest_peer_id_wins_whatever_it_has() -> None:
+    low, high = record(step=0, lineage=b"a"), record(step=0, lineage=b"z", lineage_samples=9)
+    assert leading_branch(named(z=high), PeerId("a"), low).position == low.position
+    assert leading_branch(named(a=low), PeerId("z"), high).position == low.position
+    beyond = record(step=1, lineage=b"m")
+    assert leading_branch(named(a=low, m=beyond), PeerId("z"), high).position == beyond.position
+
+
+def test_nobody_follows_a_peer_that_cannot_be_dialled() -> None:
+    client = record(step=9, is_client=True)
+    behind = record(step=2)
+    assert leading_branch(named(client=client), PeerId("own"), behind).position == behind.position
+    assert leading_branch(named(other=behind), PeerId("client"), client).position == behind.position, "so it follows"
+    assert leading_branch({}, PeerId("client"), client).position == client.position
+    lowest = record(step=0, lineage=b"of the client", is_client=True)
+    start = record(step=0, lineage=b"start")
+    assert leading_branch(named(z=start), PeerId("a"), lowest).position == start.position

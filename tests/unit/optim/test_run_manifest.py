@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from manyhands.base.errors import ManifestMismatch
+from manyhands.base.identity import PeerId
+from manyhands.optim.run_manifest import (
+    MAX_BYTES,
+    ManifestKeeper,
+    RunManifest,
+    TensorSpec,
+    differences,
+    manifest_key,
+    read_manifests,
+    run_manifest_of,
+)
+from tests.unit.optim.fake_dht import FakeDht
+
+MANIFEST = RunManifest(
+    protocol="manyhands/1",
+    run_id="run",
+    target_batch_size=64,
+    tensors=[TensorSpec("weight", (8, 5), "float32"), TensorSpec("bias", (8,), "float32")],
+    frozen=[],
+    optimizer="AdamW",
+    hyper_parameters=[{"lr": 0.1}],
+    scheduler="",
+    codec="none",
+    extra={"tokenizer": "abc"},
+)
+KEY = manifest_key("run")
+
+
+def changed(**fields: Any) -> RunManifest:
+    return msgspec.structs.replace(MANIFEST, **fields)
+
+
+def published(manifest: RunManifest) -> bytes:
+    return zlib.compress(manifest.encoded())
+
+
+@pytest.mark.parametrize(
+    ("other", "line"),
+    [
+        (changed(target_batch_size=32), "target_batch_size is 64 here, 32 in the run"),
+        (changed(optimizer="SGD"), "optimizer is 'AdamW' here, 'SGD' in the run"),
+        (changed(hyper_parameters=[{"lr": 0.2}]), "hyper_parameters is [{'lr': 0.1}] here, [{'lr': 0.2}] in the run"),
+        (changed(scheduler="StepLR()"), "scheduler is '' here, 'StepLR()' in the run"),
+        (changed(frozen=["bias"]), "frozen is [] here, ['bias'] in the run"),
+        (changed(extra={"tokenizer": "xyz"}), "tokenizer is abc here, xyz in the run"),
+        (changed(extra={}), "tokenizer is abc here, None in the run"),
+        (
+            changed(tensors=[TensorSpec("weight", (9, 5), "float32"), MANIFEST.tensors[1]]),
+            "tensor weight has shape [8, 5] here, [9, 5] in the run",
+        ),
+        (
+            changed(tensors=[TensorSpec("weight", (8, 5), "bfloat16"), MANIFEST.tensors[1]]),
+            "tensor weight is float32 here, bfloat16 in the run",
+        ),
+        (changed(tensors=MANIFEST.tensors[:1]), "the model has 2 tensors here, 1 in the run"),
+        (
+            changed(tensors=[MANIFEST.tensors[0], TensorSpec("scale", (9,), "float32")]),
+            "tensor bias (here) / scale (in the run) has shape [8] here, [9] in the run",
+        ),
+    ],
+)
+def test_a_difference_is_named_with_both_values(other: RunManifest, line: str) -> None:
+    assert differences(MANIFEST, other) == [line]
+    assert other.fingerprint() != MANIFEST.fingerprint()
+
+
+def test_many_differences_are_cut_short() -> None:
+    other = changed(tensors=[TensorSpec(f"t{index}", (index,), "float32") for index in range(2)], target_batch_size=1,
+                    optimizer="SGD", scheduler="x", codec="y", extra={})  # fmt: skip
+    lines = differences(MANIFEST, other)
+    assert len(lines) == 6
+    assert lines[-1] == "and 2 more"
+
+
+def test_equal_settings_have_no_differences() -> None:
+    assert differences(MANIFEST, changed()) == []
+    assert changed(hyper_parameters=[{"lr": 0.1}]).fingerprint() == MANIFEST.fingerprint()
+
+
+@given(st.dictionaries(st.sampled_from("abcdef"), st.integers(0, 2)))
+def test_the_manifest_of_the_most_peers_is_the_runs(signers: dict[str, int]) -> None:
+    manifests = {PeerId(name): changed(target_batch_size=1 + number) for name, number in signers.items()}
+    run = run_manifest_of(manifests)
+    assert run == run_manifest_of(dict(reversed(manifests.items())))
+    if not manifests:
+        assert run is None
+        return
+    votes = list(signers.values())
+    assert run is not None
+    assert votes.count(run.target_batch_size - 1) == max(votes.count(number) for number in votes)
+
+
+def test_of_equally_many_the_lowest_peer_id_decides() -> None:
+    manifests = {PeerId("b"): MANIFEST, PeerId("a"): changed(target_batch_size=1)}
+    assert run_manifest_of(manifests) == manifests[PeerId("a")]
+
+
+# what others published
+
+NESTED = b"\x91" * 100_000 + b"\xc0"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        "text",
+        b"",
+        b"not zlib",
+        zlib.compress(b"not a manifest"),
+        zlib.compress(MANIFEST.encoded())[:-9],
+        zlib.compress(b"\0" * (MAX_BYTES + 1)),
+        zlib.compress(NESTED),
+        zlib.compress(changed(hyper_parameters=[{"lr": "HERE"}]).encoded().replace(b"\xa4HERE", NESTED)),
+        published(changed(run_id="another")),
+    ],
+)
+async def test_manifests_that_cannot_be_read_are_skipped(value: Any) -> None:
+    dht: Any = FakeDht()
+    dht.put(KEY, "bad", value, sequence=1)
+    dht.put(KEY, "good", published(MANIFEST), sequence=1)
+    dht.put(KEY, "unsigned", published(changed(target_batch_size=1)), sequence=1, owner="")
+    assert await read_manifests(dht, "run") == {"good": MANIFEST}
+
+
+async def test_who_fits_signs_until_it_leaves() -> None:
+    dht: Any = FakeDht()
+    keepers = [ManifestKeeper(dht, PeerId(name), changed()) for name in "ab"]
+    for keeper in keepers:
+        await keeper.agree()
+    assert (await read_manifests(dht, "run")).keys() == {"a", "b"}
+    await keepers[0].close()
+    assert (await read_manifests(dht, "run")).keys() == {"b"}
+    await keepers[1].close()
+    assert await read_manifests(dht, "run") == {}, "whoever comes next may begin another run"
+
+
+async def test_who_does_not_fit_leaves_no_trace() -> None:
+    """Else its manifest would outvote the run's when the next peer joins."""
+    dht: Any = FakeDht()
+    dht.put(KEY, "m", published(MANIFEST), sequence=1)
+    with pytest.raises(ManifestMismatch, match="target_batch_size is 1 here, 64 in the run"):
+        await ManifestKeeper(dht, PeerId("a"), changed(target_batch_size=1)).agree()
+    assert (await read_manifests(dht, "run")).keys() == {"m"}
+
+
+async def test_of_two_that_begin_at_once_one_leaves_without_a_trace() -> None:
+    dht: Any = FakeDht()
+    other = ManifestKeeper(dht, PeerId("z"), changed(target_batch_size=1))
+    publish = other._publish
+
+    async def publish_at_the_same_time() -> None:
+        dht.put(KEY, "a", published(MANIFEST), sequence=1)
+        await publish()
+
+    other._publish = publish_at_the_same_time  # type: ignore[method-assign]
+    with pytest.raises(ManifestMismatch):
+        await other.agree()
+    assert (await read_manifests(dht, "run")).keys() == {"a"}

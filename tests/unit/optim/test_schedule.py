@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import lr_scheduler
+
+from manyhands.optim.schedule import describe
+
+
+def optimizer() -> torch.optim.Optimizer:
+    return torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+
+
+def warm_up_then(total: int, milestone: int) -> Callable[[torch.optim.Optimizer], Any]:
+    def make(inner: torch.optim.Optimizer) -> Any:
+        parts = [lr_scheduler.LinearLR(inner, 0.1), lr_scheduler.CosineAnnealingLR(inner, total)]
+        return lr_scheduler.SequentialLR(inner, parts, [milestone])
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("one", "another"),
+    [
+        (lambda inner: lr_scheduler.StepLR(inner, 10), lambda inner: lr_scheduler.StepLR(inner, 11)),
+        (lambda inner: lr_scheduler.StepLR(inner, 10), lambda inner: lr_scheduler.ExponentialLR(inner, 0.1)),
+        (lambda inner: lr_scheduler.MultiStepLR(inner, [5, 9]), lambda inner: lr_scheduler.MultiStepLR(inner, [5, 8])),
+        (warm_up_then(100, 5), warm_up_then(101, 5)),
+        (warm_up_then(100, 5), warm_up_then(100, 6)),
+        (lambda inner: None, lambda inner: lr_scheduler.StepLR(inner, 10)),
+    ],
+)
+def test_schedules_that_differ_are_described_differently(one: Any, another: Any) -> None:
+    assert describe(one(optimizer())) != describe(another(optimizer()))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda inner: lr_scheduler.StepLR(inner, 10),
+        lambda inner: lr_scheduler.LambdaLR(inner, lambda step: 1.0),
+        lambda inner: lr_scheduler.OneCycleLR(inner, 0.1, 100),
+        warm_up_then(100, 5),
+    ],
+)
+def test_the_description_is_that_of_the_schedule_and_not_of_how_far_it_is(make: Any) -> None:
+    inner = optimizer()
+    scheduler = make(inner)
+    before = describe(scheduler)
+    assert before == describe(make(optimizer()))
+    for _ in range(3):
+        inner.step()
+        scheduler.step()
+    assert describe(scheduler) == before
+
+
+def test_the_description_can_be_read() -> None:
+    assert describe(lr_scheduler.StepLR(optimizer(), 10)) == "StepLR(gamma=0.1, step_size=10)"
+    assert describe(warm_up_then(100, 5)(optimizer())) == (
+        "SequentialLR(milestones=[5], LinearLR(end_factor=1.0, start_factor=0.1, total_iters=5), "
+        "CosineAnnealingLR(T_max=100, eta_min=0.0))"
+    )
+    assert describe(None) == ""

@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from manyhands.optim.speed import SpeedMeter
+
+
+def test_nothing_is_known_before_the_first_batch_was_timed() -> None:
+    meter = SpeedMeter()
+    assert meter.samples_per_second == 0.0
+    meter.count(10, now=5.0)  # what came before it was not computing
+    assert meter.samples_per_second == 0.0
+    meter.resume(5.0)
+    meter.count(10, now=7.0)
+    assert meter.samples_per_second == pytest.approx(5.0), "the first value counts whole"
+
+
+def test_time_spent_in_rounds_does_not_count() -> None:
+    meter = SpeedMeter()
+    for start in (0.0, 100.0, 200.0):
+        meter.resume(start)
+        meter.count(8, now=start + 2.0)
+    assert meter.samples_per_second == pytest.approx(4.0)
+
+
+@given(st.lists(st.floats(0.01, 10.0), min_size=1, max_size=30))
+def test_the_average_stays_between_the_slowest_and_the_fastest(seconds: list[float]) -> None:
+    meter, now = SpeedMeter(), 0.0
+    for duration in seconds:
+        meter.resume(now)
+        now += duration
+        meter.count(3, now)
+    assert 3 / max(seconds) <= meter.samples_per_second * (1 + 1e-6)
+    assert meter.samples_per_second <= 3 / min(seconds) * (1 + 1e-6)
+
+
+def test_the_meter_follows_a_change() -> None:
+    meter, now = SpeedMeter(), 0.0
+    for duration in [1.0] * 20 + [0.1] * 20:
+        meter.resume(now)
+        now += duration
+        meter.count(1, now)
+    assert 8.0 < meter.samples_per_second <= 10.0
+
+
+def test_a_clock_that_stands_still_gives_no_speed() -> None:
+    meter = SpeedMeter()
+    meter.resume(1.0)
+    meter.count(4, now=1.0)
+    assert meter.samples_per_second == 0.0

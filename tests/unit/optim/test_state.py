@@ -1,0 +1,288 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch.optim import lr_scheduler
+
+from manyhands.averaging.messages import Position
+from manyhands.optim.plain import merged
+from manyhands.optim.run_manifest import TensorSpec
+from manyhands.optim.state import (
+    State,
+    StateHeader,
+    capture,
+    checked_scalars,
+    digest_of,
+    empty_tensors,
+    hyper_parameters_of,
+    restore,
+    sealed,
+    specs_of,
+)
+
+AT = Position(5, b"lineage")
+MakeOptimizer = Callable[[torch.nn.Module], torch.optim.Optimizer]
+
+
+def new_model(seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2)).to(dtype)
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any = None, num_steps: int = 3) -> None:
+    dtype = next(model.parameters()).dtype
+    for step in range(num_steps):
+        model(torch.full((2, 3), 0.1 * step + 0.3, dtype=dtype)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if scheduler is not None:
+            scheduler.step()
+
+
+def captured(optimizer: torch.optim.Optimizer, scheduler: Any = None) -> State:
+    schedule = scheduler.state_dict() if scheduler is not None else {}
+    return sealed(capture(optimizer, schedule, AT, 99))
+
+
+def received(state: State) -> State:
+    """The same state as it arrives at another peer."""
+    header = msgspec.msgpack.decode(msgspec.msgpack.encode(state.header), type=StateHeader)
+    tensors = empty_tensors(header.tensors)
+    for tensor, sent in zip(tensors, state.tensors, strict=True):
+        tensor.copy_(sent)
+    assert digest_of(header.tensors, header.scalars, tensors) == header.digest
+    return State(header, tensors)
+
+
+def two_groups(model: torch.nn.Module) -> torch.optim.Optimizer:
+    biases = [parameter for parameter in model.parameters() if parameter.dim() == 1]
+    weights = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    return torch.optim.AdamW([{"params": weights, "lr": 0.02}, {"params": biases, "weight_decay": 0.0}], amsgrad=True)
+
+
+def with_a_frozen_parameter(model: torch.nn.Module) -> torch.optim.Optimizer:
+    next(model.parameters()).requires_grad_(False)
+    return torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+OPTIMIZERS: dict[str, MakeOptimizer] = {
+    "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+    "momentum": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True),
+    "AdamW": lambda model: torch.optim.AdamW(model.named_parameters(), lr=0.01),
+    "tensor_lr": lambda model: torch.optim.Adam(model.parameters(), lr=torch.tensor(0.01), foreach=False),
+    "two_groups": two_groups,
+    "frozen": with_a_frozen_parameter,
+    "Adafactor": lambda model: torch.optim.Adafactor(model.parameters(), lr=0.01),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_newcomer_goes_on_exactly_as_the_others(name: str, dtype: torch.dtype) -> None:
+    old_model, new = new_model(0, dtype), new_model(1, dtype)
+    old_optimizer, optimizer = OPTIMIZERS[name](old_model), OPTIMIZERS[name](new)
+    train(old_model, old_optimizer)
+    state = captured(old_optimizer)
+    assert state.header.position == AT
+    assert state.header.lineage_samples == 99
+    restore(received(state), optimizer)
+    assert captured(optimizer).header.digest == state.header.digest
+    train(old_model, old_optimizer)
+    train(new, optimizer)
+    assert captured(optimizer).header.digest == captured(old_optimizer).header.digest
+    assert captured(optimizer).header.digest != state.header.digest
+    for ours, theirs in zip(new.parameters(), old_model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def sequential(inner: torch.optim.Optimizer) -> Any:
+    parts = [lr_scheduler.LinearLR(inner, 0.1, total_iters=2), lr_scheduler.CosineAnnealingLR(inner, 9)]
+    return lr_scheduler.SequentialLR(inner, parts, [2])
+
+
+@pytest.mark.parametrize(
+    "make_scheduler",
+    [
+        lambda inner: lr_scheduler.LambdaLR(inner, lambda step: 1 / (step + 1)),
+        lambda inner: lr_scheduler.OneCycleLR(inner, 0.5, 20),
+        lambda inner: lr_scheduler.CosineAnnealingWarmRestarts(inner, 3),
+        lambda inner: lr_scheduler.MultiStepLR(inner, [2, 4]),
+        lambda inner: lr_scheduler.ChainedScheduler(
+            [lr_scheduler.ConstantLR(inner, 0.5, 2), lr_scheduler.ExponentialLR(inner, 0.9)]
+        ),
+        sequential,
+    ],
+    ids=["LambdaLR", "OneCycleLR", "WarmRestarts", "MultiStepLR", "ChainedScheduler", "SequentialLR"],
+)
+def test_the_schedule_goes_on_where_it_was(make_scheduler: Any) -> None:
+    old_model, new = new_model(0), new_model(1)
+    old_optimizer, optimizer = OPTIMIZERS["momentum"](old_model), OPTIMIZERS["momentum"](new)
+    old_scheduler, scheduler = make_scheduler(old_optimizer), make_scheduler(optimizer)
+    train(old_model, old_optimizer, old_scheduler)
+    state = captured(old_optimizer, old_scheduler)
+    scheduler.load_state_dict(merged(scheduler.state_dict(), restore(received(state), optimizer)))
+    assert captured(optimizer, scheduler).header.digest == state.header.digest
+    for _ in range(4):
+        train(old_model, old_optimizer, old_scheduler, 1)
+        train(new, optimizer, scheduler, 1)
+        assert optimizer.param_groups[0]["lr"] == old_optimizer.param_groups[0]["lr"]
+    assert captured(optimizer, scheduler).header.digest == captured(old_optimizer, old_scheduler).header.digest
+
+
+def test_what_was_captured_is_a_copy() -> None:
+    model = new_model()
+    optimizer = OPTIMIZERS["AdamW"](model)
+    train(model, optimizer)
+    state = captured(optimizer)
+    train(model, optimizer)
+    assert digest_of(state.header.tensors, state.header.scalars, state.tensors) == state.header.digest
+    other_model = new_model(1)
+    other = OPTIMIZERS["AdamW"](other_model)
+    restore(state, other)
+    train(other_model, other)
+    assert digest_of(state.header.tensors, state.header.scalars, state.tensors) == state.header.digest
+
+
+def change_parameter(model: torch.nn.Module, optimizer: Any, scheduler: Any) -> None:
+    with torch.no_grad():
+        next(model.parameters()).view(-1)[0] += 1e-6
+
+
+def change_statistic(model: torch.nn.Module, optimizer: Any, scheduler: Any) -> None:
+    optimizer.state[next(model.parameters())]["exp_avg"].view(-1)[-1] += 1e-6
+
+
+def change_counter(model: torch.nn.Module, optimizer: Any, scheduler: Any) -> None:
+    optimizer.state[next(model.parameters())]["step"] += 1
+
+
+def change_rate(model: torch.nn.Module, optimizer: Any, scheduler: Any) -> None:
+    optimizer.param_groups[0]["lr"] *= 1.0001
+
+
+def change_schedule(model: torch.nn.Module, optimizer: Any, scheduler: Any) -> None:
+    scheduler._schedulers[1].last_epoch += 1
+
+
+@pytest.mark.parametrize(
+    "change", [change_parameter, change_statistic, change_counter, change_rate, change_schedule]
+)
+def test_any_change_shows_in_the_digest(change: Any) -> None:
+    model = new_model()
+    optimizer = OPTIMIZERS["AdamW"](model)
+    scheduler = sequential(optimizer)
+    train(model, optimizer, scheduler)
+    before = captured(optimizer, scheduler).header.digest
+    assert captured(optimizer, scheduler).header.digest == before
+    change(model, optimizer, scheduler)
+    assert captured(optimizer, scheduler).header.digest != before
+
+
+def test_how_a_machine_computes_is_its_own_business() -> None:
+    model, other = new_model(0), new_model(0)
+    here = torch.optim.AdamW(model.parameters(), foreach=True)
+    there = torch.optim.AdamW(other.parameters(), fused=False)
+    assert hyper_parameters_of(here) == hyper_parameters_of(there)
+    assert captured(here).header.digest == captured(there).header.digest
+    restore(received(captured(there)), here)
+    assert here.param_groups[0]["foreach"] is True
+    assert here.param_groups[0]["fused"] is None
+
+
+def test_a_learning_rate_that_is_a_tensor_stays_one() -> None:
+    model, other = new_model(0), new_model(1)
+    old = OPTIMIZERS["tensor_lr"](model)
+    old.param_groups[0]["lr"].fill_(0.5)
+    new = OPTIMIZERS["tensor_lr"](other)
+    restore(received(captured(old)), new)
+    assert isinstance(new.param_groups[0]["lr"], torch.Tensor)
+    assert new.param_groups[0]["lr"].item() == 0.5
+
+
+def test_a_parameter_without_elements_is_no_problem() -> None:
+    optimizer = torch.optim.SGD([torch.zeros(0, 3, requires_grad=True), torch.ones(2, requires_grad=True)], lr=0.1)
+    restore(received(captured(optimizer)), optimizer)
+
+
+# what does not fit
+
+MODEL = new_model()
+SPECS = specs_of(OPTIMIZERS["AdamW"](MODEL))
+
+
+def header_of(**changes: Any) -> StateHeader:
+    model = new_model()
+    optimizer = OPTIMIZERS["AdamW"](model)
+    train(model, optimizer)
+    return msgspec.structs.replace(captured(optimizer).header, **changes)
+
+
+def with_statistic(name: str = "0.more", shape: tuple[int, ...] = (4, 3), dtype: str = "float32") -> StateHeader:
+    return header_of(tensors=[*header_of().tensors, TensorSpec(name, shape, dtype)])
+
+
+def with_scalars(**changes: Any) -> StateHeader:
+    scalars = msgspec.msgpack.decode(header_of().scalars, strict=False)
+    return header_of(scalars=msgspec.msgpack.encode(scalars | changes))
+
+
+def test_what_fits() -> None:
+    assert len(checked_scalars(header_of(), SPECS, 1).groups) == 1
+    assert checked_scalars(with_statistic(), SPECS, 1)
+    assert checked_scalars(with_statistic(shape=(2,)), SPECS, 1), "some optimizers keep factors"
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        pytest.param(header_of(tensors=[]), id="no tensors"),
+        pytest.param(header_of(tensors=header_of().tensors[:3]), id="parameters left out"),
+        pytest.param(header_of(tensors=header_of().tensors[::-1]), id="another order"),
+        pytest.param(with_statistic(shape=(-1, -12)), id="negative sizes"),
+        pytest.param(with_statistic(shape=(2**62, 2**62)), id="more bytes than there are"),
+        pytest.param(with_statistic(shape=(13,)), id="larger than its parameter"),
+        pytest.param(with_statistic(shape=(2**62, 0, 8)), id="huge without elements"),
+        pytest.param(with_statistic(shape=(1,) * 33), id="too many dimensions"),
+        pytest.param(with_statistic(shape=(2**40, 0, 2**40), name="4.more"), id="a parameter that is not there"),
+        pytest.param(with_statistic(name="-1.more"), id="a negative parameter"),
+        pytest.param(with_statistic(name="more"), id="no parameter"),
+        pytest.param(with_statistic(name="9" * 5000 + ".more"), id="a long number"),
+        pytest.param(with_statistic(dtype="complex128"), id="an unknown dtype"),
+        pytest.param(header_of(tensors=header_of().tensors + [TensorSpec("0.x", (1,), "float32")] * 9), id="too many"),
+        pytest.param(header_of(scalars=b""), id="no scalars"),
+        pytest.param(header_of(scalars=b"\x91" * 100_000 + b"\xc0"), id="nested scalars"),
+        pytest.param(header_of(scalars=msgspec.msgpack.encode({"groups": []})), id="half of the scalars"),
+        pytest.param(with_scalars(groups=[]), id="no groups"),
+        pytest.param(with_scalars(groups=[{}, {}]), id="another number of groups"),
+        pytest.param(with_scalars(groups=[7]), id="groups of another type"),
+        pytest.param(with_scalars(statistics={4: {"step": 1}}), id="numbers of a parameter that is not there"),
+        pytest.param(with_scalars(statistics={"x": {"step": 1}}), id="numbers of no parameter"),
+        pytest.param(with_scalars(scheduler=[]), id="a schedule of another type"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_is_changed(header: StateHeader) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011 (each has its own words)
+        checked_scalars(header, SPECS, 1)
+    model = new_model(1)
+    optimizer = OPTIMIZERS["AdamW"](model)
+    before = captured(optimizer).header.digest
+    with pytest.raises(ValueError):  # noqa: PT011
+        restore(State(header, []), optimizer)
+    assert captured(optimizer).header.digest == before
+
+
+def test_hyper_parameters_of_another_kind_are_not_taken_over() -> None:
+    model, other = new_model(0), new_model(1)
+    state = captured(OPTIMIZERS["AdamW"](model))
+    scalars = msgspec.msgpack.decode(state.header.scalars, strict=False)
+    scalars["groups"][0] |= {"lr": "high", "betas": 7, "maximize": 1, "eps": 1e-3, "params": [9], "new": 1}
+    evil = State(msgspec.structs.replace(state.header, scalars=msgspec.msgpack.encode(scalars)), state.tensors)
+    optimizer = OPTIMIZERS["AdamW"](other)
+    before = dict(optimizer.param_groups[0])
+    restore(evil, optimizer)
+    assert optimizer.param_groups[0] == before | {"eps": 1e-3}
+    train(other, optimizer)

@@ -1,0 +1,295 @@
+"""One peer's place in a run, against a DHT whose answers the test writes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import pytest
+
+from manyhands.averaging.messages import Position
+from manyhands.base.deadline import time_limit
+from manyhands.base.identity import PeerId
+from manyhands.optim.config import ProgressConfig
+from manyhands.optim.progress import ProgressRecord
+from manyhands.optim.tracker import GOODBYE, IN_FLIGHT_S, ProgressTracker, progress_key
+from manyhands.rpc import Endpoint
+from tests.swarm import endpoints, identity_of
+from tests.unit.optim.fake_dht import FakeDht
+
+KEY = progress_key("run")
+BOB, CAROL = sorted(identity_of(number).peer_id for number in (101, 102))
+TTL_S = 30.0
+HERE, NEXT = Position(3, b"here"), Position(4, b"next")
+
+
+class Run:
+    """A tracker, and what the test does to it."""
+
+    def __init__(self, endpoint: Endpoint, config: ProgressConfig) -> None:
+        self.dht: Any = FakeDht()
+        self.endpoint = endpoint
+        self.tracker = ProgressTracker(endpoint, self.dht, "run", 10, HERE, config)
+        self._sequence = 0
+
+    async def hears(self, peer_id: PeerId, position: Position = HERE, *, age_s: float = 0.0, **fields: Any) -> None:
+        """A record of a peer, issued ``age_s`` seconds ago, is in the DHT and is read."""
+        self._sequence += 1
+        ttl_s = fields.pop("ttl_s", TTL_S)
+        values: dict[str, Any] = {"samples": 0, "samples_per_second": 1.0, "lineage_samples": 0, "is_client": False}
+        record = ProgressRecord(position=position, addresses=[], ttl_s=ttl_s, **(values | fields))
+        value = msgspec.to_builtins(record, builtin_types=(bytes,))
+        self.dht.put(KEY, peer_id, value, sequence=self._sequence, remaining_s=ttl_s - age_s)
+        await self.tracker.refresh()
+
+    def position_of(self, peer_id: PeerId) -> Position:
+        return self.tracker.reader.records()[peer_id].position
+
+
+@asynccontextmanager
+async def run_of_one(config: ProgressConfig | None = None) -> AsyncIterator[Run]:
+    async with endpoints(1) as (endpoint,):
+        run = Run(endpoint, config or ProgressConfig(ttl_s=TTL_S))
+        try:
+            yield run
+        finally:
+            await run.tracker.close()
+
+
+# records that come late
+
+
+async def test_a_record_from_before_a_round_does_not_move_a_peer_back() -> None:
+    async with run_of_one() as run:
+        await run.hears(BOB)
+        run.tracker.move(NEXT, 20, [run.endpoint.peer_id, BOB])
+        await run.hears(BOB, HERE, age_s=0.5, samples=9)
+        assert run.position_of(BOB) == NEXT
+        assert run.tracker.num_peers_here() == 2
+        assert BOB in run.tracker.expected()
+
+
+@pytest.mark.parametrize("ttl_s", [20.0, 300.0])
+async def test_whatever_lifetime_the_other_peer_gives_its_records(ttl_s: float) -> None:
+    async with run_of_one() as run:
+        await run.hears(BOB, ttl_s=ttl_s)
+        run.tracker.move(NEXT, 20, [BOB])
+        await run.hears(BOB, HERE, age_s=0.5, ttl_s=ttl_s)
+        assert run.position_of(BOB) == NEXT
+        await run.hears(BOB, HERE, age_s=-IN_FLIGHT_S - 0.5, ttl_s=ttl_s)
+        assert run.position_of(BOB) == HERE, "it says so after the round, so it does not hold the result"
+
+
+async def test_a_peer_that_said_more_than_the_round_is_believed() -> None:
+    async with run_of_one() as run:
+        beyond = Position(5, b"beyond")
+        await run.hears(BOB, beyond, samples=4)
+        await run.hears(CAROL, NEXT, samples=3)
+        run.tracker.move(NEXT, 20, [BOB, CAROL])
+        assert run.position_of(BOB) == beyond
+        assert run.tracker.reader.records()[CAROL].samples == 3, "samples that it has told already are not forgotten"
+
+
+async def test_an_older_record_never_replaces_a_newer_one() -> None:
+    async with run_of_one() as run:
+        await run.hears(BOB, samples=7)
+        newer = run.dht.records[KEY][BOB]
+        run.dht.put(KEY, BOB, newer.value | {"samples": 1}, sequence=newer.sequence - 1)
+        await run.tracker.refresh()
+        assert run.tracker.progress.samples == 7
+
+
+async def test_records_expire() -> None:
+    async with run_of_one() as run:
+        await run.hears(BOB, age_s=TTL_S - 0.02)
+        assert run.tracker.num_peers_here() == 2
+        await asyncio.sleep(0.03)
+        assert run.tracker.num_peers_here() == 1
+
+
+async def test_a_goodbye_counts_at_once() -> None:
+    async with run_of_one() as run:
+        await run.hears(BOB)
+        run.dht.put(KEY, BOB, GOODBYE, sequence=99)
+        await run.tracker.refresh()
+        assert run.tracker.num_peers_here() == 1
+        await run.hears(BOB)
+        assert run.tracker.num_peers_here() == 1, "what it said before it left is older"
+
+
+# what others may write
+
+
+@pytest.mark.parametrize("value", [None, 7, "leaving", b"bytes", [], {}, {"position": {"step": 1}}, {"samples": -1}])
+async def test_records_that_cannot_be_read_are_counted_and_ignored(value: Any) -> None:
+    async with run_of_one() as run:
+        await run.hears(CAROL)
+        run.dht.put(KEY, BOB, value, sequence=1)
+        await run.tracker.refresh()
+        assert run.endpoint.counters["bad_records"] == 1
+        assert run.tracker.reader.records().keys() == {CAROL}
+        await run.hears(BOB)
+        assert run.tracker.reader.records().keys() == {BOB, CAROL}, "it may have been mended"
+
+
+async def test_nobody_speaks_for_another_peer() -> None:
+    async with run_of_one() as run:
+        await run.hears(CAROL)
+        value = run.dht.records[KEY][CAROL].value
+        run.dht.put(KEY, BOB, value, sequence=1, owner="")
+        run.dht.put(KEY, "anybody", value, sequence=1, owner="")
+        run.dht.put(KEY, run.endpoint.peer_id, value | {"samples": 100}, sequence=1)
+        await run.tracker.refresh()
+        assert run.tracker.reader.records().keys() == {CAROL}
+        assert run.tracker.progress.samples == 0
+
+
+async def test_a_kind_of_address_from_the_future_does_not_hide_a_peer() -> None:
+    async with run_of_one() as run:
+        await run.hears(BOB)
+        value = run.dht.records[KEY][BOB].value
+        addresses = ["/quantum/entangled", "/ip4/203.0.113.7/tcp/31337"]
+        run.dht.put(KEY, BOB, value | {"addresses": addresses, "mood": "fine"}, sequence=99)
+        await run.tracker.refresh()
+        assert run.tracker.num_peers_here() == 2
+        assert [address.host for address in run.endpoint.addresses_of(BOB)] == ["203.0.113.7"]
+
+
+# whom to expect
+
+
+async def test_a_missing_peer_is_not_expected_before_a_fresh_record() -> None:
+    async with run_of_one() as run:
+        await run.hears(BOB, is_client=True)
+        await run.hears(CAROL)
+        assert run.tracker.expected() == {BOB: True, CAROL: False}
+        run.tracker.report_missing(BOB)
+        run.tracker.report_missing(PeerId("never heard of"))
+        assert run.tracker.expected() == {CAROL: False}
+        await run.tracker.refresh()
+        assert run.tracker.expected() == {CAROL: False}
+        assert run.tracker.num_peers_here() == 3, "it may still be there: nobody steps alone"
+        await run.hears(BOB)
+        assert run.tracker.expected() == {BOB: False, CAROL: False}
+
+
+async def test_a_peer_that_came_to_a_round_is_not_missing() -> None:
+    async with run_of_one() as run:
+        await run.hears(BOB)
+        run.tracker.report_missing(BOB)
+        run.tracker.move(NEXT, 20, [BOB])
+        assert run.tracker.expected() == {BOB: False}
+
+
+async def test_peers_at_other_positions_are_not_expected() -> None:
+    async with run_of_one() as run:
+        await run.hears(BOB, NEXT)
+        await run.hears(CAROL, Position(3, b"another branch"))
+        assert run.tracker.expected() == {}
+        assert run.tracker.num_peers_here() == 1
+
+
+async def test_a_call_makes_a_round_due_until_it_is_answered() -> None:
+    async with run_of_one() as run:
+        assert not run.tracker.is_due()
+        run.tracker.call_to_round()
+        assert run.tracker.is_due()
+        assert run.tracker.can_meet_somebody()
+        run.tracker.answer_call()
+        assert not run.tracker.is_due()
+        assert not run.tracker.can_meet_somebody()
+        run.tracker.call_to_round()
+        run.tracker.move(NEXT, 20, [])
+        assert not run.tracker.is_due()
+
+
+async def test_the_target_is_reached_together() -> None:
+    async with run_of_one() as run:
+        run.tracker.report(4, 2.0)
+        assert not run.tracker.is_due()
+        await run.hears(BOB, samples=6)
+        assert run.tracker.is_due()
+        run.tracker.move(NEXT, 20, [BOB])
+        assert run.tracker.progress.samples == 0
+
+
+# branches
+
+
+async def test_a_branch_whose_state_cannot_be_had_is_not_followed_and_not_forgotten() -> None:
+    async with run_of_one() as run:
+        await run.hears(BOB, NEXT)
+        assert run.tracker.leading_branch().position == NEXT
+        run.tracker.report_without_state(BOB)
+        assert run.tracker.leading_branch().position == HERE, "those who are here go on together"
+        assert not run.tracker.is_on_best_branch(), "but nobody goes on alone"
+        await run.hears(BOB, NEXT)
+        assert run.tracker.leading_branch().position == NEXT
+
+
+async def test_who_is_behind_is_waited_for_unless_it_is_missing() -> None:
+    async with run_of_one() as run:
+        await run.hears(BOB, Position(2, b"before"))
+        assert run.tracker.is_ahead_of_somebody()
+        run.tracker.report_missing(BOB)
+        assert not run.tracker.is_ahead_of_somebody()
+
+
+# publishing and reading
+
+
+async def test_where_this_peer_was_is_not_published_while_a_result_is_applied() -> None:
+    config = ProgressConfig(min_refresh_s=0.01, max_refresh_s=0.02, default_refresh_s=0.01, ttl_s=0.06)
+    async with run_of_one(config) as run:
+        run.tracker.start()
+        while not run.dht.stored:
+            await asyncio.sleep(0)
+        run.tracker.expect_move()
+        await asyncio.sleep(0.01)  # one that was under way
+        num_before = len(run.dht.stored)
+        run.tracker.report(5, 1.0)
+        await asyncio.sleep(0.08)
+        assert len(run.dht.stored) == num_before
+        run.tracker.move(NEXT, 20, [])
+        while len(run.dht.stored) == num_before:
+            await asyncio.sleep(0.001)
+        assert msgspec.convert(run.dht.stored[-1], ProgressRecord).position == NEXT
+
+
+async def test_a_peer_that_never_began_says_no_goodbye() -> None:
+    async with run_of_one() as run:
+        await run.tracker.close()
+        assert run.dht.stored == []
+
+
+async def test_leaving_is_said() -> None:
+    async with run_of_one() as run:
+        run.tracker.start()
+        await run.tracker.close()
+        assert run.dht.stored[-1] == GOODBYE
+
+
+async def test_records_are_read_again_when_something_happened() -> None:
+    async with run_of_one(ProgressConfig(max_refresh_s=20.0, default_refresh_s=20.0)) as run:
+        run.tracker.start()
+        while run.dht.num_reads < 1:
+            await asyncio.sleep(0)
+        run.tracker.refresh_soon()
+        async with time_limit(5.0, "waiting for a read"):
+            while run.dht.num_reads < 2:
+                await asyncio.sleep(0.001)
+
+
+async def test_a_round_that_commits_during_a_read_is_not_undone_by_it() -> None:
+    async with run_of_one() as run:
+        await run.hears(BOB)
+        run.dht.gate.clear()
+        reading = asyncio.ensure_future(run.hears(BOB, HERE, age_s=0.2))
+        await asyncio.sleep(0.001)
+        run.tracker.move(NEXT, 20, [BOB])
+        run.dht.gate.set()
+        await reading
+        assert run.position_of(BOB) == NEXT

@@ -1,0 +1,71 @@
+"""Which addresses are told, and which are believed."""
+
+from __future__ import annotations
+
+import ipaddress
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from manyhands.base.address import Address
+from manyhands.rpc.announce import MAX_ANNOUNCED, dialable_addresses, seen_from_outside
+from tests.network import identity_of
+
+PEER = identity_of(1).peer_id
+ROUTER, HOME, LOOP = "/ip4/203.0.113.7/tcp/31337", "/ip4/192.168.0.2/tcp/31337", "/ip4/127.0.0.1/tcp/31337"
+
+
+def seen(announced: list[str], remote_host: str) -> list[str]:
+    return [str(address).removesuffix(f"/p2p/{PEER}") for address in seen_from_outside(PEER, announced, remote_host)]
+
+
+def test_all_interfaces_become_addresses_that_can_be_dialled() -> None:
+    announced = dialable_addresses([Address.parse("/ip4/0.0.0.0/tcp/31337")])
+    assert Address.parse(LOOP) in announced
+    assert all(address.port == 31337 and not address.is_unspecified for address in announced)
+
+
+def test_one_interface_is_told_as_it_is() -> None:
+    assert dialable_addresses([Address.parse(HOME), Address.parse(HOME)]) == [Address.parse(HOME)]
+
+
+def test_a_peer_behind_a_router_is_also_dialled_where_it_came_from() -> None:
+    assert seen([HOME, LOOP], "203.0.113.7") == [ROUTER, HOME]
+
+
+def test_on_the_same_machine_loopback_counts() -> None:
+    assert seen([HOME, LOOP], "127.0.0.1") == [LOOP, HOME]
+
+
+def test_a_client_has_no_address() -> None:
+    assert seen([], "203.0.113.7") == []
+
+
+def test_a_name_is_kept_and_says_nothing_of_ports_elsewhere() -> None:
+    assert seen(["/dns4/x.tcp.ngrok.io/tcp/12345"], "203.0.113.7") == ["/dns4/x.tcp.ngrok.io/tcp/12345"]
+
+
+def test_what_cannot_be_read_is_skipped() -> None:
+    assert seen(["/quic/203.0.113.7", "", HOME, "\x00"], "") == [HOME]
+
+
+def test_an_id_of_somebody_else_is_not_believed() -> None:
+    (address,) = seen_from_outside(PEER, [f"{HOME}/p2p/{identity_of(2).peer_id}"], "")
+    assert address.peer_id == PEER
+
+
+def test_only_so_many() -> None:
+    assert len(seen([f"/ip4/198.51.100.1/tcp/{port}" for port in range(1, 100)], "")) == MAX_ANNOUNCED
+
+
+@given(st.lists(st.text(max_size=60), max_size=10), st.sampled_from(["", "127.0.0.1", "203.0.113.7", "2001:db8::1"]))
+def test_any_text_gives_addresses_of_this_peer_or_none(announced: list[str], remote_host: str) -> None:
+    for address in seen_from_outside(PEER, announced, remote_host):
+        assert address.peer_id == PEER
+
+
+@pytest.mark.parametrize("host", ["::1", "fe80::1%eth0", "::ffff:192.0.2.1"])
+def test_the_host_of_an_ipv6_connection(host: str) -> None:
+    (address, *_) = seen_from_outside(PEER, ["/ip6/2001:db8::2/tcp/1"], host)
+    assert ipaddress.ip_address(address.host) == ipaddress.ip_address(host)

@@ -1,0 +1,209 @@
+"""The network thread: results, time limits, Ctrl-C and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import gc
+import logging
+import signal
+import threading
+import time
+from collections.abc import Coroutine, Iterator
+from typing import Any
+
+import pytest
+
+from manyhands.base.errors import ManyhandsError, Timeout
+from manyhands.runtime import LoopThread
+
+
+@pytest.fixture
+def runtime() -> Iterator[LoopThread]:
+    thread = LoopThread("manyhands test")
+    yield thread
+    thread.close()
+
+
+class Job:
+    """A coroutine that never returns, and shows how far it came."""
+
+    def __init__(self) -> None:
+        self.started = threading.Event()
+        self.cancelled = threading.Event()
+
+    async def __call__(self) -> None:
+        self.started.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.cancelled.set()
+
+
+def test_runs_on_the_other_thread_and_returns_the_result(runtime: LoopThread) -> None:
+    async def name() -> str:
+        return threading.current_thread().name
+
+    assert runtime.run(name(), 5.0, "asking for a name") == "manyhands test"
+
+
+def test_an_exception_arrives_as_it_is(runtime: LoopThread) -> None:
+    async def fail() -> None:
+        raise KeyError("soup")
+
+    with pytest.raises(KeyError, match="soup"):
+        runtime.run(fail(), 5.0, "cooking")
+
+
+def test_a_timeout_names_the_phase_and_cancels(runtime: LoopThread) -> None:
+    job = Job()
+    with pytest.raises(Timeout, match=r"timed out after 0\.05 s waiting for godot"):
+        runtime.run(job(), 0.05, "waiting for godot")
+    assert job.cancelled.wait(5.0)
+
+
+def test_a_timeout_error_of_the_coroutine_itself_is_not_ours(runtime: LoopThread) -> None:
+    theirs = asyncio.TimeoutError("theirs")
+
+    async def fail() -> None:
+        raise theirs
+
+    with pytest.raises(asyncio.TimeoutError) as caught:
+        runtime.run(fail(), 5.0, "cooking")
+    assert not isinstance(caught.value, Timeout)
+
+
+def test_a_result_that_comes_at_the_last_moment_counts(runtime: LoopThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The future was done when the wait ended: what it holds is the outcome."""
+    future: concurrent.futures.Future[str] = concurrent.futures.Future()
+    waited_before: list[float | None] = []
+
+    def result(timeout_s: float | None = None) -> str:
+        if not waited_before:
+            waited_before.append(timeout_s)
+            future.set_result("soup")
+            raise concurrent.futures.TimeoutError
+        return concurrent.futures.Future.result(future, timeout_s)
+
+    async def cook() -> str:
+        return "soup"
+
+    coro = cook()
+    monkeypatch.setattr(future, "result", result)
+    monkeypatch.setattr(runtime, "submit", lambda coro: future)
+    assert runtime.run(coro, 5.0, "cooking") == "soup"
+    coro.close()
+
+
+def test_ctrl_c_cancels_what_is_waited_for(runtime: LoopThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    job, submit = Job(), runtime.submit
+
+    def submit_and_press(coro: Coroutine[Any, Any, None]) -> concurrent.futures.Future[None]:
+        future = submit(coro)
+        monkeypatch.setattr(future, "result", lambda timeout_s: press_ctrl_c())
+        return future
+
+    def press_ctrl_c() -> None:
+        assert job.started.wait(5.0)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(runtime, "submit", submit_and_press)
+    with pytest.raises(KeyboardInterrupt):
+        runtime.run(job(), 30.0, "waiting for godot")
+    assert job.cancelled.wait(5.0)
+
+
+def test_a_call_from_the_loop_itself_is_refused(runtime: LoopThread) -> None:
+    async def call() -> None:
+        with pytest.raises(RuntimeError, match="await the coroutine"):
+            runtime.run(asyncio.sleep(0), 5.0, "waiting for itself")
+
+    runtime.run(call(), 5.0, "calling")
+
+
+def test_close_ends_whoever_waits() -> None:
+    runtime, job = LoopThread("manyhands test"), Job()
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(runtime.run, job(), 30.0, "waiting for godot")
+        assert job.started.wait(5.0)
+        runtime.close()
+        with pytest.raises(ManyhandsError, match="the peer is closed"):
+            waiting.result(5.0)
+    assert job.cancelled.is_set()
+
+
+def test_after_close_every_call_says_so() -> None:
+    runtime = LoopThread("manyhands test")
+    runtime.close()
+    runtime.close()
+    with pytest.raises(ManyhandsError, match="the peer is closed"):
+        runtime.run(asyncio.sleep(0), 5.0, "sleeping")
+
+
+def test_calls_and_close_at_the_same_time_all_end() -> None:
+    """Whatever is submitted just before the end is run or refused; nobody waits for ever."""
+    for _ in range(20):
+        runtime = LoopThread("manyhands test")
+        go = threading.Barrier(3)
+
+        def call(runtime: LoopThread = runtime, go: threading.Barrier = go) -> str:
+            go.wait()
+            try:
+                for _ in range(100):
+                    runtime.run(asyncio.sleep(0), 5.0, "sleeping")
+            except ManyhandsError as error:
+                return str(error)
+            return "all done"
+
+        def close(runtime: LoopThread = runtime, go: threading.Barrier = go) -> None:
+            go.wait()
+            runtime.close()
+
+        with concurrent.futures.ThreadPoolExecutor(3) as pool:
+            calls = [pool.submit(call), pool.submit(call)]
+            pool.submit(close).result(10.0)
+            assert {future.result(4.0) for future in calls} <= {"all done", "the peer is closed"}
+
+
+def test_close_does_not_wait_for_a_blocking_call() -> None:
+    """A name lookup can hang for half a minute, and nothing can interrupt it."""
+    runtime, hanging, over = LoopThread("manyhands test"), threading.Event(), threading.Event()
+
+    def hang() -> None:
+        hanging.set()
+        over.wait(30.0)
+
+    async def look_up() -> None:
+        await asyncio.get_running_loop().run_in_executor(None, hang)
+
+    runtime.submit(look_up())
+    assert hanging.wait(5.0)
+    started = time.monotonic()
+    runtime.close()
+    took_s = time.monotonic() - started
+    over.set()
+    assert took_s < 2.0
+
+
+def test_close_cancels_also_what_refuses_at_first(caplog: pytest.LogCaptureFixture) -> None:
+    """A task that swallows its cancellation keeps the thread for a second, not for ever."""
+    runtime, started = LoopThread("manyhands test"), threading.Event()
+
+    async def stubborn() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        task.set_name("a stubborn task")
+        while True:
+            try:
+                started.set()
+                await asyncio.sleep(0.05)
+            except asyncio.CancelledError:
+                logging.getLogger(__name__).info("no")
+
+    runtime.submit(stubborn())
+    assert started.wait(5.0)
+    began = time.monotonic()
+    runtime.close()
+    assert time.monotonic() - began < 3.0
+    assert "task 'a stubborn task' did not end within 1 s of its cancellation" in caplog.text
+    gc.collect()  # so that asyncio complains of the task here, not in the next test

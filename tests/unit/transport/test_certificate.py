@@ -1,0 +1,55 @@
+"""Certificates: the peer id goes in and comes out, and nothing else that a certificate may hold does harm."""
+
+from __future__ import annotations
+
+import ssl
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+from hypothesis import given
+from hypothesis import strategies as st
+
+from manyhands.transport import certificate
+from manyhands.transport.certificate import leaf_certificate, peer_id_of_certificate
+from tests.network import identity_of
+
+
+def der_of(leaf: x509.Certificate) -> bytes:
+    return leaf.public_bytes(serialization.Encoding.DER)
+
+
+def test_the_peer_id_comes_out_again() -> None:
+    assert peer_id_of_certificate(der_of(leaf_certificate(identity_of(1)))) == identity_of(1).peer_id
+
+
+def test_a_key_of_another_kind_is_nobody() -> None:
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "somebody")])
+    builder = x509.CertificateBuilder(name, name, key.public_key(), 1, certificate._NOT_BEFORE, certificate._NOT_AFTER)
+    assert peer_id_of_certificate(der_of(builder.sign(key, hashes.SHA256()))) is None
+
+
+def test_a_version_that_does_not_exist_is_nobody() -> None:
+    """OpenSSL may accept it: anybody can sign with the published issuer key, and sign anything."""
+    der = bytearray(der_of(leaf_certificate(identity_of(1))))
+    version = der.index(bytes.fromhex("a003020102"))
+    der[version + 4] = 9
+    assert peer_id_of_certificate(bytes(der)) is None
+
+
+@given(place=st.integers(0, 200), value=st.integers(0, 255))
+@pytest.mark.filterwarnings("ignore::cryptography.utils.CryptographyDeprecationWarning")
+def test_a_damaged_certificate_is_somebody_or_nobody(place: int, value: int) -> None:
+    der = bytearray(der_of(leaf_certificate(identity_of(1))))
+    der[place] = value
+    assert peer_id_of_certificate(bytes(der)) is None or isinstance(peer_id_of_certificate(bytes(der)), str)
+
+
+def test_both_sides_ask_for_tls_1_3_and_a_certificate() -> None:
+    for context in (certificate.server_context(identity_of(1)), certificate.client_context(identity_of(1))):
+        assert context.minimum_version is ssl.TLSVersion.TLSv1_3
+        assert context.verify_mode is ssl.CERT_REQUIRED
+    assert certificate.server_context(identity_of(1)).num_tickets == 0
