@@ -17,7 +17,7 @@ from manyhands.base.identity import Identity, PeerId
 from manyhands.dht import DhtConfig, DhtNode
 from manyhands.rpc import Endpoint, RpcConfig
 from manyhands.runtime import LoopThread
-from manyhands.transport import TlsTransport
+from manyhands.transport import TlsTransport, Transport
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -25,6 +25,51 @@ logger = logging.getLogger(__name__)
 ALL_INTERFACES = ("/ip4/0.0.0.0/tcp/0",)
 START_TIMEOUT_S = 15.0
 CLOSE_TIMEOUT_S = 4.0
+
+
+class Presence:
+    """A peer in the swarm, on whatever loop it is made: an endpoint and a DHT node with one life.
+
+    :class:`Peer` has it on a thread of its own; simulations have many of them on one loop.
+
+    Attributes:
+        on_close: what the parts that stand on it do when it stops, the last one first.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        *,
+        client_mode: bool = False,
+        rng: random.Random | None = None,
+        wall_clock: Callable[[], float] = time.time,
+        rpc_config: RpcConfig | None = None,
+        dht_config: DhtConfig | None = None,
+    ) -> None:
+        self.peer_id: PeerId = transport.identity.peer_id
+        self.rng = rng or random.Random()
+        self.on_close: list[Callable[[], Awaitable[None]]] = []
+        self.endpoint = Endpoint(transport, client_mode=client_mode, config=rpc_config)
+        self.dht = DhtNode(self.endpoint, dht_config or DhtConfig(), rng=self.rng, wall_clock=wall_clock)
+
+    async def start(
+        self, initial_peers: Sequence[Address], listen: Sequence[Address], announce: Sequence[Address] = ()
+    ) -> None:
+        """Listen, and join the DHT.
+
+        Raises:
+            ConfigError: a port is taken, or a host is not of this machine.
+            JoinFailed: none of the initial peers answered.
+        """
+        await self.endpoint.listen(listen, announce)
+        await self.dht.join(initial_peers)
+
+    async def stop(self) -> None:
+        """Leave the swarm: end the parts, say goodbye, close all connections."""
+        for close_part in reversed(list(self.on_close)):
+            await close_part()
+        await self.dht.close()
+        await self.endpoint.close()
 
 
 class Peer:
@@ -40,6 +85,8 @@ class Peer:
         ConfigError: an address or the identity file cannot be used, or the port is taken.
         JoinFailed: none of the initial peers answered; it names each address with its own reason.
     """
+
+    presence: Presence
 
     def __init__(
         self,
@@ -59,36 +106,31 @@ class Peer:
             identity = Identity.load_or_create(identity)
         self.identity = identity or Identity.generate()
         self.peer_id: PeerId = self.identity.peer_id
-        self.client_mode = client_mode
-        self.rng = random.Random()
-        self.on_close: list[Callable[[], Awaitable[None]]] = []
-        self.endpoint: Endpoint
-        self.dht: DhtNode
         self._is_closed = False
         self._runtime = LoopThread(f"manyhands {self.peer_id[-6:]}")
         atexit.register(self.close)
-        try:
-            self.run(
-                self._start(initial_addresses, listen_addresses, announce_addresses, rpc_config, dht_config),
-                START_TIMEOUT_S,
-                "starting this peer",
+
+        async def start() -> None:
+            self.presence = Presence(
+                TlsTransport(self.identity), client_mode=client_mode, rpc_config=rpc_config, dht_config=dht_config
             )
+            await self.presence.start(initial_addresses, listen_addresses, announce_addresses)
+
+        try:
+            self.run(start(), START_TIMEOUT_S, "starting this peer")
         except BaseException:
             self.close()
             raise
 
-    async def _start(
-        self,
-        initial_peers: Sequence[Address],
-        listen: Sequence[Address],
-        announce: Sequence[Address],
-        rpc_config: RpcConfig | None,
-        dht_config: DhtConfig | None,
-    ) -> None:
-        self.endpoint = Endpoint(TlsTransport(self.identity), client_mode=self.client_mode, config=rpc_config)
-        await self.endpoint.listen(listen, announce)
-        self.dht = DhtNode(self.endpoint, dht_config or DhtConfig(), rng=self.rng, wall_clock=time.time)
-        await self.dht.join(initial_peers)
+    @property
+    def endpoint(self) -> Endpoint:
+        """The connections of this peer; to be used on the network thread only."""
+        return self.presence.endpoint
+
+    @property
+    def dht(self) -> DhtNode:
+        """This peer's node of the DHT; to be used on the network thread only."""
+        return self.presence.dht
 
     @property
     def addresses(self) -> list[str]:
@@ -110,19 +152,12 @@ class Peer:
         self._is_closed = True
         atexit.unregister(self.close)
         try:
-            self.run(self._stop(), CLOSE_TIMEOUT_S, "closing this peer")
+            if hasattr(self, "presence"):
+                self.run(self.presence.stop(), CLOSE_TIMEOUT_S, "closing this peer")
         except Timeout as error:
             logger.warning("%s; what is left ends with the network thread", error)
         finally:
             self._runtime.close()
-
-    async def _stop(self) -> None:
-        for close_part in reversed(list(self.on_close)):
-            await close_part()
-        if hasattr(self, "dht"):
-            await self.dht.close()
-        if hasattr(self, "endpoint"):
-            await self.endpoint.close()
 
     def __enter__(self) -> Peer:
         return self

@@ -157,7 +157,7 @@ def test_a_newcomer_loads_the_state_and_contributes() -> None:
         assert old.global_step == 3
         assert old.statistics.steps_alone == 3
         newcomer = make(second, new)
-        assert newcomer.global_step == 3
+        step_until(newcomer, 3)  # it may have read a record from before the last step
         assert newcomer.state_digest() == old.state_digest()
 
         def contribute(optimizer: manyhands.Optimizer, model: torch.nn.Module) -> None:

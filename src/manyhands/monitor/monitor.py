@@ -45,7 +45,7 @@ class RunMonitor:
         """Begin to watch; ends when the peer is closed."""
         self._reader = ProgressReader(self._peer.endpoint, self._peer.dht, self._run_id)
         self._tasks.spawn(self._watch_forever(), name="watching the run")
-        self._peer.on_close.append(self._tasks.close)
+        self._peer.presence.on_close.append(self._tasks.close)
 
     async def _watch_forever(self) -> None:
         while True:

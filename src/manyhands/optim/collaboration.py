@@ -23,7 +23,7 @@ from manyhands.optim.run_manifest import ManifestKeeper, RunManifest
 from manyhands.optim.state import State
 from manyhands.optim.state_transfer import StateServer, download_state
 from manyhands.optim.tracker import ProgressTracker
-from manyhands.peer import Peer
+from manyhands.peer import Presence
 
 logger = logging.getLogger(__name__)
 
@@ -58,18 +58,18 @@ class Collaboration:
 
     def __init__(
         self,
-        peer: Peer,
+        presence: Presence,
         manifest: RunManifest,
         local: LocalState,
         averaging: AveragingConfig,
         progress: ProgressConfig,
     ) -> None:
-        self._peer = peer
+        self._presence = presence
         self._manifest = manifest
         self._local = local
         self._averaging = averaging
         self._progress_config = progress
-        self._rng = peer.rng
+        self._rng = presence.rng
         self._parts = AsyncExitStack()
         self.run_id = manifest.run_id
 
@@ -80,10 +80,10 @@ class Collaboration:
             ManifestMismatch: this peer does not fit it.
             Unavailable: the DHT does not answer.
         """
-        peer, manifest = self._peer, self._manifest
+        presence, manifest = self._presence, self._manifest
         self.tracker = ProgressTracker(
-            peer.endpoint,
-            peer.dht,
+            presence.endpoint,
+            presence.dht,
             manifest.run_id,
             manifest.target_batch_size,
             self._local.position,
@@ -92,23 +92,23 @@ class Collaboration:
         )
         async with AsyncExitStack() as parts:
             self._averager = Averager(
-                peer.endpoint, manifest.run_id, manifest.fingerprint(), self.tracker, self._averaging, self._rng
+                presence.endpoint, manifest.run_id, manifest.fingerprint(), self.tracker, self._averaging, self._rng
             )
             parts.push_async_callback(self._averager.close)
-            server = StateServer(peer.endpoint, manifest.run_id, self._local.capture, lambda: self._local.position)
+            server = StateServer(presence.endpoint, manifest.run_id, self._local.capture, lambda: self._local.position)
             parts.callback(server.close)
-            keeper = ManifestKeeper(peer.dht, peer.peer_id, manifest)
+            keeper = ManifestKeeper(presence.dht, presence.peer_id, manifest)
             await keeper.agree()
             parts.push_async_callback(keeper.close)
             parts.push_async_callback(self.tracker.close)
             await self.tracker.refresh()
             self._parts = parts.pop_all()
-        peer.on_close.append(self.close)
+        presence.on_close.append(self.close)
 
     async def close(self) -> None:
         """Leave the run. May be called twice."""
-        if self.close in self._peer.on_close:
-            self._peer.on_close.remove(self.close)
+        if self.close in self._presence.on_close:
+            self._presence.on_close.remove(self.close)
             await self._parts.aclose()
 
     async def decide(self, samples: int, samples_per_second: float) -> Decision:
@@ -178,10 +178,10 @@ class Collaboration:
             Unavailable: nobody could hand it out.
         """
         branch = self.tracker.leading_branch()
-        donors = [peer_id for peer_id in branch.holders if peer_id != self._peer.peer_id]
+        donors = [peer_id for peer_id in branch.holders if peer_id != self._presence.peer_id]
         self._rng.shuffle(donors)  # so that newcomers do not all ask the same one
         try:
-            return await download_state(self._peer.endpoint, self._manifest, donors, branch.position)
+            return await download_state(self._presence.endpoint, self._manifest, donors, branch.position)
         except Unavailable:
             for donor in donors:
                 self.tracker.report_without_state(donor)

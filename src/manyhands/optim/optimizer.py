@@ -136,7 +136,9 @@ class Optimizer(torch.optim.Optimizer):
         initial = hashlib.sha256(digest_of(specs_of(optimizer), b"", _on_cpu(parameters_of(optimizer)))).digest()
         self._local = LocalState(Position(0, initial), self._capture)
         manifest = self._manifest(run_id, target_batch_size, dict(must_match or {}))
-        self._collaboration = Collaboration(peer, manifest, self._local, self._averaging, progress or ProgressConfig())
+        self._collaboration = Collaboration(
+            peer.presence, manifest, self._local, self._averaging, progress or ProgressConfig()
+        )
         self._join()
 
     @property
