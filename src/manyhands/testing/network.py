@@ -12,6 +12,7 @@ import asyncio
 import itertools
 import random
 import zlib
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -190,6 +191,7 @@ class SimStream:
         self._buffer = ReceiveBuffer(BACKLOG_BYTES, self._made_room)
         self._sending = asyncio.Lock()
         self._closed = asyncio.Event()
+        self._in_flight: deque[Callable[[], None]] = deque()
         self._in_order_after = 0.0
         self.last_received = network.now()
         network.streams[self] = None
@@ -219,15 +221,15 @@ class SimStream:
 
     def _transfer(self, left_at: float, num_bytes: int, deliver: Callable[[], None]) -> None:
         """Deliver in the receiving process, after all that this end sent before."""
-        receiver = self.other
-
-        def run() -> None:
-            if not self.is_silent:
-                asyncio.get_event_loop().call_soon(deliver, context=receiver.host.context)
-
+        self._in_flight.append(deliver)  # each arrival delivers the oldest: two may come at the same instant
         self._in_order_after = self._network.send(
-            self.host, receiver.host, left_at, num_bytes, run, self._in_order_after
+            self.host, self.other.host, left_at, num_bytes, self._deliver_next, self._in_order_after
         )
+
+    def _deliver_next(self) -> None:
+        deliver = self._in_flight.popleft()
+        if not self.is_silent:
+            asyncio.get_event_loop().call_soon(deliver, context=self.other.host.context)
 
     def arrived(self, chunk: bytes) -> None:
         """Bytes come in."""
