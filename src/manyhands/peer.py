@@ -12,7 +12,8 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from manyhands.base.address import Address, parse_addresses
-from manyhands.base.errors import Timeout
+from manyhands.base.deadline import time_limit
+from manyhands.base.errors import ManyhandsError, Timeout
 from manyhands.base.identity import Identity, PeerId
 from manyhands.dht import DhtConfig, DhtNode
 from manyhands.rpc import Endpoint, RpcConfig
@@ -25,6 +26,7 @@ logger = logging.getLogger(__name__)
 ALL_INTERFACES = ("/ip4/0.0.0.0/tcp/0",)
 START_TIMEOUT_S = 15.0
 CLOSE_TIMEOUT_S = 4.0
+PART_CLOSE_TIMEOUT_S = 2.0
 
 
 class Presence:
@@ -65,11 +67,16 @@ class Presence:
         await self.dht.join(initial_peers)
 
     async def stop(self) -> None:
-        """Leave the swarm: end the parts, say goodbye, close all connections."""
-        for close_part in reversed(list(self.on_close)):
-            await close_part()
-        await self.dht.close()
-        await self.endpoint.close()
+        """Leave the swarm: end the parts, say goodbye, close all connections; also when one of them fails or hangs."""
+        for close_part in [*reversed(self.on_close), self.dht.close, self.endpoint.close]:
+            name = getattr(close_part, "__qualname__", repr(close_part))
+            try:
+                async with time_limit(PART_CLOSE_TIMEOUT_S, f"for {name} of this peer"):
+                    await close_part()
+            except Timeout as error:
+                logger.warning("%s", error)
+            except Exception:
+                logger.exception("%s of this peer failed", name)
 
 
 class Peer:
@@ -156,6 +163,8 @@ class Peer:
                 self.run(self.presence.stop(), CLOSE_TIMEOUT_S, "closing this peer")
         except Timeout as error:
             logger.warning("%s; what is left ends with the network thread", error)
+        except ManyhandsError as error:  # a forked child has this object, but not its thread
+            logger.debug("%s", error)
         finally:
             self._runtime.close()
 

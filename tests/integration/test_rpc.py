@@ -20,6 +20,7 @@ import pytest
 from manyhands.base.address import Address
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import (
+    BadSignature,
     ConfigError,
     PeerError,
     PeerLost,
@@ -128,9 +129,10 @@ async def test_the_callee_keeps_the_deadline_by_itself() -> None:
         (Refused(PeerId("x"), "long", "x" * 2_000_000), Refused, "xxx"),
         (Unavailable("the disk is full"), Unavailable, "the disk is full"),
         (RoundAborted("nobody came"), Unavailable, "nobody came"),
+        (Timeout("waiting for somebody else", 3.0), Unavailable, "timed out after 3 s waiting for somebody else"),
         (asyncio.TimeoutError(), PeerError, "the call failed inside the peer"),
     ],
-    ids=["a bug", "no", "a long no", "unavailable", "aborted", "its own timeout"],
+    ids=["a bug", "no", "a long no", "unavailable", "aborted", "a wait of its own", "a timeout of asyncio"],
 )
 async def test_an_exception_of_the_handler_arrives_typed_and_without_internals(
     raised: Exception, arrives: type[Exception], says: str, caplog: pytest.LogCaptureFixture
@@ -447,6 +449,37 @@ async def test_a_bulk_stream_carries_its_header_and_its_bytes_count() -> None:
         here.release(stream)
         assert here.bytes_sent > len(data)
         assert not here._connections, "no control connection was needed"
+
+
+@pytest.mark.parametrize(
+    ("raised", "level"),
+    [
+        (BadSignature("somebody", "the signature does not match"), logging.WARNING),
+        (Timeout("waiting for the rest", 1.0), logging.DEBUG),
+        (Unavailable("the round is over"), logging.DEBUG),
+        (KeyError("a bug"), logging.ERROR),
+    ],
+    ids=["theirs", "late", "unavailable", "ours"],
+)
+async def test_a_bulk_stream_ends_with_its_acceptor(
+    raised: Exception, level: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What another peer can cause is no error of ours, and fills no log with tracebacks."""
+
+    async def fail(remote: PeerId, header: bytes, stream: Stream) -> None:
+        raise raised
+
+    async with endpoints(2, kind="tls") as (here, there):
+        there.accept_bulk("test", fail)
+        with caplog.at_level(logging.DEBUG):
+            stream = await here.open_bulk(there.peer_id, "test", b"")
+            async with time_limit(2.0, "for the stream to end"):
+                await stream.wait_closed()
+            await until(lambda: not there._streams, "the stream is forgotten")
+        here.release(stream)
+    loudest = max(caplog.records, key=lambda record: record.levelno)
+    assert loudest.levelno == level
+    assert (loudest.exc_info is not None) == (level == logging.ERROR)
 
 
 async def test_heartbeats_go_on_while_bulk_flows() -> None:

@@ -6,15 +6,26 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 
-def leave_on_signals() -> None:
-    """SIGTERM, and SIGHUP where it exists, raise KeyboardInterrupt in the main thread as Ctrl-C does."""
-    signal.signal(signal.SIGINT, _interrupt)  # a background job of a shell starts with SIGINT ignored
-    signal.signal(signal.SIGTERM, _interrupt)
-    if hasattr(signal, "SIGHUP"):
-        signal.signal(signal.SIGHUP, _interrupt)
+SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+
+
+@contextmanager
+def leaving_on_signals() -> Iterator[None]:
+    """Within the block, a polite kill and a closed terminal raise KeyboardInterrupt in the main thread, as Ctrl-C does.
+
+    Ctrl-C too, where it was ignored: a background job of a shell starts like that.
+    """
+    before = {number: signal.signal(number, _interrupt) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def leave_on_eof() -> None:
@@ -29,7 +40,6 @@ def leave_on_eof() -> None:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # leaving has begun: a second signal does not disturb it
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    for other in SIGNALS:  # leaving has begun: a second signal does not disturb it
+        signal.signal(other, signal.SIG_IGN)
     raise KeyboardInterrupt

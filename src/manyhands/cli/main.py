@@ -9,7 +9,7 @@ from cyclopts import App, CycloptsError, Parameter
 
 from manyhands.base.errors import ConfigError, JoinFailed, ManyhandsError
 from manyhands.cli.demo.command import demo
-from manyhands.cli.leaving import leave_on_signals
+from manyhands.cli.leaving import leaving_on_signals
 from manyhands.cli.monitor_command import monitor
 from manyhands.cli.train_command import train
 from manyhands.version import __version__
@@ -30,14 +30,14 @@ for command in (demo, monitor, train):
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command; returns the exit code: 0 done, 1 failed, 2 wrong input, 130 interrupted."""
-    leave_on_signals()
     try:
-        code = app(
-            [_with_dashes(argument) for argument in arguments],
-            exit_on_error=False,
-            print_error=False,
-            result_action="return_value",
-        )
+        with leaving_on_signals():
+            code = app(
+                [_with_dashes(argument) for argument in arguments],
+                exit_on_error=False,
+                print_error=False,
+                result_action="return_value",
+            )
     except (CycloptsError, ConfigError, JoinFailed) as error:
         _complain(str(error))
         return EXIT_USAGE

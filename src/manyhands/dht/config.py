@@ -48,7 +48,7 @@ class DhtConfig:
     max_failures: int = 2
     request_timeout_s: float = 3.0
     lookup_timeout_s: float = 10.0
-    join_timeout_s: float = 10.0
+    join_timeout_s: float = 8.0
     refresh_period_s: float = 30.0
     max_ttl_s: float = 86400.0
     max_value_bytes: int = MAX_VALUE_BYTES

@@ -201,12 +201,12 @@ class ControlConnection:
 
     async def _answer(self, request: Request) -> None:
         try:
-            async with time_limit(min(request.timeout_s, MAX_SERVING_S), f"serving {request.method}"):
+            async with time_limit(min(request.timeout_s, MAX_SERVING_S), f"serving {request.method[:80]}"):
                 frame = encode_frame(Response(request.id, await self._handle(request)))
         except Refused as error:
             frame = _failure(request, error.code, error.message)
-        except Timeout:
-            frame = _failure(request, "timeout", "the call took longer than the caller's deadline")
+        except Timeout as error:  # the caller's deadline, or a wait of the handler itself
+            frame = _failure(request, "timeout", str(error))
         except ManyhandsError as error:
             frame = _failure(request, "unavailable", str(error))
         except Exception:  # the caller learns that it failed, not how we look inside

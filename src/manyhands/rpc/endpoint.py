@@ -241,10 +241,10 @@ class Endpoint:
             if not isinstance(hello, Hello):
                 raise ProtocolViolation(stream.remote, f"began with a {type(hello).__name__} frame")
             await self._welcome(stream, hello)
-        except ProtocolViolation as error:
+        except PeerError as error:
             self.counters["protocol_violations"] += 1
             logger.warning("%s; its stream is dropped", error)
-        except Timeout as error:
+        except Unavailable as error:
             logger.debug("stream from %s: %s", stream.remote, error)
         finally:
             self._streams.release(stream)

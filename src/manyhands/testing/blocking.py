@@ -1,7 +1,7 @@
 """Blocking code on a virtual loop: a training loop as users write it, in a world where nothing may block.
 
-The blocking function runs in a greenlet. Where it would wait, it hands an awaitable to the loop and goes on when that is
-done, so the code under test is the code that users run, not an asynchronous copy of it.
+The blocking function runs in a greenlet. Where it would wait, it hands an awaitable to the loop and goes on when that
+is done, so the code under test is the code that users run, not an asynchronous copy of it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from manyhands.peer import Presence
 T = TypeVar("T")
 
 
-class _Blocking(greenlet.greenlet):
+class _Blocking(greenlet.greenlet):  # type: ignore[misc]
     """A greenlet that runs blocking code; its parent awaits what it hands over."""
 
 

@@ -25,8 +25,8 @@ from manyhands.testing.trace import Trace
 from manyhands.testing.virtual_loop import VirtualLoop
 from manyhands.transport.api import OnStream
 from manyhands.transport.buffer import ReceiveBuffer
+from manyhands.transport.runs import runs_of
 
-CHUNK_BYTES = 64 * 1024
 BACKLOG_BYTES = 256 * 1024
 HANDSHAKE_TRIPS = 3
 """One-way trips from the first packet of TCP to the end of the TLS 1.3 handshake."""
@@ -193,6 +193,7 @@ class SimStream:
         self._closed = asyncio.Event()
         self._in_flight: deque[Callable[[], None]] = deque()
         self._in_order_after = 0.0
+        self._left_at = 0.0
         self.last_received = network.now()
         network.streams[self] = None
 
@@ -203,21 +204,28 @@ class SimStream:
 
     async def send(self, *buffers: bytes | bytearray | memoryview) -> None:
         async with self._sending:
-            for buffer in buffers:
-                view = memoryview(buffer).cast("B")
-                for start in range(0, len(view), CHUNK_BYTES):
-                    await self._send_chunk(bytes(view[start : start + CHUNK_BYTES]))
+            for number, run in enumerate(runs_of(buffers)):
+                await self._room_for(number)
+                if self._closed.is_set():
+                    raise PeerLost(self.remote, "connection closed")
+                for chunk in run:
+                    self._send_chunk(bytes(chunk))
 
-    async def _send_chunk(self, chunk: bytes) -> None:
-        await self._room.wait()
-        if self._closed.is_set():
-            raise PeerLost(self.remote, "connection closed")
+    async def _room_for(self, number: int) -> None:
+        """Wait until what was sent before has left this host, and the other end has room."""
+        try:
+            if (left_s := self._left_at - self._network.now()) > 0:
+                await asyncio.sleep(left_s)
+            await self._room.wait()
+        except asyncio.CancelledError:
+            if number > 0:  # in the middle of a message: nobody could tell where the next one begins
+                self.abort()
+            raise
+
+    def _send_chunk(self, chunk: bytes) -> None:
         self.bytes_sent += len(chunk)
-        loop = asyncio.get_running_loop()
-        left_at = self._network.departure(self.host, len(chunk))
-        self._transfer(left_at, len(chunk), lambda: self.other.arrived(chunk))
-        if left_at > loop.time():
-            await asyncio.sleep(left_at - loop.time())
+        self._left_at = self._network.departure(self.host, len(chunk))
+        self._transfer(self._left_at, len(chunk), lambda: self.other.arrived(chunk))
 
     def _transfer(self, left_at: float, num_bytes: int, deliver: Callable[[], None]) -> None:
         """Deliver in the receiving process, after all that this end sent before."""

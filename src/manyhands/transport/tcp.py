@@ -52,7 +52,7 @@ async def listen(address: Address) -> list[socket.socket]:
     sockets: list[socket.socket] = []
     try:
         for family, _, _, _, where in await _look_up(address):
-            sockets.append(socket.create_server(where[:2], family=family, backlog=BACKLOG))
+            sockets.append(socket.create_server(where, family=family, backlog=BACKLOG))
             sockets[-1].setblocking(False)
     except OSError as error:
         for sock in sockets:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 
@@ -27,3 +28,9 @@ def test_a_monitor_never_imports_torch() -> None:
         "sys.exit(any(name in sys.modules for name in ('torch', 'numpy', 'transformers')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_command_leaves_the_signal_handlers_as_they_were() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    assert run(["--help"]) == 0
+    assert signal.getsignal(signal.SIGINT) is before

@@ -1,0 +1,341 @@
+"""A peer as a user makes it: what it listens on, whom it joins, and what is left of it when it is closed."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import gc
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Coroutine, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeVar
+
+import psutil
+import pytest
+
+import manyhands
+from manyhands.base.address import Address
+from manyhands.base.errors import ConfigError, DialReason, JoinFailed, ManyhandsError, PeerLost
+from manyhands.dht import DhtConfig
+from manyhands.runtime import LoopThread
+from manyhands.transport import TlsTransport, certificate
+from tests.network import ECHO, Text, identity_of, serve_echo
+
+LOOPBACK = ["/ip4/127.0.0.1/tcp/0"]
+T = TypeVar("T")
+
+
+@pytest.fixture
+def servers() -> Iterator[LoopThread]:
+    """A loop for servers that are no peers."""
+    runtime = LoopThread("manyhands test servers")
+    yield runtime
+    runtime.close()
+
+
+def on(peer: manyhands.Peer, coro: Coroutine[Any, Any, T]) -> T:
+    return peer.run(coro, 10.0, "in a test")
+
+
+def test_by_default_it_listens_on_all_interfaces_and_tells_addresses_that_work() -> None:
+    with manyhands.Peer() as peer, manyhands.Peer(client_mode=True) as other:
+        listening = {c.laddr for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+        ports = {Address.parse(text).port for text in peer.addresses}
+        assert {("0.0.0.0", port) for port in ports} <= listening
+        assert any(Address.parse(text).is_loopback for text in peer.addresses)
+        for text in peer.addresses:
+            address = Address.parse(text)
+            assert address.peer_id == peer.peer_id
+            assert not address.is_unspecified
+            stream = on(other, TlsTransport(identity_of(9)).dial(address, 5.0))
+            other._runtime._loop.call_soon_threadsafe(stream.abort)
+        assert other.addresses == []
+
+
+def test_what_it_shall_announce_is_told_instead() -> None:
+    with manyhands.Peer(announce=["/dns4/x.tcp.ngrok.io/tcp/12345"]) as peer:
+        assert peer.addresses == [f"/dns4/x.tcp.ngrok.io/tcp/12345/p2p/{peer.peer_id}"]
+
+
+def test_two_peers_call_each_other() -> None:
+    with manyhands.Peer(listen=LOOPBACK) as first:
+        with manyhands.Peer(first.addresses, client_mode=True) as second:
+            serve_echo(first.endpoint)
+            serve_echo(second.endpoint)
+            assert on(first, first.endpoint.call(second.peer_id, ECHO, Text("hi"))).text.startswith("hi")
+            assert on(second, second.endpoint.call(first.peer_id, ECHO, Text("hi"))).text.startswith("hi")
+            lost: concurrent.futures.Future[str] = concurrent.futures.Future()
+            first.endpoint.on_lost.append(lost.set_result)
+        assert lost.result(5.0) == second.peer_id, "its goodbye came"
+
+
+def test_a_taken_port_is_named_and_nothing_is_left() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        before = num_sockets()
+        with pytest.raises(ConfigError, match=f"port {port} is taken; choose another, or 0 for a free one"):
+            manyhands.Peer(listen=[*LOOPBACK, f"/ip4/127.0.0.1/tcp/{port}"])
+        assert num_sockets() == before
+
+
+# joining
+
+
+@contextmanager
+def bad_addresses(servers: LoopThread) -> Iterator[dict[DialReason, str]]:
+    """One address for each reason why a dial can fail."""
+
+    async def answer_http(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        writer.close()
+
+    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    async def serve() -> tuple[int, int]:
+        context = certificate.server_context(identity_of(3))
+        context.set_alpn_protocols(["manyhands/2"])
+        newer = await asyncio.start_server(hang_up, "127.0.0.1", 0, ssl=context)
+        web = await asyncio.start_server(answer_http, "127.0.0.1", 0)
+        running.extend([newer, web])
+        return newer.sockets[0].getsockname()[1], web.sockets[0].getsockname()[1]
+
+    async def stop() -> None:
+        for server in running:
+            server.close()
+
+    running: list[asyncio.Server] = []
+    with ExitStack() as stack:
+        silent = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        unused = stack.enter_context(socket.socket())
+        unused.bind(("127.0.0.1", 0))
+        other = stack.enter_context(manyhands.Peer(listen=LOOPBACK))
+        newer_port, web_port = servers.run(serve(), 5.0, "starting servers")
+        place = other.addresses[0].rpartition("/")[0]
+        yield {
+            DialReason.REFUSED: f"/ip4/127.0.0.1/tcp/{unused.getsockname()[1]}",
+            DialReason.TIMED_OUT: f"/ip4/127.0.0.1/tcp/{silent.getsockname()[1]}",
+            DialReason.NAME_NOT_FOUND: "/dns4/nowhere.example/tcp/31337",
+            DialReason.WRONG_IDENTITY: f"{place}/{identity_of(4).peer_id}",
+            DialReason.PROTOCOL_VERSION: f"/ip4/127.0.0.1/tcp/{newer_port}",
+            DialReason.NOT_MANYHANDS: f"/ip4/127.0.0.1/tcp/{web_port}",
+        }
+        servers.run(stop(), 5.0, "stopping servers")
+
+
+@pytest.fixture
+def no_such_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = socket.getaddrinfo
+
+    def look_up(host: Any, *args: Any, **kwargs: Any) -> Any:
+        if str(host).endswith(".example"):
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return real(host, *args, **kwargs)
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+
+
+@pytest.mark.usefixtures("no_such_name")
+def test_each_initial_peer_that_fails_is_named_with_its_own_reason(servers: LoopThread) -> None:
+    with bad_addresses(servers) as bad:
+        began = time.monotonic()
+        with pytest.raises(JoinFailed) as caught:
+            manyhands.Peer(list(bad.values()), listen=LOOPBACK, dht_config=DhtConfig(join_timeout_s=1.0))
+        assert time.monotonic() - began < 3.0
+    assert {failure.reason: failure.address for failure in caught.value.failures} == bad
+    for reason, address in bad.items():
+        assert f"\n  {address}: {reason.value}" in str(caught.value)
+
+
+@pytest.mark.usefixtures("no_such_name")
+def test_one_initial_peer_that_answers_is_enough(servers: LoopThread) -> None:
+    with bad_addresses(servers) as bad, manyhands.Peer(listen=LOOPBACK) as good:
+        began = time.monotonic()
+        with manyhands.Peer([*bad.values(), *good.addresses], listen=LOOPBACK) as peer:
+            assert time.monotonic() - began < 2.0
+            assert on(peer, peer.endpoint.connect(Address.parse(good.addresses[0]))) == good.peer_id
+
+
+def test_joining_takes_no_longer_than_its_time() -> None:
+    """A port that takes connections and says nothing is the slowest to fail."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        began = time.monotonic()
+        with pytest.raises(JoinFailed, match="timed out: no answer"):
+            manyhands.Peer(
+                [f"127.0.0.1:{silent.getsockname()[1]}"], listen=LOOPBACK, dht_config=DhtConfig(join_timeout_s=0.5)
+            )
+        assert time.monotonic() - began < 1.0
+
+
+def test_addresses_that_cannot_be_read_start_nothing() -> None:
+    threads = threading.active_count()
+    with pytest.raises(ConfigError, match="cannot read address 'nonsense'"):
+        manyhands.Peer(["nonsense"])
+    assert threading.active_count() == threads
+
+
+# closing
+
+
+def num_sockets() -> int:
+    return len(psutil.Process().net_connections("all"))
+
+
+def test_close_is_quick_and_leaves_no_thread_and_no_socket() -> None:
+    gc.collect()
+    threads, sockets, files = threading.active_count(), num_sockets(), psutil.Process().num_fds()
+    peers = [manyhands.Peer(listen=LOOPBACK)]
+    peers += [manyhands.Peer(peers[0].addresses, listen=LOOPBACK) for _ in range(3)]
+    peers.append(manyhands.Peer(peers[0].addresses, client_mode=True))
+    visitors = [socket.create_connection(("127.0.0.1", Address.parse(peers[0].addresses[0]).port)) for _ in range(3)]
+    for peer in peers:
+        began = time.monotonic()
+        peer.close()
+        peer.close()
+        assert time.monotonic() - began < 2.0
+    for visitor in visitors:
+        visitor.settimeout(2.0)
+        assert visitor.recv(1) == b"", "a connection that said nothing is closed too"
+        visitor.close()
+    assert (threading.active_count(), num_sockets(), psutil.Process().num_fds()) == (threads, sockets, files)
+
+
+def test_close_ends_whoever_waits_on_another_thread() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent, concurrent.futures.ThreadPoolExecutor(1) as pool:
+        peer = manyhands.Peer(listen=LOOPBACK)
+        where = Address.of("127.0.0.1", silent.getsockname()[1])
+        connecting = pool.submit(peer.run, peer.endpoint.connect(where, 30.0), 30.0, "connecting")
+        silent.settimeout(5.0)
+        visitor, _ = silent.accept()
+        peer.close()
+        with pytest.raises(ManyhandsError, match=r"this peer is closed|the peer is closed"):
+            connecting.result(5.0)
+        visitor.close()
+        with pytest.raises(ManyhandsError, match="the peer is closed"):
+            on(peer, asyncio.sleep(0))
+
+
+def test_a_part_that_cannot_be_closed_does_not_keep_the_others_open(caplog: pytest.LogCaptureFixture) -> None:
+    with manyhands.Peer(listen=LOOPBACK) as other:
+        peer = manyhands.Peer(other.addresses, listen=LOOPBACK)
+        reason: concurrent.futures.Future[str] = concurrent.futures.Future()
+        other.endpoint.on_lost.append(reason.set_result)
+
+        async def fail() -> None:
+            raise ValueError("broken")
+
+        async def hang() -> None:
+            await asyncio.Event().wait()
+
+        peer.presence.on_close += [fail, hang]
+        began = time.monotonic()
+        with caplog.at_level(logging.DEBUG):
+            peer.close()
+            assert time.monotonic() - began < 4.0
+            assert reason.result(2.0) == peer.peer_id
+    assert "ValueError: broken" in caplog.text
+    assert "it said goodbye" in caplog.text, "the others were told"
+
+
+UNCLOSED = """
+import asyncio, sys
+import manyhands
+peer = manyhands.Peer(listen=["/ip4/127.0.0.1/tcp/0"])
+other = manyhands.Peer(peer.addresses + ["/dns4/localhost/tcp/1"], listen=["/ip4/127.0.0.1/tcp/0"])
+
+async def use_the_executor():
+    await asyncio.get_running_loop().run_in_executor(None, int)
+
+other.run(use_the_executor(), 5.0, "testing")
+print("the end")
+"""
+
+FORKED = """
+import os, sys
+import manyhands
+with manyhands.Peer(listen=["/ip4/127.0.0.1/tcp/0"]) as peer:
+    child = os.fork()
+    if child == 0:
+        try:
+            peer.run(peer.endpoint.close(), 1.0, "in the child")
+        except manyhands.ManyhandsError as error:
+            print(error, flush=True)
+        sys.exit()  # as a user's child would, through all handlers
+    assert os.waitpid(child, 0)[1] == 0
+print("the end")
+"""
+
+JOINING = """
+import sys
+import manyhands
+print("joining", flush=True)
+try:
+    manyhands.Peer(["127.0.0.1:" + sys.argv[1]])
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+"""
+
+
+def run_script(script: str, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-W", "default", "-c", script, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.process
+def test_a_script_that_never_closes_its_peers_ends_quietly() -> None:
+    process = run_script(UNCLOSED)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out, err) == (0, "the end\n", "")
+
+
+@pytest.mark.process
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork there")
+def test_a_forked_child_says_that_the_peer_is_not_its_own_and_ends_quietly() -> None:
+    process = run_script(FORKED)
+    out, err = process.communicate(timeout=30)
+    err = "\n".join(line for line in err.splitlines() if "multi-threaded" not in line and "os.fork()" not in line)
+    assert (process.returncode, out, err) == (0, "the peer is closed\nthe end\n", "")
+
+
+@pytest.mark.process
+def test_ctrl_c_while_joining() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        process = run_script(JOINING, str(silent.getsockname()[1]))
+        silent.settimeout(20.0)
+        connection, _ = silent.accept()  # it has begun
+        began = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=20)
+        connection.close()
+    assert (process.returncode, out, err) == (0, "joining\ninterrupted\n", "")
+    assert time.monotonic() - began < 3.0
+
+
+def test_a_peer_that_is_closed_is_lost_to_the_others_at_once() -> None:
+    with manyhands.Peer(listen=LOOPBACK) as first:
+        second = manyhands.Peer(first.addresses, listen=LOOPBACK)
+        asked = threading.Event()
+
+        async def never(remote: str, request: Text) -> Text:
+            asked.set()
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        second.endpoint.handle(ECHO, never)
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            calling = pool.submit(on, first, first.endpoint.call(second.peer_id, ECHO, Text("hi"), 9.0))
+            assert asked.wait(5.0)
+            second.close()
+            with pytest.raises(PeerLost, match="it said goodbye: it is closing"):
+                calling.result(2.0)
