@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from manyhands.base.address import Address, parse_addresses
 from manyhands.base.deadline import time_limit
@@ -77,6 +77,22 @@ class Presence:
                 logger.warning("%s", error)
             except Exception:
                 logger.exception("%s of this peer failed", name)
+
+
+class BlockingPeer(Protocol):
+    """What blocking code, such as an optimizer, needs of a :class:`Peer`; simulations have one of their own."""
+
+    peer_id: PeerId
+    presence: Presence
+
+    def run(self, coro: Coroutine[Any, Any, T], timeout_s: float, phase: str) -> T:
+        """Run a coroutine where the presence lives, and wait for its result."""
+
+    def time(self) -> float:
+        """Seconds of a clock that never goes back."""
+
+    def sleep(self, seconds: float) -> None:
+        """Let time pass."""
 
 
 class Peer:
@@ -151,6 +167,14 @@ class Peer:
             Timeout: ``timeout_s`` seconds were over; ``phase`` says what was waited for.
         """
         return self._runtime.run(coro, timeout_s, phase)
+
+    def time(self) -> float:
+        """Seconds of this machine's monotonic clock."""
+        return time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        """Let time pass; Ctrl-C ends it."""
+        time.sleep(seconds)
 
     def close(self) -> None:
         """Leave the swarm: say goodbye, close all connections, end the network thread. May be called twice."""

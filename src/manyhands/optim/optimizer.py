@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -37,13 +36,14 @@ from manyhands.optim.state import (
     specs_of,
 )
 from manyhands.optim.state_transfer import DOWNLOAD_TIMEOUT_S
-from manyhands.peer import Peer
+from manyhands.peer import BlockingPeer
 
 logger = logging.getLogger(__name__)
 
 PROTOCOL = "manyhands/1"
 CALL_TIMEOUT_S = 15.0
 JOIN_ATTEMPTS = 3
+WAIT_PERIOD_S = 0.25
 FAILURES_UNTIL_ADVICE = 3
 
 
@@ -98,7 +98,7 @@ class Optimizer(torch.optim.Optimizer):
         self,
         optimizer: torch.optim.Optimizer,
         *,
-        peer: Peer,
+        peer: BlockingPeer,
         run_id: str,
         target_batch_size: int,
         batch_size_per_step: int | None = None,
@@ -188,7 +188,7 @@ class Optimizer(torch.optim.Optimizer):
             self._average()
         elif decision is Decision.GO_ALONE:
             self._step_alone()
-        self._speed.resume(time.monotonic())
+        self._speed.resume(self._peer.time())
         return loss
 
     def wait_for_others(self, timeout_s: float = 30.0) -> bool:
@@ -196,11 +196,11 @@ class Optimizer(torch.optim.Optimizer):
 
         Returns whether they have, within ``timeout_s`` seconds.
         """
-        deadline = time.monotonic() + timeout_s
+        deadline = self._peer.time() + timeout_s
         while self._run(self._collaboration.is_ahead_of_somebody(), "looking at the others"):
-            if time.monotonic() > deadline:
+            if self._peer.time() > deadline:
                 return False
-            time.sleep(0.25)
+            self._peer.sleep(WAIT_PERIOD_S)
         return True
 
     def close(self) -> None:
@@ -279,7 +279,7 @@ class Optimizer(torch.optim.Optimizer):
             )
         if samples == 0:
             return
-        self._speed.count(samples, time.monotonic())
+        self._speed.count(samples, self._peer.time())
         self.statistics.samples_computed += samples
         if not self._accumulator.add(samples):
             self.statistics.samples_dropped += samples
@@ -365,7 +365,7 @@ class Optimizer(torch.optim.Optimizer):
         self._run(self._collaboration.move(self._local.position, self._lineage_samples, []), "moving on")
 
     def _load_state(self) -> None:
-        started = time.monotonic()
+        started = self._peer.time()
         state = self._run(self._collaboration.download(), "downloading the state", DOWNLOAD_TIMEOUT_S * 2)
         with self._state_lock:
             schedule = restore(state, self.inner)
@@ -376,7 +376,7 @@ class Optimizer(torch.optim.Optimizer):
             self._lineage_samples = state.header.lineage_samples
         self.statistics.states_loaded += 1
         self.last_round, self.last_contribution = None, 0
-        logger.info("Loaded the state of step %d in %.2f s", self.global_step, time.monotonic() - started)
+        logger.info("Loaded the state of step %d in %.2f s", self.global_step, self._peer.time() - started)
         if self._accumulator.samples:
             self.statistics.samples_dropped += self._accumulator.samples
             logger.warning("%d samples computed on other parameters are dropped", self._accumulator.samples)
