@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from manyhands.base.address import Address
+from manyhands.base.errors import JoinFailed
 from manyhands.dht import DhtConfig, DhtNode
 from manyhands.optim.optimizer import Optimizer
 from manyhands.peer import Presence
@@ -19,6 +20,7 @@ from manyhands.testing.blocking import SimPeer, run_blocking
 KEY = "who is there"
 RECORD_TTL_S = 20.0
 PERIOD_S = 5.0
+RETRY_S = 5.0
 
 
 def dht_world(seed: int, num_peers: int = 6) -> tuple[World, dict[str, int]]:
@@ -83,7 +85,13 @@ def training_world(
     async def peer(host: Host) -> None:
         rng = world.rng(f"peer {host.name}")
         presence = Presence(world.transport(host), rng=rng, wall_clock=host.wall_clock)
-        await presence.start(initial_peers, [Address.of(host.ip, 0)])
+        await presence.endpoint.listen([Address.of(host.ip, 0)])
+        while True:
+            try:
+                await presence.dht.join(initial_peers)
+                break
+            except JoinFailed:  # a user whose peer starts in a partition starts it again
+                await asyncio.sleep(RETRY_S)
         initial_peers.extend(presence.endpoint.addresses[: 3 - len(initial_peers)])
         await run_blocking(lambda: train(SimPeer(presence), host.name, rng))
 

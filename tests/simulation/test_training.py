@@ -1,0 +1,78 @@
+"""Whole runs in virtual time: the real DHT, matchmaking, averaging and optimizer, with faults."""
+
+from __future__ import annotations
+
+import logging
+import random
+
+import pytest
+
+from manyhands.testing import Fault, World, at, between
+from tests.simulation.worlds import Trainer, training_world
+
+PEERS = ("p0", "p1", "p2", "p3")
+QUIET_FROM_S, END_S = 260.0, 400.0
+
+
+def chance(seed: int) -> list[Fault]:
+    """A handful of faults, all over before the last 140 s."""
+    rng = random.Random(f"faults {seed}")
+    faults: list[Fault] = []
+    for name in rng.sample(PEERS[1:], 2):  # p0 welcomes those who restart
+        start = rng.uniform(20, 200)
+        if rng.random() < 0.5:
+            faults += [at(start).kill(name), at(start + rng.uniform(1, 50)).restart(name)]
+        else:
+            faults.append(between(start, start + rng.uniform(5, 50)).freeze(name))
+    split = rng.sample(PEERS, 2)
+    start = rng.uniform(20, 200)
+    faults.append(between(start, start + rng.uniform(2, 50)).partition(split, set(PEERS) - set(split)))
+    faults.append(at(rng.uniform(20, 250)).reset(*rng.sample(PEERS, 2)))
+    return faults
+
+
+def assert_nobody_disagrees(trainers: dict[str, Trainer]) -> None:
+    by_step: dict[int, set[str]] = {}
+    for trainer in trainers.values():
+        by_step.setdefault(trainer.optimizer.global_step, set()).add(str(trainer.parameter.tolist()))
+    assert all(len(values) == 1 for values in by_step.values()), by_step
+    assert max(by_step) - min(by_step) <= 1, by_step
+
+
+def assert_no_sample_is_lost(trainers: dict[str, Trainer]) -> None:
+    for name, trainer in trainers.items():
+        done = trainer.optimizer.statistics
+        accounted = done.samples_used + done.samples_dropped + trainer.optimizer.samples_accumulated
+        assert accounted == done.samples_computed, (name, done)
+
+
+def run(world: World, until_s: float) -> None:
+    logging.getLogger("manyhands").setLevel(logging.ERROR)
+    world.run(until_s)
+
+
+def test_without_faults_every_sample_is_used() -> None:
+    world, trainers = training_world(seed=1, num_peers=4)
+    run(world, END_S)
+    assert_nobody_disagrees(trainers)
+    assert_no_sample_is_lost(trainers)
+    for trainer in trainers.values():
+        done = trainer.optimizer.statistics
+        assert trainer.optimizer.global_step >= 5
+        assert done.samples_dropped == done.rounds_aborted == done.steps_alone == 0
+        assert abs(trainer.parameter[0].item() - 1.5 * (1 - 0.9**trainer.optimizer.global_step)) < 0.15
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_after_any_faults_all_peers_agree_and_go_on(seed: int) -> None:
+    world, trainers = training_world(seed, num_peers=4)
+    steps_then: list[int] = []
+    world.schedule(
+        *chance(seed),
+        at(QUIET_FROM_S).call(lambda: steps_then.append(max(t.optimizer.global_step for t in trainers.values()))),
+    )
+    run(world, END_S)
+    assert set(trainers) == set(PEERS)
+    assert_no_sample_is_lost(trainers)
+    assert_nobody_disagrees(trainers)
+    assert trainers["p0"].optimizer.global_step > steps_then[0], "the run goes on"
