@@ -1,0 +1,16 @@
+"""The program in docs/testing.md runs, and says what the page says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+PAGE = Path(__file__).parents[2] / "docs" / "testing.md"
+
+
+def test_the_program_on_the_page_runs() -> None:
+    match = re.search(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert match is not None
+    namespace: dict[str, object] = {}
+    exec(compile(match.group(1), str(PAGE), "exec"), namespace)
+    assert namespace["seen"] == dict.fromkeys("abc", ["a", "b", "c"])
