@@ -13,4 +13,4 @@ def test_the_program_on_the_page_runs() -> None:
     assert match is not None
     namespace: dict[str, object] = {}
     exec(compile(match.group(1), str(PAGE), "exec"), namespace)
-    assert namespace["seen"] == dict.fromkeys("abc", ["a", "b", "c"])
+    assert namespace["seen"] == {name: ["a", "b", "c"] for name in "abc"}
