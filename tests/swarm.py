@@ -1,4 +1,4 @@
-"""Small swarms for tests: endpoints in one process, over real sockets or in memory."""
+"""Small swarms for tests: averagers in one process, over real sockets or in memory."""
 
 from __future__ import annotations
 
@@ -10,41 +10,11 @@ from dataclasses import dataclass, field
 from manyhands.averaging.averager import Averager
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import Position
-from manyhands.base.address import Address
-from manyhands.base.identity import Identity, PeerId
+from manyhands.base.identity import PeerId
 from manyhands.rpc import Endpoint, RpcConfig
-from manyhands.transport import MemoryNetwork, MemoryTransport, TlsTransport
+from tests.network import endpoints, identity_of
 
-LOOPBACK = Address.parse("/ip4/127.0.0.1/tcp/0")
-
-
-def identity_of(number: int) -> Identity:
-    """The same identity for the same number, in every run of the tests."""
-    return Identity.from_seed(number.to_bytes(32, "big"))
-
-
-@asynccontextmanager
-async def endpoints(
-    num_peers: int, *, kind: str = "memory", clients: Sequence[int] = (), config: RpcConfig | None = None
-) -> AsyncIterator[list[Endpoint]]:
-    """``num_peers`` endpoints that know each other's addresses; those numbered in ``clients`` do not listen."""
-    network = MemoryNetwork()
-    swarm: list[Endpoint] = []
-    try:
-        for number in range(num_peers):
-            identity = identity_of(number)
-            transport = TlsTransport(identity) if kind == "tls" else MemoryTransport(identity, network)
-            endpoint = Endpoint(transport, client_mode=number in clients, config=config)
-            if number not in clients:
-                await endpoint.listen([LOOPBACK])
-            swarm.append(endpoint)
-        for endpoint in swarm:
-            for other in swarm:
-                endpoint.learn(other.peer_id, other.addresses)
-        yield swarm
-    finally:
-        for endpoint in swarm:
-            await endpoint.close()
+__all__ = ["FixedRoster", "averagers", "endpoints", "identity_of"]
 
 
 @dataclass

@@ -87,7 +87,9 @@ async def test_one_member_dies_in_mid_round_and_the_others_commit_the_next_attem
     async with averagers(4, kind="tls") as members:
         victim, _, victim_endpoint = members[3]
         dying = asyncio.ensure_future(victim.average(values[3], 1.0))
-        others = [asyncio.ensure_future(averager.average(values[i], 1.0)) for i, (averager, _, _) in enumerate(members[:3])]
+        others = [
+            asyncio.ensure_future(averager.average(values[i], 1.0)) for i, (averager, _, _) in enumerate(members[:3])
+        ]
         while victim_endpoint.bytes_sent < 100_000:  # in the middle of its first chunks
             await asyncio.sleep(0)
         dying.cancel()

@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 
 import pytest
 import torch
 
 import manyhands
-from manyhands.averaging import AveragingConfig
 from manyhands.base.errors import ConfigError, ManifestMismatch
-from manyhands.optim import ProgressConfig
-
-FAST = ProgressConfig(min_refresh_s=0.05, max_refresh_s=0.5, ttl_s=5.0)
-AVERAGING = AveragingConfig(matchmaking_time_s=5.0, averaging_timeout_s=20.0)
-LISTEN = ["/ip4/127.0.0.1/tcp/0"]
+from tests.trainers import AVERAGING, FAST, in_threads, new_model, peers
 
 MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
-
-
-def new_model(seed: int = 0, width: int = 8) -> torch.nn.Module:
-    torch.manual_seed(seed)
-    return torch.nn.Sequential(torch.nn.Linear(5, width), torch.nn.Tanh(), torch.nn.Linear(width, 3))
 
 
 def sample_batches(num_steps: int, sizes: list[int]) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
@@ -37,36 +26,6 @@ def sample_batches(num_steps: int, sizes: list[int]) -> list[list[tuple[torch.Te
 def loss_of(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     inputs, targets = batch
     return torch.nn.functional.mse_loss(model(inputs), targets)
-
-
-@contextmanager
-def peers(num_peers: int) -> Iterator[list[manyhands.Peer]]:
-    with ExitStack() as stack:
-        first = stack.enter_context(manyhands.Peer(listen=LISTEN))
-        others = [
-            stack.enter_context(manyhands.Peer(initial_peers=first.addresses, listen=LISTEN))
-            for _ in range(num_peers - 1)
-        ]
-        yield [first, *others]
-
-
-def in_threads(functions: list[Callable[[], None]]) -> None:
-    """Run each peer's training loop in a thread of its own; the first failure is raised."""
-    failures: list[BaseException] = []
-
-    def guarded(function: Callable[[], None]) -> None:
-        try:
-            function()
-        except BaseException as error:  # noqa: BLE001 (raised below, in the test's thread)
-            failures.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(function,)) for function in functions]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    if failures:
-        raise failures[0]
 
 
 def step_until(optimizer: manyhands.Optimizer, global_step: int) -> None:

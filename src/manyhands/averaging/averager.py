@@ -28,7 +28,15 @@ from manyhands.averaging.messages import (
     Vote,
 )
 from manyhands.base.deadline import time_limit
-from manyhands.base.errors import ConfigError, PeerError, ProtocolViolation, RoundAborted, Timeout, Unavailable
+from manyhands.base.errors import (
+    ConfigError,
+    PeerError,
+    PeerLost,
+    ProtocolViolation,
+    RoundAborted,
+    Timeout,
+    Unavailable,
+)
 from manyhands.base.identity import PeerId
 from manyhands.rpc import Endpoint
 from manyhands.runtime import TaskOwner
@@ -150,25 +158,29 @@ class Averager:
 
     async def _exchange(self, group: Group, rank: int, butterfly: Butterfly) -> torch.Tensor:
         """Run the all-reduce; a member whose control connection is lost (frozen, cut off) ends it."""
-        streams: dict[int, Stream] = {}
+        streams: list[Stream] = []
         lost: set[PeerId] = set()
 
         def on_lost(peer_id: PeerId) -> None:
             lost.add(peer_id)
-            for stream in streams.values():
+            for stream in streams:
                 if stream.remote == peer_id:
                     stream.abort()
 
+        async def connect(other: int) -> Stream:
+            stream = await self._connect(group, rank, other)
+            streams.append(stream)
+            if stream.remote in lost:
+                stream.abort()
+            return stream
+
         self._endpoint.on_lost.append(on_lost)
         try:
-            await self._open_streams(group, rank, butterfly.partners(), streams)
-            for peer_id in list(lost):
-                on_lost(peer_id)
-            return await butterfly.run(streams)
+            return await butterfly.run(connect)
         finally:
             self._endpoint.on_lost.remove(on_lost)
             self._inbox.end(group.group_id)
-            for stream in streams.values():
+            for stream in streams:
                 self._let_go(stream)
 
     def _let_go(self, stream: Stream) -> None:
@@ -184,31 +196,18 @@ class Averager:
         finally:
             self._endpoint.release(stream)
 
-    async def _open_streams(self, group: Group, rank: int, partners: list[int], streams: dict[int, Stream]) -> None:
-        """Open or await the stream to each partner: a client dials, else the lower rank."""
-
-        async def connect(other: int) -> None:
-            member = group.members[other]
-            is_dialler = group.members[rank].is_client or (not member.is_client and rank < other)
-            try:
-                if is_dialler:
-                    await self._make_sure_of(group, member.peer_id)
-                    header = msgspec.msgpack.encode(StreamHeader(group.group_id))
-                    timeout_s = self._config.stream_timeout_s
-                    streams[other] = await self._endpoint.open_bulk(member.peer_id, STREAM_KIND, header, timeout_s)
-                else:
-                    streams[other] = await self._inbox.take(group.group_id, member.peer_id)
-            except (Unavailable, PeerError) as error:
-                raise RoundAborted(f"no stream to a member: {error}", [member.peer_id]) from error
-
-        tasks = [asyncio.get_running_loop().create_task(connect(other)) for other in partners]
+    async def _connect(self, group: Group, rank: int, other: int) -> Stream:
+        """Open or await the stream to a partner: a client dials, else the lower rank."""
+        member = group.members[other]
+        is_dialler = group.members[rank].is_client or (not member.is_client and rank < other)
         try:
-            await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
+            if not is_dialler:
+                return await self._inbox.take(group.group_id, member.peer_id)
+            await self._make_sure_of(group, member.peer_id)
+            header = msgspec.msgpack.encode(StreamHeader(group.group_id))
+            return await self._endpoint.open_bulk(member.peer_id, STREAM_KIND, header, self._config.stream_timeout_s)
+        except (Unavailable, PeerError) as error:
+            raise RoundAborted(f"no stream to a member: {error}", [member.peer_id]) from error
 
     async def _make_sure_of(self, group: Group, peer_id: PeerId) -> None:
         """Have a control connection to a partner: its heartbeats show both ends whether the other is alive."""
@@ -226,15 +225,18 @@ class StreamInbox:
         self._waiting: dict[tuple[bytes, PeerId], asyncio.Future[Stream]] = {}
         self._ended: deque[bytes] = deque(maxlen=REMEMBERED_GROUPS)
         endpoint.accept_bulk(STREAM_KIND, self._on_stream)
+        endpoint.on_lost.append(self._on_lost)
 
     def close(self) -> None:
         self._endpoint.refuse_bulk(STREAM_KIND)
+        if self._on_lost in self._endpoint.on_lost:
+            self._endpoint.on_lost.remove(self._on_lost)
 
     async def take(self, group_id: bytes, peer_id: PeerId) -> Stream:
         """The stream of a member for a round, when it comes.
 
         Raises:
-            Timeout: it did not come.
+            Timeout, PeerLost: it did not come.
         """
         key = (group_id, peer_id)
         future = self._future(key)
@@ -242,8 +244,7 @@ class StreamInbox:
             async with time_limit(self._config.stream_timeout_s, f"waiting for the stream of peer {peer_id}"):
                 return await future
         except BaseException:
-            if future.done() and not future.cancelled():  # it came in the same moment
-                self._endpoint.release(future.result())
+            self._drop(future)  # it may have come in the same moment
             raise
         finally:
             self._waiting.pop(key, None)
@@ -252,8 +253,17 @@ class StreamInbox:
         """A round is over here: whoever waits for this peer on a stream of it shall not wait any more."""
         self._ended.append(group_id)
         for key, future in list(self._waiting.items()):
-            if key[0] == group_id and future.done() and not future.cancelled():
-                self._endpoint.release(future.result())
+            if key[0] == group_id:
+                self._drop(future)
+
+    def _drop(self, future: asyncio.Future[Stream]) -> None:
+        if future.done() and not future.cancelled() and future.exception() is None:
+            self._endpoint.release(future.result())
+
+    def _on_lost(self, peer_id: PeerId) -> None:
+        for (_, awaited), future in self._waiting.items():
+            if awaited == peer_id and not future.done():
+                future.set_exception(PeerLost(peer_id, "it was lost before it opened its stream"))
 
     def _future(self, key: tuple[bytes, PeerId]) -> asyncio.Future[Stream]:
         if key not in self._waiting:

@@ -10,7 +10,7 @@ Source: Ryabinin et al., Moshpit SGD, arXiv:2103.03239, section 3.2.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 import torch
@@ -63,17 +63,20 @@ class Butterfly:
             if rank != self._rank and (self._is_reducer(rank) or self._is_reducer(self._rank))
         ]
 
-    async def run(self, streams: Mapping[int, Stream]) -> torch.Tensor:
+    async def run(self, connect: Callable[[int], Awaitable[Stream]]) -> torch.Tensor:
         """Exchange values with all partners; returns the weighted mean, float32, shape [N].
 
+        Args:
+            connect: gives the stream to the partner of this rank; each is used as soon as it is there.
         Raises:
             RoundAborted: a member was lost, or its values are not finite; it is blamed.
         """
-        parts: list[Coroutine[Any, Any, None]] = [self._reduce()]
-        for rank, stream in streams.items():
-            parts += [self._send_to(rank, stream), self._receive_from(rank, stream)]
-        await _all_or_none(parts)
+        await _all_or_none([self._reduce(), *(self._exchange_with(rank, connect) for rank in self.partners())])
         return self.averaged_N
+
+    async def _exchange_with(self, rank: int, connect: Callable[[int], Awaitable[Stream]]) -> None:
+        stream = await connect(rank)
+        await _all_or_none([self._send_to(rank, stream), self._receive_from(rank, stream)])
 
     async def _send_to(self, rank: int, stream: Stream) -> None:
         if self._weights[self._rank] > 0 and self._is_reducer(rank):

@@ -43,6 +43,8 @@ ROSTER_POLL_S = 0.2
 MOVE_POLL_S = 0.05
 LOOK_TIMEOUT_S = 1.0
 MAX_REDIRECTS = 8
+BEHIND = "behind"
+"""Code of a refusal: the asked peer has made steps that the asking one has not."""
 
 
 class Roster(Protocol):
@@ -159,7 +161,7 @@ class Matchmaker:
                 response = await (self._lead(own) if leader == own.peer_id else self._follow(leader, own))
             except (Unavailable, PeerError) as error:
                 logger.info("peer %s cannot lead this round: %s", leader, error)
-                if isinstance(error, Refused) and error.code == "behind":
+                if isinstance(error, Refused) and error.code == BEHIND:
                     raise RoundAborted(f"the run went on without this peer: {error.message}") from error
                 if isinstance(error, Unavailable) or (isinstance(error, Refused) and error.code == "busy"):
                     self._roster.report_missing(leader)
@@ -313,22 +315,30 @@ class Matchmaker:
             is_reachable = not is_client or self._endpoint.is_connected(peer_id)
             if is_reachable and peer_id not in gathering.joined and peer_id not in invitations:
                 request = InviteRequest(self._run_id, gathering.position)
-                invitations[peer_id] = self._tasks.spawn(self._invite(peer_id, request), name=f"inviting {peer_id}")
+                invitation = self._invite(peer_id, request, gathering)
+                invitations[peer_id] = self._tasks.spawn(invitation, name=f"inviting {peer_id}")
 
-    async def _invite(self, peer_id: PeerId, request: InviteRequest) -> None:
+    async def _invite(self, peer_id: PeerId, request: InviteRequest, gathering: Gathering) -> None:
         try:
             await self._endpoint.call(peer_id, INVITE, request, self._config.matchmaking_time_s)
         except Unavailable as error:
             logger.info("peer %s does not answer and is not waited for: %s", peer_id, error)
             self._roster.report_missing(peer_id)
-        except ManyhandsError as error:
+        except Refused as error:
+            logger.info("peer %s does not come to this round: %s", peer_id, error)
+            if error.code == BEHIND:
+                gathering.close(Refused(self._endpoint.peer_id, BEHIND, error.message))
+        except PeerError as error:
             logger.info("peer %s does not come to this round: %s", peer_id, error)
 
     # what others ask
 
     async def _on_invite(self, remote: PeerId, request: InviteRequest) -> InviteResponse:
         await self._catch_up(request.position)
-        if request.run_id == self._run_id and request.position == self._roster.position():
+        if request.run_id != self._run_id:
+            return InviteResponse()
+        self._check_ahead(request.position)
+        if request.position == self._roster.position():
             self._inviter = (remote, request.position)
             self._roster.call_to_round()
             if self._gathering is not None and self._is_led_by(remote):
@@ -369,7 +379,13 @@ class Matchmaker:
             raise Refused(me, "bad_request", "a member joins for itself")
         if self._endpoint.client_mode:
             raise Refused(me, "client_mode", "this peer is in client mode, and leads no group")
-        if there.step < here.step:
-            raise Refused(me, "behind", f"the run is at step {here.step}, not {there.step}")
+        self._check_ahead(there)
         if there != here:
             raise Refused(me, "other_position", f"this peer is at step {here.step}, perhaps of another branch")
+
+    def _check_ahead(self, position: Position) -> None:
+        """Tell who is left behind, so that nobody begins a branch of the run without knowing."""
+        here = self._roster.position()
+        if position.step < here.step:
+            me = self._endpoint.peer_id
+            raise Refused(me, BEHIND, f"the run is at step {here.step}, not {position.step}")

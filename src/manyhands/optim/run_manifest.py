@@ -21,7 +21,7 @@ from manyhands.runtime import TaskOwner
 logger = logging.getLogger(__name__)
 
 TTL_S = 300.0
-WITHDRAW_TIMEOUT_S = 1.0
+WITHDRAW_TIMEOUT_S = 0.5
 MAX_BYTES = 8 << 20
 SHOWN_DIFFERENCES = 5
 

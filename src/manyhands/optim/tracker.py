@@ -152,6 +152,7 @@ class ProgressTracker:
         self._is_moving = False
         self._is_started = False
         self._changed = asyncio.Event()
+        self._has_moved = asyncio.Event()
         self._refresh_wanted = asyncio.Event()
         self._tasks = TaskOwner("progress")
         self.progress = aggregate(self._own, {}, position, target_batch_size)
@@ -194,6 +195,7 @@ class ProgressTracker:
         """This peer, and the others of its round, have gone to ``position``."""
         self.others_moved(position, lineage_samples, together_with)
         self._is_called = self._is_moving = False
+        self._has_moved.set()
         self._update(msgspec.structs.replace(self._own, position=position, samples=0, lineage_samples=lineage_samples))
 
     def others_moved(self, position: Position, lineage_samples: int, members: list[PeerId]) -> None:
@@ -287,9 +289,10 @@ class ProgressTracker:
     async def _publish_forever(self) -> None:
         while True:
             self._changed.clear()
+            self._has_moved.clear()
             if not self._is_moving:
                 await self._publish()
-            await asyncio.sleep(self._config.min_refresh_s)
+            await _wait(self._has_moved, self._config.min_refresh_s)  # a new position is not kept waiting
             await _wait(self._changed, self._config.ttl_s / 3)
 
     async def _publish(self) -> None:

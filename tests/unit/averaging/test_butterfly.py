@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from manyhands.averaging.butterfly import Butterfly
 from manyhands.base.errors import RoundAborted
+from manyhands.transport import Stream
 from tests.unit.averaging.groups import group_of
 
 
@@ -31,5 +32,9 @@ def test_partners_agree_and_nobody_is_left_out(num_members: int, clients: set[in
 
 async def test_own_values_that_are_not_finite_never_leave() -> None:
     butterfly = Butterfly(group_of(1), 0, torch.tensor([1.0, float("inf")]), 4)
+
+    async def connect(rank: int) -> Stream:
+        raise AssertionError("a group of one has no partners")
+
     with pytest.raises(RoundAborted, match="the values of peer peer00 are not finite"):
-        await butterfly.run({})
+        await butterfly.run(connect)

@@ -168,9 +168,7 @@ def change_schedule(model: torch.nn.Module, optimizer: Any, scheduler: Any) -> N
     scheduler._schedulers[1].last_epoch += 1
 
 
-@pytest.mark.parametrize(
-    "change", [change_parameter, change_statistic, change_counter, change_rate, change_schedule]
-)
+@pytest.mark.parametrize("change", [change_parameter, change_statistic, change_counter, change_rate, change_schedule])
 def test_any_change_shows_in_the_digest(change: Any) -> None:
     model = new_model()
     optimizer = OPTIMIZERS["AdamW"](model)

@@ -259,6 +259,20 @@ async def test_where_this_peer_was_is_not_published_while_a_result_is_applied() 
         assert msgspec.convert(run.dht.stored[-1], ProgressRecord).position == NEXT
 
 
+async def test_a_new_position_is_published_at_once() -> None:
+    """Who has just loaded the state is not seen before, and would be left out of the next round."""
+    async with run_of_one(ProgressConfig(min_refresh_s=5.0)) as run:
+        run.tracker.start()
+        async with time_limit(2.0, "waiting for the record"):
+            while not run.dht.stored:
+                await asyncio.sleep(0)
+            await asyncio.sleep(0.01)
+            run.tracker.move(NEXT, 20, [])
+            while len(run.dht.stored) < 2:
+                await asyncio.sleep(0.001)
+        assert msgspec.convert(run.dht.stored[-1], ProgressRecord).position == NEXT
+
+
 async def test_a_peer_that_never_began_says_no_goodbye() -> None:
     async with run_of_one() as run:
         await run.tracker.close()

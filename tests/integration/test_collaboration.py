@@ -1,0 +1,358 @@
+"""Optimizers whose peers come, die, lag and lie: the others go on, lose no sample, and end with the same state."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import random
+import threading
+import time
+from collections.abc import Coroutine
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+import manyhands
+from manyhands.averaging import AveragingConfig
+from manyhands.averaging.messages import Group, Position, Vote
+from manyhands.base.errors import ConfigError, ManifestMismatch, ManyhandsError, Timeout, Unavailable
+from manyhands.optim import ProgressConfig, collaboration
+from manyhands.optim.progress import ProgressRecord
+from manyhands.optim.run_manifest import read_manifests
+from manyhands.optim.tracker import GOODBYE, progress_key
+from tests.trainers import AVERAGING, FAST, LISTEN, Trainer, in_threads, kill, peers, step_until
+
+
+def averager_of(trainer: Trainer) -> Any:
+    return trainer.optimizer._collaboration._averager
+
+
+def test_a_trainer_killed_in_mid_round_costs_the_others_no_sample() -> None:
+    with peers(3) as swarm:
+        trainers = [Trainer(peer, "killed", 24) for peer in swarm]
+        victim, *others = sorted(trainers, key=lambda trainer: trainer.peer.peer_id)  # the leader, if it lives
+        in_mid_round = threading.Event()
+
+        async def stop_at_the_second_stream(group: Group, rank: int, other: int) -> Any:
+            if other == 2:
+                in_mid_round.set()
+                await asyncio.Event().wait()
+            return await connect(group, rank, other)
+
+        connect = averager_of(victim)._connect
+        averager_of(victim)._connect = stop_at_the_second_stream
+
+        def train_and_die() -> None:
+            with pytest.raises((ManyhandsError, concurrent.futures.CancelledError)):
+                victim.train_until(1)
+
+        def watch() -> None:
+            assert in_mid_round.wait(20)
+            kill(victim.peer)
+
+        in_threads([train_and_die, watch, *(lambda t=trainer: t.train_until(3) for trainer in others)])
+        for trainer in others:
+            counts = trainer.optimizer.statistics
+            assert counts.rounds_aborted >= 1
+            assert counts.rounds_committed == 3
+            assert counts.samples_dropped == counts.states_loaded == counts.steps_alone == 0
+            assert counts.samples_used + trainer.optimizer.samples_accumulated == counts.samples_computed
+        assert others[0].optimizer.state_digest() == others[1].optimizer.state_digest()
+
+
+def test_a_member_that_lost_the_result_loads_it_and_its_samples_count() -> None:
+    with peers(3) as swarm:
+        trainers = [Trainer(peer, "unlucky", 12) for peer in swarm]
+        unlucky = max(trainers, key=lambda trainer: trainer.peer.peer_id)
+        reduce = averager_of(unlucky)._reduce
+
+        async def lose(group: Group, flat_N: torch.Tensor, timeout_s: float) -> Any:
+            await reduce(group, flat_N, timeout_s)
+            averager_of(unlucky)._reduce = reduce
+            return None, Vote(group.group_id, b"", "lost a stream at its very end")
+
+        averager_of(unlucky)._reduce = lose
+
+        def train(trainer: Trainer) -> None:
+            trainer.train_batch()
+            step_until(trainer.optimizer, lambda: trainer.optimizer.global_step == 1)
+
+        in_threads([lambda t=trainer: train(t) for trainer in trainers])
+        counts = unlucky.optimizer.statistics
+        assert counts.states_loaded == 1
+        assert counts.samples_used == counts.samples_computed == 4
+        assert counts.samples_dropped == 0
+        assert len({trainer.optimizer.state_digest() for trainer in trainers}) == 1
+
+
+def test_peers_that_come_and_die_at_any_moment_end_with_one_state() -> None:
+    config = AveragingConfig(matchmaking_time_s=1.0, averaging_timeout_s=6.0, in_doubt_timeout_s=0.5)
+    progress = ProgressConfig(min_refresh_s=0.05, max_refresh_s=0.3, default_refresh_s=0.1, ttl_s=3.0)
+    churn_s, num_slots = 5.0, 3
+    survivors: list[Trainer] = []
+    at_end = threading.Barrier(num_slots)
+    with manyhands.Peer(listen=LISTEN) as first:
+        started = time.monotonic()
+
+        def slot(number: int) -> None:
+            rng = random.Random(number)
+            while True:
+                peer = manyhands.Peer(initial_peers=first.addresses, listen=LISTEN)
+                try:
+                    trainer = Trainer(peer, "churn", 20, seed=number, averaging=config, progress=progress)
+                except Unavailable:  # the only holder of the state died just now
+                    peer.close()
+                    continue
+                doomsday = time.monotonic() + rng.uniform(0.2, 2.5)
+                killer = threading.Timer(doomsday - time.monotonic(), kill, [peer])
+                is_killed = rng.random() < 0.6 and doomsday < started + churn_s
+                if is_killed:
+                    killer.start()
+                try:
+                    while time.monotonic() < doomsday or is_killed:
+                        trainer.train_batch()
+                        time.sleep(rng.uniform(0.02, 0.06))
+                    if time.monotonic() > started + churn_s:
+                        survivors.append(trainer)
+                        return
+                except (ManyhandsError, concurrent.futures.CancelledError):
+                    if not is_killed:
+                        raise
+                    killer.join()
+                else:
+                    peer.close()
+
+        try:
+            in_threads([lambda n=number: slot(n) for number in range(num_slots)], 40.0)
+            assert len(survivors) == num_slots
+            goal = max(trainer.optimizer.global_step for trainer in survivors) + 4
+
+            def settle(trainer: Trainer) -> None:
+                trainer.train_until(goal, pause_s=0.04)
+                at_end.wait(20)
+
+            in_threads([lambda t=trainer: settle(t) for trainer in survivors], 40.0)
+            assert goal > 10
+            assert len({trainer.optimizer.state_digest() for trainer in survivors}) == 1
+        finally:
+            for trainer in survivors:
+                trainer.peer.close()
+
+
+# who steps alone, and who does not
+
+
+def test_a_peer_that_is_called_by_somebody_whom_it_cannot_see_does_not_step_alone() -> None:
+    with peers(1) as (peer,):
+        trainer = Trainer(peer, "called", 8)
+
+        async def call() -> None:
+            trainer.optimizer._collaboration.tracker.call_to_round()
+
+        peer.run(call(), 5.0, "calling")
+        trainer.train_batch()
+        counts = trainer.optimizer.statistics
+        assert (counts.rounds_aborted, counts.steps_alone) == (1, 0)
+        trainer.train_batch()
+        assert counts.steps_alone == 1, "nobody has called again, and the target is reached"
+        assert counts.samples_used == 8
+
+
+def publish(peer: manyhands.Peer, run_id: str, position: Position | None) -> None:
+    """Publish a progress record of a peer that does nothing else in the run; None says goodbye."""
+    value: Any = GOODBYE
+    if position is not None:
+        record = ProgressRecord(position, 0, 1.0, 10**6, False, peer.addresses, 30.0)
+        value = msgspec.to_builtins(record, builtin_types=(bytes,))
+    peer.run(peer.dht.store(progress_key(run_id), value, 30.0, subkey=peer.peer_id), 5.0, "publishing")
+
+
+def test_a_peer_that_cannot_reach_the_run_does_not_make_a_branch_of_its_own() -> None:
+    with peers(2) as (peer, liar):
+        trainer = Trainer(peer, "ahead", 8)
+        publish(liar, "ahead", Position(9, b"whose state nobody can get"))
+        reader = trainer.optimizer._collaboration.tracker.reader
+        step_until(trainer.optimizer, lambda: reader._observed)
+        for _ in range(4):
+            trainer.train_batch()
+        counts = trainer.optimizer.statistics
+        assert trainer.optimizer.global_step == 0
+        assert counts.samples_dropped == 0
+        publish(liar, "ahead", None)
+        step_until(trainer.optimizer, lambda: trainer.optimizer.global_step == 1)
+        assert counts.samples_used == 16
+
+
+def test_those_who_can_reach_each_other_go_on_without_a_branch_that_nobody_can_reach() -> None:
+    """As when a leader commits and dies before anybody hears of it, except in its last record."""
+    with peers(3) as (one, two, dead):
+        trainers = [Trainer(peer, "stranded", 16) for peer in (one, two)]
+        publish(dead, "stranded", Position(1, b"committed by nobody else"))
+        in_threads([lambda t=trainer: t.train_until(2) for trainer in trainers])
+        for trainer in trainers:
+            counts = trainer.optimizer.statistics
+            assert counts.steps_alone == counts.samples_dropped == 0
+        assert trainers[0].optimizer.state_digest() == trainers[1].optimizer.state_digest()
+
+
+def test_a_newcomer_that_gets_no_state_says_whom_it_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collaboration, "NEWS_PERIOD_S", 0.05)
+    with peers(2) as (liar, peer):
+        publish(liar, "no-state", Position(9, b"whose state nobody can get"))
+        with pytest.raises(Unavailable, match="no peer could hand out the state"):
+            Trainer(peer, "no-state", 8)
+        publish(liar, "no-state", None)
+        assert Trainer(peer, "no-state", 8).optimizer.global_step == 0, "nothing of the first attempt is in the way"
+
+
+def test_a_peer_that_leaves_is_not_waited_for() -> None:
+    with peers(2) as (staying, leaving):
+        one, two = Trainer(staying, "leaving", 16), Trainer(leaving, "leaving", 16)
+        in_threads([lambda: one.train_until(1), lambda: two.train_until(1)])
+        two.optimizer.close()
+        started = time.monotonic()
+        one.train_until(2)
+        assert time.monotonic() - started < FAST.ttl_s / 2
+        assert one.optimizer.statistics.steps_alone == 1
+
+
+# what peers must agree on, and what not
+
+
+def test_two_optimizers_on_one_peer_are_refused_and_the_first_goes_on() -> None:
+    with peers(1) as (peer,):
+        trainer = Trainer(peer, "first", 8)
+        with pytest.raises(ConfigError, match="served already"):
+            Trainer(peer, "second", 8)
+        assert peer.run(read_manifests(peer.dht, "second"), 5.0, "reading") == {}
+        trainer.train_until(1)
+        trainer.optimizer.close()
+        assert peer.run(read_manifests(peer.dht, "first"), 5.0, "reading") == {}
+        assert Trainer(peer, "second", 8).optimizer.global_step == 0
+
+
+def freeze_first(model: torch.nn.Module) -> torch.optim.Optimizer:
+    next(model.parameters()).requires_grad_(False)
+    return torch.optim.AdamW(model.named_parameters(), lr=0.01)
+
+
+def test_peers_that_train_other_parameters_do_not_fit() -> None:
+    """Their vectors would have other lengths, and each round would wait for what never comes."""
+    with peers(2) as (one, two):
+        Trainer(one, "frozen", 8, make=lambda model: torch.optim.AdamW(model.named_parameters(), lr=0.01))
+        with pytest.raises(ManifestMismatch, match=r"frozen is \['0.weight'\] here, \[\] in the run"):
+            Trainer(two, "frozen", 8, make=freeze_first)
+
+
+def test_how_a_machine_computes_may_differ() -> None:
+    with peers(2) as (one, two):
+        Trainer(one, "machines", 8, make=lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, foreach=True))
+        Trainer(two, "machines", 8, make=lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False))
+
+
+def test_a_schedule_that_follows_the_loss_of_one_peer_is_refused() -> None:
+    with peers(1) as (peer,), pytest.raises(ConfigError, match="schedule by global step"):
+        Trainer(peer, "plateau", 8, scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau)
+
+
+# what a newcomer gets
+
+
+def sequential(inner: torch.optim.Optimizer) -> Any:
+    warm_up = torch.optim.lr_scheduler.LinearLR(inner, 0.1, total_iters=2)
+    decay = torch.optim.lr_scheduler.CosineAnnealingLR(inner, 9)
+    return torch.optim.lr_scheduler.SequentialLR(inner, [warm_up, decay], [2])
+
+
+def test_a_newcomer_follows_the_schedule_of_the_others() -> None:
+    with peers(2) as (one, two):
+        old = Trainer(one, "schedule", 8, scheduler=sequential)
+        old.train_until(3)
+        new = Trainer(two, "schedule", 8, seed=1, scheduler=sequential)
+        assert new.optimizer.global_step == 3
+        assert new.optimizer.param_groups is new.optimizer.inner.param_groups, "it shows the rate that is used"
+        assert new.optimizer.state is new.optimizer.inner.state
+        in_threads([lambda t=trainer: t.train_until(6) for trainer in (old, new)])
+        assert new.optimizer.param_groups[0]["lr"] == old.optimizer.param_groups[0]["lr"]
+        assert new.optimizer.state_digest() == old.optimizer.state_digest()
+
+
+def test_newcomers_at_any_moment_of_a_step_take_part() -> None:
+    pause_s = 0.04
+    have_contributed: set[int] = set()
+    with peers(4) as swarm:
+
+        def join(number: int) -> None:
+            time.sleep(1.37 * pause_s * number)
+            trainer = Trainer(swarm[number], "crowd", 16, seed=number)
+            while len(have_contributed) < len(swarm):
+                trainer.train_batch()
+                time.sleep(pause_s)
+                if trainer.optimizer.statistics.rounds_committed > 1:
+                    have_contributed.add(number)
+            assert trainer.optimizer.statistics.samples_used > 0
+            trainer.optimizer.close()
+
+        in_threads([lambda n=number: join(n) for number in range(len(swarm))], 30.0)
+
+
+# exactly like plain PyTorch
+
+
+def test_a_gradient_of_zero_is_applied_as_plain_torch_does() -> None:
+    """The first factor of a LoRA pair has one while the second is zero; its decay and its counter go on."""
+
+    def new_pair() -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(3)
+        return [torch.randn(2, 5, generator=generator).requires_grad_(), torch.zeros(3, 2, requires_grad=True)]
+
+    def loss_of(pair: list[torch.Tensor], number: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(number)
+        return (torch.randn(4, 5, generator=generator) @ pair[0].T @ pair[1].T - 1).square().mean()
+
+    plain, ours = new_pair(), new_pair()
+    optimizer = torch.optim.AdamW(plain, lr=0.1, weight_decay=0.5)
+    with peers(1) as (peer,):
+        collaborative = manyhands.Optimizer(
+            torch.optim.AdamW(ours, lr=0.1, weight_decay=0.5), peer=peer, run_id="lora", target_batch_size=4,
+            batch_size_per_step=4, averaging=AVERAGING, progress=FAST,
+        )  # fmt: skip
+        for number in range(3):
+            for pair, one in ((plain, optimizer), (ours, collaborative)):
+                loss_of(pair, number).backward()
+                one.step()
+                one.zero_grad()
+        assert collaborative.global_step == 3
+    for tensor, expected in zip(ours, plain, strict=True):
+        torch.testing.assert_close(tensor, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_a_loaded_optimizer_state_reaches_the_wrapped_optimizer() -> None:
+    with peers(1) as (peer,):
+        trainer = Trainer(peer, "checkpoint", 8)
+        trainer.train_until(1)
+        saved = trainer.optimizer.state_dict()
+        saved["param_groups"][0]["lr"] = 0.5
+        trainer.optimizer.load_state_dict(saved)
+        assert trainer.optimizer.inner.param_groups[0]["lr"] == 0.5
+        assert trainer.optimizer.param_groups is trainer.optimizer.inner.param_groups
+        trainer.train_until(2)
+
+
+def test_a_network_thread_that_is_held_up_does_not_end_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    with peers(1) as (peer,):
+        trainer = Trainer(peer, "held-up", 8)
+        run = peer.run
+
+        def time_out(coro: Coroutine[Any, Any, Any], timeout_s: float, phase: str) -> Any:
+            coro.close()
+            raise Timeout(phase, timeout_s)
+
+        monkeypatch.setattr(peer, "run", time_out)
+        trainer.train_batch()
+        assert trainer.optimizer.samples_accumulated == 4
+        monkeypatch.setattr(peer, "run", run)
+        trainer.train_batch()
+        assert trainer.optimizer.global_step == 1

@@ -1,0 +1,770 @@
+"""Rounds in which somebody dies, freezes, comes late or lies: each ends in its bound, and nobody disagrees."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from manyhands.averaging.averager import Averager, RoundResult
+from manyhands.averaging.config import AveragingConfig
+from manyhands.averaging.messages import (
+    ASK_VERDICT,
+    JOIN,
+    STREAM_KIND,
+    VOTE,
+    Group,
+    JoinRequest,
+    JoinResponse,
+    Member,
+    Position,
+    RoundManifest,
+    StreamHeader,
+    Verdict,
+    VerdictQuery,
+    Vote,
+)
+from manyhands.base.deadline import time_limit
+from manyhands.base.errors import ConfigError, PeerLost, Refused, RoundAborted
+from manyhands.base.identity import PeerId
+from manyhands.rpc import Endpoint, RpcConfig
+from manyhands.transport.memory import MemoryStream
+from tests.swarm import FixedRoster, averagers, endpoints, identity_of
+
+PATIENT = AveragingConfig(matchmaking_time_s=15.0, averaging_timeout_s=60.0, chunk_bytes=4096)
+"""A round that waits for one of its bounds fails the test by being slow."""
+HEARTBEATS = RpcConfig(heartbeat_period_s=0.05, heartbeat_timeout_s=0.3, dial_timeout_s=0.3, hello_timeout_s=0.3)
+NUMEL = 20_000
+START = Position(0, b"start")
+
+
+class Peer:
+    """One member of a test's swarm."""
+
+    def __init__(self, number: int, averager: Averager, roster: FixedRoster, endpoint: Endpoint) -> None:
+        self.averager, self.roster, self.endpoint = averager, roster, endpoint
+        self.peer_id = endpoint.peer_id
+        self.values_N = torch.full((NUMEL,), float(number + 1))
+
+    async def average(self, weight: float = 1.0) -> RoundResult:
+        return await self.averager.average(self.values_N, weight)
+
+    async def kill(self) -> None:
+        """Vanish without a word, as a killed process does."""
+        self.endpoint._handlers.clear()
+        self.endpoint._known.clear()
+        self.endpoint._streams.abort_all()
+        for listener in self.endpoint._listeners:
+            await listener.close()
+
+
+def by_id(members: Sequence[tuple[Averager, FixedRoster, Endpoint]]) -> list[Peer]:
+    """Members by peer id: the first one leads."""
+    peers = [Peer(number, *member) for number, member in enumerate(members)]
+    return sorted(peers, key=lambda peer: peer.peer_id)
+
+
+def start(peers: Sequence[Peer]) -> list[asyncio.Task[RoundResult]]:
+    return [asyncio.ensure_future(peer.average()) for peer in peers]
+
+
+async def outcomes(tasks: Sequence[asyncio.Task[RoundResult]], within_s: float = 10.0) -> list[Any]:
+    async with time_limit(within_s, "waiting for the rounds to end"):
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def committed(peers: Sequence[Peer], within_s: float = 10.0) -> list[RoundResult]:
+    """The results of the next round of these peers, which must commit and be the same for all."""
+    results = await outcomes(start(peers), within_s)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+        assert result.manifest == results[0].manifest
+        assert result.averaged_N is not None
+        assert torch.equal(result.averaged_N, results[0].averaged_N)
+    mean = torch.stack([peer.values_N for peer in peers]).mean(dim=0)
+    torch.testing.assert_close(results[0].averaged_N, mean)
+    assert results[0].num_members == len(peers)
+    return list(results)
+
+
+def stop_before_reducing(peer: Peer) -> asyncio.Event:
+    """Have a peer stand still once its group has formed; the event tells that it has."""
+    has_formed = asyncio.Event()
+
+    async def stand_still(group: Group, flat_N: torch.Tensor, timeout_s: float) -> Any:
+        has_formed.set()
+        await asyncio.Event().wait()
+
+    peer.averager._reduce = stand_still  # type: ignore[method-assign]
+    return has_formed
+
+
+async def until(condition: Callable[[], object], within_s: float = 5.0) -> None:
+    async with time_limit(within_s, "waiting for a condition of the test"):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+async def turns(number: int) -> None:
+    """Let every task go on this often."""
+    for _ in range(number):
+        await asyncio.sleep(0)
+
+
+async def end(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+# matchmaking
+
+
+async def test_a_leader_that_is_called_leaves_nobody_out_whom_it_has_not_heard_of() -> None:
+    async with averagers(3, config=PATIENT) as members:
+        leader, caller, third = by_id(members)
+        everybody = dict(leader.roster.others)
+        leader.roster.others = {}
+
+        async def read_records() -> None:
+            leader.roster.others = everybody
+
+        leader.roster.refresh = read_records  # type: ignore[method-assign]
+        leader.roster.call_to_round = lambda: joining.set()  # type: ignore[method-assign]
+        joining = asyncio.Event()
+        calling = start([caller])
+        await joining.wait()
+        results = await outcomes([*calling, *start([leader, third])])
+        assert [result.num_members for result in results] == [3, 3, 3]
+
+
+async def test_two_would_be_leaders_settle_on_the_lower_at_once() -> None:
+    async with averagers(3, config=PATIENT) as members:
+        low, middle, high = by_id(members)
+        for peer, other in ((middle, high), (high, middle)):
+            peer.roster.others = {other.peer_id: False}
+        waiting = start([middle])
+        await until(lambda: middle.averager._matchmaker._gathering)
+        results = await outcomes([*waiting, *start([low, high])])
+        assert [result.num_members for result in results] == [3, 3, 3]
+
+
+async def test_a_peer_that_knows_nobody_comes_to_the_round_that_it_is_invited_to() -> None:
+    async with averagers(2, config=PATIENT) as members:
+        low, high = by_id(members)
+        low.roster.others = {}
+        high.endpoint._known.pop(low.peer_id)  # it leads, as it cannot reach the lower one,
+        await low.endpoint.connect(high.endpoint.addresses[0])  # until that one has dialled it
+        low.endpoint._known.clear()
+        high.averager._matchmaker._choose_leader = lambda unreachable: high.peer_id  # type: ignore[method-assign]
+        waiting = start([high])
+        await until(lambda: low.roster.num_calls)
+        results = await outcomes([*waiting, *start([low])])
+        assert [result.num_members for result in results] == [2, 2]
+
+
+async def test_who_comes_while_the_leader_still_applies_the_last_round_is_not_sent_away() -> None:
+    async with averagers(2, config=PATIENT) as members:
+        leader, fast = by_id(members)
+        first = (await committed([leader, fast]))[0]
+        fast.roster.at = START.after(first.manifest)
+        early = start([fast])
+        await turns(200)  # the request is there, and held
+        assert not early[0].done()
+        leader.roster.at = fast.roster.at
+        results = await outcomes([*early, *start([leader])])
+        assert [result.num_members for result in results] == [2, 2]
+        assert fast.roster.missing == []
+
+
+async def test_who_comes_early_is_not_held_by_a_peer_that_has_missed_the_round() -> None:
+    async with averagers(2, config=PATIENT) as members:
+        behind, ahead = by_id(members)
+        ahead.roster.at = Position(1, b"later")
+        request = JoinRequest("test-run", b"same", ahead.roster.at, Member(ahead.peer_id, [], False, 1.0))
+        with pytest.raises(Refused, match="other_position"):
+            await ahead.endpoint.call(behind.peer_id, JOIN, request, 5.0)
+
+
+async def test_a_peer_whose_leader_is_dead_leads_those_who_have_come_to_it() -> None:
+    async with averagers(3, config=PATIENT) as members:
+        dead, leader, early = by_id(members)
+        await dead.kill()
+        early.roster.missing = [dead.peer_id]
+        waiting = start([early])
+        await until(lambda: leader.roster.num_calls)
+        results = await outcomes([*waiting, *start([leader])], 5.0)
+        assert [result.num_members for result in results] == [2, 2]
+
+
+async def test_a_leader_that_is_left_behind_hears_it_from_whom_it_invites() -> None:
+    """Else it would make a branch of its own with those who are behind too."""
+    async with averagers(3, config=PATIENT) as members:
+        leader, behind, ahead = by_id(members)
+        ahead.roster.at = Position(1, b"later")
+        for result in await outcomes(start([leader, behind]), 3.0):
+            assert isinstance(result, RoundAborted)
+            assert "the run is at step 1, not 0" in result.reason
+        assert leader.roster.missing == behind.roster.missing == []
+
+
+async def test_those_who_wait_for_a_leader_that_has_moved_on_are_told_at_once() -> None:
+    async with averagers(2, config=PATIENT) as members:
+        leader, waiting = by_id(members)
+        request = JoinRequest("test-run", b"same", START, Member(waiting.peer_id, [], False, 1.0))
+        call = asyncio.ensure_future(waiting.endpoint.call(leader.peer_id, JOIN, request, 10.0))
+        await until(lambda: leader.roster.num_calls)
+        leader.roster.at = Position(1, b"loaded from elsewhere")
+        async with time_limit(2.0, "waiting for the answer"):
+            with pytest.raises(Refused, match="gone to another position"):
+                await call
+        assert leader.roster.missing == [], "the absent are those of the position that it left"
+
+
+async def test_a_leader_whose_training_loop_does_not_come_is_left_out_of_the_next_attempt() -> None:
+    config = replace(PATIENT, matchmaking_time_s=0.3)
+    async with averagers(3, config=config) as members:
+        _, *others = by_id(members)
+        results = await outcomes(start(others), 5.0)
+        assert [result.num_members for result in results] == [2, 2]
+        assert results[0].matchmaking_s < 0.6, "it is waited for once, not by each leader in turn"
+
+
+async def test_a_member_that_asks_twice_has_one_place() -> None:
+    async with averagers(2, config=PATIENT) as members:
+        leader, member = by_id(members)
+        own = Member(member.peer_id, [], False, 1.0)
+        request = JoinRequest("test-run", b"same", START, own)
+        calls = [asyncio.ensure_future(member.endpoint.call(leader.peer_id, JOIN, request, 10.0)) for _ in range(2)]
+        await until(lambda: leader.roster.num_calls == 2)
+        calls[0].cancel()
+        await turns(50)  # the cancellation arrives
+        leading = asyncio.ensure_future(leader.averager._matchmaker.find_group(1.0))
+        async with time_limit(5.0, "waiting for the group"):
+            response, group = await calls[1], await leading
+        assert response.group == group
+        assert len(group.members) == 2
+
+
+async def test_a_peer_that_leaves_the_run_lets_nobody_wait() -> None:
+    async with averagers(3, config=PATIENT) as members:
+        leader, member, _ = by_id(members)
+        tasks = start([leader])
+        await until(lambda: leader.averager._matchmaker._gathering)
+        request = JoinRequest("test-run", b"same", START, Member(member.peer_id, [], False, 1.0))
+        call = asyncio.ensure_future(member.endpoint.call(leader.peer_id, JOIN, request, 10.0))
+        await until(lambda: leader.roster.num_calls)
+        await leader.averager.close()
+        async with time_limit(2.0, "waiting for the answers"):
+            (own,) = await asyncio.gather(*tasks, return_exceptions=True)
+            with pytest.raises(Refused, match="leaves the run"):
+                await call
+        assert isinstance(own, RoundAborted)
+        with pytest.raises(RoundAborted, match="leaves the run"):
+            await leader.average()
+
+
+# deaths
+
+
+async def test_the_leader_dies_when_the_group_has_formed() -> None:
+    async with averagers(4, kind="tls", config=PATIENT) as members:
+        leader, *others = by_id(members)
+        has_formed = stop_before_reducing(leader)
+        dying, tasks = start([leader]), start(others)
+        await has_formed.wait()
+        await leader.kill()
+        for result in await outcomes(tasks, 5.0):
+            assert isinstance(result, RoundAborted)
+        assert all(leader.peer_id in peer.roster.missing for peer in others)
+        await committed(others)
+        await end(dying)
+
+
+def tell_only(leader: Peer, num_told: int) -> asyncio.Event:
+    """Have a leader answer the votes of ``num_told`` members only; the event tells that they have their answer."""
+    told = asyncio.Event()
+    answered: list[PeerId] = []
+    answer_vote = leader.averager._agreement._on_vote
+
+    async def answer_some(remote: PeerId, vote: Vote) -> Verdict:
+        verdict = await answer_vote(remote, vote)
+        if len(answered) >= num_told:
+            told.set()
+            await asyncio.Event().wait()
+        answered.append(remote)
+        return verdict
+
+    leader.endpoint.unhandle(VOTE)
+    leader.endpoint.handle(VOTE, answer_some)
+    return told
+
+
+@pytest.mark.parametrize("kind", ["memory", "tls"])
+async def test_the_leader_dies_after_it_told_one_member_of_the_commit(kind: str) -> None:
+    async with averagers(4, kind=kind, config=PATIENT) as members:
+        leader, *others = by_id(members)
+        told = tell_only(leader, 1)
+        dying, tasks = start([leader]), start(others)
+        await told.wait()
+        await until(lambda: any(task.done() for task in tasks))
+        await leader.kill()
+        results = await outcomes(tasks, 5.0)
+        assert all(isinstance(result, RoundResult) for result in results), results
+        assert len({result.manifest.fingerprint() for result in results}) == 1
+        assert all(torch.equal(result.averaged_N, results[0].averaged_N) for result in results)
+        await end(dying)
+
+
+async def test_the_leader_dies_after_the_votes_and_told_nobody() -> None:
+    config = replace(PATIENT, in_doubt_timeout_s=0.3)
+    async with averagers(4, config=config) as members:
+        leader, *others = by_id(members)
+        told = tell_only(leader, 0)
+        dying, tasks = start([leader]), start(others)
+        await told.wait()
+        await leader.kill()
+        for result in await outcomes(tasks, 5.0):
+            assert isinstance(result, RoundAborted)
+            assert "leader was lost" in result.reason
+        await committed(others)
+        await end(dying)
+
+
+async def test_what_a_member_gave_up_in_doubt_is_nobodys_verdict() -> None:
+    """Else whoever asks it, rather than a member that knows of the commit, would abort too."""
+    config = replace(PATIENT, in_doubt_timeout_s=0.1)
+    async with averagers(3, config=config) as members:
+        leader, doubting, asking = by_id(members)
+        tell_only(leader, 0)
+        dying, tasks = start([leader]), start([doubting, asking])
+        await until(lambda: leader.averager._agreement._verdicts)
+        group_id = next(iter(leader.averager._agreement._verdicts))
+        await leader.kill()
+        assert all(isinstance(result, RoundAborted) for result in await outcomes(tasks, 5.0))
+        answer = await asking.endpoint.call(doubting.peer_id, ASK_VERDICT, VerdictQuery(group_id), 2.0)
+        assert not answer.is_known
+        await end(dying)
+
+
+async def test_a_member_dies_before_it_votes_and_the_majority_commits() -> None:
+    async with averagers(4, config=PATIENT) as members:
+        *others, victim = by_id(members)
+        conclude = victim.averager._agreement.conclude
+        has_result = asyncio.Event()
+
+        async def never_vote(group: Group, vote: Vote, timeout_s: float) -> Verdict:
+            has_result.set()
+            await asyncio.Event().wait()
+            return await conclude(group, vote, timeout_s)
+
+        victim.averager._agreement.conclude = never_vote  # type: ignore[method-assign]
+        dying, tasks = start([victim]), start(others)
+        await has_result.wait()
+        await victim.kill()
+        results = await outcomes(tasks, 5.0)
+        assert all(result.num_members == 4 for result in results), "its values are in the mean"
+        await end(dying)
+
+
+@pytest.mark.parametrize("has_another_result", [False, True])
+async def test_a_member_that_lost_the_result_knows_that_its_vector_counted(has_another_result: bool) -> None:
+    async with averagers(3, config=PATIENT) as members:
+        *others, unlucky = by_id(members)
+        reduce = unlucky.averager._reduce
+
+        async def lose(group: Group, flat_N: torch.Tensor, timeout_s: float) -> tuple[torch.Tensor | None, Vote]:
+            averaged_N, _ = await reduce(group, flat_N, timeout_s)
+            if has_another_result:
+                return averaged_N, Vote(group.group_id, b"a memory chip that forgets")
+            return None, Vote(group.group_id, b"", "lost a stream at its very end")
+
+        unlucky.averager._reduce = lose  # type: ignore[method-assign]
+        results = await outcomes(start([*others, unlucky]))
+        assert results[2].averaged_N is None
+        assert results[2].manifest == results[0].manifest
+        assert results[0].averaged_N is not None
+
+
+async def test_a_member_waits_for_a_leader_that_came_later_than_itself() -> None:
+    """The votes of both commit the round; a member that left before would be behind."""
+    config = replace(PATIENT, matchmaking_time_s=0.2, averaging_timeout_s=1.0, in_doubt_timeout_s=0.01)
+    async with averagers(2, config=config) as members:
+        leader, member = by_id(members)
+        leader.averager._config = PATIENT
+        reduce = leader.averager._reduce
+
+        async def reduce_late(*arguments: Any) -> Any:
+            result = await reduce(*arguments)
+            await asyncio.sleep(1.3)
+            return result
+
+        leader.averager._reduce = reduce_late  # type: ignore[method-assign]
+        await committed([leader, member])
+
+
+@pytest.mark.parametrize("seed", range(12))
+async def test_whoever_dies_whenever_nobody_disagrees_and_the_rest_goes_on(seed: int) -> None:
+    rng = random.Random(seed)
+    config = replace(PATIENT, in_doubt_timeout_s=0.3)
+    async with averagers(4, clients=rng.choice([(), (1,)]), config=config) as members:
+        peers = by_id(members)
+        victim = rng.choice(peers)
+        others = [peer for peer in peers if peer is not victim]
+        dying, tasks = start([victim]), start(others)
+        await turns(rng.randrange(250))
+        await end(dying)
+        await victim.kill()
+        first = await outcomes(tasks, 8.0)
+        results = [result for result in first if isinstance(result, RoundResult)]
+        assert len({result.manifest.fingerprint() for result in results}) <= 1
+        held = [result.averaged_N for result in results if result.averaged_N is not None]
+        assert all(torch.equal(averaged_N, held[0]) for averaged_N in held)
+        assert all(isinstance(error, RoundAborted) for error in first if not isinstance(error, RoundResult)), first
+        if not results:
+            for peer in others:
+                peer.roster.missing = [victim.peer_id]
+            await committed(others)
+
+
+async def test_failed_rounds_leave_nothing_behind() -> None:
+    config = replace(PATIENT, matchmaking_time_s=0.2, in_doubt_timeout_s=0.1, stream_timeout_s=0.2)
+    async with averagers(3, config=config) as members:
+        peers = by_id(members)
+        num_listeners = len(peers[0].endpoint.on_lost)
+        for attempt in range(12):
+            tasks = start(peers)
+            await turns(20 * attempt)
+            await end(tasks[2:])  # its training thread is interrupted, while its network lives on
+            for result in await outcomes(tasks[:2], 5.0):
+                assert isinstance(result, (RoundAborted, RoundResult))
+            for peer in peers:
+                peer.roster.missing.clear()
+        await until(lambda: all(len(peer.endpoint._streams) <= 4 for peer in peers))  # control connections
+        for peer in peers:
+            averager = peer.averager
+            assert averager._inbox._waiting == {}
+            assert averager._agreement._ballots == {}
+            assert len(averager._agreement._verdicts) <= 16
+            assert averager._matchmaker._gathering is None
+            assert len(peer.endpoint.on_lost) == num_listeners
+            assert len(averager._tasks) == len(averager._matchmaker._tasks) == 0
+        await committed(peers)
+
+
+# members that stand still
+
+
+class Ice:
+    """Peers from which nothing comes any more, though their streams stay open, until the thaw."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._frozen: list[Callable[[MemoryStream, int], bool]] = []
+        self._thawed = asyncio.Event()
+        send = MemoryStream.send
+
+        async def send_or_wait(stream: MemoryStream, *buffers: bytes | bytearray | memoryview) -> None:
+            num_bytes = sum(len(buffer) for buffer in buffers)
+            if any(is_frozen(stream, num_bytes) for is_frozen in self._frozen):
+                await self._thawed.wait()
+            await send(stream, *buffers)
+
+        monkeypatch.setattr(MemoryStream, "send", send_or_wait)
+
+    def freeze(self, peer: Peer, *, towards: Peer | None = None, bulk_only: bool = False) -> None:
+        self._frozen.append(
+            lambda stream, num_bytes: (
+                stream._owner == peer.peer_id
+                and (towards is None or stream.remote == towards.peer_id)
+                and (not bulk_only or num_bytes > 2000)
+            )
+        )
+
+    def thaw(self) -> None:
+        self._frozen.clear()
+        self._thawed.set()
+
+
+@pytest.fixture
+def ice(monkeypatch: pytest.MonkeyPatch) -> Ice:
+    return Ice(monkeypatch)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("num_turns", [0, 40, 70, 100])
+async def test_a_member_that_freezes_ends_the_round_within_seconds(ice: Ice, rank: int, num_turns: int) -> None:
+    config = replace(PATIENT, stream_timeout_s=0.3, in_doubt_timeout_s=0.2)
+    async with averagers(3, config=config, rpc_config=HEARTBEATS) as members:
+        peers = by_id(members)
+        victim = peers[rank]
+        others = [peer for peer in peers if peer is not victim]
+        freezing, tasks = start([victim]), start(others)
+        await turns(num_turns)
+        ice.freeze(victim)
+        results = await outcomes(tasks, 8.0)
+        if not all(isinstance(result, RoundResult) for result in results):
+            for peer in others:
+                peer.roster.missing = [victim.peer_id]
+            await committed(others)
+        ice.thaw()
+        await end(freezing)
+
+
+async def test_a_member_that_freezes_is_noticed_by_whoever_waits_for_it(ice: Ice) -> None:
+    """Also by one that had nothing to do with it before, while the leader needs nothing more from it."""
+    client = sorted(range(3), key=lambda number: identity_of(number).peer_id)[1]
+    async with averagers(3, clients=(client,), config=PATIENT, rpc_config=HEARTBEATS) as members:
+        leader, waiting, victim = peers = by_id(members)
+        connect = victim.averager._connect
+
+        async def connect_and_freeze(group: Group, rank: int, other: int) -> Any:
+            stream = await connect(group, rank, other)
+            if other == 1:
+                ice.freeze(victim, towards=waiting, bulk_only=True)
+            return stream
+
+        victim.averager._connect = connect_and_freeze  # type: ignore[method-assign]
+        tasks = start(peers)
+        await until(lambda: leader.averager._agreement._ballots)
+        ((ballot, _),) = leader.averager._agreement._ballots.values()
+        await until(lambda: leader.peer_id in ballot.votes)
+        assert ballot.votes[leader.peer_id].digest, "it holds the result, and could commit with one more vote"
+        ice.freeze(victim)
+        for result in await outcomes(tasks[:2], 5.0):
+            assert isinstance(result, RoundAborted)
+        ice.thaw()
+        await end(tasks)
+
+
+async def test_a_member_that_stands_still_ends_the_round_at_its_bound() -> None:
+    config = replace(PATIENT, matchmaking_time_s=0.5, averaging_timeout_s=1.0)
+    async with averagers(3, config=config) as members:
+        *others, victim = by_id(members)
+        stop_before_reducing(victim)
+        standing, tasks = start([victim]), start(others)
+        for result in await outcomes(tasks, 3.0):
+            assert isinstance(result, RoundAborted)
+        await end(standing)
+
+
+async def test_nobody_waits_for_a_member_whose_round_is_over() -> None:
+    """One member cannot reach another and gives up; a third one's stream to it comes only after that."""
+    async with averagers(4, config=replace(PATIENT, stream_timeout_s=0.5)) as members:
+        _, late, unlucky, _ = peers = by_id(members)
+        open_bulk, gave_up = late.endpoint.open_bulk, asyncio.Event()
+
+        async def open_late(peer_id: PeerId, *arguments: Any) -> Any:
+            if peer_id == unlucky.peer_id:
+                await gave_up.wait()
+            return await open_bulk(peer_id, *arguments)
+
+        async def fail(peer_id: PeerId, *_: Any) -> Any:
+            raise PeerLost(peer_id, "cannot be dialled from here")
+
+        late.endpoint.open_bulk = open_late  # type: ignore[method-assign]
+        unlucky.endpoint.open_bulk = fail  # type: ignore[method-assign]
+        tasks = start(peers)
+        await until(lambda: unlucky.averager._inbox._ended)
+        gave_up.set()
+        results = await outcomes(tasks, 5.0)
+        assert all(isinstance(result, RoundAborted) for result in results)
+        assert "cannot be dialled from here" in results[0].reason
+
+
+# members that send what they must not
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda group, own: replace_group(group, members=[m for m in group.members if m != own]),
+        lambda group, own: replace_group(group, members=[*group.members, group.members[0]]),
+        lambda group, own: replace_group(group, members=[changed(m, weight=7.0) for m in group.members]),
+        lambda group, own: replace_group(group, members=[changed(m, is_client=True) for m in group.members]),
+        lambda group, own: replace_group(group, members=[own]),
+        lambda group, own: replace_group(group, members=[]),
+        lambda group, own: replace_group(group, position=Position(9, b"elsewhere")),
+        lambda group, own: replace_group(group, leader=own.peer_id),
+    ],
+    ids=["without us", "twice", "our weight", "clients only", "without the leader", "nobody", "position", "leader"],
+)
+async def test_a_group_that_is_not_for_this_peer_is_refused(spoil: Callable[[Group, Member], Group]) -> None:
+    async with averagers(2, config=PATIENT) as members:
+        liar, victim = by_id(members)
+
+        async def lie(remote: PeerId, request: JoinRequest) -> JoinResponse:
+            own = Member(liar.peer_id, [str(address) for address in liar.endpoint.addresses], False, 1.0)
+            group = Group(b"id", liar.peer_id, request.position, [own, request.member])
+            return JoinResponse(spoil(group, request.member))
+
+        liar.endpoint.unhandle(JOIN)
+        liar.endpoint.handle(JOIN, lie)
+        with pytest.raises(RoundAborted, match="a group that is not for this peer"):
+            await victim.average()
+        assert victim.roster.missing == [liar.peer_id]
+
+
+def replace_group(group: Group, **changes: Any) -> Group:
+    return msgspec.structs.replace(group, **changes)
+
+
+def changed(member: Member, **changes: Any) -> Member:
+    return msgspec.structs.replace(member, **changes)
+
+
+async def test_join_requests_that_make_no_sense_are_refused() -> None:
+    async with averagers(3, clients=(2,), config=PATIENT) as members:
+        peers = {member[2].client_mode: Peer(0, *member) for member in members}
+        leader, client = peers[False], peers[True]
+        caller = next(member[2] for member in members if member[2] not in (leader.endpoint, client.endpoint))
+        own = Member(caller.peer_id, [], False, 1.0)
+        good = JoinRequest("test-run", b"same", START, own)
+        bad: dict[str, JoinRequest] = {
+            "other_run": msgspec.structs.replace(good, run_id="x" * 10_000),
+            "other_manifest": msgspec.structs.replace(good, run_fingerprint=b"another"),
+            "other_position": msgspec.structs.replace(good, position=Position(0, b"another")),
+        }
+        for code, request in bad.items():
+            with pytest.raises(Refused, match=code):
+                await caller.call(leader.peer_id, JOIN, request, 2.0)
+        for weight in (float("nan"), float("inf"), -1.0):
+            member = msgspec.structs.replace(own, weight=weight)
+            with pytest.raises(Refused, match="bad_request"):
+                await caller.call(leader.peer_id, JOIN, msgspec.structs.replace(good, member=member), 2.0)
+        for_another = msgspec.structs.replace(good, member=msgspec.structs.replace(own, peer_id=client.peer_id))
+        with pytest.raises(Refused, match="joins for itself"):
+            await caller.call(leader.peer_id, JOIN, for_another, 2.0)
+        await client.endpoint.connect(caller.addresses[0])
+        with pytest.raises(Refused, match="leads no group"):
+            await caller.call(client.peer_id, JOIN, good, 2.0)
+        assert leader.averager._matchmaker._gathering is None
+
+
+@pytest.mark.parametrize("weight", [float("nan"), float("inf"), -1.0])
+async def test_a_weight_of_ones_own_that_makes_no_sense_is_an_error(weight: float) -> None:
+    async with averagers(2, config=PATIENT) as members:
+        with pytest.raises(ConfigError, match="weight="):
+            await by_id(members)[1].average(weight)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+async def test_values_that_are_not_finite_commit_nowhere(rank: int) -> None:
+    async with averagers(3, config=PATIENT) as members:
+        peers = by_id(members)
+        liar = peers[rank]
+        liar.values_N = torch.full((NUMEL,), float("nan"))
+        exchange = liar.averager._exchange
+
+        async def send_anyway(group: Group, own_rank: int, butterfly: Any) -> torch.Tensor:
+            butterfly._check_finite = lambda *_: None
+            return await exchange(group, own_rank, butterfly)
+
+        liar.averager._exchange = send_anyway  # type: ignore[method-assign]
+        for peer, result in zip(peers, await outcomes(start(peers)), strict=True):
+            assert isinstance(result, RoundAborted), peer
+            assert f"the values of peer {liar.peer_id} are not finite" in result.reason
+
+
+def manifest_of(group: Group, **changes: Any) -> RoundManifest:
+    return msgspec.structs.replace(group.manifest(b"digest"), **changes)
+
+
+@pytest.mark.parametrize(
+    "forge",
+    [
+        lambda group, digest: manifest_of(group, digest=digest, weights=[1.0, 5.0, 1.0]),
+        lambda group, digest: manifest_of(group, digest=digest, members=[m.peer_id for m in group.members[:2]]),
+        lambda group, digest: manifest_of(group, digest=digest, position=Position(8, b"")),
+        lambda group, digest: manifest_of(group, digest=digest, group_id=b"another"),
+    ],
+    ids=["weights", "members", "position", "group"],
+)
+async def test_a_verdict_about_something_else_commits_nothing(forge: Callable[[Group, bytes], RoundManifest]) -> None:
+    """Its manifest goes into the lineage, so a leader could split the run with it."""
+    async with averagers(3, config=replace(PATIENT, in_doubt_timeout_s=0.1)) as members:
+        liar, *others = by_id(members)
+        groups: list[Group] = []
+        join = liar.averager._matchmaker._on_join
+
+        async def remember(remote: PeerId, request: JoinRequest) -> JoinResponse:
+            response = await join(remote, request)
+            assert response.group is not None
+            groups.append(response.group)
+            return response
+
+        async def lie(remote: PeerId, vote: Vote) -> Verdict:
+            return Verdict(True, forge(groups[0], vote.digest))
+
+        for method, handler in ((JOIN, remember), (VOTE, lie)):
+            liar.endpoint.unhandle(method)
+            liar.endpoint.handle(method, handler)
+        lying = start([liar])
+        for result in await outcomes(start(others)):
+            assert isinstance(result, RoundAborted)
+            assert "not about the group" in result.reason
+        await end(lying)
+
+
+async def test_streams_that_nobody_asked_for_do_no_harm() -> None:
+    async with averagers(3, config=replace(PATIENT, averaging_timeout_s=16.0)) as members:
+        peers = by_id(members)
+        target, stranger = peers[0].endpoint, peers[2].endpoint
+        garbage = await stranger.open_bulk(target.peer_id, STREAM_KIND, b"\xff garbage")
+        with pytest.raises(PeerLost):
+            await garbage.receive_into(memoryview(bytearray(1)))
+        header = msgspec.msgpack.encode(StreamHeader(b"a group that is not"))
+        waiting = [await stranger.open_bulk(target.peer_id, STREAM_KIND, header) for _ in range(2)]
+        with pytest.raises(PeerLost):
+            await waiting[1].receive_into(memoryview(bytearray(1)))
+        assert target.counters["protocol_violations"] == 2
+        await committed(peers)
+        for stream in (garbage, *waiting):
+            stranger.release(stream)
+        await until(lambda: not peers[0].averager._inbox._waiting)
+
+
+async def test_votes_of_strangers_count_nothing() -> None:
+    async with averagers(4, config=PATIENT) as members:
+        leader, member, absent, stranger = by_id(members)
+        for peer in (leader, member, absent):
+            peer.roster.missing = [stranger.peer_id]
+        stop_before_reducing(absent)
+        tasks = start([leader, member, absent])
+        await until(lambda: leader.averager._agreement._ballots)
+        ((group_id, (ballot, _)),) = leader.averager._agreement._ballots.items()
+        voting = [
+            asyncio.ensure_future(stranger.endpoint.call(leader.peer_id, VOTE, Vote(group_id, b"forged"), 0.2))
+            for _ in range(3)
+        ]
+        await asyncio.gather(*voting, return_exceptions=True)
+        assert stranger.peer_id not in ballot.votes
+        with pytest.raises(Refused, match="unknown_group"):
+            await stranger.endpoint.call(leader.peer_id, VOTE, Vote(b"no such group", b"forged"), 1.0)
+        await end(tasks)
+
+
+async def test_a_leader_that_sends_everybody_in_circles_ends_the_attempt() -> None:
+    async with endpoints(3) as swarm:
+        one, another, own = sorted(swarm, key=lambda endpoint: endpoint.peer_id)
+        roster = FixedRoster({one.peer_id: False, another.peer_id: False})
+        averager = Averager(own, "test-run", b"same", roster, PATIENT, random.Random(1))
+
+        def point_to(other: Endpoint) -> Callable[[PeerId, JoinRequest], Awaitable[JoinResponse]]:
+            async def answer(remote: PeerId, request: JoinRequest) -> JoinResponse:
+                return JoinResponse(leader=other.peer_id, leader_addresses=["garbage", *map(str, other.addresses)])
+
+            return answer
+
+        one.handle(JOIN, point_to(another))
+        another.handle(JOIN, point_to(one))
+        async with time_limit(5.0, "waiting for the end of the attempt"):
+            with pytest.raises(RoundAborted, match="in circles"):
+                await averager.average(torch.ones(3), 1.0)
+        await averager.close()
