@@ -9,21 +9,26 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
-from manyhands.base.errors import ManyhandsError
-from manyhands.peer import Peer
 from manyhands.version import __version__
 
 if TYPE_CHECKING:
+    from manyhands.base.errors import ManyhandsError
     from manyhands.optim.optimizer import Optimizer
+    from manyhands.peer import Peer
 
 __all__ = ["ManyhandsError", "Optimizer", "Peer", "__version__"]
 
+_HOMES = {
+    "ManyhandsError": "manyhands.base.errors",
+    "Optimizer": "manyhands.optim.optimizer",
+    "Peer": "manyhands.peer",
+}
+
 
 def __getattr__(name: str) -> Any:
-    if name == "Optimizer":  # on first use only: it imports torch, which a coordinator never needs
-        from manyhands.optim.optimizer import Optimizer
-
-        return Optimizer
+    if name in _HOMES:  # on first use only: the optimizer imports torch, which a coordinator never needs
+        return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'manyhands' has no attribute {name!r}")

@@ -1,5 +1,5 @@
 """``python -m manyhands`` is the same as ``manyhands``."""
 
-from manyhands.cli.main import main
+from manyhands.cli.entry import main
 
 main()

@@ -157,8 +157,12 @@ class Peer:
 
     @property
     def addresses(self) -> list[str]:
-        """Multiaddrs that others can dial, with this peer's id; empty in client mode."""
-        return [str(address) for address in self.endpoint.addresses]
+        """Multiaddrs that others can dial, with this peer's id; empty in client mode.
+
+        The loopback address is among them only when there is no other.
+        """
+        addresses = self.endpoint.addresses
+        return [str(a) for a in addresses if not a.is_loopback] or [str(a) for a in addresses]
 
     def run(self, coro: Coroutine[Any, Any, T], timeout_s: float, phase: str) -> T:
         """Run a coroutine on the network thread and wait for its result.

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from accelerate import Accelerator
 
 import manyhands
 from manyhands.base.errors import ConfigError, ManifestMismatch
@@ -187,7 +188,27 @@ def test_it_is_an_optimizer_to_torch() -> None:
         assert isinstance(optimizer, torch.optim.Optimizer)
         assert optimizer.param_groups is inner.param_groups
         torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-        torch.amp.GradScaler("cpu")
+        with pytest.raises(ConfigError, match="the parameters of a run are fixed"):
+            optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
+
+
+def test_a_grad_scaler_and_accelerate_take_it_as_any_other_optimizer() -> None:
+    with peers(1) as (peer,):
+        model = new_model()
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = manyhands.Optimizer(inner, peer=peer, run_id="amp", target_batch_size=4, batch_size_per_step=4)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        scaler.scale(loss_of(model, sample_batches(1, [4])[0][0])).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert optimizer.global_step == 1
+
+        accelerator = Accelerator(cpu=True)
+        model, prepared = accelerator.prepare(model, optimizer)
+        accelerator.backward(loss_of(model, sample_batches(1, [4])[0][0]))
+        prepared.step()
+        prepared.zero_grad()
+        assert optimizer.global_step == 2
 
 
 def test_a_gradient_that_is_not_finite_never_counts() -> None:

@@ -33,7 +33,6 @@ logger = logging.getLogger(__name__)
 
 REMEMBERED_VERDICTS = 16
 ASK_PERIOD_S = 0.3
-ASK_TIMEOUT_S = 1.0
 MIN_VOTING_S = 1.0
 """A leader whose round is over waits at least so long for the votes of the others."""
 LATENCY_S = 2.0
@@ -88,9 +87,21 @@ class Agreement:
             if not vote.digest:  # whatever the verdict is, this peer cannot follow it
                 return Verdict(True, None, f"{vote.reason}; and the leader was lost ({error})", [group.leader])
             logger.info("in doubt: the leader's verdict did not come: %s", error)
-            return await self._resolve_doubt(group, str(error))
+            return await self._resolve_doubt(group, vote, str(error))
         self._remember(group.group_id, verdict)
         return verdict
+
+    async def decided(self, group: Group) -> Verdict:
+        """Wait for the verdict of the others, for a member that has not voted yet; unknown when the leader is lost."""
+        if group.leader == self._endpoint.peer_id:
+            _, decided = self._ballots[group.group_id]
+            return await asyncio.shield(decided)
+        timeout_s = self._config.averaging_timeout_s
+        query = VerdictQuery(group.group_id)
+        try:
+            return _checked(group, await self._endpoint.call(group.leader, ASK_VERDICT, query, timeout_s))
+        except (Unavailable, PeerError) as error:
+            return Verdict(False, None, f"the leader was lost: {error}")
 
     async def _count(self, group: Group, vote: Vote, voting_s: float) -> Verdict:
         ballot, decided = self._ballots[group.group_id]
@@ -104,27 +115,38 @@ class Agreement:
             ballot.add_lost(member.peer_id, f"{member.peer_id}: {reason}")
         self._decide(ballot, decided)
 
-    async def _resolve_doubt(self, group: Group, reason: str) -> Verdict:
-        """Ask the members how the round ended, also the leader again, until one knows or nobody can."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._config.in_doubt_timeout_s
-        others = [member.peer_id for member in group.members if member.peer_id != self._endpoint.peer_id]
-        while loop.time() < deadline and others:
-            answers = await asyncio.gather(*(self._ask(peer_id, group) for peer_id in others))
-            for answer in answers:
-                if answer is not None and answer.is_known:
-                    self._remember(group.group_id, answer)
-                    return answer
-            others = [peer_id for peer_id, answer in zip(others, answers, strict=True) if answer is not None]
-            await asyncio.sleep(ASK_PERIOD_S)
+    async def _resolve_doubt(self, group: Group, vote: Vote, reason: str) -> Verdict:
+        """Vote again, if the leader is still there, and ask the other members, until one knows or the time is over."""
+        members = [member.peer_id for member in group.members if member.peer_id != self._endpoint.peer_id]
+        asking = [asyncio.get_running_loop().create_task(self._ask(peer_id, group, vote)) for peer_id in members]
+        try:
+            for answer in asyncio.as_completed(asking, timeout=self._config.in_doubt_timeout_s):
+                verdict = await answer
+                if verdict is not None:
+                    self._remember(group.group_id, verdict)
+                    return verdict
+        except asyncio.TimeoutError:
+            logger.info("nobody knows how round %s ended", group.group_id.hex())
+        finally:
+            for task in asking:
+                task.cancel()
+            await asyncio.gather(*asking, return_exceptions=True)
         return Verdict(True, None, f"the leader was lost before its verdict ({reason})", [group.leader])
 
-    async def _ask(self, peer_id: PeerId, group: Group) -> Verdict | None:
-        query = VerdictQuery(group.group_id)
-        try:
-            return _checked(group, await self._endpoint.call(peer_id, ASK_VERDICT, query, ASK_TIMEOUT_S))
-        except (Unavailable, PeerError):
-            return None
+    async def _ask(self, peer_id: PeerId, group: Group, vote: Vote) -> Verdict | None:
+        """What a member knows, as soon as it knows; None when it cannot be reached."""
+        timeout_s = self._config.in_doubt_timeout_s
+        while True:
+            try:
+                if peer_id == group.leader:
+                    verdict = await self._endpoint.call(peer_id, VOTE, vote, timeout_s)
+                else:
+                    verdict = await self._endpoint.call(peer_id, ASK_VERDICT, VerdictQuery(group.group_id), timeout_s)
+                if _checked(group, verdict).is_known:
+                    return verdict
+            except (Unavailable, PeerError):
+                return None
+            await asyncio.sleep(ASK_PERIOD_S)
 
     def _remember(self, group_id: bytes, verdict: Verdict) -> None:
         self._verdicts[group_id] = verdict
@@ -151,7 +173,10 @@ class Agreement:
         return await asyncio.shield(decided)
 
     async def _on_ask(self, remote: PeerId, query: VerdictQuery) -> Verdict:
-        return self._verdicts.get(query.group_id, Verdict(False))
+        if query.group_id in self._ballots:
+            _, decided = self._ballots[query.group_id]
+            return await asyncio.shield(decided)
+        return self._verdicts.get(query.group_id, Verdict(False, None, "the asked peer does not know this round"))
 
     def _on_lost(self, peer_id: PeerId) -> None:
         for ballot, decided in self._ballots.values():

@@ -7,7 +7,9 @@ import hashlib
 import logging
 import random
 from collections import deque
+from collections.abc import Coroutine
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import torch
@@ -93,10 +95,8 @@ class Averager:
         self._agreement = Agreement(endpoint, config)
         self._inbox = StreamInbox(endpoint, config)
         self._tasks = TaskOwner("averager")
-        self._is_closed = False
 
     async def close(self) -> None:
-        self._is_closed = True
         await self._matchmaker.close()
         self._agreement.close()
         self._inbox.close()
@@ -148,13 +148,29 @@ class Averager:
         butterfly = Butterfly(group, rank, flat_N, self._config.chunk_bytes // flat_N.element_size())
         try:
             async with time_limit(timeout_s, "averaging"):
-                averaged_N = await self._exchange(group, rank, butterfly)
+                averaged_N = await self._while_wanted(group, self._exchange(group, rank, butterfly))
                 digest = await asyncio.get_running_loop().run_in_executor(None, _digest, averaged_N)
         except RoundAborted as error:
             return None, Vote(group.group_id, b"", error.reason[:MAX_REASON_LENGTH])
         except Timeout as error:
             return None, Vote(group.group_id, b"", str(error)[:MAX_REASON_LENGTH])
         return averaged_N, Vote(group.group_id, digest)
+
+    async def _while_wanted(self, group: Group, work: Coroutine[Any, Any, torch.Tensor]) -> torch.Tensor:
+        """Do the work of a round until the others have decided it: nobody waits for what will not come any more."""
+        loop = asyncio.get_running_loop()
+        working, deciding = loop.create_task(work), loop.create_task(self._agreement.decided(group))
+        try:
+            await asyncio.wait([working, deciding], return_when=asyncio.FIRST_COMPLETED)
+            if not working.done() and deciding.result().manifest is not None:  # this member is late, perhaps a little
+                await asyncio.wait([working], timeout=self._config.stream_timeout_s)
+            if not working.done():
+                raise RoundAborted(deciding.result().reason or "the others were done before this peer")
+            return await working
+        finally:
+            for task in (working, deciding):
+                task.cancel()
+            await asyncio.gather(working, deciding, return_exceptions=True)
 
     async def _exchange(self, group: Group, rank: int, butterfly: Butterfly) -> torch.Tensor:
         """Run the all-reduce; a member whose control connection is lost (frozen, cut off) ends it."""
@@ -185,10 +201,12 @@ class Averager:
 
     def _let_go(self, stream: Stream) -> None:
         """Close a stream in the background, so that what was sent still arrives."""
-        if self._is_closed:
+        closing = self._close_stream(stream)
+        try:
+            self._tasks.spawn(closing, name=f"closing a stream to {stream.remote}")
+        except RuntimeError:  # this averager is closed, or its loop
+            closing.close()
             self._endpoint.release(stream)
-        else:
-            self._tasks.spawn(self._close_stream(stream), name=f"closing a stream to {stream.remote}")
 
     async def _close_stream(self, stream: Stream) -> None:
         try:

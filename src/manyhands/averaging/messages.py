@@ -127,7 +127,7 @@ class Vote(msgspec.Struct):
 
 
 class VerdictQuery(msgspec.Struct):
-    """Asks a member whether it knows how a round ended."""
+    """Asks a member how a round ended; the leader answers when it knows, the others at once."""
 
     group_id: bytes
 

@@ -9,12 +9,13 @@ from cyclopts import App, CycloptsError, Parameter
 
 from manyhands.base.errors import ConfigError, JoinFailed, ManyhandsError
 from manyhands.cli.demo.command import demo
+from manyhands.cli.entry import EXIT_INTERRUPTED
 from manyhands.cli.leaving import leaving_on_signals
 from manyhands.cli.monitor_command import monitor
 from manyhands.cli.train_command import train
 from manyhands.version import __version__
 
-EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
+EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 
 app = App(
     name="manyhands",
@@ -46,12 +47,10 @@ def run(arguments: Sequence[str]) -> int:
         return EXIT_FAILED
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+    except OSError as error:
+        _complain(f"{error.filename or 'the system'}: {error.strerror or error}")
+        return EXIT_FAILED
     return code if isinstance(code, int) else EXIT_OK
-
-
-def main() -> None:
-    """Entry point of the ``manyhands`` command."""
-    sys.exit(run(sys.argv[1:]))
 
 
 def _with_dashes(argument: str) -> str:

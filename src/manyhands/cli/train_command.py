@@ -46,7 +46,8 @@ def train(
         logger.info("Joining run %s as peer %s", run_id, peer.peer_id)
         if peer.addresses:
             logger.info("Others can join through this peer: --initial-peers %s", " ".join(peer.addresses))
-        from manyhands.recipes.albert.training import AlbertTrainer  # takes seconds: it imports torch
+        logger.info("Loading PyTorch and transformers")
+        from manyhands.recipes.albert.training import AlbertTrainer
 
         AlbertTrainer(peer, run_id, recipe, training, emit).run()
 

@@ -13,7 +13,7 @@ from manyhands.base.run_id import checked_run_id
 from manyhands.monitor.events import Event, ProgressMade, StepMade
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.metrics import MetricsRecord, read_metrics
-from manyhands.optim.progress import Progress, aggregate, next_refresh_s, rank_of
+from manyhands.optim.progress import Progress, aggregate, describe_progress, next_refresh_s, rank_of
 from manyhands.optim.run_manifest import read_manifests, run_manifest_of
 from manyhands.optim.tracker import ProgressReader
 from manyhands.peer import Peer
@@ -81,13 +81,7 @@ class RunMonitor:
         return manifest.target_batch_size if manifest is not None else 0
 
     def _report_progress(self, step: int, target: int, progress: Progress, delay_s: float) -> None:
-        logger.info(
-            "Collaboration accumulated %d samples from %d peers; ETA %.2f seconds (refresh in %.2fs.)",
-            progress.samples,
-            progress.num_peers,
-            progress.eta_s,
-            delay_s,
-        )
+        logger.info("%s", describe_progress(progress, delay_s))
         eta_s = progress.eta_s if math.isfinite(progress.eta_s) else None
         self._on_event(
             ProgressMade(

@@ -18,7 +18,7 @@ from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ManyhandsError, RoundAborted, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.optim.config import ProgressConfig
-from manyhands.optim.progress import Progress
+from manyhands.optim.progress import Progress, describe_progress
 from manyhands.optim.run_manifest import ManifestKeeper, RunManifest
 from manyhands.optim.state import State
 from manyhands.optim.state_transfer import StateServer, download_state
@@ -195,10 +195,4 @@ class Collaboration:
 
 def log_progress(progress: Progress, refresh_s: float) -> None:
     """The line by which a person sees that a run is alive."""
-    logger.info(
-        "Collaboration accumulated %d samples from %d peers; ETA %.2f seconds (refresh in %.2fs.)",
-        progress.samples,
-        progress.num_peers,
-        progress.eta_s,
-        refresh_s,
-    )
+    logger.info("%s", describe_progress(progress, refresh_s))

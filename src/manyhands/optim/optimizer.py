@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +44,7 @@ PROTOCOL = "manyhands/1"
 CALL_TIMEOUT_S = 15.0
 JOIN_ATTEMPTS = 3
 WAIT_PERIOD_S = 0.25
+TELL_ATTEMPTS = 4
 FAILURES_UNTIL_ADVICE = 3
 
 
@@ -131,6 +132,7 @@ class Optimizer(torch.optim.Optimizer):
         self._accumulator = GradientAccumulator([p for p in parameters_of(optimizer) if p.requires_grad])
         self._speed = SpeedMeter()
         self._failures = 0
+        self._was_alone = False
         self._lineage_samples = 0
         self._state_lock = threading.Lock()  # held while parameters change, and while they are copied for a newcomer
         initial = hashlib.sha256(digest_of(specs_of(optimizer), b"", _on_cpu(parameters_of(optimizer)))).digest()
@@ -206,6 +208,12 @@ class Optimizer(torch.optim.Optimizer):
     def close(self) -> None:
         """Leave the run; the peer stays. Closing the peer does this too."""
         self._run(self._collaboration.close(), "leaving the run")
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused once the run is joined: all its peers must have the same parameters."""
+        if hasattr(self, "_collaboration"):
+            raise ConfigError("the parameters of a run are fixed; give all groups to the wrapped optimizer at first")
+        super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the wrapped optimizer's state on this peer."""
@@ -300,6 +308,7 @@ class Optimizer(torch.optim.Optimizer):
         if result.averaged_N is None:
             self._fall_behind(result)
             return
+        self._was_alone = False
         logger.info("Averaged tensors successfully with %d peers", result.num_members)
         lineage = self._local.position.after(result.manifest).lineage
         self._apply(result.averaged_N, lineage, _samples_of(result.manifest), result.manifest)
@@ -312,7 +321,7 @@ class Optimizer(torch.optim.Optimizer):
         position = self._local.position.after(result.manifest)
         lineage_samples = self._lineage_samples + _samples_of(result.manifest)
         others = [peer_id for peer_id in result.manifest.members if peer_id != self._peer.peer_id]
-        self._run(self._collaboration.fall_behind(position, lineage_samples, others), "moving on")
+        self._tell(lambda: self._collaboration.fall_behind(position, lineage_samples, others))
 
     def _attempt_failed(self, error: Exception) -> None:
         self.statistics.rounds_aborted += 1
@@ -327,7 +336,9 @@ class Optimizer(torch.optim.Optimizer):
             )
 
     def _step_alone(self) -> None:
-        logger.info("Found no active peers: this peer makes global step #%d alone", self.global_step)
+        if not self._was_alone:
+            logger.info("Found no active peers: this peer makes global steps alone, from #%d on", self.global_step)
+        self._was_alone = True
         self.statistics.steps_alone += 1
         lineage = hashlib.sha256(self._local.position.lineage + b"alone" + self._peer.peer_id.encode()).digest()
         self._apply(self._accumulator.mean(), lineage, self._accumulator.samples, None)
@@ -344,7 +355,7 @@ class Optimizer(torch.optim.Optimizer):
         self.statistics.samples_used += self.last_contribution
         self._accumulator.reset()
         members = manifest.members if manifest is not None else []
-        self._run(self._collaboration.move(self._local.position, self._lineage_samples, members), "moving on")
+        self._tell(lambda: self._collaboration.move(self._local.position, self._lineage_samples, members))
         logger.info("Optimizer step: done!")
 
     # state
@@ -362,7 +373,7 @@ class Optimizer(torch.optim.Optimizer):
         except Unavailable as error:
             logger.warning("%s; trying again after the next batch", error)
             return
-        self._run(self._collaboration.move(self._local.position, self._lineage_samples, []), "moving on")
+        self._tell(lambda: self._collaboration.move(self._local.position, self._lineage_samples, []))
 
     def _load_state(self) -> None:
         started = self._peer.time()
@@ -381,6 +392,18 @@ class Optimizer(torch.optim.Optimizer):
             self.statistics.samples_dropped += self._accumulator.samples
             logger.warning("%d samples computed on other parameters are dropped", self._accumulator.samples)
             self._accumulator.reset()
+
+    def _tell(self, what: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Have the network thread note something that has happened already; if it is held up, again."""
+        for attempt in range(TELL_ATTEMPTS):
+            try:
+                self._run(what(), "moving on")
+            except Timeout as error:
+                if attempt + 1 == TELL_ATTEMPTS:
+                    raise
+                logger.warning("%s; trying again", error)
+            else:
+                return
 
     def _run(self, coro: Any, phase: str, timeout_s: float = CALL_TIMEOUT_S) -> Any:
         return self._peer.run(coro, timeout_s, phase)

@@ -79,6 +79,15 @@ def aggregate(
     return Progress(samples, len(records), speed, eta_s)
 
 
+def describe_progress(progress: Progress, refresh_s: float) -> str:
+    """The sentence that people know from the tutorials."""
+    eta = f"{progress.eta_s:.2f} seconds" if math.isfinite(progress.eta_s) else "unknown"
+    return (
+        f"Collaboration accumulated {progress.samples} samples from {progress.num_peers} peers; "
+        f"ETA {eta} (refresh in {refresh_s:.2f}s.)"
+    )
+
+
 def next_refresh_s(progress: Progress, config: ProgressConfig) -> float:
     """When to read the records again: earlier than the predicted target by the drift that newcomers may bring."""
     num_peers = progress.num_peers

@@ -56,5 +56,11 @@ def test_each_broken_promise_is_a_problem() -> None:
     assert tally.summary(1.0).problems == ["newcomer did not finish"]
 
 
+def test_what_ended_the_story_early_is_the_first_problem() -> None:
+    assert good_run().summary(1.0, "trainer 2 ended with exit code 1: out of memory").problems == [
+        "trainer 2 ended with exit code 1: out of memory"
+    ]
+
+
 def test_a_run_in_which_nothing_happened_has_problems_and_no_crash() -> None:
     assert len(Tally([TrainerTally("trainer 1")]).summary(0.0).problems) == 3

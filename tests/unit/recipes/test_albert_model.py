@@ -81,12 +81,10 @@ def test_biases_and_layer_norms_do_not_decay(model):
     decaying, exempt = parameter_groups(model, 0.1)
     assert decaying["weight_decay"] == 0.1
     assert exempt["weight_decay"] == 0.0
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    exempt_names = [names.pop(id(parameter)) for parameter in exempt["params"]]
-    assert all(name.endswith("bias") or "norm" in name.lower() for name in exempt_names)
-    decaying_names = [names.pop(id(parameter)) for parameter in decaying["params"]]
-    assert all(name.endswith("weight") and "norm" not in name.lower() for name in decaying_names)
-    assert names == {}
+    assert all(name.endswith("bias") or "norm" in name.lower() for name, _ in exempt["params"])
+    assert all(name.endswith("weight") and "norm" not in name.lower() for name, _ in decaying["params"])
+    named = dict(model.named_parameters())
+    assert {name: id(p) for name, p in exempt["params"] + decaying["params"]} == {n: id(p) for n, p in named.items()}
 
 
 def test_warmup_linear_rises_to_one_and_falls_to_zero():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -12,11 +11,13 @@ import msgspec
 from cyclopts import Parameter
 from rich.console import Console
 
-from manyhands.base.errors import ConfigError
+from manyhands.base.errors import ConfigError, ManyhandsError
 from manyhands.cli.demo.child import Child, end_all
 from manyhands.cli.demo.story import Story
+from manyhands.cli.demo.tally import Summary
 from manyhands.cli.demo.view import LiveView, PlainView, View, print_summary
 from manyhands.cli.train_command import require_albert
+from manyhands.recipes.albert.config import AlbertRecipe
 from manyhands.recipes.albert.corpus import load_documents
 
 LEAVE_TIMEOUT_S = 3.0
@@ -40,24 +41,64 @@ def demo(
         if value < 1:
             raise ConfigError(f"--{name} is {value}; it must be at least 1")
     require_albert()
-    load_documents(text)  # a text that cannot be read is told before anything is started
+    check_text(text)
+    writer = SummaryFile(summary)
     console = Console(highlight=False)
     view: View = LiveView(console, steps) if console.is_terminal else PlainView()
     started = time.monotonic()
     children: list[Child] = []
+    problem = ""
     with tempfile.TemporaryDirectory(prefix="manyhands-demo-") as folder:
+        story = Story(
+            children, Path(folder), view,
+            num_peers=peers, num_steps=steps, target_batch_size=target_batch_size, text=text,
+        )  # fmt: skip
         try:
             with view:
-                story = Story(
-                    children, Path(folder), view,
-                    num_peers=peers, num_steps=steps, target_batch_size=target_batch_size, text=text,
-                )  # fmt: skip
                 story.run()
+        except ConfigError:
+            raise
+        except ManyhandsError as error:
+            problem = str(error)
         finally:
             end_all(children, LEAVE_TIMEOUT_S)
-    outcome = story.tally.summary(time.monotonic() - started)
+    outcome = story.tally.summary(time.monotonic() - started, problem)
     print_summary(console, outcome)
-    sys.stdout.flush()
-    if summary is not None:
-        summary.write_bytes(msgspec.json.format(msgspec.json.encode(outcome), indent=2) + b"\n")
+    writer.write(outcome)
     return 1 if outcome.problems else 0
+
+
+def check_text(text: tuple[Path, ...]) -> None:
+    """Make sure that a user's text is readable and long enough, before anything is started.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    documents = load_documents(text)
+    if not text:  # Python's own is long enough
+        return
+    from manyhands.recipes.albert.samples import make_samples  # takes seconds: it imports torch
+    from manyhands.recipes.albert.tokenizer import train_tokenizer
+
+    recipe = AlbertRecipe(text=text)
+    make_samples(documents, train_tokenizer(documents, recipe.vocab_size), recipe)
+
+
+class SummaryFile:
+    """Where the outcome goes; without a path, nowhere.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        if path is not None:
+            try:
+                path.touch()
+            except OSError as error:
+                raise ConfigError(f"--summary {path}: {error.strerror}; name a file that can be written") from error
+
+    def write(self, summary: Summary) -> None:
+        if self._path is not None:
+            self._path.write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")

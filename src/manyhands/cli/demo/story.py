@@ -18,7 +18,9 @@ RUN_ID = "demo"
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 POLL_S = 0.1
 START_TIMEOUT_S = 120.0
-STEP_TIMEOUT_S = 180.0
+STALL_TIMEOUT_S = 180.0
+"""Without a new global step or sample for so long, the run is stuck."""
+
 NEWCOMER_TIMEOUT_S = 120.0
 FINISH_TIMEOUT_S = 90.0
 SLOW_DOWN = 2.0
@@ -75,14 +77,16 @@ class Story:
             START_TIMEOUT_S,
             "for the trainers",
         )
-        self._wait(lambda: self.tally.step >= half, STEP_TIMEOUT_S, f"for global step {half}")
+        self._wait(lambda: self.tally.step >= half, STALL_TIMEOUT_S, f"for progress towards global step {half}")
         if self._num_peers > 1:
             self._kill_one()
         self._start_trainer("newcomer", is_newcomer=True)
         self._let_newcomer_contribute()
         stop_step = max(self._num_steps, self.tally.step + SAFE_DISTANCE)
         self._write_stop(stop_step)
-        self._wait(lambda: self.tally.step >= stop_step, STEP_TIMEOUT_S, f"for global step {stop_step}")
+        self._wait(
+            lambda: self.tally.step >= stop_step, STALL_TIMEOUT_S, f"for progress towards global step {stop_step}"
+        )
         self._wait(
             lambda: all(trainer.finished is not None for trainer in self.tally.alive()),
             FINISH_TIMEOUT_S,
@@ -116,13 +120,14 @@ class Story:
 
     def _let_newcomer_contribute(self) -> None:
         """Until it has; it may take the run past the steps that were asked for."""
-        deadline = time.monotonic() + STEP_TIMEOUT_S + NEWCOMER_TIMEOUT_S
-        reached_at: float | None = None
+        self._wait(
+            lambda: self.tally.has_newcomer_contributed or self.tally.step >= self._num_steps,
+            STALL_TIMEOUT_S,
+            f"for progress towards global step {self._num_steps}",
+        )
+        deadline = time.monotonic() + NEWCOMER_TIMEOUT_S
         while not self.tally.has_newcomer_contributed and time.monotonic() < deadline:
             self._look()
-            if reached_at is None and self.tally.step >= self._num_steps:
-                reached_at = time.monotonic()
-                deadline = min(deadline, reached_at + NEWCOMER_TIMEOUT_S)
             time.sleep(POLL_S)
 
     def _write_stop(self, step: int) -> None:
@@ -135,7 +140,10 @@ class Story:
         while not is_done():
             if time.monotonic() > deadline:
                 raise Timeout(f"waiting {what}", timeout_s)
+            before = self.tally.samples_computed
             self._look()
+            if self.tally.samples_computed != before:
+                deadline = time.monotonic() + timeout_s
             time.sleep(POLL_S)
 
     def _look(self) -> None:

@@ -114,12 +114,17 @@ class Tally:
     def has_newcomer_contributed(self) -> bool:
         return self.newcomer is not None and self.newcomer.counts.samples_used > 0
 
+    @property
+    def samples_computed(self) -> int:
+        """By all trainers so far."""
+        return sum(trainer.counts.samples_computed for trainer in self.trainers)
+
     def alive(self) -> list[TrainerTally]:
         """Trainers that were not killed."""
         return [trainer for trainer in self.trainers if not trainer.is_killed]
 
-    def summary(self, wall_s: float) -> Summary:
-        """Add everything up."""
+    def summary(self, wall_s: float, problem: str = "") -> Summary:
+        """Add everything up; ``problem`` is what ended the story early, if something did."""
         seen = [trainer for trainer in self.trainers if trainer.joined is not None]
         first = next((t.joined.heldout_loss for t in seen if t.joined is not None and t.joined.step == 0), None)
         finished = [(trainer, trainer.finished) for trainer in self.alive() if trainer.finished is not None]
@@ -128,7 +133,7 @@ class Tally:
             peers_seen=len(seen),
             heldout_loss_first=first,
             heldout_loss_last=finished[0][1].heldout_loss if finished else None,
-            samples_computed=sum(trainer.counts.samples_computed for trainer in seen),
+            samples_computed=self.samples_computed,
             samples_used=sum(trainer.counts.samples_used for trainer in seen),
             samples_per_peer={trainer.peer_id: trainer.counts.samples_computed for trainer in seen},
             rounds_committed=len(self.rounds),
@@ -139,7 +144,7 @@ class Tally:
             wall_s=round(wall_s, 1),
             problems=[],
         )
-        summary.problems = self._problems(summary)
+        summary.problems = [problem] * bool(problem) + self._problems(summary)
         return summary
 
     def _problems(self, summary: Summary) -> list[str]:

@@ -72,10 +72,10 @@ def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[s
         for name, parameter in module.named_parameters(recurse=False)
         if name == "bias" or isinstance(module, torch.nn.LayerNorm)
     }
-    parameters = list(model.parameters())
+    named = list(model.named_parameters())  # with names, so that errors can tell which tensor they mean
     return [
-        {"params": [p for p in parameters if id(p) not in exempt], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if id(p) in exempt], "weight_decay": 0.0},
+        {"params": [(name, p) for name, p in named if id(p) not in exempt], "weight_decay": weight_decay},
+        {"params": [(name, p) for name, p in named if id(p) in exempt], "weight_decay": 0.0},
     ]
 
 

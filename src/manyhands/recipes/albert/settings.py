@@ -50,5 +50,8 @@ class TrainingSettings:
         """The global step at which to stop, as far as is known now."""
         steps = [self.max_steps] if self.max_steps is not None else []
         if self.stop_file is not None and self.stop_file.exists():
-            steps.append(int(self.stop_file.read_text()))
+            text = self.stop_file.read_text(errors="replace").strip()
+            if not text.isdecimal():
+                raise ConfigError(f"stop_file {self.stop_file} holds {text[:20]!r}; a global step is needed, such as 8")
+            steps.append(int(text))
         return min(steps, default=None)

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 
+from manyhands.base.errors import Timeout
 from manyhands.base.run_id import checked_run_id
 from manyhands.optim.metrics import MetricsRecord, publish_metrics
 from manyhands.optim.optimizer import Optimizer
@@ -124,7 +125,10 @@ class AlbertTrainer:
             optimizer.global_step, optimizer.samples_per_second, contribution, sum(losses), len(losses)
         )
         publication = publish_metrics(self._peer.dht, self._peer.peer_id, self._run_id, record)
-        self._peer.run(publication, METRICS_TIMEOUT_S, "publishing metrics")
+        try:
+            self._peer.run(publication, METRICS_TIMEOUT_S, "publishing metrics")
+        except Timeout as error:  # nothing depends on them
+            logger.warning("%s", error)
 
     def _counts(self) -> Counts:
         done = self._optimizer.statistics

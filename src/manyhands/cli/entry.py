@@ -1,0 +1,18 @@
+"""The ``manyhands`` command begins here, so that Ctrl-C is understood while the rest is still being imported."""
+
+from __future__ import annotations
+
+import sys
+
+EXIT_INTERRUPTED = 130
+
+
+def main() -> None:
+    """Run the command line; exits with its code."""
+    try:
+        from manyhands.cli.main import run
+
+        code = run(sys.argv[1:])
+    except KeyboardInterrupt:
+        code = EXIT_INTERRUPTED
+    sys.exit(code)
