@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import threading
 from collections.abc import AsyncIterator, Iterator
 
@@ -14,6 +15,10 @@ from hypothesis import settings
 # A deadline per example would measure the load of the machine; pytest-timeout bounds a test as a whole.
 settings.register_profile("manyhands", deadline=None, print_blob=True)
 settings.load_profile("manyhands")
+
+# A background job of a shell starts with SIGINT ignored, and so do its children; the tests of Ctrl-C need it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _GRACE_S = 1.0  # for what was already told to end
 

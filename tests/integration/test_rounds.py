@@ -31,7 +31,7 @@ from manyhands.averaging.messages import (
     Vote,
 )
 from manyhands.base.deadline import time_limit
-from manyhands.base.errors import ConfigError, PeerLost, Refused, RoundAborted
+from manyhands.base.errors import ConfigError, PeerLost, Refused, RoundAborted, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.rpc import Endpoint, RpcConfig
 from manyhands.transport.memory import MemoryStream
@@ -541,6 +541,45 @@ async def test_a_member_that_freezes_is_noticed_by_whoever_waits_for_it(ice: Ice
             assert isinstance(result, RoundAborted)
         ice.thaw()
         await end(tasks)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+async def test_a_member_whose_stream_went_silent_does_not_wait_for_what_the_others_have_given_up(
+    ice: Ice, rank: int
+) -> None:
+    """Its control connections live, as after a router has forgotten some connections: no heartbeat tells it."""
+    async with averagers(4, config=PATIENT) as members:
+        peers = by_id(members)
+        waiting, silent = peers[rank], peers[3]
+        ice.freeze(silent, towards=waiting, bulk_only=True)
+        tasks = start(peers)
+        await until(lambda: silent.averager._agreement._endpoint.bytes_sent > 1000)
+        for peer in peers:
+            if peer not in (waiting, silent):
+                peer.averager._endpoint.on_lost[-1](silent.peer_id)  # those notice it
+        for result in await outcomes(tasks, 5.0):
+            assert isinstance(result, RoundAborted)
+        ice.thaw()
+
+
+async def test_a_member_that_votes_in_vain_votes_again() -> None:
+    """Its connection breaks under the vote; the leader is still there, and needs it."""
+    async with averagers(2, config=PATIENT) as members:
+        leader, member = by_id(members)
+        count = leader.averager._agreement._on_vote
+        num_votes = 0
+
+        async def break_the_first(remote: PeerId, vote: Vote) -> Verdict:
+            nonlocal num_votes
+            num_votes += 1
+            if num_votes == 1:
+                raise Unavailable("the connection broke")
+            return await count(remote, vote)
+
+        leader.endpoint.unhandle(VOTE)
+        leader.endpoint.handle(VOTE, break_the_first)
+        await committed([leader, member])
+        assert num_votes == 2
 
 
 async def test_a_member_that_stands_still_ends_the_round_at_its_bound() -> None:
