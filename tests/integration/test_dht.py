@@ -406,3 +406,16 @@ async def test_a_closed_node_serves_no_more(swarm: Swarm) -> None:
     await nodes[2].close()
     assert await values(nodes[1], "key") == {"": "value"}
     assert await nodes[1].store("key", "again", TTL_S) == 2
+
+
+async def test_a_node_that_knows_nobody_any_more_dials_the_initial_peers_at_once(swarm: Swarm) -> None:
+    first = await swarm.add()
+    await first.store("key", "value", TTL_S)
+    node = await swarm.add()
+    for _ in range(CONFIG.max_failures):
+        node._overlay.table.failed(swarm.endpoint_of(first).peer_id)
+    assert node.num_known_peers == 0
+    async with time_limit(5.0, "waiting for the node to find the others again"):
+        while not await node.get("key"):
+            assert node._rejoining is not None
+            await node._rejoining

@@ -13,9 +13,11 @@ class AveragingConfig:
 
     Attributes:
         matchmaking_time_s: how long a round waits for those who are expected; it starts at once when all are there.
-        averaging_timeout_s: bound of a whole round, from the search for a group to the verdict.
-        stream_timeout_s: bound of opening the streams between the members of a formed group.
-        in_doubt_timeout_s: how long a member that voted and lost its leader asks the others for the verdict.
+        averaging_timeout_s: bound of a round, from the search for a group to the vote. The verdict follows at once, but
+            for a leader that began later: it has as much time of its own.
+        stream_timeout_s: bound of opening the streams between the members of a formed group, and what a member that is
+            late may still take when the others are done.
+        in_doubt_timeout_s: how long a member that voted and lost its leader asks for the verdict.
         chunk_bytes: what is received, reduced and sent on in one go.
     """
 

@@ -181,7 +181,7 @@ class Matchmaker:
         return inviter[0]
 
     def _is_led_by(self, inviter: PeerId) -> bool:
-        """Whether to follow rather than to lead, and to be followed."""
+        """Whether this peer should follow who invited it, rather than lead."""
         own_id = self._endpoint.peer_id
         return self._endpoint.client_mode or inviter < own_id or inviter not in self._roster.expected()
 

@@ -88,6 +88,7 @@ class DhtNode:
         self._storage = Storage(config)
         self._handover = Handover()
         self._upkeep: asyncio.Task[None] | None = None
+        self._rejoining: asyncio.Task[None] | None = None
         if not endpoint.client_mode:
             endpoint.handle(PING, self._on_ping)
             endpoint.handle(FIND, self._on_find)
@@ -138,6 +139,7 @@ class DhtNode:
             ConfigError: an argument breaks its rule, or the subkey is the id of another peer.
         """
         record = self._issuer.issue(key, subkey or "", value, ttl_s)
+        self._rejoin_if_lost()
         contacts = await self._overlay.lookup(key_id(key), self._config.lookup_timeout_s)
         replicas = self._replicas(key, contacts)
         outcomes = await self._store_at(replicas, record)
@@ -156,6 +158,7 @@ class DhtNode:
             ConfigError: not a key.
         """
         check_key(key)
+        self._rejoin_if_lost()
         loop = asyncio.get_running_loop()
         found = Storage(self._config)  # what others answer is judged as if they stored it
         for held in self._storage.get(key, loop.time()):
@@ -245,6 +248,11 @@ class DhtNode:
         return response.outcomes if response is not None and len(response.outcomes) == len(records) else []
 
     # upkeep
+
+    def _rejoin_if_lost(self) -> None:
+        """Nobody is known any more, as after a freeze: dial the initial peers now, not at the next upkeep."""
+        if not len(self._overlay.table) and (self._rejoining is None or self._rejoining.done()):
+            self._rejoining = self._tasks.spawn(self._initial_peers.retry(), name="rejoining")
 
     async def _keep_up(self) -> None:
         while True:
