@@ -66,4 +66,5 @@ def test_a_demo_that_is_killed_takes_its_processes_along() -> None:
         children = demo.descendants()
         assert len(children) == 2
         demo.kill()
-        assert not psutil.wait_procs(children, timeout=LEAVE_S)[1], "processes are left"
+        # they notice at once, and end within 5 s; but one that is just loading torch's libraries notices later
+        assert not psutil.wait_procs(children, timeout=2 * LEAVE_S)[1], "processes are left"

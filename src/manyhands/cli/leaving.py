@@ -6,9 +6,15 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+
+from manyhands.cli.entry import EXIT_INTERRUPTED
+
+LEAVE_TIMEOUT_S = 4.5
+"""A command that was told to leave has so long to do it in good order."""
 
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
@@ -19,10 +25,20 @@ def leaving_on_signals() -> Iterator[None]:
 
     Ctrl-C too, where it was ignored: a background job of a shell starts like that.
     """
-    before = {number: signal.signal(number, _interrupt) for number in SIGNALS}
+    last_resort = threading.Timer(LEAVE_TIMEOUT_S, os._exit, [EXIT_INTERRUPTED])
+    last_resort.daemon = True
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        for other in SIGNALS:  # leaving has begun: a second signal does not disturb it
+            signal.signal(other, signal.SIG_IGN)
+        last_resort.start()
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in SIGNALS}
     try:
         yield
     finally:
+        last_resort.cancel()
         for number, handler in before.items():
             signal.signal(number, handler)
 
@@ -34,11 +50,7 @@ def leave_on_eof() -> None:
         while os.read(sys.stdin.fileno(), 4096):
             pass
         os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(LEAVE_TIMEOUT_S)  # the main thread may be in a long import, and hear nothing
+        os._exit(EXIT_INTERRUPTED)
 
     threading.Thread(target=wait, name="waiting for the end of stdin", daemon=True).start()
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    for other in SIGNALS:  # leaving has begun: a second signal does not disturb it
-        signal.signal(other, signal.SIG_IGN)
-    raise KeyboardInterrupt
