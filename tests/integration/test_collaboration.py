@@ -201,7 +201,7 @@ def test_a_newcomer_that_gets_no_state_says_whom_it_asked(monkeypatch: pytest.Mo
     monkeypatch.setattr(collaboration, "NEWS_PERIOD_S", 0.05)
     with peers(2) as (liar, peer):
         publish(liar, "no-state", Position(9, b"whose state nobody can get"))
-        with pytest.raises(Unavailable, match="no peer could hand out the state"):
+        with pytest.raises(Unavailable, match=f"no peer could hand out the state of the run: {liar.peer_id}"):
             Trainer(peer, "no-state", 8)
         publish(liar, "no-state", None)
         assert Trainer(peer, "no-state", 8).optimizer.global_step == 0, "nothing of the first attempt is in the way"

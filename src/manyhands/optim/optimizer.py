@@ -255,17 +255,17 @@ class Optimizer(torch.optim.Optimizer):
             raise
 
     def _catch_up(self) -> None:
-        for attempt in range(JOIN_ATTEMPTS):
-            if self._run(self._collaboration.is_on_best_branch(), "joining the run"):
-                return
+        failures = []
+        while not self._run(self._collaboration.is_on_best_branch(), "joining the run"):
             try:
                 self._load_state()
-            except Unavailable:
-                if attempt + 1 == JOIN_ATTEMPTS:
-                    raise
-                self._run(self._collaboration.wait_for_news(), "joining the run")
+            except Unavailable as error:
+                failures.append(error)
             else:
                 return
+            if len(failures) == JOIN_ATTEMPTS:
+                raise failures[0]  # it names all who were asked; later attempts skip those without news
+            self._run(self._collaboration.wait_for_news(), "joining the run")
 
     # global steps
 
