@@ -111,6 +111,22 @@ def test_a_frozen_host_catches_up_when_it_thaws() -> None:
     assert times_of(ticks, "c")[:4] == [0.0, 1.0, 4.25, 5.25]
 
 
+def test_a_timer_that_is_cancelled_before_its_turn_after_a_freeze_does_not_run() -> None:
+    world = World(0)
+    fired: list[float] = []
+
+    async def wait(host: Host) -> None:
+        loop = asyncio.get_running_loop()
+        timer = loop.call_at(2.0, lambda: fired.append(loop.time()))
+        loop.call_at(1.5, timer.cancel)  # both become due in the freeze
+        await asyncio.sleep(10.0)
+
+    world.start("a", wait)
+    world.schedule(between(1.0, 5.0).freeze("a"))
+    world.run(9.0)
+    assert fired == []
+
+
 def test_an_invariant_is_checked_after_each_fault_and_named() -> None:
     world, _ = ticking_world()
     world.invariant("b lives", lambda: world.host("b").is_alive)

@@ -35,7 +35,7 @@ class Host:
         self.context = contextvars.copy_context()
         self._loop = loop
         self._tasks: list[asyncio.Task[Any]] = []
-        self._waiting: list[tuple[Callable[..., Any], tuple[Any, ...], contextvars.Context]] = []
+        self._waiting: list[tuple[Callable[[], None], contextvars.Context]] = []
         self.context.run(current_host.set, _Life(self))
 
     def __repr__(self) -> str:
@@ -62,8 +62,8 @@ class Host:
         """All that became due meanwhile runs now, in order."""
         self.is_frozen = False
         waiting, self._waiting = self._waiting, []
-        for callback, args, context in waiting:
-            self._loop.call_soon(callback, *args, context=context)
+        for resume, context in waiting:
+            self._loop.call_soon(resume, context=context)
 
     def kill(self) -> None:
         """SIGKILL: no task of the process ever runs again, not even its clean-up."""
@@ -80,9 +80,9 @@ class Host:
         """Unfinished tasks that were spawned here directly."""
         return [task for task in self._tasks if not task.done()] if self.is_alive else []
 
-    def hold(self, callback: Callable[..., Any], args: tuple[Any, ...], context: contextvars.Context) -> None:
+    def hold(self, resume: Callable[[], None], context: contextvars.Context) -> None:
         """Keep a callback until the host thaws."""
-        self._waiting.append((callback, args, context))
+        self._waiting.append((resume, context))
 
 
 class _Life:
@@ -91,11 +91,11 @@ class _Life:
     def __init__(self, host: Host) -> None:
         self.host = host
 
-    def may_run(self, callback: Callable[..., Any], args: tuple[Any, ...], context: contextvars.Context) -> bool:
+    def may_run(self, resume: Callable[[], None], context: contextvars.Context) -> bool:
         host = self.host
         if not host.is_alive or host.context.get(current_host) is not self:
             return False
         if host.is_frozen:
-            host.hold(callback, args, context)
+            host.hold(resume, context)
             return False
         return True

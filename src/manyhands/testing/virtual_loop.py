@@ -24,8 +24,8 @@ T = TypeVar("T")
 class Schedulable(Protocol):
     """What the loop asks of a host before it runs one of its callbacks."""
 
-    def may_run(self, callback: Callable[..., Any], args: tuple[Any, ...], context: contextvars.Context) -> bool:
-        """Whether to run the callback now; a host that says no keeps it, or drops it."""
+    def may_run(self, resume: Callable[[], None], context: contextvars.Context) -> bool:
+        """Whether to run a callback now; a host that says no calls ``resume`` later, or never."""
 
 
 current_host: contextvars.ContextVar[Schedulable | None] = contextvars.ContextVar("current_host", default=None)
@@ -110,7 +110,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         host = context.get(current_host)
         if host is None:
             return super().call_soon(callback, *args, context=context)
-        return super().call_soon(self._run_if_allowed, host, callback, args, context, context=context)
+        guarded = _Guarded(self, host, callback, args, context)
+        guarded.handle = super().call_soon(guarded.run, context=context)
+        return guarded.handle
 
     def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None
@@ -119,14 +121,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         host = context.get(current_host)
         if host is None:
             return super().call_at(when, callback, *args, context=context)
-        return super().call_at(when, self._run_if_allowed, host, callback, args, context, context=context)
-
-    def _run_if_allowed(
-        self, host: Schedulable, callback: Callable[..., Any], args: tuple[Any, ...], context: contextvars.Context
-    ) -> None:
-        if host.may_run(callback, args, context):
-            self.num_callbacks += 1
-            callback(*args)
+        guarded = _Guarded(self, host, callback, args, context)
+        guarded.handle = handle = super().call_at(when, guarded.run, context=context)
+        return handle
 
     # what would bring in chance or threads
 
@@ -143,6 +140,29 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         future = self.create_future()
         self.call_later(self._executor_cost_s(func), _run_job, future, func, args)
         return future
+
+
+class _Guarded:
+    """A callback that its host may hold up; it can be cancelled all the while."""
+
+    handle: asyncio.Handle
+
+    def __init__(
+        self,
+        loop: VirtualLoop,
+        host: Schedulable,
+        callback: Callable[..., Any],
+        args: tuple[Any, ...],
+        context: contextvars.Context,
+    ) -> None:
+        self._loop, self._host, self._context = loop, host, context
+        self._callback, self._args = callback, args
+
+    def run(self) -> None:
+        """Run it now, if it is still wanted and the host lets it."""
+        if not self.handle.cancelled() and self._host.may_run(self.run, self._context):
+            self._loop.num_callbacks += 1
+            self._callback(*self._args)
 
 
 class _NumberedFuture(asyncio.Future[Any]):
