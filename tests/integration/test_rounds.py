@@ -749,11 +749,15 @@ async def test_a_verdict_about_something_else_commits_nothing(forge: Callable[[G
         await end(lying)
 
 
-async def test_streams_that_nobody_asked_for_do_no_harm() -> None:
+NESTED = b"\x81\xa1?" + b"\x91" * 100_000 + b"\xc0"  # lists in lists, under a key that nobody knows
+
+
+@pytest.mark.parametrize("unreadable", [b"\xff garbage", NESTED], ids=["garbage", "nested"])
+async def test_streams_that_nobody_asked_for_do_no_harm(unreadable: bytes) -> None:
     async with averagers(3, config=replace(PATIENT, averaging_timeout_s=16.0)) as members:
         peers = by_id(members)
         target, stranger = peers[0].endpoint, peers[2].endpoint
-        garbage = await stranger.open_bulk(target.peer_id, STREAM_KIND, b"\xff garbage")
+        garbage = await stranger.open_bulk(target.peer_id, STREAM_KIND, unreadable)
         with pytest.raises(PeerLost):
             await garbage.receive_into(memoryview(bytearray(1)))
         header = msgspec.msgpack.encode(StreamHeader(b"a group that is not"))

@@ -145,6 +145,12 @@ async def garbage(stream: Stream) -> None:
     await stream.wait_closed()
 
 
+async def nested(stream: Stream) -> None:
+    header = b"\x81\xa1?" + b"\x91" * 100_000 + b"\xc0"  # lists in lists, under a key that nobody knows
+    await stream.send(len(header).to_bytes(4, "big"), header)
+    await stream.wait_closed()
+
+
 async def huge_header(stream: Stream) -> None:
     await stream.send(b"\xff\xff\xff\xff" + b"x" * 100)
     await stream.wait_closed()
@@ -168,6 +174,7 @@ def header_of(donor: Donor, **changes: Any) -> StateHeader:
     [
         (no_answer, "timed out"),
         (garbage, "cannot be read"),
+        (nested, "cannot be read"),
         (huge_header, "4294967295 bytes"),
         (hang_up, "lost peer"),
         (another_run, "this peer trains something else"),

@@ -41,6 +41,7 @@ from manyhands.base.errors import (
 )
 from manyhands.base.identity import PeerId
 from manyhands.rpc import Endpoint
+from manyhands.rpc.frames import UNREADABLE
 from manyhands.runtime import TaskOwner
 from manyhands.transport.api import Stream
 
@@ -291,7 +292,7 @@ class StreamInbox:
     async def _on_stream(self, remote: PeerId, header: bytes, stream: Stream) -> None:
         try:
             key = (msgspec.msgpack.decode(header, type=StreamHeader).group_id, remote)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except UNREADABLE as error:
             raise ProtocolViolation(remote, "a stream header that cannot be read") from error
         if key[0] in self._ended:
             return

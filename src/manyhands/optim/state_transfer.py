@@ -16,6 +16,7 @@ from manyhands.base.identity import PeerId
 from manyhands.optim.run_manifest import RunManifest
 from manyhands.optim.state import State, StateHeader, as_bytes, checked_scalars, digest_of, empty_tensors
 from manyhands.rpc import Endpoint
+from manyhands.rpc.frames import UNREADABLE
 from manyhands.transport.api import Stream
 
 logger = logging.getLogger(__name__)
@@ -66,7 +67,7 @@ class StateServer:
     async def _on_stream(self, remote: PeerId, header: bytes, stream: Stream) -> None:
         try:
             request = msgspec.msgpack.decode(header, type=StateRequest)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except UNREADABLE as error:
             raise ProtocolViolation(remote, "a stream header that cannot be read") from error
         async with time_limit(DOWNLOAD_TIMEOUT_S, f"sending the state to peer {remote}"):
             if request.run_id == self._run_id:
@@ -143,7 +144,7 @@ async def _receive_header(stream: Stream) -> StateHeader:
     await stream.receive_into(memoryview(encoded))
     try:
         answer = msgspec.msgpack.decode(encoded, type=StateAnswer)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         raise ProtocolViolation(stream.remote, f"the header of its state cannot be read: {error}") from error
     if answer.header is None:
         raise Refused(stream.remote, "no_state", answer.reason[:200])
