@@ -9,9 +9,6 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from manyhands.base.run_id import checked_run_id
-from manyhands.cli.event_file import EventWriter
-from manyhands.cli.leaving import leave_on_eof
-from manyhands.cli.logs import log_to_stdout
 from manyhands.cli.options import NetworkOptions, OutputOptions
 from manyhands.monitor import RunMonitor
 from manyhands.monitor.events import Listening
@@ -31,10 +28,7 @@ def monitor(
     """
     network, output = network or NetworkOptions(), output or OutputOptions()
     checked_run_id(run_id)
-    log_to_stdout(verbose=output.verbose)
-    emit = EventWriter(output.events)
-    if output.leave_on_eof:
-        leave_on_eof()
+    emit = output.begin()
     with network.connect() as peer:
         logger.info("Running a coordinator of run %s as peer %s", run_id, peer.peer_id)
         logger.info("To train with it, run this on any machine that can reach this one:")

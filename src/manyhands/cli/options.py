@@ -7,6 +7,9 @@ from pathlib import Path
 
 from cyclopts import Parameter
 
+from manyhands.cli.event_file import EventWriter
+from manyhands.cli.leaving import leave_on_eof
+from manyhands.cli.logs import log_to_stdout
 from manyhands.peer import ALL_INTERFACES, Peer
 
 
@@ -54,3 +57,10 @@ class OutputOptions:
 
     leave_on_eof: bool = False
     """Leave when standard input ends: for programs that start this one, so that it never outlives them."""
+
+    def begin(self) -> EventWriter:
+        """Log from now on; returns where the events go."""
+        log_to_stdout(verbose=self.verbose)
+        if self.leave_on_eof:
+            leave_on_eof()
+        return EventWriter(self.events)

@@ -10,9 +10,6 @@ from cyclopts import Parameter
 
 from manyhands.base.errors import MissingExtra
 from manyhands.base.run_id import checked_run_id
-from manyhands.cli.event_file import EventWriter
-from manyhands.cli.leaving import leave_on_eof
-from manyhands.cli.logs import log_to_stdout
 from manyhands.cli.options import NetworkOptions, OutputOptions
 from manyhands.recipes.albert.config import AlbertRecipe
 from manyhands.recipes.albert.corpus import load_documents
@@ -38,10 +35,7 @@ def train(
     checked_run_id(run_id)
     require_albert()
     load_documents(recipe.text)  # a text that cannot be read is told before anything is started
-    log_to_stdout(verbose=output.verbose)
-    emit = EventWriter(output.events)
-    if output.leave_on_eof:
-        leave_on_eof()
+    emit = output.begin()
     with network.connect() as peer:
         logger.info("Joining run %s as peer %s", run_id, peer.peer_id)
         if peer.addresses:
