@@ -23,7 +23,7 @@ from manyhands.runtime.tasks import TaskOwner
 from manyhands.testing.host import Host
 from manyhands.testing.trace import Trace
 from manyhands.testing.virtual_loop import VirtualLoop
-from manyhands.transport.api import OnStream
+from manyhands.transport.api import MAX_UNREAD_BYTES, OnStream
 from manyhands.transport.buffer import ReceiveBuffer
 from manyhands.transport.runs import runs_of
 
@@ -210,6 +210,17 @@ class SimStream:
                     raise PeerLost(self.remote, "connection closed")
                 for chunk in run:
                     self._send_chunk(bytes(chunk))
+
+    def send_now(self, message: bytes) -> None:
+        if self._closed.is_set():
+            raise PeerLost(self.remote, "connection closed")
+        self._send_chunk(message)
+        if self.bytes_sent - self.other.bytes_received > MAX_UNREAD_BYTES:
+            self.abort()
+            raise PeerLost(self.remote, "it does not read what it is sent")
+
+    async def receive(self) -> bytes:
+        return await self._buffer.take()
 
     async def _room_for(self, number: int) -> None:
         """Wait until what was sent before has left this host, and the other end has room."""

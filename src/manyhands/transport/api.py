@@ -8,6 +8,9 @@ from typing import Protocol
 from manyhands.base.address import Address
 from manyhands.base.identity import Identity, PeerId
 
+MAX_UNREAD_BYTES = 4 << 20
+"""What may wait for a peer that does not read, before its stream is given up."""
+
 
 class Stream(Protocol):
     """An ordered, encrypted byte stream to one peer whose identity is proven.
@@ -29,6 +32,17 @@ class Stream(Protocol):
         The buffers must not change before it returns. When it is cancelled, up to 1 MiB is sent whole or not at all;
         a larger send that has begun ends the stream.
         """
+
+    def send_now(self, message: bytes) -> None:
+        """Hand over one small message without waiting, after what was sent before.
+
+        Raises:
+            PeerLost: the stream is closed, or ends here since the other end has not read
+                :data:`MAX_UNREAD_BYTES` that were sent.
+        """
+
+    async def receive(self) -> bytes:
+        """The next bytes, as many as are here, at least one. Cancelling it loses none."""
 
     async def receive_into(self, view: memoryview) -> None:
         """Fill the whole of ``view`` (format ``B``, writable) with the next bytes."""

@@ -31,6 +31,11 @@ class ReceiveBuffer:
     def is_full(self) -> bool:
         return len(self._backlog) >= self._limit_bytes
 
+    @property
+    def num_waiting(self) -> int:
+        """Bytes in the backlog."""
+        return len(self._backlog)
+
     def get_buffer(self) -> memoryview:
         """Memory to receive into; call :meth:`updated` with the number of bytes written."""
         return self._target if self._target is not None else memoryview(self._scratch)
@@ -39,6 +44,8 @@ class ReceiveBuffer:
         """The first ``num_bytes`` of the last :meth:`get_buffer` were written."""
         if self._target is None:
             self._backlog += memoryview(self._scratch)[:num_bytes]
+            if self._filled is not None and not self._filled.done():  # somebody takes whatever comes
+                self._filled.set_result(None)
             return
         self._target = self._target[num_bytes:]
         if len(self._target) == 0:
@@ -62,13 +69,30 @@ class ReceiveBuffer:
             if self._filled is not None and not self._filled.done():
                 self._filled.set_exception(error)
 
+    async def take(self) -> bytes:
+        """All bytes of the backlog; waits until there are some. Cancelling it loses none."""
+        self._check_alone()
+        if not self._backlog:
+            if self._error is not None:
+                raise PeerLost(self._error.peer_id, self._error.reason)
+            self._filled = asyncio.get_running_loop().create_future()
+            try:
+                await self._filled
+            finally:
+                self._filled = None
+        was_full = self.is_full
+        taken = bytes(self._backlog)
+        self._backlog.clear()
+        if was_full:
+            self._on_room()
+        return taken
+
     async def fill(self, view: memoryview) -> None:
         """Wait until ``view`` is full.
 
         Cancelling it leaves the stream in the middle of a message; the caller must drop the stream then.
         """
-        if self._filled is not None:
-            raise RuntimeError("two tasks receive from one stream")
+        self._check_alone()
         view = self._take_backlog(view)
         if len(view) == 0:
             return
@@ -80,6 +104,10 @@ class ReceiveBuffer:
             await self._filled
         finally:
             self._filled = self._target = None
+
+    def _check_alone(self) -> None:
+        if self._filled is not None:
+            raise RuntimeError("two tasks receive from one stream")
 
     def _take_backlog(self, view: memoryview) -> memoryview:
         was_full = self.is_full

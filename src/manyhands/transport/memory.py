@@ -9,7 +9,7 @@ from manyhands.base.address import Address
 from manyhands.base.errors import ConfigError, DialFailed, DialReason, PeerLost
 from manyhands.base.identity import Identity, PeerId
 from manyhands.runtime.tasks import TaskOwner
-from manyhands.transport.api import OnStream
+from manyhands.transport.api import MAX_UNREAD_BYTES, OnStream
 from manyhands.transport.buffer import ReceiveBuffer
 from manyhands.transport.runs import runs_of
 
@@ -69,6 +69,18 @@ class MemoryStream:
         self._buffer.feed(chunk)
         if self._buffer.is_full:
             self._room.clear()
+
+    def send_now(self, message: bytes) -> None:
+        if self._closed.is_set():
+            raise PeerLost(self.remote, "connection closed")
+        self.bytes_sent += len(message)
+        self.other._arrived(memoryview(message))  # noqa: SLF001
+        if self.other._buffer.num_waiting > MAX_UNREAD_BYTES:  # noqa: SLF001
+            self.abort()
+            raise PeerLost(self.remote, "it does not read what it is sent")
+
+    async def receive(self) -> bytes:
+        return await self._buffer.take()
 
     async def receive_into(self, view: memoryview) -> None:
         try:

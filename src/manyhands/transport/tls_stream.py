@@ -7,6 +7,7 @@ from typing import cast
 
 from manyhands.base.errors import PeerLost
 from manyhands.base.identity import PeerId
+from manyhands.transport.api import MAX_UNREAD_BYTES
 from manyhands.transport.buffer import ReceiveBuffer
 from manyhands.transport.certificate import peer_id_of_certificate
 from manyhands.transport.runs import runs_of
@@ -86,6 +87,15 @@ class TlsStream(asyncio.BufferedProtocol):
                 for chunk in run:
                     self._write(chunk)
             await self._writable.wait()
+
+    def send_now(self, message: bytes) -> None:
+        self._write(memoryview(message))
+        if self._transport is not None and self._transport.get_write_buffer_size() > MAX_UNREAD_BYTES:
+            self.abort()
+            raise PeerLost(self._remote_name(), "it does not read what it is sent")
+
+    async def receive(self) -> bytes:
+        return await self._buffer.take()
 
     async def _room_for_more(self) -> None:
         try:
