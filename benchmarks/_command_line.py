@@ -51,14 +51,29 @@ def json_path(text: str) -> Path:
     return path
 
 
+class Steps:
+    """What is done now, on stderr: a bar on a terminal, else one line for each step."""
+
+    def __init__(self, progress: Progress, total: int) -> None:
+        self._progress = progress
+        self._task = progress.add_task("", total=total)
+        self._num_begun = 0
+
+    def begin(self, text: str) -> None:
+        """The step before is done, this one begins."""
+        self._progress.update(self._task, description=text, completed=self._num_begun)
+        self._num_begun += 1
+        if self._progress.disable:
+            print(text, file=sys.stderr, flush=True)
+
+
 @contextmanager
-def progress_bar(total: int) -> Iterator[Progress]:
-    """Progress on stderr; nothing when that is no terminal. The task to update is ``tasks[0]``."""
+def progress_of(total: int) -> Iterator[Steps]:
+    """Shows ``total`` steps while the block runs."""
     console = Console(stderr=True)
     columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        progress.add_task("", total=total)
-        yield progress
+        yield Steps(progress, total)
 
 
 def write_json(path: Path | None, results: list[dict[str, Any]]) -> None:

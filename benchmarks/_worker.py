@@ -24,7 +24,8 @@ class Subject(Protocol):
 class Worker:
     """Starts a process, makes ``factory(*arguments)`` in it, and calls its methods, one at a time.
 
-    The process ends with :meth:`close`, and also when this one dies in whatever way.
+    Several may be started at once: the first call waits until the object is there. The process ends with
+    :meth:`close`, and also when this one dies in whatever way.
     """
 
     def __init__(self, factory: Callable[..., Subject], *arguments: Any) -> None:
@@ -34,11 +35,7 @@ class Worker:
         self._process = context.Process(target=_serve, args=(theirs, factory, arguments), daemon=True)
         self._process.start()
         theirs.close()  # so that the end of that process is the end of the pipe
-        try:
-            self._answer(START_TIMEOUT_S)
-        except BaseException:
-            self.close()
-            raise
+        self._is_made = False
 
     def call(self, method: str, *arguments: Any, timeout_s: float = 60.0) -> Any:
         """The result of one method.
@@ -46,6 +43,9 @@ class Worker:
         Raises:
             RuntimeError: it failed there, or took too long; with the traceback of the other process.
         """
+        if not self._is_made:
+            self._answer(START_TIMEOUT_S)
+            self._is_made = True
         self._pipe.send((method, arguments))
         return self._answer(timeout_s)
 
@@ -64,6 +64,9 @@ class Worker:
         """End the process, by force if it does not end by itself. May be called twice."""
         self._pipe.close()
         self._process.join(CLOSE_TIMEOUT_S)
+        self._kill()
+
+    def _kill(self) -> None:
         if self._process.is_alive():
             self._process.kill()
             self._process.join()
@@ -74,6 +77,8 @@ class Worker:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if error is not None:  # Ctrl-C too: the other process may be in the middle of a long call
+            self._kill()
         self.close()
 
 

@@ -15,6 +15,8 @@ The figures:
   duplex_mib_per_s      both ways at once on one connection: the sum of both; duplex_up_mib_per_s (client to server) and
                         duplex_down_mib_per_s are its parts
   cpu_s_per_gib         user and system time of both processes together, in the one-way transfer
+  one_way_cores         cores that both had together in it: far below two on a machine of two cores that is busy with
+                        other things, where only the ratios and cpu_s_per_gib mean something
   rpc_p50_ms, _p99_ms   a call with 64 bytes there and back, one after the other
   connections_per_s     dials one after the other, each with its mutual handshake and one answer of the server;
                         connections_per_s_16_at_once: sixteen at the same time
@@ -32,6 +34,7 @@ import contextlib
 import importlib
 import importlib.util
 import json
+import math
 import statistics
 import sys
 import time
@@ -40,7 +43,7 @@ from dataclasses import asdict
 from typing import Any, TypeVar
 
 from _certificates import make_credentials
-from _command_line import Parser, json_path, positive, positive_int, progress_bar, run, write_json
+from _command_line import Parser, json_path, positive, positive_int, progress_of, run, write_json
 from _link import MIB, PATIENCE_S, Link, Plan, Received, make_payload, serve_link, use_link
 from _worker import Worker
 from rich.console import Console
@@ -188,6 +191,8 @@ class Measured:
         self._warm_up_s = warm_up_s
         self._server = stack.enter_context(Worker(ServerSide, system, server))
         self._client = stack.enter_context(Worker(ClientSide, system, client))
+
+    def start(self) -> None:
         self._client.call("start", self._server.call("start"))
 
     def check(self) -> Row:
@@ -198,11 +203,15 @@ class Measured:
         return {}
 
     def one_way(self) -> Row:
-        before = self._cpu_s()
+        cpu_before_s, start = self._cpu_s(), time.perf_counter()
         self._transfer("up")
         up = self._server.call("received")
-        cpu_s = self._cpu_s() - before
-        return {"one_way_mib_per_s": up.mib_per_s, "cpu_s_per_gib": cpu_s * 1024 * MIB / up.num_bytes}
+        cpu_s, seconds = self._cpu_s() - cpu_before_s, time.perf_counter() - start
+        return {
+            "one_way_mib_per_s": up.mib_per_s,
+            "cpu_s_per_gib": cpu_s * 1024 * MIB / up.num_bytes,
+            "one_way_cores": cpu_s / seconds,
+        }
 
     def duplex(self) -> Row:
         down = self._transfer("both").mib_per_s
@@ -239,26 +248,23 @@ FIGURES = [Measured.one_way, Measured.duplex, Measured.calls, Measured.calls_dur
 
 def _percentiles(samples: list[float], name: str) -> Row:
     samples.sort()
-    return {name.format(50): statistics.median(samples), name.format(99): samples[int(0.99 * (len(samples) - 1))]}
+    return {name.format(50): statistics.median(samples), name.format(99): samples[math.ceil(0.99 * len(samples)) - 1]}
 
 
 def measure(systems: list[str], seconds: float, repeats: int) -> dict[str, list[Row]]:
     """The figures of each system, once for each repeat."""
     rows: dict[str, list[Row]] = {system: [{} for _ in range(repeats)] for system in systems}
-    with contextlib.ExitStack() as stack, progress_bar(len(systems) * (1 + repeats * len(FIGURES))) as progress:
-        measured = []
-        for system in systems:
-            progress.update(progress.tasks[0].id, description=f"starting {system}")
-            measured.append(Measured(stack, system, seconds, min(WARM_UP_S, seconds)))
-            measured[-1].check()
-            progress.advance(progress.tasks[0].id)
+    with contextlib.ExitStack() as stack, progress_of(len(systems) * (1 + repeats * len(FIGURES))) as steps:
+        measured = [Measured(stack, system, seconds, min(WARM_UP_S, seconds)) for system in systems]
+        for one in measured:
+            steps.begin(f"{one.system}: starting, comparing what arrives with what was sent")
+            one.start()
+            one.check()
         for repeat in range(repeats):
             for figure in FIGURES:
                 for one in measured:
-                    text = f"{one.system}: {figure.__name__.replace('_', ' ')}, {repeat + 1} of {repeats}"
-                    progress.update(progress.tasks[0].id, description=text)
+                    steps.begin(f"{one.system}: {figure.__name__.replace('_', ' ')}, {repeat + 1} of {repeats}")
                     rows[one.system][repeat] |= figure(one)
-                    progress.advance(progress.tasks[0].id)
     return rows
 
 
@@ -274,7 +280,7 @@ def show(rows: dict[str, list[Row]]) -> None:
     """The figures as a table, and how manyhands does beside bare asyncio."""
     results = medians(rows)
     table = Table(title="loopback, medians")
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     for result in results:
         table.add_column(result["system"], justify="right")
     is_compared = {"manyhands", "asyncio"} <= rows.keys()
@@ -284,7 +290,7 @@ def show(rows: dict[str, list[Row]]) -> None:
         if name == "system":
             continue
         cells = [f"{result[name]:.4g}" for result in results]
-        if is_compared and "mib" in name:  # within each repeat, where both met the same machine
+        if is_compared and ("mib_per" in name or "gib" in name):  # within each repeat, where both met the same machine
             pairs = zip(rows["manyhands"], rows["asyncio"], strict=True)
             cells.append(f"{statistics.median(ours[name] / bare[name] for ours, bare in pairs):.2f}")
         table.add_row(name, *cells)
