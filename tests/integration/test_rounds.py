@@ -58,7 +58,7 @@ class Peer:
     async def kill(self) -> None:
         """Vanish without a word, as a killed process does."""
         self.endpoint._handlers.clear()
-        self.endpoint._known.clear()
+        self.endpoint._book._known.clear()
         self.endpoint._streams.abort_all()
         for listener in self.endpoint._listeners:
             await listener.close()
@@ -160,9 +160,9 @@ async def test_a_peer_that_knows_nobody_comes_to_the_round_that_it_is_invited_to
     async with averagers(2, config=PATIENT) as members:
         low, high = by_id(members)
         low.roster.others = {}
-        high.endpoint._known.pop(low.peer_id)  # it leads, as it cannot reach the lower one,
+        high.endpoint._book._known.pop(low.peer_id)  # it leads, as it cannot reach the lower one,
         await low.endpoint.connect(high.endpoint.addresses[0])  # until that one has dialled it
-        low.endpoint._known.clear()
+        low.endpoint._book._known.clear()
         high.averager._matchmaker._choose_leader = lambda unreachable: high.peer_id  # type: ignore[method-assign]
         waiting = start([high])
         await until(lambda: low.roster.num_calls)
