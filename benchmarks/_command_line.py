@@ -46,8 +46,10 @@ def positive_int(text: str) -> int:
 def json_path(text: str) -> Path:
     """A file that can be written in the end: its folder is there."""
     path = Path(text)
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: no such folder, or it is one")
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is a folder; name a file in it")
+    if not path.absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: there is no folder {str(path.parent)!r}")
     return path
 
 

@@ -324,7 +324,7 @@ def main() -> None:
         else:
             systems.append(system)
     if not systems:
-        parser.error("nothing is left to measure")
+        sys.exit(2)
     rows = measure(systems, arguments.seconds, arguments.repeats)
     show(rows)
     results = medians(rows)
