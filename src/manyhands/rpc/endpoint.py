@@ -273,7 +273,8 @@ class Endpoint:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         while (connection := self._pool.of(peer_id)) is None:
-            dialled = await self._dial_shared(peer_id, deadline - loop.time())
+            dialled = await self._dial_shared(peer_id, timeout_s)
+            timeout_s = deadline - loop.time()
             if dialled.lost is not None and not dialled.is_retired:
                 raise PeerLost(peer_id, dialled.lost.reason)
             # else it may have been retired since, when the other end dialled as well
