@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import warnings
+import zlib
 
 from manyhands.base.address import Address, parse_addresses
 from manyhands.base.errors import ConfigError, PeerLost, ProtocolViolation
 from manyhands.base.identity import Identity, PeerId, peer_id_from_public_key, public_key_of
 from manyhands.base.run_id import checked_run_id
 from manyhands.rpc.announce import seen_from_outside
-from manyhands.rpc.frames import Hello, Welcome, encode_frame, receive_frame
+from manyhands.rpc.frames import Frame, FrameReader, Hello, Welcome, encode_frame, receive_frame
 from manyhands.transport.certificate import leaf_certificate, peer_id_of_certificate
 from tests.fuzz import dht_targets, run_targets
 from tests.fuzz.files import IDENTITY_FILES, load_identity
-from tests.fuzz.target import ByteStream, Target, finish
+from tests.fuzz.target import REMOTE, ByteStream, Target, finish
 from tests.network import identity_of
 from tests.unit.rpc.test_frames import GOLDEN
 
@@ -60,9 +61,35 @@ def text_of(data: bytes) -> str:
 
 
 def _frames(data: bytes) -> None:
+    """One frame after the other, and likewise cut out of pieces as they might come: both find the same."""
+    frames, fault = _frames_one_by_one(data)
+    cut, fault_of_cut = _frames_in_pieces(data)
+    assert [encode_frame(frame) for frame in cut] == [encode_frame(frame) for frame in frames][: len(cut)]
+    assert isinstance(fault_of_cut, ProtocolViolation) == isinstance(fault, ProtocolViolation)
+    assert len(cut) == len(frames) or fault_of_cut is not None
+    raise fault
+
+
+def _frames_one_by_one(data: bytes) -> tuple[list[Frame], Exception]:
+    frames: list[Frame] = []
     stream = ByteStream(data)
     while True:
-        finish(receive_frame(stream))
+        try:
+            frames.append(finish(receive_frame(stream)))
+        except (ProtocolViolation, PeerLost) as error:
+            return frames, error
+
+
+def _frames_in_pieces(data: bytes) -> tuple[list[Frame], Exception | None]:
+    frames: list[Frame] = []
+    reader = FrameReader(REMOTE)
+    size = 1 + zlib.crc32(data) % 50 if len(data) < 10_000 else 4096
+    for start in range(0, len(data), size):
+        try:
+            frames += reader.frames(data[start : start + size])
+        except ProtocolViolation as error:
+            return frames, error
+    return frames, None
 
 
 def _hello(data: bytes) -> None:

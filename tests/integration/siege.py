@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from manyhands.base.address import Address
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import PeerLost
 from manyhands.base.identity import Identity, PeerId
@@ -24,6 +25,7 @@ MAX_LATENCY_S = 0.5
 """The 99th percentile of the honest peer's calls, with the attacker in the same process, on a slow machine."""
 CALL_EVERY_S = 0.002
 ATTACKER = identity_of(99)
+TLS_RECORD = b"\x16\x03\x01\xff\xff\x01\x00\xff\xff\xfb\x03\x03"  # the longest client hello there could be, cut off
 FAST = RpcConfig(heartbeat_period_s=0.05, heartbeat_timeout_s=0.4, hello_timeout_s=0.3)
 
 
@@ -40,8 +42,13 @@ class Siege:
     there: Endpoint
     honest: Endpoint
     latencies: list[float] = field(default_factory=list)
+    address: Address = field(init=False)
+    _num_sockets: int = 0
     _streams: list[Stream] = field(default_factory=list)
     _transports: dict[PeerId, Transport] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.address = self.there.addresses[0]
 
     async def dial(self, identity: Identity = ATTACKER) -> Any:
         """A stream of the attacker, before its hello; it ends with the block at the latest."""
@@ -50,7 +57,7 @@ class Siege:
             is_memory = isinstance(here, MemoryTransport)
             transport = MemoryTransport(identity, here._network) if is_memory else TlsTransport(identity)
             self._transports[identity.peer_id] = transport
-        stream = await self._transports[identity.peer_id].dial(self.there.addresses[0], 5.0)
+        stream = await self._transports[identity.peer_id].dial(self.address, 5.0)
         self._streams.append(stream)
         return stream
 
@@ -78,7 +85,11 @@ class Siege:
     @property
     def where(self) -> tuple[str, int]:
         """For sockets that speak no TLS."""
-        return self.there.addresses[0].host, self.there.addresses[0].port
+        return self.address.host, self.address.port
+
+    def expect_sockets(self, more: int) -> None:
+        """So many more than before are open in the end, as the test opened them for the attacked peer."""
+        self._num_sockets += more
 
     async def _call_forever(self) -> None:
         loop = asyncio.get_running_loop()
@@ -100,7 +111,8 @@ async def siege(
         scene = Siege(there, honest)
         await honest.call(there.peer_id, ECHO, Text("hi"))  # now all that belongs to the honest connection runs
         await asyncio.sleep(0.01)
-        tasks_before, sockets_before = _num_tasks(), num_sockets()
+        tasks_before = _num_tasks()
+        scene.expect_sockets(num_sockets())
         calling = asyncio.ensure_future(scene._call_forever())
         try:
             await scene.served()
@@ -115,7 +127,7 @@ async def siege(
         if not calling.cancelled():
             calling.result()
         await until(lambda: _num_tasks() <= tasks_before, "the attacker's tasks have ended")
-        await until(lambda: num_sockets() <= sockets_before, "the attacker's sockets are closed")
+        await until(lambda: num_sockets() <= scene._num_sockets, "the attacker's sockets are closed")
         assert not there.is_connected(ATTACKER.peer_id)
         latencies = sorted(scene.latencies)
         p50, p99 = (latencies[int(len(latencies) * part)] for part in (0.5, 0.99))

@@ -6,7 +6,7 @@ import asyncio
 import random
 import socket
 import struct
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 
 import pytest
 
@@ -17,20 +17,18 @@ from manyhands.rpc.frames import (
     Hello,
     Ping,
     Reject,
-    Response,
     Welcome,
     encode_frame,
     receive_frame,
     send_frame,
 )
 from manyhands.transport import Stream
-from tests.integration.siege import ATTACKER, FAST, ended, hung_up, raw_socket, request, siege
-from tests.network import KINDS, next_frame
+from tests.integration.siege import ATTACKER, FAST, TLS_RECORD, ended, hung_up, raw_socket, request, siege
+from tests.network import KINDS
 from tests.unit.rpc.test_frames import DEEP, framed, payload_of
 
 SOME_NOISE = random.Random(5).randbytes(40_000)
 HELLO = encode_frame(Hello(CONTROL))
-TLS_RECORD = b"\x16\x03\x01\xff\xff\x01\x00\xff\xff\xfb\x03\x03"  # the longest client hello there could be, cut off
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -187,23 +185,6 @@ async def test_a_frame_in_single_bytes_holds_up_nobody(kind: str) -> None:
             await asyncio.sleep(0.05)
 
 
-async def test_a_handshake_in_single_bytes_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("manyhands.transport.tls.HANDSHAKE_TIMEOUT_S", 0.4)
-    loop = asyncio.get_running_loop()
-    async with siege("tls") as scene:
-        with ExitStack() as sockets:
-            raw = [sockets.enter_context(raw_socket(scene.where)) for _ in range(10)]
-            began = loop.time()
-            for byte in TLS_RECORD * 2:
-                for sock in raw:
-                    with suppress(ConnectionError):
-                        await loop.sock_sendall(sock, bytes([byte]))
-                await asyncio.sleep(0.05)
-                if loop.time() > began + 0.8:
-                    break
-            await asyncio.gather(*(hung_up(sock, 0.5) for sock in raw))
-
-
 async def test_connections_that_are_reset_leave_nothing() -> None:
     loop = asyncio.get_running_loop()
     async with siege("tls") as scene:
@@ -270,16 +251,3 @@ async def test_a_flood_of_bulk_streams(kind: str, purpose: str) -> None:
                 assert purpose == "bulk" or isinstance(answer, Reject)
         await scene.served(5)
         assert bool(held) == (purpose == "bulk")
-
-
-async def test_half_open_handshakes_hold_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Connections on which nothing is said; a newcomer is still let in meanwhile, and then they are closed."""
-    monkeypatch.setattr("manyhands.transport.tls.HANDSHAKE_TIMEOUT_S", 0.5)
-    async with siege("tls") as scene:
-        with ExitStack() as sockets:
-            raw = [sockets.enter_context(raw_socket(scene.where)) for _ in range(100)]
-            stream = await scene.connect()  # who behaves for once
-            await send_frame(stream, request(1))
-            assert isinstance(await next_frame(stream, Response), Response)
-            stream.abort()
-            await asyncio.gather(*(hung_up(sock) for sock in raw))
