@@ -72,6 +72,9 @@ class Siege:
         """The attacker goes, without a word."""
         for stream in self._streams:
             stream.abort()
+        for transport in self._transports.values():
+            transport.close()
+        self._transports.clear()
 
     async def served(self, num_calls: int = 20) -> None:
         """Wait until the honest peer got some more answers."""
