@@ -11,10 +11,12 @@ import pytest
 
 from manyhands.base.errors import PeerLost, Unavailable
 from manyhands.rpc import RpcConfig
-from manyhands.rpc.frames import Response, encode_frame, send_frame
+from manyhands.rpc.frames import CONTROL, Hello, Response, encode_frame, receive_frame, send_frame
 from manyhands.transport.admission import ListenLimits
 from tests.integration.siege import FAST, TLS_RECORD, Siege, hung_up, raw_socket, request, siege
 from tests.network import KINDS, LOOPBACK, identity_of, next_frame
+
+MAX_CONNECTIONS_OF_ONE_PEER = 32
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -50,6 +52,23 @@ async def test_the_connections_of_all_peers_together_have_a_limit(kind: str) -> 
         await scene.served(5)
         num_open = sum(scene.there.is_connected(identity_of(100 + number).peer_id) for number in range(40))
         assert num_open < 8
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_the_connections_of_one_peer_have_a_limit(kind: str) -> None:
+    async with siege(kind) as scene:
+        streams = [await scene.dial() for _ in range(3 * MAX_CONNECTIONS_OF_ONE_PEER)]
+        num_open = 0
+        for stream in streams:
+            with suppress(PeerLost):
+                await send_frame(stream, Hello(CONTROL))
+                await receive_frame(stream)
+        for stream in streams:
+            with suppress(PeerLost):
+                await send_frame(stream, request(1))
+                await next_frame(stream, Response)
+                num_open += 1
+        assert num_open <= MAX_CONNECTIONS_OF_ONE_PEER
 
 
 # handshakes

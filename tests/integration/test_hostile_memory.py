@@ -37,8 +37,8 @@ def bounded_memory() -> Iterator[None]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "frame",
-    [Ping(), request(1), request(1, "x" * 5_000), request(1, method="none")],
-    ids=["pings", "calls", "larger calls", "calls without a method"],
+    [Ping(), request(1), request(1, "x" * 5_000), request(1, "x" * 300_000), request(1, method="none")],
+    ids=["pings", "calls", "larger calls", "large calls", "calls without a method"],
 )
 async def test_a_peer_that_never_reads_its_answers(kind: str, frame: Frame) -> None:
     loop = asyncio.get_running_loop()

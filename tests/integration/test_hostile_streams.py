@@ -73,8 +73,8 @@ async def test_stripes_whose_others_never_come_are_not_kept(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "second",
-    [bulk_hello(), bulk_hello(index=2, count=2), bulk_hello(index=7, count=2)],
-    ids=["the same again", "one too many", "far too many"],
+    [bulk_hello(), bulk_hello(index=1, count=3), bulk_hello(index=2, count=2), bulk_hello(index=7, count=2)],
+    ids=["the same again", "another count", "one too many", "far too many"],
 )
 async def test_stripes_that_do_not_fit_are_a_violation(kind: str, second: Hello) -> None:
     async with siege(kind, FAST) as scene:
@@ -84,6 +84,19 @@ async def test_stripes_that_do_not_fit_are_a_violation(kind: str, second: Hello)
             await send_frame(stream, hello)
         await scene.counted("protocol_violations", 1)
         await ended(stream)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_stripes_of_no_stream_leave_nothing(kind: str) -> None:
+    """Whatever the first connection of a stream says wrongly, nobody waits for the others."""
+    async with siege(kind, FAST) as scene:
+        scene.there.accept_bulk(BULK, taken)
+        for number in range(3):
+            stream = await scene.dial()
+            await send_frame(stream, bulk_hello(index=5, stream_id=number.to_bytes(16, "big")))
+            await scene.counted("protocol_violations", number + 1)
+        assert not scene.there._stripe_sets._waiting
+        assert not scene.there._stripe_sets._num_waiting
 
 
 @pytest.mark.parametrize("kind", KINDS)
