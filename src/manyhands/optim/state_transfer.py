@@ -17,7 +17,7 @@ from manyhands.base.identity import PeerId
 from manyhands.optim.run_manifest import RunManifest
 from manyhands.optim.state import State, StateHeader, as_bytes, checked_scalars, digest_of, empty_tensors
 from manyhands.rpc import Endpoint
-from manyhands.rpc.frames import UNREADABLE
+from manyhands.rpc.frames import UNREADABLE, readable
 from manyhands.transport.api import Stream
 
 logger = logging.getLogger(__name__)
@@ -148,9 +148,11 @@ async def _receive_header(stream: Stream) -> StateHeader:
     try:
         answer = msgspec.msgpack.decode(encoded, type=StateAnswer)
     except UNREADABLE as error:
-        raise ProtocolViolation(stream.remote, f"the header of its state cannot be read: {error}") from error
+        raise ProtocolViolation(
+            stream.remote, f"the header of its state cannot be read: {readable(str(error))}"
+        ) from error
     if answer.header is None:
-        raise Refused(stream.remote, "no_state", answer.reason[:200])
+        raise Refused(stream.remote, "no_state", readable(answer.reason))
     return answer.header
 
 
@@ -161,7 +163,7 @@ def _check_header(donor: PeerId, header: StateHeader, manifest: RunManifest, wan
     try:
         checked_scalars(header, manifest.tensors, len(manifest.hyper_parameters))
     except ValueError as error:
-        raise ProtocolViolation(donor, f"its state does not fit: {error}") from error
+        raise ProtocolViolation(donor, f"its state does not fit: {readable(str(error))}") from error
 
 
 def _encoded(answer: StateAnswer) -> bytes:
