@@ -24,7 +24,7 @@ from manyhands.rpc.frames import (
 )
 from manyhands.transport import Stream
 from tests.integration.siege import ATTACKER, FAST, TLS_RECORD, ended, hung_up, raw_socket, request, siege
-from tests.network import KINDS
+from tests.network import KINDS, identity_of
 from tests.unit.rpc.test_frames import DEEP, framed, payload_of
 
 SOME_NOISE = random.Random(5).randbytes(40_000)
@@ -157,7 +157,7 @@ async def test_silence_before_the_hello_is_over_is_not_waited_for(kind: str, sen
 @pytest.mark.parametrize("sent", [b"\x00", encode_frame(request(1))[:-1], b"\x00\x0f\xff\xf0" + b"\x81" * 100_000])
 async def test_silence_in_the_middle_of_a_frame_is_a_lost_peer(kind: str, sent: bytes) -> None:
     async with siege(kind, FAST) as scene:
-        streams = [await scene.connect() for _ in range(10)]
+        streams = [await scene.connect(identity_of(200 + number)) for number in range(10)]
         for stream in streams:
             await stream.send(sent)
         await asyncio.gather(*(ended(stream) for stream in streams))
@@ -176,7 +176,7 @@ async def test_a_hello_in_single_bytes_is_not_waited_for(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_frame_in_single_bytes_holds_up_nobody(kind: str) -> None:
     async with siege(kind, FAST) as scene:
-        streams = [await scene.connect() for _ in range(5)]
+        streams = [await scene.connect(identity_of(200 + number)) for number in range(5)]
         frame = b"\x00\x0f\xff\xf0" + encode_frame(request(1))[4:]
         for at in range(20):  # 1 s in all
             for stream in streams:

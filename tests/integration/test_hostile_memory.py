@@ -12,7 +12,7 @@ import pytest
 from manyhands.base.errors import PeerLost
 from manyhands.rpc.frames import Frame, Ping, encode_frame
 from tests.integration.siege import request, siege
-from tests.network import KINDS
+from tests.network import KINDS, identity_of
 
 MAX_HELD_BYTES = 32 << 20
 """For one attacker: what waits for a peer that does not read, its calls under way, and the tools of this test."""
@@ -64,7 +64,7 @@ async def test_a_peer_that_never_reads_its_answers(kind: str, frame: Frame) -> N
 async def test_lengths_that_are_announced_and_never_come(kind: str) -> None:
     """Each of these could have a mebibyte set aside for it before a byte of it has come."""
     async with siege(kind, max_latency_s=TRACED_LATENCY_S) as scene:
-        streams = [await scene.connect() for _ in range(60)]
+        streams = [await scene.connect(identity_of(200 + number)) for number in range(60)]
         with bounded_memory():
             for stream in streams:
                 await stream.send(b"\x00\x0f\xff\xf0\x81")

@@ -8,12 +8,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from manyhands.base.errors import PeerLost
 from manyhands.base.identity import PeerId
 from manyhands.rpc.config import RpcConfig
 from manyhands.rpc.connection import ControlConnection
 from manyhands.runtime.tasks import TaskOwner
 
 logger = logging.getLogger(__name__)
+
+MAX_OF_ONE_PEER = 4
+"""Connections that a peer may have; two are there for a moment when both dial, and one may be dead and unnoticed."""
 
 SPARE_AFTER_S = 5.0
 """When there are too many connections, one that was unused for so long makes room."""
@@ -102,6 +106,8 @@ class ConnectionPool:
         """A connection was made."""
         group = self._connections.setdefault(connection.remote, [])
         group.append(connection)
+        for oldest in group[:-MAX_OF_ONE_PEER]:
+            oldest.end(PeerLost(oldest.remote, f"it has {MAX_OF_ONE_PEER} newer connections"))
         if len(group) == 1:
             for callback in list(self.on_connected):
                 callback(connection.remote)

@@ -29,6 +29,12 @@ Served = tuple[Method[Any, Any], Handler] | tuple[StreamMethod[Any, Any], Stream
 MAX_SERVING_S = 3600.0
 """No call is served for longer, whatever its caller would wait."""
 
+MAX_WAITING_BYTES = 8 << 20
+"""Answers to one peer that wait until it reads; above it large ones are not given any more."""
+
+SEND_TIMEOUT_S = 60.0
+"""A peer that reads nothing of its answers for so long is given up."""
+
 NIL = msgspec.Raw(b"\xc0")
 
 
@@ -54,6 +60,7 @@ class Serving:
         self._max_requests = max_requests
         self._counters = counters
         self._on_served = on_served
+        self._num_waiting_bytes = 0
         self._serving: dict[int, asyncio.Task[None]] = {}
         self._windows: dict[int, _Window] = {}
         self._tasks = TaskOwner(f"serving peer {stream.remote}")
@@ -117,8 +124,10 @@ class Serving:
             frame = _failure(request, "internal", "the call failed inside the peer; its log says why")
         try:
             await self._send(frame)
-        except PeerLost:
-            logger.debug("peer %s left before the answer of %s", self._stream.remote, request.method)
+        except Refused as error:
+            self._send_now(_failure(request, error.code, error.message))
+        except (PeerLost, Timeout) as error:
+            logger.debug("peer %s does not get the answer of %s: %s", self._stream.remote, request.method, error)
 
     async def _handle(self, request: Request) -> msgspec.Raw:
         served = self._handlers.get(request.method)
@@ -151,8 +160,19 @@ class Serving:
     async def _send(self, frame: bytes) -> None:
         if len(frame) <= SMALL_BYTES:
             self._stream.send_now(frame)
-        else:
-            await self._stream.send_message(frame)
+            return
+        if self._num_waiting_bytes + len(frame) > MAX_WAITING_BYTES:
+            self._counters["refused_busy"] += 1
+            raise Refused(self._stream.remote, "busy", "too many answers wait until they are read")
+        self._num_waiting_bytes += len(frame)
+        try:
+            async with time_limit(SEND_TIMEOUT_S, f"for peer {self._stream.remote} to read its answers"):
+                await self._stream.send_message(frame)
+        except Timeout:
+            self._stream.abort()
+            raise
+        finally:
+            self._num_waiting_bytes -= len(frame)
 
     def _send_now(self, frame: bytes) -> None:
         with suppress(PeerLost):  # the connection sees to it

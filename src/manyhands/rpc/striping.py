@@ -128,6 +128,7 @@ class StripeSets:
         self._timeout_s = timeout_s
         self._wrap = wrap
         self._waiting: dict[tuple[PeerId, bytes], dict[int, Stream]] = {}
+        self._counts: dict[tuple[PeerId, bytes], int] = {}
         self._complete: dict[tuple[PeerId, bytes], asyncio.Future[None]] = {}
         self._num_waiting: Counter[PeerId] = Counter()
 
@@ -139,15 +140,19 @@ class StripeSets:
             Timeout: the others did not come.
         """
         key = (stream.remote, stripe.stream_id)
+        if stripe.index >= stripe.count:
+            raise ProtocolViolation(stream.remote, f"connection {stripe.index} of {stripe.count} of a stream")
         if key not in self._waiting:
             if self._num_waiting[stream.remote] >= MAX_INCOMPLETE:
                 raise ProtocolViolation(stream.remote, f"more than {MAX_INCOMPLETE} streams lack connections")
             self._num_waiting[stream.remote] += 1
             self._waiting[key] = {}
             self._complete[key] = asyncio.get_running_loop().create_future()
+            self._counts[key] = stripe.count
         stripes, complete = self._waiting[key], self._complete[key]
-        if stripe.index >= stripe.count or stripe.index in stripes:
-            raise ProtocolViolation(stream.remote, f"connection {stripe.index} of {stripe.count} of a stream, again")
+        if stripe.index in stripes or stripe.count != self._counts[key]:
+            text = f"connection {stripe.index} of {stripe.count} of a stream does not fit to its others"
+            raise ProtocolViolation(stream.remote, text)
         stripes[stripe.index] = self._wrap(stream)
         if len(stripes) == stripe.count:
             self._forget(key)
@@ -163,7 +168,7 @@ class StripeSets:
 
     def _forget(self, key: tuple[PeerId, bytes]) -> None:
         if self._waiting.pop(key, None) is not None:
-            self._complete.pop(key)
+            del self._complete[key], self._counts[key]
             self._num_waiting[key[0]] -= 1
             if not self._num_waiting[key[0]]:
                 del self._num_waiting[key[0]]
