@@ -28,7 +28,7 @@ from manyhands.base.address import Address
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ConfigError, DialFailed, DialReason, PeerLost
 from manyhands.base.identity import PeerId
-from manyhands.transport import ControlStream, Listener, TlsTransport, certificate, tls
+from manyhands.transport import ControlStream, Listener, TlsTransport, certificate, tcp, tls
 from manyhands.transport.admission import ListenLimits
 from tests import tls_contexts
 from tests.network import LOOPBACK, identity_of
@@ -444,6 +444,26 @@ async def test_the_system_says_why(number: int, reason: DialReason, monkeypatch:
     monkeypatch.setattr(asyncio.get_running_loop(), "sock_connect", refuse)
     failure = await failure_of("/ip4/127.0.0.1/tcp/1")
     assert failure.reason is reason
+
+
+async def test_names_that_hang_are_limited_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
+
+    def hang(*args: Any, **kwargs: Any) -> Any:
+        go_on.wait(10.0)
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", hang)
+    before = threading.active_count()
+    failures = await asyncio.gather(
+        *(failure_of(f"/dns4/host{number}.example/tcp/1", timeout_s=0.3) for number in range(tcp.MAX_LOOKUPS + 3))
+    )
+    assert threading.active_count() <= before + tcp.MAX_LOOKUPS
+    assert all(failure.reason is DialReason.NAME_NOT_FOUND for failure in failures)
+    assert sum("other names are being looked up" in failure.detail for failure in failures) == 3
+    go_on.set()
+    while threading.active_count() > before:
+        await asyncio.sleep(0.001)
 
 
 async def test_every_reason_has_its_own_text() -> None:

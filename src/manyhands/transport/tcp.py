@@ -20,6 +20,11 @@ BACKLOG = 128  # connections that the system holds until they are accepted
 
 HEAD_START_S = 0.25
 
+MAX_LOOKUPS = 32
+"""Names that are looked up at once; each has a thread, and a lookup that hangs keeps it for half a minute."""
+
+_lookups = threading.BoundedSemaphore(MAX_LOOKUPS)
+
 _FAMILIES = {"ip4": socket.AF_INET, "dns4": socket.AF_INET, "ip6": socket.AF_INET6, "dns6": socket.AF_INET6}
 
 Places = Sequence[tuple[Any, ...]]
@@ -97,6 +102,8 @@ async def _look_up(address: Address) -> Places:
     if address.protocol.startswith("ip"):
         flags = socket.AI_NUMERICHOST
         return socket.getaddrinfo(address.host, address.port, family, socket.SOCK_STREAM, flags=flags)
+    if not _lookups.acquire(blocking=False):
+        raise socket.gaierror(socket.EAI_AGAIN, f"{MAX_LOOKUPS} other names are being looked up, and none is answered")
     outcome: concurrent.futures.Future[Places] = concurrent.futures.Future()
     outcome.set_running_or_notify_cancel()
 
@@ -105,6 +112,8 @@ async def _look_up(address: Address) -> Places:
             outcome.set_result(socket.getaddrinfo(address.host, address.port, family, socket.SOCK_STREAM))
         except (OSError, UnicodeError) as error:
             outcome.set_exception(error)
+        finally:
+            _lookups.release()
 
     threading.Thread(target=look_up, name=f"looking up {address.host}", daemon=True).start()
     return await asyncio.wrap_future(outcome)
