@@ -47,6 +47,9 @@ class RoutingTable:
         own_id: the node's peer id, never in the table.
         k: contacts in a bucket.
         max_failures: requests in a row that a contact may fail.
+
+    Attributes:
+        num_changes: how often a contact came or went.
     """
 
     def __init__(self, own_id: PeerId, k: int, max_failures: int) -> None:
@@ -54,9 +57,11 @@ class RoutingTable:
         self._k = k
         self._max_failures = max_failures
         self._buckets = [_Bucket() for _ in range(ID_BITS)]
+        self._points: list[tuple[int, Contact]] | None = None  # of all contacts; None after a change
+        self.num_changes = 0
 
     def __len__(self) -> int:
-        return sum(len(bucket.live) for bucket in self._buckets)
+        return len(self._all_points())
 
     def __contains__(self, peer_id: PeerId) -> bool:
         return peer_id != self._own_id and peer_id in self._bucket_of(peer_id).live
@@ -73,7 +78,11 @@ class RoutingTable:
         bucket.failures.pop(contact.peer_id, None)
         if contact.peer_id in bucket.live or len(bucket.live) < self._k:
             bucket.waiting.pop(contact.peer_id, None)
+            before = bucket.live.get(contact.peer_id)
             _move_to_end(bucket.live, contact)
+            if before != contact:
+                self._points = None
+                self.num_changes += before is None
             return
         _move_to_end(bucket.waiting, contact)
         if len(bucket.waiting) > self._k:
@@ -91,17 +100,25 @@ class RoutingTable:
         if bucket.failures[peer_id] < self._max_failures:
             return
         del bucket.live[peer_id], bucket.failures[peer_id]
+        self._points = None
+        self.num_changes += 1
         if bucket.waiting:
             _, replacement = bucket.waiting.popitem()
             bucket.live[replacement.peer_id] = replacement
 
     def nearest(self, target: int, num: int) -> list[Contact]:
         """The ``num`` contacts nearest to a point, nearest first."""
-        return heapq.nsmallest(num, self.contacts(), key=lambda contact: distance(node_id(contact.peer_id), target))
+        nearest = heapq.nsmallest(num, self._all_points(), key=lambda pair: distance(pair[0], target))
+        return [contact for _, contact in nearest]
 
     def least_recently_seen(self) -> list[Contact]:
         """The first contact of each bucket: those whose life is most in doubt."""
         return [next(iter(bucket.live.values())) for bucket in self._buckets if bucket.live]
+
+    def _all_points(self) -> list[tuple[int, Contact]]:
+        if self._points is None:
+            self._points = [(node_id(contact.peer_id), contact) for contact in self.contacts()]
+        return self._points
 
     def _bucket_of(self, peer_id: PeerId) -> _Bucket:
         return self._buckets[distance(node_id(peer_id), node_id(self._own_id)).bit_length() - 1]

@@ -1,0 +1,78 @@
+"""Who holds a key: the peers nearest to it, as the last lookup found them.
+
+Rules:
+    * what a lookup found counts for ``REMEMBERED_PERIODS`` periods of upkeep, so that a peer that reads and writes the
+      same keys looks up seldom;
+    * it counts no longer once this node knows of somebody nearer: a newcomer, or a part of the swarm that was cut off;
+    * who uses it forgets it when a holder does not answer, or says that it is no longer among the nearest.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from manyhands.base.identity import PeerId
+from manyhands.dht.config import DhtConfig
+from manyhands.dht.ids import distance, key_id, node_id
+from manyhands.dht.routing import RoutingTable
+
+REMEMBERED_PERIODS = 4.0
+"""A newcomer is known to its neighbours at once, and they say so; the rest is for holders that never hear of it."""
+REMEMBERED_KEYS = 1024
+
+
+@dataclass(frozen=True)
+class _Found:
+    holders: tuple[PeerId, ...]
+    until: float
+
+
+class Replicas:
+    """Which peers should hold a key, and which of them were found.
+
+    Args:
+        own_id: this node's, None if it holds nothing for others.
+        table: the peers that this node knows.
+    """
+
+    def __init__(self, own_id: PeerId | None, table: RoutingTable, config: DhtConfig) -> None:
+        self._own_id = own_id
+        self._table = table
+        self._num = config.replicas
+        self._memory_s = REMEMBERED_PERIODS * config.refresh_period_s
+        self._found: OrderedDict[str, _Found] = OrderedDict()
+
+    def among(self, key: str, peers: Iterable[PeerId]) -> list[PeerId]:
+        """Of these peers and this one those that should hold a key, nearest first."""
+        candidates = [*peers, self._own_id] if self._own_id is not None else list(peers)
+        target = key_id(key)
+        return heapq.nsmallest(self._num, candidates, key=lambda peer: distance(node_id(peer), target))
+
+    def known(self, key: str) -> list[PeerId]:
+        """Of all known peers, those that should hold a key."""
+        return self.among(key, (contact.peer_id for contact in self._table.nearest(key_id(key), self._num)))
+
+    def is_own(self, key: str) -> bool:
+        """Whether this node should hold a key, as far as it knows."""
+        return self._own_id in self.known(key)
+
+    def recall(self, key: str, now: float) -> tuple[PeerId, ...]:
+        """The holders of a key, if they are remembered; else none."""
+        found = self._found.get(key)
+        if found is None or found.until <= now or not set(self.known(key)) <= set(found.holders):
+            return ()
+        return found.holders
+
+    def remember(self, key: str, holders: Sequence[PeerId], now: float) -> None:
+        """Note the holders that a lookup found."""
+        self._found[key] = _Found(tuple(holders), now + self._memory_s)
+        self._found.move_to_end(key)
+        if len(self._found) > REMEMBERED_KEYS:
+            self._found.popitem(last=False)
+
+    def forget(self, key: str) -> None:
+        """Look up the holders of this key again."""
+        self._found.pop(key, None)
