@@ -103,3 +103,18 @@ def test_the_node_itself_is_never_in_its_table() -> None:
     table.failed(OWN_ID)
     assert OWN_ID not in table
     assert len(table) == 0
+
+
+def test_it_tells_whether_somebody_came_or_went() -> None:
+    table = RoutingTable(PeerId("own"), 3, max_failures=1)
+    someone = contact(1)
+    for act, num_changes in (
+        (lambda: table.seen(someone), 1),
+        (lambda: table.seen(someone), 1),
+        (lambda: table.seen(Contact(someone.peer_id, ["/ip4/10.0.0.2/tcp/1"])), 1),
+        (lambda: table.failed(someone.peer_id), 2),
+        (lambda: table.failed(someone.peer_id), 2),
+    ):
+        act()
+        assert table.num_changes == num_changes
+        assert len(table) == len(table.nearest(0, 5)) == len(table.contacts())
