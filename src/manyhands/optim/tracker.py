@@ -16,7 +16,17 @@ from manyhands.base.errors import ManyhandsError
 from manyhands.base.identity import PeerId
 from manyhands.dht import DhtNode, StoredValue
 from manyhands.optim.config import ProgressConfig
-from manyhands.optim.progress import Branch, Progress, ProgressRecord, aggregate, leading_branch, next_refresh_s
+from manyhands.optim.progress import (
+    KEEP_ALIVES,
+    Branch,
+    Progress,
+    ProgressRecord,
+    aggregate,
+    is_news,
+    leading_branch,
+    next_refresh_s,
+    reckoned_samples,
+)
 from manyhands.rpc import Endpoint
 from manyhands.runtime import TaskOwner
 
@@ -50,6 +60,11 @@ class Observed:
     sequence: int
     expires_at: float
     moved_at: float = -math.inf
+
+    def reckoned(self, now: float) -> ProgressRecord:
+        """What the peer would say now, if it went on as it said."""
+        published_at = max(self.expires_at - self.record.ttl_s, self.moved_at)
+        return msgspec.structs.replace(self.record, samples=reckoned_samples(self.record, now - published_at))
 
     def is_outdated_by(self, record: ProgressRecord, issued_at: float) -> bool:
         """Whether ``record`` is news; not when it was published before the round that moved the peer."""
@@ -106,8 +121,9 @@ class ProgressReader:
         return self._observed
 
     def records(self) -> dict[PeerId, ProgressRecord]:
-        """What the other peers say of themselves."""
-        return {peer_id: seen.record for peer_id, seen in self.observed().items()}
+        """What the other peers say of themselves, with the samples that they must have by now."""
+        now = asyncio.get_running_loop().time()
+        return {peer_id: seen.reckoned(now) for peer_id, seen in self.observed().items()}
 
     def moved(self, peer_ids: list[PeerId], position: Position, lineage_samples: int) -> None:
         """These peers are known to have gone to ``position``, unless they said so or more; holds until they do."""
@@ -116,7 +132,7 @@ class ProgressReader:
             seen = self._observed.get(peer_id)
             if seen is not None and seen.record.position.step < position.step:
                 record = msgspec.structs.replace(
-                    seen.record, position=position, samples=0, lineage_samples=lineage_samples
+                    seen.record, position=position, samples=0, lineage_samples=lineage_samples, counted_s_ago=0.0
                 )
                 self._observed[peer_id] = Observed(record, seen.sequence, seen.expires_at, now)
 
@@ -146,6 +162,8 @@ class ProgressTracker:
         self._on_update = on_update
         addresses = [str(address) for address in endpoint.addresses]
         self._own = ProgressRecord(position, 0, 0.0, 0, endpoint.client_mode, addresses, config.ttl_s)
+        self._counted_at = 0.0  # loop time
+        self._published: tuple[ProgressRecord, float] | None = None  # and when
         self._missing: dict[PeerId, int] = {}
         self._without_state: dict[PeerId, int] = {}
         self._is_called = False
@@ -185,7 +203,14 @@ class ProgressTracker:
 
     def report(self, samples: int, samples_per_second: float) -> None:
         """This peer has accumulated ``samples`` since the last global step."""
-        self._update(msgspec.structs.replace(self._own, samples=samples, samples_per_second=samples_per_second))
+        more = samples - self._own.samples
+        own = msgspec.structs.replace(
+            self._own,
+            samples=samples,
+            samples_per_second=samples_per_second,
+            batch_size=more if more > 0 else self._own.batch_size,
+        )
+        self._update(own)
 
     def expect_move(self) -> None:
         """A round committed, and its result is being applied: where this peer was is not published any more."""
@@ -205,9 +230,24 @@ class ProgressTracker:
             self._missing.pop(peer_id, None)
 
     def _update(self, own: ProgressRecord) -> None:
+        now = asyncio.get_running_loop().time()
+        if own.samples != self._own.samples or own.position != self._own.position:
+            self._counted_at = now
         self._own = own
-        self.progress = aggregate(own, self.reader.records(), own.position, self.target_batch_size)
-        self._changed.set()
+        self._update_progress()
+        if self._published is None:
+            self._changed.set()
+            return
+        published, published_at = self._published
+        if is_news(published, now - published_at, own, self.target_batch_size / max(self.progress.num_peers, 1)):
+            self._changed.set()
+
+    def _own_now(self) -> ProgressRecord:
+        """What this peer tells the others: a batch that takes longer than the ones before slows it down."""
+        own = self._own
+        since_s = max(asyncio.get_running_loop().time() - self._counted_at, 0.0)
+        speed = min(own.samples_per_second, own.batch_size / since_s) if since_s > 0 else own.samples_per_second
+        return msgspec.structs.replace(own, samples_per_second=speed, counted_s_ago=since_s)
 
     # what the others do
 
@@ -293,28 +333,38 @@ class ProgressTracker:
             if not self._is_moving:
                 await self._publish()
             await _wait(self._has_moved, self._config.min_refresh_s)  # a new position is not kept waiting
-            await _wait(self._changed, self._config.ttl_s / 3)
+            await _wait(self._changed, self._config.ttl_s / KEEP_ALIVES)
 
     async def _publish(self) -> None:
+        own = self._own_now()
+        self._published = (own, asyncio.get_running_loop().time())
         try:
-            value = msgspec.to_builtins(self._own, builtin_types=(bytes,))
-            await self._dht.store(self._key, value, self._config.ttl_s, subkey=self._endpoint.peer_id)
+            value = msgspec.to_builtins(own, builtin_types=(bytes,))
+            if not await self._dht.store(self._key, value, self._config.ttl_s, subkey=self._endpoint.peer_id):
+                self._published = None
         except ManyhandsError as error:
+            self._published = None
             logger.warning("this peer's progress was not published: %s", error)
 
     async def _read_forever(self) -> None:
-        last_samples = -1
+        last_samples, delay_s = -1, 0.0
         while True:
             self._refresh_wanted.clear()
             try:
                 await self.refresh()
             except ManyhandsError as error:
                 logger.warning("the progress of the others cannot be read: %s", error)
-            delay_s = next_refresh_s(self.progress, self._config)
+            delay_s = self._next_read_s(delay_s)
             if self._on_update is not None and self.progress.samples != last_samples:
                 self._on_update(self.progress, delay_s)
                 last_samples = self.progress.samples
             await _wait(self._refresh_wanted, delay_s)
+
+    def _next_read_s(self, last_s: float) -> float:
+        """When to read again. When a round is due there is nothing left to predict: the training loop will come."""
+        if self.is_due():
+            return min(max(2 * last_s, self._config.min_refresh_s), self._config.max_refresh_s)
+        return next_refresh_s(self.progress, self._config)
 
 
 async def _wait(event: asyncio.Event, timeout_s: float) -> None:
