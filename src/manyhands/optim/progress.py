@@ -1,9 +1,9 @@
 """How far the collaboration is, from the records of its peers. Pure.
 
 A record says how many samples its peer had, when, and how fast it computes; whoever reads it later reckons on from
-there. So a peer publishes only what the others could not have reckoned: another position, other samples than its last
-record leads to, another speed. It says nothing about when a step is made that the round does not settle: what counts
-in a step are the samples in its manifest.
+there. So far from the target a peer publishes only what the others could not have reckoned: another position, other
+samples than its last record leads to, another speed. What is reckoned only decides when to publish and to read: a
+global step is due when the samples that peers have *said* they have reach the target, and near it each says so at once.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from manyhands.averaging.messages import Count, Position
 from manyhands.base.identity import PeerId
 from manyhands.optim.config import ProgressConfig
 
-NEWS_SHARE = 0.03
-"""Of a peer's share of the target: by so much may the others be wrong about its samples, or else by one batch."""
+NEWS_SHARE = 0.1
+"""Of a peer's share of the target: by so much may the others be wrong about its samples."""
 NEWS_SPEED = 0.2
 """And by so much about its speed."""
 KEEP_ALIVES = 3
 """Records published in the lifetime of one; nobody reckons further than to the next."""
+MAX_COUNT = 2**53
 
 
 class ProgressRecord(msgspec.Struct, frozen=True):
@@ -38,7 +39,6 @@ class ProgressRecord(msgspec.Struct, frozen=True):
         addresses: where it can be.
         ttl_s: the record counts for so long.
         counted_s_ago: when it was published, so long ago were the samples counted.
-        batch_size: samples that it counts at once; 0 if it did not say.
     """
 
     position: Position
@@ -49,7 +49,6 @@ class ProgressRecord(msgspec.Struct, frozen=True):
     addresses: list[str]
     ttl_s: float
     counted_s_ago: float = 0.0
-    batch_size: Count = 0
 
     def __post_init__(self) -> None:
         numbers = (self.samples_per_second, self.ttl_s, self.counted_s_ago)
@@ -83,31 +82,31 @@ class Progress:
     eta_s: float
 
 
-def reckoned_samples(record: ProgressRecord, age_s: float) -> int:
-    """How many samples a peer must have by now: those in its record, and the whole batches that it has counted since.
+def reckoned(record: ProgressRecord, age_s: float) -> ProgressRecord:
+    """A record with the samples that its peer must have by now, if it went on as fast.
 
     Args:
-        age_s: since the record was published. A peer that says nothing for longer than it should is not reckoned on.
+        age_s: since it was published; a peer that says nothing for longer than it should is not reckoned on.
     """
     age_s = min(max(age_s, 0.0), record.ttl_s / KEEP_ALIVES) + min(record.counted_s_ago, record.ttl_s)
-    batch_size = max(record.batch_size, 1)
-    return min(record.samples + int(min(record.samples_per_second * age_s, 2**53)) // batch_size * batch_size, 2**53)
+    samples = record.samples + int(min(record.samples_per_second * age_s, MAX_COUNT))
+    return msgspec.structs.replace(record, samples=min(samples, MAX_COUNT))
 
 
-def is_news(published: ProgressRecord, age_s: float, own: ProgressRecord, target_share: float) -> bool:
+def is_news(published: ProgressRecord, age_s: float, own: ProgressRecord, target_share: float, is_near: bool) -> bool:
     """Whether the others have to be told where a peer is now, as they could not have reckoned it.
 
     Args:
         published: what it told last, ``age_s`` seconds ago.
         own: what it would tell now.
         target_share: samples of a global step that fall to one peer.
+        is_near: the target may be reached before this peer's next batch; then exact numbers count.
     """
-    if own.position != published.position or own.is_client != published.is_client:
+    if own.position != published.position or (is_near and own.samples != published.samples):
         return True
     if abs(own.samples_per_second - published.samples_per_second) > NEWS_SPEED * published.samples_per_second:
         return True
-    tolerance = max(published.batch_size, own.batch_size, NEWS_SHARE * target_share)
-    return abs(reckoned_samples(published, age_s) - reckoned_samples(own, 0.0)) > tolerance
+    return abs(reckoned(published, age_s).samples - own.samples) > NEWS_SHARE * target_share
 
 
 def aggregate(

@@ -25,7 +25,7 @@ from manyhands.optim.progress import (
     is_news,
     leading_branch,
     next_refresh_s,
-    reckoned_samples,
+    reckoned,
 )
 from manyhands.rpc import Endpoint
 from manyhands.runtime import TaskOwner
@@ -64,7 +64,7 @@ class Observed:
     def reckoned(self, now: float) -> ProgressRecord:
         """What the peer would say now, if it went on as it said."""
         published_at = max(self.expires_at - self.record.ttl_s, self.moved_at)
-        return msgspec.structs.replace(self.record, samples=reckoned_samples(self.record, now - published_at))
+        return reckoned(self.record, now - published_at)
 
     def is_outdated_by(self, record: ProgressRecord, issued_at: float) -> bool:
         """Whether ``record`` is news; not when it was published before the round that moved the peer."""
@@ -121,7 +121,11 @@ class ProgressReader:
         return self._observed
 
     def records(self) -> dict[PeerId, ProgressRecord]:
-        """What the other peers say of themselves, with the samples that they must have by now."""
+        """What the other peers say of themselves."""
+        return {peer_id: seen.record for peer_id, seen in self.observed().items()}
+
+    def reckoned(self) -> dict[PeerId, ProgressRecord]:
+        """The same, with the samples that they must have by now."""
         now = asyncio.get_running_loop().time()
         return {peer_id: seen.reckoned(now) for peer_id, seen in self.observed().items()}
 
@@ -141,6 +145,10 @@ class ProgressTracker:
     """This peer's place in the run. Lives on the network thread; :attr:`progress` may be read from any.
 
     It is the :class:`manyhands.averaging.matchmaking.Roster` of the run's rounds.
+
+    Attributes:
+        progress: of the collaboration, as the peers have said; this decides whether a global step is due.
+        outlook: as it must be by now, reckoned from what they have said; this decides when to publish and to read.
     """
 
     def __init__(
@@ -163,6 +171,8 @@ class ProgressTracker:
         addresses = [str(address) for address in endpoint.addresses]
         self._own = ProgressRecord(position, 0, 0.0, 0, endpoint.client_mode, addresses, config.ttl_s)
         self._counted_at = 0.0  # loop time
+        self._batch_s = 0.0
+        self._read_at = -math.inf  # loop time
         self._published: tuple[ProgressRecord, float] | None = None  # and when
         self._missing: dict[PeerId, int] = {}
         self._without_state: dict[PeerId, int] = {}
@@ -173,11 +183,12 @@ class ProgressTracker:
         self._has_moved = asyncio.Event()
         self._refresh_wanted = asyncio.Event()
         self._tasks = TaskOwner("progress")
-        self.progress = aggregate(self._own, {}, position, target_batch_size)
+        self.progress = self.outlook = aggregate(self._own, {}, position, target_batch_size)
 
     def start(self) -> None:
         """Begin to publish and to read."""
         self._is_started = True
+        self._counted_at = asyncio.get_running_loop().time()
         self._tasks.spawn(self._publish_forever(), name="publishing")
         self._tasks.spawn(self._read_forever(), name="reading")
 
@@ -203,14 +214,7 @@ class ProgressTracker:
 
     def report(self, samples: int, samples_per_second: float) -> None:
         """This peer has accumulated ``samples`` since the last global step."""
-        more = samples - self._own.samples
-        own = msgspec.structs.replace(
-            self._own,
-            samples=samples,
-            samples_per_second=samples_per_second,
-            batch_size=more if more > 0 else self._own.batch_size,
-        )
-        self._update(own)
+        self._update(msgspec.structs.replace(self._own, samples=samples, samples_per_second=samples_per_second))
 
     def expect_move(self) -> None:
         """A round committed, and its result is being applied: where this peer was is not published any more."""
@@ -232,28 +236,24 @@ class ProgressTracker:
     def _update(self, own: ProgressRecord) -> None:
         now = asyncio.get_running_loop().time()
         if own.samples != self._own.samples or own.position != self._own.position:
-            self._counted_at = now
+            self._batch_s, self._counted_at = now - self._counted_at, now
         self._own = own
         self._update_progress()
-        if self._published is None:
-            self._changed.set()
-            return
-        published, published_at = self._published
-        if is_news(published, now - published_at, own, self.target_batch_size / max(self.progress.num_peers, 1)):
+        if self._published is None or self._is_news(*self._published, now):
             self._changed.set()
 
-    def _own_now(self) -> ProgressRecord:
-        """What this peer tells the others: a batch that takes longer than the ones before slows it down."""
-        own = self._own
-        since_s = max(asyncio.get_running_loop().time() - self._counted_at, 0.0)
-        speed = min(own.samples_per_second, own.batch_size / since_s) if since_s > 0 else own.samples_per_second
-        return msgspec.structs.replace(own, samples_per_second=speed, counted_s_ago=since_s)
+    def _is_news(self, published: ProgressRecord, published_at: float, now: float) -> bool:
+        margin_s = max(self._batch_s, 2 * self._config.min_refresh_s)
+        is_near = not margin_s < self.outlook.eta_s < math.inf
+        target_share = self.target_batch_size / self.outlook.num_peers
+        return is_news(published, now - published_at, self._own, target_share, is_near)
 
     # what the others do
 
     async def refresh(self) -> None:
         """Read the records of the others now."""
         await self.reader.refresh()
+        self._read_at = asyncio.get_running_loop().time()
         self._update_progress()
 
     def refresh_soon(self) -> None:
@@ -261,11 +261,19 @@ class ProgressTracker:
         self._refresh_wanted.set()
 
     def _update_progress(self) -> None:
-        self.progress = aggregate(self._own, self.reader.records(), self._own.position, self.target_batch_size)
+        position, target = self._own.position, self.target_batch_size
+        self.progress = aggregate(self._own, self.reader.records(), position, target)
+        self.outlook = aggregate(self._own, self.reader.reckoned(), position, target)
 
     def is_due(self) -> bool:
         """Whether the collaboration has reached its target, or another peer says so."""
         return self._is_called or self.progress.samples >= self.target_batch_size
+
+    def is_worth_a_look(self) -> bool:
+        """Whether the target must be reached, though the others have not said so when they were read last."""
+        since_s = asyncio.get_running_loop().time() - self._read_at
+        is_reckoned_due = not self.is_due() and self.outlook.samples >= self.target_batch_size
+        return is_reckoned_due and since_s >= self._config.min_refresh_s
 
     def num_peers_here(self) -> int:
         """Peers at this position, with this one, whether or not they can be reached."""
@@ -336,8 +344,9 @@ class ProgressTracker:
             await _wait(self._changed, self._config.ttl_s / KEEP_ALIVES)
 
     async def _publish(self) -> None:
-        own = self._own_now()
-        self._published = (own, asyncio.get_running_loop().time())
+        now = asyncio.get_running_loop().time()
+        own = msgspec.structs.replace(self._own, counted_s_ago=max(now - self._counted_at, 0.0))
+        self._published = (own, now)
         try:
             value = msgspec.to_builtins(own, builtin_types=(bytes,))
             if not await self._dht.store(self._key, value, self._config.ttl_s, subkey=self._endpoint.peer_id):
@@ -355,16 +364,16 @@ class ProgressTracker:
             except ManyhandsError as error:
                 logger.warning("the progress of the others cannot be read: %s", error)
             delay_s = self._next_read_s(delay_s)
-            if self._on_update is not None and self.progress.samples != last_samples:
-                self._on_update(self.progress, delay_s)
-                last_samples = self.progress.samples
+            if self._on_update is not None and self.outlook.samples != last_samples:
+                self._on_update(self.outlook, delay_s)
+                last_samples = self.outlook.samples
             await _wait(self._refresh_wanted, delay_s)
 
     def _next_read_s(self, last_s: float) -> float:
-        """When to read again. When a round is due there is nothing left to predict: the training loop will come."""
-        if self.is_due():
+        """When to read again. At the target there is nothing left to predict: the next batch of somebody looks."""
+        if self.is_due() or self.outlook.samples >= self.target_batch_size:
             return min(max(2 * last_s, self._config.min_refresh_s), self._config.max_refresh_s)
-        return next_refresh_s(self.progress, self._config)
+        return next_refresh_s(self.outlook, self._config)
 
 
 async def _wait(event: asyncio.Event, timeout_s: float) -> None:
