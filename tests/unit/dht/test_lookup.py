@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import random
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manyhands.base.identity import PeerId
@@ -133,6 +133,7 @@ def test_of_a_long_answer_only_the_nearest_count() -> None:
     assert num_asked == 3
 
 
+@settings(max_examples=15)
 @given(num=st.integers(1, 5), target=st.integers(0, 2**256 - 1), seed=st.integers(0, 2**32))
 def test_who_wants_few_gets_exactly_the_nearest_and_asks_fewer(num: int, target: int, seed: int) -> None:
     rng = random.Random(seed)
