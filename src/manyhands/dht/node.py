@@ -7,12 +7,12 @@ import logging
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from manyhands.base.address import Address
 from manyhands.base.identity import PeerId
 from manyhands.dht.config import MAX_STORED_RECORDS, DhtConfig
+from manyhands.dht.findings import Findings, StoredValue
 from manyhands.dht.handover import Handover
 from manyhands.dht.ids import ID_BITS, id_from_bytes, id_to_bytes, key_id, node_id
 from manyhands.dht.issuing import Issuer, check_key
@@ -30,7 +30,7 @@ from manyhands.dht.messages import (
     StoreResponse,
 )
 from manyhands.dht.overlay import OnRecords, Overlay
-from manyhands.dht.records import AgedRecord, Reason, Record, decode_value, digest_of
+from manyhands.dht.records import AgedRecord, Reason, Record, digest_of
 from manyhands.dht.replicas import Replicas
 from manyhands.dht.routing import Contact
 from manyhands.dht.storage import Storage
@@ -39,25 +39,11 @@ from manyhands.runtime.tasks import TaskOwner
 
 logger = logging.getLogger(__name__)
 
-MAX_QUIET_ROUNDS = 8
+Merge = Callable[[PeerId, list[AgedRecord]], list[Record]]
+"""Takes in what a peer shows; returns the records that passed."""
+
+MAX_QUIET_ROUNDS = 16
 """Rounds of upkeep between two looks around, when nobody comes or goes."""
-
-
-@dataclass(frozen=True)
-class StoredValue:
-    """What a reader gets.
-
-    Attributes:
-        value: as it was stored, but tuples have become lists.
-        sequence: higher for later values of the same subkey.
-        remaining_s: seconds until it expires.
-        owner: the peer whose signature was checked; empty if anybody may have written it.
-    """
-
-    value: Any
-    sequence: int
-    remaining_s: float
-    owner: str
 
 
 class DhtNode:
@@ -155,7 +141,7 @@ class DhtNode:
             outcomes = await self._write(self._issuer.issue(key, subkey or "", value, ttl_s, above))
         return sum(outcome.is_stored for outcome in outcomes)
 
-    async def get(self, key: str) -> dict[str, StoredValue]:
+    async def get(self, key: str, *, quickly: bool = False) -> dict[str, StoredValue]:
         """Find the values of a key, by subkey: of each the latest that the peers nearest to the key hold.
 
         A majority of them is asked, one for the records and the others for a digest of theirs; who has others is then
@@ -164,36 +150,31 @@ class DhtNode:
 
         An empty answer may also mean that nobody could be reached.
 
+        Args:
+            quickly: ask one of them only, drawn by chance. It may have missed a write, so this is for who reads again
+                soon, from another one then, and keeps the latest that it has seen.
         Raises:
             ConfigError: not a key.
         """
         check_key(key)
         self._rejoin_if_lost()
         loop = asyncio.get_running_loop()
-        found = Storage(self._config)  # what others answer is judged as if they stored it
+        found = Findings(key, self._config)
         for held in self._storage.get(key, loop.time()):
-            found.put(held.record, held.expires_at, loop.time())
+            found.add(held.record, held.expires_at)
 
-        def merge(source: PeerId, records: list[AgedRecord]) -> bytes:
+        def merge(source: PeerId, records: list[AgedRecord]) -> list[Record]:
             passed = []
             for aged in records:
-                is_wanted = aged.record.key == key
-                reason = found.offer(aged, loop.time(), self._wall_clock()) if is_wanted else Reason.MALFORMED
+                reason = found.offer(aged, loop.time(), self._wall_clock())
                 self._note(reason, source, aged.record)
                 if reason.is_stored or reason is Reason.STALE:
                     passed.append(aged.record)
-            return digest_of(passed)
+            return passed
 
-        if not await self._read_majority(key, merge):
+        if not await self._read_at_some(key, merge, quickly):
             await self._find_replicas(key, merge)
-        now = loop.time()
-        return {
-            held.record.subkey: StoredValue(
-                decode_value(held.record.value), held.record.sequence, held.expires_at - now, held.record.owner
-            )
-            for held in found.get(key, now)
-            if not held.record.is_tombstone
-        }
+        return found.values(loop.time())
 
     async def refresh(self) -> None:
         """One round of upkeep; happens by itself about every ``refresh_period_s``."""
@@ -278,15 +259,14 @@ class DhtNode:
         outcomes = await asyncio.gather(*(self._send(peer_id, sent) for peer_id in replicas))
         return {peer_id: answer[0] for peer_id, answer in zip(replicas, outcomes, strict=True) if answer}
 
-    async def _read_majority(self, key: str, merge: Callable[[PeerId, list[AgedRecord]], bytes]) -> bool:
-        """Read from a majority of the peers that were found to hold a key, chosen by chance; whether all was well."""
-        loop = asyncio.get_running_loop()
-        replicas = list(self._replicas.recall(key, loop.time()))
+    async def _read_at_some(self, key: str, merge: Merge, quickly: bool) -> bool:
+        """Read from one or a majority of the peers that were found to hold a key; whether all was well."""
+        replicas = list(self._replicas.recall(key, asyncio.get_running_loop().time()))
         if not replicas:
             return False
         self._rng.shuffle(replicas)
         replicas.sort(key=lambda peer_id: peer_id != self._endpoint.peer_id)  # what is held here costs nothing
-        first, *others = replicas[: len(replicas) // 2 + 1]
+        first, *others = replicas[: 1 if quickly else len(replicas) // 2 + 1]
         answers = await asyncio.gather(
             self._read_at(first, key, wants_records=True),
             *(self._read_at(peer_id, key, wants_records=False) for peer_id in others),
@@ -295,17 +275,15 @@ class DhtNode:
             self._replicas.forget(key)
             return False
         records, *digests = (answer for answer in answers if answer is not None)
-        digest = merge(first, records.records)
+        passed = merge(first, records.records)
+        if not others:
+            return True
+        digest = digest_of(passed)
         differing = [peer_id for peer_id, answer in zip(others, digests, strict=True) if answer.digest != digest]
-        for peer_id, answer in zip(
-            differing,
-            await asyncio.gather(*(self._read_at(peer_id, key, wants_records=True) for peer_id in differing)),
-            strict=True,
-        ):
-            if answer is None:
-                return False
-            merge(peer_id, answer.records)
-        return True
+        more = await asyncio.gather(*(self._read_at(peer_id, key, wants_records=True) for peer_id in differing))
+        for peer_id, answer in zip(differing, more, strict=True):
+            merge(peer_id, answer.records if answer is not None else [])
+        return None not in more
 
     async def _read_at(self, peer_id: PeerId, key: str, *, wants_records: bool) -> FindResponse | None:
         request = FindRequest(id_to_bytes(key_id(key)), key, wants_contacts=False, wants_records=wants_records)

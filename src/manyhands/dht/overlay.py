@@ -31,6 +31,8 @@ OnRecords = Callable[[PeerId, list[AgedRecord]], object]
 logger = logging.getLogger(__name__)
 
 REMEMBERED_PEERS = 4096
+HEARD_PERIOD_S = 3.0
+"""Of a peer that is heard of all the time, not every call has to be entered in the table."""
 
 
 class Overlay:
@@ -48,10 +50,13 @@ class Overlay:
 
     def seen(self, peer_id: PeerId) -> None:
         """Enter a peer that asked or answered; not one in client mode, which nobody could ask."""
+        now = asyncio.get_running_loop().time()
+        if now - self._heard_at.get(peer_id, -math.inf) < HEARD_PERIOD_S and self.table.is_sound(peer_id):
+            return
         addresses = self._endpoint.addresses_of(peer_id)
         if addresses and not self._endpoint.is_client(peer_id):
             self.table.seen(Contact(peer_id, [_text_of(address) for address in addresses[:MAX_ADDRESSES]]))
-            self._heard_at[peer_id] = asyncio.get_running_loop().time()
+            self._heard_at[peer_id] = now
             self._heard_at.move_to_end(peer_id)
             if len(self._heard_at) > REMEMBERED_PEERS:
                 self._heard_at.popitem(last=False)

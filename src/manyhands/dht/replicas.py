@@ -19,7 +19,7 @@ from manyhands.dht.config import DhtConfig
 from manyhands.dht.ids import distance, key_id, node_id
 from manyhands.dht.routing import RoutingTable
 
-REMEMBERED_PERIODS = 4.0
+REMEMBERED_PERIODS = 8.0
 """A newcomer is known to its neighbours at once, and they say so; the rest is for holders that never hear of it."""
 REMEMBERED_KEYS = 1024
 
@@ -43,6 +43,7 @@ class Replicas:
         self._table = table
         self._num = config.replicas
         self._memory_s = REMEMBERED_PERIODS * config.refresh_period_s
+        self._known: dict[str, tuple[int, list[PeerId]]] = {}  # and for how many changes of the table that holds
         self._found: OrderedDict[str, _Found] = OrderedDict()
 
     def among(self, key: str, peers: Iterable[PeerId]) -> list[PeerId]:
@@ -53,7 +54,13 @@ class Replicas:
 
     def known(self, key: str) -> list[PeerId]:
         """Of all known peers, those that should hold a key."""
-        return self.among(key, (contact.peer_id for contact in self._table.nearest(key_id(key), self._num)))
+        num_changes, peers = self._known.get(key, (-1, []))
+        if num_changes != self._table.num_changes:
+            peers = self.among(key, (contact.peer_id for contact in self._table.nearest(key_id(key), self._num)))
+            if len(self._known) >= REMEMBERED_KEYS:
+                self._known.clear()
+            self._known[key] = (self._table.num_changes, peers)
+        return peers
 
     def is_own(self, key: str) -> bool:
         """Whether this node should hold a key, as far as it knows."""

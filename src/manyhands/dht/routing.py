@@ -66,6 +66,13 @@ class RoutingTable:
     def __contains__(self, peer_id: PeerId) -> bool:
         return peer_id != self._own_id and peer_id in self._bucket_of(peer_id).live
 
+    def is_sound(self, peer_id: PeerId) -> bool:
+        """Whether a peer is in the table, and has not failed since it was seen."""
+        if peer_id == self._own_id:
+            return False
+        bucket = self._bucket_of(peer_id)
+        return peer_id in bucket.live and peer_id not in bucket.failures
+
     def contacts(self) -> list[Contact]:
         """All contacts, the nearest buckets first."""
         return [contact for bucket in self._buckets for contact in bucket.live.values()]

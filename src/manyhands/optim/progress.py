@@ -25,6 +25,7 @@ NEWS_SPEED = 0.2
 KEEP_ALIVES = 3
 """Records published in the lifetime of one; nobody reckons further than to the next."""
 MAX_COUNT = 2**53
+MAX_TTL_S = 86400.0
 
 
 class ProgressRecord(msgspec.Struct, frozen=True):
@@ -88,7 +89,8 @@ def reckoned(record: ProgressRecord, age_s: float) -> ProgressRecord:
     Args:
         age_s: since it was published; a peer that says nothing for longer than it should is not reckoned on.
     """
-    age_s = min(max(age_s, 0.0), record.ttl_s / KEEP_ALIVES) + min(record.counted_s_ago, record.ttl_s)
+    ttl_s = min(record.ttl_s, MAX_TTL_S)  # whatever a stranger says, the product is a number
+    age_s = min(max(age_s, 0.0), ttl_s / KEEP_ALIVES) + min(record.counted_s_ago, ttl_s)
     samples = record.samples + int(min(record.samples_per_second * age_s, MAX_COUNT))
     return msgspec.structs.replace(record, samples=min(samples, MAX_COUNT))
 

@@ -81,13 +81,15 @@ class ProgressReader:
         self._observed: dict[PeerId, Observed] = {}
         self._sequences: dict[PeerId, int] = {}
 
-    async def refresh(self) -> None:
+    async def refresh(self, *, quickly: bool = False) -> None:
         """Read the records of all peers.
 
+        Args:
+            quickly: from one holder, which may have missed some; what was read of these before counts.
         Raises:
             Unavailable: the DHT does not answer; what was read before counts until it expires.
         """
-        answer = await self._dht.get(self._key)
+        answer = await self._dht.get(self._key, quickly=quickly)
         for subkey, stored in answer.items():
             if stored.owner == subkey != self._endpoint.peer_id:
                 self._take_in(PeerId(subkey), stored)
@@ -112,7 +114,8 @@ class ProgressReader:
         issued_at = now + stored.remaining_s - record.ttl_s
         if known is None or known.is_outdated_by(record, issued_at):
             self._observed[peer_id] = Observed(record, stored.sequence, now + stored.remaining_s)
-            self._endpoint.learn(peer_id, readable_addresses(record.addresses))
+            if known is None or known.record.addresses != record.addresses:
+                self._endpoint.learn(peer_id, readable_addresses(record.addresses))
 
     def observed(self) -> Mapping[PeerId, Observed]:
         """The records of the other peers that still count."""
@@ -250,9 +253,9 @@ class ProgressTracker:
 
     # what the others do
 
-    async def refresh(self) -> None:
-        """Read the records of the others now."""
-        await self.reader.refresh()
+    async def refresh(self, *, quickly: bool = False) -> None:
+        """Read the records of the others now; quickly for who reads again soon."""
+        await self.reader.refresh(quickly=quickly)
         self._read_at = asyncio.get_running_loop().time()
         self._update_progress()
 
@@ -360,7 +363,7 @@ class ProgressTracker:
         while True:
             self._refresh_wanted.clear()
             try:
-                await self.refresh()
+                await self.refresh(quickly=True)
             except ManyhandsError as error:
                 logger.warning("the progress of the others cannot be read: %s", error)
             delay_s = self._next_read_s(delay_s)

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from manyhands.averaging.messages import Position
@@ -174,9 +174,15 @@ def test_samples_are_reckoned_on_until_the_next_record_is_due() -> None:
     assert reckoned(late, 3.0).position == HERE
 
 
-@given(st.floats(0, 1e308), st.floats(0, 1e308), st.floats(), st.integers(0, 2**53))
-def test_whatever_a_peer_says_can_be_reckoned_with(speed: float, ago_s: float, age_s: float, samples: int) -> None:
-    said = msgspec.structs.replace(record(samples=samples, speed=speed), counted_s_ago=ago_s)
+HUGE = st.floats(0, allow_infinity=False)
+
+
+@given(HUGE, HUGE, HUGE, st.floats(allow_nan=False), st.integers(0, 2**53))
+@example(0.0, 1.7e308, 1.7e308, 1.7e308, 0)
+def test_whatever_a_peer_says_can_be_reckoned_with(
+    speed: float, ago_s: float, ttl_s: float, age_s: float, samples: int
+) -> None:
+    said = msgspec.structs.replace(record(samples=samples, speed=speed), counted_s_ago=ago_s, ttl_s=ttl_s)
     assert samples <= reckoned(said, age_s).samples <= 2**53
 
 
