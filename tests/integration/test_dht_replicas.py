@@ -59,12 +59,52 @@ async def test_whoever_reads_and_writes_a_key_again_asks_its_holders_only(
 ) -> None:
     _, (node, *_) = await nodes_around(swarm, "key")
     await node.store("key", 1, TTL_S)
+    assert await values(node, "key") == {"": 1}, "this read finds that all holders have the record"
     counts = count_calls(monkeypatch)
     await node.store("key", 2, TTL_S)
     assert counts == {"dht.store": 5}
     counts.clear()
     assert await values(node, "key") == {"": 2}
     assert counts == {"dht.find": 3}
+
+
+async def test_a_quick_read_asks_one_holder_and_another_the_next_time(
+    swarm: Swarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holders, (node, *_) = await nodes_around(swarm, "key")
+    await node.store("key", 1, TTL_S)
+    assert await values(node, "key") == {"": 1}
+    lose_record([holders[2]])
+    counts = count_calls(monkeypatch)
+    found = [await node.get("key", quickly=True) for _ in range(40)]
+    assert counts == {"dht.find": 40}
+    assert 0 < sum(not values for values in found) < 30, "sometimes it meets the holder that missed the write"
+    await node.store("key", 1, TTL_S)
+    assert (await holders[0].get("key", quickly=True))[""].value == 1, "it has yet to find out that it is a holder"
+    counts.clear()
+    assert (await holders[0].get("key", quickly=True))[""].value == 1
+    assert counts == {}
+
+
+@pytest.mark.parametrize("quickly", [False, True])
+async def test_whoever_takes_the_place_of_a_dead_holder_is_not_relied_on_before_it_has_the_records(
+    swarm: Swarm, monkeypatch: pytest.MonkeyPatch, quickly: bool
+) -> None:
+    holders, (heir, node, *_) = await nodes_around(swarm, "key")
+    await node.store("key", 1, TTL_S)
+    await node.get("key")
+    for holder in holders[:4]:
+        await swarm.kill(holder)
+    for number in range(10):
+        assert (await node.get("key", quickly=quickly))[""].value == 1
+        await node.store("key", number, TTL_S, "another")
+    for _ in range(CONFIG.max_failures):
+        await holders[4].refresh()
+    assert len(heir._storage) == 2
+    await node.get("key")
+    counts = count_calls(monkeypatch)
+    assert (await node.get("key", quickly=quickly))[""].value == 1
+    assert counts["dht.find"] <= 3
 
 
 async def test_a_lookup_for_a_key_asks_little_more_than_its_holders(
@@ -83,6 +123,7 @@ async def test_a_holder_reads_what_it_holds_without_asking_for_it(
     (holder, *_), (other, *_) = await nodes_around(swarm, "key")
     await holder.store("key", 1, TTL_S)
     await other.store("key", 2, TTL_S)
+    assert await values(holder, "key") == {"": 2}
     asked: list[FindRequest] = []
     read_at = DhtNode._read_at
 
@@ -102,6 +143,7 @@ async def test_a_read_sees_what_a_majority_holds(swarm: Swarm, lost: tuple[int, 
     holders, (node, *_) = await nodes_around(swarm, "key")
     await node.store("key", "old", TTL_S)
     await node.store("key", "new", TTL_S)
+    assert await values(node, "key") == {"": "new"}
     now = asyncio.get_running_loop().time()
     for rank in lost:
         lose_record([holders[rank]])

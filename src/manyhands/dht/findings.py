@@ -5,13 +5,18 @@ The rules are those of :mod:`manyhands.dht.storage`; but what is read is read on
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
+from manyhands.base.identity import PeerId
 from manyhands.dht.config import DhtConfig
 from manyhands.dht.records import AgedRecord, Reason, Record, fault_of, remaining_s
+
+COMPLETE_SHARE = 0.9
+"""Of all records of a key, what a holder must have that others can be spared for."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,7 @@ class Findings:
         self._key = key
         self._config = config
         self._found: dict[str, tuple[Record, float]] = {}  # and when it expires
+        self._num_shown: dict[PeerId, int] = {}
         self._num_bytes = 0
 
     def add(self, record: Record, expires_at: float) -> Reason:
@@ -70,6 +76,14 @@ class Findings:
             return fault
         remaining = remaining_s(aged, wall_now, self._config)
         return remaining if isinstance(remaining, Reason) else self.add(record, now + remaining)
+
+    def note_shown(self, source: PeerId, num_records: int) -> None:
+        """So many records of a holder have passed."""
+        self._num_shown[source] = num_records
+
+    def are_complete(self, holders: Iterable[PeerId]) -> bool:
+        """Whether each of these holders has shown most of all records; a few may be on their way to it."""
+        return all(self._num_shown.get(holder, 0) >= COMPLETE_SHARE * len(self._found) for holder in holders)
 
     def values(self, now: float) -> dict[str, StoredValue]:
         """By subkey; not the deleted ones."""

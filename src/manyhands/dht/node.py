@@ -29,7 +29,7 @@ from manyhands.dht.messages import (
     StoreRequest,
     StoreResponse,
 )
-from manyhands.dht.overlay import OnRecords, Overlay
+from manyhands.dht.overlay import Overlay
 from manyhands.dht.records import AgedRecord, Reason, Record, digest_of
 from manyhands.dht.replicas import Replicas
 from manyhands.dht.routing import Contact
@@ -38,9 +38,6 @@ from manyhands.rpc.endpoint import Endpoint
 from manyhands.runtime.tasks import TaskOwner
 
 logger = logging.getLogger(__name__)
-
-Merge = Callable[[PeerId, list[AgedRecord]], list[Record]]
-"""Takes in what a peer shows; returns the records that passed."""
 
 MAX_QUIET_ROUNDS = 16
 """Rounds of upkeep between two looks around, when nobody comes or goes."""
@@ -86,7 +83,7 @@ class DhtNode:
             endpoint.handle(PING, self._on_ping)
             endpoint.handle(FIND, self._on_find)
             endpoint.handle(STORE, self._on_store)
-        endpoint.on_lost.append(self._handover.forget)
+        endpoint.on_lost.append(self._on_lost)
 
     @property
     def num_known_peers(self) -> int:
@@ -162,18 +159,9 @@ class DhtNode:
         found = Findings(key, self._config)
         for held in self._storage.get(key, loop.time()):
             found.add(held.record, held.expires_at)
-
-        def merge(source: PeerId, records: list[AgedRecord]) -> list[Record]:
-            passed = []
-            for aged in records:
-                reason = found.offer(aged, loop.time(), self._wall_clock())
-                self._note(reason, source, aged.record)
-                if reason.is_stored or reason is Reason.STALE:
-                    passed.append(aged.record)
-            return passed
-
-        if not await self._read_at_some(key, merge, quickly):
-            await self._find_replicas(key, merge)
+        found.note_shown(self._endpoint.peer_id, len(self._storage.get(key, loop.time())))
+        if not await self._read_at_some(key, found, quickly):
+            await self._read_at_all(key, found)
         return found.values(loop.time())
 
     async def refresh(self) -> None:
@@ -187,9 +175,13 @@ class DhtNode:
         if not self._endpoint.client_mode:
             for method in (PING, FIND, STORE):
                 self._endpoint.unhandle(method)
-        if self._handover.forget in self._endpoint.on_lost:
-            self._endpoint.on_lost.remove(self._handover.forget)
+        if self._on_lost in self._endpoint.on_lost:
+            self._endpoint.on_lost.remove(self._on_lost)
         await self._tasks.close()
+
+    def _on_lost(self, peer_id: PeerId) -> None:
+        self._overlay.table.lost(peer_id)
+        self._handover.forget(peer_id)
 
     # served to others
 
@@ -235,22 +227,36 @@ class DhtNode:
 
     # asked of others
 
-    async def _find_replicas(self, key: str, on_records: OnRecords | None = None) -> list[PeerId]:
-        """Look up who should hold a key, nearest first, perhaps this peer among them."""
-        wanted_key = key if on_records is not None else None
+    async def _lookup(self, key: str, found: Findings | None = None) -> list[PeerId]:
+        """Look up who should hold a key, nearest first, perhaps this peer among them; and read from all on the way."""
+
+        def merge(source: PeerId, records: list[AgedRecord]) -> None:
+            if found is not None:
+                self._merge(found, source, records)
+
         config, target = self._config, key_id(key)
-        contacts = await self._overlay.lookup(target, config.lookup_timeout_s, config.replicas, wanted_key, on_records)
-        replicas = self._replicas.among(key, (contact.peer_id for contact in contacts))
-        self._replicas.remember(key, replicas, asyncio.get_running_loop().time())
-        return replicas
+        wanted_key = key if found is not None else None
+        contacts = await self._overlay.lookup(target, config.lookup_timeout_s, config.replicas, wanted_key, merge)
+        return self._replicas.among(key, (contact.peer_id for contact in contacts))
+
+    def _merge(self, found: Findings, source: PeerId, records: list[AgedRecord]) -> bytes:
+        """Take in what a peer shows; returns the digest of what passes."""
+        now, wall_now, passed = asyncio.get_running_loop().time(), self._wall_clock(), []
+        for aged in records:
+            reason = found.offer(aged, now, wall_now)
+            self._note(reason, source, aged.record)
+            if reason.is_stored or reason is Reason.STALE:
+                passed.append(aged.record)
+        found.note_shown(source, len(passed))
+        return digest_of(passed)
 
     async def _write(self, record: Record) -> list[StoreOutcome]:
         """Have a record held by the peers nearest to its key; one outcome for each that answers."""
         replicas = self._replicas.recall(record.key, asyncio.get_running_loop().time())
         outcomes = await self._store_at(replicas, record)
         if not replicas or len(outcomes) < len(replicas) or not all(o.is_responsible for o in outcomes.values()):
-            self._replicas.forget(record.key)
-            found = await self._find_replicas(record.key)
+            found = await self._lookup(record.key)
+            self._replicas.remember(record.key, found, asyncio.get_running_loop().time())
             outcomes |= await self._store_at([peer_id for peer_id in found if peer_id not in outcomes], record)
         return list(outcomes.values())
 
@@ -259,9 +265,14 @@ class DhtNode:
         outcomes = await asyncio.gather(*(self._send(peer_id, sent) for peer_id in replicas))
         return {peer_id: answer[0] for peer_id, answer in zip(replicas, outcomes, strict=True) if answer}
 
-    async def _read_at_some(self, key: str, merge: Merge, quickly: bool) -> bool:
-        """Read from one or a majority of the peers that were found to hold a key; whether all was well."""
-        replicas = list(self._replicas.recall(key, asyncio.get_running_loop().time()))
+    async def _read_at_all(self, key: str, found: Findings) -> None:
+        replicas = await self._lookup(key, found)
+        now, are_complete = asyncio.get_running_loop().time(), found.are_complete(replicas)
+        self._replicas.remember(key, replicas, now, are_complete)
+
+    async def _read_at_some(self, key: str, found: Findings, quickly: bool) -> bool:
+        """Read from one or a majority of the peers that are known to hold a key; whether all was well."""
+        replicas = list(self._replicas.recall_complete(key, asyncio.get_running_loop().time()))
         if not replicas:
             return False
         self._rng.shuffle(replicas)
@@ -275,15 +286,15 @@ class DhtNode:
             self._replicas.forget(key)
             return False
         records, *digests = (answer for answer in answers if answer is not None)
-        passed = merge(first, records.records)
-        if not others:
-            return True
-        digest = digest_of(passed)
+        digest = self._merge(found, first, records.records)
         differing = [peer_id for peer_id, answer in zip(others, digests, strict=True) if answer.digest != digest]
         more = await asyncio.gather(*(self._read_at(peer_id, key, wants_records=True) for peer_id in differing))
         for peer_id, answer in zip(differing, more, strict=True):
-            merge(peer_id, answer.records if answer is not None else [])
-        return None not in more
+            self._merge(found, peer_id, answer.records if answer is not None else [])
+        if differing and not found.are_complete([first, *differing]):
+            self._replicas.forget(key)
+            return False
+        return True
 
     async def _read_at(self, peer_id: PeerId, key: str, *, wants_records: bool) -> FindResponse | None:
         request = FindRequest(id_to_bytes(key_id(key)), key, wants_contacts=False, wants_records=wants_records)

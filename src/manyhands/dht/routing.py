@@ -50,6 +50,7 @@ class RoutingTable:
 
     Attributes:
         num_changes: how often a contact came or went.
+        num_silences: how often one fell silent, or was heard of again.
     """
 
     def __init__(self, own_id: PeerId, k: int, max_failures: int) -> None:
@@ -59,6 +60,8 @@ class RoutingTable:
         self._buckets = [_Bucket() for _ in range(ID_BITS)]
         self._points: list[tuple[int, Contact]] | None = None  # of all contacts; None after a change
         self.num_changes = 0
+        self.num_silences = 0
+        self._silent: set[PeerId] = set()
 
     def __len__(self) -> int:
         return len(self._all_points())
@@ -71,7 +74,7 @@ class RoutingTable:
         if peer_id == self._own_id:
             return False
         bucket = self._bucket_of(peer_id)
-        return peer_id in bucket.live and peer_id not in bucket.failures
+        return peer_id in bucket.live and peer_id not in bucket.failures and peer_id not in self._silent
 
     def contacts(self) -> list[Contact]:
         """All contacts, the nearest buckets first."""
@@ -81,6 +84,7 @@ class RoutingTable:
         """Note that a peer just answered or asked; its addresses replace the old ones."""
         if contact.peer_id == self._own_id:
             return
+        self._set_silent(contact.peer_id, False)
         bucket = self._bucket_of(contact.peer_id)
         bucket.failures.pop(contact.peer_id, None)
         if contact.peer_id in bucket.live or len(bucket.live) < self._k:
@@ -95,6 +99,11 @@ class RoutingTable:
         if len(bucket.waiting) > self._k:
             del bucket.waiting[next(iter(bucket.waiting))]
 
+    def lost(self, peer_id: PeerId) -> None:
+        """Note that the connection to a peer has ended: it may be gone, or have had nothing to say."""
+        if peer_id in self:
+            self._set_silent(peer_id, True)
+
     def failed(self, peer_id: PeerId) -> None:
         """Note that a peer did not answer."""
         if peer_id == self._own_id:
@@ -107,11 +116,18 @@ class RoutingTable:
         if bucket.failures[peer_id] < self._max_failures:
             return
         del bucket.live[peer_id], bucket.failures[peer_id]
+        self._silent.discard(peer_id)
         self._points = None
         self.num_changes += 1
         if bucket.waiting:
             _, replacement = bucket.waiting.popitem()
             bucket.live[replacement.peer_id] = replacement
+
+    def num_nearer(self, target: int) -> int:
+        """How many contacts are nearer to a point than this node, but for those who fell silent."""
+        own_distance = distance(node_id(self._own_id), target)
+        nearer = (point for point, contact in self._all_points() if contact.peer_id not in self._silent)
+        return sum(distance(point, target) < own_distance for point in nearer)
 
     def nearest(self, target: int, num: int) -> list[Contact]:
         """The ``num`` contacts nearest to a point, nearest first."""
@@ -126,6 +142,11 @@ class RoutingTable:
         if self._points is None:
             self._points = [(node_id(contact.peer_id), contact) for contact in self.contacts()]
         return self._points
+
+    def _set_silent(self, peer_id: PeerId, is_silent: bool) -> None:
+        if (peer_id in self._silent) != is_silent:
+            self._silent ^= {peer_id}
+            self.num_silences += 1
 
     def _bucket_of(self, peer_id: PeerId) -> _Bucket:
         return self._buckets[distance(node_id(peer_id), node_id(self._own_id)).bit_length() - 1]

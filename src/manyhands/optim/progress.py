@@ -83,16 +83,15 @@ class Progress:
     eta_s: float
 
 
-def reckoned(record: ProgressRecord, age_s: float) -> ProgressRecord:
-    """A record with the samples that its peer must have by now, if it went on as fast.
+def reckoned_samples(record: ProgressRecord, age_s: float) -> int:
+    """The samples that a peer must have by now, if it went on as fast as it said.
 
     Args:
-        age_s: since it was published; a peer that says nothing for longer than it should is not reckoned on.
+        age_s: since the record was published; a peer that says nothing for longer than it should is not reckoned on.
     """
     ttl_s = min(record.ttl_s, MAX_TTL_S)  # whatever a stranger says, the product is a number
     age_s = min(max(age_s, 0.0), ttl_s / KEEP_ALIVES) + min(record.counted_s_ago, ttl_s)
-    samples = record.samples + int(min(record.samples_per_second * age_s, MAX_COUNT))
-    return msgspec.structs.replace(record, samples=min(samples, MAX_COUNT))
+    return min(record.samples + int(min(record.samples_per_second * age_s, MAX_COUNT)), MAX_COUNT)
 
 
 def is_news(published: ProgressRecord, age_s: float, own: ProgressRecord, target_share: float, is_near: bool) -> bool:
@@ -108,21 +107,34 @@ def is_news(published: ProgressRecord, age_s: float, own: ProgressRecord, target
         return True
     if abs(own.samples_per_second - published.samples_per_second) > NEWS_SPEED * published.samples_per_second:
         return True
-    return abs(reckoned(published, age_s).samples - own.samples) > NEWS_SHARE * target_share
+    return abs(reckoned_samples(published, age_s) - own.samples) > NEWS_SHARE * target_share
 
 
 def aggregate(
-    own: ProgressRecord | None, others: Mapping[PeerId, ProgressRecord], position: Position, target_batch_size: int
+    own: ProgressRecord | None,
+    others: Mapping[PeerId, ProgressRecord],
+    position: Position,
+    target_batch_size: int,
+    samples: Mapping[PeerId, int] | None = None,
 ) -> Progress:
-    """Sum up the records at one position."""
-    records = [record for record in others.values() if record.position == position]
+    """Sum up the records at one position.
+
+    Args:
+        samples: of the others, as reckoned since; without them those of their records count.
+    """
+    here = {peer_id: record for peer_id, record in others.items() if record.position == position}
+    counts = [record.samples if samples is None else samples[peer_id] for peer_id, record in here.items()]
+    speeds = [record.samples_per_second for record in here.values()]
     if own is not None:
-        records.append(own)
-    samples = sum(record.samples for record in records)
-    speed = sum(record.samples_per_second for record in records)
+        counts.append(own.samples)
+        speeds.append(own.samples_per_second)
+    return _progress(sum(counts), len(counts), sum(speeds), target_batch_size)
+
+
+def _progress(samples: int, num_peers: int, speed: float, target_batch_size: int) -> Progress:
     missing = max(target_batch_size - samples, 0)
     eta_s = 0.0 if missing == 0 else missing / speed if speed > 0 else math.inf
-    return Progress(samples, len(records), speed, eta_s)
+    return Progress(samples, num_peers, speed, eta_s)
 
 
 def describe_progress(progress: Progress, refresh_s: float) -> str:

@@ -25,7 +25,7 @@ from manyhands.optim.progress import (
     is_news,
     leading_branch,
     next_refresh_s,
-    reckoned,
+    reckoned_samples,
 )
 from manyhands.rpc import Endpoint
 from manyhands.runtime import TaskOwner
@@ -61,10 +61,10 @@ class Observed:
     expires_at: float
     moved_at: float = -math.inf
 
-    def reckoned(self, now: float) -> ProgressRecord:
-        """What the peer would say now, if it went on as it said."""
+    def reckoned_samples(self, now: float) -> int:
+        """What the peer must have by now, if it went on as it said."""
         published_at = max(self.expires_at - self.record.ttl_s, self.moved_at)
-        return reckoned(self.record, now - published_at)
+        return reckoned_samples(self.record, now - published_at)
 
     def is_outdated_by(self, record: ProgressRecord, issued_at: float) -> bool:
         """Whether ``record`` is news; not when it was published before the round that moved the peer."""
@@ -127,10 +127,10 @@ class ProgressReader:
         """What the other peers say of themselves."""
         return {peer_id: seen.record for peer_id, seen in self.observed().items()}
 
-    def reckoned(self) -> dict[PeerId, ProgressRecord]:
-        """The same, with the samples that they must have by now."""
+    def reckoned_samples(self) -> dict[PeerId, int]:
+        """The samples that they must have by now."""
         now = asyncio.get_running_loop().time()
-        return {peer_id: seen.reckoned(now) for peer_id, seen in self.observed().items()}
+        return {peer_id: seen.reckoned_samples(now) for peer_id, seen in self.observed().items()}
 
     def moved(self, peer_ids: list[PeerId], position: Position, lineage_samples: int) -> None:
         """These peers are known to have gone to ``position``, unless they said so or more; holds until they do."""
@@ -265,8 +265,9 @@ class ProgressTracker:
 
     def _update_progress(self) -> None:
         position, target = self._own.position, self.target_batch_size
-        self.progress = aggregate(self._own, self.reader.records(), position, target)
-        self.outlook = aggregate(self._own, self.reader.reckoned(), position, target)
+        records = self.reader.records()
+        self.progress = aggregate(self._own, records, position, target)
+        self.outlook = aggregate(self._own, records, position, target, self.reader.reckoned_samples())
 
     def is_due(self) -> bool:
         """Whether the collaboration has reached its target, or another peer says so."""

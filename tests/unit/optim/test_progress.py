@@ -19,7 +19,7 @@ from manyhands.optim.progress import (
     leading_branch,
     next_refresh_s,
     rank_of,
-    reckoned,
+    reckoned_samples,
 )
 
 CONFIG = ProgressConfig(min_refresh_s=0.5, max_refresh_s=10.0, default_refresh_s=1.0)
@@ -166,12 +166,18 @@ def test_nobody_follows_a_peer_that_cannot_be_dialled() -> None:
 # reckoning
 
 
+def test_what_is_reckoned_takes_the_place_of_what_was_said() -> None:
+    others = named(a=record(samples=10, speed=2.0), behind=record(step=2, samples=100, speed=100.0))
+    reckoned = {PeerId("a"): 16, PeerId("behind"): 500}
+    progress = aggregate(record(samples=1, speed=3.0), others, HERE, 27, reckoned)
+    assert progress == Progress(samples=17, num_peers=2, samples_per_second=5.0, eta_s=2.0)
+
+
 def test_samples_are_reckoned_on_until_the_next_record_is_due() -> None:
     said = record(samples=10, speed=2.0)
-    assert [reckoned(said, age_s).samples for age_s in (-1.0, 0.0, 0.4, 3.0, 10.0, 29.0)] == [10, 10, 10, 16, 30, 30]
+    assert [reckoned_samples(said, age_s) for age_s in (-1.0, 0.0, 0.4, 3.0, 10.0, 29.0)] == [10, 10, 10, 16, 30, 30]
     late = msgspec.structs.replace(said, counted_s_ago=2.0)
-    assert reckoned(late, 3.0).samples == 20
-    assert reckoned(late, 3.0).position == HERE
+    assert reckoned_samples(late, 3.0) == 20
 
 
 HUGE = st.floats(0, allow_infinity=False)
@@ -183,7 +189,7 @@ def test_whatever_a_peer_says_can_be_reckoned_with(
     speed: float, ago_s: float, ttl_s: float, age_s: float, samples: int
 ) -> None:
     said = msgspec.structs.replace(record(samples=samples, speed=speed), counted_s_ago=ago_s, ttl_s=ttl_s)
-    assert samples <= reckoned(said, age_s).samples <= 2**53
+    assert samples <= reckoned_samples(said, age_s) <= 2**53
 
 
 @pytest.mark.parametrize(
