@@ -211,6 +211,10 @@ class SimStream:
                 for chunk in run:
                     self._send_chunk(bytes(chunk))
 
+    async def send_message(self, message: bytes) -> None:
+        await self._room_for(0)
+        self.send_now(message)
+
     def send_now(self, message: bytes) -> None:
         if self._closed.is_set():
             raise PeerLost(self.remote, "connection closed")
@@ -334,6 +338,9 @@ class SimTransport:
         self.identity = identity
         self._network = network
         self._host = host
+
+    def close(self) -> None:
+        pass
 
     async def listen(self, address: Address, on_stream: OnStream) -> SimListener:
         port = address.port or self._network.free_port()
