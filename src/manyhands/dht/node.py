@@ -239,16 +239,17 @@ class DhtNode:
         contacts = await self._overlay.lookup(target, config.lookup_timeout_s, config.replicas, wanted_key, merge)
         return self._replicas.among(key, (contact.peer_id for contact in contacts))
 
-    def _merge(self, found: Findings, source: PeerId, records: list[AgedRecord]) -> bytes:
-        """Take in what a peer shows; returns the digest of what passes."""
-        now, wall_now, passed = asyncio.get_running_loop().time(), self._wall_clock(), []
+    def _merge(self, found: Findings, source: PeerId, records: list[AgedRecord]) -> list[Record]:
+        """Take in what a peer shows; returns what passes."""
+        now, wall_now = asyncio.get_running_loop().time(), self._wall_clock()
+        passed: list[Record] = []
         for aged in records:
             reason = found.offer(aged, now, wall_now)
             self._note(reason, source, aged.record)
             if reason.is_stored or reason is Reason.STALE:
                 passed.append(aged.record)
         found.note_shown(source, len(passed))
-        return digest_of(passed)
+        return passed
 
     async def _write(self, record: Record) -> list[StoreOutcome]:
         """Have a record held by the peers nearest to its key; one outcome for each that answers."""
@@ -286,7 +287,10 @@ class DhtNode:
             self._replicas.forget(key)
             return False
         records, *digests = (answer for answer in answers if answer is not None)
-        digest = self._merge(found, first, records.records)
+        passed = self._merge(found, first, records.records)
+        if not others:
+            return True
+        digest = digest_of(passed)
         differing = [peer_id for peer_id, answer in zip(others, digests, strict=True) if answer.digest != digest]
         more = await asyncio.gather(*(self._read_at(peer_id, key, wants_records=True) for peer_id in differing))
         for peer_id, answer in zip(differing, more, strict=True):

@@ -307,8 +307,8 @@ async def test_near_the_target_every_batch_is_published() -> None:
 async def test_a_record_tells_how_long_ago_its_samples_were_counted() -> None:
     async with run_of_one(ProgressConfig(min_refresh_s=0.001, max_refresh_s=0.05, ttl_s=0.06)) as run:
         run.tracker.start()
-        run.tracker.report(5, 1.0)
         counted_at = asyncio.get_running_loop().time()
+        run.tracker.report(5, 1.0)
         num_before = len(run.dht.stored)
         await until(lambda: len(run.dht.stored) >= num_before + 3)
         last = msgspec.convert(run.dht.stored[-1], ProgressRecord)
