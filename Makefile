@@ -7,7 +7,7 @@ PIP := $(PY) -m pip install -q -c constraints.txt
 BUILD_TOOLS := pip hatchling editables
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check bench docs constraints clean
+.PHONY: help install demo test fuzz check bench docs constraints clean
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
@@ -19,6 +19,9 @@ demo: $(VENV)/.installed  ## train one ALBERT on several peers of this machine (
 
 test: check  ## all checks, then all tests (ARGS='-k address' picks some)
 	$(PY) -m pytest -q $(ARGS)
+
+fuzz: $(VENV)/.dev  ## feed all decoders with bad input for a minute (SECONDS=600 ARGS='--target frames')
+	$(PY) -m tests.fuzz --seconds $(or $(SECONDS),60) $(ARGS)
 
 check: $(VENV)/.dev  ## lint, format, types, import rules
 	$(VENV)/bin/ruff check .

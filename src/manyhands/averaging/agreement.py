@@ -28,6 +28,7 @@ from manyhands.averaging.messages import ASK_VERDICT, VOTE, Group, Verdict, Verd
 from manyhands.base.errors import PeerError, ProtocolViolation, Refused, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.rpc import Endpoint
+from manyhands.rpc.frames import readable
 
 logger = logging.getLogger(__name__)
 
@@ -169,7 +170,7 @@ class Agreement:
         if vote.group_id not in self._ballots:
             raise Refused(self._endpoint.peer_id, "unknown_group", "this peer leads no such group")
         ballot, decided = self._ballots[vote.group_id]
-        self._add(ballot, decided, remote, vote)
+        self._add(ballot, decided, remote, Vote(vote.group_id, vote.digest, readable(vote.reason)))
         return await asyncio.shield(decided)
 
     async def _on_ask(self, remote: PeerId, query: VerdictQuery) -> Verdict:
@@ -189,4 +190,5 @@ def _checked(group: Group, verdict: Verdict) -> Verdict:
     manifest = verdict.manifest
     if manifest is not None and (not verdict.is_known or manifest != group.manifest(manifest.digest)):
         raise ProtocolViolation(group.leader, "a verdict that is not about the group it was asked about")
-    return verdict
+    blamed = [peer_id for peer_id in verdict.blamed if group.rank_of(peer_id) is not None]
+    return Verdict(verdict.is_known, manifest, readable(verdict.reason), blamed)

@@ -20,7 +20,9 @@ MAX_REASON_LENGTH = 500
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Weight = Annotated[float, msgspec.Meta(ge=0, le=MAX_WEIGHT)]
-AddressText = Annotated[str, msgspec.Meta(max_length=256)]
+AddressText = Annotated[str, msgspec.Meta(max_length=400)]  # a host name of 253 characters, a port and a peer id fit
+PeerIdText = Annotated[PeerId, msgspec.Meta(max_length=64)]
+Digest = Annotated[bytes, msgspec.Meta(max_length=64)]
 
 
 class Position(msgspec.Struct, frozen=True):
@@ -32,7 +34,7 @@ class Position(msgspec.Struct, frozen=True):
     """
 
     step: Count
-    lineage: bytes
+    lineage: Digest
 
     def after(self, manifest: RoundManifest) -> Position:
         """Where a committed round leads from here."""
@@ -42,7 +44,7 @@ class Position(msgspec.Struct, frozen=True):
 class Member(msgspec.Struct, frozen=True):
     """One member of a formed group; ``weight`` is the number of samples behind its vector."""
 
-    peer_id: PeerId
+    peer_id: PeerIdText
     addresses: Annotated[list[AddressText], msgspec.Meta(max_length=MAX_ADDRESSES)]
     is_client: bool
     weight: Weight
@@ -55,8 +57,8 @@ class Group(msgspec.Struct, frozen=True):
         min_span_numel: elements; of a vector with few of them not all members reduce a part.
     """
 
-    group_id: bytes
-    leader: PeerId
+    group_id: Digest
+    leader: PeerIdText
     position: Position
     members: list[Member]
     min_span_numel: Annotated[int, msgspec.Meta(ge=1, le=2**53)] = 1
@@ -84,11 +86,11 @@ class RoundManifest(msgspec.Struct, frozen=True):
         digest: SHA-256 of the averaged vector as every member holds it.
     """
 
-    group_id: bytes
+    group_id: Digest
     position: Position
-    members: list[PeerId]
+    members: list[PeerIdText]
     weights: list[float]
-    digest: bytes
+    digest: Digest
 
     def fingerprint(self) -> bytes:
         """SHA-256 of the whole manifest."""
@@ -99,7 +101,7 @@ class JoinRequest(msgspec.Struct):
     """Asks the supposed leader for a place in its group; answered when the group closes."""
 
     run_id: str
-    run_fingerprint: bytes
+    run_fingerprint: Digest
     position: Position
     member: Member
 
@@ -108,8 +110,8 @@ class JoinResponse(msgspec.Struct):
     """The formed group, or the leader that the asked peer itself follows."""
 
     group: Group | None = None
-    leader: PeerId = PeerId("")
-    leader_addresses: list[str] = []
+    leader: PeerIdText = PeerId("")
+    leader_addresses: list[AddressText] = []
 
 
 class InviteRequest(msgspec.Struct):
@@ -126,15 +128,15 @@ class InviteResponse(msgspec.Struct):
 class Vote(msgspec.Struct):
     """A member's report to its leader: the digest of the vector it holds, or empty and why it holds none."""
 
-    group_id: bytes
-    digest: bytes
+    group_id: Digest
+    digest: Digest
     reason: Annotated[str, msgspec.Meta(max_length=MAX_REASON_LENGTH)] = ""
 
 
 class VerdictQuery(msgspec.Struct):
     """Asks a member how a round ended; the leader answers when it knows, the others at once."""
 
-    group_id: bytes
+    group_id: Digest
 
 
 class Verdict(msgspec.Struct):
@@ -143,13 +145,13 @@ class Verdict(msgspec.Struct):
     is_known: bool
     manifest: RoundManifest | None = None
     reason: str = ""
-    blamed: list[PeerId] = []
+    blamed: list[PeerIdText] = []
 
 
 class StreamHeader(msgspec.Struct):
     """Opens a bulk stream between two members."""
 
-    group_id: bytes
+    group_id: Digest
 
 
 def readable_addresses(texts: Sequence[str]) -> list[Address]:

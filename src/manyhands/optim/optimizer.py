@@ -35,8 +35,9 @@ from manyhands.optim.state import (
     sealed,
     specs_of,
 )
-from manyhands.optim.state_transfer import DOWNLOAD_TIMEOUT_S
+from manyhands.optim.state_transfer import MAX_DOWNLOAD_S
 from manyhands.peer import BlockingPeer
+from manyhands.rpc.frames import readable
 
 logger = logging.getLogger(__name__)
 
@@ -377,9 +378,12 @@ class Optimizer(torch.optim.Optimizer):
 
     def _load_state(self) -> None:
         started = self._peer.time()
-        state = self._run(self._collaboration.download(), "downloading the state", DOWNLOAD_TIMEOUT_S * 2)
+        state = self._run(self._collaboration.download(), "downloading the state", MAX_DOWNLOAD_S)
         with self._state_lock:
-            schedule = restore(state, self.inner)
+            try:
+                schedule = restore(state, self.inner)
+            except ValueError as error:
+                raise Unavailable(f"the state that was sent cannot be loaded: {readable(str(error))}") from error
             self._share_inner()
             if self.scheduler is not None:
                 self.scheduler.load_state_dict(merged(self.scheduler.state_dict(), schedule))

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+MAX_DEPTH = 32
+"""Lists and dicts within each other that travel; a stranger's value must not exhaust a reader's stack."""
 
-def is_plain(value: object) -> bool:
+
+def is_plain(value: object, max_depth: int = MAX_DEPTH) -> bool:
     """Whether the whole value travels."""
     if isinstance(value, (list, tuple)):
-        return all(is_plain(item) for item in value)
+        return max_depth > 0 and all(is_plain(item, max_depth - 1) for item in value)
     if type(value) is dict:  # a Counter, say, is more than its items
-        return all(isinstance(key, str) and is_plain(item) for key, item in value.items())
+        items_depth = max_depth - 1
+        return max_depth > 0 and all(isinstance(key, str) and is_plain(value[key], items_depth) for key in value)
     return value is None or isinstance(value, (bool, int, float, str))
 
 

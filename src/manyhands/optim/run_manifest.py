@@ -16,6 +16,8 @@ from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ManifestMismatch, ManyhandsError
 from manyhands.base.identity import PeerId
 from manyhands.dht import DhtNode
+from manyhands.optim.plain import is_plain
+from manyhands.rpc.frames import readable
 from manyhands.runtime import TaskOwner
 
 logger = logging.getLogger(__name__)
@@ -23,7 +25,10 @@ logger = logging.getLogger(__name__)
 TTL_S = 300.0
 WITHDRAW_TIMEOUT_S = 0.5
 MAX_BYTES = 8 << 20
+MAX_HYPER_PARAMETERS_BYTES = 1 << 20
 SHOWN_DIFFERENCES = 5
+SHOWN_CHARACTERS = 1000
+"""Of one value in a difference: what others published has to fit on a screen."""
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
@@ -73,9 +78,9 @@ def differences(own: RunManifest, run: RunManifest) -> list[str]:
     for name in ("protocol", "target_batch_size", "optimizer", "hyper_parameters", "scheduler", "codec", "frozen"):
         here, there = getattr(own, name), getattr(run, name)
         if here != there:
-            lines.append(f"{name} is {here!r} here, {there!r} in the run")
+            lines.append(f"{name} is {_shown(here)} here, {_shown(there)} in the run")
     lines += [
-        f"{key} is {own.extra.get(key)} here, {run.extra.get(key)} in the run"
+        f"{readable(key)} is {_shown_fact(own, key)} here, {_shown_fact(run, key)} in the run"
         for key in sorted(own.extra.keys() | run.extra.keys())
         if own.extra.get(key) != run.extra.get(key)
     ]
@@ -90,12 +95,23 @@ def _tensor_differences(own: list[TensorSpec], run: list[TensorSpec]) -> list[st
     if len(own) != len(run):
         lines.append(f"the model has {len(own)} tensors here, {len(run)} in the run")
     for here, there in zip(own, run, strict=False):
-        name = here.name if here.name == there.name else f"{here.name} (here) / {there.name} (in the run)"
+        if here == there:
+            continue
+        name = here.name if here.name == there.name else f"{here.name} (here) / {readable(there.name)} (in the run)"
         if here.shape != there.shape:
-            lines.append(f"tensor {name} has shape {list(here.shape)} here, {list(there.shape)} in the run")
-        elif here != there:
-            lines.append(f"tensor {name} is {here.dtype} here, {there.dtype} in the run")
+            lines.append(f"tensor {name} has shape {list(here.shape)} here, {_shown(list(there.shape))} in the run")
+        else:
+            lines.append(f"tensor {name} is {here.dtype} here, {readable(there.dtype)} in the run")
     return lines
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}…"
+
+
+def _shown_fact(manifest: RunManifest, key: str) -> str:
+    return readable(str(manifest.extra.get(key)))
 
 
 class ManifestKeeper:
@@ -196,4 +212,10 @@ def _decode(value: object) -> RunManifest:
     raw = decompressor.decompress(value, MAX_BYTES)
     if not decompressor.eof:
         raise ValueError(f"it is longer than {MAX_BYTES} bytes, or cut off")
-    return msgspec.msgpack.decode(raw, type=RunManifest)
+    manifest = msgspec.msgpack.decode(raw, type=RunManifest)
+    # else a fingerprint could not be taken of them: they nest without end, say, or have numbers for names
+    if len(msgspec.msgpack.encode(manifest.hyper_parameters)) > MAX_HYPER_PARAMETERS_BYTES:
+        raise ValueError(f"its hyper-parameters are longer than {MAX_HYPER_PARAMETERS_BYTES} bytes")
+    if not is_plain(manifest.hyper_parameters):
+        raise ValueError("its hyper-parameters are not plain values")
+    return manifest

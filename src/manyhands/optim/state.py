@@ -26,6 +26,9 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
     torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool
 )}  # fmt: skip
 
+_MISFITS = (LookupError, TypeError, ValueError, AttributeError, RuntimeError)
+"""What optimizers raise for statistics that are not theirs."""
+
 
 class StateHeader(msgspec.Struct, frozen=True):
     """Describes a state; its tensors follow in this order, as raw little-endian bytes.
@@ -177,14 +180,18 @@ def restore(state: State, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     statistics = scalars.statistics
     for spec, tensor in zip(state.header.tensors[len(parameters) :], state.tensors[len(parameters) :], strict=True):
         statistics.setdefault(_owner_of(spec), {})[spec.name.partition(".")[2]] = tensor.clone()
-    with torch.no_grad():
-        for parameter, tensor in zip(parameters, state.tensors, strict=False):
-            parameter.copy_(tensor)
     groups = [
         {name: _merged_option(name, value, sent) for name, value in group.items()}
         for group, sent in zip(own["param_groups"], scalars.groups, strict=True)
     ]
-    optimizer.load_state_dict({"state": statistics, "param_groups": groups})
+    try:
+        optimizer.load_state_dict({"state": statistics, "param_groups": groups})
+    except _MISFITS as error:  # a statistic that this optimizer needs is not there, or is of another type
+        optimizer.load_state_dict(own)
+        raise ValueError(f"its statistics do not fit {type(optimizer).__name__} ({error!r})") from error
+    with torch.no_grad():
+        for parameter, tensor in zip(parameters, state.tensors, strict=False):
+            parameter.copy_(tensor)
     return scalars.scheduler
 
 

@@ -11,9 +11,13 @@ from manyhands.averaging.messages import (
     Member,
     Position,
     RoundManifest,
+    StreamHeader,
+    Verdict,
+    VerdictQuery,
     Vote,
     readable_addresses,
 )
+from manyhands.base.identity import PeerId
 from tests.unit.averaging.groups import AT, group_of, peer
 
 
@@ -60,8 +64,15 @@ def test_a_weight_that_would_spoil_the_mean_is_not_even_decoded(weight: object) 
     ("message", "kind"),
     [
         (Member(peer(0), ["x"] * 9, False, 1.0), Member),
-        (Member(peer(0), ["x" * 257], False, 1.0), Member),
+        (Member(peer(0), ["x" * 401], False, 1.0), Member),
         (Vote(b"group", b"", "x" * 501), Vote),
+        (Member(PeerId("x" * 65), [], False, 1.0), Member),
+        (JoinResponse(None, PeerId("x" * 65)), JoinResponse),
+        (JoinResponse(None, peer(0), ["x" * 401]), JoinResponse),
+        (Verdict(True, None, "", [PeerId("x" * 65)]), Verdict),
+        (VerdictQuery(b"x" * 65), VerdictQuery),
+        (StreamHeader(b"x" * 65), StreamHeader),
+        (Position(0, b"x" * 65), Position),
         (Position(-1, b""), Position),
         (Position(2**60, b""), Position),
     ],

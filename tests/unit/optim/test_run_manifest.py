@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import datetime
 import zlib
 from typing import Any
 
@@ -12,6 +13,7 @@ from manyhands.base.errors import ManifestMismatch
 from manyhands.base.identity import PeerId
 from manyhands.optim.run_manifest import (
     MAX_BYTES,
+    MAX_HYPER_PARAMETERS_BYTES,
     ManifestKeeper,
     RunManifest,
     TensorSpec,
@@ -83,6 +85,20 @@ def test_many_differences_are_cut_short() -> None:
     assert lines[-1] == "and 2 more"
 
 
+@pytest.mark.parametrize(
+    "other",
+    [
+        changed(optimizer="x" * 100_000, frozen=["y" * 100_000], codec="\x1b[2J"),
+        changed(extra={"tokenizer": "\x1b[2J", "\n": "x" * 100_000}),
+        changed(tensors=[TensorSpec("\x1b[2J" * 10_000, (1,) * 100_000, "z"), TensorSpec("b", (8,), "\n" * 9999)]),
+    ],
+)
+def test_what_a_stranger_published_neither_fills_the_screen_nor_steers_it(other: RunManifest) -> None:
+    lines = differences(MANIFEST, other)
+    assert lines
+    assert all(line.isprintable() and len(line) < 3000 for line in lines)
+
+
 def test_equal_settings_have_no_differences() -> None:
     assert differences(MANIFEST, changed()) == []
     assert changed(hyper_parameters=[{"lr": 0.1}]).fingerprint() == MANIFEST.fingerprint()
@@ -108,6 +124,11 @@ def test_of_equally_many_the_lowest_peer_id_decides() -> None:
 
 # what others published
 
+
+def nested(depth: int) -> Any:
+    return [nested(depth - 1)] if depth else 1
+
+
 NESTED = b"\x91" * 100_000 + b"\xc0"
 
 
@@ -124,6 +145,10 @@ NESTED = b"\x91" * 100_000 + b"\xc0"
         zlib.compress(NESTED),
         zlib.compress(changed(hyper_parameters=[{"lr": "HERE"}]).encoded().replace(b"\xa4HERE", NESTED)),
         published(changed(run_id="another")),
+        zlib.compress(msgspec.msgpack.encode(changed(hyper_parameters=[{"lr": {1: 2}}]))),
+        published(changed(hyper_parameters=[{"lr": datetime.datetime(2026, 1, 1, tzinfo=datetime.timezone.utc)}])),
+        published(changed(hyper_parameters=[{"lr": nested(33)}])),
+        published(changed(hyper_parameters=[{"lr": [0] * MAX_HYPER_PARAMETERS_BYTES}])),
     ],
 )
 async def test_manifests_that_cannot_be_read_are_skipped(value: Any) -> None:

@@ -273,6 +273,21 @@ def test_what_does_not_fit_is_refused_before_anything_is_changed(header: StateHe
     assert captured(optimizer).header.digest == before
 
 
+@pytest.mark.parametrize("statistics", [{0: {"other": 1.0}}, {0: {"step": "soon"}}, {1: {"step": [1]}}])
+def test_statistics_of_another_optimizer_change_nothing(statistics: dict[int, dict[str, Any]]) -> None:
+    state = captured(OPTIMIZERS["AdamW"](new_model(0)))
+    scalars = msgspec.msgpack.decode(state.header.scalars, strict=False) | {"statistics": statistics}
+    evil = State(msgspec.structs.replace(state.header, scalars=msgspec.msgpack.encode(scalars)), state.tensors)
+    model = new_model(1)
+    optimizer = OPTIMIZERS["AdamW"](model)
+    train(model, optimizer)
+    before = captured(optimizer).header.digest
+    with pytest.raises(ValueError, match="its statistics do not fit AdamW"):
+        restore(evil, optimizer)
+    assert captured(optimizer).header.digest == before
+    train(model, optimizer)
+
+
 def test_hyper_parameters_of_another_kind_are_not_taken_over() -> None:
     model, other = new_model(0), new_model(1)
     state = captured(OPTIMIZERS["AdamW"](model))

@@ -1,0 +1,252 @@
+"""Fuzz targets: what the peers of a run tell each other."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import zlib
+from typing import Any
+
+import msgspec
+import torch
+
+from manyhands.averaging.agreement import _checked as checked_verdict
+from manyhands.averaging.ballot import Ballot
+from manyhands.averaging.messages import (
+    ASK_VERDICT,
+    INVITE,
+    JOIN,
+    VOTE,
+    Group,
+    InviteRequest,
+    InviteResponse,
+    JoinRequest,
+    JoinResponse,
+    Member,
+    Position,
+    RoundManifest,
+    StreamHeader,
+    Verdict,
+    VerdictQuery,
+    Vote,
+    readable_addresses,
+)
+from manyhands.averaging.spans import owned_spans
+from manyhands.base.errors import PeerLost, ProtocolViolation, Refused
+from manyhands.base.identity import PeerId
+from manyhands.dht.records import decode_value, encode_value
+from manyhands.optim.config import ProgressConfig
+from manyhands.optim.metrics import MetricsRecord
+from manyhands.optim.progress import ProgressRecord, aggregate, describe_progress, leading_branch, next_refresh_s
+from manyhands.optim.run_manifest import RunManifest, differences, manifest_key, read_manifests, run_manifest_of
+from manyhands.optim.state import State, capture, empty_tensors, hyper_parameters_of, restore, sealed, specs_of
+from manyhands.optim.state_transfer import StateAnswer, StateRequest, _check_header, _receive_header
+from tests.fuzz.target import REMOTE, ByteStream, Target, decoded, finish
+from tests.network import identity_of
+from tests.unit.optim.fake_dht import FakeDht
+
+IDS = [identity_of(number).peer_id for number in range(1, 4)]
+AT = Position(7, b"lineage")
+MEMBERS = [
+    Member(peer_id, [f"/ip4/10.0.0.1/tcp/{rank + 1}/p2p/{peer_id}"], rank == 2, 1.5 * rank)
+    for rank, peer_id in enumerate(IDS)
+]
+GROUP = Group(b"g" * 16, IDS[0], AT, MEMBERS)
+MANIFEST = GROUP.manifest(b"d" * 32)
+OWN_RECORD = ProgressRecord(AT, 5, 2.0, 99, False, [], 30.0)
+RECORDS = [
+    ProgressRecord(AT, 64, 1.5, 4096, False, [f"/ip4/10.0.0.1/tcp/1/p2p/{IDS[0]}"], 30.0),
+    ProgressRecord(Position(0, b""), 0, 0.0, 0, True, [], 30.0),
+]
+
+
+def _optimizer() -> torch.optim.Optimizer:
+    """Small, and with statistics of its own after one step."""
+    weight = torch.arange(6.0).reshape(2, 3).requires_grad_()
+    bias = torch.ones(2, requires_grad=True)
+    optimizer = torch.optim.AdamW([("weight", weight), ("bias", bias)], lr=0.1)
+    (weight.sum() + bias.sum()).backward()
+    optimizer.step()
+    return optimizer
+
+
+def _run_manifest(run_id: str = "run") -> RunManifest:
+    optimizer = _optimizer()
+    return RunManifest(
+        protocol="manyhands/1",
+        run_id=run_id,
+        target_batch_size=64,
+        tensors=specs_of(optimizer),
+        frozen=["embedding"],
+        optimizer="AdamW",
+        hyper_parameters=hyper_parameters_of(optimizer),
+        scheduler="LinearLR(0.1)",
+        codec="none",
+        extra={"tokenizer": "abc"},
+    )
+
+
+RUN = _run_manifest()
+STATE = sealed(capture(_optimizer(), {"last_epoch": 3, "base_lrs": [0.1]}, AT, 99))
+
+
+# averaging
+
+
+def _joined(group: Group) -> None:
+    """Use a group as a member does before the round."""
+    manifest = group.manifest(b"digest")
+    assert group.position.after(manifest).step == group.position.step + 1
+    group.rank_of(IDS[0])
+    for member in group.members:
+        readable_addresses(member.addresses)
+    shares = [0.0 if member.is_client else 1.0 for member in group.members]
+    if any(shares) and len(shares) < 10_000:
+        owned_spans(1000, shares)
+    assert math.isfinite(sum(member.weight for member in group.members))
+
+
+def _join_request(data: bytes) -> None:
+    request = decoded(data, JoinRequest)
+    readable_addresses(request.member.addresses)
+    _joined(Group(b"new", request.member.peer_id, request.position, [request.member]))
+
+
+def _join_response(data: bytes) -> None:
+    response = decoded(data, JoinResponse)
+    readable_addresses(response.leader_addresses)
+    if response.group is not None:
+        _joined(response.group)
+
+
+def _vote(data: bytes) -> None:
+    ballot = Ballot(GROUP)
+    ballot.add(IDS[1], decoded(data, Vote))
+    ballot.add(IDS[0], Vote(GROUP.group_id, b"d" * 32))
+    ballot.add_lost(IDS[2], "gone")
+    verdict = ballot.decide()
+    assert verdict is not None
+    assert checked_verdict(GROUP, verdict).manifest == verdict.manifest
+
+
+def _verdict(data: bytes) -> None:
+    verdict = checked_verdict(GROUP, decoded(data, Verdict))
+    assert verdict.reason.isprintable()
+    assert set(verdict.blamed) <= set(IDS)
+    if verdict.manifest is not None:
+        assert verdict.manifest.members == IDS
+        assert AT.after(verdict.manifest).step == AT.step + 1
+
+
+def _round_manifest(data: bytes) -> None:
+    manifest = decoded(data, RoundManifest)
+    assert len(AT.after(manifest).lineage) == 32
+
+
+# records in the DHT: the value was decoded there already
+
+
+def _progress_record(data: bytes) -> None:
+    record = msgspec.convert(decode_value(data), ProgressRecord)
+    readable_addresses(record.addresses)
+    for others in ({PeerId("other"): record}, {PeerId("other"): record, PeerId("third"): RECORDS[0]}):
+        for position in (AT, record.position):
+            progress = aggregate(OWN_RECORD, others, position, 64)
+            describe_progress(progress, next_refresh_s(progress, ProgressConfig()))
+        branch = leading_branch(others, PeerId("own"), OWN_RECORD)
+        assert branch.holders
+
+
+def _metrics_record(data: bytes) -> None:
+    record = msgspec.convert(decode_value(data), MetricsRecord)
+    assert math.isfinite(record.loss / max(record.mini_steps, 1))
+
+
+def _run_manifests(data: bytes) -> None:
+    dht: Any = FakeDht()
+    for number, value in enumerate((decode_value(data), zlib.compress(RUN.encoded()))):
+        dht.put(manifest_key("run"), IDS[number], value, sequence=1)
+    quiet = logging.getLogger("manyhands.optim.run_manifest")
+    quiet.disabled = True
+    try:
+        manifests = finish(read_manifests(dht, "run"))
+    finally:
+        quiet.disabled = False
+    run = run_manifest_of(manifests)
+    assert run is not None
+    assert manifests[IDS[1]] == RUN
+    for manifest in manifests.values():
+        lines = differences(RUN, manifest)
+        assert sum(map(len, lines)) < 12_000, "what is shown to a person has bounds"
+        assert all(line.isprintable() for line in lines)
+
+
+# the state
+
+
+def _state(data: bytes) -> None:
+    header = finish(_receive_header(ByteStream(data)))
+    _check_header(REMOTE, header, RUN, AT)
+    state = State(header, empty_tensors(header.tensors))
+    assert sum(tensor.numel() for tensor in state.tensors) < 1000
+    with contextlib.suppress(ValueError):  # it does not fit: the documented error
+        restore(state, _optimizer())
+
+
+def _messages(*messages: msgspec.Struct) -> list[bytes]:
+    return [msgspec.msgpack.encode(message) for message in messages]
+
+
+def _values(*records: msgspec.Struct) -> list[bytes]:
+    return [encode_value(msgspec.to_builtins(record, builtin_types=(bytes,))) for record in records]
+
+
+def _decoder(name: str, kind: type[msgspec.Struct], *seeds: msgspec.Struct) -> Target:
+    """A message of which nothing but its fields is used."""
+    seeds_encoded = _messages(*seeds)
+    return Target(name=name, seeds=seeds_encoded, run=lambda data: decoded(data, kind), errors=_VIOLATION, weight=0.3)
+
+
+_VIOLATION = (ProtocolViolation,)
+_VERDICTS = _messages(Verdict(True, MANIFEST), Verdict(True, None, "lost", [IDS[1]]), Verdict(False))
+_JOINS = _messages(JoinRequest("run", b"f" * 32, AT, MEMBERS[1]))
+_JOINED = _messages(JoinResponse(GROUP), JoinResponse(None, IDS[0], ["/ip4/10.0.0.1/tcp/1"]))
+_VOTES = _messages(Vote(GROUP.group_id, b"d" * 32), Vote(GROUP.group_id, b"", "no result"))
+
+TARGETS = [
+    Target(name=f"{JOIN.name}.request", seeds=_JOINS, run=_join_request, errors=_VIOLATION),
+    Target(name=f"{JOIN.name}.response", seeds=_JOINED, run=_join_response, errors=_VIOLATION),
+    _decoder(f"{INVITE.name}.request", InviteRequest, InviteRequest("run", AT)),
+    _decoder(f"{INVITE.name}.response", InviteResponse, InviteResponse()),
+    Target(name=f"{VOTE.name}.request", seeds=_VOTES, run=_vote, errors=_VIOLATION),
+    Target(name=f"{VOTE.name}.response", seeds=_VERDICTS, run=_verdict, errors=_VIOLATION),
+    _decoder(f"{ASK_VERDICT.name}.request", VerdictQuery, VerdictQuery(GROUP.group_id)),
+    Target(name=f"{ASK_VERDICT.name}.response", seeds=_VERDICTS, run=_verdict, errors=_VIOLATION, weight=0.5),
+    _decoder("averaging.stream-header", StreamHeader, StreamHeader(GROUP.group_id)),
+    Target(name="averaging.round-manifest", seeds=_messages(MANIFEST), run=_round_manifest, errors=_VIOLATION),
+    Target(name="run.progress-record", seeds=_values(*RECORDS), run=_progress_record, errors=(ValueError,)),
+    Target(
+        name="run.metrics-record",
+        seeds=_values(MetricsRecord(7, 1.5, 64, 12.25, 4)),
+        run=_metrics_record,
+        errors=(ValueError,),
+    ),
+    Target(
+        name="run.manifest",
+        seeds=[encode_value(zlib.compress(RUN.encoded()))],
+        run=_run_manifests,
+        errors=(ValueError,),
+        max_bytes=256 << 20,
+        weight=0.5,
+    ),
+    _decoder("state.stream-header", StateRequest, StateRequest("run")),
+    Target(
+        name="state.header",
+        seeds=_messages(StateAnswer(STATE.header), StateAnswer(None, "busy")),
+        run=_state,
+        errors=(ProtocolViolation, Refused, PeerLost),
+        is_framed=True,
+        weight=0.4,
+    ),
+]

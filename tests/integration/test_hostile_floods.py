@@ -1,0 +1,78 @@
+"""A peer that is flooded goes on serving the others."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+import pytest
+
+from manyhands.base.errors import PeerLost
+from manyhands.rpc.frames import (
+    Cancel,
+    Credit,
+    Drain,
+    Failure,
+    Frame,
+    Ping,
+    Pong,
+    Response,
+    encode_frame,
+)
+from tests.integration.siege import ended, request, siege
+from tests.network import KINDS, identity_of
+
+pytestmark = pytest.mark.timeout(60)
+
+FLOODS: dict[str, list[Frame]] = {
+    "pings": [Ping()],
+    "pongs": [Pong()],
+    "drains": [Drain()],
+    "credits": [Credit(number, 1) for number in range(100)],
+    "cancels": [Cancel(number) for number in range(100)],
+    "answers": [Response(number, request(1).body) for number in range(50)] + [Failure(7, "busy", "x")],
+    "calls": [request(number) for number in range(100)],
+    "calls without a method": [request(number, method="test.none") for number in range(100)],
+    "calls without time": [request(number, timeout_s=-1.0) for number in range(100)],
+    "calls that are cancelled": [frame for number in range(50) for frame in (request(number), Cancel(number))],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("flood", FLOODS)
+async def test_a_flood_of_small_frames(kind: str, flood: str) -> None:
+    """As fast as they are taken; what is answered is read."""
+    loop = asyncio.get_running_loop()
+    frames = b"".join(encode_frame(frame) for frame in FLOODS[flood])
+    frames *= 100_000 // len(frames) + 1
+    async with siege(kind) as scene:
+        stream = await scene.connect()
+        reading = asyncio.ensure_future(ended(stream, 30.0))
+        num_before, began = len(scene.latencies), loop.time()
+        num_bytes = 0
+        with suppress(PeerLost):
+            while loop.time() < began + 0.3:
+                await stream.send(frames)
+                num_bytes += len(frames)
+        assert num_bytes > 0
+        await scene.served(5)
+        assert len(scene.latencies) >= num_before + 5
+        stream.abort()
+        await reading
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_two_floods_are_no_worse_than_one(kind: str) -> None:
+    loop = asyncio.get_running_loop()
+    frames = encode_frame(Ping()) * 10_000
+    async with siege(kind) as scene:
+        streams = [await scene.connect(identity_of(100 + number)) for number in range(2)]
+        reading = [asyncio.ensure_future(ended(stream, 30.0)) for stream in streams]
+        began = loop.time()
+        while loop.time() < began + 0.3:
+            for stream in streams:
+                with suppress(PeerLost):
+                    await stream.send(frames)
+        await scene.served(5)
+        scene.leave()
+        await asyncio.wait(reading)

@@ -1,0 +1,67 @@
+"""What a leader may say of a round, and what is believed of it."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from manyhands.averaging.agreement import _checked
+from manyhands.averaging.messages import Group, JoinResponse, Verdict, Vote
+from manyhands.base.errors import ProtocolViolation
+from manyhands.base.identity import PeerId
+from tests.unit.averaging.groups import group_of, peer
+
+GROUP = group_of(3, weights=[1.0, 0.0, 2.5])
+OTHERS = [
+    group_of(2),
+    group_of(3),
+    msgspec.structs.replace(GROUP, group_id=b"another"),
+    msgspec.structs.replace(GROUP, members=GROUP.members[::-1]),
+]
+
+
+def test_a_verdict_about_the_group_is_believed() -> None:
+    assert _checked(GROUP, Verdict(True, GROUP.manifest(b"digest"))).manifest == GROUP.manifest(b"digest")
+    assert _checked(GROUP, Verdict(True, None, "lost", [peer(1)])) == Verdict(True, None, "lost", [peer(1)])
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_what_another_group_committed_is_not_believed(other: Group) -> None:
+    with pytest.raises(ProtocolViolation, match="not about the group"):
+        _checked(GROUP, Verdict(True, other.manifest(b"digest")))
+
+
+def test_nothing_is_committed_in_doubt() -> None:
+    with pytest.raises(ProtocolViolation):
+        _checked(GROUP, Verdict(False, GROUP.manifest(b"digest")))
+
+
+def test_only_members_are_blamed() -> None:
+    assert _checked(GROUP, Verdict(True, None, "", [PeerId("x"), peer(2)])).blamed == [peer(2)]
+
+
+@given(st.text(max_size=600))
+def test_the_reason_is_fit_for_a_log_line(reason: str) -> None:
+    shown = _checked(GROUP, Verdict(True, None, reason)).reason
+    assert shown.isprintable()
+    assert len(shown) <= 500
+
+
+MESSAGES = st.one_of(
+    st.builds(Vote, st.binary(max_size=64), st.binary(max_size=64), st.text(max_size=500)),
+    st.builds(
+        Verdict,
+        st.booleans(),
+        st.none() | st.builds(GROUP.manifest, st.binary(max_size=64)),
+        st.text(max_size=50),
+        st.lists(st.text(max_size=64).map(PeerId), max_size=3),
+    ),
+    st.builds(JoinResponse, st.none() | st.sampled_from(OTHERS), st.text(max_size=64).map(PeerId)),
+)
+
+
+@given(MESSAGES)
+def test_messages_survive_the_wire(message: msgspec.Struct) -> None:
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=type(message)) == message

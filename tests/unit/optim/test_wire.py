@@ -1,0 +1,84 @@
+"""What the peers of a run publish and send arrives as it was meant."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from manyhands.averaging.messages import Position
+from manyhands.dht.records import decode_value, encode_value
+from manyhands.optim.metrics import MetricsRecord
+from manyhands.optim.plain import is_plain
+from manyhands.optim.progress import ProgressRecord
+from manyhands.optim.run_manifest import RunManifest, TensorSpec, manifest_key, read_manifests
+from manyhands.optim.state import StateHeader
+from manyhands.optim.state_transfer import StateAnswer
+from tests.unit.optim.fake_dht import FakeDht
+
+COUNTS = st.integers(0, 2**53)
+AMOUNTS = st.floats(0, 1e300)
+TEXTS = st.text(max_size=20)
+POSITIONS = st.builds(Position, COUNTS, st.binary(max_size=64))
+SPECS = st.lists(
+    st.builds(TensorSpec, TEXTS, st.lists(st.integers(0, 2**40), max_size=4).map(tuple), TEXTS), max_size=4
+)
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.floats(allow_nan=False) | TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
+    max_leaves=6,
+)
+RECORDS = st.one_of(
+    st.builds(ProgressRecord, POSITIONS, COUNTS, AMOUNTS, COUNTS, st.booleans(), st.lists(TEXTS, max_size=3), AMOUNTS),
+    st.builds(MetricsRecord, COUNTS, AMOUNTS, COUNTS, st.floats(-1e300, 1e300), COUNTS),
+)
+MANIFESTS = st.builds(
+    RunManifest,
+    protocol=TEXTS,
+    run_id=st.just("run"),
+    target_batch_size=COUNTS,
+    tensors=SPECS,
+    frozen=st.lists(TEXTS, max_size=3),
+    optimizer=TEXTS,
+    hyper_parameters=st.lists(st.dictionaries(TEXTS, PLAIN, max_size=3), max_size=2),
+    scheduler=TEXTS,
+    codec=TEXTS,
+    extra=st.dictionaries(TEXTS, TEXTS, max_size=3),
+)
+
+
+@given(RECORDS)
+def test_records_survive_the_dht(record: msgspec.Struct) -> None:
+    stored = encode_value(msgspec.to_builtins(record, builtin_types=(bytes,)))
+    assert msgspec.convert(decode_value(stored), type(record)) == record
+
+
+@given(MANIFESTS)
+def test_manifests_survive_the_dht_with_their_fingerprint(manifest: RunManifest) -> None:
+    dht: Any = FakeDht()
+    dht.put(manifest_key("run"), "peer", zlib.compress(manifest.encoded()), sequence=1)
+    reading = read_manifests(dht, "run")
+    try:
+        reading.send(None)
+    except StopIteration as stop:
+        (read,) = stop.value.values()
+    assert read == manifest
+    assert read.fingerprint() == manifest.fingerprint()
+
+
+@given(st.builds(StateHeader, POSITIONS, COUNTS, SPECS, st.binary(max_size=20), st.binary(max_size=32)))
+def test_headers_of_states_survive_the_wire(header: StateHeader) -> None:
+    answer = msgspec.msgpack.decode(msgspec.msgpack.encode(StateAnswer(header)), type=StateAnswer)
+    assert answer.header == header
+
+
+@pytest.mark.parametrize(("depth", "travels"), [(32, True), (33, False), (100_000, False)])
+def test_what_is_nested_without_end_does_not_travel(depth: int, travels: bool) -> None:
+    value: Any = 1
+    for level in range(depth):
+        value = {"x": value} if level % 2 else [value]
+    assert is_plain(value) == travels
