@@ -18,7 +18,7 @@ from manyhands.averaging import AveragingConfig
 from manyhands.optim import ProgressConfig
 
 FAST = ProgressConfig(min_refresh_s=0.05, max_refresh_s=0.5, default_refresh_s=0.2, ttl_s=5.0)
-AVERAGING = AveragingConfig(matchmaking_time_s=5.0, averaging_timeout_s=20.0)
+AVERAGING = AveragingConfig(matchmaking_time_s=5.0, averaging_timeout_s=20.0, min_span_bytes=4)  # all members reduce
 LISTEN = ["/ip4/127.0.0.1/tcp/0"]
 BATCH_SIZE = 4
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from manyhands.averaging.averager import RoundResult
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import Position
 from manyhands.base.errors import RoundAborted
+from manyhands.base.identity import PeerId
 from tests.swarm import averagers
 
 
@@ -43,6 +45,42 @@ async def test_every_member_holds_the_same_weighted_mean(
         assert torch.equal(result.averaged_N, results[0].averaged_N)
         assert result.manifest == results[0].manifest
         torch.testing.assert_close(result.averaged_N, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("num_peers", "numel", "min_span_bytes", "clients", "num_streams"),
+    [
+        (6, 8, 16384, (), 5),  # one reducer
+        (6, 8, 16384, (0, 3), 5),
+        (6, 100, 160, (), 9),  # two
+        (6, 100, 100, (1, 2), 14),  # four of the four that can, and two clients
+        (6, 100, 4, (), 15),  # all
+    ],
+)
+async def test_a_small_vector_is_exchanged_with_the_few_that_reduce_it(
+    num_peers: int, numel: int, min_span_bytes: int, clients: tuple[int, ...], num_streams: int
+) -> None:
+    values = vectors(num_peers, numel)
+    weights = [float(1 + rank) for rank in range(num_peers)]
+    opened: list[str] = []
+    async with averagers(num_peers, clients=clients, config=AveragingConfig(min_span_bytes=min_span_bytes)) as members:
+        for _, _, endpoint in members:
+            open_bulk = endpoint.open_bulk
+
+            def count(peer_id: PeerId, *args: Any, open_bulk: Any = open_bulk) -> Any:
+                opened.append(peer_id)
+                return open_bulk(peer_id, *args)
+
+            endpoint.open_bulk = count  # type: ignore[method-assign]
+        results = await asyncio.gather(
+            *(averager.average(values[i], weights[i]) for i, (averager, _, _) in enumerate(members))
+        )
+    assert len(opened) == num_streams
+    for result in results:
+        assert torch.equal(result.averaged_N, results[0].averaged_N)
+        assert result.manifest == results[0].manifest
+        assert result.num_members == num_peers
+        torch.testing.assert_close(result.averaged_N, weighted_mean(values, weights), rtol=1e-6, atol=1e-6)
 
 
 async def test_a_member_without_samples_gets_the_mean_of_the_others() -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 import random
+from collections import Counter
+from typing import Any
 
 import pytest
 
+from manyhands.rpc import Endpoint
 from manyhands.testing import Fault, World, at, between
 from tests.simulation.worlds import Trainer, training_world
 
@@ -76,3 +79,48 @@ def test_after_any_faults_all_peers_agree_and_go_on(seed: int) -> None:
     assert_no_sample_is_lost(trainers)
     assert_nobody_disagrees(trainers)
     assert trainers["p0"].optimizer.global_step > steps_then[0], "the run goes on"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_step_is_made_when_the_target_is_reached_and_not_much_later(seed: int) -> None:
+    """Though peers publish and read seldom: a batch takes 5 s, a step about 40 s."""
+    num_peers, batch_size, target = 8, 4, 256
+    world, trainers = training_world(seed, num_peers, batch_size=batch_size, target_batch_size=target)
+    sizes: dict[bytes, float] = {}
+
+    def note() -> None:
+        manifest = trainers["p0"].optimizer.last_round
+        if manifest is not None and len(manifest.members) == num_peers:
+            sizes[manifest.group_id] = sum(manifest.weights)
+
+    world.schedule(*(at(float(second)).call(note) for second in range(60, int(END_S), 5)))
+    run(world, END_S)
+    assert len(sizes) >= 6
+    for samples in sizes.values():
+        assert target <= samples, "not before the peers have said that they have so many"
+        assert samples <= target + 1.5 * num_peers * batch_size, "each finishes the batch that it has begun, at most"
+    for trainer in trainers.values():
+        assert trainer.optimizer.statistics.rounds_aborted == 0
+
+
+def test_peers_say_little_while_the_target_is_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight peers, a batch each 5 s and a step about each minute: fewer than two calls for each peer and second."""
+    num_peers, from_s, until_s = 8, 120, 300
+    world, trainers = training_world(1, num_peers, target_batch_size=num_peers * 48)
+    counts: Counter[str] = Counter()
+    steps: list[int] = []
+    call = Endpoint.call
+
+    async def counted(self: Endpoint, peer_id: Any, method: Any, *args: Any) -> Any:
+        counts[method.name] += 1
+        return await call(self, peer_id, method, *args)
+
+    def begin() -> None:
+        counts.clear()
+        steps.append(trainers["p0"].optimizer.global_step)
+
+    monkeypatch.setattr(Endpoint, "call", counted)
+    world.schedule(at(from_s).call(begin))
+    run(world, until_s)
+    assert trainers["p0"].optimizer.global_step - steps[0] >= 2
+    assert counts.total() < 2 * num_peers * (until_s - from_s), counts

@@ -1,8 +1,9 @@
 """Butterfly all-reduce of one formed group: reduce-scatter, then all-gather, over one stream for each pair.
 
-Each reducer owns a span of the vector. On the stream between two members, each sends its part of the other's span, then
-the averaged chunks of its own span as they get ready; both sides know all sizes, so nothing but values travels. A
-reducer adds in the order of ranks, so the result does not depend on who is faster.
+Each reducer owns a span of the vector; two members that own none have no stream. On the stream between two members,
+each sends its part of the other's span, then the averaged chunks of its own span as they get ready; both sides know all
+sizes, so nothing but values travels. A reducer adds in the order of ranks, so the result does not depend on who is
+faster.
 
 Source: Ryabinin et al., Moshpit SGD, arXiv:2103.03239, section 3.2.
 """
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 from manyhands.averaging.messages import Group
-from manyhands.averaging.spans import chunks_of, owned_spans
+from manyhands.averaging.spans import chunks_of, owned_spans, reducer_shares
 from manyhands.base.errors import PeerLost, RoundAborted
 from manyhands.transport.api import Stream
 
@@ -46,6 +47,7 @@ class Butterfly:
         self._members = members
         self._rank = rank
         self._flat_N = flat_N
+        shares = reducer_shares(flat_N.numel(), shares, group.min_span_numel, group.group_id)
         self._spans = owned_spans(flat_N.numel(), shares)
         self._weights = [member.weight for member in members]
         self._own_chunks = chunks_of(self._spans[rank], chunk_numel)
@@ -56,7 +58,7 @@ class Butterfly:
         }
 
     def partners(self) -> list[int]:
-        """Ranks with which values are exchanged; two clients have nothing to say to each other."""
+        """Ranks with which values are exchanged; two members that own no span have nothing to say to each other."""
         return [
             rank
             for rank in range(len(self._members))

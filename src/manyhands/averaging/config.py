@@ -19,6 +19,8 @@ class AveragingConfig:
             late may still take when the others are done.
         in_doubt_timeout_s: how long a member that voted and lost its leader asks for the verdict.
         chunk_bytes: what is received, reduced and sent on in one go.
+        min_span_bytes: in groups that this peer leads, no member reduces less; a small vector is averaged by few.
+            Below it, opening a stream takes longer than what is sent over it.
     """
 
     matchmaking_time_s: float = 15.0
@@ -26,6 +28,7 @@ class AveragingConfig:
     stream_timeout_s: float = 10.0
     in_doubt_timeout_s: float = 3.0
     chunk_bytes: int = 512 * 1024
+    min_span_bytes: int = 16 * 1024
 
     def __post_init__(self) -> None:
         if not 0 < self.matchmaking_time_s < self.averaging_timeout_s:
@@ -35,3 +38,5 @@ class AveragingConfig:
             )
         if self.chunk_bytes < 4 or self.chunk_bytes % 4:
             raise ConfigError(f"chunk_bytes={self.chunk_bytes} is not a multiple of 4; for example 524288")
+        if self.min_span_bytes < 0:
+            raise ConfigError(f"min_span_bytes={self.min_span_bytes} must be at least 0; for example 16384")

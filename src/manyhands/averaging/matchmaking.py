@@ -43,6 +43,7 @@ ROSTER_POLL_S = 0.2
 MOVE_POLL_S = 0.05
 LOOK_TIMEOUT_S = 1.0
 MAX_REDIRECTS = 8
+FLOAT_BYTES = 4
 BEHIND = "behind"
 """Code of a refusal: the asked peer has made steps that the asking one has not."""
 
@@ -300,7 +301,8 @@ class Matchmaker:
             reason = f"none of the {len(late)} expected peers came" if late else "no other peer can be reached"
             return RoundAborted(reason, sorted(late))
         members = [gathering.joined[peer_id] for peer_id in sorted(gathering.joined)]
-        return JoinResponse(Group(self._rng.randbytes(16), own_id, gathering.position, members))
+        min_span_numel = max(1, self._config.min_span_bytes // FLOAT_BYTES)
+        return JoinResponse(Group(self._rng.randbytes(16), own_id, gathering.position, members, min_span_numel))
 
     async def _wait_for_all(self, gathering: Gathering, invitations: dict[PeerId, asyncio.Task[None]]) -> None:
         loop = asyncio.get_running_loop()

@@ -51,12 +51,17 @@ class Member(msgspec.Struct, frozen=True):
 
 
 class Group(msgspec.Struct, frozen=True):
-    """A formed group; a member's rank is its index in ``members``."""
+    """A formed group; a member's rank is its index in ``members``.
+
+    Attributes:
+        min_span_numel: elements; of a vector with few of them not all members reduce a part.
+    """
 
     group_id: Digest
     leader: PeerIdText
     position: Position
     members: list[Member]
+    min_span_numel: Annotated[int, msgspec.Meta(ge=1, le=2**53)] = 1
 
     def rank_of(self, peer_id: PeerId) -> int | None:
         """The rank of a peer, or None when it is not a member."""

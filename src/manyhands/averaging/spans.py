@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
 
@@ -35,6 +36,24 @@ def owned_spans(numel: int, shares: Sequence[float]) -> list[slice]:
         spans.append(slice(start, start + size))
         start += size
     return spans
+
+
+def reducer_shares(numel: int, shares: Sequence[float], min_span_numel: int, seed: bytes) -> list[float]:
+    """Let only as many members reduce as there are spans worth a stream; the others get a share of 0.
+
+    A vector of a few kilobytes is averaged fastest by one member: each further one costs a stream to everybody. Who
+    reduces is drawn by the seed, the same for all members and another in each round, so that the load is spread.
+
+    Args:
+        numel: N, in elements.
+        shares: relative bandwidth, shape [P]; who has 0 never reduces.
+        min_span_numel: elements, at least 1; with at least so many for each, all with a share reduce.
+        seed: bytes that all members know, and nobody chooses.
+    """
+    able = [rank for rank, share in enumerate(shares) if share > 0]
+    num_reducers = max(1, min(len(able), numel // min_span_numel))
+    drawn = sorted(able, key=lambda rank: hashlib.sha256(seed + rank.to_bytes(4, "big")).digest())[:num_reducers]
+    return [share if rank in drawn else 0.0 for rank, share in enumerate(shares)]
 
 
 def chunks_of(span: slice, chunk_numel: int) -> list[slice]:

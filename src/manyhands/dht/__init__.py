@@ -1,5 +1,6 @@
 from manyhands.dht.config import DhtConfig
-from manyhands.dht.node import DhtNode, StoredValue
+from manyhands.dht.findings import StoredValue
+from manyhands.dht.node import DhtNode
 from manyhands.dht.records import Reason
 from manyhands.dht.routing import Contact
 

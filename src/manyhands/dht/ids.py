@@ -20,6 +20,7 @@ def node_id(peer_id: PeerId) -> int:
     return _point_of(peer_id)
 
 
+@functools.lru_cache(maxsize=4096)
 def key_id(key: str) -> int:
     """The point of a key: SHA-256 of its text; the peers nearest to it hold its records."""
     return _point_of(key)

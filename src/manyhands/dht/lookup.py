@@ -1,7 +1,8 @@
 """The order in which a lookup asks: always the nearest known peers, a few at once, until the nearest have all answered.
 
-A contact goes from *known* through *asked* to *answered* or *failed*. The shortlist is the ``k`` nearest contacts that
-did not fail. The lookup is finished when everybody on the shortlist has answered: nobody nearer is left to hear of.
+A contact goes from *known* through *asked* to *answered* or *failed*. The shortlist is the ``num`` nearest contacts
+that did not fail. The lookup is finished when everybody on the shortlist has answered: nobody nearer is left to hear
+of. Who wants the replicas of a key wants few; who wants to be known to its neighbours wants ``k``.
 
 Source: Maymounkov & Mazieres, Kademlia, 2002, section 2.3.
 """
@@ -31,14 +32,18 @@ class Lookup:
         target: the point.
         seeds: contacts to begin with.
         own_id: the peer that looks up; it is not asked.
-        k: how many of the nearest must have answered.
+        k: how many contacts of one answer count.
         alpha: how many may be asked at once.
+        num: how many of the nearest must have answered; ``k`` if not given.
     """
 
-    def __init__(self, target: int, seeds: Iterable[Contact], *, own_id: PeerId, k: int, alpha: int) -> None:
+    def __init__(
+        self, target: int, seeds: Iterable[Contact], *, own_id: PeerId, k: int, alpha: int, num: int | None = None
+    ) -> None:
         self._target = target
         self._own_id = own_id
         self._k = k
+        self._num = k if num is None else num
         self._alpha = alpha
         self._contacts: dict[PeerId, Contact] = {}
         self._states: dict[PeerId, _State] = {}
@@ -70,7 +75,7 @@ class Lookup:
         self._states[peer_id] = _State.FAILED
 
     def nearest(self) -> list[Contact]:
-        """The contacts that have answered, nearest first, at most ``k``."""
+        """The contacts that have answered, nearest first, at most ``num``."""
         return [contact for contact in self._shortlist() if self._states[contact.peer_id] is _State.ANSWERED]
 
     def _learn(self, contacts: Iterable[Contact]) -> None:
@@ -81,7 +86,7 @@ class Lookup:
 
     def _shortlist(self) -> list[Contact]:
         hopeful = (contact for contact in self._contacts.values() if self._states[contact.peer_id] is not _State.FAILED)
-        return heapq.nsmallest(self._k, hopeful, key=self._distance)
+        return heapq.nsmallest(self._num, hopeful, key=self._distance)
 
     def _distance(self, contact: Contact) -> int:
         return distance(node_id(contact.peer_id), self._target)

@@ -32,23 +32,36 @@ class PingResponse(msgspec.Struct, frozen=True):
     """Yes."""
 
 
-class FindRequest(msgspec.Struct, frozen=True):
+class FindRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """Who is near a point, and what do you hold under a key?
 
     Attributes:
         target: the point, 32 bytes.
         key: whose records are wanted; None for contacts only.
+        wants_contacts: False if the reader knows who holds the key.
+        wants_records: False if the digest of the records will do.
     """
 
     target: Annotated[bytes, msgspec.Meta(min_length=ID_BYTES, max_length=ID_BYTES)]
     key: Annotated[str, msgspec.Meta(max_length=MAX_KEY_LENGTH)] | None = None
+    wants_contacts: bool = True
+    wants_records: bool = True
 
 
-class FindResponse(msgspec.Struct, frozen=True):
-    """The contacts nearest to the point, at most ``k``, and all records held under the key."""
+class FindResponse(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a node knows of a point and a key.
+
+    Attributes:
+        contacts: those nearest to the point, at most ``k``.
+        records: all that are held under the key.
+        digest: :func:`manyhands.dht.records.digest_of` these, sent in their place when they are not wanted.
+        is_responsible: whether the asked node thinks that it is among the nearest to the point.
+    """
 
     contacts: Annotated[list[Contact], msgspec.Meta(max_length=MAX_CONTACTS)]
     records: Annotated[list[AgedRecord], msgspec.Meta(max_length=MAX_FOUND_RECORDS)] = []
+    digest: Annotated[bytes, msgspec.Meta(max_length=64)] = b""
+    is_responsible: bool = True
 
 
 class StoreRequest(msgspec.Struct, frozen=True):
@@ -57,18 +70,20 @@ class StoreRequest(msgspec.Struct, frozen=True):
     records: Annotated[list[AgedRecord], msgspec.Meta(max_length=MAX_STORED_RECORDS)]
 
 
-class StoreOutcome(msgspec.Struct, frozen=True):
+class StoreOutcome(msgspec.Struct, frozen=True, omit_defaults=True):
     """What became of one record.
 
     Attributes:
         is_stored: whether the holder has it now.
         code: a value of :class:`manyhands.dht.records.Reason`, or one that a later version knows.
         later: the record that made this one stale, for the writer to write above it and for other holders to learn.
+        is_responsible: whether the holder thinks that it is among the nearest to the key.
     """
 
     is_stored: bool
     code: Annotated[str, msgspec.Meta(max_length=64)]
     later: AgedRecord | None = None
+    is_responsible: bool = True
 
 
 class StoreResponse(msgspec.Struct, frozen=True):

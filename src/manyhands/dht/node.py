@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import heapq
 import logging
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from manyhands.base.address import Address
 from manyhands.base.identity import PeerId
 from manyhands.dht.config import MAX_STORED_RECORDS, DhtConfig
+from manyhands.dht.findings import Findings, StoredValue
 from manyhands.dht.handover import Handover
-from manyhands.dht.ids import ID_BITS, distance, id_from_bytes, key_id, node_id
+from manyhands.dht.ids import ID_BITS, id_from_bytes, id_to_bytes, key_id, node_id
 from manyhands.dht.issuing import Issuer, check_key
 from manyhands.dht.joining import InitialPeers
 from manyhands.dht.messages import (
@@ -31,7 +30,8 @@ from manyhands.dht.messages import (
     StoreResponse,
 )
 from manyhands.dht.overlay import Overlay
-from manyhands.dht.records import AgedRecord, Reason, Record, decode_value
+from manyhands.dht.records import AgedRecord, Reason, Record, digest_of
+from manyhands.dht.replicas import Replicas
 from manyhands.dht.routing import Contact
 from manyhands.dht.storage import Storage
 from manyhands.rpc.endpoint import Endpoint
@@ -39,22 +39,8 @@ from manyhands.runtime.tasks import TaskOwner
 
 logger = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True)
-class StoredValue:
-    """What a reader gets.
-
-    Attributes:
-        value: as it was stored, but tuples have become lists.
-        sequence: higher for later values of the same subkey.
-        remaining_s: seconds until it expires.
-        owner: the peer whose signature was checked; empty if anybody may have written it.
-    """
-
-    value: Any
-    sequence: int
-    remaining_s: float
-    owner: str
+MAX_QUIET_ROUNDS = 16
+"""Rounds of upkeep between two looks around, when nobody comes or goes."""
 
 
 class DhtNode:
@@ -86,14 +72,18 @@ class DhtNode:
         self._initial_peers = InitialPeers(endpoint, self._overlay, config, self._tasks)
         self._issuer = Issuer(endpoint.identity, config, wall_clock)
         self._storage = Storage(config)
+        own_id = None if endpoint.client_mode else endpoint.peer_id
+        self._replicas = Replicas(own_id, self._overlay.table, config)
         self._handover = Handover()
+        self._changes_seen = 0
+        self._quiet_rounds = 0
         self._upkeep: asyncio.Task[None] | None = None
         self._rejoining: asyncio.Task[None] | None = None
         if not endpoint.client_mode:
             endpoint.handle(PING, self._on_ping)
             endpoint.handle(FIND, self._on_find)
             endpoint.handle(STORE, self._on_store)
-        endpoint.on_lost.append(self._handover.forget)
+        endpoint.on_lost.append(self._on_lost)
 
     @property
     def num_known_peers(self) -> int:
@@ -116,7 +106,8 @@ class DhtNode:
         deadline = loop.time() + self._config.join_timeout_s
         if initial_peers:
             await self._initial_peers.reach_one(initial_peers)
-            await self._overlay.lookup(node_id(self._endpoint.peer_id), deadline - loop.time())
+            own_point = node_id(self._endpoint.peer_id)
+            await self._overlay.lookup(own_point, deadline - loop.time(), self._config.k)
             logger.info("joined the DHT; %d peers are known", self.num_known_peers)
         if self._upkeep is None:
             self._upkeep = self._tasks.spawn(self._keep_up(), name="upkeep")
@@ -140,49 +131,43 @@ class DhtNode:
         """
         record = self._issuer.issue(key, subkey or "", value, ttl_s)
         self._rejoin_if_lost()
-        contacts = await self._overlay.lookup(key_id(key), self._config.lookup_timeout_s)
-        replicas = self._replicas(key, contacts)
-        outcomes = await self._store_at(replicas, record)
+        outcomes = await self._write(record)
         shown = [outcome.later.record for outcome in outcomes if outcome.later is not None]
         above = self._issuer.sequence_to_exceed(record, shown)
         if above is not None:
-            outcomes = await self._store_at(replicas, self._issuer.issue(key, subkey or "", value, ttl_s, above))
+            outcomes = await self._write(self._issuer.issue(key, subkey or "", value, ttl_s, above))
         return sum(outcome.is_stored for outcome in outcomes)
 
-    async def get(self, key: str) -> dict[str, StoredValue]:
-        """Find the values of a key, by subkey: of each the latest that any of the peers nearest to the key holds.
+    async def get(self, key: str, *, quickly: bool = False) -> dict[str, StoredValue]:
+        """Find the values of a key, by subkey: of each the latest that the peers nearest to the key hold.
+
+        A majority of them is asked, one for the records and the others for a digest of theirs; who has others is then
+        asked for them. A write that a majority has taken is therefore seen, though a holder may have missed it.
+        Whenever a holder does not answer, all of them are looked up and asked.
 
         An empty answer may also mean that nobody could be reached.
 
+        Args:
+            quickly: ask one of them only, drawn by chance. It may have missed a write, so this is for who reads again
+                soon, from another one then, and keeps the latest that it has seen.
         Raises:
             ConfigError: not a key.
         """
         check_key(key)
         self._rejoin_if_lost()
         loop = asyncio.get_running_loop()
-        found = Storage(self._config)  # what others answer is judged as if they stored it
+        found = Findings(key, self._config)
         for held in self._storage.get(key, loop.time()):
-            found.put(held.record, held.expires_at, loop.time())
-
-        def merge(source: PeerId, records: list[AgedRecord]) -> None:
-            for aged in records:
-                is_wanted = aged.record.key == key
-                reason = found.offer(aged, loop.time(), self._wall_clock()) if is_wanted else Reason.MALFORMED
-                self._note(reason, source, aged.record)
-
-        await self._overlay.lookup(key_id(key), self._config.lookup_timeout_s, key, merge)
-        now = loop.time()
-        return {
-            held.record.subkey: StoredValue(
-                decode_value(held.record.value), held.record.sequence, held.expires_at - now, held.record.owner
-            )
-            for held in found.get(key, now)
-            if not held.record.is_tombstone
-        }
+            found.add(held.record, held.expires_at)
+        found.note_shown(self._endpoint.peer_id, len(self._storage.get(key, loop.time())))
+        if not await self._read_at_some(key, found, quickly):
+            await self._read_at_all(key, found)
+        return found.values(loop.time())
 
     async def refresh(self) -> None:
         """One round of upkeep; happens by itself about every ``refresh_period_s``."""
-        await asyncio.gather(self._initial_peers.retry(), self._refresh_table())
+        await self._initial_peers.retry()
+        await self._refresh_table()
         await self._hand_over()
 
     async def close(self) -> None:
@@ -190,9 +175,13 @@ class DhtNode:
         if not self._endpoint.client_mode:
             for method in (PING, FIND, STORE):
                 self._endpoint.unhandle(method)
-        if self._handover.forget in self._endpoint.on_lost:
-            self._endpoint.on_lost.remove(self._handover.forget)
+        if self._on_lost in self._endpoint.on_lost:
+            self._endpoint.on_lost.remove(self._on_lost)
         await self._tasks.close()
+
+    def _on_lost(self, peer_id: PeerId) -> None:
+        self._overlay.table.lost(peer_id)
+        self._handover.forget(peer_id)
 
     # served to others
 
@@ -202,11 +191,21 @@ class DhtNode:
 
     async def _on_find(self, remote: PeerId, request: FindRequest) -> FindResponse:
         self._overlay.seen(remote)
+        return self._answer(remote, request)
+
+    def _answer(self, remote: PeerId, request: FindRequest) -> FindResponse:
         now = asyncio.get_running_loop().time()
-        nearest = self._overlay.table.nearest(id_from_bytes(request.target), self._config.k + 1)
-        contacts = [contact for contact in nearest if contact.peer_id != remote][: self._config.k]
-        records = [held.aged(now) for held in self._storage.get(request.key, now)] if request.key else []
-        return FindResponse(contacts, records)
+        contacts: list[Contact] = []
+        if request.wants_contacts:
+            nearest = self._overlay.table.nearest(id_from_bytes(request.target), self._config.k + 1)
+            contacts = [contact for contact in nearest if contact.peer_id != remote][: self._config.k]
+        if not request.key:
+            return FindResponse(contacts)
+        is_responsible = self._replicas.is_own(request.key)
+        if not request.wants_records:
+            return FindResponse(contacts, [], self._storage.digest(request.key, now), is_responsible)
+        records = [held.aged(now) for held in self._storage.get(request.key, now)]
+        return FindResponse(contacts, records, is_responsible=is_responsible)
 
     async def _on_store(self, remote: PeerId, request: StoreRequest) -> StoreResponse:
         self._overlay.seen(remote)
@@ -218,7 +217,8 @@ class DhtNode:
         reason = self._storage.offer(aged, now, self._wall_clock())
         self._note(reason, source, record)
         later = self._storage.held(record.key, record.subkey, now) if reason is Reason.STALE else None
-        return StoreOutcome(reason.is_stored, reason.value, later.aged(now) if later is not None else None)
+        is_responsible = self._replicas.is_own(record.key)
+        return StoreOutcome(reason.is_stored, reason.value, later.aged(now) if later else None, is_responsible)
 
     def _note(self, reason: Reason, source: PeerId, record: Record) -> None:
         if not reason.is_stored and reason is not Reason.STALE:
@@ -227,18 +227,84 @@ class DhtNode:
 
     # asked of others
 
-    def _replicas(self, key: str, contacts: Sequence[Contact]) -> list[PeerId]:
-        """The peers that should hold a key, nearest first, perhaps this one among them."""
-        peers = [contact.peer_id for contact in contacts]
-        if not self._endpoint.client_mode:
-            peers.append(self._endpoint.peer_id)
-        target = key_id(key)
-        return heapq.nsmallest(self._config.replicas, peers, key=lambda peer: distance(node_id(peer), target))
+    async def _lookup(self, key: str, found: Findings | None = None) -> list[PeerId]:
+        """Look up who should hold a key, nearest first, perhaps this peer among them; and read from all on the way."""
 
-    async def _store_at(self, replicas: Sequence[PeerId], record: Record) -> list[StoreOutcome]:
+        def merge(source: PeerId, records: list[AgedRecord]) -> None:
+            if found is not None:
+                self._merge(found, source, records)
+
+        config, target = self._config, key_id(key)
+        wanted_key = key if found is not None else None
+        contacts = await self._overlay.lookup(target, config.lookup_timeout_s, config.replicas, wanted_key, merge)
+        return self._replicas.among(key, (contact.peer_id for contact in contacts))
+
+    def _merge(self, found: Findings, source: PeerId, records: list[AgedRecord]) -> list[Record]:
+        """Take in what a peer shows; returns what passes."""
+        now, wall_now = asyncio.get_running_loop().time(), self._wall_clock()
+        passed: list[Record] = []
+        for aged in records:
+            reason = found.offer(aged, now, wall_now)
+            self._note(reason, source, aged.record)
+            if reason.is_stored or reason is Reason.STALE:
+                passed.append(aged.record)
+        found.note_shown(source, len(passed))
+        return passed
+
+    async def _write(self, record: Record) -> list[StoreOutcome]:
+        """Have a record held by the peers nearest to its key; one outcome for each that answers."""
+        replicas = self._replicas.recall(record.key, asyncio.get_running_loop().time())
+        outcomes = await self._store_at(replicas, record)
+        if not replicas or len(outcomes) < len(replicas) or not all(o.is_responsible for o in outcomes.values()):
+            found = await self._lookup(record.key)
+            self._replicas.remember(record.key, found, asyncio.get_running_loop().time())
+            outcomes |= await self._store_at([peer_id for peer_id in found if peer_id not in outcomes], record)
+        return list(outcomes.values())
+
+    async def _store_at(self, replicas: Sequence[PeerId], record: Record) -> dict[PeerId, StoreOutcome]:
         sent = [AgedRecord(record, 0.0)]
         outcomes = await asyncio.gather(*(self._send(peer_id, sent) for peer_id in replicas))
-        return [outcome for answer in outcomes for outcome in answer]
+        return {peer_id: answer[0] for peer_id, answer in zip(replicas, outcomes, strict=True) if answer}
+
+    async def _read_at_all(self, key: str, found: Findings) -> None:
+        replicas = await self._lookup(key, found)
+        now, are_complete = asyncio.get_running_loop().time(), found.are_complete(replicas)
+        self._replicas.remember(key, replicas, now, are_complete)
+
+    async def _read_at_some(self, key: str, found: Findings, quickly: bool) -> bool:
+        """Read from one or a majority of the peers that are known to hold a key; whether all was well."""
+        replicas = list(self._replicas.recall_complete(key, asyncio.get_running_loop().time()))
+        if not replicas:
+            return False
+        self._rng.shuffle(replicas)
+        replicas.sort(key=lambda peer_id: peer_id != self._endpoint.peer_id)  # what is held here costs nothing
+        first, *others = replicas[: 1 if quickly else len(replicas) // 2 + 1]
+        answers = await asyncio.gather(
+            self._read_at(first, key, wants_records=True),
+            *(self._read_at(peer_id, key, wants_records=False) for peer_id in others),
+        )
+        if not all(answer is not None and answer.is_responsible for answer in answers):
+            self._replicas.forget(key)
+            return False
+        records, *digests = (answer for answer in answers if answer is not None)
+        passed = self._merge(found, first, records.records)
+        if not others:
+            return True
+        digest = digest_of(passed)
+        differing = [peer_id for peer_id, answer in zip(others, digests, strict=True) if answer.digest != digest]
+        more = await asyncio.gather(*(self._read_at(peer_id, key, wants_records=True) for peer_id in differing))
+        for peer_id, answer in zip(differing, more, strict=True):
+            self._merge(found, peer_id, answer.records if answer is not None else [])
+        if differing and not found.are_complete([first, *differing]):
+            self._replicas.forget(key)
+            return False
+        return True
+
+    async def _read_at(self, peer_id: PeerId, key: str, *, wants_records: bool) -> FindResponse | None:
+        request = FindRequest(id_to_bytes(key_id(key)), key, wants_contacts=False, wants_records=wants_records)
+        if peer_id == self._endpoint.peer_id:
+            return self._answer(peer_id, request)
+        return await self._overlay.ask(peer_id, FIND, request)
 
     async def _send(self, peer_id: PeerId, records: list[AgedRecord]) -> list[StoreOutcome]:
         """Ask a peer, perhaps this one, to hold records; no outcomes if it does not answer."""
@@ -260,11 +326,21 @@ class DhtNode:
             await self.refresh()
 
     async def _refresh_table(self) -> None:
-        """Doubt the quietest contacts, and look around near this node and anywhere."""
-        doubted = self._overlay.table.least_recently_seen()
-        await asyncio.gather(*(self._overlay.ask(contact.peer_id, PING, PingRequest()) for contact in doubted))
-        for target in (node_id(self._endpoint.peer_id), self._rng.getrandbits(ID_BITS)):
-            await self._overlay.lookup(target, self._config.lookup_timeout_s)
+        """Doubt the contacts that nothing was heard of, and look around near this node and anywhere.
+
+        As long as nobody comes or goes, looking around would find what is known: it is done ever more seldom.
+        """
+        table = self._overlay.table
+        doubted = [contact.peer_id for contact in table.least_recently_seen()]
+        doubted = [peer_id for peer_id in doubted if self._overlay.is_doubtful(peer_id)]
+        await asyncio.gather(*(self._overlay.ask(peer_id, PING, PingRequest()) for peer_id in doubted))
+        self._quiet_rounds = self._quiet_rounds + 1 if table.num_changes == self._changes_seen else 0
+        if self._quiet_rounds not in (0, 1, 3) and self._quiet_rounds % MAX_QUIET_ROUNDS:
+            return
+        config = self._config
+        await self._overlay.lookup(node_id(self._endpoint.peer_id), config.lookup_timeout_s, config.k)
+        await self._overlay.lookup(self._rng.getrandbits(ID_BITS), config.lookup_timeout_s, config.replicas)
+        self._changes_seen = table.num_changes
 
     async def _hand_over(self) -> None:
         """Give the records held here to peers that should hold them since others came or went."""
@@ -273,8 +349,7 @@ class DhtNode:
         await asyncio.gather(*(self._give(peer_id, gift) for peer_id, gift in plan.items()))
 
     def _other_replicas(self, key: str) -> list[PeerId]:
-        nearest = self._overlay.table.nearest(key_id(key), self._config.replicas)
-        return [peer_id for peer_id in self._replicas(key, nearest) if peer_id != self._endpoint.peer_id]
+        return [peer_id for peer_id in self._replicas.known(key) if peer_id != self._endpoint.peer_id]
 
     async def _give(self, peer_id: PeerId, keys: Sequence[str]) -> None:
         now = asyncio.get_running_loop().time()

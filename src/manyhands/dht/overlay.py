@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
+import math
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -23,9 +26,13 @@ from manyhands.rpc.method import Method
 
 Req = TypeVar("Req", bound=msgspec.Struct)
 Res = TypeVar("Res", bound=msgspec.Struct)
-OnRecords = Callable[[PeerId, list[AgedRecord]], None]
+OnRecords = Callable[[PeerId, list[AgedRecord]], object]
 
 logger = logging.getLogger(__name__)
+
+REMEMBERED_PEERS = 4096
+HEARD_PERIOD_S = 3.0
+"""Of a peer that is heard of all the time, not every call has to be entered in the table."""
 
 
 class Overlay:
@@ -39,12 +46,25 @@ class Overlay:
         self.table = RoutingTable(endpoint.peer_id, config.k, config.max_failures)
         self._endpoint = endpoint
         self._config = config
+        self._heard_at: OrderedDict[PeerId, float] = OrderedDict()  # loop time
 
     def seen(self, peer_id: PeerId) -> None:
         """Enter a peer that asked or answered; not one in client mode, which nobody could ask."""
+        now = asyncio.get_running_loop().time()
+        if now - self._heard_at.get(peer_id, -math.inf) < HEARD_PERIOD_S and self.table.is_sound(peer_id):
+            return
         addresses = self._endpoint.addresses_of(peer_id)
         if addresses and not self._endpoint.is_client(peer_id):
-            self.table.seen(Contact(peer_id, [str(address) for address in addresses[:MAX_ADDRESSES]]))
+            self.table.seen(Contact(peer_id, [_text_of(address) for address in addresses[:MAX_ADDRESSES]]))
+            self._heard_at[peer_id] = now
+            self._heard_at.move_to_end(peer_id)
+            if len(self._heard_at) > REMEMBERED_PEERS:
+                self._heard_at.popitem(last=False)
+
+    def is_doubtful(self, peer_id: PeerId) -> bool:
+        """Whether nothing shows that a peer is there: no connection, whose heartbeats would, and no recent call."""
+        recently = asyncio.get_running_loop().time() - self._config.refresh_period_s
+        return not self._endpoint.is_connected(peer_id) and self._heard_at.get(peer_id, -math.inf) < recently
 
     async def ask(self, peer_id: PeerId, method: Method[Req, Res], request: Req) -> Res | None:
         """Call a peer, and note in the table whether it answered.
@@ -62,22 +82,23 @@ class Overlay:
         return response
 
     async def lookup(
-        self, target: int, timeout_s: float, key: str | None = None, on_records: OnRecords | None = None
+        self, target: int, timeout_s: float, num: int, key: str | None = None, on_records: OnRecords | None = None
     ) -> list[Contact]:
         """Find the peers nearest to a point.
 
         Args:
             target: the point.
             timeout_s: the lookup then ends with what it has found.
+            num: how many are wanted; no more than needed are asked.
             key: also ask for the records of this key;
             on_records: called with each peer that answers, and its records.
         Returns:
-            Up to ``k`` contacts that answered just now, nearest first.
+            Up to ``num`` contacts that answered just now, nearest first.
         """
         config, loop = self._config, asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         seeds = self.table.nearest(target, config.k)
-        lookup = Lookup(target, seeds, own_id=self._endpoint.peer_id, k=config.k, alpha=config.alpha)
+        lookup = Lookup(target, seeds, own_id=self._endpoint.peer_id, k=config.k, alpha=config.alpha, num=num)
         request = FindRequest(id_to_bytes(target), key)
         asking: set[asyncio.Task[None]] = set()
         try:
@@ -116,9 +137,19 @@ class Overlay:
     def _learn(self, contact: Contact) -> bool:
         """Tell the endpoint where a contact can be dialled; whether that can be read."""
         try:
-            addresses = [Address.parse(text).with_peer(contact.peer_id) for text in contact.addresses]
+            addresses = [_address_of(text, contact.peer_id) for text in contact.addresses]
         except ConfigError as error:
             logger.debug("contact %s is dropped: %s", contact.peer_id, error)
             return False
         self._endpoint.learn(contact.peer_id, addresses)
         return True
+
+
+@functools.lru_cache(maxsize=4096)  # the same contacts come in every answer
+def _address_of(text: str, peer_id: PeerId) -> Address:
+    return Address.parse(text).with_peer(peer_id)
+
+
+@functools.lru_cache(maxsize=4096)
+def _text_of(address: Address) -> str:
+    return str(address)

@@ -13,7 +13,10 @@ old record cannot be played back as a new one.
 from __future__ import annotations
 
 import enum
+import hashlib
 import math
+from collections import OrderedDict
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 import msgspec
@@ -28,6 +31,7 @@ MAX_SUBKEY_LENGTH = 128
 MAX_SEQUENCE = 2**62
 MAX_DEPTH = 32  # lists and dicts within each other; a stranger's value must not exhaust a reader's stack
 OVERHEAD_BYTES = 256  # of one record in memory and in a message: field names, numbers, owner, signature
+REMEMBERED_FAULTS = 8192  # verdicts on records, by fingerprint: about a megabyte
 TOMBSTONE = msgspec.msgpack.encode(None)
 
 
@@ -106,6 +110,10 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
         signature = identity.sign(SIGNATURE_DOMAIN, self.signed_bytes())
         return msgspec.structs.replace(self, owner=identity.peer_id, signature=signature)
 
+    def fingerprint(self) -> bytes:
+        """SHA-256 of the whole record; each text and number in it has its own place, so no two records share one."""
+        return hashlib.sha256(msgspec.msgpack.encode((self.signed_bytes(), self.owner, self.signature))).digest()
+
     def _all_bytes(self) -> bytes:
         return self.signed_bytes() + self.owner.encode() + self.signature
 
@@ -161,16 +169,32 @@ def names_peer(subkey: str) -> bool:
 def fault_of(record: Record, config: DhtConfig) -> Reason | None:
     """Check all of a record that does not depend on the time, in the order: size, decoding, schema, signature.
 
+    What depends on the record alone is checked once: the same one comes from each of its holders.
+
     Returns:
         Why it must not be used, or None.
     """
     if len(record.value) > config.max_value_bytes:
         return Reason.TOO_LARGE
+    if not math.isfinite(record.issued_at) or not 0 < record.ttl_s <= config.max_ttl_s:
+        return Reason.MALFORMED
+    fingerprint = record.fingerprint()
+    fault = _faults.get(fingerprint)
+    if fault is None:
+        fault = _faults[fingerprint] = _own_fault_of(record) or Reason.ACCEPTED
+        if len(_faults) > REMEMBERED_FAULTS:
+            _faults.popitem(last=False)
+    return fault if fault is not Reason.ACCEPTED else None
+
+
+_faults: OrderedDict[bytes, Reason] = OrderedDict()
+"""Verdicts on the records seen last, by fingerprint; each access is one atomic operation, so threads may share it."""
+
+
+def _own_fault_of(record: Record) -> Reason | None:
     try:
         decode_value(record.value)
     except ValueError:
-        return Reason.MALFORMED
-    if not math.isfinite(record.issued_at) or not 0 < record.ttl_s <= config.max_ttl_s:
         return Reason.MALFORMED
     if not names_peer(record.subkey):
         return Reason.WRONG_OWNER if record.owner or record.signature else None
@@ -181,6 +205,14 @@ def fault_of(record: Record, config: DhtConfig) -> Reason | None:
     except BadSignature:
         return Reason.BAD_SIGNATURE
     return None
+
+
+def digest_of(records: Iterable[Record]) -> bytes:
+    """SHA-256 of what a holder has under one key, whatever the order: two holders of the same have the same."""
+    digest = hashlib.sha256()
+    for fingerprint in sorted(record.fingerprint() for record in records):
+        digest.update(fingerprint)
+    return digest.digest()
 
 
 def remaining_s(aged: AgedRecord, wall_now: float, config: DhtConfig) -> float | Reason:

@@ -47,6 +47,10 @@ class RoutingTable:
         own_id: the node's peer id, never in the table.
         k: contacts in a bucket.
         max_failures: requests in a row that a contact may fail.
+
+    Attributes:
+        num_changes: how often a contact came or went.
+        num_silences: how often one fell silent, or was heard of again.
     """
 
     def __init__(self, own_id: PeerId, k: int, max_failures: int) -> None:
@@ -54,12 +58,23 @@ class RoutingTable:
         self._k = k
         self._max_failures = max_failures
         self._buckets = [_Bucket() for _ in range(ID_BITS)]
+        self._points: list[tuple[int, Contact]] | None = None  # of all contacts; None after a change
+        self.num_changes = 0
+        self.num_silences = 0
+        self._silent: set[PeerId] = set()
 
     def __len__(self) -> int:
-        return sum(len(bucket.live) for bucket in self._buckets)
+        return len(self._all_points())
 
     def __contains__(self, peer_id: PeerId) -> bool:
         return peer_id != self._own_id and peer_id in self._bucket_of(peer_id).live
+
+    def is_sound(self, peer_id: PeerId) -> bool:
+        """Whether a peer is in the table, and has not failed since it was seen."""
+        if peer_id == self._own_id:
+            return False
+        bucket = self._bucket_of(peer_id)
+        return peer_id in bucket.live and peer_id not in bucket.failures and peer_id not in self._silent
 
     def contacts(self) -> list[Contact]:
         """All contacts, the nearest buckets first."""
@@ -69,15 +84,25 @@ class RoutingTable:
         """Note that a peer just answered or asked; its addresses replace the old ones."""
         if contact.peer_id == self._own_id:
             return
+        self._set_silent(contact.peer_id, False)
         bucket = self._bucket_of(contact.peer_id)
         bucket.failures.pop(contact.peer_id, None)
         if contact.peer_id in bucket.live or len(bucket.live) < self._k:
             bucket.waiting.pop(contact.peer_id, None)
+            before = bucket.live.get(contact.peer_id)
             _move_to_end(bucket.live, contact)
+            if before != contact:
+                self._points = None
+                self.num_changes += before is None
             return
         _move_to_end(bucket.waiting, contact)
         if len(bucket.waiting) > self._k:
             del bucket.waiting[next(iter(bucket.waiting))]
+
+    def lost(self, peer_id: PeerId) -> None:
+        """Note that the connection to a peer has ended: it may be gone, or have had nothing to say."""
+        if peer_id in self:
+            self._set_silent(peer_id, True)
 
     def failed(self, peer_id: PeerId) -> None:
         """Note that a peer did not answer."""
@@ -91,17 +116,37 @@ class RoutingTable:
         if bucket.failures[peer_id] < self._max_failures:
             return
         del bucket.live[peer_id], bucket.failures[peer_id]
+        self._silent.discard(peer_id)
+        self._points = None
+        self.num_changes += 1
         if bucket.waiting:
             _, replacement = bucket.waiting.popitem()
             bucket.live[replacement.peer_id] = replacement
 
+    def num_nearer(self, target: int) -> int:
+        """How many contacts are nearer to a point than this node, but for those who fell silent."""
+        own_distance = distance(node_id(self._own_id), target)
+        nearer = (point for point, contact in self._all_points() if contact.peer_id not in self._silent)
+        return sum(distance(point, target) < own_distance for point in nearer)
+
     def nearest(self, target: int, num: int) -> list[Contact]:
         """The ``num`` contacts nearest to a point, nearest first."""
-        return heapq.nsmallest(num, self.contacts(), key=lambda contact: distance(node_id(contact.peer_id), target))
+        nearest = heapq.nsmallest(num, self._all_points(), key=lambda pair: distance(pair[0], target))
+        return [contact for _, contact in nearest]
 
     def least_recently_seen(self) -> list[Contact]:
         """The first contact of each bucket: those whose life is most in doubt."""
         return [next(iter(bucket.live.values())) for bucket in self._buckets if bucket.live]
+
+    def _all_points(self) -> list[tuple[int, Contact]]:
+        if self._points is None:
+            self._points = [(node_id(contact.peer_id), contact) for contact in self.contacts()]
+        return self._points
+
+    def _set_silent(self, peer_id: PeerId, is_silent: bool) -> None:
+        if (peer_id in self._silent) != is_silent:
+            self._silent ^= {peer_id}
+            self.num_silences += 1
 
     def _bucket_of(self, peer_id: PeerId) -> _Bucket:
         return self._buckets[distance(node_id(peer_id), node_id(self._own_id)).bit_length() - 1]

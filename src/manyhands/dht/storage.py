@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from manyhands.dht.config import DhtConfig
-from manyhands.dht.records import AgedRecord, Reason, Record, fault_of, remaining_s
+from manyhands.dht.records import AgedRecord, Reason, Record, digest_of, fault_of, remaining_s
 
 
 @dataclass
@@ -44,6 +44,7 @@ class Storage:
         self._config = config
         self._held: dict[str, dict[str, Held]] = {}
         self._usage: defaultdict[tuple[str, str], _Usage] = defaultdict(_Usage)
+        self._digests: dict[str, bytes] = {}  # of the keys that did not change since they were asked for
         self._expiries: list[tuple[float, str, str]] = []  # a heap; entries that no longer match are skipped
 
     def __len__(self) -> int:
@@ -58,6 +59,15 @@ class Storage:
         """All records of a key that have not expired, tombstones too."""
         self.expire(now)
         return list(self._held.get(key, {}).values())
+
+    def digest(self, key: str, now: float) -> bytes:
+        """:func:`manyhands.dht.records.digest_of` what :meth:`get` returns."""
+        self.expire(now)
+        if key not in self._held:
+            return digest_of([])
+        if key not in self._digests:
+            self._digests[key] = digest_of(held.record for held in self._held[key].values())
+        return self._digests[key]
 
     def held(self, key: str, subkey: str, now: float) -> Held | None:
         """One record, if it is here and has not expired."""
@@ -99,6 +109,7 @@ class Storage:
         if held is not None:
             self._account(held.record, -1)
         self._account(record, +1)
+        self._digests.pop(record.key, None)
         self._write(record, expires_at)
         return Reason.ACCEPTED
 
@@ -111,6 +122,7 @@ class Storage:
                 continue
             self._account(held.record, -1)
             del self._held[key][subkey]
+            self._digests.pop(key, None)
             if not self._held[key]:
                 del self._held[key]
 

@@ -68,7 +68,7 @@ class RunMonitor:
         self._is_watched = True
         leading = max(records.values(), key=rank_of).position
         target = await self._target_batch_size()
-        progress = aggregate(None, records, leading, target)
+        progress = aggregate(None, records, leading, target, self._reader.reckoned_samples())
         delay_s = next_refresh_s(progress, self._config)
         if progress != self._last_progress:
             self._report_progress(leading.step, target, progress, delay_s)

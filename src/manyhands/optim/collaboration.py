@@ -28,6 +28,8 @@ from manyhands.peer import Presence
 logger = logging.getLogger(__name__)
 
 LOOK_TIMEOUT_S = 5.0
+NEAR_TIMEOUT_S = 1.0
+"""A training loop waits no longer to learn whether the target is reached."""
 NEWS_PERIOD_S = 1.0
 
 
@@ -114,6 +116,8 @@ class Collaboration:
     async def decide(self, samples: int, samples_per_second: float) -> Decision:
         """Report what this peer has accumulated; returns what to do next."""
         self.tracker.report(samples, samples_per_second)
+        if self.tracker.is_worth_a_look():
+            await self._look_again(NEAR_TIMEOUT_S)
         if self.tracker.leading_branch().position != self._local.position:
             return Decision.LOAD_STATE
         if not self.tracker.is_due():
@@ -130,9 +134,9 @@ class Collaboration:
     def _is_alone(self) -> bool:
         return self.tracker.num_peers_here() == 1 and self.tracker.is_on_best_branch()
 
-    async def _look_again(self) -> None:
+    async def _look_again(self, timeout_s: float = LOOK_TIMEOUT_S) -> None:
         try:
-            async with time_limit(LOOK_TIMEOUT_S, "reading the progress of the others"):
+            async with time_limit(timeout_s, "reading the progress of the others"):
                 await self.tracker.refresh()
         except ManyhandsError as error:
             logger.debug("the progress of the others cannot be read: %s", error)

@@ -1,4 +1,10 @@
-"""How far the collaboration is, from the records of its peers. Pure."""
+"""How far the collaboration is, from the records of its peers. Pure.
+
+A record says how many samples its peer had, when, and how fast it computes; whoever reads it later reckons on from
+there. So far from the target a peer publishes only what the others could not have reckoned: another position, other
+samples than its last record leads to, another speed. What is reckoned only decides when to publish and to read: a
+global step is due when the samples that peers have *said* they have reach the target, and near it each says so at once.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +18,15 @@ from manyhands.averaging.messages import Count, Position
 from manyhands.base.identity import PeerId
 from manyhands.optim.config import ProgressConfig
 
+NEWS_SHARE = 0.1
+"""Of a peer's share of the target: by so much may the others be wrong about its samples."""
+NEWS_SPEED = 0.2
+"""And by so much about its speed."""
+KEEP_ALIVES = 3
+"""Records published in the lifetime of one; nobody reckons further than to the next."""
+MAX_COUNT = 2**53
+MAX_TTL_S = 86400.0
+
 
 class ProgressRecord(msgspec.Struct, frozen=True):
     """What one peer says of itself; published under its own signature.
@@ -24,6 +39,7 @@ class ProgressRecord(msgspec.Struct, frozen=True):
         is_client: it cannot be dialled.
         addresses: where it can be.
         ttl_s: the record counts for so long.
+        counted_s_ago: when it was published, so long ago were the samples counted.
     """
 
     position: Position
@@ -33,9 +49,11 @@ class ProgressRecord(msgspec.Struct, frozen=True):
     is_client: bool
     addresses: list[str]
     ttl_s: float
+    counted_s_ago: float = 0.0
 
     def __post_init__(self) -> None:
-        if not all(math.isfinite(number) and number >= 0 for number in (self.samples_per_second, self.ttl_s)):
+        numbers = (self.samples_per_second, self.ttl_s, self.counted_s_ago)
+        if not all(math.isfinite(number) and number >= 0 for number in numbers):
             raise ValueError("speeds and times are finite and >= 0")
 
 
@@ -65,18 +83,58 @@ class Progress:
     eta_s: float
 
 
+def reckoned_samples(record: ProgressRecord, age_s: float) -> int:
+    """The samples that a peer must have by now, if it went on as fast as it said.
+
+    Args:
+        age_s: since the record was published; a peer that says nothing for longer than it should is not reckoned on.
+    """
+    ttl_s = min(record.ttl_s, MAX_TTL_S)  # whatever a stranger says, the product is a number
+    age_s = min(max(age_s, 0.0), ttl_s / KEEP_ALIVES) + min(record.counted_s_ago, ttl_s)
+    return min(record.samples + int(min(record.samples_per_second * age_s, MAX_COUNT)), MAX_COUNT)
+
+
+def is_news(published: ProgressRecord, age_s: float, own: ProgressRecord, target_share: float, is_near: bool) -> bool:
+    """Whether the others have to be told where a peer is now, as they could not have reckoned it.
+
+    Args:
+        published: what it told last, ``age_s`` seconds ago.
+        own: what it would tell now.
+        target_share: samples of a global step that fall to one peer.
+        is_near: the target may be reached before this peer's next batch; then exact numbers count.
+    """
+    if own.position != published.position or (is_near and own.samples != published.samples):
+        return True
+    if abs(own.samples_per_second - published.samples_per_second) > NEWS_SPEED * published.samples_per_second:
+        return True
+    return abs(reckoned_samples(published, age_s) - own.samples) > NEWS_SHARE * target_share
+
+
 def aggregate(
-    own: ProgressRecord | None, others: Mapping[PeerId, ProgressRecord], position: Position, target_batch_size: int
+    own: ProgressRecord | None,
+    others: Mapping[PeerId, ProgressRecord],
+    position: Position,
+    target_batch_size: int,
+    samples: Mapping[PeerId, int] | None = None,
 ) -> Progress:
-    """Sum up the records at one position."""
-    records = [record for record in others.values() if record.position == position]
+    """Sum up the records at one position.
+
+    Args:
+        samples: of the others, as reckoned since; without them those of their records count.
+    """
+    here = {peer_id: record for peer_id, record in others.items() if record.position == position}
+    counts = [record.samples if samples is None else samples[peer_id] for peer_id, record in here.items()]
+    speeds = [record.samples_per_second for record in here.values()]
     if own is not None:
-        records.append(own)
-    samples = sum(record.samples for record in records)
-    speed = sum(record.samples_per_second for record in records)
+        counts.append(own.samples)
+        speeds.append(own.samples_per_second)
+    return _progress(sum(counts), len(counts), sum(speeds), target_batch_size)
+
+
+def _progress(samples: int, num_peers: int, speed: float, target_batch_size: int) -> Progress:
     missing = max(target_batch_size - samples, 0)
     eta_s = 0.0 if missing == 0 else missing / speed if speed > 0 else math.inf
-    return Progress(samples, len(records), speed, eta_s)
+    return Progress(samples, num_peers, speed, eta_s)
 
 
 def describe_progress(progress: Progress, refresh_s: float) -> str:

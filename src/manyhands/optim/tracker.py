@@ -16,7 +16,17 @@ from manyhands.base.errors import ManyhandsError
 from manyhands.base.identity import PeerId
 from manyhands.dht import DhtNode, StoredValue
 from manyhands.optim.config import ProgressConfig
-from manyhands.optim.progress import Branch, Progress, ProgressRecord, aggregate, leading_branch, next_refresh_s
+from manyhands.optim.progress import (
+    KEEP_ALIVES,
+    Branch,
+    Progress,
+    ProgressRecord,
+    aggregate,
+    is_news,
+    leading_branch,
+    next_refresh_s,
+    reckoned_samples,
+)
 from manyhands.rpc import Endpoint
 from manyhands.runtime import TaskOwner
 
@@ -51,6 +61,11 @@ class Observed:
     expires_at: float
     moved_at: float = -math.inf
 
+    def reckoned_samples(self, now: float) -> int:
+        """What the peer must have by now, if it went on as it said."""
+        published_at = max(self.expires_at - self.record.ttl_s, self.moved_at)
+        return reckoned_samples(self.record, now - published_at)
+
     def is_outdated_by(self, record: ProgressRecord, issued_at: float) -> bool:
         """Whether ``record`` is news; not when it was published before the round that moved the peer."""
         return record.position.step >= self.record.position.step or issued_at > self.moved_at + IN_FLIGHT_S
@@ -66,13 +81,15 @@ class ProgressReader:
         self._observed: dict[PeerId, Observed] = {}
         self._sequences: dict[PeerId, int] = {}
 
-    async def refresh(self) -> None:
+    async def refresh(self, *, quickly: bool = False) -> None:
         """Read the records of all peers.
 
+        Args:
+            quickly: from one holder, which may have missed some; what was read of these before counts.
         Raises:
             Unavailable: the DHT does not answer; what was read before counts until it expires.
         """
-        answer = await self._dht.get(self._key)
+        answer = await self._dht.get(self._key, quickly=quickly)
         for subkey, stored in answer.items():
             if stored.owner == subkey != self._endpoint.peer_id:
                 self._take_in(PeerId(subkey), stored)
@@ -97,7 +114,8 @@ class ProgressReader:
         issued_at = now + stored.remaining_s - record.ttl_s
         if known is None or known.is_outdated_by(record, issued_at):
             self._observed[peer_id] = Observed(record, stored.sequence, now + stored.remaining_s)
-            self._endpoint.learn(peer_id, readable_addresses(record.addresses))
+            if known is None or known.record.addresses != record.addresses:
+                self._endpoint.learn(peer_id, readable_addresses(record.addresses))
 
     def observed(self) -> Mapping[PeerId, Observed]:
         """The records of the other peers that still count."""
@@ -109,6 +127,11 @@ class ProgressReader:
         """What the other peers say of themselves."""
         return {peer_id: seen.record for peer_id, seen in self.observed().items()}
 
+    def reckoned_samples(self) -> dict[PeerId, int]:
+        """The samples that they must have by now."""
+        now = asyncio.get_running_loop().time()
+        return {peer_id: seen.reckoned_samples(now) for peer_id, seen in self.observed().items()}
+
     def moved(self, peer_ids: list[PeerId], position: Position, lineage_samples: int) -> None:
         """These peers are known to have gone to ``position``, unless they said so or more; holds until they do."""
         now = asyncio.get_running_loop().time()
@@ -116,7 +139,7 @@ class ProgressReader:
             seen = self._observed.get(peer_id)
             if seen is not None and seen.record.position.step < position.step:
                 record = msgspec.structs.replace(
-                    seen.record, position=position, samples=0, lineage_samples=lineage_samples
+                    seen.record, position=position, samples=0, lineage_samples=lineage_samples, counted_s_ago=0.0
                 )
                 self._observed[peer_id] = Observed(record, seen.sequence, seen.expires_at, now)
 
@@ -125,6 +148,10 @@ class ProgressTracker:
     """This peer's place in the run. Lives on the network thread; :attr:`progress` may be read from any.
 
     It is the :class:`manyhands.averaging.matchmaking.Roster` of the run's rounds.
+
+    Attributes:
+        progress: of the collaboration, as the peers have said; this decides whether a global step is due.
+        outlook: as it must be by now, reckoned from what they have said; this decides when to publish and to read.
     """
 
     def __init__(
@@ -146,6 +173,10 @@ class ProgressTracker:
         self._on_update = on_update
         addresses = [str(address) for address in endpoint.addresses]
         self._own = ProgressRecord(position, 0, 0.0, 0, endpoint.client_mode, addresses, config.ttl_s)
+        self._counted_at = 0.0  # loop time
+        self._batch_s = 0.0
+        self._read_at = -math.inf  # loop time
+        self._published: tuple[ProgressRecord, float] | None = None  # and when
         self._missing: dict[PeerId, int] = {}
         self._without_state: dict[PeerId, int] = {}
         self._is_called = False
@@ -155,11 +186,12 @@ class ProgressTracker:
         self._has_moved = asyncio.Event()
         self._refresh_wanted = asyncio.Event()
         self._tasks = TaskOwner("progress")
-        self.progress = aggregate(self._own, {}, position, target_batch_size)
+        self.progress = self.outlook = aggregate(self._own, {}, position, target_batch_size)
 
     def start(self) -> None:
         """Begin to publish and to read."""
         self._is_started = True
+        self._counted_at = asyncio.get_running_loop().time()
         self._tasks.spawn(self._publish_forever(), name="publishing")
         self._tasks.spawn(self._read_forever(), name="reading")
 
@@ -205,15 +237,26 @@ class ProgressTracker:
             self._missing.pop(peer_id, None)
 
     def _update(self, own: ProgressRecord) -> None:
+        now = asyncio.get_running_loop().time()
+        if own.samples != self._own.samples or own.position != self._own.position:
+            self._batch_s, self._counted_at = now - self._counted_at, now
         self._own = own
-        self.progress = aggregate(own, self.reader.records(), own.position, self.target_batch_size)
-        self._changed.set()
+        self._update_progress()
+        if self._published is None or self._is_news(*self._published, now):
+            self._changed.set()
+
+    def _is_news(self, published: ProgressRecord, published_at: float, now: float) -> bool:
+        margin_s = max(self._batch_s, 2 * self._config.min_refresh_s)
+        is_near = not margin_s < self.outlook.eta_s < math.inf
+        target_share = self.target_batch_size / self.outlook.num_peers
+        return is_news(published, now - published_at, self._own, target_share, is_near)
 
     # what the others do
 
-    async def refresh(self) -> None:
-        """Read the records of the others now."""
-        await self.reader.refresh()
+    async def refresh(self, *, quickly: bool = False) -> None:
+        """Read the records of the others now; quickly for who reads again soon."""
+        await self.reader.refresh(quickly=quickly)
+        self._read_at = asyncio.get_running_loop().time()
         self._update_progress()
 
     def refresh_soon(self) -> None:
@@ -221,11 +264,20 @@ class ProgressTracker:
         self._refresh_wanted.set()
 
     def _update_progress(self) -> None:
-        self.progress = aggregate(self._own, self.reader.records(), self._own.position, self.target_batch_size)
+        position, target = self._own.position, self.target_batch_size
+        records = self.reader.records()
+        self.progress = aggregate(self._own, records, position, target)
+        self.outlook = aggregate(self._own, records, position, target, self.reader.reckoned_samples())
 
     def is_due(self) -> bool:
         """Whether the collaboration has reached its target, or another peer says so."""
         return self._is_called or self.progress.samples >= self.target_batch_size
+
+    def is_worth_a_look(self) -> bool:
+        """Whether the target must be reached, though the others have not said so when they were read last."""
+        since_s = asyncio.get_running_loop().time() - self._read_at
+        is_reckoned_due = not self.is_due() and self.outlook.samples >= self.target_batch_size
+        return is_reckoned_due and since_s >= self._config.min_refresh_s
 
     def num_peers_here(self) -> int:
         """Peers at this position, with this one, whether or not they can be reached."""
@@ -293,28 +345,39 @@ class ProgressTracker:
             if not self._is_moving:
                 await self._publish()
             await _wait(self._has_moved, self._config.min_refresh_s)  # a new position is not kept waiting
-            await _wait(self._changed, self._config.ttl_s / 3)
+            await _wait(self._changed, self._config.ttl_s / KEEP_ALIVES)
 
     async def _publish(self) -> None:
+        now = asyncio.get_running_loop().time()
+        own = msgspec.structs.replace(self._own, counted_s_ago=max(now - self._counted_at, 0.0))
+        self._published = (own, now)
         try:
-            value = msgspec.to_builtins(self._own, builtin_types=(bytes,))
-            await self._dht.store(self._key, value, self._config.ttl_s, subkey=self._endpoint.peer_id)
+            value = msgspec.to_builtins(own, builtin_types=(bytes,))
+            if not await self._dht.store(self._key, value, self._config.ttl_s, subkey=self._endpoint.peer_id):
+                self._published = None
         except ManyhandsError as error:
+            self._published = None
             logger.warning("this peer's progress was not published: %s", error)
 
     async def _read_forever(self) -> None:
-        last_samples = -1
+        last_samples, delay_s = -1, 0.0
         while True:
             self._refresh_wanted.clear()
             try:
-                await self.refresh()
+                await self.refresh(quickly=True)
             except ManyhandsError as error:
                 logger.warning("the progress of the others cannot be read: %s", error)
-            delay_s = next_refresh_s(self.progress, self._config)
-            if self._on_update is not None and self.progress.samples != last_samples:
-                self._on_update(self.progress, delay_s)
-                last_samples = self.progress.samples
+            delay_s = self._next_read_s(delay_s)
+            if self._on_update is not None and self.outlook.samples != last_samples:
+                self._on_update(self.outlook, delay_s)
+                last_samples = self.outlook.samples
             await _wait(self._refresh_wanted, delay_s)
+
+    def _next_read_s(self, last_s: float) -> float:
+        """When to read again. At the target there is nothing left to predict: the next batch of somebody looks."""
+        if self.is_due() or self.outlook.samples >= self.target_batch_size:
+            return min(max(2 * last_s, self._config.min_refresh_s), self._config.max_refresh_s)
+        return next_refresh_s(self.outlook, self._config)
 
 
 async def _wait(event: asyncio.Event, timeout_s: float) -> None:

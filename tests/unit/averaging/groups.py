@@ -14,9 +14,11 @@ def peer(number: int) -> PeerId:
     return PeerId(f"peer{number:02}")
 
 
-def group_of(num_members: int, *, weights: Sequence[float] = (), clients: Sequence[int] = ()) -> Group:
+def group_of(
+    num_members: int, *, weights: Sequence[float] = (), clients: Sequence[int] = (), min_span_numel: int = 1
+) -> Group:
     members = [
         Member(peer(rank), [], rank in clients, weights[rank] if weights else 1.0) for rank in range(num_members)
     ]
     leader = next(member.peer_id for member in members if not member.is_client) if members else peer(0)
-    return Group(b"group", leader, AT, members)
+    return Group(b"group", leader, AT, members, min_span_numel)

@@ -30,6 +30,24 @@ def test_partners_agree_and_nobody_is_left_out(num_members: int, clients: set[in
             assert others == [other for other in range(num_members) if other not in clients]
 
 
+@given(st.integers(1, 8), st.sets(st.integers(0, 7)), st.integers(0, 40), st.integers(1, 50))
+def test_of_a_small_vector_everybody_talks_to_the_few_that_reduce_it(
+    num_members: int, clients: set[int], numel: int, min_span_numel: int
+) -> None:
+    clients &= set(range(num_members - 1))
+    group = group_of(num_members, clients=sorted(clients), min_span_numel=min_span_numel)
+
+    async def partners() -> list[list[int]]:
+        return [Butterfly(group, rank, torch.zeros(numel), 4).partners() for rank in range(num_members)]
+
+    by_rank = asyncio.run(partners())
+    num_reducers = max(1, min(num_members - len(clients), numel // min_span_numel)) if numel else 0
+    num_streams = sum(map(len, by_rank)) // 2
+    num_others = num_members - num_reducers
+    assert num_streams == num_reducers * (num_reducers - 1) // 2 + num_reducers * num_others
+    assert all(rank in by_rank[other] for rank, others in enumerate(by_rank) for other in others)
+
+
 async def test_own_values_that_are_not_finite_never_leave() -> None:
     butterfly = Butterfly(group_of(1), 0, torch.tensor([1.0, float("inf")]), 4)
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import random
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manyhands.base.identity import PeerId
@@ -131,3 +131,18 @@ def test_of_a_long_answer_only_the_nearest_count() -> None:
             lookup.failed(someone.peer_id)
             num_asked += 1
     assert num_asked == 3
+
+
+@settings(max_examples=15)
+@given(num=st.integers(1, 5), target=st.integers(0, 2**256 - 1), seed=st.integers(0, 2**32))
+def test_who_wants_few_gets_exactly_the_nearest_and_asks_fewer(num: int, target: int, seed: int) -> None:
+    rng = random.Random(seed)
+    tables = network(60, 8, rng)
+    others = [contact(number) for number in range(1, 60)]
+    num_asked = []
+    for wanted in (num, 8):
+        seeds = tables[contact(0).peer_id].nearest(target, 8)
+        lookup = Lookup(target, seeds, own_id=contact(0).peer_id, k=8, alpha=1, num=wanted)
+        num_asked.append(run(lookup, tables, set(), 1, random.Random(seed)))
+        assert lookup.nearest() == by_distance(others, target)[:wanted]
+    assert num_asked[0] < num_asked[1]

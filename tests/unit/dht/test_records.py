@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from typing import Any
 
 import msgspec
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands.base.errors import ConfigError
+from manyhands.base.identity import verify
 from manyhands.dht.config import DhtConfig
 from manyhands.dht.records import (
     AgedRecord,
@@ -174,3 +176,28 @@ def test_of_two_different_records_exactly_one_counts(pair: list[tuple[int, int]]
     assert not one.supersedes(one)
     if one.sequence > other.sequence:
         assert one.supersedes(other)
+
+
+def test_a_record_is_verified_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    verified: list[Any] = []
+
+    def count(*what: Any) -> None:
+        verified.append(what)
+        verify(*what)
+
+    monkeypatch.setattr("manyhands.dht.records.verify", count)
+    true, other = owned_record("verified once"), owned_record("another one")
+    forged = msgspec.structs.replace(true, signature=other.signature)
+    for _ in range(3):
+        assert fault_of(true, CONFIG) is None
+        assert fault_of(forged, CONFIG) is Reason.BAD_SIGNATURE
+    assert len(verified) == 2
+
+
+def test_verdicts_on_records_take_a_bounded_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    remembered: OrderedDict[bytes, Reason] = OrderedDict()
+    monkeypatch.setattr("manyhands.dht.records._faults", remembered)
+    monkeypatch.setattr("manyhands.dht.records.REMEMBERED_FAULTS", 10)
+    for number in range(50):
+        assert fault_of(open_record(number), CONFIG) is None
+        assert len(remembered) <= 10

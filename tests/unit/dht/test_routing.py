@@ -103,3 +103,41 @@ def test_the_node_itself_is_never_in_its_table() -> None:
     table.failed(OWN_ID)
     assert OWN_ID not in table
     assert len(table) == 0
+
+
+def test_it_tells_whether_somebody_came_or_went() -> None:
+    table = RoutingTable(PeerId("own"), 3, max_failures=1)
+    someone = contact(1)
+    for act, num_changes in (
+        (lambda: table.seen(someone), 1),
+        (lambda: table.seen(someone), 1),
+        (lambda: table.seen(Contact(someone.peer_id, ["/ip4/10.0.0.2/tcp/1"])), 1),
+        (lambda: table.failed(someone.peer_id), 2),
+        (lambda: table.failed(someone.peer_id), 2),
+    ):
+        act()
+        assert table.num_changes == num_changes
+        assert len(table) == len(table.nearest(0, 5)) == len(table.contacts())
+
+
+def test_who_fell_silent_is_not_counted_as_nearer_until_it_is_heard_of_again() -> None:
+    table = RoutingTable(OWN_ID, 20, max_failures=2)
+    for number in range(5):
+        table.seen(contact(number))
+    target = node_id(contact(2).peer_id)
+    num_nearer = table.num_nearer(target)
+    assert num_nearer == sum(distance(node_id(c.peer_id), target) < distance(node_id(OWN_ID), target)
+                             for c in table.contacts()) > 0  # fmt: skip
+    num_changes = table.num_changes
+    for _ in range(2):
+        table.lost(contact(2).peer_id)
+        assert table.num_nearer(target) == num_nearer - 1
+        assert not table.is_sound(contact(2).peer_id)
+        assert contact(2) in table.contacts(), "it may have had nothing to say"
+    table.lost(PeerId("a stranger"))
+    assert (table.num_changes, table.num_silences) == (num_changes, 1)
+    table.seen(contact(2))
+    assert table.num_nearer(target) == num_nearer
+    assert table.is_sound(contact(2).peer_id)
+    table.failed(contact(2).peer_id)
+    assert not table.is_sound(contact(2).peer_id)

@@ -8,11 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands.dht.config import DhtConfig
-from manyhands.dht.records import AgedRecord, Reason, Record
+from manyhands.dht.records import AgedRecord, Reason, Record, digest_of
 from manyhands.dht.storage import Storage
 from tests.unit.dht.examples import ALICE, MALLORY, WALL_NOW, open_record, owned_record
 
 NOW = 1000.0
+CONFIG = DhtConfig()
 OFFERS = st.lists(
     st.builds(
         lambda value, subkey, sequence, age_s: AgedRecord(
@@ -181,3 +182,18 @@ def test_a_record_that_is_renewed_for_ever_takes_no_more_memory() -> None:
         storage.put(open_record(sequence=sequence), NOW + 1000 + sequence, NOW)
     assert len(storage._expiries) <= 70
     assert contents(storage, NOW + 1999 + 1) == {}
+
+
+def test_two_holders_of_the_same_have_the_same_digest() -> None:
+    one, other = Storage(CONFIG), Storage(CONFIG)
+    records = [owned_record(1), open_record(2), open_record(3, subkey="a")]
+    for storage, order in ((one, records), (other, records[::-1])):
+        for record in order:
+            storage.put(record, NOW + 60.0, NOW)
+    assert one.digest("key", NOW) == other.digest("key", NOW) != one.digest("another key", NOW)
+    one.put(open_record(4, sequence=2), NOW + 5.0, NOW)
+    assert one.digest("key", NOW) != other.digest("key", NOW), "a later record"
+    other.put(open_record(4, sequence=2), NOW + 60.0, NOW)
+    assert one.digest("key", NOW) == other.digest("key", NOW), "when it expires does not matter"
+    assert one.digest("key", NOW + 6.0) != other.digest("key", NOW + 6.0), "whether it has does"
+    assert one.digest("key", NOW + 61.0) == other.digest("key", NOW + 61.0) == digest_of([])

@@ -40,7 +40,7 @@ class FakeDht:
             self.put(key, subkey or "", value, sequence=len(self.stored), remaining_s=ttl_s)
         return 1
 
-    async def get(self, key: str) -> dict[str, StoredValue]:
+    async def get(self, key: str, *, quickly: bool = False) -> dict[str, StoredValue]:
         self.num_reads += 1
         await self.gate.wait()
         return dict(self.records.get(key, {}))

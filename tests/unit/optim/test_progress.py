@@ -5,13 +5,22 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from manyhands.averaging.messages import Position
 from manyhands.base.identity import PeerId
 from manyhands.optim.config import ProgressConfig
-from manyhands.optim.progress import Progress, ProgressRecord, aggregate, leading_branch, next_refresh_s, rank_of
+from manyhands.optim.progress import (
+    Progress,
+    ProgressRecord,
+    aggregate,
+    is_news,
+    leading_branch,
+    next_refresh_s,
+    rank_of,
+    reckoned_samples,
+)
 
 CONFIG = ProgressConfig(min_refresh_s=0.5, max_refresh_s=10.0, default_refresh_s=1.0)
 HERE = Position(3, b"here")
@@ -81,6 +90,8 @@ def test_newcomers_bring_the_target_forward() -> None:
         ("is_client", "yes"),
         ("addresses", [1]),
         ("ttl_s", math.inf),
+        ("counted_s_ago", math.nan),
+        ("counted_s_ago", -1.0),
     ],
 )
 def test_records_that_make_no_sense_are_refused(field: str, value: Any) -> None:
@@ -150,3 +161,60 @@ def test_nobody_follows_a_peer_that_cannot_be_dialled() -> None:
     lowest = record(step=0, lineage=b"of the client", is_client=True)
     start = record(step=0, lineage=b"start")
     assert leading_branch(named(z=start), PeerId("a"), lowest).position == start.position
+
+
+# reckoning
+
+
+def test_what_is_reckoned_takes_the_place_of_what_was_said() -> None:
+    others = named(a=record(samples=10, speed=2.0), behind=record(step=2, samples=100, speed=100.0))
+    reckoned = {PeerId("a"): 16, PeerId("behind"): 500}
+    progress = aggregate(record(samples=1, speed=3.0), others, HERE, 27, reckoned)
+    assert progress == Progress(samples=17, num_peers=2, samples_per_second=5.0, eta_s=2.0)
+
+
+def test_samples_are_reckoned_on_until_the_next_record_is_due() -> None:
+    said = record(samples=10, speed=2.0)
+    assert [reckoned_samples(said, age_s) for age_s in (-1.0, 0.0, 0.4, 3.0, 10.0, 29.0)] == [10, 10, 10, 16, 30, 30]
+    late = msgspec.structs.replace(said, counted_s_ago=2.0)
+    assert reckoned_samples(late, 3.0) == 20
+
+
+HUGE = st.floats(0, allow_infinity=False)
+
+
+@given(HUGE, HUGE, HUGE, st.floats(allow_nan=False), st.integers(0, 2**53))
+@example(0.0, 1.7e308, 1.7e308, 1.7e308, 0)
+def test_whatever_a_peer_says_can_be_reckoned_with(
+    speed: float, ago_s: float, ttl_s: float, age_s: float, samples: int
+) -> None:
+    said = msgspec.structs.replace(record(samples=samples, speed=speed), counted_s_ago=ago_s, ttl_s=ttl_s)
+    assert samples <= reckoned_samples(said, age_s) <= 2**53
+
+
+@pytest.mark.parametrize(
+    ("own", "is_far_news", "is_near_news"),
+    [
+        (record(samples=30, speed=2.0), False, False),  # exactly as the others reckon
+        (record(samples=20, speed=2.0), False, True),
+        (record(samples=39, speed=2.0), False, True),
+        (record(samples=41, speed=2.0), True, True),
+        (record(samples=30, speed=2.5), True, True),
+        (record(samples=30, speed=1.5), True, True),
+        (record(samples=30, speed=2.3), False, False),
+        (record(step=4, samples=30, speed=2.0), True, True),
+        (record(lineage=b"there", samples=30, speed=2.0), True, True),
+    ],
+)
+def test_only_what_the_others_could_not_reckon_is_news(
+    own: ProgressRecord, is_far_news: bool, is_near_news: bool
+) -> None:
+    published = record(samples=10 if own.samples != 30 else 30, speed=2.0)
+    age_s = 10.0 if own.samples != 30 else 0.0
+    assert is_news(published, age_s, own, 100.0, is_near=False) == is_far_news
+    assert is_news(published, age_s, own, 100.0, is_near=True) == is_near_news
+
+
+def test_a_first_speed_is_news() -> None:
+    assert is_news(record(), 1.0, record(speed=0.5), 100.0, is_near=False)
+    assert not is_news(record(), 1.0, record(), 100.0, is_near=False)

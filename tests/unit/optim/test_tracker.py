@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -57,6 +57,12 @@ async def run_of_one(config: ProgressConfig | None = None) -> AsyncIterator[Run]
             yield run
         finally:
             await run.tracker.close()
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    async with time_limit(5.0, "waiting for the tracker"):
+        while not condition():
+            await asyncio.sleep(0.001)
 
 
 # records that come late
@@ -271,6 +277,93 @@ async def test_a_new_position_is_published_at_once() -> None:
             while len(run.dht.stored) < 2:
                 await asyncio.sleep(0.001)
         assert msgspec.convert(run.dht.stored[-1], ProgressRecord).position == NEXT
+
+
+async def test_far_from_the_target_a_steady_peer_publishes_nothing_new() -> None:
+    async with run_of_one(ProgressConfig(min_refresh_s=0.001)) as run:
+        run.tracker.target_batch_size = 10**9
+        run.tracker.report(1000, 1e5)
+        run.tracker.start()
+        await until(lambda: len(run.dht.stored) >= 1)
+        started = asyncio.get_running_loop().time()
+        for _ in range(20):
+            await asyncio.sleep(0.002)
+            samples = 1000 + round((asyncio.get_running_loop().time() - started) * 1e5)
+            run.tracker.report(samples, 1e5)
+        assert len(run.dht.stored) <= 2, "one that was under way when it began"
+        run.tracker.report(samples, 2e5)
+        await until(lambda: run.dht.stored[-1]["samples_per_second"] == 2e5)
+
+
+async def test_near_the_target_every_batch_is_published() -> None:
+    async with run_of_one(ProgressConfig(min_refresh_s=0.001)) as run:
+        run.tracker.target_batch_size = 1000
+        run.tracker.start()
+        for samples in (100, 110, 120):
+            run.tracker.report(samples, 1e5)
+            await until(lambda samples=samples: run.dht.stored and run.dht.stored[-1]["samples"] == samples)
+
+
+async def test_a_record_tells_how_long_ago_its_samples_were_counted() -> None:
+    async with run_of_one(ProgressConfig(min_refresh_s=0.001, max_refresh_s=0.05, ttl_s=0.06)) as run:
+        run.tracker.start()
+        counted_at = asyncio.get_running_loop().time()
+        run.tracker.report(5, 1.0)
+        num_before = len(run.dht.stored)
+        await until(lambda: len(run.dht.stored) >= num_before + 3)
+        last = msgspec.convert(run.dht.stored[-1], ProgressRecord)
+        assert 0.01 < last.counted_s_ago <= asyncio.get_running_loop().time() - counted_at
+
+
+async def test_a_record_that_reached_nobody_is_published_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with run_of_one(ProgressConfig(min_refresh_s=0.001)) as run:
+        run.tracker.target_batch_size = 10**9
+        stored = run.dht.store
+
+        async def store_nowhere(*args: Any, **fields: Any) -> int:
+            await stored(*args, **fields)
+            return 0
+
+        run.dht.store = store_nowhere
+        run.tracker.start()
+        await until(lambda: run.dht.stored)
+        await asyncio.sleep(0.005)
+        num_before = len(run.dht.stored)
+        run.tracker.report(0, 0.0)
+        await until(lambda: len(run.dht.stored) > num_before)
+
+
+async def test_a_look_is_worth_it_when_the_target_must_be_reached() -> None:
+    async with run_of_one(ProgressConfig(min_refresh_s=0.01)) as run:
+        await run.hears(BOB, samples=4, samples_per_second=1000.0)
+        run.tracker.report(1, 1.0)
+        assert not run.tracker.is_worth_a_look(), "it was read a moment ago"
+        await asyncio.sleep(0.02)
+        run.tracker.report(1, 1.0)
+        assert not run.tracker.is_due(), "nobody has said so"
+        assert run.tracker.outlook.samples >= 10
+        assert run.tracker.is_worth_a_look()
+        run.tracker.call_to_round()
+        assert not run.tracker.is_worth_a_look()
+
+
+async def test_at_the_target_reading_gets_rare() -> None:
+    config = ProgressConfig(min_refresh_s=0.5, max_refresh_s=10.0)
+    async with run_of_one(config) as run:
+        await run.hears(BOB, samples=10)
+        delays = [0.5]
+        for _ in range(6):
+            delays.append(run.tracker._next_read_s(delays[-1]))
+        assert delays == [0.5, 1.0, 2.0, 4.0, 8.0, 10.0, 10.0]
+
+
+async def test_a_peer_that_was_in_a_round_is_reckoned_from_its_end_on() -> None:
+    async with run_of_one() as run:
+        await run.hears(BOB, age_s=9.0, samples=7, samples_per_second=1000.0, counted_s_ago=1.0)
+        assert run.tracker.reader.reckoned_samples()[BOB] >= 10_000
+        run.tracker.move(NEXT, 20, [BOB])
+        assert run.tracker.reader.reckoned_samples()[BOB] < 5_000
+        assert run.tracker.reader.records()[BOB].samples == 0
 
 
 async def test_a_peer_that_never_began_says_no_goodbye() -> None:

@@ -1,0 +1,99 @@
+"""What a reader makes of the records that the holders of a key show it: the latest one of each subkey that passes.
+
+The rules are those of :mod:`manyhands.dht.storage`; but what is read is read once, and nobody else's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from manyhands.base.identity import PeerId
+from manyhands.dht.config import DhtConfig
+from manyhands.dht.records import AgedRecord, Reason, Record, fault_of, remaining_s
+
+COMPLETE_SHARE = 0.9
+"""Of all records of a key, what a holder must have that others can be spared for."""
+
+
+@dataclass(frozen=True)
+class StoredValue:
+    """What a reader gets.
+
+    Attributes:
+        value: as it was stored, but tuples have become lists.
+        sequence: higher for later values of the same subkey.
+        remaining_s: seconds until it expires.
+        owner: the peer whose signature was checked; empty if anybody may have written it.
+    """
+
+    value: Any
+    sequence: int
+    remaining_s: float
+    owner: str
+
+
+class Findings:
+    """The records of one key, as one reader finds them. ``now`` is always the same monotonic clock."""
+
+    def __init__(self, key: str, config: DhtConfig) -> None:
+        self._key = key
+        self._config = config
+        self._found: dict[str, tuple[Record, float]] = {}  # and when it expires
+        self._num_shown: dict[PeerId, int] = {}
+        self._num_bytes = 0
+
+    def add(self, record: Record, expires_at: float) -> Reason:
+        """Take a record that has been checked, if it is the latest."""
+        before, until = self._found.get(record.subkey, (None, 0.0))
+        if before is not None and before == record:
+            self._found[record.subkey] = (record, max(expires_at, until))
+            return Reason.UNCHANGED
+        if before is not None and not record.supersedes(before):
+            return Reason.STALE
+        num_bytes = self._num_bytes + record.num_bytes - (before.num_bytes if before is not None else 0)
+        is_full = before is None and len(self._found) >= self._config.max_records_per_key
+        if is_full or num_bytes > self._config.max_bytes_per_key:
+            return Reason.KEY_FULL
+        self._num_bytes = num_bytes
+        self._found[record.subkey] = (record, expires_at)
+        return Reason.ACCEPTED
+
+    def offer(self, aged: AgedRecord, now: float, wall_now: float) -> Reason:
+        """Check a record that a holder shows, and take it if it passes.
+
+        Returns:
+            What became of it.
+        """
+        record = aged.record
+        if record.key != self._key:
+            return Reason.MALFORMED
+        fault = fault_of(record, self._config)
+        if fault is not None:
+            return fault
+        remaining = remaining_s(aged, wall_now, self._config)
+        return remaining if isinstance(remaining, Reason) else self.add(record, now + remaining)
+
+    def note_shown(self, source: PeerId, num_records: int) -> None:
+        """So many records of a holder have passed."""
+        self._num_shown[source] = num_records
+
+    def are_complete(self, holders: Iterable[PeerId]) -> bool:
+        """Whether each of these holders has shown most of all records; a few may be on their way to it."""
+        return all(self._num_shown.get(holder, 0) >= COMPLETE_SHARE * len(self._found) for holder in holders)
+
+    def values(self, now: float) -> dict[str, StoredValue]:
+        """By subkey; not the deleted ones."""
+        return {
+            subkey: StoredValue(
+                msgspec.msgpack.decode(record.value),  # it has passed: it can be decoded
+                record.sequence,
+                expires_at - now,
+                record.owner,
+            )
+            for subkey, (record, expires_at) in self._found.items()
+            if expires_at > now and not record.is_tombstone
+        }

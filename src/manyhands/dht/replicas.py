@@ -1,0 +1,108 @@
+"""Who holds a key: the peers nearest to it, as the last lookup found them.
+
+Rules:
+    * what a lookup found counts for ``REMEMBERED_PERIODS`` periods of upkeep, so that a peer that reads and writes the
+      same keys looks up seldom;
+    * it counts no longer once this node knows of somebody nearer: a newcomer, or a part of the swarm that was cut off;
+    * who uses it forgets it when a holder does not answer, or says that it is no longer among the nearest;
+    * writers need to know who is nearest, readers also that all of these hold the records: one that took the place of a
+      dead holder may have nothing yet. So a lookup that read finds *complete* holders or others, and from others nobody
+      reads without asking all.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from manyhands.base.identity import PeerId
+from manyhands.dht.config import DhtConfig
+from manyhands.dht.ids import distance, key_id, node_id
+from manyhands.dht.routing import RoutingTable
+
+REMEMBERED_PERIODS = 8.0
+"""A newcomer is known to its neighbours at once, and they say so; the rest is for holders that never hear of it."""
+REMEMBERED_KEYS = 1024
+
+
+@dataclass(frozen=True)
+class _Found:
+    holders: tuple[PeerId, ...]
+    until: float
+    are_complete: bool
+
+
+class Replicas:
+    """Which peers should hold a key, and which of them were found.
+
+    Args:
+        own_id: this node's, None if it holds nothing for others.
+        table: the peers that this node knows.
+    """
+
+    def __init__(self, own_id: PeerId | None, table: RoutingTable, config: DhtConfig) -> None:
+        self._own_id = own_id
+        self._table = table
+        self._num = config.replicas
+        self._memory_s = REMEMBERED_PERIODS * config.refresh_period_s
+        self._known: dict[str, tuple[int, list[PeerId]]] = {}  # and for how many changes of the table that holds
+        self._is_own: dict[str, tuple[tuple[int, int], bool]] = {}  # likewise
+        self._found: OrderedDict[str, _Found] = OrderedDict()
+
+    def among(self, key: str, peers: Iterable[PeerId]) -> list[PeerId]:
+        """Of these peers and this one those that should hold a key, nearest first."""
+        candidates = [*peers, self._own_id] if self._own_id is not None else list(peers)
+        target = key_id(key)
+        return heapq.nsmallest(self._num, candidates, key=lambda peer: distance(node_id(peer), target))
+
+    def known(self, key: str) -> list[PeerId]:
+        """Of all known peers, those that should hold a key."""
+        num_changes, peers = self._known.get(key, (-1, []))
+        if num_changes != self._table.num_changes:
+            peers = self.among(key, (contact.peer_id for contact in self._table.nearest(key_id(key), self._num)))
+            if len(self._known) >= REMEMBERED_KEYS:
+                self._known.clear()
+            self._known[key] = (self._table.num_changes, peers)
+        return peers
+
+    def is_own(self, key: str) -> bool:
+        """Whether this node should hold a key, as far as it knows."""
+        version, is_own = self._is_own.get(key, ((-1, -1), False))
+        if version != (now := (self._table.num_changes, self._table.num_silences)):
+            is_own = self._own_id is not None and self._table.num_nearer(key_id(key)) < self._num
+            if len(self._is_own) >= REMEMBERED_KEYS:
+                self._is_own.clear()
+            self._is_own[key] = (now, is_own)
+        return is_own
+
+    def recall(self, key: str, now: float) -> tuple[PeerId, ...]:
+        """The holders of a key, if they are remembered; else none."""
+        found = self._found.get(key)
+        if found is None or found.until <= now or not set(self.known(key)) <= set(found.holders):
+            return ()
+        return found.holders
+
+    def recall_complete(self, key: str, now: float) -> tuple[PeerId, ...]:
+        """The same, if all of them were seen to hold the records."""
+        holders = self.recall(key, now)
+        return holders if holders and self._found[key].are_complete else ()
+
+    def remember(self, key: str, holders: Sequence[PeerId], now: float, are_complete: bool | None = None) -> None:
+        """Note the holders that a lookup found.
+
+        Args:
+            are_complete: whether all of them showed the records; None if they were not asked.
+        """
+        if are_complete is None:
+            before = self._found.get(key)
+            are_complete = before is not None and before.are_complete and set(holders) <= set(before.holders)
+        self._found[key] = _Found(tuple(holders), now + self._memory_s, are_complete)
+        self._found.move_to_end(key)
+        if len(self._found) > REMEMBERED_KEYS:
+            self._found.popitem(last=False)
+
+    def forget(self, key: str) -> None:
+        """Look up the holders of this key again."""
+        self._found.pop(key, None)
