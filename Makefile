@@ -7,7 +7,7 @@ PIP := $(PY) -m pip install -q -c constraints.txt
 BUILD_TOOLS := pip hatchling editables
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check bench docs constraints clean
+.PHONY: help install demo test sim check bench docs constraints clean
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
@@ -19,6 +19,10 @@ demo: $(VENV)/.installed  ## train one ALBERT on several peers of this machine (
 
 test: check  ## all checks, then all tests (ARGS='-k address' picks some)
 	$(PY) -m pytest -q $(ARGS)
+
+sim: $(VENV)/.dev  ## simulated swarms under random faults (SEEDS=200 FIRST=0 SCENARIO=dht; SEED=7 replays one)
+	@$(PY) -m tests.simulation.explore $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),200) --first $(or $(FIRST),0)) \
+	  $(if $(SCENARIO),--scenario $(SCENARIO))
 
 check: $(VENV)/.dev  ## lint, format, types, import rules
 	$(VENV)/bin/ruff check .

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
+from manyhands.averaging.messages import RoundManifest
 from manyhands.base.address import Address
 from manyhands.base.errors import JoinFailed
 from manyhands.dht import DhtConfig, DhtNode
@@ -32,32 +33,58 @@ def dht_world(seed: int, num_peers: int = 6) -> tuple[World, dict[str, int]]:
     world = World(seed)
     world.network.default_link.latency_s = 0.02
     world.network.default_link.jitter_s = 0.01
-    initial_peers: list[Address] = []
-    seen: dict[str, int] = {}
-
-    async def peer(host: Host) -> None:
-        endpoint = Endpoint(world.transport(host))
-        await endpoint.listen([Address.of(host.ip, 0)])
-        node = DhtNode(endpoint, DhtConfig(), rng=world.rng(f"dht of {host.name}"), wall_clock=host.wall_clock)
-        if not initial_peers:
-            initial_peers.extend(endpoint.addresses)
-            await node.join([])
-        else:
-            await node.join(initial_peers)
-        while True:
-            await node.store(KEY, host.name, RECORD_TTL_S, subkey=endpoint.peer_id)
-            seen[host.name] = len(await node.get(KEY))
-            await asyncio.sleep(PERIOD_S)
-
     names = [f"p{number}" for number in range(num_peers)]
-    for name in names:
-        world.start(name, peer)
+    seen = start_dht(world, names)
     world.schedule(
         at(12.5).kill("p2"),
         at(25).restart("p2"),
         between(30, 50).partition(set(names[:2]), set(names[2:])),
     )
     return world, seen
+
+
+def start_dht(world: World, names: list[str]) -> dict[str, int]:
+    """Start a DHT peer on each host; returns how many peers each saw last.
+
+    What they read must have been written by its owner, which is an invariant.
+    """
+    initial_peers: list[Address] = []
+    seen: dict[str, int] = {}
+    forged: list[str] = []
+    name_of: dict[str, str] = {world.identity(name).peer_id: name for name in names}
+
+    async def peer(host: Host) -> None:
+        endpoint = Endpoint(world.transport(host))
+        node = DhtNode(endpoint, DhtConfig(), rng=world.rng(f"dht of {host.name}"), wall_clock=host.wall_clock)
+        try:
+            await endpoint.listen([Address.of(host.ip, 0)])
+            await join(node, initial_peers)
+            if not initial_peers:
+                initial_peers.extend(endpoint.addresses)
+            while True:
+                await node.store(KEY, host.name, RECORD_TTL_S, subkey=endpoint.peer_id)
+                values = await node.get(KEY)
+                seen[host.name] = len(values)
+                forged.extend(subkey for subkey, value in values.items() if name_of.get(subkey) != value.value)
+                await asyncio.sleep(PERIOD_S)
+        finally:
+            await node.close()
+            await endpoint.close()
+
+    for name in names:
+        world.start(name, peer)
+    world.invariant("what is read was written by its owner", lambda: not forged)
+    return seen
+
+
+async def join(node: DhtNode, initial_peers: list[Address]) -> None:
+    """Join as a user does who starts again when nobody answers."""
+    while True:
+        try:
+            await node.join(initial_peers)
+            return
+        except JoinFailed:
+            await asyncio.sleep(RETRY_S)
 
 
 @dataclass
@@ -67,33 +94,77 @@ class Trainer:
     optimizer: Optimizer
     parameter: torch.nn.Parameter
 
+    def accounts_for_all(self) -> bool:
+        """Whether each sample was used once, was dropped, or waits."""
+        done = self.optimizer.statistics
+        accounted = done.samples_used + done.samples_dropped + self.optimizer.samples_accumulated
+        return accounted == done.samples_computed
+
+
+@dataclass
+class Ledger:
+    """Who committed what, in all rounds of a world."""
+
+    manifests: dict[bytes, bytes] = field(default_factory=dict)
+    parameters: dict[bytes, bytes] = field(default_factory=dict)
+    members: dict[str, set[bytes]] = field(default_factory=dict)
+    faults: list[str] = field(default_factory=list)
+
+    def commit(self, peer_id: str, manifest: RoundManifest, contribution: int, parameter: torch.Tensor) -> None:
+        """A member has applied the result of a round."""
+        group_id, fingerprint = manifest.group_id, manifest.fingerprint()
+        if self.manifests.setdefault(group_id, fingerprint) != fingerprint:
+            self.faults.append(f"{peer_id} committed another result of {group_id.hex()}")
+        values = parameter.detach().numpy().tobytes()
+        if self.parameters.setdefault(fingerprint, values) != values:
+            self.faults.append(f"{peer_id} has other parameters after {group_id.hex()}")
+        mine = self.members.setdefault(peer_id, set())
+        if group_id in mine:
+            self.faults.append(f"{peer_id} applied {group_id.hex()} twice")
+        mine.add(group_id)
+        if manifest.weights[manifest.members.index(peer_id)] != contribution:
+            self.faults.append(f"{peer_id} gave {contribution} samples, and {group_id.hex()} says otherwise")
+
+    @property
+    def num_rounds(self) -> int:
+        """Rounds that somebody committed."""
+        return len(self.manifests)
+
 
 def training_world(
     seed: int, num_peers: int, *, batch_s: float = 5.0, batch_size: int = 4, target_batch_size: int = 192
 ) -> tuple[World, dict[str, Trainer]]:
-    """Trainers of one run, with the real DHT, matchmaking, averaging and optimizer, and a vector of 8 parameters.
-
-    Each has a loss of its own, a pull towards its number; the mean over all is what the run should find. Nothing is
-    scheduled yet.
-    """
+    """Trainers of one run over a jittery network, and nothing scheduled yet; see :func:`start_training`."""
     world = World(seed)
     world.network.default_link.latency_s = 0.02
     world.network.default_link.jitter_s = 0.005
+    names = [f"p{number}" for number in range(num_peers)]
+    trainers, _ = start_training(world, names, batch_s, batch_size, target_batch_size)
+    return world, trainers
+
+
+def start_training(
+    world: World, names: list[str], batch_s: float, batch_size: int, target_batch_size: int
+) -> tuple[dict[str, Trainer], Ledger]:
+    """Start a trainer on each host: the real DHT, matchmaking, averaging and optimizer, and a vector of 8 parameters.
+
+    Each has a loss of its own, a pull towards its number; the mean over all is what the run should find. After every
+    event, members of a round must hold one result, and every sample must be accounted for once.
+    """
     initial_peers: list[Address] = []
     trainers: dict[str, Trainer] = {}
+    ledger = Ledger()
 
     async def peer(host: Host) -> None:
         rng = world.rng(f"peer {host.name}")
         presence = Presence(world.transport(host), rng=rng, wall_clock=host.wall_clock)
-        await presence.endpoint.listen([Address.of(host.ip, 0)])
-        while True:
-            try:
-                await presence.dht.join(initial_peers)
-                break
-            except JoinFailed:  # a user whose peer starts in a partition starts it again
-                await asyncio.sleep(RETRY_S)
-        initial_peers.extend(presence.endpoint.addresses[: 3 - len(initial_peers)])
-        await run_blocking(lambda: train(SimPeer(presence), host.name, rng))
+        try:
+            await presence.endpoint.listen([Address.of(host.ip, 0)])
+            await join(presence.dht, initial_peers)
+            initial_peers.extend(presence.endpoint.addresses[: 3 - len(initial_peers)])
+            await run_blocking(lambda: train(SimPeer(presence), host.name, rng))
+        finally:
+            await presence.stop()
 
     def train(sim_peer: SimPeer, name: str, rng: random.Random) -> None:
         parameter = torch.nn.Parameter(torch.zeros(8))
@@ -109,8 +180,16 @@ def training_world(
         while True:
             sim_peer.sleep(batch_s * rng.uniform(0.8, 1.2))
             parameter.grad = (parameter - goal).detach()
+            before = optimizer.last_round
             optimizer.step()
+            if optimizer.last_round is not None and optimizer.last_round is not before:
+                ledger.commit(sim_peer.peer_id, optimizer.last_round, optimizer.last_contribution, parameter)
 
-    for number in range(num_peers):
-        world.start(f"p{number}", peer)
-    return world, trainers
+    for name in names:
+        world.start(name, peer)
+    world.invariant("members of one round hold one result", lambda: not ledger.faults)
+    world.invariant(
+        "every sample is used once, dropped or waiting",
+        lambda: all(trainer.accounts_for_all() for trainer in trainers.values()),
+    )
+    return trainers, ledger

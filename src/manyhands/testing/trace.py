@@ -54,6 +54,11 @@ class Trace:
         if self.log is not None:
             self.log.write(text)
 
+    def close_log(self) -> None:
+        """Write the last lines to the log, and let it go."""
+        self.flush()
+        self.log = None
+
     def _add(self, now: float, what: str | tuple[str, str, int, int, int]) -> None:
         self.num_events += 1
         self._new.append((now, what))

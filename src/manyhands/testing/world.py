@@ -53,6 +53,7 @@ class World:
         self._invariants: list[tuple[str, Callable[[], bool]]] = []
         self._faults: list[Fault] = []
         self._failures: list[BaseException] = []
+        self._conclusions: list[Callable[[], None]] = []
         self._returned: list[tuple[Host, HostLife]] = []
         self._events_seen = 0
         self.loop.set_exception_handler(self._on_loop_error)
@@ -88,6 +89,10 @@ class World:
             self._faults.append(fault)
             self.loop.call_at(fault.start_s, self._begin, fault)
 
+    def schedule_text(self) -> str:
+        """The fault schedule as it was written."""
+        return "; ".join(str(fault) for fault in self._faults) or "no faults"
+
     def invariant(self, name: str, holds: Callable[[], bool]) -> None:
         """``holds()`` must be true after every event and all that it led to, and at the end.
 
@@ -96,6 +101,10 @@ class World:
         """
         self._invariants.append((name, holds))
         self.loop.on_settled = self.check
+
+    def at_end(self, conclude: Callable[[], None]) -> None:
+        """Call ``conclude()`` when the time of :meth:`run` is over, before the programs are told to stop."""
+        self._conclusions.append(conclude)
 
     def run(self, duration_s: float, stop_within_s: float | None = None) -> None:
         """Let the world go on for so many virtual seconds, or until all programs have ended; then it is over.
@@ -113,6 +122,9 @@ class World:
         try:
             end_s = self.loop.now + duration_s
             self._go_on(end_s)
+            self.check()
+            for conclude in self._conclusions:
+                conclude()
             if stop_within_s is not None:
                 self._stop(stop_within_s)
             self.check()
@@ -177,8 +189,7 @@ class World:
             self.loop.on_settled = None  # a world without invariants pays nothing
 
     def _explained(self, what: str) -> str:
-        schedule = "; ".join(str(fault) for fault in self._faults) or "no faults"
-        return f"{what}, at {self.loop.now:.6f} s with seed {self.seed} ({schedule})"
+        return f"{what}, at {self.loop.now:.6f} s with seed {self.seed} ({self.schedule_text()})"
 
     def _last_event(self) -> str:
         if self.trace.num_events > self._events_seen:
