@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import contextlib
-import gc
 import logging
 import multiprocessing
 import signal
@@ -69,7 +68,7 @@ def run_seed(name: str, seed: int, log: Path | None = None) -> Outcome:
     scenario = SCENARIOS[name](seed)
     world = scenario.world
     error = ""
-    with _no_collector(), contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
         if log is not None:
             log.parent.mkdir(parents=True, exist_ok=True)
             world.trace.log = stack.enter_context(log.open("w"))
@@ -83,17 +82,6 @@ def run_seed(name: str, seed: int, log: Path | None = None) -> Outcome:
         name, seed, error, world.schedule_text(), world.trace.digest(), world.trace.num_events, world.loop.now,
         time.perf_counter() - started,
     )  # fmt: skip
-
-
-@contextlib.contextmanager
-def _no_collector() -> Iterator[None]:
-    """A scenario is short, and its cycles go all at once afterwards."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-        gc.collect()
 
 
 @contextlib.contextmanager

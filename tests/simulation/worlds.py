@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 
@@ -17,6 +19,8 @@ from manyhands.peer import Presence
 from manyhands.rpc import Endpoint
 from manyhands.testing import Host, World, at, between
 from manyhands.testing.blocking import SimPeer, run_blocking
+
+T = TypeVar("T")
 
 KEY = "who is there"
 RECORD_TTL_S = 20.0
@@ -82,9 +86,10 @@ async def join(node: DhtNode, initial_peers: list[Address]) -> None:
     while True:
         try:
             await node.join(initial_peers)
-            return
         except JoinFailed:
             await asyncio.sleep(RETRY_S)
+        else:
+            return
 
 
 @dataclass
@@ -93,12 +98,6 @@ class Trainer:
 
     optimizer: Optimizer
     parameter: torch.nn.Parameter
-
-    def accounts_for_all(self) -> bool:
-        """Whether each sample was used once, was dropped, or waits."""
-        done = self.optimizer.statistics
-        accounted = done.samples_used + done.samples_dropped + self.optimizer.samples_accumulated
-        return accounted == done.samples_computed
 
 
 @dataclass
@@ -109,6 +108,13 @@ class Ledger:
     parameters: dict[bytes, bytes] = field(default_factory=dict)
     members: dict[str, set[bytes]] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
+
+    def count(self, peer_id: str, optimizer: Optimizer) -> None:
+        """Each sample of a trainer was used once, was dropped, or waits."""
+        done = optimizer.statistics
+        accounted = done.samples_used + done.samples_dropped + optimizer.samples_accumulated
+        if accounted != done.samples_computed:
+            self.faults.append(f"{peer_id} accounts for {accounted} samples: {done}")
 
     def commit(self, peer_id: str, manifest: RoundManifest, contribution: int, parameter: torch.Tensor) -> None:
         """A member has applied the result of a round."""
@@ -125,10 +131,35 @@ class Ledger:
         if manifest.weights[manifest.members.index(peer_id)] != contribution:
             self.faults.append(f"{peer_id} gave {contribution} samples, and {group_id.hex()} says otherwise")
 
+    def is_clean(self) -> bool:
+        """Whether nothing was wrong so far."""
+        return not self.faults
+
     @property
     def num_rounds(self) -> int:
         """Rounds that somebody committed."""
         return len(self.manifests)
+
+
+class CountedPeer(SimPeer):
+    """Has the samples of its trainer counted whenever the training code waits: they change at no other time."""
+
+    def __init__(self, presence: Presence, ledger: Ledger) -> None:
+        super().__init__(presence)
+        self.ledger = ledger
+        self.optimizer: Optimizer | None = None
+
+    def run(self, coro: Coroutine[Any, Any, T], timeout_s: float, phase: str) -> T:
+        self._count()
+        return super().run(coro, timeout_s, phase)
+
+    def sleep(self, seconds: float) -> None:
+        self._count()
+        super().sleep(seconds)
+
+    def _count(self) -> None:
+        if self.optimizer is not None:
+            self.ledger.count(self.peer_id, self.optimizer)
 
 
 def training_world(
@@ -144,29 +175,36 @@ def training_world(
 
 
 def start_training(
-    world: World, names: list[str], batch_s: float, batch_size: int, target_batch_size: int
+    world: World,
+    names: list[str],
+    batch_s: float,
+    batch_size: int,
+    target_batch_size: int,
+    start_period_s: float = 0.0,
 ) -> tuple[dict[str, Trainer], Ledger]:
     """Start a trainer on each host: the real DHT, matchmaking, averaging and optimizer, and a vector of 8 parameters.
 
     Each has a loss of its own, a pull towards its number; the mean over all is what the run should find. After every
-    event, members of a round must hold one result, and every sample must be accounted for once.
+    event, members of a round must hold one result, and every sample must be accounted for once. They start one after
+    the other, ``start_period_s`` apart.
     """
     initial_peers: list[Address] = []
     trainers: dict[str, Trainer] = {}
     ledger = Ledger()
 
     async def peer(host: Host) -> None:
+        await asyncio.sleep(max(0.0, names.index(host.name) * start_period_s - world.loop.time()))
         rng = world.rng(f"peer {host.name}")
         presence = Presence(world.transport(host), rng=rng, wall_clock=host.wall_clock)
         try:
             await presence.endpoint.listen([Address.of(host.ip, 0)])
             await join(presence.dht, initial_peers)
             initial_peers.extend(presence.endpoint.addresses[: 3 - len(initial_peers)])
-            await run_blocking(lambda: train(SimPeer(presence), host.name, rng))
+            await run_blocking(lambda: train(CountedPeer(presence, ledger), host.name, rng))
         finally:
             await presence.stop()
 
-    def train(sim_peer: SimPeer, name: str, rng: random.Random) -> None:
+    def train(sim_peer: CountedPeer, name: str, rng: random.Random) -> None:
         parameter = torch.nn.Parameter(torch.zeros(8))
         optimizer = Optimizer(
             torch.optim.SGD([parameter], lr=0.1),
@@ -176,6 +214,7 @@ def start_training(
             batch_size_per_step=batch_size,
         )
         trainers[name] = Trainer(optimizer, parameter)
+        sim_peer.optimizer = optimizer
         goal = float(name.removeprefix("p"))
         while True:
             sim_peer.sleep(batch_s * rng.uniform(0.8, 1.2))
@@ -187,9 +226,5 @@ def start_training(
 
     for name in names:
         world.start(name, peer)
-    world.invariant("members of one round hold one result", lambda: not ledger.faults)
-    world.invariant(
-        "every sample is used once, dropped or waiting",
-        lambda: all(trainer.accounts_for_all() for trainer in trainers.values()),
-    )
+    world.invariant("members of one round hold one result, and no sample is lost or counted twice", ledger.is_clean)
     return trainers, ledger

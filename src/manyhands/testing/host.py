@@ -7,7 +7,8 @@ import contextvars
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from manyhands.testing.virtual_loop import VirtualHandle, VirtualLoop, current_life
+from manyhands.testing.numbered import current_life
+from manyhands.testing.virtual_loop import VirtualHandle, VirtualLoop
 
 T = TypeVar("T")
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from manyhands.testing.host import Host
 from manyhands.testing.network import SimNetwork
-from manyhands.testing.virtual_loop import VirtualLoop, where
+from manyhands.testing.numbered import where
+from manyhands.testing.virtual_loop import VirtualLoop
 
 UNREAD_FOR_S = 60.0
 """Bytes that have waited for so long in an open stream are read by nobody."""

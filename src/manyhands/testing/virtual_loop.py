@@ -15,12 +15,16 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import gc
 import heapq
 import itertools
+import logging
 import math
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Iterable
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
+
+from manyhands.testing.numbered import Life, NumberedFuture, NumberedTask, current_life, where
 
 T = TypeVar("T")
 
@@ -30,24 +34,14 @@ PATIENCE = 1000
 MAX_ROUNDS = 100_000
 """Rounds of ready callbacks at one instant after which somebody spins for ever."""
 
+COLLECT_EVERY = 50_000
+"""Callbacks between two collections of new garbage: at moments that depend on nothing else."""
+
+COLLECT_ALL_EVERY = 40
+"""Collections of new garbage for each one of all."""
+
 MIN_CANCELLED = 100
 """Cancelled timers are kept until there are so many, and they are more than half of all."""
-
-
-class Life(Protocol):
-    """One process of a host, as the loop sees it."""
-
-    is_running: bool
-    """Whether its callbacks run now."""
-
-    def hold(self, handle: VirtualHandle) -> None:
-        """Keep a callback that may not run now; or drop it, if it never may."""
-
-    def __str__(self) -> str:
-        """The name of the host."""
-
-
-current_life: contextvars.ContextVar[Life | None] = contextvars.ContextVar("current_life", default=None)
 
 
 class Deadlock(Exception):
@@ -72,8 +66,12 @@ class VirtualHandle(asyncio.TimerHandle):
         life: Life | None,
         due: float,
     ) -> None:
-        self.loop, self.callback, self.args, self.context = loop, callback, args, context
-        self.life, self.due = life, due
+        self.loop = loop
+        self.callback = callback
+        self.args = args
+        self.context = context
+        self.life = life
+        self.due = due
         self.is_cancelled = self.is_timer = False
 
     def cancel(self) -> None:
@@ -121,6 +119,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.on_settled: Callable[[], None] | None = None
         self._queue: deque[VirtualHandle] = deque()
         self._timers: list[tuple[float, int, VirtualHandle]] = []
+        self._collect_at = COLLECT_EVERY
+        self._num_collections = 0
         self._limit_s = math.inf
         self._executor_cost_s = executor_cost_s
         self._serial = itertools.count()
@@ -145,21 +145,28 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def advance(self, main: Coroutine[Any, Any, T], limit_s: float) -> T:
         """As :meth:`run`, and the loop can be used again; call :meth:`end` when it is not."""
         asyncio.set_event_loop(self)
+        was_collecting = gc.isenabled()
+        gc.disable()
         try:
             self._limit_s = limit_s
             return self.run_until_complete(self.create_task(main, name="main"))
         finally:
             asyncio.set_event_loop(None)
+            if was_collecting:
+                gc.enable()
 
     def end(self) -> None:
         """Close the loop. What still waits never goes on; nor does its clean-up, when the collector comes to it."""
         self.set_exception_handler(lambda loop, context: None)
         asyncio.set_event_loop(self)
+        disabled = logging.root.manager.disable
+        logging.disable(logging.CRITICAL)  # clean-up without a loop fails, and says so
         for task in asyncio.all_tasks(self):
             task._log_destroy_pending = False  # type: ignore[attr-defined]  # noqa: SLF001
             coro = task.get_coro()
             if isinstance(coro, Coroutine):
                 _close_quietly(coro)
+        logging.disable(disabled)
         self._queue.clear()
         self._timers.clear()
         asyncio.set_event_loop(None)
@@ -174,8 +181,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
         tasks = [task for task in self._all_tasks() if task.life is None or task.life.is_running]
         return "waiting: " + "; ".join(f"{task.get_name()} at {where(task)}" for task in tasks)
 
-    def _all_tasks(self) -> list[_NumberedTask]:
-        tasks = (task for task in asyncio.all_tasks(self) if isinstance(task, _NumberedTask))
+    def _all_tasks(self) -> list[NumberedTask]:
+        tasks = (task for task in asyncio.all_tasks(self) if isinstance(task, NumberedTask))
         return sorted(tasks, key=hash)
 
     # events
@@ -219,12 +226,19 @@ class VirtualLoop(asyncio.BaseEventLoop):
             raise Deadlock("nothing will ever happen again; " + self.who_waits())
         if timers[0][0] > self._limit_s:
             raise VirtualTimeout(f"not done after {self._limit_s:g} virtual seconds; " + self.who_waits())
+        if self.num_callbacks >= self._collect_at:
+            self._collect()
         due, _, handle = heapq.heappop(timers)
         handle.is_timer = False
         if due > self.now:
             self.now = due
         self.last_timer = handle
         self._queue.append(handle)
+
+    def _collect(self) -> None:
+        self._collect_at = self.num_callbacks + COLLECT_EVERY
+        self._num_collections += 1
+        gc.collect(1 if self._num_collections % COLLECT_ALL_EVERY else 2)
 
     def _let_others_in(self, num_rounds: int) -> None:
         """Somebody is ready again and again: he may wait for another timer of this instant."""
@@ -295,7 +309,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     # what would bring in chance or threads
 
     def create_future(self) -> asyncio.Future[Any]:
-        future = _NumberedFuture(loop=self)
+        future = NumberedFuture(loop=self)
         future.number = next(self._serial)
         return future
 
@@ -311,54 +325,13 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return future
 
 
-class _NumberedFuture(asyncio.Future[Any]):
-    """Hashes by its number: sets of futures have the same order in each process."""
-
-    number: int
-
-    def __hash__(self) -> int:
-        return self.number
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-
-class _NumberedTask(asyncio.Task[Any]):
-    """Hashes by its number, like :class:`_NumberedFuture`, and knows in which life it was started."""
-
-    def __init__(self, coro: Coroutine[Any, Any, Any], number: int, **kwargs: Any) -> None:
-        self.number = number
-        context: contextvars.Context | None = kwargs.get("context")
-        self.life = current_life.get() if context is None else context.get(current_life)
-        super().__init__(coro, **kwargs)
-
-    def __hash__(self) -> int:
-        return self.number
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-
-def where(task: asyncio.Task[Any]) -> str:
-    """What a task waits in: the innermost line that is not asyncio's own."""
-    coro: Any = task.get_coro()
-    place = "its end"
-    while coro is not None:
-        frame = getattr(coro, "cr_frame", None)
-        if frame is not None and not frame.f_globals.get("__name__", "").startswith("asyncio"):
-            file = frame.f_code.co_filename.replace("\\", "/").rpartition("/")[2]
-            place = f"{file}:{frame.f_lineno} in {coro.__qualname__}"
-        coro = getattr(coro, "cr_await", None)
-    return place
-
-
 def _nothing() -> None:
     """What a cancelled callback does."""
 
 
-def _task_factory(loop: asyncio.AbstractEventLoop, coro: Any, **kwargs: Any) -> _NumberedTask:
+def _task_factory(loop: asyncio.AbstractEventLoop, coro: Any, **kwargs: Any) -> NumberedTask:
     assert isinstance(loop, VirtualLoop)
-    return _NumberedTask(coro, loop.next_serial(), loop=loop, **kwargs)
+    return NumberedTask(coro, loop.next_serial(), loop=loop, **kwargs)
 
 
 def _run_job(future: asyncio.Future[T], func: Callable[..., T], args: tuple[Any, ...]) -> None:
