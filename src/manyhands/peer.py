@@ -51,7 +51,7 @@ class Presence:
         self.peer_id: PeerId = transport.identity.peer_id
         self.rng = rng or random.Random()
         self.on_close: list[Callable[[], Awaitable[None]]] = []
-        self.endpoint = Endpoint(transport, client_mode=client_mode, config=rpc_config)
+        self.endpoint = Endpoint(transport, client_mode=client_mode, config=rpc_config, rng=self.rng)
         self.dht = DhtNode(self.endpoint, dht_config or DhtConfig(), rng=self.rng, wall_clock=wall_clock)
 
     async def start(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -58,7 +59,7 @@ class Peer:
     async def kill(self) -> None:
         """Vanish without a word, as a killed process does."""
         self.endpoint._handlers.clear()
-        self.endpoint._known.clear()
+        self.endpoint._book._known.clear()
         self.endpoint._streams.abort_all()
         for listener in self.endpoint._listeners:
             await listener.close()
@@ -160,9 +161,9 @@ async def test_a_peer_that_knows_nobody_comes_to_the_round_that_it_is_invited_to
     async with averagers(2, config=PATIENT) as members:
         low, high = by_id(members)
         low.roster.others = {}
-        high.endpoint._known.pop(low.peer_id)  # it leads, as it cannot reach the lower one,
+        high.endpoint._book._known.pop(low.peer_id)  # it leads, as it cannot reach the lower one,
         await low.endpoint.connect(high.endpoint.addresses[0])  # until that one has dialled it
-        low.endpoint._known.clear()
+        low.endpoint._book._known.clear()
         high.averager._matchmaker._choose_leader = lambda unreachable: high.peer_id  # type: ignore[method-assign]
         waiting = start([high])
         await until(lambda: low.roster.num_calls)
@@ -434,6 +435,18 @@ async def test_whoever_dies_whenever_nobody_disagrees_and_the_rest_goes_on(seed:
             await committed(others)
 
 
+async def test_a_member_that_dies_after_it_answered_its_invitation_is_not_waited_for() -> None:
+    async with averagers(3, config=PATIENT) as members:
+        peers = by_id(members)
+        victim = peers[2]
+        tasks = start(peers[:2])
+        await until(lambda: victim.roster.num_calls > 0)
+        await victim.kill()
+        first, second = await outcomes(tasks, 5.0)
+        assert isinstance(first, RoundResult), first
+        assert isinstance(second, RoundResult), second
+
+
 async def test_failed_rounds_leave_nothing_behind() -> None:
     config = replace(PATIENT, matchmaking_time_s=0.2, in_doubt_timeout_s=0.1, stream_timeout_s=0.2)
     async with averagers(3, config=config) as members:
@@ -476,7 +489,17 @@ class Ice:
                 await self._thawed.wait()
             await send(stream, *buffers)
 
+        send_now = MemoryStream.send_now
+        self._held: list[Callable[[], None]] = []
+
+        def send_now_or_hold(stream: MemoryStream, message: bytes) -> None:
+            if any(is_frozen(stream, len(message)) for is_frozen in self._frozen):
+                self._held.append(lambda: send_now(stream, message))
+            else:
+                send_now(stream, message)
+
         monkeypatch.setattr(MemoryStream, "send", send_or_wait)
+        monkeypatch.setattr(MemoryStream, "send_now", send_now_or_hold)
 
     def freeze(self, peer: Peer, *, towards: Peer | None = None, bulk_only: bool = False) -> None:
         self._frozen.append(
@@ -490,6 +513,9 @@ class Ice:
     def thaw(self) -> None:
         self._frozen.clear()
         self._thawed.set()
+        for send_held in self._held:
+            with suppress(PeerLost):
+                send_held()
 
 
 @pytest.fixture

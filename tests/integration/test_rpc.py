@@ -75,7 +75,7 @@ async def test_calls_both_ways_over_the_one_connection_of_a_client() -> None:
         there = await client.call(server.peer_id, ECHO, Text("hi"))
         back = await server.call(client.peer_id, ECHO, Text("you"))
         assert (there.text, back.text) == (f"hi from {server.peer_id}", f"you from {client.peer_id}")
-        assert len(client._connections[server.peer_id]) == len(server._connections[client.peer_id]) == 1
+        assert len(client._pool._connections[server.peer_id]) == len(server._pool._connections[client.peer_id]) == 1
         assert server.is_client(client.peer_id)
         assert not client.is_client(server.peer_id)
 
@@ -225,7 +225,9 @@ async def test_a_peer_that_asks_too_much_at_once_is_told_so() -> None:
         assert sum(isinstance(outcome, Unavailable) for outcome in outcomes) == 4
         assert stuck.num_calls == 4
         serve_echo(there)
-        await until(lambda: not any(c._serving for c in there._connections[here.peer_id]), "the handlers have ended")
+        await until(
+            lambda: not any(c._serving for c in there._pool._connections[here.peer_id]), "the handlers have ended"
+        )
         assert (await here.call(there.peer_id, ECHO, Text("hi"))).text.startswith("hi")
 
 
@@ -310,8 +312,8 @@ async def test_a_flood_of_pings_from_a_peer_that_never_reads_is_bounded() -> Non
         serve_echo(there)
         await stream.send(encode_frame(Ping()) * 20_000)
         await other.call(there.peer_id, ECHO, Text("hi"), 10.0)
-        (connection,) = there._connections[RAW_PEER]
-        assert len(connection._tasks) <= 4 * 8 + 8
+        (connection,) = there._pool._connections[RAW_PEER]
+        assert not connection.is_busy
 
 
 async def test_two_requests_with_one_id_are_refused() -> None:
@@ -448,7 +450,7 @@ async def test_a_bulk_stream_carries_its_header_and_its_bytes_count() -> None:
         assert await asyncio.wait_for(received, 10.0) == (here.peer_id, b"what it is for", data)
         here.release(stream)
         assert here.bytes_sent > len(data)
-        assert not here._connections, "no control connection was needed"
+        assert not here._pool._connections, "no control connection was needed"
 
 
 @pytest.mark.parametrize(

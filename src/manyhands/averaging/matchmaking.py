@@ -258,12 +258,20 @@ class Matchmaker:
 
     async def _gather(self, gathering: Gathering) -> None:
         invitations: dict[PeerId, asyncio.Task[None]] = {}
+
+        def on_lost(peer_id: PeerId) -> None:  # also one that has answered its invitation
+            if peer_id in self._roster.expected():
+                self._roster.report_missing(peer_id)
+                gathering.changed.set()
+
+        self._endpoint.on_lost.append(on_lost)
         try:
             await self._look_around()
             await self._wait_for_all(gathering, invitations)
             if not gathering.answer.done():
                 gathering.close(self._outcome(gathering))
         finally:
+            self._endpoint.on_lost.remove(on_lost)
             for task in invitations.values():
                 task.cancel()
             if self._gathering is gathering:

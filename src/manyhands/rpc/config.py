@@ -12,12 +12,17 @@ class RpcConfig:
     """How a peer keeps its control connections.
 
     Attributes:
-        heartbeat_period_s: a ping is sent this often on each connection.
+        heartbeat_period_s: a peer that was silent for this long is pinged.
         heartbeat_timeout_s: a peer from which nothing came for so long is lost; with the period, a frozen or cut-off
             peer is noticed in under 10 s.
         hello_timeout_s: a new stream must say what it is for within this time.
         dial_timeout_s: for TCP, TLS and hello together.
         max_requests_per_connection: calls of one peer that are served at once; more are refused.
+        idle_timeout_s: a control connection that nobody used for so long is closed, by both ends in agreement. Those of
+            peers in client mode are kept, as nobody could dial them.
+        max_connections: open control connections; above it the one that was unused for longest makes room, and without
+            one the next peer is turned down.
+        max_upload_mbit_s: megabits per second that all bulk streams together may send; None is no limit.
         max_known_addresses: peers whose addresses are remembered; the least recently learnt is forgotten first.
     """
 
@@ -26,6 +31,9 @@ class RpcConfig:
     hello_timeout_s: float = 5.0
     dial_timeout_s: float = 5.0
     max_requests_per_connection: int = 256
+    idle_timeout_s: float = 60.0
+    max_connections: int = 1024
+    max_upload_mbit_s: float | None = None
     max_known_addresses: int = 4096
 
     def __post_init__(self) -> None:
@@ -33,4 +41,9 @@ class RpcConfig:
             raise ConfigError(
                 f"heartbeat_period_s={self.heartbeat_period_s} and heartbeat_timeout_s={self.heartbeat_timeout_s}: "
                 "the timeout must be longer than the period; for example 2 and 7"
+            )
+        if self.max_upload_mbit_s is not None and not self.max_upload_mbit_s > 0:
+            raise ConfigError(
+                f"max_upload_mbit_s={self.max_upload_mbit_s}: a number of megabits per second above 0 is needed, such "
+                "as 20, or None for no limit"
             )

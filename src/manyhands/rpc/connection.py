@@ -1,56 +1,51 @@
-"""One control connection: calls in both directions, and heartbeats."""
+"""One control connection: calls in both directions, heartbeats, and an end that loses no call."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
+import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
-
-import msgspec
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing, suppress
 
 from manyhands.base.deadline import time_limit
-from manyhands.base.errors import (
-    ManyhandsError,
-    PeerError,
-    PeerLost,
-    ProtocolViolation,
-    Refused,
-    Timeout,
-    Unavailable,
-)
-from manyhands.base.identity import PeerId
+from manyhands.base.errors import PeerLost, ProtocolViolation, Timeout
+from manyhands.rpc.calling import Calls
 from manyhands.rpc.config import RpcConfig
 from manyhands.rpc.frames import (
-    MAX_TEXT,
-    UNREADABLE,
     Cancel,
+    Credit,
+    Drain,
     Failure,
     Frame,
+    FrameReader,
     Goodbye,
+    Item,
     Ping,
     Pong,
     Request,
     Response,
     encode_frame,
     readable,
-    receive_frame,
     send_frame,
 )
-from manyhands.rpc.method import Method
+from manyhands.rpc.method import Method, StreamMethod
 from manyhands.rpc.method import Request as RequestBody
 from manyhands.rpc.method import Response as ResponseBody
+from manyhands.rpc.serving import Served, Serving
 from manyhands.runtime.tasks import TaskOwner
-from manyhands.transport.api import Stream
+from manyhands.transport.api import ControlStream
 
 logger = logging.getLogger(__name__)
 
-Handler = Callable[[PeerId, Any], Awaitable[msgspec.Struct]]
+FRAMES_AT_ONCE = 64
+"""Frames of one peer that are handled before other peers have their turn."""
 
-MAX_SERVING_S = 3600.0
-"""No call is served for longer, whatever its caller would wait."""
+DRAIN_TIMEOUT_S = 10.0
+"""What the other end may take to agree that nothing more is called, once all calls of this end are answered."""
+
+_PING, _PONG, _DRAIN = encode_frame(Ping()), encode_frame(Pong()), encode_frame(Drain())
 
 
 class ControlConnection:
@@ -61,77 +56,98 @@ class ControlConnection:
         addresses: where the remote peer can be dialled, as it said; none means client mode.
         handlers: what this peer serves, by method name.
         counters: counts of what went wrong, shared by the connections of one endpoint.
+        is_dialled: by this end.
+
+    Attributes:
+        lost: why it ended; None while it is open.
+        is_retired: whether it ended because both ends wanted no more of it.
+        last_used: the loop's time when the last call began or was answered.
+        rtt_s: the shortest round trip seen so far, in seconds; infinite before the first.
     """
 
     def __init__(
         self,
-        stream: Stream,
+        stream: ControlStream,
         addresses: list[str],
-        handlers: Mapping[str, tuple[Method[Any, Any], Handler]],
+        handlers: Mapping[str, Served],
         config: RpcConfig,
         counters: Counter[str],
+        *,
+        is_dialled: bool,
     ) -> None:
         self.remote = stream.remote
         self.addresses = addresses
+        self.is_dialled = is_dialled
         self.lost: PeerLost | None = None
+        self.is_retired = False
+        self.rtt_s = math.inf
+        self.last_used = asyncio.get_running_loop().time()
         self._stream = stream
-        self._handlers = handlers
         self._config = config
         self._counters = counters
-        self._ids = itertools.count(1)
-        self._calls: dict[int, asyncio.Future[Response | Failure | PeerLost]] = {}
-        self._serving: dict[int, asyncio.Task[None]] = {}
+        self._calls = Calls(stream, counters)
+        self._serving = Serving(stream, handlers, config.max_requests_per_connection, counters, self._used)
+        self._reader = FrameReader(stream.remote)
+        self._pinged_at: float | None = None
+        self._draining_since: float | None = None
+        self._is_drained_there = False
         self._tasks = TaskOwner(f"connection to {stream.remote}")
+
+    @property
+    def is_open(self) -> bool:
+        """Whether calls may begin on it."""
+        return self.lost is None and self._draining_since is None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a call waits for its answer, in either direction."""
+        return bool(len(self._calls) or len(self._serving))
 
     async def run(self) -> PeerLost:
         """Serve the connection until it ends; returns why it did. Then call :meth:`close`."""
-        self._tasks.spawn(self._heartbeat(), name="heartbeat")
+        if not self.is_dialled:  # the dialler has learnt it from its hello
+            self._ping(asyncio.get_running_loop().time())
         try:
             while True:
-                self._dispatch(await receive_frame(self._stream))
+                await self._handle(await self._stream.receive())
         except PeerLost as error:
-            self._end(error)
+            self.end(error)
         except ProtocolViolation as error:
             self._counters["protocol_violations"] += 1
             logger.warning("%s; its connection is dropped", error)
-            self._end(PeerLost(self.remote, str(error)))
+            self.end(PeerLost(self.remote, str(error)))
         finally:
-            self._end(PeerLost(self.remote, "the connection was closed here"))
+            self.end(PeerLost(self.remote, "the connection was closed here"))
         assert self.lost is not None
         return self.lost
 
     async def call(
         self, method: Method[RequestBody, ResponseBody], request: RequestBody, timeout_s: float
     ) -> ResponseBody:
-        """Call a method of the remote peer.
-
-        Raises:
-            PeerLost, Timeout: no answer came.
-            Refused: the peer said no.
-            ProtocolViolation: the answer cannot be read.
-        """
-        if self.lost is not None:
-            raise PeerLost(self.remote, self.lost.reason)
-        call_id = next(self._ids)
-        answered = self._calls[call_id] = asyncio.get_running_loop().create_future()
-        frame = Request(call_id, method.name, timeout_s, msgspec.Raw(msgspec.msgpack.encode(request)))
+        """As :meth:`manyhands.rpc.Endpoint.call`."""
+        self._check_lost()
         try:
-            async with time_limit(timeout_s, f"waiting for {method.name} of peer {self.remote}"):
-                await send_frame(self._stream, frame)
-                answer = await answered
-        except (Timeout, asyncio.CancelledError):
-            self._send_soon(Cancel(call_id))
-            raise
+            return await self._calls.call(method, request, timeout_s)
         finally:
-            del self._calls[call_id]
-        if not isinstance(answer, Response):
-            raise self._error_of(answer)
+            self._used()
+
+    async def stream(
+        self, method: StreamMethod[RequestBody, ResponseBody], request: RequestBody, timeout_s: float
+    ) -> AsyncGenerator[ResponseBody, None]:
+        """As :meth:`manyhands.rpc.Endpoint.stream`."""
+        self._check_lost()
         try:
-            return msgspec.msgpack.decode(answer.body, type=method.response)
-        except UNREADABLE as error:
-            self._counters["protocol_violations"] += 1
-            text = f"the answer of {method.name} cannot be read: {readable(str(error))}"
-            raise ProtocolViolation(self.remote, text) from error
+            async with aclosing(self._calls.stream(method, request, timeout_s)) as items:
+                async for item in items:
+                    yield item
+        finally:
+            self._used()
+
+    def retire(self) -> None:
+        """Begin no more calls; once those under way are answered at both ends, the connection is closed."""
+        if self.is_open:
+            self._draining_since = asyncio.get_running_loop().time()
+            self._send_now(_DRAIN)
 
     async def goodbye(self, reason: str) -> None:
         """Tell the peer that this connection is closed on purpose, and close it."""
@@ -145,116 +161,96 @@ class ControlConnection:
 
     async def close(self) -> None:
         """End what still runs for this connection, once it has ended: handlers take their time to tidy up."""
+        await self._serving.close()
         await self._tasks.close()
 
-    def _end(self, error: PeerLost) -> None:
+    def end(self, error: PeerLost) -> None:
+        """Give the connection up; all its calls fail."""
         if self.lost is not None:
             return
         self.lost = error
         self._stream.abort()
-        for call_id in self._calls:
-            self._answered(call_id, error)
-        for task in self._serving.values():
-            task.cancel()
+        self._calls.end(error)
+        self._serving.end()
+
+    def check_alive(self, now: float, heard_until: float) -> None:
+        """Ping a peer that was silent for a period; give up one that was for the timeout.
+
+        Args:
+            now: the loop's time.
+            heard_until: silence before this instant does not count: this process did not listen.
+        """
+        silence_s = now - max(self._stream.last_received, heard_until)
+        if silence_s > self._config.heartbeat_timeout_s:
+            self.end(PeerLost(self.remote, f"silent for {silence_s:.1f} s"))
+        elif silence_s > self._config.heartbeat_period_s / 2:
+            self._ping(now)
+        if self._draining_since is not None and not self.is_busy and now - self._draining_since > DRAIN_TIMEOUT_S:
+            self._retired()  # the other end does not agree, and does not matter: nobody waits for anything
+
+    def _check_lost(self) -> None:
+        if self.lost is not None:
+            raise PeerLost(self.remote, self.lost.reason)
+
+    def _used(self) -> None:
+        self.last_used = asyncio.get_running_loop().time()
+        self._close_if_drained()
+
+    async def _handle(self, data: bytes) -> None:
+        for number, frame in enumerate(self._reader.frames(data), 1):
+            self._dispatch(frame)
+            if number % FRAMES_AT_ONCE == 0:
+                await asyncio.sleep(0)
 
     def _dispatch(self, frame: Frame) -> None:
         if isinstance(frame, Request):
-            self._serve(frame)
+            self.last_used = asyncio.get_running_loop().time()
+            self._serving.begin(frame)
         elif isinstance(frame, (Response, Failure)):
-            self._answered(frame.id, frame)
+            self._calls.answered(frame)
+        elif isinstance(frame, Item):
+            self._calls.item(frame)
+        elif isinstance(frame, Credit):
+            self._serving.credit(frame.id, frame.num_items)
         elif isinstance(frame, Cancel):
-            if (task := self._serving.get(frame.id)) is not None:
-                task.cancel()
+            self._serving.cancel(frame.id)
         elif isinstance(frame, Ping):
-            self._send_soon(Pong())
+            self._send_now(_PONG)
+        elif isinstance(frame, Pong):
+            self._ponged()
+        elif isinstance(frame, Drain):
+            self._is_drained_there = True
+            self.retire()
+            self._close_if_drained()
         elif isinstance(frame, Goodbye):
             raise PeerLost(self.remote, f"it said goodbye: {readable(frame.reason)}")
-        elif not isinstance(frame, Pong):
+        else:
             raise ProtocolViolation(self.remote, f"an unexpected {type(frame).__name__} frame")
 
-    def _answered(self, call_id: int, answer: Response | Failure | PeerLost) -> None:
-        answered = self._calls.get(call_id)
-        if answered is not None and not answered.done():  # else nobody waits for it any more
-            answered.set_result(answer)
+    # the end that loses no call
 
-    def _error_of(self, answer: Failure | PeerLost) -> ManyhandsError:
-        if isinstance(answer, PeerLost):
-            return PeerLost(answer.peer_id, answer.reason)
-        message = readable(answer.message)
-        if answer.code in ("timeout", "unavailable"):
-            return Unavailable(f"peer {self.remote}: {message}")
-        if answer.code == "internal":
-            return PeerError(self.remote, message)
-        return Refused(self.remote, readable(answer.code), message)
+    def _close_if_drained(self) -> None:
+        if self._is_drained_there and self._draining_since is not None and not self.is_busy:
+            self._retired()
 
-    def _serve(self, request: Request) -> None:
-        if len(self._serving) >= self._config.max_requests_per_connection or request.id in self._serving:
-            self._counters["refused_busy"] += 1
-            self._send_soon(Failure(request.id, "busy", "too many calls at once"))
-            return
-        if not request.timeout_s > 0:  # not a number is not above 0 either; it would disorder the timers of the loop
-            self._send_soon(Failure(request.id, "bad_request", f"a deadline of {request.timeout_s} s"))
-            return
-        task = self._tasks.spawn(self._answer(request), name=f"serving {request.method[:80]}")
-        self._serving[request.id] = task
-        task.add_done_callback(lambda _: self._serving.pop(request.id, None))
+    def _retired(self) -> None:
+        if self.lost is None and not self.is_retired:
+            self.is_retired = True
+            self._tasks.spawn(self._stream.close(), name="closing")  # what was sent last still arrives
 
-    async def _answer(self, request: Request) -> None:
-        try:
-            async with time_limit(min(request.timeout_s, MAX_SERVING_S), f"serving {request.method[:80]}"):
-                frame = encode_frame(Response(request.id, await self._handle(request)))
-        except Refused as error:
-            frame = _failure(request, error.code, error.message)
-        except Timeout as error:  # the caller's deadline, or a wait of the handler itself
-            frame = _failure(request, "timeout", str(error))
-        except ManyhandsError as error:
-            frame = _failure(request, "unavailable", str(error))
-        except Exception:  # the caller learns that it failed, not how we look inside
-            self._counters["handler_errors"] += 1
-            logger.exception("serving %s for peer %s failed", request.method, self.remote)
-            frame = _failure(request, "internal", "the call failed inside the peer; its log says why")
-        try:
-            await self._stream.send(frame)
-        except PeerLost:
-            logger.debug("peer %s left before the answer of %s", self.remote, request.method)
+    # heartbeats
 
-    async def _handle(self, request: Request) -> msgspec.Raw:
-        if request.method not in self._handlers:
-            raise Refused(self.remote, "unknown_method", f"no method {request.method[:80]!r} here")
-        method, handler = self._handlers[request.method]
-        try:
-            body = msgspec.msgpack.decode(request.body, type=method.request)
-        except UNREADABLE as error:
-            self._counters["protocol_violations"] += 1
-            raise Refused(self.remote, "bad_request", f"the request cannot be read: {error}") from error
-        return msgspec.Raw(msgspec.msgpack.encode(await handler(self.remote, body)))
+    def _ping(self, now: float) -> None:
+        if self._pinged_at is None:
+            self._pinged_at = now
+        self._send_now(_PING)
 
-    async def _heartbeat(self) -> None:
-        loop = asyncio.get_running_loop()
-        period_s = self._config.heartbeat_period_s
-        heard = loop.time()
-        while self.lost is None:
-            due = loop.time() + period_s
-            await asyncio.sleep(period_s)
-            is_held_up = loop.time() > due + period_s  # this loop was, so what came meanwhile is not read yet
-            heard = loop.time() if is_held_up else max(heard, self._stream.last_received)
-            silence_s = loop.time() - heard
-            if silence_s > self._config.heartbeat_timeout_s:
-                self._end(PeerLost(self.remote, f"silent for {silence_s:.1f} s"))
-                return
-            self._send_soon(Ping())
+    def _ponged(self) -> None:
+        if self._pinged_at is not None:
+            self.rtt_s = min(self.rtt_s, asyncio.get_running_loop().time() - self._pinged_at)
+            self._pinged_at = None
 
-    def _send_soon(self, frame: Frame) -> None:
-        if self.lost is None and len(self._tasks) < 4 * self._config.max_requests_per_connection:
-            self._tasks.spawn(self._send(frame), name="sending")
-
-    async def _send(self, frame: Frame) -> None:
-        try:
-            async with time_limit(self._config.heartbeat_timeout_s, "sending"):
-                await self._stream.send(encode_frame(frame))
-        except (PeerLost, Timeout):
-            pass  # the reader and the heartbeat see to it
-
-
-def _failure(request: Request, code: str, message: str) -> bytes:
-    return encode_frame(Failure(request.id, code[:MAX_TEXT], message[:MAX_TEXT]))
+    def _send_now(self, frame: bytes) -> None:
+        if self.lost is None:
+            with suppress(PeerLost):  # the reader sees it too
+                self._stream.send_now(frame)

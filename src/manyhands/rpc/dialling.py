@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from manyhands.base.address import Address
 from manyhands.base.deadline import time_limit
@@ -12,10 +13,29 @@ from manyhands.base.errors import DialFailed, DialReason, PeerLost, ProtocolViol
 from manyhands.rpc.frames import Hello, Reject, Welcome, readable, receive_frame, send_frame
 from manyhands.rpc.streams import OpenStreams
 from manyhands.runtime.tasks import TaskOwner
-from manyhands.transport.api import Stream, Transport
+from manyhands.transport.api import ControlStream, Transport
 
-Answer = tuple[Stream, Address]
+
+@dataclass(frozen=True)
+class Opened:
+    """A stream after its hello and welcome.
+
+    Attributes:
+        address: where the peer was reached.
+        rtt_s: seconds from the hello to the welcome.
+    """
+
+    stream: ControlStream
+    welcome: Welcome
+    address: Address
+    rtt_s: float
+
+
+Answer = tuple[ControlStream, Address]
 Dial = asyncio.Task[Answer | DialFailed]
+
+
+HEAD_START_S = 0.25
 
 
 class Dialler:
@@ -37,9 +57,11 @@ class Dialler:
         self._is_closed = True
         await self._tasks.close()
 
-    async def open(self, addresses: Sequence[Address], hello: Hello, timeout_s: float) -> tuple[Stream, Welcome]:
+    async def open(self, addresses: Sequence[Address], hello: Hello, timeout_s: float) -> Opened:
         """Dial one peer, and say what the stream is for.
 
+        Args:
+            addresses: of the peer, the best first.
         Raises:
             DialFailed: with the reason, if there is one address.
             Unavailable: likewise, if there are several.
@@ -50,8 +72,10 @@ class Dialler:
         stream, address = await self._dial_first(addresses, timeout_s)
         try:
             async with time_limit(deadline - loop.time(), f"waiting for the welcome of {address}"):
+                said_at = loop.time()
                 await send_frame(stream, hello)
                 answer = await receive_frame(stream)
+                rtt_s = loop.time() - said_at
             if isinstance(answer, Reject):
                 raise Refused(stream.remote, readable(answer.code), readable(answer.message))
             if not isinstance(answer, Welcome):
@@ -64,15 +88,19 @@ class Dialler:
             if isinstance(error, (PeerLost, ProtocolViolation)):
                 raise DialFailed(str(address), DialReason.REJECTED, str(error)) from error
             raise
-        return stream, answer
+        return Opened(stream, answer, address, rtt_s)
 
     async def _dial_first(self, addresses: Sequence[Address], timeout_s: float) -> Answer:
-        """Dial all addresses at once; the first that answers is kept, the others are closed before a word is said."""
+        """Dial the addresses, the best first; the first that answers is kept, the others are closed unused.
+
+        Each has a head start of :data:`HEAD_START_S` before the next one is tried as well (RFC 8305, section 5).
+        """
         self.check_open()
-        dials: list[Dial] = [self._tasks.spawn(self._dial(a, timeout_s), name=f"dial {a}") for a in addresses]
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        dials: list[Dial] = []
         kept: Answer | None = None
         try:
-            first = await _first_answer(dials)
+            first = await self._race(addresses, deadline, dials)
             self.check_open()
             kept = first
         finally:
@@ -85,6 +113,25 @@ class Dialler:
         if len(failures) == 1:
             raise failures[0]
         raise Unavailable("no address answers: " + "; ".join(str(failure) for failure in failures))
+
+    async def _race(self, addresses: Sequence[Address], deadline: float, dials: list[Dial]) -> Answer | None:
+        """What the first dial that works returns; None when none does. What it begins is entered into ``dials``."""
+        loop = asyncio.get_running_loop()
+        untried = list(addresses)
+        waiting: set[Dial] = set()
+        while untried or waiting:
+            self.check_open()
+            if untried:
+                address = untried.pop(0)
+                dial = self._tasks.spawn(self._dial(address, deadline - loop.time()), name=f"dial {address}")
+                dials.append(dial)
+                waiting.add(dial)
+            head_start_s = HEAD_START_S if untried else None
+            done, waiting = await asyncio.wait(waiting, timeout=head_start_s, return_when=asyncio.FIRST_COMPLETED)
+            for dial in dials:
+                if dial in done and (answer := _answer_of(dial)) is not None:
+                    return answer
+        return None
 
     async def _dial(self, address: Address, timeout_s: float) -> Answer | DialFailed:
         """A stream, or why there is none: as a value, since those who wanted it may have given up."""
@@ -99,17 +146,6 @@ class Dialler:
         answer = _answer_of(dial)
         if answer is not None and answer is not kept:
             self._streams.release(answer[0])
-
-
-async def _first_answer(dials: Sequence[Dial]) -> Answer | None:
-    """What the first dial that works returns; None when none does."""
-    waiting = set(dials)
-    while waiting:
-        done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        for dial in dials:
-            if dial in done and (answer := _answer_of(dial)) is not None:
-                return answer
-    return None
 
 
 def _answer_of(dial: Dial) -> Answer | None:

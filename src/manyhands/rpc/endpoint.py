@@ -4,29 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+import os
+import random
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager, aclosing
 from typing import Any
 
 from manyhands.base.address import Address
 from manyhands.base.deadline import time_limit
-from manyhands.base.errors import ConfigError, PeerError, ProtocolViolation, Timeout, Unavailable
+from manyhands.base.errors import ConfigError, PeerError, PeerLost, ProtocolViolation, Timeout, Unavailable
 from manyhands.base.identity import PeerId
+from manyhands.rpc.address_book import AddressBook, Source
 from manyhands.rpc.announce import dialable_addresses, seen_from_outside
+from manyhands.rpc.backoff import Backoff
 from manyhands.rpc.config import RpcConfig
-from manyhands.rpc.connection import ControlConnection, Handler
-from manyhands.rpc.dialling import Dialler
-from manyhands.rpc.frames import CONTROL, Hello, Reject, Welcome, receive_frame, send_frame
-from manyhands.rpc.method import Method, Request, Response
+from manyhands.rpc.connection import ControlConnection
+from manyhands.rpc.dialling import Dialler, Opened
+from manyhands.rpc.frames import CONTROL, Hello, Reject, Stripe, Welcome, receive_frame, send_frame
+from manyhands.rpc.method import Method, Request, Response, StreamMethod
+from manyhands.rpc.pool import ConnectionPool
+from manyhands.rpc.serving import Served
 from manyhands.rpc.streams import OpenStreams
+from manyhands.rpc.striping import StripedStream, StripeSets, num_stripes
+from manyhands.rpc.upload_cap import CappedStream, UploadCap
 from manyhands.runtime.tasks import TaskOwner
-from manyhands.transport.api import Listener, Stream, Transport
+from manyhands.transport.api import ControlStream, Listener, Stream, Transport
 from manyhands.version import __version__
 
 logger = logging.getLogger(__name__)
 
 AGENT = f"manyhands/{__version__}"
-MAX_ADDRESSES_PER_PEER = 8
 
 BulkAcceptor = Callable[[PeerId, bytes, Stream], Awaitable[None]]
 """Called with (remote, header, stream) for each bulk stream; the stream is aborted when it returns."""
@@ -38,25 +46,44 @@ class Endpoint:
     Args:
         transport: how to reach others, and as whom.
         client_mode: dial out only, announce no address.
+        rng: for the jitter of repeated dials.
+
+    Attributes:
+        on_connected, on_lost: called with a peer when its first control connection opens, and when its last one is
+            lost; one that was closed since nobody used it is not lost.
+        counters: what went wrong, by kind.
     """
 
-    def __init__(self, transport: Transport, *, client_mode: bool = False, config: RpcConfig | None = None) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        *,
+        client_mode: bool = False,
+        config: RpcConfig | None = None,
+        rng: random.Random | None = None,
+    ) -> None:
         self.identity = transport.identity
         self.peer_id = transport.identity.peer_id
         self.client_mode = client_mode
         self.addresses: list[Address] = []
-        self.on_connected: list[Callable[[PeerId], None]] = []
-        self.on_lost: list[Callable[[PeerId], None]] = []
         self.counters: Counter[str] = Counter()
         self._transport = transport
         self._config = config or RpcConfig()
-        self._handlers: dict[str, tuple[Method[Any, Any], Handler]] = {}
+        self._rng = rng or random.Random()
+        self._handlers: dict[str, Served] = {}
         self._acceptors: dict[str, BulkAcceptor] = {}
         self._listeners: list[Listener] = []
-        self._connections: dict[PeerId, list[ControlConnection]] = {}
+        self._pool = ConnectionPool(self.peer_id, self._config, is_client=client_mode)
+        self.on_connected = self._pool.on_connected
+        self.on_lost = self._pool.on_lost
         self._dialling: dict[PeerId, asyncio.Task[ControlConnection | Unavailable | PeerError]] = {}
-        self._known: OrderedDict[PeerId, list[Address]] = OrderedDict()
+        self._book = AddressBook(self._config.max_known_addresses)
+        self._backoff = Backoff(self._rng)
         self._streams = OpenStreams()
+        self._carriers: dict[Stream, list[ControlStream]] = {}
+        cap = self._config.max_upload_mbit_s
+        self._cap = UploadCap(cap) if cap is not None else None
+        self._stripe_sets = StripeSets(self._config.hello_timeout_s, self._capped)
         self._dialler = Dialler(transport, self._streams)
         self._tasks = TaskOwner("endpoint")
 
@@ -80,13 +107,13 @@ class Endpoint:
     async def close(self) -> None:
         """Say goodbye to everybody and close all connections; takes a second or two at most."""
         await self._dialler.close()
-        connections = [connection for group in self._connections.values() for connection in group]
-        if connections:
+        if connections := self._pool.all():
             await asyncio.wait([self._tasks.spawn(c.goodbye("it is closing"), name="goodbye") for c in connections])
         self._streams.abort_all()
         for listener in self._listeners:
             await listener.close()
         await self._tasks.close()
+        await self._pool.close()
 
     def handle(
         self, method: Method[Request, Response], handler: Callable[[PeerId, Request], Awaitable[Response]]
@@ -96,7 +123,17 @@ class Endpoint:
             raise ConfigError(f"method {method.name} is served already; a peer holds one part of each kind")
         self._handlers[method.name] = (method, handler)
 
-    def unhandle(self, method: Method[Any, Any]) -> None:
+    def handle_stream(
+        self,
+        method: StreamMethod[Request, Response],
+        handler: Callable[[PeerId, Request], AsyncIterator[Response]],
+    ) -> None:
+        """Serve ``method``: ``handler(remote, request)`` yields the items, as fast as the caller takes them."""
+        if method.name in self._handlers:
+            raise ConfigError(f"method {method.name} is served already; a peer holds one part of each kind")
+        self._handlers[method.name] = (method, handler)
+
+    def unhandle(self, method: Method[Any, Any] | StreamMethod[Any, Any]) -> None:
         """Serve ``method`` no longer."""
         self._handlers.pop(method.name, None)
 
@@ -110,29 +147,26 @@ class Endpoint:
 
     # what is known of others
 
-    def learn(self, peer_id: PeerId, addresses: Sequence[Address]) -> None:
+    def learn(self, peer_id: PeerId, addresses: Sequence[Address], source: Source = Source.HEARSAY) -> None:
         """Remember where a peer can be dialled."""
-        if peer_id == self.peer_id or not addresses:
-            return
-        known = [address.with_peer(peer_id) for address in addresses]
-        known += [address for address in self._known.get(peer_id, []) if address not in known]
-        self._known[peer_id] = known[:MAX_ADDRESSES_PER_PEER]
-        self._known.move_to_end(peer_id)
-        while len(self._known) > self._config.max_known_addresses:
-            self._known.popitem(last=False)
+        if peer_id != self.peer_id and self._book.learn(peer_id, addresses, source):
+            self._backoff.forget(peer_id)
 
     def addresses_of(self, peer_id: PeerId) -> list[Address]:
-        """Where a peer can be dialled, as far as is known here."""
-        return list(self._known.get(peer_id, []))
+        """Where a peer can be dialled, as far as is known here; the best first."""
+        return self._book.addresses_of(peer_id)
 
     def is_connected(self, peer_id: PeerId) -> bool:
         """Whether a control connection to the peer is open."""
-        return any(connection.lost is None for connection in self._connections.get(peer_id, []))
+        return self._pool.is_connected(peer_id)
 
     def is_client(self, peer_id: PeerId) -> bool:
         """Whether the peer is connected and cannot be dialled."""
-        connections = self._connections.get(peer_id)
-        return connections is not None and not any(connection.addresses for connection in connections)
+        return self._pool.is_client(peer_id)
+
+    def held(self, peer_id: PeerId) -> AbstractContextManager[None]:
+        """Inside the block the control connection to a peer stays open though nobody calls: its heartbeats count."""
+        return self._pool.held(peer_id)
 
     @property
     def bytes_sent(self) -> int:
@@ -152,9 +186,8 @@ class Endpoint:
         if address.peer_id is not None and self.is_connected(address.peer_id):
             return address.peer_id
         hello = self._hello(CONTROL)
-        stream, welcome = await self._dialler.open([address], hello, timeout_s or self._config.dial_timeout_s)
-        connection = self._opened(stream, welcome)
-        self.learn(stream.remote, [address])
+        opened = await self._dialler.open([address], hello, timeout_s or self._config.dial_timeout_s)
+        connection = self._opened(opened)
         if address.peer_id is None:
             logger.info("%s is peer %s (trusted on first use)", address, connection.remote)
         return connection.remote
@@ -174,29 +207,85 @@ class Endpoint:
         connection = await self._connection(peer_id, timeout_s)
         return await connection.call(method, request, max(deadline - loop.time(), 0.01))
 
-    async def open_bulk(self, peer_id: PeerId, kind: str, header: bytes, timeout_s: float = 5.0) -> Stream:
-        """Dial a stream of its own for bulk data.
+    async def stream(
+        self, peer_id: PeerId, method: StreamMethod[Request, Response], request: Request, timeout_s: float = 30.0
+    ) -> AsyncGenerator[Response, None]:
+        """Call a method that answers with many items; leaving the iteration early ends it at the other peer as well.
 
+        Args:
+            timeout_s: for the whole call, with the time that the caller takes for the items.
+        Raises:
+            as :meth:`call`, also between items.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        connection = await self._connection(peer_id, timeout_s)
+        async with aclosing(connection.stream(method, request, max(deadline - loop.time(), 0.01))) as items:
+            async for item in items:
+                yield item
+
+    async def open_bulk(
+        self, peer_id: PeerId, kind: str, header: bytes, timeout_s: float = 5.0, *, size_bytes: int = 0
+    ) -> Stream:
+        """Dial a stream of its own for bulk data; several connections carry it if the link is long.
+
+        Args:
+            size_bytes: about what will be sent over it in either direction; little is not worth several connections.
         Raises:
             Unavailable: the peer cannot be dialled.
             Refused: it does not take this stream.
         """
-        hello = self._hello(kind, header)
-        stream, _ = await self._dialler.open(self._addresses_to_dial(peer_id), hello, timeout_s)
+        addresses = self._addresses_to_dial(peer_id)
+        count = num_stripes(self._pool.rtt_s(peer_id), size_bytes)
+        hellos = [self._hello(kind, header)]
+        if count > 1:
+            stream_id = os.urandom(16)
+            hellos = [self._hello(kind, header, Stripe(stream_id, index, count)) for index in range(count)]
+        carriers = await self._open_all(addresses, hellos, timeout_s)
+        parts = [self._capped(carrier) for carrier in carriers]
+        stream = parts[0] if count == 1 else StripedStream(parts)
+        self._carriers[stream] = carriers
         return stream
+
+    async def _open_all(
+        self, addresses: Sequence[Address], hellos: Sequence[Hello], timeout_s: float
+    ) -> list[ControlStream]:
+        """One stream for each hello, or none at all."""
+        dials = [asyncio.ensure_future(self._dialler.open(addresses, hello, timeout_s)) for hello in hellos]
+        try:
+            return [opened.stream for opened in await asyncio.gather(*dials)]
+        except BaseException:
+            for dial in dials:
+                dial.cancel()
+            for outcome in await asyncio.gather(*dials, return_exceptions=True):
+                if isinstance(outcome, Opened):
+                    self._streams.release(outcome.stream)
+            raise
 
     def release(self, stream: Stream) -> None:
         """Abort a bulk stream that :meth:`open_bulk` opened, and count its bytes."""
-        self._streams.release(stream)
+        stream.abort()
+        for carrier in self._carriers.pop(stream, ()):
+            self._streams.release(carrier)
 
     async def _connection(self, peer_id: PeerId, timeout_s: float) -> ControlConnection:
-        for connection in reversed(self._connections.get(peer_id, [])):  # the newest: a peer that crashed may be back
-            if connection.lost is None:
-                return connection
+        """An open connection, dialled if there is none; calls on it must begin before the loop has another turn."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        while (connection := self._pool.of(peer_id)) is None:
+            dialled = await self._dial_shared(peer_id, timeout_s)
+            timeout_s = deadline - loop.time()
+            if dialled.lost is not None and not dialled.is_retired:
+                raise PeerLost(peer_id, dialled.lost.reason)
+            # else it may have been retired since, when the other end dialled as well
+        return connection
+
+    async def _dial_shared(self, peer_id: PeerId, timeout_s: float) -> ControlConnection:
         if peer_id == self.peer_id:
             raise Unavailable("a peer does not call itself")
         self._dialler.check_open()
         if peer_id not in self._dialling:  # callers at the same time share one dial
+            self._backoff.check(peer_id, asyncio.get_running_loop().time())
             task = self._tasks.spawn(self._dial_control(peer_id), name=f"dial {peer_id}")
             self._dialling[peer_id] = task
             task.add_done_callback(lambda _: self._dialling.pop(peer_id))
@@ -214,26 +303,33 @@ class Endpoint:
         """A connection, or why there is none: as a value, since those who wanted it may have given up."""
         try:
             addresses, hello = self._addresses_to_dial(peer_id), self._hello(CONTROL)
-            return self._opened(*await self._dialler.open(addresses, hello, self._config.dial_timeout_s))
+            return self._opened(await self._dialler.open(addresses, hello, self._config.dial_timeout_s))
         except (Unavailable, PeerError) as error:
+            self._backoff.failed(peer_id, asyncio.get_running_loop().time(), str(error))
             return error
 
     def _addresses_to_dial(self, peer_id: PeerId) -> list[Address]:
-        if not self._known.get(peer_id):
+        addresses = self._book.addresses_of(peer_id)
+        if not addresses:
             raise Unavailable(f"no address is known for peer {peer_id}; a peer in client mode cannot be dialled")
-        return self._known[peer_id]
+        return addresses
 
-    def _hello(self, purpose: str, header: bytes = b"") -> Hello:
-        return Hello(purpose, AGENT, [str(address) for address in self.addresses], header)
+    def _hello(self, purpose: str, header: bytes = b"", stripe: Stripe | None = None) -> Hello:
+        return Hello(purpose, AGENT, [str(address) for address in self.addresses], header, stripe)
 
-    def _opened(self, stream: Stream, welcome: Welcome) -> ControlConnection:
-        connection = self._new_connection(stream, welcome.addresses)
-        self._tasks.spawn(self._run(connection, stream), name=f"connection to {stream.remote}")
+    def _opened(self, opened: Opened) -> ControlConnection:
+        connection = self._new_connection(opened.stream, opened.welcome.addresses, is_dialled=True)
+        connection.rtt_s = opened.rtt_s
+        self.learn(connection.remote, [opened.address], Source.WORKED)
+        self._tasks.spawn(self._run(connection, opened.stream), name=f"connection to {connection.remote}")
         return connection
+
+    def _capped(self, stream: Stream) -> Stream:
+        return stream if self._cap is None else CappedStream(stream, self._cap)
 
     # accepted streams
 
-    async def _accepted(self, stream: Stream) -> None:
+    async def _accepted(self, stream: ControlStream) -> None:
         self._streams.add(stream)
         try:
             async with time_limit(self._config.hello_timeout_s, "waiting for a hello"):
@@ -249,31 +345,49 @@ class Endpoint:
         finally:
             self._streams.release(stream)
 
-    async def _welcome(self, stream: Stream, hello: Hello) -> None:
+    async def _welcome(self, stream: ControlStream, hello: Hello) -> None:
         welcome = Welcome(AGENT, [str(address) for address in self.addresses])
         if hello.purpose == CONTROL:
-            await self._run(self._new_connection(stream, hello.addresses), stream, welcome)
+            if self._pool.has_room():
+                connection = self._new_connection(stream, hello.addresses, is_dialled=False)
+                await self._run(connection, stream, welcome)
+            else:
+                self.counters["refused_full"] += 1
+                await self._reject(stream, "full", f"this peer has {len(self._pool)} connections already")
         elif (acceptor := self._acceptors.get(hello.purpose)) is not None:
             await send_frame(stream, welcome)
-            await acceptor(stream.remote, hello.header, stream)
+            whole = await self._whole(stream, hello)
+            if whole is None:
+                await stream.wait_closed()  # it is a part of another task's stream
+            else:
+                await acceptor(stream.remote, hello.header, whole)
         else:
-            await send_frame(stream, Reject("unknown_purpose", f"no streams of kind {hello.purpose[:80]!r} here"))
+            await self._reject(stream, "unknown_purpose", f"no streams of kind {hello.purpose[:80]!r} here")
+
+    async def _whole(self, stream: Stream, hello: Hello) -> Stream | None:
+        if hello.stripe is None:
+            return self._capped(stream)
+        return await self._stripe_sets.join(hello.stripe, stream)
+
+    async def _reject(self, stream: Stream, code: str, message: str) -> None:
+        async with time_limit(self._config.hello_timeout_s, "turning a stream down"):
+            await send_frame(stream, Reject(code, message))
             await stream.close()
 
     # connections
 
-    def _new_connection(self, stream: Stream, addresses: list[str]) -> ControlConnection:
+    def _new_connection(self, stream: ControlStream, addresses: list[str], *, is_dialled: bool) -> ControlConnection:
         """Enter a connection; from now on it is used for calls, and :meth:`_run` must follow."""
-        self.learn(stream.remote, seen_from_outside(stream.remote, addresses, stream.remote_host))
-        connection = ControlConnection(stream, addresses, self._handlers, self._config, self.counters)
-        group = self._connections.setdefault(stream.remote, [])
-        group.append(connection)
-        if len(group) == 1:
-            for callback in list(self.on_connected):
-                callback(stream.remote)
+        seen = seen_from_outside(stream.remote, addresses, stream.remote_host)
+        self.learn(stream.remote, seen, Source.ANNOUNCED)
+        self._backoff.forget(stream.remote)
+        connection = ControlConnection(
+            stream, addresses, self._handlers, self._config, self.counters, is_dialled=is_dialled
+        )
+        self._pool.enter(connection)
         return connection
 
-    async def _run(self, connection: ControlConnection, stream: Stream, welcome: Welcome | None = None) -> None:
+    async def _run(self, connection: ControlConnection, stream: ControlStream, welcome: Welcome | None = None) -> None:
         try:
             if welcome is not None:
                 await send_frame(stream, welcome)
@@ -281,14 +395,6 @@ class Endpoint:
             logger.debug("%s", lost)
         finally:
             self._streams.release(stream)
-            self._remove(connection)
+            connection.end(PeerLost(connection.remote, "the connection was closed here"))
+            self._pool.remove(connection)
             await connection.close()
-
-    def _remove(self, connection: ControlConnection) -> None:
-        remote = connection.remote
-        group = self._connections[remote]
-        group.remove(connection)
-        if not group:
-            del self._connections[remote]
-            for callback in list(self.on_lost):
-                callback(remote)

@@ -7,9 +7,13 @@ stream raw bytes follow, on a control stream the other frames do.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Annotated
+
 import msgspec
 
 from manyhands.base.errors import ConfigError, ProtocolViolation
+from manyhands.base.identity import PeerId
 from manyhands.transport.api import Stream
 from manyhands.transport.runs import RUN_BYTES
 
@@ -19,10 +23,28 @@ is sent in one run, so that a caller who gives up never leaves half a frame behi
 
 MAX_TEXT = 500  # characters of a message for people
 
+MAX_WINDOW = 1024  # items of one streaming call that may be on their way
+
+MAX_STRIPES = 8  # connections that carry one bulk stream
+
 CONTROL = "control"
 
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What msgspec raises for bytes that are not what is expected."""
+
+
+class Stripe(msgspec.Struct):
+    """Which part of a bulk stream a connection carries, when several carry it.
+
+    Attributes:
+        stream_id: chosen by the dialler, the same for all connections of the stream.
+        index: of this connection, from 0.
+        count: of connections.
+    """
+
+    stream_id: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+    index: Annotated[int, msgspec.Meta(ge=0, lt=MAX_STRIPES)]
+    count: Annotated[int, msgspec.Meta(ge=2, le=MAX_STRIPES)]
 
 
 class Hello(msgspec.Struct, tag="hello", omit_defaults=True):
@@ -33,12 +55,14 @@ class Hello(msgspec.Struct, tag="hello", omit_defaults=True):
         agent: software and version, for people.
         addresses: where the sender can be dialled; none means client mode.
         header: for bulk streams: tells the acceptor what the stream is for.
+        stripe: for bulk streams over several connections.
     """
 
     purpose: str
     agent: str = ""
     addresses: list[str] = []
     header: bytes = b""
+    stripe: Stripe | None = None
 
 
 class Welcome(msgspec.Struct, tag="welcome", omit_defaults=True):
@@ -55,20 +79,38 @@ class Reject(msgspec.Struct, tag="reject"):
     message: str
 
 
-class Request(msgspec.Struct, tag="request"):
-    """A call; ``timeout_s`` is what the caller will wait."""
+class Request(msgspec.Struct, tag="request", omit_defaults=True):
+    """A call; ``timeout_s`` is what the caller will wait.
+
+    With a ``window`` it is a streaming call: so many items may be sent before the first :class:`Credit`.
+    """
 
     id: int
     method: str
     timeout_s: float
     body: msgspec.Raw
+    window: Annotated[int, msgspec.Meta(ge=0, le=MAX_WINDOW)] = 0
 
 
 class Response(msgspec.Struct, tag="response"):
-    """The result of a call."""
+    """The result of a call; the end of a streaming call, then without meaning."""
 
     id: int
     body: msgspec.Raw
+
+
+class Item(msgspec.Struct, tag="item"):
+    """One of the results of a streaming call."""
+
+    id: int
+    body: msgspec.Raw
+
+
+class Credit(msgspec.Struct, tag="credit"):
+    """The caller has room for so many more items of a streaming call."""
+
+    id: int
+    num_items: Annotated[int, msgspec.Meta(ge=1, le=MAX_WINDOW)]
 
 
 class Failure(msgspec.Struct, tag="failure"):
@@ -93,13 +135,17 @@ class Pong(msgspec.Struct, tag="pong"):
     """Answers a :class:`Ping`."""
 
 
+class Drain(msgspec.Struct, tag="drain"):
+    """The sender begins no more calls on this connection; when neither end does and all are answered, it is closed."""
+
+
 class Goodbye(msgspec.Struct, tag="goodbye"):
     """The sender closes this connection on purpose."""
 
     reason: str
 
 
-Frame = Hello | Welcome | Reject | Request | Response | Failure | Cancel | Ping | Pong | Goodbye
+Frame = Hello | Welcome | Reject | Request | Response | Item | Credit | Failure | Cancel | Ping | Pong | Drain | Goodbye
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Frame)
@@ -133,15 +179,58 @@ async def receive_frame(stream: Stream) -> Frame:
     """
     prefix = bytearray(4)
     await stream.receive_into(memoryview(prefix))
+    payload = bytearray(_checked_length(stream.remote, prefix))
+    await stream.receive_into(memoryview(payload))
+    return _decode(stream.remote, bytes(payload))
+
+
+class FrameReader:
+    """Cuts what comes on a control stream into frames.
+
+    Args:
+        remote: who sends it, for the errors.
+    """
+
+    def __init__(self, remote: PeerId) -> None:
+        self._remote = remote
+        self._received = bytearray()
+        self._num_needed = 4  # bytes without which nothing can be cut off
+
+    def frames(self, data: bytes) -> Iterator[Frame]:
+        """The frames that ``data`` completes; take all of them before the next call.
+
+        Raises:
+            ProtocolViolation: as :func:`receive_frame`.
+        """
+        if self._received:
+            self._received += data
+            if len(self._received) < self._num_needed:
+                return
+            data = bytes(self._received)
+            self._received.clear()
+        start, self._num_needed = 0, 4
+        while len(data) >= start + 4:
+            end = start + 4 + _checked_length(self._remote, data[start : start + 4])
+            if len(data) < end:
+                self._num_needed = end - start
+                break
+            yield _decode(self._remote, data[start + 4 : end])
+            start = end
+        self._received += data[start:]
+
+
+def _checked_length(remote: PeerId, prefix: bytes | bytearray) -> int:
     num_bytes = int.from_bytes(prefix, "big")
     if num_bytes > MAX_FRAME_BYTES:
-        raise ProtocolViolation(stream.remote, f"a frame of {num_bytes} bytes; at most {MAX_FRAME_BYTES} are allowed")
-    payload = bytearray(num_bytes)
-    await stream.receive_into(memoryview(payload))
+        raise ProtocolViolation(remote, f"a frame of {num_bytes} bytes; at most {MAX_FRAME_BYTES} are allowed")
+    return num_bytes
+
+
+def _decode(remote: PeerId, payload: bytes) -> Frame:
     try:
         frame: Frame = _decoder.decode(payload)
     except UNREADABLE as error:
-        raise ProtocolViolation(stream.remote, f"a frame that cannot be read: {readable(str(error))}") from error
+        raise ProtocolViolation(remote, f"a frame that cannot be read: {readable(str(error))}") from error
     return frame
 
 

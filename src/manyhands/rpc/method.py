@@ -24,3 +24,17 @@ class Method(Generic[Request, Response]):
     name: str
     request: type[Request]
     response: type[Response]
+
+
+@dataclass(frozen=True)
+class StreamMethod(Generic[Request, Response]):
+    """One kind of call that is answered by any number of items, one after the other.
+
+    Attributes:
+        name, request: as of a :class:`Method`.
+        item: msgspec struct of which many come back.
+    """
+
+    name: str
+    request: type[Request]
+    item: type[Response]

@@ -18,13 +18,25 @@ class Stream(Protocol):
     One task may send while another receives. Any call may raise :class:`manyhands.base.errors.PeerLost`.
     """
 
-    remote: PeerId
-    remote_host: str
-    """The IP address at the other end, as seen from here."""
-    bytes_sent: int
-    bytes_received: int
-    last_received: float
-    """The loop's time when the last bytes came, or when the stream was made."""
+    @property
+    def remote(self) -> PeerId:
+        """Who is at the other end."""
+
+    @property
+    def remote_host(self) -> str:
+        """The IP address at the other end, as seen from here."""
+
+    @property
+    def bytes_sent(self) -> int:
+        """So far, before encryption."""
+
+    @property
+    def bytes_received(self) -> int:
+        """So far, after decryption."""
+
+    @property
+    def last_received(self) -> float:
+        """The loop's time when the last bytes came, or when the stream was made."""
 
     async def send(self, *buffers: bytes | bytearray | memoryview) -> None:
         """Send buffers one after the other; returns once they are handed over and the backlog is within its bound.
@@ -32,17 +44,6 @@ class Stream(Protocol):
         The buffers must not change before it returns. When it is cancelled, up to 1 MiB is sent whole or not at all;
         a larger send that has begun ends the stream.
         """
-
-    def send_now(self, message: bytes) -> None:
-        """Hand over one small message without waiting, after what was sent before.
-
-        Raises:
-            PeerLost: the stream is closed, or ends here since the other end has not read
-                :data:`MAX_UNREAD_BYTES` that were sent.
-        """
-
-    async def receive(self) -> bytes:
-        """The next bytes, as many as are here, at least one. Cancelling it loses none."""
 
     async def receive_into(self, view: memoryview) -> None:
         """Fill the whole of ``view`` (format ``B``, writable) with the next bytes."""
@@ -57,7 +58,22 @@ class Stream(Protocol):
         """Close at once; waiting calls on both ends raise ``PeerLost``. May be called twice."""
 
 
-OnStream = Callable[[Stream], Awaitable[None]]
+class ControlStream(Stream, Protocol):
+    """What a dial and a listener give: a stream that is fit for small messages in both directions as well."""
+
+    def send_now(self, message: bytes) -> None:
+        """Hand over one small message without waiting, after what was sent before.
+
+        Raises:
+            PeerLost: the stream is closed, or ends here since the other end has not read
+                :data:`MAX_UNREAD_BYTES` that were sent.
+        """
+
+    async def receive(self) -> bytes:
+        """The next bytes, as many as are here, at least one. Cancelling it loses none."""
+
+
+OnStream = Callable[[ControlStream], Awaitable[None]]
 """Called with each accepted stream, as a task of the listener; the stream is aborted if it raises."""
 
 
@@ -76,7 +92,7 @@ class Transport(Protocol):
 
     identity: Identity
 
-    async def dial(self, address: Address, timeout_s: float) -> Stream:
+    async def dial(self, address: Address, timeout_s: float) -> ControlStream:
         """Open a stream to ``address``; who answers must be its ``peer_id``, if it has one.
 
         Raises:

@@ -127,7 +127,7 @@ async def test_callers_at_the_same_time_share_one_dial() -> None:
         serve_echo(there)
         answers = await asyncio.gather(*(here.call(there.peer_id, ECHO, Text(str(i))) for i in range(50)))
         assert [answer.text.split()[0] for answer in answers] == [str(i) for i in range(50)]
-        assert len(there._connections[here.peer_id]) == 1
+        assert len(there._pool._connections[here.peer_id]) == 1
 
 
 async def test_both_dial_at_the_same_time() -> None:
@@ -183,8 +183,8 @@ async def test_a_dial_that_succeeds_while_the_endpoint_closes_leaves_nothing(num
         for outcome in outcomes:
             assert isinstance(outcome, (Unavailable, Text, str)), outcome
         assert not here._streams
-        assert not here._connections
-        await until(lambda: not there._connections, "the other side has noticed")
+        assert not here._pool._connections
+        await until(lambda: not there._pool._connections, "the other side has noticed")
 
 
 async def test_after_close_nothing_is_dialled() -> None:
@@ -285,7 +285,7 @@ async def test_a_peer_that_leaves_right_after_its_hello_is_forgotten() -> None:
         await connected.wait()
         await until(lambda: not there._streams, "the stream is gone")
         assert not there.is_connected(identity_of(9).peer_id)
-        assert not there._connections
+        assert not there._pool._connections
 
 
 async def test_who_says_no_hello_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
@@ -356,7 +356,7 @@ async def test_a_callback_may_remove_itself() -> None:
         there.on_lost += [once, lambda peer_id: told.append("always")]
         await here.connect(there.addresses[0])
         await here.close()
-        await until(lambda: not there._connections, "the peer is lost")
+        await until(lambda: not there._pool._connections, "the peer is lost")
         assert told == ["once", "always"]
 
 

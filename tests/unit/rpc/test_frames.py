@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from contextlib import suppress
 
 import msgspec
@@ -14,15 +15,20 @@ from manyhands.base.errors import ConfigError, PeerLost, ProtocolViolation
 from manyhands.rpc.frames import (
     MAX_FRAME_BYTES,
     Cancel,
+    Credit,
+    Drain,
     Failure,
     Frame,
+    FrameReader,
     Goodbye,
     Hello,
+    Item,
     Ping,
     Pong,
     Reject,
     Request,
     Response,
+    Stripe,
     Welcome,
     encode_frame,
     readable,
@@ -57,6 +63,16 @@ GOLDEN: list[tuple[Frame, str]] = [
         "0000004485a474797065a772657175657374a2696407a66d6574686f64a9746573742e6563686f"
         "a974696d656f75745f73cb4004000000000000a4626f647981a474657874a26869",
     ),
+    (
+        Request(8, "test.items", 2.5, BODY, 32),
+        "0000004d86a474797065a772657175657374a2696408a66d6574686f64aa746573742e6974656d73a974696d656f75745f73"
+        "cb4004000000000000a4626f647981a474657874a26869a677696e646f7720",
+    ),
+    (
+        Hello("state", "", [], b"", Stripe(bytes(range(16)), 1, 4)),
+        "0000004c83a474797065a568656c6c6fa7707572706f7365a57374617465a673747269706583a973747265616d5f6964c410"
+        "000102030405060708090a0b0c0d0e0fa5696e64657801a5636f756e7404",
+    ),
     (Response(7, BODY), "0000002183a474797065a8726573706f6e7365a2696407a4626f647981a474657874a26869"),
     (
         Failure(7, "busy", "too many calls at once"),
@@ -64,6 +80,9 @@ GOLDEN: list[tuple[Frame, str]] = [
         "a76d657373616765b6746f6f206d616e792063616c6c73206174206f6e6365",
     ),
     (Cancel(7), "0000001182a474797065a663616e63656ca2696407"),
+    (Item(7, BODY), "0000001d83a474797065a46974656da2696407a4626f647981a474657874a26869"),
+    (Credit(7, 16), "0000001c83a474797065a6637265646974a2696407a96e756d5f6974656d7310"),
+    (Drain(), "0000000c81a474797065a5647261696e"),
     (Ping(), "0000000b81a474797065a470696e67"),
     (Pong(), "0000000b81a474797065a4706f6e67"),
     (Goodbye("it is closing"), "0000002382a474797065a7676f6f64627965a6726561736f6ead697420697320636c6f73696e67"),
@@ -93,6 +112,26 @@ async def test_golden_frames(frame: Frame, wire: str) -> None:
     again = await receive_frame(stream_of(bytes.fromhex(wire)))
     assert type(again) is type(frame)
     assert encode_frame(again).hex() == wire
+
+
+@given(
+    numbers=st.lists(st.integers(0, len(GOLDEN) - 1), max_size=12),
+    cuts=st.lists(st.integers(0, 2000), max_size=12),
+)
+def test_frames_come_whole_however_their_bytes_arrive(numbers: list[int], cuts: list[int]) -> None:
+    sent = b"".join(bytes.fromhex(GOLDEN[number][1]) for number in numbers)
+    edges = [0, *sorted(min(cut, len(sent)) for cut in cuts), len(sent)]
+    reader = FrameReader(identity_of(0).peer_id)
+    frames = [frame for a, b in itertools.pairwise(edges) for frame in reader.frames(sent[a:b])]
+    assert b"".join(encode_frame(frame) for frame in frames) == sent
+
+
+def test_what_comes_before_a_violation_is_handed_out() -> None:
+    reader = FrameReader(identity_of(0).peer_id)
+    frames = reader.frames(encode_frame(Ping()) + b"\xff\xff\xff\xff")
+    assert isinstance(next(frames), Ping)
+    with pytest.raises(ProtocolViolation, match="4294967295 bytes"):
+        next(frames)
 
 
 def test_every_kind_is_pinned() -> None:

@@ -1,0 +1,53 @@
+"""When a peer that could not be reached may be dialled again."""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from manyhands.base.errors import Unavailable
+from manyhands.base.identity import PeerId
+
+FIRST_S = 0.5
+MOST_S = 15.0
+MAX_PEERS = 4096
+
+
+@dataclass
+class _Failures:
+    num: int
+    retry_at: float
+    reason: str
+
+
+class Backoff:
+    """Waits that double from failure to failure, with jitter, so that those who lost a peer do not come back as one.
+
+    Args:
+        rng: for the jitter.
+    """
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._failures: OrderedDict[PeerId, _Failures] = OrderedDict()
+
+    def failed(self, peer_id: PeerId, now: float, reason: str) -> None:
+        """A dial failed: the next one waits up to twice as long as this one did, at most :data:`MOST_S` seconds."""
+        num = self._failures[peer_id].num + 1 if peer_id in self._failures else 1
+        wait_s = min(FIRST_S * 2 ** (num - 1), MOST_S) * self._rng.uniform(0.5, 1.0)
+        self._failures[peer_id] = _Failures(num, now + wait_s, reason)
+        self._failures.move_to_end(peer_id)
+        if len(self._failures) > MAX_PEERS:
+            self._failures.popitem(last=False)
+
+    def forget(self, peer_id: PeerId) -> None:
+        """It was reached, came by itself, or has another address: dial at once."""
+        self._failures.pop(peer_id, None)
+
+    def check(self, peer_id: PeerId, now: float) -> None:
+        """Raises ``Unavailable`` while it is too early for another dial, with why the last one failed."""
+        failures = self._failures.get(peer_id)
+        if failures is not None and now < failures.retry_at:
+            wait_s = failures.retry_at - now
+            raise Unavailable(f"peer {peer_id} is dialled again in {wait_s:.1f} s; the last time: {failures.reason}")

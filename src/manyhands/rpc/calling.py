@@ -1,0 +1,198 @@
+"""The calls that this peer makes over one control connection."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import Counter, deque
+from collections.abc import AsyncGenerator
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import msgspec
+
+from manyhands.base.errors import ManyhandsError, PeerError, PeerLost, ProtocolViolation, Refused, Timeout, Unavailable
+from manyhands.rpc.frames import (
+    UNREADABLE,
+    Cancel,
+    Credit,
+    Failure,
+    Item,
+    Request,
+    Response,
+    encode_frame,
+    readable,
+)
+from manyhands.rpc.method import Method, StreamMethod
+from manyhands.rpc.method import Request as RequestBody
+from manyhands.rpc.method import Response as ResponseBody
+from manyhands.transport.api import ControlStream
+
+ITEMS_AHEAD = 32
+"""Items of a streaming call that may come before the caller has taken them."""
+
+SMALL_BYTES = 1 << 16
+"""Messages of up to this size are handed over without waiting."""
+
+Answer = Response | Failure | PeerLost | Timeout
+Body = TypeVar("Body", bound=msgspec.Struct)
+
+
+class Calls:
+    """Unary and streaming calls that wait for their answers."""
+
+    def __init__(self, stream: ControlStream, counters: Counter[str]) -> None:
+        self._stream = stream
+        self._counters = counters
+        self._ids = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[Answer]] = {}
+        self._items: dict[int, _Items] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    async def call(
+        self, method: Method[RequestBody, ResponseBody], request: RequestBody, timeout_s: float
+    ) -> ResponseBody:
+        """As :meth:`manyhands.rpc.Endpoint.call`."""
+        loop = asyncio.get_running_loop()
+        call_id = next(self._ids)
+        frame = Request(call_id, method.name, timeout_s, msgspec.Raw(msgspec.msgpack.encode(request)))
+        answered = self._waiting[call_id] = loop.create_future()
+        timer = self._deadline(answered, method.name, timeout_s)
+        try:
+            await self._send(frame, answered)
+            answer = await answered
+        except asyncio.CancelledError:
+            self._send_soon(Cancel(call_id))
+            raise
+        finally:
+            timer.cancel()
+            del self._waiting[call_id]
+        if isinstance(answer, Timeout):
+            self._send_soon(Cancel(call_id))
+        if not isinstance(answer, Response):
+            raise self._error_of(answer)
+        return self._decoded(answer.body, method.response, method.name)
+
+    async def stream(
+        self, method: StreamMethod[RequestBody, ResponseBody], request: RequestBody, timeout_s: float
+    ) -> AsyncGenerator[ResponseBody, None]:
+        """As :meth:`manyhands.rpc.Endpoint.stream`."""
+        loop = asyncio.get_running_loop()
+        call_id = next(self._ids)
+        body = msgspec.Raw(msgspec.msgpack.encode(request))
+        answered = self._waiting[call_id] = loop.create_future()
+        items = self._items[call_id] = _Items(answered)
+        timer = self._deadline(answered, method.name, timeout_s)
+        try:
+            await self._send(Request(call_id, method.name, timeout_s, body, ITEMS_AHEAD), answered)
+            num_taken = 0
+            while (item := await items.next()) is not None:
+                num_taken += 1
+                if num_taken % (ITEMS_AHEAD // 2) == 0:
+                    self._send_soon(Credit(call_id, ITEMS_AHEAD // 2))
+                yield self._decoded(item, method.item, method.name)
+            answer = answered.result()
+            if not isinstance(answer, Response):
+                raise self._error_of(answer)
+        finally:
+            timer.cancel()
+            del self._waiting[call_id], self._items[call_id]
+            if not answered.done() or isinstance(answered.result(), Timeout):
+                self._send_soon(Cancel(call_id))
+
+    def answered(self, frame: Response | Failure) -> None:
+        """The end of a call; ignored when nobody waits for it any more."""
+        answered = self._waiting.get(frame.id)
+        if answered is not None and not answered.done():
+            answered.set_result(frame)
+
+    def item(self, frame: Item) -> None:
+        """One item of a streaming call."""
+        items = self._items.get(frame.id)
+        if items is not None and not items.add(frame.body):
+            raise ProtocolViolation(self._stream.remote, f"sent more items than the {ITEMS_AHEAD} that it may")
+
+    def end(self, error: PeerLost) -> None:
+        """The connection is lost, and with it all calls."""
+        for answered in self._waiting.values():
+            if not answered.done():
+                answered.set_result(error)
+
+    async def _send(self, frame: Request, answered: asyncio.Future[Answer]) -> None:
+        """Send a request; the deadline of the call bounds this too."""
+        encoded = encode_frame(frame)
+        if len(encoded) <= SMALL_BYTES:
+            self._stream.send_now(encoded)
+            return
+        sending = asyncio.get_running_loop().create_task(self._stream.send(encoded))
+        try:
+            waited: list[asyncio.Future[Any]] = [sending, answered]
+            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not sending.done():
+                sending.cancel()
+                await asyncio.wait([sending])
+        if not sending.cancelled():
+            sending.result()
+
+    def _send_soon(self, frame: Cancel | Credit) -> None:
+        with suppress(PeerLost):  # the connection sees to it
+            self._stream.send_now(encode_frame(frame))
+
+    def _deadline(self, answered: asyncio.Future[Answer], name: str, timeout_s: float) -> asyncio.TimerHandle:
+        def expire() -> None:
+            if not answered.done():
+                answered.set_result(Timeout(f"waiting for {name} of peer {self._stream.remote}", timeout_s))
+
+        return asyncio.get_running_loop().call_later(timeout_s, expire)
+
+    def _decoded(self, body: msgspec.Raw, kind: type[Body], name: str) -> Body:
+        try:
+            return msgspec.msgpack.decode(body, type=kind)
+        except UNREADABLE as error:
+            self._counters["protocol_violations"] += 1
+            text = f"the answer of {name} cannot be read: {readable(str(error))}"
+            raise ProtocolViolation(self._stream.remote, text) from error
+
+    def _error_of(self, answer: Failure | PeerLost | Timeout) -> ManyhandsError:
+        if isinstance(answer, Timeout):
+            return answer
+        if isinstance(answer, PeerLost):
+            return PeerLost(answer.peer_id, answer.reason)
+        remote, message = self._stream.remote, readable(answer.message)
+        if answer.code in ("timeout", "unavailable"):
+            return Unavailable(f"peer {remote}: {message}")
+        if answer.code == "internal":
+            return PeerError(remote, message)
+        return Refused(remote, readable(answer.code), message)
+
+
+class _Items:
+    """Items that have come and are not taken yet."""
+
+    def __init__(self, answered: asyncio.Future[Answer]) -> None:
+        self._answered = answered
+        self._waiting: deque[msgspec.Raw] = deque()
+        self._wake: asyncio.Future[None] | None = None
+        answered.add_done_callback(lambda _: self._wake_up())
+
+    def add(self, body: msgspec.Raw) -> bool:
+        """Whether there was room for it."""
+        self._waiting.append(body)
+        self._wake_up()
+        return len(self._waiting) <= ITEMS_AHEAD
+
+    async def next(self) -> msgspec.Raw | None:
+        """The next one, in order; None after the last."""
+        while not self._waiting:
+            if self._answered.done():
+                return None
+            self._wake = asyncio.get_running_loop().create_future()
+            await self._wake
+        return self._waiting.popleft()
+
+    def _wake_up(self) -> None:
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)

@@ -1,0 +1,169 @@
+"""One bulk stream over several connections.
+
+On a long link with losses one TCP connection is slow, whatever the link could carry: it halves its window at each loss,
+and needs many round trips to widen it again. Several connections lose less each. Their bytes are dealt out in blocks of
+a fixed size in turn, so nothing but the bytes travels, straight from and into the caller's memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from manyhands.base.deadline import time_limit
+from manyhands.base.errors import ProtocolViolation
+from manyhands.base.identity import PeerId
+from manyhands.rpc.frames import MAX_STRIPES, Stripe
+from manyhands.transport.api import Stream
+
+BLOCK_BYTES = 1 << 18
+
+RTT_OF_ONE_S = 0.0125
+"""A connection is added for each so many seconds of round trip."""
+
+BYTES_OF_ONE = 1 << 20
+"""A connection is added for each so many bytes: less does not pay for a handshake."""
+
+MAX_INCOMPLETE = 16
+"""Streams of one remote peer that wait for their other connections."""
+
+
+def num_stripes(rtt_s: float, size_bytes: int) -> int:
+    """Connections that are worth having for ``size_bytes`` on a link with this round trip; one if it is not known."""
+    by_rtt = round(rtt_s / RTT_OF_ONE_S) if math.isfinite(rtt_s) else 1
+    return max(1, min(by_rtt, size_bytes // BYTES_OF_ONE, MAX_STRIPES))
+
+
+class StripedStream:
+    """Several connections to one peer, used as one :class:`manyhands.transport.api.Stream`."""
+
+    def __init__(self, stripes: Sequence[Stream]) -> None:
+        self.remote = stripes[0].remote
+        self.remote_host = stripes[0].remote_host
+        self._stripes = list(stripes)
+        self._sent = self._received = 0
+        self._sending = asyncio.Lock()
+
+    @property
+    def bytes_sent(self) -> int:
+        return sum(stripe.bytes_sent for stripe in self._stripes)
+
+    @property
+    def bytes_received(self) -> int:
+        return sum(stripe.bytes_received for stripe in self._stripes)
+
+    @property
+    def last_received(self) -> float:
+        return max(stripe.last_received for stripe in self._stripes)
+
+    async def send(self, *buffers: bytes | bytearray | memoryview) -> None:
+        async with self._sending:
+            dealt: list[list[memoryview]] = [[] for _ in self._stripes]
+            for buffer in buffers:
+                view = memoryview(buffer).cast("B")
+                self._deal(view, self._sent, dealt)
+                self._sent += len(view)
+            await self._all([s.send(*views) for s, views in zip(self._stripes, dealt, strict=True) if views])
+
+    async def receive_into(self, view: memoryview) -> None:
+        dealt: list[list[memoryview]] = [[] for _ in self._stripes]
+        self._deal(view, self._received, dealt)
+        self._received += len(view)
+        await self._all([_receive(s, views) for s, views in zip(self._stripes, dealt, strict=True) if views])
+
+    async def close(self, timeout_s: float = 1.0) -> None:
+        await asyncio.gather(*(stripe.close(timeout_s) for stripe in self._stripes))
+
+    async def wait_closed(self) -> None:
+        """Wait until any of the connections is closed."""
+        waits = [asyncio.ensure_future(stripe.wait_closed()) for stripe in self._stripes]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+            await asyncio.gather(*waits, return_exceptions=True)
+
+    def abort(self) -> None:
+        for stripe in self._stripes:
+            stripe.abort()
+
+    def _deal(self, view: memoryview, position: int, dealt: list[list[memoryview]]) -> None:
+        while len(view):
+            block, offset = divmod(position, BLOCK_BYTES)
+            num_bytes = min(BLOCK_BYTES - offset, len(view))
+            dealt[block % len(dealt)].append(view[:num_bytes])
+            view, position = view[num_bytes:], position + num_bytes
+
+    async def _all(self, parts: Sequence[Coroutine[Any, Any, None]]) -> None:
+        """Run the parts of all connections; when one fails, the stream has a gap, and ends."""
+        tasks = [asyncio.ensure_future(part) for part in parts]
+        try:
+            await asyncio.gather(*tasks)
+        except BaseException:
+            self.abort()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            raise
+
+
+async def _receive(stripe: Stream, views: Sequence[memoryview]) -> None:
+    for view in views:
+        await stripe.receive_into(view)
+
+
+class StripeSets:
+    """Accepted connections that wait for the others of their stream.
+
+    Args:
+        timeout_s: how long they may take to come.
+        wrap: what each accepted connection is used through.
+    """
+
+    def __init__(self, timeout_s: float, wrap: Callable[[Stream], Stream]) -> None:
+        self._timeout_s = timeout_s
+        self._wrap = wrap
+        self._waiting: dict[tuple[PeerId, bytes], dict[int, Stream]] = {}
+        self._complete: dict[tuple[PeerId, bytes], asyncio.Future[None]] = {}
+        self._num_waiting: Counter[PeerId] = Counter()
+
+    async def join(self, stripe: Stripe, stream: Stream) -> StripedStream | None:
+        """Wait for the other connections; the last one to come gets the whole stream.
+
+        Raises:
+            ProtocolViolation: it does not fit to the others, or too many streams are incomplete.
+            Timeout: the others did not come.
+        """
+        key = (stream.remote, stripe.stream_id)
+        if key not in self._waiting:
+            if self._num_waiting[stream.remote] >= MAX_INCOMPLETE:
+                raise ProtocolViolation(stream.remote, f"more than {MAX_INCOMPLETE} streams lack connections")
+            self._num_waiting[stream.remote] += 1
+            self._waiting[key] = {}
+            self._complete[key] = asyncio.get_running_loop().create_future()
+        stripes, complete = self._waiting[key], self._complete[key]
+        if stripe.index >= stripe.count or stripe.index in stripes:
+            raise ProtocolViolation(stream.remote, f"connection {stripe.index} of {stripe.count} of a stream, again")
+        stripes[stripe.index] = self._wrap(stream)
+        if len(stripes) == stripe.count:
+            self._forget(key)
+            complete.set_result(None)
+            return StripedStream([stripes[index] for index in sorted(stripes)])
+        try:
+            async with time_limit(self._timeout_s, f"for the other connections of a stream of peer {stream.remote}"):
+                await asyncio.wait([complete])
+        finally:
+            if not complete.done():
+                self._forget(key)
+        return None
+
+    def _forget(self, key: tuple[PeerId, bytes]) -> None:
+        if self._waiting.pop(key, None) is not None:
+            self._complete.pop(key)
+            self._num_waiting[key[0]] -= 1
+            if not self._num_waiting[key[0]]:
+                del self._num_waiting[key[0]]

@@ -1,0 +1,96 @@
+"""A limit on what one peer sends, shared by its bulk streams."""
+
+from __future__ import annotations
+
+import asyncio
+
+from manyhands.base.identity import PeerId
+from manyhands.transport.api import Stream
+
+PIECE_BYTES = 1 << 16
+"""Streams take turns with pieces of this size, so that two rounds at once get the same share."""
+
+BURST_S = 0.05
+"""What was not sent in this time is not made up for."""
+
+
+class UploadCap:
+    """Bytes per second over all streams of one endpoint, before encryption.
+
+    Control messages are not held up, but count: bulk waits for them.
+
+    Args:
+        mbit_s: megabits per second.
+    """
+
+    def __init__(self, mbit_s: float) -> None:
+        self._bytes_per_s = mbit_s * 125_000
+        self._free_at = 0.0
+        self._turn = asyncio.Lock()
+
+    async def wait_for(self, num_bytes: int) -> None:
+        """Wait until ``num_bytes`` more may be sent, and count them; first come, first served."""
+        loop = asyncio.get_running_loop()
+        async with self._turn:
+            if (wait_s := self._free_at - loop.time()) > 0:
+                await asyncio.sleep(wait_s)
+            self.count(num_bytes)
+
+    def count(self, num_bytes: int) -> None:
+        """Count what was sent without waiting."""
+        now = asyncio.get_running_loop().time()
+        self._free_at = max(self._free_at, now - BURST_S) + num_bytes / self._bytes_per_s
+
+
+class CappedStream:
+    """A bulk stream that sends no faster than its endpoint may."""
+
+    def __init__(self, stream: Stream, cap: UploadCap) -> None:
+        self._stream = stream
+        self._cap = cap
+        self._sending = asyncio.Lock()
+
+    @property
+    def remote(self) -> PeerId:
+        return self._stream.remote
+
+    @property
+    def remote_host(self) -> str:
+        return self._stream.remote_host
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._stream.bytes_sent
+
+    @property
+    def bytes_received(self) -> int:
+        return self._stream.bytes_received
+
+    @property
+    def last_received(self) -> float:
+        return self._stream.last_received
+
+    async def send(self, *buffers: bytes | bytearray | memoryview) -> None:
+        async with self._sending:
+            try:
+                for buffer in buffers:
+                    view = memoryview(buffer).cast("B")
+                    for start in range(0, len(view), PIECE_BYTES):
+                        piece = view[start : start + PIECE_BYTES]
+                        await self._cap.wait_for(len(piece))
+                        await self._stream.send(piece)
+            except asyncio.CancelledError:  # nobody could tell where the next message begins
+                self._stream.abort()
+                raise
+
+    async def receive_into(self, view: memoryview) -> None:
+        await self._stream.receive_into(view)
+
+    async def close(self, timeout_s: float = 1.0) -> None:
+        await self._stream.close(timeout_s)
+
+    async def wait_closed(self) -> None:
+        await self._stream.wait_closed()
+
+    def abort(self) -> None:
+        self._stream.abort()

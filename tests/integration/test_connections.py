@@ -1,0 +1,342 @@
+"""Control connections over their life: settled, reused, retired when idle, bounded in number."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator
+
+import msgspec
+import pytest
+
+from manyhands.base.address import Address
+from manyhands.base.deadline import time_limit
+from manyhands.base.errors import PeerError, PeerLost, ProtocolViolation, Refused, Timeout, Unavailable
+from manyhands.base.identity import PeerId
+from manyhands.rpc import Endpoint, RpcConfig, Source, StreamMethod
+from manyhands.rpc.calling import ITEMS_AHEAD
+from manyhands.rpc.frames import Cancel, Drain, Failure, Item, Request, encode_frame, send_frame
+from tests.network import (
+    ECHO,
+    KINDS,
+    STUCK,
+    StuckHandler,
+    Text,
+    endpoints,
+    identity_of,
+    next_frame,
+    raw_control,
+    serve_echo,
+    until,
+)
+
+COUNT: StreamMethod[Text, Text] = StreamMethod("test.count", Text, Text)
+SHORT_IDLE = RpcConfig(heartbeat_period_s=0.05, heartbeat_timeout_s=5.0, idle_timeout_s=0.2)
+
+
+def num_connections(here: Endpoint, there: Endpoint) -> int:
+    return len(here._pool._connections.get(there.peer_id, []))
+
+
+# settling
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_simultaneous_dials_settle_on_one_connection_and_lose_no_call(kind: str) -> None:
+    """The connection that the lower id dialled is kept; calls that began on the other one are answered."""
+    async with endpoints(2, kind=kind) as (here, there):
+        lost: list[PeerId] = []
+        for endpoint in (here, there):
+            serve_echo(endpoint)
+            endpoint.on_lost.append(lost.append)
+        calls = [
+            asyncio.ensure_future(caller.call(callee.peer_id, ECHO, Text(str(number))))
+            for number in range(20)
+            for caller, callee in ((here, there), (there, here))
+        ]
+        answers = await asyncio.gather(*calls)
+        assert len(answers) == 40
+        await until(lambda: num_connections(here, there) == num_connections(there, here) == 1, "one is left")
+        (kept,) = here._pool.all()
+        assert kept.is_dialled == (here.peer_id < there.peer_id)
+        assert lost == []
+        assert (await here.call(there.peer_id, ECHO, Text("hi"))).text.startswith("hi")
+
+
+@pytest.mark.parametrize("seed", range(10))
+async def test_calls_from_both_ends_all_the_while_connections_come_and_go(seed: int) -> None:
+    rng = random.Random(seed)
+    async with endpoints(2) as (here, there):
+        for endpoint in (here, there):
+            serve_echo(endpoint)
+
+        async def call_often(caller: Endpoint, callee: Endpoint) -> None:
+            for number in range(40):
+                await caller.call(callee.peer_id, ECHO, Text(str(number)))
+                for _ in range(rng.randrange(8)):
+                    await asyncio.sleep(0)
+                if rng.random() < 0.3 and (connection := caller._pool.of(callee.peer_id)) is not None:
+                    connection.retire()
+
+        async with time_limit(10.0, "for all calls"):
+            await asyncio.gather(call_often(here, there), call_often(there, here), call_often(here, there))
+        assert not here.counters
+        assert not there.counters
+
+
+# idle connections
+
+
+async def test_an_idle_connection_is_closed_by_both_ends_and_is_no_loss() -> None:
+    async with endpoints(2, kind="tls", config=SHORT_IDLE) as (here, there):
+        lost: list[PeerId] = []
+        for endpoint in (here, there):
+            serve_echo(endpoint)
+            endpoint.on_lost.append(lost.append)
+        await here.call(there.peer_id, ECHO, Text("hi"))
+        await until(lambda: not here._pool.all() and not there._pool.all(), "both have closed it")
+        assert lost == []
+        assert not here._streams
+        assert not there._streams
+        assert (await there.call(here.peer_id, ECHO, Text("again"))).text.startswith("again")
+
+
+async def test_a_held_connection_stays() -> None:
+    async with endpoints(2, kind="tls", config=SHORT_IDLE) as (here, there):
+        serve_echo(there)
+        with here.held(there.peer_id), there.held(here.peer_id):
+            await here.call(there.peer_id, ECHO, Text("hi"))
+            await asyncio.sleep(0.5)
+            assert here.is_connected(there.peer_id)
+        await until(lambda: not here.is_connected(there.peer_id), "it is closed once nobody holds it")
+
+
+async def test_a_connection_with_a_call_under_way_stays() -> None:
+    async with endpoints(2, kind="tls", config=SHORT_IDLE) as (here, there):
+        StuckHandler(there)
+        with pytest.raises(Timeout):
+            await here.call(there.peer_id, STUCK, Text("hi"), 0.6)
+
+
+async def test_the_connection_of_a_client_stays() -> None:
+    """Nobody could dial it when it is wanted."""
+    async with endpoints(2, kind="tls", clients=[1], config=SHORT_IDLE) as (here, client):
+        serve_echo(client)
+        await client.connect(here.addresses[0])
+        await asyncio.sleep(0.5)
+        assert (await here.call(client.peer_id, ECHO, Text("hi"))).text.startswith("hi")
+
+
+async def test_a_peer_that_never_agrees_to_drain_is_left_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("manyhands.rpc.connection.DRAIN_TIMEOUT_S", 0.2)
+    async with endpoints(1, kind="tls", config=SHORT_IDLE) as (there,), raw_control(there) as stream:
+        there._pool.all()[0].addresses.append("/ip4/192.0.2.1/tcp/1")
+        await next_frame(stream, Drain)
+        async with time_limit(2.0, "to be left"):
+            await stream.wait_closed()
+
+
+async def test_draining_waits_for_the_answers_of_both_ends() -> None:
+    async with endpoints(1, kind="tls") as (there,), raw_control(there) as stream:
+        stuck = StuckHandler(there)
+        await send_frame(stream, Request(1, STUCK.name, 30.0, msgspec.Raw(msgspec.msgpack.encode(Text("hi")))))
+        await stuck.called.wait()
+        await send_frame(stream, Drain())
+        await next_frame(stream, Drain)
+        await asyncio.sleep(0.1)
+        assert there._pool.all()[0].lost is None
+        await send_frame(stream, Cancel(1))
+        async with time_limit(2.0, "for the end"):
+            await stream.wait_closed()
+
+
+# limits
+
+
+async def test_above_the_limit_an_unused_connection_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("manyhands.rpc.pool.SPARE_AFTER_S", 0.1)
+    async with endpoints(4, kind="tls", config=RpcConfig(max_connections=2)) as (there, *others):
+        serve_echo(there)
+        for other in others[:2]:
+            await other.call(there.peer_id, ECHO, Text("hi"))
+        with pytest.raises(Refused, match="2 connections already"):
+            await others[2].call(there.peer_id, ECHO, Text("hi"))
+        assert there.counters["refused_full"] == 1
+        await asyncio.sleep(0.15)
+        others[2]._backoff.forget(there.peer_id)
+        assert (await others[2].call(there.peer_id, ECHO, Text("hi"))).text.startswith("hi")
+        await until(lambda: len(there._pool) == 2, "the one that was unused for longest is gone")
+        assert not there.is_connected(others[0].peer_id)
+
+
+async def test_a_peer_that_does_not_answer_is_not_dialled_at_once_again() -> None:
+    async with endpoints(2, kind="tls") as (here, there):
+        serve_echo(there)
+        address = there.addresses[0]
+        gone = identity_of(7).peer_id
+        here.learn(gone, [address])
+        with pytest.raises(Unavailable, match="another identity answered"):
+            await here.call(gone, ECHO, Text("hi"))
+        with pytest.raises(Unavailable, match=r"dialled again in 0\.\d s; the last time: .*another identity answered"):
+            await here.call(gone, ECHO, Text("hi"))
+        here.learn(gone, [Address.parse("/ip4/127.0.0.1/tcp/9")])  # a new address is tried at once
+        with pytest.raises(Unavailable, match="no address answers"):
+            await here.call(gone, ECHO, Text("hi"))
+
+
+async def test_the_best_address_has_a_head_start() -> None:
+    """Of two that work, only the one where the peer was reached before is dialled."""
+    async with endpoints(2, kind="tls") as (here, there):
+        serve_echo(there)
+        best = there.addresses[0]
+        other = await there._transport.listen(Address.parse("/ip4/127.0.0.1/tcp/0"), there._accepted)
+        try:
+            here.learn(there.peer_id, [best], Source.WORKED)
+            here.learn(there.peer_id, other.addresses, Source.HEARSAY)
+            for _ in range(5):
+                stream = (
+                    await here._dialler.open(here.addresses_of(there.peer_id), here._hello("control"), 5.0)
+                ).stream
+                here._streams.release(stream)
+            assert not other._streams  # type: ignore[attr-defined]
+        finally:
+            await other.close()
+
+
+# streaming calls
+
+
+async def counting(remote: PeerId, request: Text) -> AsyncIterator[Text]:
+    for number in range(int(request.text)):
+        yield Text(str(number))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_items", [0, 1, ITEMS_AHEAD, 1000])
+async def test_a_streaming_call_brings_all_items_in_order(kind: str, num_items: int) -> None:
+    async with endpoints(2, kind=kind) as (here, there):
+        there.handle_stream(COUNT, counting)
+        items = [item.text async for item in here.stream(there.peer_id, COUNT, Text(str(num_items)))]
+        assert items == [str(number) for number in range(num_items)]
+
+
+async def test_the_sender_of_items_waits_for_a_slow_taker() -> None:
+    produced = 0
+
+    async def endless(remote: PeerId, request: Text) -> AsyncIterator[Text]:
+        nonlocal produced
+        while True:
+            produced += 1
+            yield Text("x" * 1000)
+
+    async with endpoints(2, kind="tls") as (here, there):
+        there.handle_stream(COUNT, endless)
+        items = here.stream(there.peer_id, COUNT, Text(""))
+        for _ in range(5):
+            await anext(items)
+        await asyncio.sleep(0.2)
+        assert produced <= 2 * ITEMS_AHEAD + 5
+        await items.aclose()
+
+
+async def test_a_caller_who_leaves_early_ends_the_handler_within_a_quarter_second() -> None:
+    ended = asyncio.Event()
+
+    async def endless(remote: PeerId, request: Text) -> AsyncIterator[Text]:
+        try:
+            while True:
+                yield Text("hi")
+        finally:
+            ended.set()
+
+    async with endpoints(2, kind="tls") as (here, there):
+        there.handle_stream(COUNT, endless)
+        items = here.stream(there.peer_id, COUNT, Text(""))
+        await anext(items)
+        began = time.monotonic()
+        await items.aclose()
+        await asyncio.wait_for(ended.wait(), 5.0)
+        assert time.monotonic() - began < 0.25
+
+
+async def test_a_streaming_handler_that_fails_half_way_gives_a_typed_error() -> None:
+    async def broken(remote: PeerId, request: Text) -> AsyncIterator[Text]:
+        yield Text("one")
+        raise ValueError("a secret")
+
+    async with endpoints(2, kind="tls") as (here, there):
+        there.handle_stream(COUNT, broken)
+        items = here.stream(there.peer_id, COUNT, Text(""))
+        assert (await anext(items)).text == "one"
+        with pytest.raises(PeerError, match="its log says why") as caught:
+            await anext(items)
+        assert "secret" not in str(caught.value)
+
+
+async def test_a_streaming_call_has_a_deadline() -> None:
+    async def slow(remote: PeerId, request: Text) -> AsyncIterator[Text]:
+        yield Text("one")
+        await asyncio.Event().wait()
+
+    async with endpoints(2, kind="tls") as (here, there):
+        there.handle_stream(COUNT, slow)
+        items = here.stream(there.peer_id, COUNT, Text(""), timeout_s=0.3)
+        await anext(items)
+        with pytest.raises(Unavailable):
+            await anext(items)
+
+
+async def test_a_lost_peer_ends_its_streaming_calls() -> None:
+    async def slow(remote: PeerId, request: Text) -> AsyncIterator[Text]:
+        yield Text("one")
+        await asyncio.Event().wait()
+
+    async with endpoints(2, kind="tls") as (here, there):
+        there.handle_stream(COUNT, slow)
+        items = here.stream(there.peer_id, COUNT, Text(""))
+        await anext(items)
+        here._pool.all()[0]._stream.abort()
+        with pytest.raises(PeerLost):
+            await anext(items)
+
+
+async def test_streaming_and_unary_methods_are_not_confused() -> None:
+    async with endpoints(1, kind="tls") as (there,), raw_control(there) as stream:
+        serve_echo(there)
+        there.handle_stream(COUNT, counting)
+        body = msgspec.Raw(msgspec.msgpack.encode(Text("3")))
+        for request in (Request(1, ECHO.name, 5.0, body, 8), Request(2, COUNT.name, 5.0, body)):
+            await send_frame(stream, request)
+            failure = await next_frame(stream, Failure)
+            assert isinstance(failure, Failure)
+            assert failure.code == "unknown_method"
+
+
+async def test_a_peer_that_sends_more_items_than_it_may_is_dropped() -> None:
+    async with endpoints(1, kind="tls") as (here,), raw_control(here) as stream:
+        items = here.stream(here._pool.all()[0].remote, COUNT, Text(""))
+        taking = asyncio.ensure_future(anext(items))
+        request = await next_frame(stream, Request)
+        assert isinstance(request, Request)
+        for _ in range(ITEMS_AHEAD + 2):
+            stream.send_now(encode_frame(Item(request.id, msgspec.Raw(msgspec.msgpack.encode(Text("x"))))))
+        await taking
+        async with time_limit(2.0, "to be dropped"):
+            await stream.wait_closed()
+        assert here.counters["protocol_violations"] == 1
+        with pytest.raises((PeerLost, ProtocolViolation)):
+            async for _ in items:
+                pass
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_cancelling_a_call_reaches_its_handler_within_a_quarter_second(kind: str) -> None:
+    async with endpoints(2, kind=kind) as (here, there):
+        stuck = StuckHandler(there)
+        calling = asyncio.ensure_future(here.call(there.peer_id, STUCK, Text("hi"), 30.0))
+        await stuck.called.wait()
+        began = time.monotonic()
+        calling.cancel()
+        await asyncio.wait_for(stuck.cancelled.wait(), 5.0)
+        assert time.monotonic() - began < 0.25

@@ -1,0 +1,76 @@
+"""Addresses: the best first, and hearsay never pushes out what is known."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from manyhands.base.address import Address
+from manyhands.base.errors import Unavailable
+from manyhands.rpc.address_book import MAX_ADDRESSES_PER_PEER, AddressBook, Source
+from manyhands.rpc.backoff import FIRST_S, MOST_S, Backoff
+from tests.network import identity_of
+
+PEER = identity_of(1).peer_id
+
+
+def address(number: int) -> Address:
+    return Address.of(f"192.0.2.{number}", 31337, PEER)
+
+
+def test_what_worked_comes_before_what_was_announced_and_hearsay_comes_last() -> None:
+    book = AddressBook(10)
+    book.learn(PEER, [address(1)], Source.HEARSAY)
+    book.learn(PEER, [address(2), address(3)], Source.ANNOUNCED)
+    book.learn(PEER, [address(3)], Source.WORKED)
+    book.learn(PEER, [address(4)], Source.HEARSAY)
+    assert book.addresses_of(PEER) == [address(3), address(2), address(4), address(1)]
+
+
+def test_a_liar_pushes_out_no_address_that_works() -> None:
+    book = AddressBook(10)
+    book.learn(PEER, [address(1)], Source.WORKED)
+    book.learn(PEER, [address(2)], Source.ANNOUNCED)
+    for number in range(100):
+        book.learn(PEER, [address(100 + number)], Source.HEARSAY)
+    assert book.addresses_of(PEER)[:2] == [address(1), address(2)]
+    assert len(book.addresses_of(PEER)) == MAX_ADDRESSES_PER_PEER
+
+
+def test_only_news_is_news() -> None:
+    book = AddressBook(10)
+    assert book.learn(PEER, [address(1)], Source.HEARSAY)
+    assert not book.learn(PEER, [address(1)], Source.HEARSAY)
+    assert not book.learn(PEER, [], Source.HEARSAY)
+
+
+def test_the_least_recently_learnt_peer_is_forgotten() -> None:
+    book = AddressBook(2)
+    peers = [identity_of(number).peer_id for number in range(3)]
+    for peer_id in (peers[0], peers[1], peers[0], peers[2]):
+        book.learn(peer_id, [Address.of("192.0.2.9", 1)], Source.HEARSAY)
+    assert [bool(book.addresses_of(peer_id)) for peer_id in peers] == [True, False, True]
+
+
+def test_the_wait_after_a_failure_doubles_up_to_a_bound_and_has_jitter() -> None:
+    backoff, now, waits = Backoff(random.Random(1)), 0.0, []
+    backoff.check(PEER, now)
+    for _ in range(12):
+        backoff.failed(PEER, now, "connection refused")
+        with pytest.raises(Unavailable, match=r"dialled again in .* s; the last time: connection refused"):
+            backoff.check(PEER, now)
+        begun = now
+        while True:
+            now += 0.01
+            try:
+                backoff.check(PEER, now)
+            except Unavailable:
+                continue
+            break
+        waits.append(now - begun)
+    assert all(FIRST_S * 2**n / 2 <= wait + 0.01 and wait <= FIRST_S * 2**n + 0.01 for n, wait in enumerate(waits[:5]))
+    assert all(wait + 0.01 >= MOST_S / 2 and wait <= MOST_S + 0.01 for wait in waits[6:])
+    assert len({round(wait, 2) for wait in waits[6:]}) > 1
+    backoff.forget(PEER)
+    backoff.check(PEER, now)
