@@ -172,7 +172,8 @@ class SimStream:
         self.bytes_received += num_bytes
         self.last_received = now
         self._buffer.feed(memoryview(chunk))
-        other.look_for_room()
+        if other._room is not None:  # noqa: SLF001 (the other end of the same stream)
+            other.look_for_room()
 
     def _made_room(self) -> None:
         self.other.look_for_room()

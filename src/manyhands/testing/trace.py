@@ -27,11 +27,17 @@ class Trace:
 
     def add(self, now: float, what: str) -> None:
         """Something happened at virtual time ``now``."""
-        self._add(now, what)
+        self.num_events += 1
+        self._new.append((now, what))
+        if len(self._new) >= FLUSH_AT:
+            self.flush()
 
     def add_chunk(self, now: float, source: str, destination: str, stream: int, num_bytes: int, crc: int) -> None:
         """Bytes arrived."""
-        self._add(now, (source, destination, stream, num_bytes, crc))
+        self.num_events += 1
+        self._new.append((now, (source, destination, stream, num_bytes, crc)))
+        if len(self._new) >= FLUSH_AT:
+            self.flush()
 
     @property
     def lines(self) -> list[str]:
@@ -58,12 +64,6 @@ class Trace:
         """Write the last lines to the log, and let it go."""
         self.flush()
         self.log = None
-
-    def _add(self, now: float, what: str | tuple[str, str, int, int, int]) -> None:
-        self.num_events += 1
-        self._new.append((now, what))
-        if len(self._new) >= FLUSH_AT:
-            self.flush()
 
 
 def _text(what: str | tuple[str, str, int, int, int]) -> str:

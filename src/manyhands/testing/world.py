@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from manyhands.base.errors import ConfigError
@@ -14,6 +15,7 @@ from manyhands.testing.host import Host, HostLife
 from manyhands.testing.leaks import left_by, unread_in
 from manyhands.testing.network import SimNetwork, SimTransport
 from manyhands.testing.trace import Trace
+from manyhands.testing.verdicts import each_signature_once
 from manyhands.testing.virtual_loop import Deadlock, VirtualLoop, VirtualTimeout
 
 T = TypeVar("T")
@@ -119,9 +121,8 @@ class World:
             Deadlock: programs wait for what can never happen; names them. One with an open port serves, and may wait.
             Exception: what a program raised.
         """
-        try:
-            end_s = self.loop.now + duration_s
-            self._go_on(end_s)
+        with self._alive():
+            self._go_on(self.loop.now + duration_s)
             self.check()
             for conclude in self._conclusions:
                 conclude()
@@ -130,19 +131,22 @@ class World:
             self.check()
             if unread := unread_in(self.network):
                 raise Leaked(self._explained("; ".join(unread)))
-        finally:
-            self.loop.end()
-            self.trace.flush()
 
     def story(self, main: Coroutine[Any, Any, T], limit_s: float = 3600.0) -> T:
         """Run a coroutine that stands outside of all hosts, and return its result; then the world is over."""
-        try:
+        with self._alive():
             result = self.loop.advance(main, limit_s)
             self.check()
+        return result
+
+    @contextmanager
+    def _alive(self) -> Iterator[None]:
+        try:
+            with each_signature_once():
+                yield
         finally:
             self.loop.end()
             self.trace.flush()
-        return result
 
     def _go_on(self, end_s: float) -> None:
         try:
