@@ -62,19 +62,23 @@ class Pipe:
     """A bandwidth that streams share fairly: they take turns of 64 KiB, however much each has to send.
 
     Source: Shreedhar and Varghese, Efficient Fair Queuing Using Deficit Round-Robin (without carrying a deficit over).
+
+    Attributes:
+        bytes_per_s: what passes.
+        is_limited: until it is, all passes at once, and need not :meth:`enter`.
     """
 
     def __init__(self, loop: VirtualLoop) -> None:
         self.bytes_per_s = float("inf")
+        self.is_limited = False
         self._loop = loop
         self._queues: dict[object, deque[tuple[int, Callable[[], None]]]] = {}
         self._turn_bytes = TURN_BYTES
         self._is_busy = False
 
-    @property
-    def is_unlimited(self) -> bool:
-        """Whether all passes through at once."""
-        return self.bytes_per_s == float("inf") and not self._is_busy
+    def limit(self, bytes_per_s: float) -> None:
+        """Let so much pass, from now on."""
+        self.bytes_per_s, self.is_limited = bytes_per_s, True
 
     def enter(self, stream: object, num_bytes: int, passed: Callable[[], None]) -> None:
         """Call ``passed`` when ``num_bytes`` of a stream have gone through, after what it sent before."""

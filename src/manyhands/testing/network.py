@@ -81,7 +81,8 @@ class SimNetwork:
 
     def set_bandwidth(self, name: str, *, up_mbit_s: float, down_mbit_s: float) -> None:
         """Limit what a host sends and receives."""
-        self._up[name].bytes_per_s, self._down[name].bytes_per_s = up_mbit_s * 125_000, down_mbit_s * 125_000
+        self._up[name].limit(up_mbit_s * 125_000)
+        self._down[name].limit(down_mbit_s * 125_000)
 
     # faults
 

@@ -13,7 +13,6 @@ from manyhands.base.identity import PeerId
 from manyhands.testing.host import Host
 from manyhands.testing.links import TURN_BYTES
 from manyhands.transport.api import MAX_UNREAD_BYTES
-from manyhands.transport.buffer import ReceiveBuffer
 from manyhands.transport.runs import runs_of
 
 if TYPE_CHECKING:
@@ -32,6 +31,7 @@ class SimStream:
     Attributes:
         number: the same at both ends.
         is_silent: half-open: what comes is lost, and nobody is told.
+        num_unread: bytes that have come, and that nobody has read.
         is_handed_over: whether the program of its host knows it; a dialler does once the handshake is over.
     """
 
@@ -51,21 +51,19 @@ class SimStream:
         self._loop = network.loop
         self._link = network.link(host.name, other_host.name)
         self._up, self._down = network.up(host.name), network.down(other_host.name)
-        self._buffer = ReceiveBuffer(BACKLOG_BYTES, self._made_room)
+        self._unread: deque[bytes] = deque()
+        self.num_unread = 0
+        self._reader: asyncio.Future[None] | None = None
         self._sending = asyncio.Lock()
         self._room: asyncio.Future[None] | None = None
-        self._closed = asyncio.Event()
+        self._end_reason = ""
+        self._ended: asyncio.Event | None = None
         self._in_flight: deque[bytes | None] = deque()  # the end of the stream is None
         self._in_order_after = 0.0
         network.streams[self] = None
 
     def __repr__(self) -> str:
         return f"stream #{self.number} {self.host.name}>{self.other.host.name}"
-
-    @property
-    def num_unread(self) -> int:
-        """Bytes that have come, and that nobody has read."""
-        return self._buffer.num_waiting
 
     def pair_with(self, other: SimStream) -> None:
         """Connect two ends."""
@@ -78,13 +76,13 @@ class SimStream:
             for number, run in enumerate(runs_of(buffers)):
                 if not self._has_room():
                     await self._wait_for_room(number)
-                if self._closed.is_set():
+                if self._end_reason:
                     raise PeerLost(self.remote, "connection closed")
                 for chunk in run:
                     self._send_chunk(bytes(chunk))
 
     def send_now(self, message: bytes) -> None:
-        if self._closed.is_set():
+        if self._end_reason:
             raise PeerLost(self.remote, "connection closed")
         self._send_chunk(message)
         if self.bytes_sent - self.other.bytes_received > MAX_UNREAD_BYTES:
@@ -93,11 +91,11 @@ class SimStream:
 
     def _has_room(self) -> bool:
         other = self.other
-        return self.bytes_sent - other.bytes_received < WINDOW_BYTES and not other._buffer.is_full  # noqa: SLF001
+        return self.bytes_sent - other.bytes_received < WINDOW_BYTES and other.num_unread < BACKLOG_BYTES
 
     async def _wait_for_room(self, number: int) -> None:
         try:
-            while not self._has_room() and not self._closed.is_set():
+            while not self._has_room() and not self._end_reason:
                 self._room = self._loop.create_future()
                 await self._room
         except asyncio.CancelledError:
@@ -107,13 +105,13 @@ class SimStream:
 
     def look_for_room(self) -> None:
         """The other end has taken something."""
-        if self._room is not None and not self._room.done() and (self._has_room() or self._closed.is_set()):
+        if self._room is not None and not self._room.done() and (self._has_room() or self._end_reason):
             self._room.set_result(None)
 
     def _send_chunk(self, chunk: bytes) -> None:
         num_bytes = len(chunk)
         self.bytes_sent += num_bytes
-        if num_bytes <= TURN_BYTES or (self._up.is_unlimited and self._down.is_unlimited):
+        if num_bytes <= TURN_BYTES or not (self._up.is_limited or self._down.is_limited):
             self._transfer(chunk, num_bytes)
         else:
             for start in range(0, num_bytes, TURN_BYTES):
@@ -124,10 +122,10 @@ class SimStream:
 
     def _transfer(self, chunk: bytes | None, num_bytes: int) -> None:
         self._in_flight.append(chunk)
-        if self._up.is_unlimited:
-            self._cross(num_bytes)
-        else:
+        if self._up.is_limited:
             self._up.enter(self, num_bytes, functools.partial(self._cross, num_bytes))
+        else:
+            self._cross(num_bytes)
 
     def _cross(self, num_bytes: int) -> None:
         arrival = self._loop.now + self._link.delay_s(self._network.rng)
@@ -139,10 +137,10 @@ class SimStream:
     def _reached(self, num_bytes: int) -> None:
         if self._link.num_blocks:
             self._link.hold(self._reached, num_bytes)
-        elif self._down.is_unlimited:
-            self._deliver()
-        else:
+        elif self._down.is_limited:
             self._down.enter(self, num_bytes, self._deliver)
+        else:
+            self._deliver()
 
     def _deliver(self) -> None:
         chunk = self._in_flight.popleft()
@@ -158,7 +156,7 @@ class SimStream:
 
     def arrived(self, chunk: bytes | None) -> None:
         """Bytes come in, or the end."""
-        if self._closed.is_set():
+        if self._end_reason:
             return
         now, other = self._loop.now, self.other
         if chunk is None:
@@ -171,22 +169,53 @@ class SimStream:
         )  # fmt: skip
         self.bytes_received += num_bytes
         self.last_received = now
-        self._buffer.feed(memoryview(chunk))
+        self.num_unread += num_bytes
+        self._unread.append(chunk)
+        reader = self._reader
+        if reader is not None and not reader.done():
+            reader.set_result(None)
         if other._room is not None:  # noqa: SLF001 (the other end of the same stream)
             other.look_for_room()
 
-    def _made_room(self) -> None:
-        self.other.look_for_room()
-
     async def receive(self) -> bytes:
-        return await self._buffer.take()
+        if not self._unread:
+            await self._wait_for_bytes()
+        taken = self._unread.popleft() if len(self._unread) == 1 else b"".join(self._unread)
+        self._unread.clear()
+        self._took(len(taken))
+        return taken
 
     async def receive_into(self, view: memoryview) -> None:
         try:
-            await self._buffer.fill(view)
+            while len(view):
+                if not self._unread:
+                    await self._wait_for_bytes()
+                chunk = self._unread.popleft()
+                num_bytes = min(len(chunk), len(view))
+                view[:num_bytes] = chunk[:num_bytes]
+                view = view[num_bytes:]
+                if num_bytes < len(chunk):
+                    self._unread.appendleft(chunk[num_bytes:])
+                self._took(num_bytes)
         except asyncio.CancelledError:
             self.abort()
             raise
+
+    async def _wait_for_bytes(self) -> None:
+        if self._reader is not None:
+            raise RuntimeError("two tasks receive from one stream")
+        if self._end_reason:
+            raise PeerLost(self.remote, self._end_reason)
+        self._reader = self._loop.create_future()
+        try:
+            await self._reader
+        finally:
+            self._reader = None
+
+    def _took(self, num_bytes: int) -> None:
+        self.num_unread -= num_bytes
+        if self.other._room is not None:  # noqa: SLF001 (the other end of the same stream)
+            self.other.look_for_room()
 
     # the end
 
@@ -194,21 +223,26 @@ class SimStream:
         self.abort()
 
     async def wait_closed(self) -> None:
-        await self._closed.wait()
+        if not self._end_reason:
+            self._ended = self._ended or asyncio.Event()
+            await self._ended.wait()
 
     def abort(self) -> None:
-        if not self._closed.is_set():
+        if not self._end_reason:
             self._end("the stream was closed here")
             self._transfer(None, 0)
 
     def vanish(self) -> None:
         """The machine of this end is gone, and the other end is not told."""
-        if not self._closed.is_set():
+        if not self._end_reason:
             self.is_silent = self.other.is_silent = True
             self._end("the machine is gone")
 
     def _end(self, reason: str) -> None:
-        self._closed.set()
+        self._end_reason = reason
         self._network.streams.pop(self, None)
-        self._buffer.end(PeerLost(self.remote, reason))
+        if self._ended is not None:
+            self._ended.set()
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_exception(PeerLost(self.remote, reason))
         self.look_for_room()
