@@ -111,8 +111,9 @@ class SimStream:
     def _send_chunk(self, chunk: bytes) -> None:
         num_bytes = len(chunk)
         self.bytes_sent += num_bytes
-        if num_bytes <= TURN_BYTES or not (self._up.is_limited or self._down.is_limited):
-            self._transfer(chunk, num_bytes)
+        if not (self._up.is_limited or self._down.is_limited):
+            self._in_flight.append(chunk)
+            self._cross(num_bytes)
         else:
             for start in range(0, num_bytes, TURN_BYTES):
                 piece = chunk[start : start + TURN_BYTES]
@@ -139,18 +140,15 @@ class SimStream:
             self._link.hold(self._reached, num_bytes)
         elif self._down.is_limited:
             self._down.enter(self, num_bytes, self._deliver)
+        elif self.other.life.is_running and not self.is_silent:
+            self.other.arrived(self._in_flight.popleft())
         else:
             self._deliver()
 
     def _deliver(self) -> None:
         chunk = self._in_flight.popleft()
-        if self.is_silent:
-            return
-        other = self.other
-        if other.life.is_running:
-            other.arrived(chunk)
-        else:
-            self._loop.call_in(other.life, other.arrived, chunk)
+        if not self.is_silent:
+            self._loop.call_in(self.other.life, self.other.arrived, chunk)
 
     # receiving
 

@@ -280,7 +280,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def call_outside(self, when: float, callback: Callable[..., Any], *args: Any) -> None:
         """As ``call_at``, for what belongs to no host, whoever asks for it."""
-        self._add_timer(VirtualHandle(self, callback, args, self._outside, None, when))
+        handle = VirtualHandle(self, callback, args, self._outside, None, when)
+        heapq.heappush(self._timers, (when, next(self._order), handle))
 
     def call_in(self, life: Life, callback: Callable[..., Any], *args: Any) -> None:
         """Call at once if a host runs, when it thaws if it is frozen, and never if it is dead.
