@@ -62,7 +62,7 @@ def rpc(seed: int) -> Scenario:
 
     for name in names:
         world.start(name, program)
-    world.invariant("answers and bulk data are what was asked for", lambda: not wrong)
+    world.invariant("answers and bulk data are what was asked for", lambda: not wrong, lambda: wrong)
 
     def conclude() -> None:
         for name, peer in peers.items():

@@ -77,7 +77,7 @@ def start_dht(world: World, names: list[str]) -> dict[str, int]:
 
     for name in names:
         world.start(name, peer)
-    world.invariant("what is read was written by its owner", lambda: not forged)
+    world.invariant("what is read was written by its owner", lambda: not forged, lambda: forged)
     return seen
 
 
@@ -134,6 +134,10 @@ class Ledger:
     def is_clean(self) -> bool:
         """Whether nothing was wrong so far."""
         return not self.faults
+
+    def what(self) -> str:
+        """What was wrong."""
+        return "; ".join(self.faults)
 
     @property
     def num_rounds(self) -> int:
@@ -226,5 +230,7 @@ def start_training(
 
     for name in names:
         world.start(name, peer)
-    world.invariant("members of one round hold one result, and no sample is lost or counted twice", ledger.is_clean)
+    world.invariant(
+        "members of one round hold one result, and no sample is lost or counted twice", ledger.is_clean, ledger.what
+    )
     return trainers, ledger

@@ -52,7 +52,7 @@ class World:
         self.trace = Trace()
         self.network = SimNetwork(self.loop, self.rng("network"), self.trace)
         self._programs: dict[str, Program] = {}
-        self._invariants: list[tuple[str, Callable[[], bool]]] = []
+        self._invariants: list[tuple[str, Callable[[], bool], Callable[[], object]]] = []
         self._faults: list[Fault] = []
         self._failures: list[BaseException] = []
         self._conclusions: list[Callable[[], None]] = []
@@ -95,13 +95,13 @@ class World:
         """The fault schedule as it was written."""
         return "; ".join(str(fault) for fault in self._faults) or "no faults"
 
-    def invariant(self, name: str, holds: Callable[[], bool]) -> None:
+    def invariant(self, name: str, holds: Callable[[], bool], details: Callable[[], object] = str) -> None:
         """``holds()`` must be true after every event and all that it led to, and at the end.
 
         An event is whatever happens at its own time: bytes that arrive, a stream that opens or closes, a fault, a
-        timer of a program. Make it cheap: there are many.
+        timer of a program. Make it cheap: there are many. When it is broken, what ``details()`` returns is shown.
         """
-        self._invariants.append((name, holds))
+        self._invariants.append((name, holds, details))
         self.loop.on_settled = self.check
 
     def at_end(self, conclude: Callable[[], None]) -> None:
@@ -181,9 +181,10 @@ class World:
         """Raise what went wrong so far."""
         if self._failures:
             raise self._failures[0]
-        for name, holds in self._invariants:
+        for name, holds, details in self._invariants:
             if not holds():
-                raise InvariantBroken(self._explained(f"{name} does not hold after {self._last_event()}"))
+                shown = f" ({text})" if (text := str(details())) else ""
+                raise InvariantBroken(self._explained(f"{name} does not hold after {self._last_event()}{shown}"))
         self._events_seen = self.trace.num_events
         while self._returned:
             host, life = self._returned.pop()
