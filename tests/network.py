@@ -13,7 +13,7 @@ from manyhands.base.deadline import time_limit
 from manyhands.base.identity import Identity, PeerId
 from manyhands.rpc import Endpoint, Method, RpcConfig
 from manyhands.rpc.frames import CONTROL, Frame, Hello, Welcome, receive_frame, send_frame
-from manyhands.transport import MemoryNetwork, MemoryTransport, Stream, TlsTransport, Transport
+from manyhands.transport import ControlStream, MemoryNetwork, MemoryTransport, TlsTransport, Transport
 
 LOOPBACK = Address.parse("/ip4/127.0.0.1/tcp/0")
 KINDS = ["memory", "tls"]
@@ -88,7 +88,7 @@ class StuckHandler:
 
 
 @asynccontextmanager
-async def raw_control(endpoint: Endpoint, kind: str = "tls", number: int = 99) -> AsyncIterator[Stream]:
+async def raw_control(endpoint: Endpoint, kind: str = "tls", number: int = 99) -> AsyncIterator[ControlStream]:
     """A stream to a listening endpoint after hello and welcome, for a peer that behaves as the test wants."""
     if kind == "tls":
         transport: Transport = TlsTransport(identity_of(number))
@@ -102,9 +102,11 @@ async def raw_control(endpoint: Endpoint, kind: str = "tls", number: int = 99) -
         yield stream
     finally:
         stream.abort()
+        if kind == "tls":
+            transport.close()
 
 
-async def next_frame(stream: Stream, kind: type[Frame]) -> Frame:
+async def next_frame(stream: ControlStream, kind: type[Frame]) -> Frame:
     """The next frame of one kind; the pings between are skipped."""
     async with time_limit(5.0, f"waiting for a {kind.__name__} frame"):
         while not isinstance(frame := await receive_frame(stream), kind):

@@ -25,7 +25,8 @@ from manyhands.base.address import Address
 from manyhands.base.errors import ConfigError, DialReason, JoinFailed, ManyhandsError, PeerLost
 from manyhands.dht import DhtConfig
 from manyhands.runtime import LoopThread
-from manyhands.transport import TlsTransport, certificate
+from manyhands.transport import TlsTransport
+from tests import tls_contexts
 from tests.network import ECHO, Text, identity_of, serve_echo
 
 LOOPBACK = ["/ip4/127.0.0.1/tcp/0"]
@@ -100,7 +101,7 @@ def bad_addresses(servers: LoopThread) -> Iterator[dict[DialReason, str]]:
         writer.close()
 
     async def serve() -> tuple[int, int]:
-        context = certificate.server_context(identity_of(3))
+        context = tls_contexts.server_context(identity_of(3))
         context.set_alpn_protocols(["manyhands/2"])
         newer = await asyncio.start_server(hang_up, "127.0.0.1", 0, ssl=context)
         web = await asyncio.start_server(answer_http, "127.0.0.1", 0)

@@ -8,7 +8,7 @@ import pytest
 
 from manyhands.base.address import Address
 from manyhands.testing import Deadlock, Host, InvariantBroken, Leaked, World, at
-from manyhands.transport import Stream
+from manyhands.transport import ControlStream
 
 
 def test_an_invariant_is_checked_after_the_very_event_that_breaks_it() -> None:
@@ -16,7 +16,7 @@ def test_an_invariant_is_checked_after_the_very_event_that_breaks_it() -> None:
     world = World(4)
     balance: list[int] = []
 
-    async def take(stream: Stream) -> None:
+    async def take(stream: ControlStream) -> None:
         while True:
             balance.append(int(await stream.receive()))
 
@@ -104,7 +104,7 @@ def test_a_task_that_a_program_leaves_is_named() -> None:
 def test_a_stream_and_a_port_that_a_program_leaves_are_named() -> None:
     world = World(0)
 
-    async def stay(stream: Stream) -> None:
+    async def stay(stream: ControlStream) -> None:
         stream.send_now(b"hello")
         await stream.wait_closed()
 
@@ -151,7 +151,7 @@ def test_programs_that_tidy_up_may_end_and_may_be_killed_in_any_state() -> None:
 def test_bytes_that_nobody_reads_are_named_at_the_end() -> None:
     world = World(0)
 
-    async def deaf(stream: Stream) -> None:
+    async def deaf(stream: ControlStream) -> None:
         await stream.wait_closed()
 
     async def serve(host: Host) -> None:
@@ -238,7 +238,7 @@ def test_a_program_with_an_open_port_may_wait_for_others() -> None:
     world = World(0)
 
     async def serve(host: Host) -> None:
-        async def nobody(stream: Stream) -> None:
+        async def nobody(stream: ControlStream) -> None:
             raise AssertionError
 
         listener = await world.transport(host).listen(Address.of(host.ip, 7), nobody)

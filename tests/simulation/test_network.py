@@ -12,12 +12,12 @@ from manyhands.base.errors import DialFailed, DialReason, PeerLost
 from manyhands.testing import Host, World, at, between, every
 from manyhands.testing.links import TURN_BYTES
 from manyhands.testing.network import HANDSHAKE_TRIPS
-from manyhands.transport import Stream
+from manyhands.transport import ControlStream
 
 LATENCY_S = 0.05
 MIB = 1 << 20
 
-OnStream = Callable[[Stream], Awaitable[None]]
+OnStream = Callable[[ControlStream], Awaitable[None]]
 
 
 def pair_world(seed: int = 0) -> World:
@@ -28,7 +28,7 @@ def pair_world(seed: int = 0) -> World:
     return world
 
 
-async def connected(world: World, name: str, to: str, on_stream: OnStream) -> Stream:
+async def connected(world: World, name: str, to: str, on_stream: OnStream) -> ControlStream:
     """A stream from one host to another, which serves it by ``on_stream``."""
     host, target = world.host(name), world.host(to)
 
@@ -48,7 +48,7 @@ class Sink:
         self.ended_s = 0.0
         self._world = world
 
-    async def __call__(self, stream: Stream) -> None:
+    async def __call__(self, stream: ControlStream) -> None:
         try:
             while True:
                 chunk = await stream.receive()
@@ -94,7 +94,7 @@ def test_two_streams_share_a_bandwidth_equally_however_much_one_has_queued() -> 
             task.cancel()
         await asyncio.wait(sending)
 
-    async def repeat(stream: Stream, num_bytes: int, times: int) -> None:
+    async def repeat(stream: ControlStream, num_bytes: int, times: int) -> None:
         for _ in range(times):
             await stream.send(bytes(num_bytes))
 
@@ -148,7 +148,7 @@ def test_a_cut_is_one_way() -> None:
     world = pair_world()
     there, back = Sink(world), Sink(world)
 
-    async def both_ways(stream: Stream) -> None:
+    async def both_ways(stream: ControlStream) -> None:
         stream.send_now(b"back")
         await there(stream)
 
@@ -164,7 +164,7 @@ def test_a_cut_is_one_way() -> None:
     assert back.arrivals == []
 
 
-async def lost_after(world: World, stream: Stream, seconds: float) -> float:
+async def lost_after(world: World, stream: ControlStream, seconds: float) -> float:
     """When a stream was lost for its reader, or 0 after some time."""
     done, waiting = await asyncio.wait([asyncio.ensure_future(stream.receive())], timeout=seconds)
     for task in waiting:
@@ -216,7 +216,7 @@ def test_a_frozen_program_reads_what_came_meanwhile_when_it_thaws() -> None:
 def test_a_sender_waits_for_a_reader_that_does_not_read() -> None:
     world = pair_world()
 
-    async def stay(stream: Stream) -> None:
+    async def stay(stream: ControlStream) -> None:
         await stream.wait_closed()
 
     async def story() -> None:
@@ -288,3 +288,25 @@ def test_clocks_jump_forward_and_backward_and_stay() -> None:
     world = pair_world()
     world.schedule(at(5).clock("a", 60), at(10).clock("a", -90), between(20, 30).clock("a", 7), every(40).clock("b", 1))
     assert clock_differences(world, 1, 6, 11, 25, 35, 50) == [0.0, 60.0, -30.0, -23.0, -30.0, -31.0]
+
+
+def test_several_senders_that_wait_for_room_all_go_on() -> None:
+    world = pair_world()
+    sink = Sink(world)
+
+    async def late(stream: ControlStream) -> None:
+        await asyncio.sleep(5.0)
+        await sink(stream)
+
+    async def story() -> None:
+        stream = await connected(world, "a", "b", late)
+        a = world.host("a")
+        sending = [a.spawn(stream.send(bytes(3 * MIB))), a.spawn(stream.send(bytes(MIB)))]
+        await asyncio.sleep(1.0)
+        sending += [a.spawn(stream.send_message(bytes(10))) for _ in range(3)]
+        await asyncio.wait([asyncio.gather(*sending)], timeout=60.0)
+        await asyncio.sleep(1.0)
+        assert all(task.done() for task in sending)
+        assert sink.num_bytes == 4 * MIB + 30
+
+    world.story(story())

@@ -126,7 +126,7 @@ class Calls:
         if len(encoded) <= SMALL_BYTES:
             self._stream.send_now(encoded)
             return
-        sending = asyncio.get_running_loop().create_task(self._stream.send(encoded))
+        sending = asyncio.get_running_loop().create_task(self._stream.send_message(encoded))
         try:
             waited: list[asyncio.Future[Any]] = [sending, answered]
             await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)

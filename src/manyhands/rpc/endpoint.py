@@ -114,6 +114,7 @@ class Endpoint:
             await listener.close()
         await self._tasks.close()
         await self._pool.close()
+        self._transport.close()
 
     def handle(
         self, method: Method[Request, Response], handler: Callable[[PeerId, Request], Awaitable[Response]]
@@ -369,7 +370,7 @@ class Endpoint:
             return self._capped(stream)
         return await self._stripe_sets.join(hello.stripe, stream)
 
-    async def _reject(self, stream: Stream, code: str, message: str) -> None:
+    async def _reject(self, stream: ControlStream, code: str, message: str) -> None:
         async with time_limit(self._config.hello_timeout_s, "turning a stream down"):
             await send_frame(stream, Reject(code, message))
             await stream.close()

@@ -14,12 +14,10 @@ import msgspec
 
 from manyhands.base.errors import ConfigError, ProtocolViolation
 from manyhands.base.identity import PeerId
-from manyhands.transport.api import Stream
-from manyhands.transport.runs import RUN_BYTES
+from manyhands.transport.api import ControlStream, Stream
 
-MAX_FRAME_BYTES = RUN_BYTES - 4
-"""Larger frames are refused before they are read; large data travels on bulk streams. With its length in front a frame
-is sent in one run, so that a caller who gives up never leaves half a frame behind."""
+MAX_FRAME_BYTES = (1 << 20) - 4
+"""Larger frames are refused before they are read; large data travels on bulk streams."""
 
 MAX_TEXT = 500  # characters of a message for people
 
@@ -165,9 +163,9 @@ def encode_frame(frame: Frame) -> bytes:
     return len(payload).to_bytes(4, "big") + payload
 
 
-async def send_frame(stream: Stream, frame: Frame) -> None:
-    """Send one frame; frames of concurrent senders do not mix."""
-    await stream.send(encode_frame(frame))
+async def send_frame(stream: ControlStream, frame: Frame) -> None:
+    """Send one frame; a sender that is cancelled leaves no half of it behind."""
+    await stream.send_message(encode_frame(frame))
 
 
 async def receive_frame(stream: Stream) -> Frame:

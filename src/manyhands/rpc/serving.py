@@ -152,7 +152,7 @@ class Serving:
         if len(frame) <= SMALL_BYTES:
             self._stream.send_now(frame)
         else:
-            await self._stream.send(frame)
+            await self._stream.send_message(frame)
 
     def _send_now(self, frame: bytes) -> None:
         with suppress(PeerLost):  # the connection sees to it

@@ -200,6 +200,9 @@ class SimTransport:
         self._network = network
         self._host = host
 
+    def close(self) -> None:
+        pass
+
     async def listen(self, address: Address, on_stream: OnStream) -> SimListener:
         port = address.port or self._network.free_port()
         key = (self._host.ip, port)

@@ -55,7 +55,7 @@ class SimStream:
         self.num_unread = 0
         self._reader: asyncio.Future[None] | None = None
         self._sending = asyncio.Lock()
-        self._room: asyncio.Future[None] | None = None
+        self._room: asyncio.Event | None = None
         self._end_reason = ""
         self._ended: asyncio.Event | None = None
         self._in_flight: deque[bytes | None] = deque()  # the end of the stream is None
@@ -81,6 +81,11 @@ class SimStream:
                 for chunk in run:
                     self._send_chunk(bytes(chunk))
 
+    async def send_message(self, message: bytes) -> None:
+        if not self._has_room():
+            await self._wait_for_room(0)
+        self.send_now(message)
+
     def send_now(self, message: bytes) -> None:
         if self._end_reason:
             raise PeerLost(self.remote, "connection closed")
@@ -96,8 +101,8 @@ class SimStream:
     async def _wait_for_room(self, number: int) -> None:
         try:
             while not self._has_room() and not self._end_reason:
-                self._room = self._loop.create_future()
-                await self._room
+                self._room = self._room or asyncio.Event()
+                await self._room.wait()
         except asyncio.CancelledError:
             if number > 0:  # in the middle of a message: nobody could tell where the next one begins
                 self.abort()
@@ -105,8 +110,9 @@ class SimStream:
 
     def look_for_room(self) -> None:
         """The other end has taken something."""
-        if self._room is not None and not self._room.done() and (self._has_room() or self._end_reason):
-            self._room.set_result(None)
+        if self._room is not None and (self._has_room() or self._end_reason):
+            self._room.set()
+            self._room = None
 
     def _send_chunk(self, chunk: bytes) -> None:
         num_bytes = len(chunk)

@@ -41,8 +41,7 @@ class Stream(Protocol):
     async def send(self, *buffers: bytes | bytearray | memoryview) -> None:
         """Send buffers one after the other; returns once they are handed over and the backlog is within its bound.
 
-        The buffers must not change before it returns. When it is cancelled, up to 1 MiB is sent whole or not at all;
-        a larger send that has begun ends the stream.
+        The buffers must not change before it returns. Cancelling it ends the stream, unless it has not begun yet.
         """
 
     async def receive_into(self, view: memoryview) -> None:
@@ -60,6 +59,9 @@ class Stream(Protocol):
 
 class ControlStream(Stream, Protocol):
     """What a dial and a listener give: a stream that is fit for small messages in both directions as well."""
+
+    async def send_message(self, message: bytes) -> None:
+        """Send one message once the backlog is within its bound; when it is cancelled, whole or not at all."""
 
     def send_now(self, message: bytes) -> None:
         """Hand over one small message without waiting, after what was sent before.
@@ -98,6 +100,9 @@ class Transport(Protocol):
         Raises:
             DialFailed: with the reason; also when ``timeout_s`` is over.
         """
+
+    def close(self) -> None:
+        """Let go of what the streams share; they must be closed."""
 
     async def listen(self, address: Address, on_stream: OnStream) -> Listener:
         """Accept streams on ``address``; port 0 takes a free one.

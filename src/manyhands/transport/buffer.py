@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from manyhands.base.errors import PeerLost
 
-SCRATCH_BYTES = 64 * 1024
+SCRATCH_BYTES = 16 * 1024
 
 
 class ReceiveBuffer:
@@ -92,8 +92,7 @@ class ReceiveBuffer:
 
         Cancelling it leaves the stream in the middle of a message; the caller must drop the stream then.
         """
-        self._check_alone()
-        view = self._take_backlog(view)
+        view = self.take_into(view)
         if len(view) == 0:
             return
         if self._error is not None:
@@ -109,7 +108,9 @@ class ReceiveBuffer:
         if self._filled is not None:
             raise RuntimeError("two tasks receive from one stream")
 
-    def _take_backlog(self, view: memoryview) -> memoryview:
+    def take_into(self, view: memoryview) -> memoryview:
+        """Fill ``view`` from the backlog without waiting; returns the rest of it."""
+        self._check_alone()
         was_full = self.is_full
         num_bytes = min(len(self._backlog), len(view))
         with memoryview(self._backlog) as backlog:

@@ -1,6 +1,6 @@
 """Certificates that carry a peer's identity into TLS.
 
-Python's ``ssl`` accepts a client certificate only from an issuer that it knows. So all peers use one *published* issuer
+TLS libraries accept a client certificate only from an issuer that they know. So all peers use one *published* issuer
 key, which proves nothing by itself: each peer signs its own leaf certificate with it, over its own Ed25519 key. The TLS
 1.3 handshake then proves possession of both leaf keys (RFC 8446, section 4.4.3), and each side reads the other's peer
 id from the leaf.
@@ -11,14 +11,9 @@ from __future__ import annotations
 import datetime
 import functools
 import hashlib
-import os
-import ssl
-import tempfile
-from pathlib import Path
 
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
-from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.x509.oid import NameOID
 
@@ -33,18 +28,6 @@ _NOT_BEFORE = datetime.datetime(2000, 1, 1, tzinfo=datetime.timezone.utc)
 _NOT_AFTER = datetime.datetime(2999, 12, 31, tzinfo=datetime.timezone.utc)
 
 
-def server_context(identity: Identity) -> ssl.SSLContext:
-    """TLS settings of the accepting side: TLS 1.3 only, a client certificate is required, no session tickets."""
-    context = _context(ssl.PROTOCOL_TLS_SERVER, identity)
-    context.num_tickets = 0
-    return context
-
-
-def client_context(identity: Identity) -> ssl.SSLContext:
-    """TLS settings of the dialling side. Who answers is checked by peer id, so host names are not looked at."""
-    return _context(ssl.PROTOCOL_TLS_CLIENT, identity)
-
-
 def peer_id_of_certificate(der: bytes) -> PeerId | None:
     """The peer id in a leaf certificate that TLS has verified, or None when it holds no Ed25519 key."""
     try:
@@ -54,28 +37,6 @@ def peer_id_of_certificate(der: bytes) -> PeerId | None:
     return peer_id_from_public_key(key.public_bytes_raw()) if isinstance(key, Ed25519PublicKey) else None
 
 
-def _context(protocol: int, identity: Identity) -> ssl.SSLContext:
-    context = ssl.SSLContext(protocol)
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_REQUIRED
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.set_alpn_protocols([ALPN])
-    context.load_verify_locations(cadata=_pem(_issuer_certificate()).decode())
-    _load_leaf(context, identity)
-    return context
-
-
-def _load_leaf(context: ssl.SSLContext, identity: Identity) -> None:
-    key = identity.private_key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
-    with tempfile.TemporaryDirectory(prefix="manyhands-") as folder:  # ssl reads keys from files only
-        path = Path(folder) / "leaf.pem"
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(key + _pem(leaf_certificate(identity)))
-        context.load_cert_chain(path)
-
-
 def leaf_certificate(identity: Identity) -> x509.Certificate:
     """The certificate of one peer, signed with the published issuer key."""
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, identity.peer_id)])
@@ -83,7 +44,8 @@ def leaf_certificate(identity: Identity) -> x509.Certificate:
 
 
 @functools.cache
-def _issuer_certificate() -> x509.Certificate:
+def issuer_certificate() -> x509.Certificate:
+    """The certificate of the published issuer, which every leaf is checked against."""
     return _certificate(_ISSUER_NAME, _ISSUER_KEY.public_key(), serial=1, is_issuer=True)
 
 
@@ -93,7 +55,3 @@ def _certificate(name: x509.Name, key: Ed25519PublicKey, serial: int, is_issuer:
     builder = builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key), False)
     issuer_id = x509.AuthorityKeyIdentifier.from_issuer_public_key(_ISSUER_KEY.public_key())
     return builder.add_extension(issuer_id, False).sign(_ISSUER_KEY, None)
-
-
-def _pem(certificate: x509.Certificate) -> bytes:
-    return certificate.public_bytes(serialization.Encoding.PEM)

@@ -70,6 +70,12 @@ class MemoryStream:
         if self._buffer.is_full:
             self._room.clear()
 
+    async def send_message(self, message: bytes) -> None:
+        while not self.other._room.is_set():  # noqa: SLF001
+            await self.other._room.wait()  # noqa: SLF001
+        self.send_now(message)
+        await asyncio.sleep(0)
+
     def send_now(self, message: bytes) -> None:
         if self._closed.is_set():
             raise PeerLost(self.remote, "connection closed")
@@ -143,6 +149,9 @@ class MemoryTransport:
     def __init__(self, identity: Identity, network: MemoryNetwork) -> None:
         self.identity = identity
         self._network = network
+
+    def close(self) -> None:
+        pass
 
     async def listen(self, address: Address, on_stream: OnStream) -> MemoryListener:
         port = address.port or self._network.free_port()

@@ -10,11 +10,15 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+from aiohappyeyeballs import start_connection
+
 from manyhands.base.address import Address
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ConfigError, DialFailed, DialReason, Timeout
 
 BACKLOG = 128  # connections that the system holds until they are accepted
+
+HEAD_START_S = 0.25
 
 _FAMILIES = {"ip4": socket.AF_INET, "dns4": socket.AF_INET, "ip6": socket.AF_INET6, "dns6": socket.AF_INET6}
 
@@ -25,6 +29,8 @@ Places = Sequence[tuple[Any, ...]]
 async def connect(address: Address, timeout_s: float) -> socket.socket:
     """A connected socket, to the first of the host's addresses that accepts.
 
+    If a name has several, each has a head start before the next one is tried as well (RFC 8305).
+
     Raises:
         DialFailed: with the reason; also when ``timeout_s`` is over.
     """
@@ -33,7 +39,7 @@ async def connect(address: Address, timeout_s: float) -> socket.socket:
     places = await _look_up_in_time(address, timeout_s)
     try:
         async with time_limit(deadline - loop.time(), f"connecting to {address}"):
-            return await _connect_to_first(places)
+            sock: socket.socket = await start_connection(list(places), happy_eyeballs_delay=HEAD_START_S)
     except Timeout as error:
         raise DialFailed(str(address), DialReason.TIMED_OUT, f"waited {timeout_s:.3g} s") from error
     except ConnectionRefusedError as error:
@@ -41,6 +47,15 @@ async def connect(address: Address, timeout_s: float) -> socket.socket:
     except OSError as error:
         reason = DialReason.TIMED_OUT if error.errno == errno.ETIMEDOUT else DialReason.UNREACHABLE
         raise DialFailed(str(address), reason, error.strerror or "") from error
+    prepare(sock)
+    return sock
+
+
+def prepare(sock: socket.socket) -> None:
+    """Set a connected socket up: it does not block, sends small messages at once, and notices a dead route."""
+    sock.setblocking(False)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
 async def listen(address: Address) -> list[socket.socket]:
@@ -59,25 +74,6 @@ async def listen(address: Address) -> list[socket.socket]:
             sock.close()
         raise ConfigError(_why_not_listening(address, error)) from error
     return sockets
-
-
-async def _connect_to_first(places: Places) -> socket.socket:
-    loop = asyncio.get_running_loop()
-    error: OSError = OSError(errno.EADDRNOTAVAIL, "no address")
-    for family, kind, protocol, _, where in places:
-        sock = socket.socket(family, kind, protocol)
-        sock.setblocking(False)
-        try:
-            await loop.sock_connect(sock, where)
-        except OSError as failure:
-            sock.close()
-            error = failure
-        except BaseException:
-            sock.close()
-            raise
-        else:
-            return sock
-    raise error
 
 
 async def _look_up_in_time(address: Address, timeout_s: float) -> Places:

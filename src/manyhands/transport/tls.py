@@ -1,4 +1,4 @@
-"""TCP with mutual TLS 1.3, on asyncio.
+"""TCP with mutual TLS 1.3.
 
 Every outcome of a dial is one of :class:`manyhands.base.errors.DialReason`, so that a person can act on it.
 """
@@ -8,34 +8,40 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import ssl
 
 from manyhands.base.address import Address
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import DialFailed, DialReason, PeerLost, Timeout
-from manyhands.base.identity import Identity
+from manyhands.base.identity import Identity, PeerId
 from manyhands.runtime.tasks import TaskOwner
+from manyhands.runtime.threads import BlockingThreads
 from manyhands.transport import tcp
+from manyhands.transport.admission import Admission, ListenLimits
 from manyhands.transport.api import OnStream
-from manyhands.transport.certificate import ALPN, client_context, server_context
+from manyhands.transport.certificate import ALPN
+from manyhands.transport.tls_session import TlsFailed, TlsSession, tls_context
 from manyhands.transport.tls_stream import TlsStream
 
 logger = logging.getLogger(__name__)
 
-HANDSHAKE_TIMEOUT_S = 5.0
 ACCEPT_PAUSE_S = 0.5  # when the system has no sockets left
+
+READ_BYTES = 1 << 16
 
 
 class TlsListener:
     """An open TCP port; each handshaken stream is handed to ``on_stream`` in a task of its own."""
 
-    def __init__(self, identity: Identity, on_stream: OnStream, sockets: list[socket.socket]) -> None:
+    def __init__(self, transport: TlsTransport, on_stream: OnStream, sockets: list[socket.socket]) -> None:
         self.addresses = [Address.of(*sock.getsockname()[:2]) for sock in sockets]
-        self._identity = identity
+        self._transport = transport
+        self._limits = transport.limits
         self._on_stream = on_stream
         self._sockets = sockets
-        self._context = server_context(identity)
-        self._accepted: set[socket.socket] = set()  # whose task has not begun yet
+        self._paused: set[socket.socket] = set()  # until a handshake has ended
+        self._context = tls_context(transport.identity, is_server=True)
+        self._admission = Admission(transport.limits)
+        self._accepted: set[socket.socket] = set()  # without a stream yet
         self._streams: set[TlsStream] = set()
         self._tasks = TaskOwner("listener")
         for sock in sockets:
@@ -46,51 +52,69 @@ class TlsListener:
             asyncio.get_running_loop().add_reader(listening, self._accept, listening)
 
     def _accept(self, listening: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        if self._admission.is_full:
+            loop.remove_reader(listening)
+            self._paused.add(listening)
+            return
         try:
             sock, where = listening.accept()
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
             return
         except OSError as error:
             logger.warning("cannot accept connections: %s; trying again in %.3g s", error.strerror, ACCEPT_PAUSE_S)
-            loop = asyncio.get_running_loop()
             loop.remove_reader(listening)
             loop.call_later(ACCEPT_PAUSE_S, self._resume, listening)
             return
-        sock.setblocking(False)
+        host = str(where[0])
+        if not self._admission.admit(host):
+            logger.debug("too many connections from %s", host)
+            sock.close()
+            return
+        tcp.prepare(sock)
         self._accepted.add(sock)
-        self._tasks.spawn(self._serve(sock), name=f"stream from {where[0]}")
+        self._tasks.spawn(self._serve(sock, host), name=f"stream from {host}")
 
-    async def _serve(self, sock: socket.socket) -> None:
-        self._accepted.discard(sock)  # asyncio closes it from now on
+    async def _serve(self, sock: socket.socket, host: str) -> None:
+        stream = None
         try:
-            stream = await self._handshake(sock)
-        except (Timeout, OSError) as error:  # all errors of TLS are OSErrors
-            logger.debug("no handshake: %s", error)
+            stream = await self._shake_hands(sock, host)
+        except (Timeout, TlsFailed, OSError) as error:
+            logger.debug("no handshake with %s: %s", host, error)
+        finally:
+            self._accepted.discard(sock)
+            if stream is None:
+                sock.close()
+                self._admission.left(host, in_handshake=True)
+            self._resume_paused()
+        if stream is None:
             return
         self._streams.add(stream)
         try:
-            if self._admit(stream):
-                await self._on_stream(stream)
+            await self._on_stream(stream)
         except PeerLost as error:
             logger.debug("%s", error)
         finally:
             self._streams.discard(stream)
             stream.abort()
+            self._admission.left(host, in_handshake=False)
 
-    async def _handshake(self, sock: socket.socket) -> TlsStream:
-        loop = asyncio.get_running_loop()
-        async with time_limit(HANDSHAKE_TIMEOUT_S, "in the TLS handshake"):
-            _, stream = await loop.connect_accepted_socket(TlsStream, sock, ssl=self._context)
-        return stream
+    async def _shake_hands(self, sock: socket.socket, host: str) -> TlsStream | None:
+        session = TlsSession(self._context, is_server=True)
+        async with time_limit(self._limits.handshake_timeout_s, "in the TLS handshake"):
+            await _shake_hands(sock, session)
+        remote = session.remote_peer_id()
+        if remote is None or session.selected_alpn != ALPN or remote == self._transport.identity.peer_id:
+            return None
+        self._admission.shaken_hands(host)
+        return self._transport.stream_of(sock, session, remote, host)
 
-    def _admit(self, stream: TlsStream) -> bool:
-        remote = stream.certified_peer_id()
-        if remote is None or stream.selected_alpn != ALPN or remote == self._identity.peer_id:
-            return False
-        stream.remote = remote
-        return True
+    def _resume_paused(self) -> None:
+        while self._paused and not self._admission.is_full:
+            self._resume(self._paused.pop())
 
     async def close(self) -> None:
+        self._paused.clear()
         while self._sockets:
             listening = self._sockets.pop()
             asyncio.get_running_loop().remove_reader(listening)
@@ -98,54 +122,94 @@ class TlsListener:
         for stream in self._streams:
             stream.abort()
         await self._tasks.close()
-        while self._accepted:
+        while self._accepted:  # of tasks that had not begun
             self._accepted.pop().close()
 
 
 class TlsTransport:
-    """Dials and listens as one identity."""
+    """Dials and listens as one identity.
 
-    def __init__(self, identity: Identity) -> None:
+    Args:
+        limits: on who may connect.
+    """
+
+    def __init__(self, identity: Identity, limits: ListenLimits | None = None) -> None:
         self.identity = identity
-        self._client_context = client_context(identity)
+        self.limits = limits or ListenLimits()
+        self._client_context = tls_context(identity, is_server=False)
+        self._threads = BlockingThreads(f"manyhands bulk {identity.peer_id[-6:]}")
+        self._ciphertext = bytearray(READ_BYTES)
+
+    def close(self) -> None:
+        self._threads.close()
+
+    def stream_of(self, sock: socket.socket, session: TlsSession, remote: PeerId, remote_host: str) -> TlsStream:
+        """A stream over a socket whose handshake is over."""
+        return TlsStream(sock, session, remote, remote_host, self._threads, self._ciphertext)
 
     async def listen(self, address: Address, on_stream: OnStream) -> TlsListener:
-        return TlsListener(self.identity, on_stream, await tcp.listen(address))
+        return TlsListener(self, on_stream, await tcp.listen(address))
 
     async def dial(self, address: Address, timeout_s: float) -> TlsStream:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         sock = await tcp.connect(address, timeout_s)
         try:
-            async with time_limit(deadline - loop.time(), f"in the TLS handshake with {address}"):
-                _, stream = await loop.create_connection(
-                    TlsStream, sock=sock, ssl=self._client_context, server_hostname=""
-                )
+            session = await self._handshake(address, sock, deadline - loop.time())
+            remote = self._checked(address, session)
+            return self.stream_of(sock, session, remote, str(sock.getpeername()[0]))
+        except OSError as error:
+            sock.close()
+            detail = "it accepts TCP connections, but does not answer in TLS 1.3"
+            raise DialFailed(str(address), DialReason.NOT_MANYHANDS, detail) from error
+        except BaseException:
+            sock.close()
+            raise
+
+    async def _handshake(self, address: Address, sock: socket.socket, timeout_s: float) -> TlsSession:
+        session = TlsSession(self._client_context, is_server=False)
+        try:
+            async with time_limit(timeout_s, f"in the TLS handshake with {address}"):
+                await _shake_hands(sock, session)
         except Timeout as error:
             detail = "TCP connects, but no TLS handshake follows"
             raise DialFailed(str(address), DialReason.TIMED_OUT, detail) from error
-        except ssl.SSLCertVerificationError as error:
-            detail = "a TLS server of something else"
-            raise DialFailed(str(address), DialReason.NOT_MANYHANDS, detail) from error
-        except OSError as error:  # all errors of TLS are OSErrors
+        except TlsFailed as error:
             detail = "it accepts TCP connections, but does not answer in TLS 1.3"
+            if error.is_stranger:
+                detail = "a TLS server of something else"
             raise DialFailed(str(address), DialReason.NOT_MANYHANDS, detail) from error
-        self._check(address, stream)
-        return stream
+        return session
 
-    def _check(self, address: Address, stream: TlsStream) -> None:
-        remote = stream.certified_peer_id()
-        failure = None
-        if stream.selected_alpn != ALPN:
-            failure = DialFailed(str(address), DialReason.PROTOCOL_VERSION, f"this peer speaks {ALPN}")
-        elif remote is None:
-            failure = DialFailed(str(address), DialReason.NOT_MANYHANDS, "its key is not Ed25519")
-        elif remote == self.identity.peer_id:
-            failure = DialFailed(str(address), DialReason.ITSELF)
-        elif address.peer_id not in (None, remote):
-            failure = DialFailed(str(address), DialReason.WRONG_IDENTITY, f"found {remote}")
-        if failure is not None or remote is None:
-            stream.abort()
-            assert failure is not None
-            raise failure
-        stream.remote = remote
+    def _checked(self, address: Address, session: TlsSession) -> PeerId:
+        remote = session.remote_peer_id()
+        if session.selected_alpn != ALPN:
+            raise DialFailed(str(address), DialReason.PROTOCOL_VERSION, f"this peer speaks {ALPN}")
+        if remote is None:
+            raise DialFailed(str(address), DialReason.NOT_MANYHANDS, "its key is not Ed25519")
+        if remote == self.identity.peer_id:
+            raise DialFailed(str(address), DialReason.ITSELF)
+        if address.peer_id not in (None, remote):
+            raise DialFailed(str(address), DialReason.WRONG_IDENTITY, f"found {remote}")
+        return remote
+
+
+async def _shake_hands(sock: socket.socket, session: TlsSession) -> None:
+    """Run the TLS handshake over a socket.
+
+    Raises:
+        TlsFailed, OSError: it failed, or the other end left.
+    """
+    loop = asyncio.get_running_loop()
+    while True:
+        try:
+            is_over = session.handshake()
+        finally:
+            if data := session.ciphertext():  # also what tells the other end why it failed
+                await loop.sock_sendall(sock, data)
+        if is_over:
+            return
+        received = await loop.sock_recv(sock, READ_BYTES)
+        if not received:
+            raise ConnectionError("closed in the TLS handshake")
+        session.received(memoryview(received))

@@ -15,7 +15,7 @@ from manyhands.base.errors import ConfigError, DialFailed, DialReason, PeerLost,
 from manyhands.base.identity import Identity, PeerId
 from manyhands.rpc import Endpoint, RpcConfig
 from manyhands.rpc.frames import CONTROL, Hello, Ping, Reject, Request, encode_frame, receive_frame
-from manyhands.transport import Listener, MemoryNetwork, MemoryTransport, OnStream, Stream
+from manyhands.transport import ControlStream, Listener, MemoryNetwork, MemoryTransport, OnStream, Stream
 from tests.network import (
     ECHO,
     LOOPBACK,
@@ -50,7 +50,10 @@ class SlowTransport:
         self.gates: dict[int, asyncio.Event] = {}
         self.dialling = asyncio.Event()
 
-    async def dial(self, address: Address, timeout_s: float) -> Stream:
+    def close(self) -> None:
+        self.inner.close()
+
+    async def dial(self, address: Address, timeout_s: float) -> ControlStream:
         self.dialling.set()
         async with time_limit(timeout_s, f"dialling {address}"):
             await self.gates.setdefault(address.port, asyncio.Event()).wait()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ssl
-
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -46,10 +44,3 @@ def test_a_damaged_certificate_is_somebody_or_nobody(place: int, value: int) -> 
     der = bytearray(der_of(leaf_certificate(identity_of(1))))
     der[place] = value
     assert peer_id_of_certificate(bytes(der)) is None or isinstance(peer_id_of_certificate(bytes(der)), str)
-
-
-def test_both_sides_ask_for_tls_1_3_and_a_certificate() -> None:
-    for context in (certificate.server_context(identity_of(1)), certificate.client_context(identity_of(1))):
-        assert context.minimum_version is ssl.TLSVersion.TLSv1_3
-        assert context.verify_mode is ssl.CERT_REQUIRED
-    assert certificate.server_context(identity_of(1)).num_tickets == 0

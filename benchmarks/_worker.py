@@ -1,0 +1,104 @@
+"""An object in a process of its own, whose methods are called from here."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Any, Protocol
+
+START_TIMEOUT_S = 60.0
+CLOSE_TIMEOUT_S = 8.0
+
+
+class Subject(Protocol):
+    """What lives in the other process; any of its methods can be called."""
+
+    def close(self) -> None:
+        """End everything; the process ends then."""
+
+
+class Worker:
+    """Starts a process, makes ``factory(*arguments)`` in it, and calls its methods, one at a time.
+
+    Several may be started at once: the first call waits until the object is there. The process ends with
+    :meth:`close`, and also when this one dies in whatever way.
+    """
+
+    def __init__(self, factory: Callable[..., Subject], *arguments: Any) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._name = f"{factory.__name__}{arguments[:2]}"
+        self._process = context.Process(target=_serve, args=(theirs, factory, arguments), daemon=True)
+        self._process.start()
+        theirs.close()  # so that the end of that process is the end of the pipe
+        self._is_made = False
+
+    def call(self, method: str, *arguments: Any, timeout_s: float = 60.0) -> Any:
+        """The result of one method.
+
+        Raises:
+            RuntimeError: it failed there, or took too long; with the traceback of the other process.
+        """
+        if not self._is_made:
+            self._answer(START_TIMEOUT_S)
+            self._is_made = True
+        self._pipe.send((method, arguments))
+        return self._answer(timeout_s)
+
+    def _answer(self, timeout_s: float) -> Any:
+        if not self._pipe.poll(timeout_s):
+            raise RuntimeError(f"{self._name} did not answer within {timeout_s:.3g} s")
+        try:
+            is_result, value = self._pipe.recv()
+        except EOFError as error:
+            raise RuntimeError(f"{self._name} has ended") from error
+        if not is_result:
+            raise RuntimeError(f"{self._name} failed:\n{value}")
+        return value
+
+    def close(self) -> None:
+        """End the process, by force if it does not end by itself. May be called twice."""
+        self._pipe.close()
+        self._process.join(CLOSE_TIMEOUT_S)
+        self._kill()
+
+    def _kill(self) -> None:
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None:  # Ctrl-C too: the other process may be in the middle of a long call
+            self._kill()
+        self.close()
+
+
+def _serve(pipe: Connection, factory: Callable[..., Subject], arguments: tuple[Any, ...]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the one who started this sees to it
+    subject: Subject | None = None
+    try:
+        subject = factory(*arguments)
+        pipe.send((True, None))
+        while True:
+            method, given = pipe.recv()
+            try:
+                answer = (True, getattr(subject, method)(*given))
+            except Exception:  # noqa: BLE001 (it is raised again where the call came from)
+                answer = (False, traceback.format_exc())
+            pipe.send(answer)
+    except (EOFError, OSError):
+        pass  # nobody calls any more
+    except Exception:  # noqa: BLE001 (likewise)
+        pipe.send((False, traceback.format_exc()))
+    finally:
+        if subject is not None:
+            subject.close()

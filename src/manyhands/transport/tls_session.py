@@ -1,0 +1,166 @@
+"""Mutual TLS 1.3 of one connection, without its input and output: bytes go in and out at both sides.
+
+OpenSSL comes with the ``cryptography`` package, through pyOpenSSL. It releases Python's lock while it encrypts and
+decrypts, and it is newer than what many Pythons were built with.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cryptography import x509
+from cryptography.hazmat.primitives import serialization
+from OpenSSL import SSL, crypto
+
+from manyhands.base.identity import Identity, PeerId
+from manyhands.transport.certificate import ALPN, issuer_certificate, leaf_certificate, peer_id_of_certificate
+
+RECORD_BYTES = 1 << 14
+"""What one record holds at most (RFC 8446, section 5.1)."""
+
+PARTIAL_WRITE = 0x1
+"""SSL_MODE_ENABLE_PARTIAL_WRITE of openssl/ssl.h, for which pyOpenSSL has no name. Without it one call encrypts all."""
+
+
+class TlsFailed(Exception):
+    """The handshake failed, or what came is not TLS.
+
+    Attributes:
+        is_stranger: the other end has a certificate, and not one of a peer.
+    """
+
+    def __init__(self, message: str, *, is_stranger: bool = False) -> None:
+        super().__init__(message)
+        self.is_stranger = is_stranger
+
+
+class TlsEnded(Exception):
+    """The other end said that nothing more comes."""
+
+
+def tls_context(identity: Identity, *, is_server: bool) -> SSL.Context:
+    """TLS settings of one side: version 1.3 only, a certificate of both sides, no session is resumed.
+
+    Who answers is checked by peer id, so host names are not looked at.
+    """
+    context = SSL.Context(SSL.TLS_METHOD)
+    context.set_min_proto_version(SSL.TLS1_3_VERSION)
+    context.set_session_cache_mode(SSL.SESS_CACHE_OFF)
+    context.set_options(SSL.OP_NO_TICKET)
+    context.clear_mode(PARTIAL_WRITE)
+    context.use_privatekey(identity.private_key)
+    context.use_certificate(leaf_certificate(identity))
+    store = context.get_cert_store()
+    assert store is not None
+    store.add_cert(crypto.X509.from_cryptography(issuer_certificate()))
+    context.set_verify(SSL.VERIFY_PEER | SSL.VERIFY_FAIL_IF_NO_PEER_CERT)
+    if is_server:
+        context.set_alpn_select_callback(_select_alpn)
+    else:
+        context.set_alpn_protos([ALPN.encode()])
+    return context
+
+
+def _select_alpn(connection: SSL.Connection, offered: list[bytes]) -> Any:
+    return ALPN.encode() if ALPN.encode() in offered else SSL.NO_OVERLAPPING_PROTOCOLS
+
+
+class TlsSession:
+    """One connection's TLS. Not for two threads at once.
+
+    Args:
+        context: made by :func:`tls_context` for the same side.
+    """
+
+    def __init__(self, context: SSL.Context, *, is_server: bool) -> None:
+        self._connection = SSL.Connection(context, None)
+        if is_server:
+            self._connection.set_accept_state()
+        else:
+            self._connection.set_connect_state()
+
+    # the handshake
+
+    def handshake(self) -> bool:
+        """Go on with the handshake; whether it is over. Before and after, send what :meth:`ciphertext` gives.
+
+        Raises:
+            TlsFailed: it failed.
+        """
+        try:
+            self._connection.do_handshake()
+        except SSL.WantReadError:
+            return False
+        except SSL.Error as error:
+            raise _failure(error) from error
+        return True
+
+    @property
+    def selected_alpn(self) -> str:
+        """The protocol that both ends agreed on; empty if none."""
+        return self._connection.get_alpn_proto_negotiated().decode(errors="replace")
+
+    def remote_peer_id(self) -> PeerId | None:
+        """Whose certificate the other end has, or None when it names no peer."""
+        try:
+            certificate = self._connection.get_peer_certificate(as_cryptography=True)
+        except ValueError:  # OpenSSL is not as strict as the parser
+            return None
+        if not isinstance(certificate, x509.Certificate):
+            return None
+        return peer_id_of_certificate(certificate.public_bytes(serialization.Encoding.DER))
+
+    # afterwards
+
+    def received(self, ciphertext: memoryview) -> None:
+        """Take in what came from the network."""
+        self._connection.bio_write(ciphertext)
+
+    def read_into(self, view: memoryview) -> int:
+        """Decrypt up to one record into ``view``; 0 when more ciphertext is needed.
+
+        Raises:
+            TlsEnded: nothing more comes.
+            TlsFailed: it was altered on its way, or is not TLS.
+        """
+        try:
+            num_bytes: int = self._connection.recv_into(view[:RECORD_BYTES])
+        except SSL.WantReadError:
+            return 0
+        except SSL.ZeroReturnError as error:
+            raise TlsEnded from error
+        except SSL.Error as error:
+            raise _failure(error) from error
+        return num_bytes
+
+    def write(self, plaintext: memoryview) -> None:
+        """Encrypt; what comes out is in :meth:`ciphertext`.
+
+        Raises:
+            TlsFailed: this end has ended the session.
+        """
+        try:
+            while len(plaintext):
+                plaintext = plaintext[self._connection.send(plaintext) :]
+        except SSL.Error as error:
+            raise _failure(error) from error
+
+    def end(self) -> None:
+        """Say that nothing more comes from here."""
+        try:
+            self._connection.shutdown()
+        except SSL.Error:
+            return  # the session is broken: there is nothing to end
+
+    def ciphertext(self, max_bytes: int = 1 << 16) -> bytes:
+        """What is to be sent over the network; empty when there is nothing. At most ``max_bytes`` at a time."""
+        try:
+            return self._connection.bio_read(max_bytes)
+        except SSL.WantReadError:
+            return b""
+
+
+def _failure(error: SSL.Error) -> TlsFailed:
+    reasons = [entry[-1] for entry in (error.args[0] if error.args else []) if isinstance(entry, tuple)]
+    is_stranger = "certificate verify failed" in reasons
+    return TlsFailed("; ".join(reasons) or type(error).__name__, is_stranger=is_stranger)

@@ -1,0 +1,92 @@
+"""The programs in benchmarks/ run and leave nothing behind; their figures are not judged here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.process.commands import Command
+
+pytestmark = pytest.mark.process
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+USAGE = 2
+INTERRUPTED = 130
+TINY = ["--seconds", "0.05", "--repeats", "1"]
+
+
+def results_of(script: str, folder: Path, *arguments: str) -> tuple[list[dict[str, Any]], str]:
+    """What the script wrote as JSON, and what it printed."""
+    path = folder / "results.json"
+    command = Command([str(BENCHMARKS / script), *arguments, *TINY, "--json", str(path)], module=None)
+    try:
+        assert command.wait(90) == 0, command.output
+    finally:
+        command.close()
+    return json.loads(path.read_text()), command.output
+
+
+def test_transport(tmp_path: Path) -> None:
+    results, output = results_of("transport.py", tmp_path, "--systems", "manyhands,asyncio,grpc")
+    systems = [result.pop("system") for result in results]
+    assert systems[:2] == ["manyhands", "asyncio"]
+    assert systems[2:] == ["grpc"] or "grpc is skipped: grpcio is not installed" in output
+    for result in results:
+        assert result.keys() == {
+            "one_way_mib_per_s",
+            "cpu_s_per_gib",
+            "one_way_cores",
+            "duplex_mib_per_s",
+            "duplex_up_mib_per_s",
+            "duplex_down_mib_per_s",
+            "rpc_p50_ms",
+            "rpc_p99_ms",
+            "control_p50_ms_during_bulk",
+            "control_p99_ms_during_bulk",
+            "connections_per_s",
+            "connections_per_s_16_at_once",
+        }
+        for name in ("cpu_s_per_gib", "rpc_p50_ms", "control_p50_ms_during_bulk", "connections_per_s"):
+            assert result[name] > 0, name
+
+
+def test_gil(tmp_path: Path) -> None:
+    results, _ = results_of("gil.py", tmp_path, "--rates", "20")
+    assert [(result["loop"], result["mb_per_s_wanted"]) for result in results] == [
+        ("large", 0),
+        ("large", 20),
+        ("tiny", 0),
+        ("tiny", 20),
+    ]
+    for result in results:
+        assert result["steps_per_s"] > 0
+        assert result["speed_kept"] > 0
+        assert {"mb_per_s_reached", "cpu_s_per_s", "network_cpu_s_per_s"} <= result.keys()
+
+
+def test_bad_arguments_are_one_line() -> None:
+    command = Command([str(BENCHMARKS / "transport.py"), "--systems", "manyhands,smoke-signals"], module=None)
+    try:
+        assert command.wait(60) == USAGE
+        assert "no system 'smoke-signals'" in command.output
+        assert len(command.output.splitlines()) == 1, command.output
+    finally:
+        command.close()
+
+
+def test_interrupt_leaves_nothing_behind() -> None:
+    command = Command([str(BENCHMARKS / "transport.py"), "--systems", "manyhands"], module=None)
+    try:
+        command.wait_for("manyhands: one way")
+        started = command.descendants()
+        command.interrupt()
+        assert command.wait(30) == INTERRUPTED
+        assert started
+        assert not psutil.wait_procs(started, timeout=10)[1], "processes are left"
+        assert command.output.splitlines()[-1] == "stopped"
+    finally:
+        command.close()
