@@ -44,11 +44,15 @@ class World:
 
     The same seed and the same programs give the same :attr:`trace`, in every process. A program that returns must have
     closed all that it opened, else the world ends with :class:`Leaked`.
+
+    Args:
+        seed: of all chance.
+        executor_cost_s: virtual seconds that a job of ``run_in_executor`` takes, by its function.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, executor_cost_s: Callable[[Callable[..., Any]], float] = lambda job: 0.001) -> None:
         self.seed = seed
-        self.loop = VirtualLoop()
+        self.loop = VirtualLoop(executor_cost_s)
         self.trace = Trace()
         self.network = SimNetwork(self.loop, self.rng("network"), self.trace)
         self._programs: dict[str, Program] = {}
