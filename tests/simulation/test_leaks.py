@@ -249,6 +249,22 @@ def test_a_program_with_an_open_port_may_wait_for_others() -> None:
 
     world.start("a", serve)
     world.run(1000.0, stop_within_s=1.0)
+    assert world.loop.time() == 1000.0
+
+
+def test_what_a_program_raises_at_once_is_not_hidden_by_those_who_wait() -> None:
+    world = World(0)
+
+    async def fail(host: Host) -> None:
+        raise ZeroDivisionError
+
+    async def wait(host: Host) -> None:
+        await wait_for_nothing()
+
+    world.start("a", wait)
+    world.start("b", fail)
+    with pytest.raises(ZeroDivisionError):
+        world.run(10.0)
 
 
 def test_somebody_who_never_waits_is_an_error() -> None:

@@ -193,7 +193,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         num_rounds = 0
         while not self._stopping:  # type: ignore[attr-defined]
             if not queue:
-                if self.on_settled is not None and self.last_timer is not None:
+                if self.on_settled is not None:
                     self.on_settled()
                 self._begin_next_timer()
                 num_rounds = 0

@@ -160,6 +160,7 @@ class World:
         except Deadlock:
             if any(not self._serves(host) for host in self.network.hosts.values() if host.tasks()):
                 raise
+            self.loop.now = end_s
 
     def _serves(self, host: Host) -> bool:
         return any(listener.host is host for listener in self.network.listeners.values())
