@@ -12,7 +12,7 @@ import socket
 import ssl
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +83,12 @@ async def read(stream: ControlStream, num_bytes: int) -> bytes:
     return bytes(target)
 
 
+async def send_for_ever(stream: ControlStream, data: bytes) -> None:
+    while True:
+        await stream.send(data)
+        await asyncio.sleep(0)
+
+
 def random_bytes(num_bytes: int) -> bytes:
     return random.Random(num_bytes).randbytes(num_bytes)
 
@@ -141,6 +147,64 @@ async def test_close_is_bounded_when_nobody_reads() -> None:
             await here.close(0.1)
         with pytest.raises(PeerLost):
             await sending
+
+
+@pytest.mark.parametrize("num_bytes", [1, 1 << 20])
+async def test_sends_to_an_end_that_has_closed_fail_soon(num_bytes: int) -> None:
+    async with stream_pair() as (here, there):
+        there.abort()
+        async with time_limit(5.0, "for a send to fail"):
+            with pytest.raises(PeerLost):
+                await send_for_ever(here, bytes(num_bytes))
+
+
+@pytest.mark.parametrize("num_bytes", [100, 1 << 20])
+async def test_a_receive_that_is_cancelled_has_let_go_of_its_memory(num_bytes: int) -> None:
+    async with stream_pair() as (here, there):
+        target = bytearray(num_bytes)
+        receiving = asyncio.ensure_future(there.receive_into(memoryview(target)))
+        await here.send(b"1" * (num_bytes // 2))
+        await asyncio.sleep(0.05)
+        receiving.cancel()
+        await asyncio.wait([receiving])
+        assert receiving.cancelled()
+        before = bytes(target)
+        with suppress(PeerLost):
+            await here.send(b"2" * (num_bytes // 2))
+        await asyncio.sleep(0.05)
+        assert target == before
+        with pytest.raises(PeerLost):
+            await read(there, 1)
+
+
+async def test_a_frozen_reader_does_not_keep_an_abort_waiting() -> None:
+    """Threads that wait for their sockets are woken."""
+    async with stream_pair() as (here, _):
+        tasks = [
+            asyncio.ensure_future(here.send(bytes(64 << 20))),
+            asyncio.ensure_future(here.receive_into(memoryview(bytearray(1 << 20)))),
+        ]
+        await asyncio.sleep(0.1)
+        async with time_limit(0.5, "for both to end"):
+            here.abort()
+            outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(outcome, PeerLost) for outcome in outcomes)
+        assert here._sock.fileno() == -1  # type: ignore[attr-defined]
+
+
+async def test_large_and_small_messages_take_turns() -> None:
+    rng = random.Random(5)
+    sizes = [rng.choice([1, 1000, 200_000, 3 << 20]) for _ in range(40)]
+    async with stream_pair() as (here, there):
+
+        async def send() -> None:
+            for number, size in enumerate(sizes):
+                await here.send(bytes([number]) * size)
+
+        sending = asyncio.ensure_future(send())
+        for number, size in enumerate(sizes):
+            assert await read(there, size) == bytes([number]) * size
+        await sending
 
 
 async def test_abort_wakes_whoever_waits_at_both_ends() -> None:

@@ -11,6 +11,7 @@ from manyhands.cli.event_file import EventWriter
 from manyhands.cli.leaving import leave_on_eof
 from manyhands.cli.logs import log_to_stdout
 from manyhands.peer import ALL_INTERFACES, Peer
+from manyhands.rpc import RpcConfig
 
 
 @Parameter(name="*", group="Network")
@@ -33,6 +34,9 @@ class NetworkOptions:
     identity: Path | None = None
     """File with this peer's private key, made when it does not exist: keeps the peer id across restarts."""
 
+    max_upload_mbit_s: float | None = None
+    """Send bulk data (averages, states) no faster than this many megabits per second in all; by default, no limit."""
+
     def connect(self) -> Peer:
         """A peer with these options."""
         return Peer(
@@ -41,6 +45,7 @@ class NetworkOptions:
             announce=self.announce,
             client_mode=self.client_mode,
             identity=self.identity,
+            rpc_config=RpcConfig(max_upload_mbit_s=self.max_upload_mbit_s),
         )
 
 

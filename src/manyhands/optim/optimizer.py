@@ -35,7 +35,7 @@ from manyhands.optim.state import (
     sealed,
     specs_of,
 )
-from manyhands.optim.state_transfer import DOWNLOAD_TIMEOUT_S
+from manyhands.optim.state_transfer import MAX_DOWNLOAD_S
 from manyhands.peer import BlockingPeer
 
 logger = logging.getLogger(__name__)
@@ -377,7 +377,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _load_state(self) -> None:
         started = self._peer.time()
-        state = self._run(self._collaboration.download(), "downloading the state", DOWNLOAD_TIMEOUT_S * 2)
+        state = self._run(self._collaboration.download(), "downloading the state", MAX_DOWNLOAD_S)
         with self._state_lock:
             schedule = restore(state, self.inner)
             self._share_inner()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import weakref
 from collections.abc import Callable, Sequence
 
 import msgspec
 
 from manyhands.averaging.messages import Position
-from manyhands.base.deadline import time_limit
+from manyhands.base.deadline import time_limit, while_moving
 from manyhands.base.errors import PeerError, ProtocolViolation, Refused, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.optim.run_manifest import RunManifest
@@ -23,9 +24,12 @@ logger = logging.getLogger(__name__)
 
 STREAM_KIND = "state"
 HEADER_TIMEOUT_S = 30.0
-DOWNLOAD_TIMEOUT_S = 600.0
 STALL_TIMEOUT_S = 20.0
-CHUNK_BYTES = 1 << 20
+MIN_STALL_BYTES = 1 << 18
+"""A transfer that moves less than this in the time above is given up; so the size bounds its time."""
+MAX_DOWNLOAD_S = 86400.0
+"""For all donors together; only for states that are larger than a link can carry in a day."""
+
 MAX_HEADER_BYTES = 1 << 24
 
 
@@ -69,12 +73,11 @@ class StateServer:
             request = msgspec.msgpack.decode(header, type=StateRequest)
         except UNREADABLE as error:
             raise ProtocolViolation(remote, "a stream header that cannot be read") from error
-        async with time_limit(DOWNLOAD_TIMEOUT_S, f"sending the state to peer {remote}"):
-            if request.run_id == self._run_id:
-                await self._send_state(stream)
-            else:
-                await _send(stream, _encoded(StateAnswer(reason=f"this peer trains {self._run_id!r}")))
-            await stream.close(STALL_TIMEOUT_S)
+        if request.run_id == self._run_id:
+            await self._send_state(stream)
+        else:
+            await _send(stream, _encoded(StateAnswer(reason=f"this peer trains {self._run_id!r}")))
+        await stream.close(STALL_TIMEOUT_S)
 
     async def _send_state(self, stream: Stream) -> None:
         state = await self._current_state()
@@ -107,8 +110,7 @@ async def download_state(
     failures = []
     for donor in donors:
         try:
-            async with time_limit(DOWNLOAD_TIMEOUT_S, f"downloading the state from peer {donor}"):
-                return await _download_from(endpoint, manifest, donor, wanted)
+            return await _download_from(endpoint, manifest, donor, wanted)
         except (Unavailable, PeerError) as error:
             logger.warning("the state cannot be loaded from peer %s: %s", donor, error)
             failures.append(f"{donor}: {error}")
@@ -117,7 +119,8 @@ async def download_state(
 
 async def _download_from(endpoint: Endpoint, manifest: RunManifest, donor: PeerId, wanted: Position) -> State:
     request = msgspec.msgpack.encode(StateRequest(manifest.run_id))
-    stream = await endpoint.open_bulk(donor, STREAM_KIND, request)
+    size_bytes = sum(4 * math.prod(spec.shape) for spec in manifest.tensors)  # about; more with the optimizer's state
+    stream = await endpoint.open_bulk(donor, STREAM_KIND, request, size_bytes=size_bytes)
     try:
         async with time_limit(HEADER_TIMEOUT_S, f"waiting for the header of the state of peer {donor}"):
             header = await _receive_header(stream)
@@ -167,14 +170,18 @@ def _encoded(answer: StateAnswer) -> bytes:
 
 
 async def _send(stream: Stream, data: bytes | memoryview) -> None:
-    """Send in chunks, so that a receiver that stands still is noticed."""
-    view = memoryview(data)
-    for start in range(0, len(view), CHUNK_BYTES):
-        async with time_limit(STALL_TIMEOUT_S, f"for peer {stream.remote} to take the next bytes of the state"):
-            await stream.send(view[start : start + CHUNK_BYTES])
+    phase = f"for peer {stream.remote} to take the next {MIN_STALL_BYTES} bytes of the state"
+    await while_moving(
+        stream.send(data), lambda: stream.bytes_sent, at_least=MIN_STALL_BYTES, within_s=STALL_TIMEOUT_S, phase=phase
+    )
 
 
 async def _receive(stream: Stream, view: memoryview) -> None:
-    for start in range(0, len(view), CHUNK_BYTES):
-        async with time_limit(STALL_TIMEOUT_S, f"for the next bytes of the state of peer {stream.remote}"):
-            await stream.receive_into(view[start : start + CHUNK_BYTES])
+    phase = f"for the next {MIN_STALL_BYTES} bytes of the state of peer {stream.remote}"
+    await while_moving(
+        stream.receive_into(view),
+        lambda: stream.bytes_received,
+        at_least=MIN_STALL_BYTES,
+        within_s=STALL_TIMEOUT_S,
+        phase=phase,
+    )

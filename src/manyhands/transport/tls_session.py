@@ -1,7 +1,8 @@
 """Mutual TLS 1.3 of one connection, without its input and output: bytes go in and out at both sides.
 
 OpenSSL comes with the ``cryptography`` package, through pyOpenSSL. It releases Python's lock while it encrypts and
-decrypts, and it is newer than what many Pythons were built with.
+decrypts, and it is newer than what many Pythons were built with. Two of pyOpenSSL's calls copy through memory of their
+own; what is received in bulk uses the functions below them, so that it is decrypted into the caller's memory.
 """
 
 from __future__ import annotations
@@ -11,12 +12,10 @@ from typing import Any
 from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 from OpenSSL import SSL, crypto
+from OpenSSL.SSL import _ffi, _lib  # type: ignore[attr-defined]
 
 from manyhands.base.identity import Identity, PeerId
 from manyhands.transport.certificate import ALPN, issuer_certificate, leaf_certificate, peer_id_of_certificate
-
-RECORD_BYTES = 1 << 14
-"""What one record holds at most (RFC 8446, section 5.1)."""
 
 PARTIAL_WRITE = 0x1
 """SSL_MODE_ENABLE_PARTIAL_WRITE of openssl/ssl.h, for which pyOpenSSL has no name. Without it one call encrypts all."""
@@ -74,6 +73,8 @@ class TlsSession:
 
     def __init__(self, context: SSL.Context, *, is_server: bool) -> None:
         self._connection = SSL.Connection(context, None)
+        self._ssl = self._connection._ssl  # noqa: SLF001
+        self._failure: TlsFailed | TlsEnded | None = None
         if is_server:
             self._connection.set_accept_state()
         else:
@@ -117,20 +118,32 @@ class TlsSession:
         self._connection.bio_write(ciphertext)
 
     def read_into(self, view: memoryview) -> int:
-        """Decrypt up to one record into ``view``; 0 when more ciphertext is needed.
+        """Decrypt what has come straight into ``view``, until it is full or more ciphertext is needed.
 
+        Returns:
+            The number of bytes; 0 when more ciphertext is needed.
         Raises:
             TlsEnded: nothing more comes.
             TlsFailed: it was altered on its way, or is not TLS.
         """
-        try:
-            num_bytes: int = self._connection.recv_into(view[:RECORD_BYTES])
-        except SSL.WantReadError:
-            return 0
-        except SSL.ZeroReturnError as error:
-            raise TlsEnded from error
-        except SSL.Error as error:
-            raise _failure(error) from error
+        if self._failure is not None:
+            raise self._failure
+        num_bytes, result = 0, 1
+        with _ffi.from_buffer(view, require_writable=True) as start:
+            while num_bytes < len(view) and result > 0:
+                result = _lib.SSL_read(self._ssl, start + num_bytes, len(view) - num_bytes)
+                num_bytes += max(result, 0)
+        if result <= 0:
+            try:
+                self._connection._raise_ssl_error(self._ssl, result)  # noqa: SLF001
+            except SSL.WantReadError:
+                return num_bytes
+            except SSL.ZeroReturnError:
+                self._failure = TlsEnded()
+            except SSL.Error as error:
+                self._failure = _failure(error)
+            if num_bytes == 0 and self._failure is not None:
+                raise self._failure
         return num_bytes
 
     def write(self, plaintext: memoryview) -> None:
@@ -151,6 +164,11 @@ class TlsSession:
             self._connection.shutdown()
         except SSL.Error:
             return  # the session is broken: there is nothing to end
+
+    def ciphertext_into(self, view: memoryview) -> int:
+        """As :meth:`ciphertext`, into memory of the caller; returns the number of bytes."""
+        with _ffi.from_buffer(view, require_writable=True) as start:
+            return max(int(_lib.BIO_read(self._connection._from_ssl, start, len(view))), 0)  # noqa: SLF001
 
     def ciphertext(self, max_bytes: int = 1 << 16) -> bytes:
         """What is to be sent over the network; empty when there is nothing. At most ``max_bytes`` at a time."""

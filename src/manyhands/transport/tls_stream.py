@@ -20,8 +20,8 @@ from manyhands.base.errors import PeerLost, Timeout
 from manyhands.base.identity import PeerId
 from manyhands.runtime.threads import BlockingThreads
 from manyhands.transport.api import MAX_UNREAD_BYTES
-from manyhands.transport.buffer import ReceiveBuffer
-from manyhands.transport.tls_session import RECORD_BYTES, TlsEnded, TlsFailed, TlsSession
+from manyhands.transport.buffer import SCRATCH_BYTES, ReceiveBuffer
+from manyhands.transport.tls_session import TlsEnded, TlsFailed, TlsSession
 
 RECEIVE_BACKLOG_BYTES = 256 * 1024
 SEND_BACKLOG_BYTES = 256 * 1024
@@ -267,7 +267,7 @@ class TlsStream:
         """Decrypt what has come, as far as there is room for it."""
         try:
             while not self._is_paused():
-                view = memoryview(bytearray(RECORD_BYTES)) if self._is_closing else self._buffer.get_buffer()
+                view = memoryview(bytearray(SCRATCH_BYTES)) if self._is_closing else self._buffer.get_buffer()
                 with self._session_lock:
                     num_bytes = self._session.read_into(view)
                 if num_bytes == 0:
@@ -308,16 +308,17 @@ class TlsStream:
             self._check_open()
 
     def _send_all(self, views: Sequence[memoryview]) -> None:
+        ciphertext = memoryview(bytearray(CIPHERTEXT_BYTES))
         for view in views:
             for start in range(0, len(view), CHUNK_BYTES):
                 chunk = view[start : start + CHUNK_BYTES]
                 with self._session_lock:
                     self._session.write(chunk)
-                    data = self._session.ciphertext(CIPHERTEXT_BYTES)
-                while data:
-                    self._send_on_thread(memoryview(data))
+                    num_bytes = self._session.ciphertext_into(ciphertext)
+                while num_bytes:
+                    self._send_on_thread(ciphertext[:num_bytes])
                     with self._session_lock:
-                        data = self._session.ciphertext(CIPHERTEXT_BYTES)
+                        num_bytes = self._session.ciphertext_into(ciphertext)
                 self.bytes_sent += len(chunk)
 
     def _send_on_thread(self, data: memoryview) -> None:
@@ -344,17 +345,15 @@ class TlsStream:
 
     def _decrypt_into(self, view: memoryview) -> memoryview:
         """Decrypt what has come; returns the rest of ``view``."""
-        num_before = len(view)
-        with self._session_lock:
-            try:
-                while len(view) and (num_bytes := self._session.read_into(view)):
-                    view = view[num_bytes:]
-            except TlsEnded as error:
-                raise ConnectionError(ENDED) from error
-        if num_before > len(view):
-            self.bytes_received += num_before - len(view)
+        try:
+            with self._session_lock:
+                num_bytes = self._session.read_into(view)
+        except TlsEnded as error:
+            raise ConnectionError(ENDED) from error
+        if num_bytes:
+            self.bytes_received += num_bytes
             self.last_received = self._loop.time()
-        return view
+        return view[num_bytes:]
 
     def _wait_for_socket(self, event: int) -> None:
         poll = select.poll()

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from manyhands.base.deadline import time_limit
+from manyhands.base.deadline import time_limit, while_moving
 from manyhands.base.errors import Timeout
 
 SHORT_S = 0.01
@@ -92,3 +92,61 @@ async def test_other_errors_pass_through() -> None:
     with pytest.raises(KeyError):
         async with time_limit(LONG_S, "ours"):
             raise KeyError
+
+
+async def test_work_that_gets_on_takes_as_long_as_it_needs() -> None:
+    moved = 0
+
+    async def work() -> str:
+        nonlocal moved
+        for _ in range(10):
+            await asyncio.sleep(0.02)
+            moved += 5
+        return "done"
+
+    assert await while_moving(work(), lambda: moved, at_least=5, within_s=0.1, phase="working") == "done"
+
+
+@pytest.mark.parametrize("step", [0, 1])
+async def test_work_that_stands_still_or_crawls_is_ended(step: int) -> None:
+    moved = 0
+    ended = asyncio.Event()
+
+    async def work() -> None:
+        nonlocal moved
+        try:
+            while True:
+                await asyncio.sleep(0.02)
+                moved += step
+        finally:
+            await asyncio.sleep(0)
+            ended.set()
+
+    with pytest.raises(Timeout, match=r"^timed out after 0\.1 s for the next bytes$"):
+        await while_moving(work(), lambda: moved, at_least=50, within_s=0.1, phase="for the next bytes")
+    assert ended.is_set()
+
+
+async def test_what_the_work_raises_is_raised() -> None:
+    async def work() -> None:
+        raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        await while_moving(work(), lambda: 0, at_least=1, within_s=60.0, phase="working")
+
+
+async def test_cancelling_the_wait_cancels_the_work() -> None:
+    ended = asyncio.Event()
+
+    async def work() -> None:
+        try:
+            await never()
+        finally:
+            ended.set()
+
+    waiting = asyncio.ensure_future(while_moving(work(), lambda: 0, at_least=1, within_s=60.0, phase="working"))
+    await asyncio.sleep(0.01)
+    waiting.cancel()
+    await asyncio.wait([waiting])
+    assert waiting.cancelled()
+    assert ended.is_set()

@@ -1,0 +1,88 @@
+"""A training thread that holds Python's lock stops its peer's network thread; what that costs the peer and the run."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+import manyhands
+from manyhands.rpc import RpcConfig
+from tests.process.commands import Command
+from tests.trainers import LISTEN, Trainer, in_threads
+
+pytestmark = pytest.mark.process
+
+SCALE = float(os.environ.get("GIL_TEST_SCALE", "0.4"))
+"""1 is the real thing: the default heartbeats, and a lock that is held for 15 s."""
+
+HELD_S = 15.0 * SCALE
+TARGET_BATCH_SIZE = 200
+RPC = RpcConfig(heartbeat_period_s=2.0 * SCALE, heartbeat_timeout_s=7.0 * SCALE)
+
+CHILD = """
+import ctypes, sys, time
+import manyhands
+from tests.process.test_gil import HELD_S, RPC, TARGET_BATCH_SIZE
+from tests.trainers import LISTEN, Trainer
+
+libc = ctypes.PyDLL(None)  # calls keep the lock, as a slow extension does
+with manyhands.Peer(initial_peers=sys.argv[1:], listen=LISTEN, rpc_config=RPC) as peer:
+    print("peer", peer.peer_id, flush=True)
+    trainer = Trainer(peer, "gil", TARGET_BATCH_SIZE)
+    trainer.train_until(2, timeout_s=60)
+    print("holds", flush=True)
+    libc.usleep(int(HELD_S * 1e6))
+    print("goes on at", trainer.optimizer.global_step, flush=True)
+    while True:
+        trainer.train_batch()
+        print("reached", trainer.optimizer.global_step, flush=True)
+        time.sleep(0.01)
+"""
+
+
+@contextmanager
+def child(*initial_peers: str) -> Iterator[Command]:
+    command = Command(["-c", CHILD, *initial_peers], module=None)
+    try:
+        yield command
+    finally:
+        command.close()
+
+
+def test_a_held_lock_costs_its_peer_a_round_and_not_its_place() -> None:
+    """The others average without it after the heartbeat's timeout; then it is back, with the state of the run."""
+    with (
+        manyhands.Peer(listen=LISTEN, rpc_config=RPC) as first,
+        manyhands.Peer(initial_peers=first.addresses, listen=LISTEN, rpc_config=RPC) as second,
+        child(*first.addresses) as command,
+    ):
+        held_peer = command.wait_for("peer ").split()[1]
+        trainers = [Trainer(peer, "gil", TARGET_BATCH_SIZE, seed=seed) for seed, peer in enumerate([first, second])]
+        is_over = threading.Event()
+
+        def train(trainer: Trainer) -> None:
+            while not is_over.is_set():
+                trainer.train_batch()
+                time.sleep(0.01)
+
+        def watch() -> None:
+            try:
+                command.wait_for("holds")
+                steps_before = trainers[0].optimizer.global_step
+                step_there = int(command.wait_for("goes on at").split()[-1])
+                missed = trainers[0].optimizer.global_step
+                assert missed > steps_before, "the others went on without it"
+                assert step_there <= steps_before + 1
+                while int(command.wait_for("reached ").split()[-1]) < missed + 2:
+                    pass
+                assert trainers[0].optimizer.num_peers == 3, "it is in the second round after its return at the latest"
+                assert held_peer in {contact.peer_id for contact in first.dht.contacts()}
+            finally:
+                is_over.set()
+
+        in_threads([watch, *(lambda trainer=trainer: train(trainer) for trainer in trainers)], timeout_s=90.0)
