@@ -17,6 +17,7 @@ from manyhands.testing import Host, World
 from manyhands.transport import Stream
 from tests.network import ECHO, STUCK, Text, serve_echo
 from tests.simulation.chance import faults, weather
+from tests.simulation.rounds import start_rounds
 from tests.simulation.worlds import start_dht, start_training
 
 STOP_WITHIN_S = 20.0
@@ -71,6 +72,23 @@ def rpc(seed: int) -> Scenario:
     return Scenario(world, 45.0, conclude)
 
 
+def rounds(seed: int) -> Scenario:
+    """Four peers that average again and again; half a minute after the last fault all four do so together."""
+    world = World(seed)
+    names = ["p0", "p1", "p2", "p3"]
+    weather(world, names, limit_bandwidth=True)
+    world.schedule(*faults(world.rng("faults"), names, start_s=3, stop_s=25, longest_s=12, num_faults=4))
+    commits = start_rounds(world, names)
+
+    def conclude() -> None:
+        assert len(commits.times) == len(names), commits.times
+        for peer_id, (time, num_members) in commits.times.items():
+            assert time > 45.0, f"{peer_id} committed last at {time:.1f} s"
+            assert num_members == len(names), f"{peer_id} is in a group of {num_members}"
+
+    return Scenario(world, 60.0, conclude)
+
+
 def dht(seed: int) -> Scenario:
     """Five peers of one DHT; a minute after the last fault all see all."""
     world = World(seed)
@@ -104,7 +122,7 @@ def training(seed: int) -> Scenario:
     return Scenario(world, 160.0, conclude)
 
 
-SCENARIOS: dict[str, Callable[[int], Scenario]] = {"rpc": rpc, "dht": dht, "training": training}
+SCENARIOS: dict[str, Callable[[int], Scenario]] = {"rpc": rpc, "rounds": rounds, "dht": dht, "training": training}
 
 
 class _RpcPeer:
