@@ -7,7 +7,7 @@ PIP := $(PY) -m pip install -q -c constraints.txt
 BUILD_TOOLS := pip hatchling editables
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test fuzz check bench docs constraints clean
+.PHONY: help install demo test sim fuzz check bench docs constraints clean
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
@@ -22,6 +22,10 @@ test: check  ## all checks, then all tests (ARGS='-k address' picks some)
 
 fuzz: $(VENV)/.dev  ## feed all decoders with bad input for a minute (SECONDS=600 ARGS='--target frames')
 	$(PY) -m tests.fuzz --seconds $(or $(SECONDS),60) $(ARGS)
+
+sim: $(VENV)/.dev  ## simulated swarms under random faults (SEEDS=200 FIRST=0 SCENARIO=dht; SEED=7 replays one)
+	@$(PY) -m tests.simulation.explore $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),200) --first $(or $(FIRST),0)) \
+	  $(if $(SCENARIO),--scenario $(SCENARIO))
 
 check: $(VENV)/.dev  ## lint, format, types, import rules
 	$(VENV)/bin/ruff check .

@@ -59,6 +59,10 @@ class When:
         """SIGKILL the process of a host."""
         return self._fault(f"kill({name!r})", lambda world: world.kill(name))
 
+    def crash(self, name: str) -> Fault:
+        """Take the power from a machine: nobody is told, its connections stay half-open at their other ends."""
+        return self._fault(f"crash({name!r})", lambda world: world.crash(name))
+
     def restart(self, name: str) -> Fault:
         """Start a killed process again, by what the world was told about it."""
         return self._fault(f"restart({name!r})", lambda world: world.restart(name))
@@ -93,12 +97,12 @@ class When:
         """All connections between two hosts go silent, and neither end is told."""
         return self._fault(f"half_open({one!r}, {other!r})", lambda world: world.network.half_open(one, other))
 
-    def clock(self, name: str, skew_s: float) -> Fault:
-        """A host's wall clock jumps to so many seconds ahead of the true time."""
+    def clock(self, name: str, seconds: float) -> Fault:
+        """A host's wall clock jumps by so many seconds, and back at the end of a ``between``; below 0 is backward."""
         return self._fault(
-            f"clock({name!r}, {skew_s:g})",
-            lambda world: world.set_clock(name, skew_s),
-            lambda world: world.set_clock(name, 0.0),
+            f"clock({name!r}, {seconds:g})",
+            lambda world: world.move_clock(name, seconds),
+            lambda world: world.move_clock(name, -seconds),
         )
 
     def call(self, action: Callable[[], None]) -> Fault:

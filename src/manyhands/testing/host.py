@@ -4,15 +4,39 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from manyhands.testing.virtual_loop import VirtualLoop, current_host
+from manyhands.testing.numbered import current_life
+from manyhands.testing.virtual_loop import VirtualHandle, VirtualLoop
 
 T = TypeVar("T")
 
 EPOCH_S = 1_800_000_000.0
 """The wall clock of a host without skew at virtual time 0, in seconds since 1970."""
+
+
+class HostLife:
+    """One process on a host: the callbacks of an earlier one never run, also after a restart.
+
+    Attributes:
+        is_running: False while it is frozen, and once it is dead.
+        is_alive: False once it is dead.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.is_running = True
+        self.is_alive = True
+        self.held: list[VirtualHandle] = []
+        self._name = name
+
+    def __str__(self) -> str:
+        return self._name
+
+    def hold(self, handle: VirtualHandle) -> None:
+        """Keep a callback until the host thaws; one of a dead process is dropped."""
+        if self.is_alive:
+            self.held.append(handle)
 
 
 class Host:
@@ -21,25 +45,36 @@ class Host:
     Attributes:
         name: as in the fault schedule.
         ip: its address in the simulated network.
-        is_alive: False from a kill to a restart.
-        is_frozen: its process does not run, and its machine still acknowledges packets.
         skew_s: how far its wall clock is ahead.
+        life: of its process; a restart begins a new one.
     """
 
     def __init__(self, loop: VirtualLoop, name: str, ip: str) -> None:
         self.name = name
         self.ip = ip
-        self.is_alive = True
-        self.is_frozen = False
         self.skew_s = 0.0
-        self.context = contextvars.copy_context()
         self._loop = loop
         self._tasks: list[asyncio.Task[Any]] = []
-        self._waiting: list[tuple[Callable[[], None], contextvars.Context]] = []
-        self.context.run(current_host.set, _Life(self))
+        self._buried: list[asyncio.Task[Any]] = []  # if the collector came to them, their clean-up would run
+        self._begin_life()
+
+    def _begin_life(self) -> None:
+        self.life = HostLife(self.name)
+        self.context = contextvars.copy_context()
+        self.context.run(current_life.set, self.life)
 
     def __repr__(self) -> str:
         return f"Host({self.name})"
+
+    @property
+    def is_alive(self) -> bool:
+        """False from a kill to a restart."""
+        return self.life.is_alive
+
+    @property
+    def is_frozen(self) -> bool:
+        """Its process does not run, and its machine still acknowledges packets."""
+        return self.life.is_alive and not self.life.is_running
 
     def spawn(self, coro: Coroutine[Any, Any, T], name: str = "") -> asyncio.Task[T]:
         """Run a coroutine as part of this host's process; its tasks and timers belong to the host as well."""
@@ -47,7 +82,7 @@ class Host:
             coro.close()
             raise RuntimeError(f"host {self.name} is dead; restart it first")
         task = self.context.run(self._loop.create_task, coro, name=name or f"task of {self.name}")
-        self._tasks = [task for task in self._tasks if not task.done()] + [task]
+        self._tasks = [*self.tasks(), task]
         return task
 
     def wall_clock(self) -> float:
@@ -55,47 +90,27 @@ class Host:
         return EPOCH_S + self._loop.time() + self.skew_s
 
     def freeze(self) -> None:
-        """Nothing of the process runs until :meth:`thaw`."""
-        self.is_frozen = True
+        """Nothing of the process runs until :meth:`thaw`; a dead one stays as it is."""
+        self.life.is_running = False
 
     def thaw(self) -> None:
         """All that became due meanwhile runs now, in order."""
-        self.is_frozen = False
-        waiting, self._waiting = self._waiting, []
-        for resume, context in waiting:
-            self._loop.call_soon(resume, context=context)
+        if self.is_frozen:
+            self.life.is_running = True
+            held, self.life.held = self.life.held, []
+            self._loop.resume(held)
 
     def kill(self) -> None:
         """SIGKILL: no task of the process ever runs again, not even its clean-up."""
-        self.is_alive = self.is_frozen = False
-        self._waiting.clear()
+        self.life.is_alive = self.life.is_running = False
+        self._buried += self._loop.tasks_of(self.life)
+        self._tasks.clear()
+        self.life.held.clear()
 
     def restart(self) -> None:
         """The machine is ready for a new process; nothing of the old one remains."""
-        self.is_alive = True
-        self.context = contextvars.copy_context()
-        self.context.run(current_host.set, _Life(self))
+        self._begin_life()
 
     def tasks(self) -> list[asyncio.Task[Any]]:
         """Unfinished tasks that were spawned here directly."""
-        return [task for task in self._tasks if not task.done()] if self.is_alive else []
-
-    def hold(self, resume: Callable[[], None], context: contextvars.Context) -> None:
-        """Keep a callback until the host thaws."""
-        self._waiting.append((resume, context))
-
-
-class _Life:
-    """One process on a host: the callbacks of an earlier one never run, also after a restart."""
-
-    def __init__(self, host: Host) -> None:
-        self.host = host
-
-    def may_run(self, resume: Callable[[], None], context: contextvars.Context) -> bool:
-        host = self.host
-        if not host.is_alive or host.context.get(current_host) is not self:
-            return False
-        if host.is_frozen:
-            host.hold(resume, context)
-            return False
-        return True
+        return [task for task in self._tasks if not task.done()]

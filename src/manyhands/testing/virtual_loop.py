@@ -4,31 +4,44 @@ Nothing here waits, and nothing depends on memory addresses, so the same program
 in the same order, in any process. Threads and sockets do not exist in this world: executor jobs run on the loop, and
 take the virtual time that a model says.
 
-Callbacks belong to the *host* in whose context they were scheduled (:data:`current_host`). A frozen host's callbacks
-wait until it thaws; those of a dead host never run.
+One event at a time: a timer runs, then all that it made ready, then the next timer, also when both are due at the same
+instant. Between two events the loop is *settled*, which is when a world looks at its invariants.
+
+Callbacks belong to the *life* of a host in whose context they were scheduled (:data:`current_life`). A frozen host's
+callbacks wait until it thaws; those of a dead one never run.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
+import gc
+import heapq
 import itertools
+import logging
 import math
-import selectors
-from collections.abc import Callable, Coroutine, Generator
-from typing import Any, Protocol, TypeVar
+from collections import deque
+from collections.abc import Callable, Coroutine, Generator, Iterable
+from typing import Any, TypeVar
+
+from manyhands.testing.numbered import Life, NumberedFuture, NumberedTask, current_life, where
 
 T = TypeVar("T")
 
+PATIENCE = 1000
+"""Rounds of ready callbacks after which other timers of the same instant get their turn as well."""
 
-class Schedulable(Protocol):
-    """What the loop asks of a host before it runs one of its callbacks."""
+MAX_ROUNDS = 100_000
+"""Rounds of ready callbacks at one instant after which somebody spins for ever."""
 
-    def may_run(self, resume: Callable[[], None], context: contextvars.Context) -> bool:
-        """Whether to run a callback now; a host that says no calls ``resume`` later, or never."""
+COLLECT_EVERY = 50_000
+"""Callbacks between two collections of new garbage: at moments that depend on nothing else."""
 
+COLLECT_ALL_EVERY = 40
+"""Collections of new garbage for each one of all."""
 
-current_host: contextvars.ContextVar[Schedulable | None] = contextvars.ContextVar("current_host", default=None)
+MIN_CANCELLED = 100
+"""Cancelled timers are kept until there are so many, and they are more than half of all."""
 
 
 class Deadlock(Exception):
@@ -39,20 +52,80 @@ class VirtualTimeout(Exception):
     """The main coroutine was not done when its virtual time was over; names who waits and where."""
 
 
-class VirtualLoop(asyncio.SelectorEventLoop):
+class VirtualHandle(asyncio.TimerHandle):
+    """A callback that waits for its turn."""
+
+    __slots__ = ("args", "callback", "context", "due", "is_cancelled", "is_timer", "life", "loop")
+
+    def __init__(
+        self,
+        loop: VirtualLoop,
+        callback: Callable[..., Any],
+        args: tuple[Any, ...],
+        context: contextvars.Context,
+        life: Life | None,
+        due: float,
+    ) -> None:
+        self.loop = loop
+        self.callback = callback
+        self.args = args
+        self.context = context
+        self.life = life
+        self.due = due
+        self.is_cancelled = self.is_timer = False
+
+    def cancel(self) -> None:
+        if not self.is_cancelled:
+            self.is_cancelled = True
+            self.callback, self.args = _nothing, ()
+            if self.is_timer:
+                self.loop.num_cancelled += 1
+
+    def cancelled(self) -> bool:
+        return self.is_cancelled
+
+    def when(self) -> float:
+        return self.due
+
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __repr__(self) -> str:
+        return f"<{getattr(self.callback, '__qualname__', self.callback)} at {self.due:.6f} s>"
+
+
+class VirtualLoop(asyncio.BaseEventLoop):
     """The loop. :meth:`run` is the way in.
 
     Args:
         executor_cost_s: virtual seconds that a job of ``run_in_executor`` takes, by its function.
+
+    Attributes:
+        now: virtual seconds since the loop was made.
+        num_callbacks: that have run.
+        num_cancelled: timers that are cancelled and still queued.
+        last_timer: the event after which the loop settled.
+        on_settled: called after each event and all that it led to.
     """
 
     def __init__(self, executor_cost_s: Callable[[Callable[..., Any]], float] = lambda job: 0.001) -> None:
+        super().__init__()
         self.now = 0.0
         self.num_callbacks = 0
+        self.num_cancelled = 0
+        self.last_timer: VirtualHandle | None = None
+        self.on_settled: Callable[[], None] | None = None
+        self._queue: deque[VirtualHandle] = deque()
+        self._timers: list[tuple[float, int, VirtualHandle]] = []
+        self._collect_at = COLLECT_EVERY
+        self._num_collections = 0
         self._limit_s = math.inf
         self._executor_cost_s = executor_cost_s
         self._serial = itertools.count()
-        super().__init__(_NoWaiting(self))
+        self._order = itertools.count()
+        self._outside = contextvars.Context()
         self.set_task_factory(_task_factory)
 
     def run(self, main: Coroutine[Any, Any, T], limit_s: float = 3600.0) -> T:
@@ -64,71 +137,182 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             Deadlock: ``main`` waits for something that can never happen.
             VirtualTimeout: ``main`` was not done in time.
         """
+        try:
+            return self.advance(main, limit_s)
+        finally:
+            self.end()
+
+    def advance(self, main: Coroutine[Any, Any, T], limit_s: float) -> T:
+        """As :meth:`run`, and the loop can be used again; call :meth:`end` when it is not."""
         asyncio.set_event_loop(self)
+        was_collecting = gc.isenabled()
+        gc.disable()
         try:
             self._limit_s = limit_s
             return self.run_until_complete(self.create_task(main, name="main"))
         finally:
-            self._abandon()
             asyncio.set_event_loop(None)
-            self.close()
+            if was_collecting:
+                gc.enable()
 
-    def _abandon(self) -> None:
-        """What still waits never goes on; its clean-up must not run at a moment that the collector chooses."""
+    def end(self) -> None:
+        """Close the loop. What still waits never goes on; nor does its clean-up, when the collector comes to it."""
         self.set_exception_handler(lambda loop, context: None)
+        asyncio.set_event_loop(self)
+        disabled = logging.root.manager.disable
+        logging.disable(logging.CRITICAL)  # clean-up without a loop fails, and says so
         for task in asyncio.all_tasks(self):
             task._log_destroy_pending = False  # type: ignore[attr-defined]  # noqa: SLF001
             coro = task.get_coro()
             if isinstance(coro, Coroutine):
                 _close_quietly(coro)
+        logging.disable(disabled)
+        self._queue.clear()
+        self._timers.clear()
+        asyncio.set_event_loop(None)
+        self.close()
+
+    def tasks_of(self, life: Life | None) -> list[asyncio.Task[Any]]:
+        """Unfinished tasks that were started in one life, oldest first."""
+        return [task for task in self._all_tasks() if task.life is life]
 
     def who_waits(self) -> str:
-        """All unfinished tasks, and the line on which each waits."""
-        tasks = sorted(asyncio.all_tasks(self), key=hash)
-        return "waiting: " + "; ".join(f"{task.get_name()} at {_where(task)}" for task in tasks)
+        """All unfinished tasks that could go on, and the line on which each waits."""
+        tasks = [task for task in self._all_tasks() if task.life is None or task.life.is_running]
+        return "waiting: " + "; ".join(f"{task.get_name()} at {where(task)}" for task in tasks)
 
-    # time
+    def _all_tasks(self) -> list[NumberedTask]:
+        tasks = (task for task in asyncio.all_tasks(self) if isinstance(task, NumberedTask))
+        return sorted(tasks, key=hash)
+
+    # events
+
+    def _run_once(self) -> None:
+        """Run events until somebody stops the loop."""
+        queue = self._queue
+        num_rounds = 0
+        while not self._stopping:  # type: ignore[attr-defined]
+            if not queue:
+                if self.on_settled is not None:
+                    self.on_settled()
+                self._begin_next_timer()
+                num_rounds = 0
+            elif num_rounds >= PATIENCE:
+                self._let_others_in(num_rounds)
+            num_rounds += 1
+            for _ in range(len(queue)):
+                handle = queue.popleft()
+                if handle.is_cancelled:
+                    continue
+                life = handle.life
+                if life is not None and not life.is_running:
+                    life.hold(handle)
+                    continue
+                self.num_callbacks += 1
+                try:
+                    handle.context.run(handle.callback, *handle.args)
+                except (SystemExit, KeyboardInterrupt):
+                    raise
+                except BaseException as error:  # noqa: BLE001 (as every asyncio loop does)
+                    message = f"exception in callback {handle!r}"
+                    self.call_exception_handler({"message": message, "exception": error, "handle": handle})
+
+    def _begin_next_timer(self) -> None:
+        timers = self._timers
+        while timers and timers[0][2].is_cancelled:
+            heapq.heappop(timers)
+            self.num_cancelled -= 1
+        if not timers:
+            raise Deadlock("nothing will ever happen again; " + self.who_waits())
+        if timers[0][0] > self._limit_s:
+            raise VirtualTimeout(f"not done after {self._limit_s:g} virtual seconds; " + self.who_waits())
+        if self.num_callbacks >= self._collect_at:
+            self._collect()
+        due, _, handle = heapq.heappop(timers)
+        handle.is_timer = False
+        if due > self.now:
+            self.now = due
+        self.last_timer = handle
+        self._queue.append(handle)
+
+    def _collect(self) -> None:
+        self._collect_at = self.num_callbacks + COLLECT_EVERY
+        self._num_collections += 1
+        gc.collect(1 if self._num_collections % COLLECT_ALL_EVERY else 2)
+
+    def _let_others_in(self, num_rounds: int) -> None:
+        """Somebody is ready again and again: he may wait for another timer of this instant."""
+        if self._timers and self._timers[0][0] <= self.now:
+            self._begin_next_timer()
+        elif num_rounds >= MAX_ROUNDS:
+            raise Deadlock(f"time stands still at {self.now:.6f} s, since somebody never waits; " + self.who_waits())
 
     def time(self) -> float:
         return self.now
 
-    def jump(self) -> None:
-        """Go to the next timer."""
-        scheduled: list[asyncio.TimerHandle] = self._scheduled  # type: ignore[attr-defined]
-        if not scheduled:
-            raise Deadlock("nothing will ever happen again; " + self.who_waits())
-        if scheduled[0].when() > self._limit_s:
-            raise VirtualTimeout(f"not done after {self._limit_s:g} virtual seconds; " + self.who_waits())
-        self.now = max(self.now, scheduled[0].when())
-
-    # hosts
+    # callbacks
 
     def call_soon(  # type: ignore[override]
         self, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None
-    ) -> asyncio.Handle:
-        context = context if context is not None else contextvars.copy_context()
-        host = context.get(current_host)
-        if host is None:
-            return super().call_soon(callback, *args, context=context)
-        guarded = _Guarded(self, host, callback, args, context)
-        guarded.handle = super().call_soon(guarded.run, context=context)
-        return guarded.handle
+    ) -> VirtualHandle:
+        if context is None:
+            context = contextvars.copy_context()
+        handle = VirtualHandle(self, callback, args, context, context.get(current_life), self.now)
+        self._queue.append(handle)
+        return handle
+
+    def call_soon_threadsafe(  # type: ignore[override]
+        self, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None
+    ) -> VirtualHandle:
+        return self.call_soon(callback, *args, context=context)
 
     def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None
-    ) -> asyncio.TimerHandle:
-        context = context if context is not None else contextvars.copy_context()
-        host = context.get(current_host)
-        if host is None:
-            return super().call_at(when, callback, *args, context=context)
-        guarded = _Guarded(self, host, callback, args, context)
-        guarded.handle = handle = super().call_at(when, guarded.run, context=context)
+    ) -> VirtualHandle:
+        if context is None:
+            context = contextvars.copy_context()
+        return self._add_timer(VirtualHandle(self, callback, args, context, context.get(current_life), when))
+
+    def call_later(  # type: ignore[override]
+        self, delay: float, callback: Callable[..., Any], *args: Any, context: contextvars.Context | None = None
+    ) -> VirtualHandle:
+        return self.call_at(self.now + delay, callback, *args, context=context)
+
+    def call_outside(self, when: float, callback: Callable[..., Any], *args: Any) -> None:
+        """As ``call_at``, for what belongs to no host, whoever asks for it."""
+        handle = VirtualHandle(self, callback, args, self._outside, None, when)
+        heapq.heappush(self._timers, (when, next(self._order), handle))
+
+    def call_in(self, life: Life, callback: Callable[..., Any], *args: Any) -> None:
+        """Call at once if a host runs, when it thaws if it is frozen, and never if it is dead.
+
+        What is called must not depend on its context: at once means in the caller's.
+        """
+        if life.is_running:
+            callback(*args)
+        else:
+            life.hold(VirtualHandle(self, callback, args, self._outside, life, self.now))
+
+    def resume(self, handles: Iterable[VirtualHandle]) -> None:
+        """Run callbacks that were held, in their order."""
+        self._queue.extend(handles)
+
+    def _add_timer(self, handle: VirtualHandle) -> VirtualHandle:
+        handle.is_timer = True
+        timers = self._timers
+        heapq.heappush(timers, (handle.due, next(self._order), handle))
+        if self.num_cancelled > MIN_CANCELLED and 2 * self.num_cancelled > len(timers):
+            timers[:] = [timer for timer in timers if not timer[2].is_cancelled]
+            heapq.heapify(timers)
+            self.num_cancelled = 0
         return handle
 
     # what would bring in chance or threads
 
     def create_future(self) -> asyncio.Future[Any]:
-        return _NumberedFuture(next(self._serial), loop=self)
+        future = NumberedFuture(loop=self)
+        future.number = next(self._serial)
+        return future
 
     def next_serial(self) -> int:
         """A number that no other task or future of this loop has."""
@@ -142,60 +326,13 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return future
 
 
-class _Guarded:
-    """A callback that its host may hold up; it can be cancelled all the while."""
-
-    handle: asyncio.Handle
-
-    def __init__(
-        self,
-        loop: VirtualLoop,
-        host: Schedulable,
-        callback: Callable[..., Any],
-        args: tuple[Any, ...],
-        context: contextvars.Context,
-    ) -> None:
-        self._loop, self._host, self._context = loop, host, context
-        self._callback, self._args = callback, args
-
-    def run(self) -> None:
-        """Run it now, if it is still wanted and the host lets it."""
-        if not self.handle.cancelled() and self._host.may_run(self.run, self._context):
-            self._loop.num_callbacks += 1
-            self._callback(*self._args)
+def _nothing() -> None:
+    """What a cancelled callback does."""
 
 
-class _NumberedFuture(asyncio.Future[Any]):
-    """Hashes by its number: sets of futures have the same order in each process."""
-
-    def __init__(self, number: int, *, loop: asyncio.AbstractEventLoop) -> None:
-        super().__init__(loop=loop)
-        self._number = number
-
-    def __hash__(self) -> int:
-        return self._number
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-
-class _NumberedTask(asyncio.Task[Any]):
-    """Hashes by its number, like :class:`_NumberedFuture`."""
-
-    def __init__(self, coro: Coroutine[Any, Any, Any], number: int, **kwargs: Any) -> None:
-        self._number = number
-        super().__init__(coro, **kwargs)
-
-    def __hash__(self) -> int:
-        return self._number
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-
-def _task_factory(loop: asyncio.AbstractEventLoop, coro: Any, **kwargs: Any) -> _NumberedTask:
+def _task_factory(loop: asyncio.AbstractEventLoop, coro: Any, **kwargs: Any) -> NumberedTask:
     assert isinstance(loop, VirtualLoop)
-    return _NumberedTask(coro, loop.next_serial(), loop=loop, **kwargs)
+    return NumberedTask(coro, loop.next_serial(), loop=loop, **kwargs)
 
 
 def _run_job(future: asyncio.Future[T], func: Callable[..., T], args: tuple[Any, ...]) -> None:
@@ -207,26 +344,8 @@ def _run_job(future: asyncio.Future[T], func: Callable[..., T], args: tuple[Any,
         future.set_exception(error)
 
 
-def _where(task: asyncio.Task[Any]) -> str:
-    frames = task.get_stack(limit=1)
-    return f"{frames[-1].f_code.co_filename.rpartition('/')[2]}:{frames[-1].f_lineno}" if frames else "its end"
-
-
 def _close_quietly(coro: Coroutine[Any, Any, Any] | Generator[Any, Any, Any]) -> None:
     try:
         coro.close()
     except BaseException:  # noqa: BLE001 (clean-up of what was abandoned, in a world that has ended)
         return
-
-
-class _NoWaiting(selectors.SelectSelector):
-    """There are no sockets here: where a real loop waits, this one jumps."""
-
-    def __init__(self, loop: VirtualLoop) -> None:
-        super().__init__()
-        self._loop = loop
-
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        if timeout is None or timeout > 0:
-            self._loop.jump()
-        return []

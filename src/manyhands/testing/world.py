@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from manyhands.base.errors import ConfigError
 from manyhands.base.identity import Identity
 from manyhands.testing.faults import Fault
-from manyhands.testing.host import Host
+from manyhands.testing.host import Host, HostLife
+from manyhands.testing.leaks import left_by, unread_in
 from manyhands.testing.network import SimNetwork, SimTransport
 from manyhands.testing.trace import Trace
-from manyhands.testing.virtual_loop import VirtualLoop
+from manyhands.testing.verdicts import each_signature_once
+from manyhands.testing.virtual_loop import Deadlock, VirtualLoop, VirtualTimeout
 
 T = TypeVar("T")
 
@@ -23,6 +26,10 @@ Program = Callable[[Host], Coroutine[Any, Any, None]]
 
 class InvariantBroken(AssertionError):
     """Something that must hold at all times did not."""
+
+
+class Leaked(AssertionError):
+    """A program ended, and left something behind; or nobody reads what a stream has received."""
 
 
 class World:
@@ -35,18 +42,26 @@ class World:
         world.schedule(at(12.5).kill("b"))
         world.run(60)
 
-    The same seed and the same programs give the same :attr:`trace`, in every process.
+    The same seed and the same programs give the same :attr:`trace`, in every process. A program that returns must have
+    closed all that it opened, else the world ends with :class:`Leaked`.
+
+    Args:
+        seed: of all chance.
+        executor_cost_s: virtual seconds that a job of ``run_in_executor`` takes, by its function.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, executor_cost_s: Callable[[Callable[..., Any]], float] = lambda job: 0.001) -> None:
         self.seed = seed
-        self.loop = VirtualLoop()
+        self.loop = VirtualLoop(executor_cost_s)
         self.trace = Trace()
         self.network = SimNetwork(self.loop, self.rng("network"), self.trace)
         self._programs: dict[str, Program] = {}
-        self._invariants: list[tuple[str, Callable[[], bool]]] = []
+        self._invariants: list[tuple[str, Callable[[], bool], Callable[[], object]]] = []
         self._faults: list[Fault] = []
         self._failures: list[BaseException] = []
+        self._conclusions: list[Callable[[], None]] = []
+        self._returned: list[tuple[Host, HostLife]] = []
+        self._events_seen = 0
         self.loop.set_exception_handler(self._on_loop_error)
 
     def rng(self, purpose: str) -> random.Random:
@@ -80,46 +95,117 @@ class World:
             self._faults.append(fault)
             self.loop.call_at(fault.start_s, self._begin, fault)
 
-    def invariant(self, name: str, holds: Callable[[], bool]) -> None:
-        """``holds()`` must be true after every event of the network and every fault, and at the end."""
-        self._invariants.append((name, holds))
+    def schedule_text(self) -> str:
+        """The fault schedule as it was written."""
+        return "; ".join(str(fault) for fault in self._faults) or "no faults"
 
-    def run(self, duration_s: float) -> None:
+    def invariant(self, name: str, holds: Callable[[], bool], details: Callable[[], object] = str) -> None:
+        """``holds()`` must be true after every event and all that it led to, and at the end.
+
+        An event is whatever happens at its own time: bytes that arrive, a stream that opens or closes, a fault, a
+        timer of a program. Make it cheap: there are many. When it is broken, what ``details()`` returns is shown.
+        """
+        self._invariants.append((name, holds, details))
+        self.loop.on_settled = self.check
+
+    def at_end(self, conclude: Callable[[], None]) -> None:
+        """Call ``conclude()`` when the time of :meth:`run` is over, before the programs are told to stop."""
+        self._conclusions.append(conclude)
+
+    def run(self, duration_s: float, stop_within_s: float | None = None) -> None:
         """Let the world go on for so many virtual seconds, or until all programs have ended; then it is over.
 
+        Args:
+            stop_within_s: what still runs then is told to stop, as by SIGTERM: its program is cancelled, and must have
+                returned within so many seconds, leaving nothing behind. Hosts that are frozen or dead are excused.
+                None ends the world at once.
         Raises:
-            InvariantBroken: with its name, the virtual time, and how to see it again.
+            InvariantBroken: with its name, the virtual time, the event, and how to see it again.
+            Leaked: what a program left, or did not read.
+            Deadlock: programs wait for what can never happen; names them. One with an open port serves, and may wait.
             Exception: what a program raised.
         """
-        self.loop.run(self._until(duration_s), limit_s=duration_s + 1.0)
+        with self._alive():
+            self._go_on(self.loop.now + duration_s)
+            self.check()
+            for conclude in self._conclusions:
+                conclude()
+            if stop_within_s is not None:
+                self._stop(stop_within_s)
+            self.check()
+            if unread := unread_in(self.network):
+                raise Leaked(self._explained("; ".join(unread)))
 
     def story(self, main: Coroutine[Any, Any, T], limit_s: float = 3600.0) -> T:
         """Run a coroutine that stands outside of all hosts, and return its result; then the world is over."""
-        return self.loop.run(self._watched(main), limit_s)
-
-    async def _until(self, duration_s: float) -> None:
-        deadline = self.loop.time() + duration_s
-        while self.loop.time() < deadline and any(host.tasks() for host in self.network.hosts.values()):
-            tasks = [task for host in self.network.hosts.values() for task in host.tasks()]
-            await asyncio.wait(tasks, timeout=deadline - self.loop.time(), return_when=asyncio.FIRST_COMPLETED)
+        with self._alive():
+            result = self.loop.advance(main, limit_s)
             self.check()
-        self.check()
-
-    async def _watched(self, main: Coroutine[Any, Any, T]) -> T:
-        result = await main
-        self.check()
         return result
+
+    @contextmanager
+    def _alive(self) -> Iterator[None]:
+        try:
+            with each_signature_once():
+                yield
+        finally:
+            self.loop.end()
+            self.trace.flush()
+
+    def _go_on(self, end_s: float) -> None:
+        try:
+            self.loop.advance(self._programs_end(), end_s)
+        except VirtualTimeout:
+            self.loop.now = end_s
+        except Deadlock:
+            if any(not self._serves(host) for host in self.network.hosts.values() if host.tasks()):
+                raise
+            self.loop.now = end_s
+
+    def _serves(self, host: Host) -> bool:
+        return any(listener.host is host for listener in self.network.listeners.values())
+
+    def _stop(self, within_s: float) -> None:
+        stopping = [task for host in self.network.hosts.values() if not host.is_frozen for task in host.tasks()]
+        names = "; ".join(task.get_name() for task in stopping)
+        for task in stopping:
+            task.cancel()
+        try:
+            self.loop.advance(self._programs_end(stopping), self.loop.now + within_s)
+        except (VirtualTimeout, Deadlock) as error:
+            raise Leaked(self._explained(f"told to stop: {names}; after {within_s:g} s: {error}")) from error
+
+    async def _programs_end(self, tasks: Iterable[asyncio.Task[Any]] | None = None) -> None:
+        """Wait for the programs, those that faults start meanwhile too; or for some of them."""
+        while waiting := [task for host in self.network.hosts.values() for task in host.tasks()]:
+            if tasks is not None and not (waiting := [task for task in tasks if not task.done()]):
+                break
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
 
     def check(self) -> None:
         """Raise what went wrong so far."""
         if self._failures:
             raise self._failures[0]
-        for name, holds in self._invariants:
+        for name, holds, details in self._invariants:
             if not holds():
-                schedule = "; ".join(str(fault) for fault in self._faults) or "no faults"
-                raise InvariantBroken(
-                    f"{name} does not hold at {self.loop.time():.6f} s with seed {self.seed} ({schedule})"
-                )
+                shown = f" ({text})" if (text := str(details())) else ""
+                raise InvariantBroken(self._explained(f"{name} does not hold after {self._last_event()}{shown}"))
+        self._events_seen = self.trace.num_events
+        while self._returned:
+            host, life = self._returned.pop()
+            if host.life is life and life.is_alive and (left := left_by(host, self.loop, self.network)):
+                raise Leaked(self._explained(f"the program of {host.name} has ended and left: " + "; ".join(left)))
+        if not self._invariants:
+            self.loop.on_settled = None  # a world without invariants pays nothing
+
+    def _explained(self, what: str) -> str:
+        return f"{what}, at {self.loop.now:.6f} s with seed {self.seed} ({self.schedule_text()})"
+
+    def _last_event(self) -> str:
+        if self.trace.num_events > self._events_seen:
+            return f"“{self.trace.lines[-1].partition(' ')[2]}”"
+        timer = self.loop.last_timer
+        return f"a timer of {timer.life}" if timer is not None and timer.life is not None else "the start"
 
     # faults
 
@@ -127,6 +213,11 @@ class World:
         host = self._known(name)
         host.kill()
         self.network.died(host)
+
+    def crash(self, name: str) -> None:
+        host = self._known(name)
+        host.kill()
+        self.network.vanished(host)
 
     def restart(self, name: str) -> None:
         host = self._known(name)
@@ -149,8 +240,8 @@ class World:
         for source, destination in pairs:
             self.network.unblock(source, destination)
 
-    def set_clock(self, name: str, skew_s: float) -> None:
-        self._known(name).skew_s = skew_s
+    def move_clock(self, name: str, seconds: float) -> None:
+        self._known(name).skew_s += seconds
 
     def _known(self, name: str) -> Host:
         if name not in self.network.hosts:
@@ -166,22 +257,28 @@ class World:
             self.loop.call_later(fault.every_s, self._begin, fault)
 
     def _do(self, text: str, action: Callable[[World], None]) -> None:
-        self.trace.add(self.loop.time(), text)
+        self.trace.add(self.loop.now, text)
         try:
             action(self)
-            self.check()
         except Exception as error:  # noqa: BLE001 (raised by whoever runs the world)
-            self._failures.append(error)
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        self._failures.append(error)
+        self.loop.on_settled = self.check
 
     def _launch(self, host: Host) -> None:
         host.spawn(self._supervise(host), name=f"program of {host.name}")
 
     def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
-        self._failures.append(error if isinstance(error, BaseException) else RuntimeError(str(context["message"])))
+        self._fail(error if isinstance(error, BaseException) else RuntimeError(str(context["message"])))
 
     async def _supervise(self, host: Host) -> None:
         try:
             await self._programs[host.name](host)
         except Exception as error:  # noqa: BLE001 (raised by whoever runs the world)
-            self._failures.append(error)
+            self._fail(error)
+        finally:
+            self._returned.append((host, host.life))
+            self.loop.on_settled = self.check

@@ -1,0 +1,68 @@
+"""Tasks and futures that are the same in every process, and know to whom they belong."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from manyhands.testing.virtual_loop import VirtualHandle
+
+
+class Life(Protocol):
+    """One process of a host, as the loop sees it."""
+
+    is_running: bool
+    """Whether its callbacks run now."""
+
+    def hold(self, handle: VirtualHandle) -> None:
+        """Keep a callback that may not run now; or drop it, if it never may."""
+
+    def __str__(self) -> str:
+        """The name of the host."""
+
+
+current_life: contextvars.ContextVar[Life | None] = contextvars.ContextVar("current_life", default=None)
+
+
+class NumberedFuture(asyncio.Future[Any]):
+    """Hashes by its number: sets of futures have the same order in each process."""
+
+    number: int
+
+    def __hash__(self) -> int:
+        return self.number
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+class NumberedTask(asyncio.Task[Any]):
+    """Hashes by its number, like :class:`NumberedFuture`, and knows in which life it was started."""
+
+    def __init__(self, coro: Coroutine[Any, Any, Any], number: int, **kwargs: Any) -> None:
+        self.number = number
+        context: contextvars.Context | None = kwargs.get("context")
+        self.life = current_life.get() if context is None else context.get(current_life)
+        super().__init__(coro, **kwargs)
+
+    def __hash__(self) -> int:
+        return self.number
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+def where(task: asyncio.Task[Any]) -> str:
+    """What a task waits in: the innermost line that is not asyncio's own."""
+    coro: Any = task.get_coro()
+    place = "its end"
+    while coro is not None:
+        frame = getattr(coro, "cr_frame", None)
+        if frame is not None and not frame.f_globals.get("__name__", "").startswith("asyncio"):
+            file = frame.f_code.co_filename.replace("\\", "/").rpartition("/")[2]
+            place = f"{file}:{frame.f_lineno} in {coro.__qualname__}"
+        coro = getattr(coro, "cr_await", None)
+    return place

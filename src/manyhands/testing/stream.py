@@ -1,0 +1,252 @@
+"""One end of a stream in the simulated network."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import zlib
+from collections import deque
+from typing import TYPE_CHECKING
+
+from manyhands.base.errors import PeerLost
+from manyhands.base.identity import PeerId
+from manyhands.testing.host import Host
+from manyhands.testing.links import TURN_BYTES
+from manyhands.transport.api import MAX_UNREAD_BYTES
+from manyhands.transport.runs import runs_of
+
+if TYPE_CHECKING:
+    from manyhands.testing.network import SimNetwork
+
+BACKLOG_BYTES = 256 * 1024
+WINDOW_BYTES = 1 << 20
+"""What a stream has under way before its sender waits, as TCP's window is."""
+
+
+class SimStream:
+    """One end of a stream between two hosts.
+
+    A chunk costs one timer, and one more for each limited bandwidth that it passes.
+
+    Attributes:
+        number: the same at both ends.
+        is_silent: half-open: what comes is lost, and nobody is told.
+        num_unread: bytes that have come, and that nobody has read.
+        is_handed_over: whether the program of its host knows it; a dialler does once the handshake is over.
+    """
+
+    def __init__(self, network: SimNetwork, host: Host, other_host: Host, remote: PeerId, number: int) -> None:
+        self.remote = remote
+        self.remote_host = other_host.ip
+        self.bytes_sent = 0
+        self.bytes_received = 0
+        self.last_received = network.loop.now
+        self.is_silent = False
+        self.is_handed_over = False
+        self.host = host
+        self.life = host.life
+        self.other: SimStream = self
+        self.number = number
+        self._network = network
+        self._loop = network.loop
+        self._link = network.link(host.name, other_host.name)
+        self._up, self._down = network.up(host.name), network.down(other_host.name)
+        self._unread: deque[bytes] = deque()
+        self.num_unread = 0
+        self._reader: asyncio.Future[None] | None = None
+        self._sending = asyncio.Lock()
+        self._room: asyncio.Event | None = None
+        self._end_reason = ""
+        self._ended: asyncio.Event | None = None
+        self._in_flight: deque[bytes | None] = deque()  # the end of the stream is None
+        self._in_order_after = 0.0
+        network.streams[self] = None
+
+    def __repr__(self) -> str:
+        return f"stream #{self.number} {self.host.name}>{self.other.host.name}"
+
+    def pair_with(self, other: SimStream) -> None:
+        """Connect two ends."""
+        self.other, other.other = other, self
+
+    # sending
+
+    async def send(self, *buffers: bytes | bytearray | memoryview) -> None:
+        async with self._sending:
+            for number, run in enumerate(runs_of(buffers)):
+                if not self._has_room():
+                    await self._wait_for_room(number)
+                if self._end_reason:
+                    raise PeerLost(self.remote, "connection closed")
+                for chunk in run:
+                    self._send_chunk(bytes(chunk))
+
+    async def send_message(self, message: bytes) -> None:
+        if not self._has_room():
+            await self._wait_for_room(0)
+        self.send_now(message)
+
+    def send_now(self, message: bytes) -> None:
+        if self._end_reason:
+            raise PeerLost(self.remote, "connection closed")
+        self._send_chunk(message)
+        if self.bytes_sent - self.other.bytes_received > MAX_UNREAD_BYTES:
+            self.abort()
+            raise PeerLost(self.remote, "it does not read what it is sent")
+
+    def _has_room(self) -> bool:
+        other = self.other
+        return self.bytes_sent - other.bytes_received < WINDOW_BYTES and other.num_unread < BACKLOG_BYTES
+
+    async def _wait_for_room(self, number: int) -> None:
+        try:
+            while not self._has_room() and not self._end_reason:
+                self._room = self._room or asyncio.Event()
+                await self._room.wait()
+        except asyncio.CancelledError:
+            if number > 0:  # in the middle of a message: nobody could tell where the next one begins
+                self.abort()
+            raise
+
+    def look_for_room(self) -> None:
+        """The other end has taken something."""
+        if self._room is not None and (self._has_room() or self._end_reason):
+            self._room.set()
+            self._room = None
+
+    def _send_chunk(self, chunk: bytes) -> None:
+        num_bytes = len(chunk)
+        self.bytes_sent += num_bytes
+        if not (self._up.is_limited or self._down.is_limited):
+            self._in_flight.append(chunk)
+            self._cross(num_bytes)
+        else:
+            for start in range(0, num_bytes, TURN_BYTES):
+                piece = chunk[start : start + TURN_BYTES]
+                self._transfer(piece, len(piece))
+
+    # on the way: up, across, down; each arrival delivers the oldest
+
+    def _transfer(self, chunk: bytes | None, num_bytes: int) -> None:
+        self._in_flight.append(chunk)
+        if self._up.is_limited:
+            self._up.enter(self, num_bytes, functools.partial(self._cross, num_bytes))
+        else:
+            self._cross(num_bytes)
+
+    def _cross(self, num_bytes: int) -> None:
+        arrival = self._loop.now + self._link.delay_s(self._network.rng)
+        if arrival < self._in_order_after:
+            arrival = self._in_order_after
+        self._in_order_after = arrival
+        self._loop.call_outside(arrival, self._reached, num_bytes)
+
+    def _reached(self, num_bytes: int) -> None:
+        if self._link.num_blocks:
+            self._link.hold(self._reached, num_bytes)
+        elif self._down.is_limited:
+            self._down.enter(self, num_bytes, self._deliver)
+        elif self.other.life.is_running and not self.is_silent:
+            self.other.arrived(self._in_flight.popleft())
+        else:
+            self._deliver()
+
+    def _deliver(self) -> None:
+        chunk = self._in_flight.popleft()
+        if not self.is_silent:
+            self._loop.call_in(self.other.life, self.other.arrived, chunk)
+
+    # receiving
+
+    def arrived(self, chunk: bytes | None) -> None:
+        """Bytes come in, or the end."""
+        if self._end_reason:
+            return
+        now, other = self._loop.now, self.other
+        if chunk is None:
+            self._network.note(f"{other.host.name}>{self.host.name} #{self.number} closed")
+            self._end("connection closed")
+            return
+        num_bytes = len(chunk)
+        self._network.trace.add_chunk(
+            now, other.host.name, self.host.name, self.number, num_bytes, zlib.crc32(chunk)
+        )  # fmt: skip
+        self.bytes_received += num_bytes
+        self.last_received = now
+        self.num_unread += num_bytes
+        self._unread.append(chunk)
+        reader = self._reader
+        if reader is not None and not reader.done():
+            reader.set_result(None)
+        if other._room is not None:  # noqa: SLF001 (the other end of the same stream)
+            other.look_for_room()
+
+    async def receive(self) -> bytes:
+        if not self._unread:
+            await self._wait_for_bytes()
+        taken = self._unread.popleft() if len(self._unread) == 1 else b"".join(self._unread)
+        self._unread.clear()
+        self._took(len(taken))
+        return taken
+
+    async def receive_into(self, view: memoryview) -> None:
+        try:
+            while len(view):
+                if not self._unread:
+                    await self._wait_for_bytes()
+                chunk = self._unread.popleft()
+                num_bytes = min(len(chunk), len(view))
+                view[:num_bytes] = chunk[:num_bytes]
+                view = view[num_bytes:]
+                if num_bytes < len(chunk):
+                    self._unread.appendleft(chunk[num_bytes:])
+                self._took(num_bytes)
+        except asyncio.CancelledError:
+            self.abort()
+            raise
+
+    async def _wait_for_bytes(self) -> None:
+        if self._reader is not None:
+            raise RuntimeError("two tasks receive from one stream")
+        if self._end_reason:
+            raise PeerLost(self.remote, self._end_reason)
+        self._reader = self._loop.create_future()
+        try:
+            await self._reader
+        finally:
+            self._reader = None
+
+    def _took(self, num_bytes: int) -> None:
+        self.num_unread -= num_bytes
+        if self.other._room is not None:  # noqa: SLF001 (the other end of the same stream)
+            self.other.look_for_room()
+
+    # the end
+
+    async def close(self, timeout_s: float = 1.0) -> None:
+        self.abort()
+
+    async def wait_closed(self) -> None:
+        if not self._end_reason:
+            self._ended = self._ended or asyncio.Event()
+            await self._ended.wait()
+
+    def abort(self) -> None:
+        if not self._end_reason:
+            self._end("the stream was closed here")
+            self._transfer(None, 0)
+
+    def vanish(self) -> None:
+        """The machine of this end is gone, and the other end is not told."""
+        if not self._end_reason:
+            self.is_silent = self.other.is_silent = True
+            self._end("the machine is gone")
+
+    def _end(self, reason: str) -> None:
+        self._end_reason = reason
+        self._network.streams.pop(self, None)
+        if self._ended is not None:
+            self._ended.set()
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_exception(PeerLost(self.remote, reason))
+        self.look_for_room()

@@ -1,0 +1,193 @@
+"""Runs scenarios with many seeds, and replays one with its event log.
+
+    python -m tests.simulation.explore --seeds 200            # 200 seeds of each scenario
+    python -m tests.simulation.explore --scenario dht --first 1000 --seeds 50
+    python -m tests.simulation.explore --scenario dht --seed 7   # replays one; the log goes to build/sim/dht-7.log
+
+``make sim`` is the short way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import contextlib
+import logging
+import multiprocessing
+import signal
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from manyhands.testing import World
+from tests.simulation.scenarios import SCENARIOS
+
+LOG_DIR = Path("build/sim")
+MAX_WORKERS = 2
+SHOWN_LINES = 30
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one seed of one scenario went.
+
+    Attributes:
+        error: why it failed; empty if it did not.
+        digest: of the trace: equal for equal seeds.
+    """
+
+    scenario: str
+    seed: int
+    error: str
+    schedule: str
+    digest: str
+    num_events: int
+    virtual_s: float
+    wall_s: float
+
+    def replay_command(self) -> str:
+        """What shows this again, with its event log."""
+        return f"make sim SCENARIO={self.scenario} SEED={self.seed}"
+
+    def report(self) -> str:
+        """What went wrong, and how to see it again."""
+        return (
+            f"scenario {self.scenario}, seed {self.seed}: failed at {self.virtual_s:.3f} virtual seconds\n"
+            f"  {self.error}\n  faults: {self.schedule}\n  replay: {self.replay_command()}"
+        )
+
+
+def run_seed(name: str, seed: int, log: Path | None = None) -> Outcome:
+    """Run one scenario with one seed; every event goes to ``log``."""
+    started = time.perf_counter()
+    scenario = SCENARIOS[name](seed)
+    world = scenario.world
+    error = ""
+    with contextlib.ExitStack() as stack:
+        if log is not None:
+            log.parent.mkdir(parents=True, exist_ok=True)
+            world.trace.log = stack.enter_context(log.open("w"))
+            stack.callback(world.trace.close_log)
+            stack.enter_context(_library_log(world))
+        try:
+            scenario.run()
+        except Exception as failure:  # noqa: BLE001 (this is what the runner reports)
+            error = f"{type(failure).__name__}: {failure}"
+    return Outcome(
+        name, seed, error, world.schedule_text(), world.trace.digest(), world.trace.num_events, world.loop.now,
+        time.perf_counter() - started,
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _library_log(world: World) -> Iterator[None]:
+    """Put what the library logs among the events."""
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if world.trace.log is not None:
+                world.trace.flush()
+                world.trace.log.write(f"{world.loop.now:.6f} log: {self.format(record)}\n")
+
+    logger, handler = logging.getLogger("manyhands"), Handler()
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+def explore(names: Sequence[str], seeds: Iterable[int], num_workers: int, console: Console) -> list[Outcome]:
+    """Run seeds of scenarios, and print each failure when it happens; Ctrl-C returns what there is so far."""
+    jobs = [(name, seed) for seed in seeds for name in names]
+    done: list[Outcome] = []
+    spawn = multiprocessing.get_context("spawn")
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with (
+        Progress(*columns, console=console) as progress,
+        concurrent.futures.ProcessPoolExecutor(num_workers, mp_context=spawn, initializer=_start_worker) as pool,
+    ):
+        bar = progress.add_task("seeds", total=len(jobs))
+        running = [pool.submit(run_seed, name, seed) for name, seed in jobs]
+        try:
+            for job in concurrent.futures.as_completed(running):
+                outcome = job.result()
+                done.append(outcome)
+                num_failed = sum(bool(one.error) for one in done)
+                progress.update(bar, advance=1, description=f"{num_failed} failed" if num_failed else "seeds")
+                if outcome.error:
+                    progress.console.print(outcome.report(), markup=False, highlight=False)
+        except KeyboardInterrupt:
+            progress.console.print("stopping; the seeds that run now are finished first")
+            pool.shutdown(wait=True, cancel_futures=True)
+    return done
+
+
+def _start_worker() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    quieten()
+
+
+def quieten() -> None:
+    """What the library says about faults is not wanted here."""
+    for name in ("manyhands", "asyncio"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+def replay(name: str, seed: int, console: Console) -> Outcome:
+    """Run one seed, write its events to a file, and show the last of them."""
+    log = LOG_DIR / f"{name}-{seed}.log"
+    outcome = run_seed(name, seed, log)
+    if outcome.error:
+        with log.open() as file:
+            tail = list(file)[-SHOWN_LINES:]
+        console.print("".join(tail), markup=False, highlight=False, soft_wrap=True)
+        console.print(outcome.report(), markup=False, highlight=False, soft_wrap=True)
+    console.print(f"{outcome.num_events} events, all in {log}; trace {outcome.digest}", soft_wrap=True)
+    return outcome
+
+
+def summarize(done: Sequence[Outcome], console: Console) -> None:
+    """One line for each scenario."""
+    for name in SCENARIOS:
+        mine = [outcome for outcome in done if outcome.scenario == name]
+        if mine:
+            wall_s = sum(outcome.wall_s for outcome in mine)
+            console.print(
+                f"{name}: {len(mine)} seeds, {sum(bool(o.error) for o in mine)} failed, "
+                f"{wall_s / len(mine):.2f} s each, the slowest {max(o.wall_s for o in mine):.2f} s; "
+                f"{sum(o.virtual_s for o in mine) / max(wall_s, 1e-9):.0f} virtual seconds in one"
+            )
+    if failed := [outcome for outcome in done if outcome.error]:
+        console.print("replay: " + "; ".join(outcome.replay_command() for outcome in failed[:5]), soft_wrap=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0 if all seeds held."""
+    parser = argparse.ArgumentParser(prog="make sim", description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--scenario", choices=[*SCENARIOS, "all"], default="all")
+    parser.add_argument("--seeds", type=int, default=200, help="how many, of each scenario")
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--seed", type=int, help="replay this one, with its event log")
+    parser.add_argument("--workers", type=int, choices=range(1, MAX_WORKERS + 1), default=MAX_WORKERS)
+    options = parser.parse_args(arguments)
+    names = list(SCENARIOS) if options.scenario == "all" else [options.scenario]
+    console = Console()
+    if options.seed is not None:
+        quieten()
+        return int(any(replay(name, options.seed, console).error for name in names))
+    done = explore(names, range(options.first, options.first + options.seeds), options.workers, console)
+    summarize(done, console)
+    return int(len(done) < len(names) * options.seeds or any(outcome.error for outcome in done))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
