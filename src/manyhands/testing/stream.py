@@ -13,7 +13,7 @@ from manyhands.base.identity import PeerId
 from manyhands.testing.host import Host
 from manyhands.testing.links import TURN_BYTES
 from manyhands.transport.api import MAX_UNREAD_BYTES
-from manyhands.transport.runs import runs_of
+from manyhands.transport.chunks import chunks_of
 
 if TYPE_CHECKING:
     from manyhands.testing.network import SimNetwork
@@ -73,13 +73,12 @@ class SimStream:
 
     async def send(self, *buffers: bytes | bytearray | memoryview) -> None:
         async with self._sending:
-            for number, run in enumerate(runs_of(buffers)):
+            for number, chunk in enumerate(chunks_of(buffers)):
                 if not self._has_room():
                     await self._wait_for_room(number)
                 if self._end_reason:
                     raise PeerLost(self.remote, "connection closed")
-                for chunk in run:
-                    self._send_chunk(bytes(chunk))
+                self._send_chunk(bytes(chunk))
 
     async def send_message(self, message: bytes) -> None:
         if not self._has_room():

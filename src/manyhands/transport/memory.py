@@ -11,7 +11,7 @@ from manyhands.base.identity import Identity, PeerId
 from manyhands.runtime.tasks import TaskOwner
 from manyhands.transport.api import MAX_UNREAD_BYTES, OnStream
 from manyhands.transport.buffer import ReceiveBuffer
-from manyhands.transport.runs import runs_of
+from manyhands.transport.chunks import chunks_of
 
 BACKLOG_BYTES = 256 * 1024
 
@@ -46,11 +46,10 @@ class MemoryStream:
 
     async def send(self, *buffers: bytes | bytearray | memoryview) -> None:
         async with self._sending:
-            for number, run in enumerate(runs_of(buffers)):
+            for number, chunk in enumerate(chunks_of(buffers)):
                 await self._room_for(number)
-                for chunk in run:
-                    self.bytes_sent += len(chunk)
-                    self.other._arrived(chunk)  # noqa: SLF001 (the other end of the same stream)
+                self.bytes_sent += len(chunk)
+                self.other._arrived(chunk)  # noqa: SLF001 (the other end of the same stream)
             await asyncio.sleep(0)
 
     async def _room_for(self, number: int) -> None:

@@ -21,6 +21,7 @@ from manyhands.base.identity import PeerId
 from manyhands.runtime.threads import BlockingThreads
 from manyhands.transport.api import MAX_UNREAD_BYTES
 from manyhands.transport.buffer import SCRATCH_BYTES, ReceiveBuffer
+from manyhands.transport.chunks import CHUNK_BYTES, chunks_of
 from manyhands.transport.tls_session import TlsEnded, TlsFailed, TlsSession
 
 RECEIVE_BACKLOG_BYTES = 256 * 1024
@@ -28,9 +29,6 @@ SEND_BACKLOG_BYTES = 256 * 1024
 
 THREAD_BYTES = 128 * 1024
 """A send or a receive of at least this size moves on a thread."""
-
-CHUNK_BYTES = 256 * 1024
-"""What is encrypted at a time."""
 
 CIPHERTEXT_BYTES = CHUNK_BYTES + CHUNK_BYTES // 64
 """A chunk with its record headers and tags: 22 bytes for each 16 KiB (RFC 8446, section 5.2)."""
@@ -164,8 +162,7 @@ class TlsStream:
     def _write(self, plaintext: memoryview) -> None:
         self._check_open()
         try:
-            for start in range(0, len(plaintext), CHUNK_BYTES):
-                chunk = plaintext[start : start + CHUNK_BYTES]
+            for chunk in chunks_of([plaintext]):
                 with self._session_lock:
                     self._session.write(chunk)
                     self._take_ciphertext(len(chunk))
@@ -309,17 +306,15 @@ class TlsStream:
 
     def _send_all(self, views: Sequence[memoryview]) -> None:
         ciphertext = memoryview(bytearray(CIPHERTEXT_BYTES))
-        for view in views:
-            for start in range(0, len(view), CHUNK_BYTES):
-                chunk = view[start : start + CHUNK_BYTES]
+        for chunk in chunks_of(views):
+            with self._session_lock:
+                self._session.write(chunk)
+                num_bytes = self._session.ciphertext_into(ciphertext)
+            while num_bytes:
+                self._send_on_thread(ciphertext[:num_bytes])
                 with self._session_lock:
-                    self._session.write(chunk)
                     num_bytes = self._session.ciphertext_into(ciphertext)
-                while num_bytes:
-                    self._send_on_thread(ciphertext[:num_bytes])
-                    with self._session_lock:
-                        num_bytes = self._session.ciphertext_into(ciphertext)
-                self.bytes_sent += len(chunk)
+            self.bytes_sent += len(chunk)
 
     def _send_on_thread(self, data: memoryview) -> None:
         while len(data):
