@@ -22,7 +22,7 @@ SCALE = float(os.environ.get("GIL_TEST_SCALE", "0.4"))
 
 HELD_S = 15.0 * SCALE
 TARGET_BATCH_SIZE = 200
-RPC = RpcConfig(heartbeat_period_s=2.0 * SCALE, heartbeat_timeout_s=7.0 * SCALE)
+RPC = RpcConfig(heartbeat_period_s=4.0 * SCALE, heartbeat_timeout_s=8.5 * SCALE)
 
 CHILD = """
 import ctypes, sys, time

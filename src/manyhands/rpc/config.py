@@ -13,25 +13,26 @@ class RpcConfig:
 
     Attributes:
         heartbeat_period_s: a peer that was silent for this long is pinged.
-        heartbeat_timeout_s: a peer from which nothing came for so long is lost; with the period, a frozen or cut-off
-            peer is noticed in under 10 s.
+        heartbeat_timeout_s: a peer from which nothing came for so long is lost; it is looked at four times in a period,
+            so a frozen or cut-off peer is noticed in under 10 s.
         hello_timeout_s: a new stream must say what it is for within this time.
         dial_timeout_s: for TCP, TLS and hello together.
         max_requests_per_connection: calls of one peer that are served at once; more are refused.
-        idle_timeout_s: a control connection that nobody used for so long is closed, by both ends in agreement. Those of
-            peers in client mode are kept, as nobody could dial them.
+        idle_timeout_s: a control connection that nobody used for so long is closed, by both ends in agreement. By then
+            its heartbeats have cost about as much as dialling anew. Those of peers in client mode are kept, as nobody
+            could dial them.
         max_connections: open control connections; above it the one that was unused for longest makes room, and without
             one the next peer is turned down.
         max_upload_mbit_s: megabits per second that all bulk streams together may send; None is no limit.
         max_known_addresses: peers whose addresses are remembered; the least recently learnt is forgotten first.
     """
 
-    heartbeat_period_s: float = 2.0
-    heartbeat_timeout_s: float = 7.0
+    heartbeat_period_s: float = 4.0
+    heartbeat_timeout_s: float = 8.5
     hello_timeout_s: float = 5.0
     dial_timeout_s: float = 5.0
     max_requests_per_connection: int = 256
-    idle_timeout_s: float = 60.0
+    idle_timeout_s: float = 20.0
     max_connections: int = 1024
     max_upload_mbit_s: float | None = None
     max_known_addresses: int = 4096
@@ -40,7 +41,7 @@ class RpcConfig:
         if not 0 < self.heartbeat_period_s < self.heartbeat_timeout_s:
             raise ConfigError(
                 f"heartbeat_period_s={self.heartbeat_period_s} and heartbeat_timeout_s={self.heartbeat_timeout_s}: "
-                "the timeout must be longer than the period; for example 2 and 7"
+                "the timeout must be longer than the period; for example 4 and 8.5"
             )
         if self.max_upload_mbit_s is not None and not self.max_upload_mbit_s > 0:
             raise ConfigError(

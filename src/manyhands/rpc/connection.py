@@ -183,7 +183,7 @@ class ControlConnection:
         silence_s = now - max(self._stream.last_received, heard_until)
         if silence_s > self._config.heartbeat_timeout_s:
             self.end(PeerLost(self.remote, f"silent for {silence_s:.1f} s"))
-        elif silence_s > self._config.heartbeat_period_s / 2:
+        elif silence_s > self._config.heartbeat_period_s and self._pinged_at is None:
             self._ping(now)
         if self._draining_since is not None and not self.is_busy and now - self._draining_since > DRAIN_TIMEOUT_S:
             self._retired()  # the other end does not agree, and does not matter: nobody waits for anything
@@ -241,8 +241,7 @@ class ControlConnection:
     # heartbeats
 
     def _ping(self, now: float) -> None:
-        if self._pinged_at is None:
-            self._pinged_at = now
+        self._pinged_at = now
         self._send_now(_PING)
 
     def _ponged(self) -> None:

@@ -19,6 +19,9 @@ logger = logging.getLogger(__name__)
 MAX_OF_ONE_PEER = 4
 """Connections that a peer may have; two are there for a moment when both dial, and one may be dead and unnoticed."""
 
+LOOKS_IN_A_PERIOD = 4
+"""How often a period of the heartbeat the connections are looked at."""
+
 SPARE_AFTER_S = 5.0
 """When there are too many connections, one that was unused for so long makes room."""
 
@@ -148,8 +151,8 @@ class ConnectionPool:
         period_s = self._config.heartbeat_period_s
         heard_until = loop.time()
         while self._connections:
-            due = loop.time() + period_s
-            await asyncio.sleep(period_s)
+            due = loop.time() + period_s / LOOKS_IN_A_PERIOD
+            await asyncio.sleep(due - loop.time())
             now = loop.time()
             if now > due + period_s:  # this loop was held up, so what came meanwhile is not read yet
                 heard_until = now
