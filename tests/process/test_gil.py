@@ -21,7 +21,7 @@ SCALE = float(os.environ.get("GIL_TEST_SCALE", "0.4"))
 """1 is the real thing: the default heartbeats, and a lock that is held for 15 s."""
 
 HELD_S = 15.0 * SCALE
-TARGET_BATCH_SIZE = 200
+TARGET_BATCH_SIZE = 500
 RPC = RpcConfig(heartbeat_period_s=4.0 * SCALE, heartbeat_timeout_s=8.5 * SCALE)
 
 CHILD = """
@@ -36,11 +36,13 @@ with manyhands.Peer(initial_peers=sys.argv[1:], listen=LISTEN, rpc_config=RPC) a
     trainer = Trainer(peer, "gil", TARGET_BATCH_SIZE)
     trainer.train_until(2, timeout_s=60)
     print("holds", flush=True)
+    committed = trainer.optimizer.statistics.rounds_committed
     libc.usleep(int(HELD_S * 1e6))
     print("goes on at", trainer.optimizer.global_step, flush=True)
     while True:
         trainer.train_batch()
-        print("reached", trainer.optimizer.global_step, flush=True)
+        if trainer.optimizer.statistics.rounds_committed > committed:
+            print("took part in step", trainer.optimizer.global_step, flush=True)
         time.sleep(0.01)
 """
 
@@ -78,9 +80,8 @@ def test_a_held_lock_costs_its_peer_a_round_and_not_its_place() -> None:
                 missed = trainers[0].optimizer.global_step
                 assert missed > steps_before, "the others went on without it"
                 assert step_there <= steps_before + 1
-                while int(command.wait_for("reached ").split()[-1]) < missed + 2:
-                    pass
-                assert trainers[0].optimizer.num_peers == 3, "it is in the second round after its return at the latest"
+                step = int(command.wait_for("took part in step").split()[-1])
+                assert step <= missed + 2, "it takes part in the second round after its return at the latest"
                 assert held_peer in {contact.peer_id for contact in first.dht.contacts()}
             finally:
                 is_over.set()

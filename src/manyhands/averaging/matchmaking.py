@@ -125,12 +125,22 @@ class Matchmaker:
         self._tasks = TaskOwner("matchmaking")
         endpoint.handle(JOIN, self._on_join)
         endpoint.handle(INVITE, self._on_invite)
+        endpoint.on_lost.append(self._on_lost)
 
     async def close(self) -> None:
         self._is_closed = True
         self._endpoint.unhandle(JOIN)
         self._endpoint.unhandle(INVITE)
+        if self._on_lost in self._endpoint.on_lost:
+            self._endpoint.on_lost.remove(self._on_lost)
         await self._tasks.close()
+
+    def _on_lost(self, peer_id: PeerId) -> None:
+        """A peer whose connection was lost is not waited for, also if it has accepted an invitation."""
+        if peer_id in self._roster.expected():
+            self._roster.report_missing(peer_id)
+            if self._gathering is not None:
+                self._gathering.changed.set()
 
     @contextmanager
     def in_round(self, group: Group) -> Iterator[None]:
@@ -259,20 +269,12 @@ class Matchmaker:
 
     async def _gather(self, gathering: Gathering) -> None:
         invitations: dict[PeerId, asyncio.Task[None]] = {}
-
-        def on_lost(peer_id: PeerId) -> None:  # also one that has answered its invitation
-            if peer_id in self._roster.expected():
-                self._roster.report_missing(peer_id)
-                gathering.changed.set()
-
-        self._endpoint.on_lost.append(on_lost)
         try:
             await self._look_around()
             await self._wait_for_all(gathering, invitations)
             if not gathering.answer.done():
                 gathering.close(self._outcome(gathering))
         finally:
-            self._endpoint.on_lost.remove(on_lost)
             for task in invitations.values():
                 task.cancel()
             if self._gathering is gathering:
