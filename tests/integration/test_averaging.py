@@ -67,9 +67,9 @@ async def test_a_small_vector_is_exchanged_with_the_few_that_reduce_it(
         for _, _, endpoint in members:
             open_bulk = endpoint.open_bulk
 
-            def count(peer_id: PeerId, *args: Any, open_bulk: Any = open_bulk) -> Any:
+            def count(peer_id: PeerId, *args: Any, open_bulk: Any = open_bulk, **options: Any) -> Any:
                 opened.append(peer_id)
-                return open_bulk(peer_id, *args)
+                return open_bulk(peer_id, *args, **options)
 
             endpoint.open_bulk = count  # type: ignore[method-assign]
         results = await asyncio.gather(

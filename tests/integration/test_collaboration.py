@@ -35,11 +35,11 @@ def test_a_trainer_killed_in_mid_round_costs_the_others_no_sample() -> None:
         victim, *others = sorted(trainers, key=lambda trainer: trainer.peer.peer_id)  # the leader, if it lives
         in_mid_round = threading.Event()
 
-        async def stop_at_the_second_stream(group: Group, rank: int, other: int) -> Any:
+        async def stop_at_the_second_stream(group: Group, rank: int, other: int, num_bytes: int) -> Any:
             if other == 2:
                 in_mid_round.set()
                 await asyncio.Event().wait()
-            return await connect(group, rank, other)
+            return await connect(group, rank, other, num_bytes)
 
         connect = averager_of(victim)._connect
         averager_of(victim)._connect = stop_at_the_second_stream

@@ -550,8 +550,8 @@ async def test_a_member_that_freezes_is_noticed_by_whoever_waits_for_it(ice: Ice
         leader, waiting, victim = peers = by_id(members)
         connect = victim.averager._connect
 
-        async def connect_and_freeze(group: Group, rank: int, other: int) -> Any:
-            stream = await connect(group, rank, other)
+        async def connect_and_freeze(group: Group, rank: int, other: int, num_bytes: int) -> Any:
+            stream = await connect(group, rank, other, num_bytes)
             if other == 1:
                 ice.freeze(victim, towards=waiting, bulk_only=True)
             return stream
@@ -623,12 +623,12 @@ async def test_nobody_waits_for_a_member_whose_round_is_over() -> None:
         _, late, unlucky, _ = peers = by_id(members)
         open_bulk, gave_up = late.endpoint.open_bulk, asyncio.Event()
 
-        async def open_late(peer_id: PeerId, *arguments: Any) -> Any:
+        async def open_late(peer_id: PeerId, *arguments: Any, **options: Any) -> Any:
             if peer_id == unlucky.peer_id:
                 await gave_up.wait()
-            return await open_bulk(peer_id, *arguments)
+            return await open_bulk(peer_id, *arguments, **options)
 
-        async def fail(peer_id: PeerId, *_: Any) -> Any:
+        async def fail(peer_id: PeerId, *_: Any, **options: Any) -> Any:
             raise PeerLost(peer_id, "cannot be dialled from here")
 
         late.endpoint.open_bulk = open_late  # type: ignore[method-assign]

@@ -8,6 +8,7 @@ import logging
 import random
 from collections import deque
 from collections.abc import Coroutine
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -185,7 +186,7 @@ class Averager:
                     stream.abort()
 
         async def connect(other: int) -> Stream:
-            stream = await self._connect(group, rank, other)
+            stream = await self._connect(group, rank, other, butterfly.num_bytes_with(other))
             streams.append(stream)
             if stream.remote in lost:
                 stream.abort()
@@ -193,7 +194,10 @@ class Averager:
 
         self._endpoint.on_lost.append(on_lost)
         try:
-            return await butterfly.run(connect)
+            with ExitStack() as held:
+                for other in butterfly.partners():
+                    held.enter_context(self._endpoint.held(group.members[other].peer_id))
+                return await butterfly.run(connect)
         finally:
             self._endpoint.on_lost.remove(on_lost)
             self._inbox.end(group.group_id)
@@ -215,7 +219,7 @@ class Averager:
         finally:
             self._endpoint.release(stream)
 
-    async def _connect(self, group: Group, rank: int, other: int) -> Stream:
+    async def _connect(self, group: Group, rank: int, other: int, num_bytes: int) -> Stream:
         """Open or await the stream to a partner: a client dials, else the lower rank."""
         member = group.members[other]
         is_dialler = group.members[rank].is_client or (not member.is_client and rank < other)
@@ -224,7 +228,9 @@ class Averager:
                 return await self._inbox.take(group.group_id, member.peer_id)
             await self._make_sure_of(group, member.peer_id)
             header = msgspec.msgpack.encode(StreamHeader(group.group_id))
-            return await self._endpoint.open_bulk(member.peer_id, STREAM_KIND, header, self._config.stream_timeout_s)
+            return await self._endpoint.open_bulk(
+                member.peer_id, STREAM_KIND, header, self._config.stream_timeout_s, size_bytes=num_bytes
+            )
         except (Unavailable, PeerError) as error:
             raise RoundAborted(f"no stream to a member: {error}", [member.peer_id]) from error
 

@@ -65,6 +65,12 @@ class Butterfly:
             if rank != self._rank and (self._is_reducer(rank) or self._is_reducer(self._rank))
         ]
 
+    def num_bytes_with(self, rank: int) -> int:
+        """About what each way of the stream to a partner carries, in bytes."""
+        sizes: list[int] = [self._spans[member].stop - self._spans[member].start for member in (rank, self._rank)]
+        element_size: int = self._flat_N.element_size()
+        return sum(sizes) * element_size
+
     async def run(self, connect: Callable[[int], Awaitable[Stream]]) -> torch.Tensor:
         """Exchange values with all partners; returns the weighted mean, float32, shape [N].
 
