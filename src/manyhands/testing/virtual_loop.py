@@ -44,6 +44,10 @@ MIN_CANCELLED = 100
 """Cancelled timers are kept until there are so many, and they are more than half of all."""
 
 
+Timer = tuple[float, int, "VirtualHandle | None", Callable[..., Any], tuple[Any, ...]]
+"""When, a number that orders timers of one instant, and what: a handle, or without one what belongs to no host."""
+
+
 class Deadlock(Exception):
     """Everybody waits, and nothing will ever happen; names those who wait and where."""
 
@@ -118,7 +122,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.last_timer: VirtualHandle | None = None
         self.on_settled: Callable[[], None] | None = None
         self._queue: deque[VirtualHandle] = deque()
-        self._timers: list[tuple[float, int, VirtualHandle]] = []
+        self._timers: list[Timer] = []
         self._collect_at = COLLECT_EVERY
         self._num_collections = 0
         self._limit_s = math.inf
@@ -126,7 +130,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._serial = itertools.count()
         self._order = itertools.count()
         self._outside = contextvars.Context()
-        self.set_task_factory(_task_factory)
+        self.get_debug = bool  # type: ignore[method-assign]  # False; each future and each task asks
 
     def run(self, main: Coroutine[Any, Any, T], limit_s: float = 3600.0) -> T:
         """Run ``main`` to its end, and close the loop.
@@ -214,12 +218,12 @@ class VirtualLoop(asyncio.BaseEventLoop):
                 except (SystemExit, KeyboardInterrupt):
                     raise
                 except BaseException as error:  # noqa: BLE001 (as every asyncio loop does)
-                    message = f"exception in callback {handle!r}"
-                    self.call_exception_handler({"message": message, "exception": error, "handle": handle})
+                    self._failed(handle.callback, error)
 
     def _begin_next_timer(self) -> None:
+        """Queue the handle of the next timer; what belongs to no host runs at once."""
         timers = self._timers
-        while timers and timers[0][2].is_cancelled:
+        while timers and (handle := timers[0][2]) is not None and handle.is_cancelled:
             heapq.heappop(timers)
             self.num_cancelled -= 1
         if not timers:
@@ -228,12 +232,23 @@ class VirtualLoop(asyncio.BaseEventLoop):
             raise VirtualTimeout(f"not done after {self._limit_s:g} virtual seconds; " + self.who_waits())
         if self.num_callbacks >= self._collect_at:
             self._collect()
-        due, _, handle = heapq.heappop(timers)
-        handle.is_timer = False
+        due, _, handle, callback, args = heapq.heappop(timers)
         if due > self.now:
             self.now = due
         self.last_timer = handle
-        self._queue.append(handle)
+        if handle is not None:
+            handle.is_timer = False
+            self._queue.append(handle)
+            return
+        self.num_callbacks += 1
+        try:
+            callback(*args)
+        except Exception as error:  # noqa: BLE001 (as every asyncio loop does)
+            self._failed(callback, error)
+
+    def _failed(self, callback: Callable[..., Any], error: BaseException) -> None:
+        name = getattr(callback, "__qualname__", callback)
+        self.call_exception_handler({"message": f"exception in callback {name}", "exception": error})
 
     def _collect(self) -> None:
         self._collect_at = self.num_callbacks + COLLECT_EVERY
@@ -279,9 +294,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return self.call_at(self.now + delay, callback, *args, context=context)
 
     def call_outside(self, when: float, callback: Callable[..., Any], *args: Any) -> None:
-        """As ``call_at``, for what belongs to no host, whoever asks for it."""
-        handle = VirtualHandle(self, callback, args, self._outside, None, when)
-        heapq.heappush(self._timers, (when, next(self._order), handle))
+        """As ``call_at``, for what belongs to no host, whoever asks for it; it must not depend on its context."""
+        heapq.heappush(self._timers, (when, next(self._order), None, callback, args))
 
     def call_in(self, life: Life, callback: Callable[..., Any], *args: Any) -> None:
         """Call at once if a host runs, when it thaws if it is frozen, and never if it is dead.
@@ -300,9 +314,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def _add_timer(self, handle: VirtualHandle) -> VirtualHandle:
         handle.is_timer = True
         timers = self._timers
-        heapq.heappush(timers, (handle.due, next(self._order), handle))
+        heapq.heappush(timers, (handle.due, next(self._order), handle, _nothing, ()))
         if self.num_cancelled > MIN_CANCELLED and 2 * self.num_cancelled > len(timers):
-            timers[:] = [timer for timer in timers if not timer[2].is_cancelled]
+            timers[:] = [timer for timer in timers if timer[2] is None or not timer[2].is_cancelled]
             heapq.heapify(timers)
             self.num_cancelled = 0
         return handle
@@ -314,9 +328,11 @@ class VirtualLoop(asyncio.BaseEventLoop):
         future.number = next(self._serial)
         return future
 
-    def next_serial(self) -> int:
-        """A number that no other task or future of this loop has."""
-        return next(self._serial)
+    def create_task(  # type: ignore[override]
+        self, coro: Coroutine[Any, Any, T], *, name: str | None = None, **kwargs: Any
+    ) -> asyncio.Task[T]:
+        self._check_closed()  # type: ignore[attr-defined]
+        return NumberedTask(coro, next(self._serial), loop=self, name=name, **kwargs)
 
     def run_in_executor(  # type: ignore[override]
         self, executor: Any, func: Callable[..., T], *args: Any
@@ -328,11 +344,6 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
 def _nothing() -> None:
     """What a cancelled callback does."""
-
-
-def _task_factory(loop: asyncio.AbstractEventLoop, coro: Any, **kwargs: Any) -> NumberedTask:
-    assert isinstance(loop, VirtualLoop)
-    return NumberedTask(coro, loop.next_serial(), loop=loop, **kwargs)
 
 
 def _run_job(future: asyncio.Future[T], func: Callable[..., T], args: tuple[Any, ...]) -> None:
