@@ -191,7 +191,7 @@ def fault_of(record: Record, config: DhtConfig) -> Reason | None:
 
 
 _faults: OrderedDict[bytes, Reason] = OrderedDict()
-"""Verdicts on the records seen last, by SHA-256 of all fields; each access is one atomic operation: threads may share it."""
+"""Verdicts on the records seen last, by SHA-256 of all fields; each access is atomic, so threads may share it."""
 
 
 def _own_fault_of(record: Record) -> Reason | None:
