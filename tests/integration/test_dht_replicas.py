@@ -189,7 +189,7 @@ async def test_a_holder_that_hides_records_is_found_out(swarm: Swarm) -> None:
         endpoint, answer = swarm.endpoint_of(liar), liar._on_find
 
         async def hide(remote: PeerId, request: FindRequest, answer: Any = answer) -> FindResponse:
-            truth = await answer(remote, request)
+            truth = answer(remote, request)
             return FindResponse(truth.contacts, [], truth.digest)
 
         endpoint.unhandle(FIND)

@@ -5,8 +5,7 @@ The rules are those of :mod:`manyhands.dht.storage`; but what is read is read on
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -19,29 +18,38 @@ COMPLETE_SHARE = 0.9
 """Of all records of a key, what a holder must have that others can be spared for."""
 
 
-@dataclass(frozen=True)
-class StoredValue:
+class StoredValue(msgspec.Struct, frozen=True):
     """What a reader gets.
 
     Attributes:
-        value: as it was stored, but tuples have become lists.
+        raw: the value, in msgpack.
         sequence: higher for later values of the same subkey.
         remaining_s: seconds until it expires.
         owner: the peer whose signature was checked; empty if anybody may have written it.
     """
 
-    value: Any
+    raw: bytes
     sequence: int
     remaining_s: float
     owner: str
 
+    @property
+    def value(self) -> Any:
+        """As it was stored, but tuples have become lists; decoded when asked for: most were read before."""
+        return msgspec.msgpack.decode(self.raw)
+
 
 class Findings:
-    """The records of one key, as one reader finds them. ``now`` is always the same monotonic clock."""
+    """The records of one key, as one reader finds them. ``now`` is always the same monotonic clock.
 
-    def __init__(self, key: str, config: DhtConfig) -> None:
+    Args:
+        checked: by subkey, what this reader found when it read the key before: the same need not be checked again.
+    """
+
+    def __init__(self, key: str, config: DhtConfig, checked: Mapping[str, Record] | None = None) -> None:
         self._key = key
         self._config = config
+        self._checked = checked or {}
         self._found: dict[str, tuple[Record, float]] = {}  # and when it expires
         self._num_shown: dict[PeerId, int] = {}
         self._num_bytes = 0
@@ -69,11 +77,13 @@ class Findings:
             What became of it.
         """
         record = aged.record
-        if record.key != self._key:
-            return Reason.MALFORMED
-        fault = fault_of(record, self._config)
-        if fault is not None:
-            return fault
+        shown = self._found.get(record.subkey)
+        if (shown is None or shown[0] != record) and self._checked.get(record.subkey) != record:
+            if record.key != self._key:
+                return Reason.MALFORMED
+            fault = fault_of(record, self._config)
+            if fault is not None:
+                return fault
         remaining = remaining_s(aged, wall_now, self._config)
         return remaining if isinstance(remaining, Reason) else self.add(record, now + remaining)
 
@@ -85,15 +95,14 @@ class Findings:
         """Whether each of these holders has shown most of all records; a few may be on their way to it."""
         return all(self._num_shown.get(holder, 0) >= COMPLETE_SHARE * len(self._found) for holder in holders)
 
+    def records(self) -> dict[str, Record]:
+        """All that have passed, by subkey."""
+        return {subkey: record for subkey, (record, _) in self._found.items()}
+
     def values(self, now: float) -> dict[str, StoredValue]:
         """By subkey; not the deleted ones."""
         return {
-            subkey: StoredValue(
-                msgspec.msgpack.decode(record.value),  # it has passed: it can be decoded
-                record.sequence,
-                expires_at - now,
-                record.owner,
-            )
+            subkey: StoredValue(record.value, record.sequence, expires_at - now, record.owner)
             for subkey, (record, expires_at) in self._found.items()
             if expires_at > now and not record.is_tombstone
         }

@@ -9,8 +9,10 @@ Source: Maymounkov & Mazieres, Kademlia, 2002, section 2.3.
 
 from __future__ import annotations
 
+import bisect
 import enum
 import heapq
+import itertools
 from collections.abc import Iterable
 
 from manyhands.base.identity import PeerId
@@ -45,8 +47,8 @@ class Lookup:
         self._k = k
         self._num = k if num is None else num
         self._alpha = alpha
-        self._contacts: dict[PeerId, Contact] = {}
         self._states: dict[PeerId, _State] = {}
+        self._by_distance: list[tuple[int, Contact]] = []  # nearest first; no two peers have one distance
         self._learn(seeds)
 
     @property
@@ -80,13 +82,14 @@ class Lookup:
 
     def _learn(self, contacts: Iterable[Contact]) -> None:
         for contact in contacts:
-            if contact.peer_id != self._own_id and contact.peer_id not in self._contacts:
-                self._contacts[contact.peer_id] = contact
+            if contact.peer_id != self._own_id and contact.peer_id not in self._states:
                 self._states[contact.peer_id] = _State.KNOWN
+                bisect.insort(self._by_distance, (self._distance(contact), contact))
 
     def _shortlist(self) -> list[Contact]:
-        hopeful = (contact for contact in self._contacts.values() if self._states[contact.peer_id] is not _State.FAILED)
-        return heapq.nsmallest(self._num, hopeful, key=self._distance)
+        states = self._states
+        hopeful = (contact for _, contact in self._by_distance if states[contact.peer_id] is not _State.FAILED)
+        return list(itertools.islice(hopeful, self._num))
 
     def _distance(self, contact: Contact) -> int:
         return distance(node_id(contact.peer_id), self._target)

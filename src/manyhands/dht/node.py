@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
 from manyhands.base.address import Address
 from manyhands.base.identity import PeerId
@@ -37,7 +37,14 @@ from manyhands.dht.storage import Storage
 from manyhands.rpc.endpoint import Endpoint
 from manyhands.runtime.tasks import TaskOwner
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
+
+PASSED = (Reason.ACCEPTED, Reason.UNCHANGED, Reason.STALE)
+"""What becomes of a record that is as it should be."""
+
+REMEMBERED_READS = 16
+"""Keys whose records, as they were read last, need not be checked again; each is bounded, as all of a key is."""
 
 MAX_QUIET_ROUNDS = 16
 """Rounds of upkeep between two looks around, when nobody comes or goes."""
@@ -75,6 +82,7 @@ class DhtNode:
         own_id = None if endpoint.client_mode else endpoint.peer_id
         self._replicas = Replicas(own_id, self._overlay.table, config)
         self._handover = Handover()
+        self._read: OrderedDict[str, dict[str, Record]] = OrderedDict()  # by key and subkey
         self._changes_seen = 0
         self._quiet_rounds = 0
         self._upkeep: asyncio.Task[None] | None = None
@@ -156,13 +164,20 @@ class DhtNode:
         check_key(key)
         self._rejoin_if_lost()
         loop = asyncio.get_running_loop()
-        found = Findings(key, self._config)
+        found = Findings(key, self._config, self._read.get(key))
         for held in self._storage.get(key, loop.time()):
             found.add(held.record, held.expires_at)
         found.note_shown(self._endpoint.peer_id, len(self._storage.get(key, loop.time())))
         if not await self._read_at_some(key, found, quickly):
             await self._read_at_all(key, found)
+        self._remember_read(key, found)
         return found.values(loop.time())
+
+    def _remember_read(self, key: str, found: Findings) -> None:
+        self._read[key] = found.records()
+        self._read.move_to_end(key)
+        if len(self._read) > REMEMBERED_READS:
+            self._read.popitem(last=False)
 
     async def refresh(self) -> None:
         """One round of upkeep; happens by itself about every ``refresh_period_s``."""
@@ -185,11 +200,11 @@ class DhtNode:
 
     # served to others
 
-    async def _on_ping(self, remote: PeerId, request: PingRequest) -> PingResponse:
+    def _on_ping(self, remote: PeerId, request: PingRequest) -> PingResponse:
         self._overlay.seen(remote)
         return PingResponse()
 
-    async def _on_find(self, remote: PeerId, request: FindRequest) -> FindResponse:
+    def _on_find(self, remote: PeerId, request: FindRequest) -> FindResponse:
         self._overlay.seen(remote)
         return self._answer(remote, request)
 
@@ -207,7 +222,7 @@ class DhtNode:
         records = [held.aged(now) for held in self._storage.get(request.key, now)]
         return FindResponse(contacts, records, is_responsible=is_responsible)
 
-    async def _on_store(self, remote: PeerId, request: StoreRequest) -> StoreResponse:
+    def _on_store(self, remote: PeerId, request: StoreRequest) -> StoreResponse:
         self._overlay.seen(remote)
         return StoreResponse([self._hold(remote, aged) for aged in request.records])
 
@@ -245,9 +260,10 @@ class DhtNode:
         passed: list[Record] = []
         for aged in records:
             reason = found.offer(aged, now, wall_now)
-            self._note(reason, source, aged.record)
-            if reason.is_stored or reason is Reason.STALE:
+            if reason in PASSED:
                 passed.append(aged.record)
+            else:
+                self._note(reason, source, aged.record)
         found.note_shown(source, len(passed))
         return passed
 
@@ -263,7 +279,7 @@ class DhtNode:
 
     async def _store_at(self, replicas: Sequence[PeerId], record: Record) -> dict[PeerId, StoreOutcome]:
         sent = [AgedRecord(record, 0.0)]
-        outcomes = await asyncio.gather(*(self._send(peer_id, sent) for peer_id in replicas))
+        outcomes = await _all_of(*(self._send(peer_id, sent) for peer_id in replicas))
         return {peer_id: answer[0] for peer_id, answer in zip(replicas, outcomes, strict=True) if answer}
 
     async def _read_at_all(self, key: str, found: Findings) -> None:
@@ -279,7 +295,7 @@ class DhtNode:
         self._rng.shuffle(replicas)
         replicas.sort(key=lambda peer_id: peer_id != self._endpoint.peer_id)  # what is held here costs nothing
         first, *others = replicas[: 1 if quickly else len(replicas) // 2 + 1]
-        answers = await asyncio.gather(
+        answers = await _all_of(
             self._read_at(first, key, wants_records=True),
             *(self._read_at(peer_id, key, wants_records=False) for peer_id in others),
         )
@@ -292,7 +308,7 @@ class DhtNode:
             return True
         digest = digest_of(passed)
         differing = [peer_id for peer_id, answer in zip(others, digests, strict=True) if answer.digest != digest]
-        more = await asyncio.gather(*(self._read_at(peer_id, key, wants_records=True) for peer_id in differing))
+        more = await _all_of(*(self._read_at(peer_id, key, wants_records=True) for peer_id in differing))
         for peer_id, answer in zip(differing, more, strict=True):
             self._merge(found, peer_id, answer.records if answer is not None else [])
         if differing and not found.are_complete([first, *differing]):
@@ -362,3 +378,10 @@ class DhtNode:
                 if outcome.later is not None:
                     self._hold(peer_id, outcome.later)
         self._handover.given(peer_id, keys)
+
+
+async def _all_of(*coros: Coroutine[Any, Any, T]) -> list[T]:
+    """What they return, in their order; a task for each, unless there is only one."""
+    if len(coros) == 1:
+        return [await coros[0]]
+    return await asyncio.gather(*coros)

@@ -31,7 +31,7 @@ MAX_SUBKEY_LENGTH = 128
 MAX_SEQUENCE = 2**62
 MAX_DEPTH = 32  # lists and dicts within each other; a stranger's value must not exhaust a reader's stack
 OVERHEAD_BYTES = 256  # of one record in memory and in a message: field names, numbers, owner, signature
-REMEMBERED_FAULTS = 8192  # verdicts on records, by fingerprint: about a megabyte
+REMEMBERED_FAULTS = 8192  # verdicts on records: about a megabyte
 TOMBSTONE = msgspec.msgpack.encode(None)
 
 
@@ -83,7 +83,10 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_bytes(self) -> int:
         """Its size in the accounts of the storage."""
-        return len(self.key.encode()) + len(self.subkey.encode()) + len(self.value) + OVERHEAD_BYTES
+        key, subkey = self.key, self.subkey
+        num_bytes = len(key) if key.isascii() else len(key.encode())
+        num_bytes += len(subkey) if subkey.isascii() else len(subkey.encode())
+        return num_bytes + len(self.value) + OVERHEAD_BYTES
 
     @property
     def is_tombstone(self) -> bool:
@@ -178,17 +181,17 @@ def fault_of(record: Record, config: DhtConfig) -> Reason | None:
         return Reason.TOO_LARGE
     if not math.isfinite(record.issued_at) or not 0 < record.ttl_s <= config.max_ttl_s:
         return Reason.MALFORMED
-    fingerprint = record.fingerprint()
-    fault = _faults.get(fingerprint)
+    known_by = hashlib.sha256(msgspec.msgpack.encode(record)).digest()
+    fault = _faults.get(known_by)
     if fault is None:
-        fault = _faults[fingerprint] = _own_fault_of(record) or Reason.ACCEPTED
+        fault = _faults[known_by] = _own_fault_of(record) or Reason.ACCEPTED
         if len(_faults) > REMEMBERED_FAULTS:
             _faults.popitem(last=False)
     return fault if fault is not Reason.ACCEPTED else None
 
 
 _faults: OrderedDict[bytes, Reason] = OrderedDict()
-"""Verdicts on the records seen last, by fingerprint; each access is one atomic operation, so threads may share it."""
+"""Verdicts on the records seen last, by SHA-256 of all fields; each access is atomic, so threads may share it."""
 
 
 def _own_fault_of(record: Record) -> Reason | None:
@@ -223,11 +226,13 @@ def remaining_s(aged: AgedRecord, wall_now: float, config: DhtConfig) -> float |
     record = aged.record
     if math.isnan(aged.age_s):
         return Reason.MALFORMED
-    remaining = record.ttl_s - max(aged.age_s, 0.0)
+    remaining = record.ttl_s - aged.age_s if aged.age_s > 0 else record.ttl_s
     if record.owner:
         if record.issued_at > wall_now + config.max_clock_skew_s:
             return Reason.FROM_THE_FUTURE
-        remaining = min(remaining, record.issued_at + record.ttl_s + config.max_clock_skew_s - wall_now)
+        remaining_by_clock = record.issued_at + record.ttl_s + config.max_clock_skew_s - wall_now
+        if remaining_by_clock < remaining:
+            remaining = remaining_by_clock
     return remaining if remaining > 0 else Reason.EXPIRED
 
 

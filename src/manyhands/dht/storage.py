@@ -103,12 +103,13 @@ class Storage:
             return Reason.UNCHANGED
         if held is not None and not record.supersedes(held.record):
             return Reason.STALE
-        refusal = self._broken_bound(record, held.record if held is not None else None)
-        if refusal is not None:
-            return refusal
-        if held is not None:
-            self._account(held.record, -1)
-        self._account(record, +1)
+        if held is None or not _count_alike(held.record, record):
+            refusal = self._broken_bound(record, held.record if held is not None else None)
+            if refusal is not None:
+                return refusal
+            if held is not None:
+                self._account(held.record, -1)
+            self._account(record, +1)
         self._digests.pop(record.key, None)
         self._write(record, expires_at)
         return Reason.ACCEPTED
@@ -160,6 +161,11 @@ class Storage:
             if usage.num_records + more_records > max_records or usage.num_bytes + more_bytes > max_bytes:
                 return reason
         return None
+
+
+def _count_alike(one: Record, other: Record) -> bool:
+    """Whether two records of one key weigh the same on the same accounts."""
+    return one.owner == other.owner and one.num_bytes == other.num_bytes
 
 
 def _scopes_of(record: Record) -> list[tuple[str, str]]:

@@ -22,6 +22,7 @@ class GradientAccumulator:
         self._parameters = list(parameters)
         self._sizes = [parameter.numel() for parameter in self._parameters]
         self._mean_N = torch.zeros(sum(self._sizes) + len(self._sizes), dtype=torch.float32)
+        self._mean_views = self._views(self._mean_N)
         self.samples = 0
 
     @torch.no_grad()
@@ -34,7 +35,7 @@ class GradientAccumulator:
         if not all(gradient.sum(dtype=torch.float32).isfinite() for gradient in gradients if gradient is not None):
             return False
         share = samples / (self.samples + samples)
-        means, shares = self._views(self._mean_N)
+        means, shares = self._mean_views
         for mean, gradient in zip(means, gradients, strict=True):
             if gradient is None:
                 mean.mul_(1 - share)

@@ -9,7 +9,7 @@ global step is due when the samples that peers have *said* they have reach the t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -89,9 +89,12 @@ def reckoned_samples(record: ProgressRecord, age_s: float) -> int:
     Args:
         age_s: since the record was published; a peer that says nothing for longer than it should is not reckoned on.
     """
-    ttl_s = min(record.ttl_s, MAX_TTL_S)  # whatever a stranger says, the product is a number
-    age_s = min(max(age_s, 0.0), ttl_s / KEEP_ALIVES) + min(record.counted_s_ago, ttl_s)
-    return min(record.samples + int(min(record.samples_per_second * age_s, MAX_COUNT)), MAX_COUNT)
+    ttl_s = min(MAX_TTL_S, record.ttl_s)  # the product is a number, whoever says what
+    age_s = 0.0 if age_s < 0.0 else min(ttl_s / KEEP_ALIVES, age_s)
+    age_s += min(ttl_s, record.counted_s_ago)
+    samples = record.samples_per_second * age_s
+    samples = record.samples + (int(samples) if samples < MAX_COUNT else MAX_COUNT)
+    return min(MAX_COUNT, samples)
 
 
 def is_news(published: ProgressRecord, age_s: float, own: ProgressRecord, target_share: float, is_near: bool) -> bool:
@@ -124,14 +127,21 @@ def aggregate(
     """
     here = {peer_id: record for peer_id, record in others.items() if record.position == position}
     counts = [record.samples if samples is None else samples[peer_id] for peer_id, record in here.items()]
-    speeds = [record.samples_per_second for record in here.values()]
+    return sum_up(own, list(here.values()), counts, target_batch_size)
+
+
+def sum_up(
+    own: ProgressRecord | None, records: Sequence[ProgressRecord], counts: Sequence[int], target_batch_size: int
+) -> Progress:
+    """As :func:`aggregate`, for peers at one position.
+
+    Args:
+        counts: the samples of each other peer.
+    """
+    num_peers, samples = len(records), sum(counts)
+    speed = sum([record.samples_per_second for record in records])
     if own is not None:
-        counts.append(own.samples)
-        speeds.append(own.samples_per_second)
-    return _progress(sum(counts), len(counts), sum(speeds), target_batch_size)
-
-
-def _progress(samples: int, num_peers: int, speed: float, target_batch_size: int) -> Progress:
+        num_peers, samples, speed = num_peers + 1, samples + own.samples, speed + own.samples_per_second
     missing = max(target_batch_size - samples, 0)
     eta_s = 0.0 if missing == 0 else missing / speed if speed > 0 else math.inf
     return Progress(samples, num_peers, speed, eta_s)

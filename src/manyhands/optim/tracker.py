@@ -15,17 +15,18 @@ from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ManyhandsError
 from manyhands.base.identity import PeerId
 from manyhands.dht import DhtNode, StoredValue
+from manyhands.optim.bell import Bell
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.progress import (
     KEEP_ALIVES,
     Branch,
     Progress,
     ProgressRecord,
-    aggregate,
     is_news,
     leading_branch,
     next_refresh_s,
     reckoned_samples,
+    sum_up,
 )
 from manyhands.rpc import Endpoint
 from manyhands.runtime import TaskOwner
@@ -63,8 +64,8 @@ class Observed:
 
     def reckoned_samples(self, now: float) -> int:
         """What the peer must have by now, if it went on as it said."""
-        published_at = max(self.expires_at - self.record.ttl_s, self.moved_at)
-        return reckoned_samples(self.record, now - published_at)
+        published_at = self.expires_at - self.record.ttl_s
+        return reckoned_samples(self.record, now - max(self.moved_at, published_at))
 
     def is_outdated_by(self, record: ProgressRecord, issued_at: float) -> bool:
         """Whether ``record`` is news; not when it was published before the round that moved the peer."""
@@ -72,13 +73,19 @@ class Observed:
 
 
 class ProgressReader:
-    """The progress records of a run, as last read; enough for who only watches."""
+    """The progress records of a run, as last read; enough for who only watches.
+
+    Attributes:
+        version: changes whenever a record comes, changes or goes.
+    """
 
     def __init__(self, endpoint: Endpoint, dht: DhtNode, run_id: str) -> None:
         self._endpoint = endpoint
         self._dht = dht
         self._key = progress_key(run_id)
+        self.version = 0
         self._observed: dict[PeerId, Observed] = {}
+        self._first_expiry = math.inf
         self._sequences: dict[PeerId, int] = {}
 
     async def refresh(self, *, quickly: bool = False) -> None:
@@ -102,6 +109,7 @@ class ProgressReader:
         self._sequences[peer_id] = stored.sequence
         if stored.value == GOODBYE:
             self._observed.pop(peer_id, None)
+            self.version += 1
             return
         try:
             record = msgspec.convert(stored.value, ProgressRecord)
@@ -113,14 +121,23 @@ class ProgressReader:
         known = self._observed.get(peer_id)
         issued_at = now + stored.remaining_s - record.ttl_s
         if known is None or known.is_outdated_by(record, issued_at):
-            self._observed[peer_id] = Observed(record, stored.sequence, now + stored.remaining_s)
+            self._observe(peer_id, Observed(record, stored.sequence, now + stored.remaining_s))
             if known is None or known.record.addresses != record.addresses:
                 self._endpoint.learn(peer_id, readable_addresses(record.addresses))
+
+    def _observe(self, peer_id: PeerId, seen: Observed) -> None:
+        self._observed[peer_id] = seen
+        self._first_expiry = min(self._first_expiry, seen.expires_at)
+        self.version += 1
 
     def observed(self) -> Mapping[PeerId, Observed]:
         """The records of the other peers that still count."""
         now = asyncio.get_running_loop().time()
-        self._observed = {peer_id: seen for peer_id, seen in self._observed.items() if seen.expires_at > now}
+        if now >= self._first_expiry:
+            num_before = len(self._observed)
+            self._observed = {peer_id: seen for peer_id, seen in self._observed.items() if seen.expires_at > now}
+            self._first_expiry = min((seen.expires_at for seen in self._observed.values()), default=math.inf)
+            self.version += len(self._observed) != num_before
         return self._observed
 
     def records(self) -> dict[PeerId, ProgressRecord]:
@@ -132,6 +149,12 @@ class ProgressReader:
         now = asyncio.get_running_loop().time()
         return {peer_id: seen.reckoned_samples(now) for peer_id, seen in self.observed().items()}
 
+    def at(self, position: Position) -> tuple[list[ProgressRecord], list[int]]:
+        """The records of those at a position, and the samples that each must have by now."""
+        now = asyncio.get_running_loop().time()
+        here = [seen for seen in self.observed().values() if seen.record.position == position]
+        return [seen.record for seen in here], [seen.reckoned_samples(now) for seen in here]
+
     def moved(self, peer_ids: list[PeerId], position: Position, lineage_samples: int) -> None:
         """These peers are known to have gone to ``position``, unless they said so or more; holds until they do."""
         now = asyncio.get_running_loop().time()
@@ -141,7 +164,7 @@ class ProgressReader:
                 record = msgspec.structs.replace(
                     seen.record, position=position, samples=0, lineage_samples=lineage_samples, counted_s_ago=0.0
                 )
-                self._observed[peer_id] = Observed(record, seen.sequence, seen.expires_at, now)
+                self._observe(peer_id, Observed(record, seen.sequence, seen.expires_at, now))
 
 
 class ProgressTracker:
@@ -182,11 +205,12 @@ class ProgressTracker:
         self._is_called = False
         self._is_moving = False
         self._is_started = False
-        self._changed = asyncio.Event()
-        self._has_moved = asyncio.Event()
-        self._refresh_wanted = asyncio.Event()
+        self._changed = Bell()
+        self._has_moved = Bell()
+        self._refresh_wanted = Bell()
         self._tasks = TaskOwner("progress")
-        self.progress = self.outlook = aggregate(self._own, {}, position, target_batch_size)
+        self.progress = self.outlook = sum_up(self._own, [], [], target_batch_size)
+        self._branch: tuple[tuple[object, ...], Branch] | None = None  # and from what it follows
 
     def start(self) -> None:
         """Begin to publish and to read."""
@@ -227,7 +251,7 @@ class ProgressTracker:
         """This peer, and the others of its round, have gone to ``position``."""
         self.others_moved(position, lineage_samples, together_with)
         self._is_called = self._is_moving = False
-        self._has_moved.set()
+        self._has_moved.ring()
         self._update(msgspec.structs.replace(self._own, position=position, samples=0, lineage_samples=lineage_samples))
 
     def others_moved(self, position: Position, lineage_samples: int, members: list[PeerId]) -> None:
@@ -243,7 +267,7 @@ class ProgressTracker:
         self._own = own
         self._update_progress()
         if self._published is None or self._is_news(*self._published, now):
-            self._changed.set()
+            self._changed.ring()
 
     def _is_news(self, published: ProgressRecord, published_at: float, now: float) -> bool:
         margin_s = max(self._batch_s, 2 * self._config.min_refresh_s)
@@ -261,13 +285,13 @@ class ProgressTracker:
 
     def refresh_soon(self) -> None:
         """Something has happened that the others' records will explain."""
-        self._refresh_wanted.set()
+        self._refresh_wanted.ring()
 
     def _update_progress(self) -> None:
-        position, target = self._own.position, self.target_batch_size
-        records = self.reader.records()
-        self.progress = aggregate(self._own, records, position, target)
-        self.outlook = aggregate(self._own, records, position, target, self.reader.reckoned_samples())
+        records, reckoned = self.reader.at(self._own.position)
+        said = [record.samples for record in records]
+        self.progress = sum_up(self._own, records, said, self.target_batch_size)
+        self.outlook = sum_up(self._own, records, reckoned, self.target_batch_size)
 
     def is_due(self) -> bool:
         """Whether the collaboration has reached its target, or another peer says so."""
@@ -297,12 +321,16 @@ class ProgressTracker:
 
     def leading_branch(self) -> Branch:
         """The branch of the run that this peer should be on: of those whose state can be had."""
-        others = {
-            peer_id: seen.record
-            for peer_id, seen in self.reader.observed().items()
-            if seen.sequence > self._without_state.get(peer_id, -1)
-        }
-        return leading_branch(others, self._endpoint.peer_id, self._own)
+        observed, own = self.reader.observed(), self._own
+        basis = (self.reader.version, own.position, own.lineage_samples, tuple(self._without_state.items()))
+        if self._branch is None or self._branch[0] != basis:
+            others = {
+                peer_id: seen.record
+                for peer_id, seen in observed.items()
+                if seen.sequence > self._without_state.get(peer_id, -1)
+            }
+            self._branch = (basis, leading_branch(others, self._endpoint.peer_id, own))
+        return self._branch[1]
 
     def is_on_best_branch(self) -> bool:
         """Whether nobody is known to be on a better branch, whether or not its state can be had."""
@@ -340,12 +368,12 @@ class ProgressTracker:
 
     async def _publish_forever(self) -> None:
         while True:
-            self._changed.clear()
-            self._has_moved.clear()
+            self._changed.silence()
+            self._has_moved.silence()
             if not self._is_moving:
                 await self._publish()
-            await _wait(self._has_moved, self._config.min_refresh_s)  # a new position is not kept waiting
-            await _wait(self._changed, self._config.ttl_s / KEEP_ALIVES)
+            await self._has_moved.wait(self._config.min_refresh_s)  # a new position is not kept waiting
+            await self._changed.wait(self._config.ttl_s / KEEP_ALIVES)
 
     async def _publish(self) -> None:
         now = asyncio.get_running_loop().time()
@@ -362,7 +390,7 @@ class ProgressTracker:
     async def _read_forever(self) -> None:
         last_samples, delay_s = -1, 0.0
         while True:
-            self._refresh_wanted.clear()
+            self._refresh_wanted.silence()
             try:
                 await self.refresh(quickly=True)
             except ManyhandsError as error:
@@ -371,19 +399,10 @@ class ProgressTracker:
             if self._on_update is not None and self.outlook.samples != last_samples:
                 self._on_update(self.outlook, delay_s)
                 last_samples = self.outlook.samples
-            await _wait(self._refresh_wanted, delay_s)
+            await self._refresh_wanted.wait(delay_s)
 
     def _next_read_s(self, last_s: float) -> float:
         """When to read again. At the target there is nothing left to predict: the next batch of somebody looks."""
         if self.is_due() or self.outlook.samples >= self.target_batch_size:
             return min(max(2 * last_s, self._config.min_refresh_s), self._config.max_refresh_s)
         return next_refresh_s(self.outlook, self._config)
-
-
-async def _wait(event: asyncio.Event, timeout_s: float) -> None:
-    """Wait for an event, or until the time is over."""
-    waiter = asyncio.get_running_loop().create_task(event.wait())
-    try:
-        await asyncio.wait([waiter], timeout=timeout_s)
-    finally:
-        waiter.cancel()

@@ -180,6 +180,8 @@ class ControlConnection:
             now: the loop's time.
             heard_until: silence before this instant does not count: this process did not listen.
         """
+        if now - self._stream.last_received <= self._config.heartbeat_period_s and self._draining_since is None:
+            return
         silence_s = now - max(self._stream.last_received, heard_until)
         if silence_s > self._config.heartbeat_timeout_s:
             self.end(PeerLost(self.remote, f"silent for {silence_s:.1f} s"))

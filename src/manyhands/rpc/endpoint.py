@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import os
 import random
@@ -117,22 +118,25 @@ class Endpoint:
         self._transport.close()
 
     def handle(
-        self, method: Method[Request, Response], handler: Callable[[PeerId, Request], Awaitable[Response]]
+        self, method: Method[Request, Response], handler: Callable[[PeerId, Request], Awaitable[Response] | Response]
     ) -> None:
-        """Serve ``method``: ``handler(remote, request)`` returns the response, or raises ``Refused``."""
-        if method.name in self._handlers:
-            raise ConfigError(f"method {method.name} is served already; a peer holds one part of each kind")
-        self._handlers[method.name] = (method, handler)
+        """Serve ``method``: ``handler(remote, request)`` returns the response, or raises ``Refused``.
+
+        A plain function is called at once, without a task and a deadline: it waits for nothing.
+        """
+        self._serve(Served(method, handler, is_prompt=not inspect.iscoroutinefunction(handler)))
 
     def handle_stream(
-        self,
-        method: StreamMethod[Request, Response],
-        handler: Callable[[PeerId, Request], AsyncIterator[Response]],
+        self, method: StreamMethod[Request, Response], handler: Callable[[PeerId, Request], AsyncIterator[Response]]
     ) -> None:
         """Serve ``method``: ``handler(remote, request)`` yields the items, as fast as the caller takes them."""
-        if method.name in self._handlers:
-            raise ConfigError(f"method {method.name} is served already; a peer holds one part of each kind")
-        self._handlers[method.name] = (method, handler)
+        self._serve(Served(method, handler))
+
+    def _serve(self, served: Served) -> None:
+        name = served.method.name
+        if name in self._handlers:
+            raise ConfigError(f"method {name} is served already; a peer holds one part of each kind")
+        self._handlers[name] = served
 
     def unhandle(self, method: Method[Any, Any] | StreamMethod[Any, Any]) -> None:
         """Serve ``method`` no longer."""

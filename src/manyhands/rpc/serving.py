@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -22,9 +22,17 @@ from manyhands.transport.api import ControlStream
 
 logger = logging.getLogger(__name__)
 
-Handler = Callable[[PeerId, Any], Awaitable[msgspec.Struct]]
+Handler = Callable[[PeerId, Any], Awaitable[msgspec.Struct] | msgspec.Struct]
 StreamHandler = Callable[[PeerId, Any], AsyncIterator[msgspec.Struct]]
-Served = tuple[Method[Any, Any], Handler] | tuple[StreamMethod[Any, Any], StreamHandler]
+
+
+class Served(NamedTuple):
+    """A method and what serves it; a handler that is *prompt* waits for nothing, and returns the response itself."""
+
+    method: Method[Any, Any] | StreamMethod[Any, Any]
+    handler: Handler | StreamHandler
+    is_prompt: bool = False
+
 
 MAX_SERVING_S = 3600.0
 """No call is served for longer, whatever its caller would wait."""
@@ -39,7 +47,7 @@ NIL = msgspec.Raw(b"\xc0")
 
 
 class Serving:
-    """The requests of one remote peer, each in a task of its own.
+    """The requests of one remote peer, each in a task of its own, unless its handler needs none.
 
     Args:
         handlers: what this peer serves, by method name.
@@ -77,9 +85,11 @@ class Serving:
         if not request.timeout_s > 0:  # not a number is not above 0 either; it would disorder the timers of the loop
             self._send_now(_failure(request, "bad_request", f"a deadline of {request.timeout_s} s"))
             return
-        task = self._tasks.spawn(self._answer(request), name=request.method[:80])
-        self._serving[request.id] = task
-        task.add_done_callback(lambda _: self._served(request.id))
+        served = self._handlers.get(request.method)
+        if served is not None and served.is_prompt and not request.window:
+            self._answer_at_once(request, served)
+        else:
+            self._spawn(request, self._answer(request))
 
     def cancel(self, call_id: int) -> None:
         """The caller no longer waits."""
@@ -100,28 +110,48 @@ class Serving:
         """End what still runs: handlers take their time to tidy up."""
         await self._tasks.close()
 
+    def _spawn(self, request: Request, answering: Coroutine[Any, Any, None]) -> None:
+        task = self._tasks.spawn(answering, name=request.method[:80])
+        self._serving[request.id] = task
+        task.add_done_callback(lambda _: self._served(request.id))
+
     def _served(self, call_id: int) -> None:
         self._serving.pop(call_id, None)
         self._on_served()
 
+    def _answer_at_once(self, request: Request, served: Served) -> None:
+        try:
+            frame = _response(request, served.handler(self._stream.remote, self._body_of(request, served)))
+        except Exception as error:  # noqa: BLE001 (as below)
+            frame = self._failure_of(request, error)
+        if len(frame) > SMALL_BYTES:
+            self._spawn(request, self._deliver(request, frame))
+        else:
+            self._send_now(frame)
+            self._on_served()
+
     async def _answer(self, request: Request) -> None:
         try:
             async with time_limit(min(request.timeout_s, MAX_SERVING_S), f"serving {request.method[:80]}"):
-                frame = encode_frame(Response(request.id, await self._handle(request)))
-        except Refused as error:
-            frame = _failure(request, error.code, error.message)
-        except PeerLost as error:
-            if error.peer_id == self._stream.remote:
+                frame = await self._handle(request)
+        except Exception as error:  # noqa: BLE001 (the caller learns that it failed, not how we look inside)
+            if isinstance(error, PeerLost) and error.peer_id == self._stream.remote:
                 return
-            frame = _failure(request, "unavailable", str(error))
-        except Timeout as error:  # the caller's deadline, or a wait of the handler itself
-            frame = _failure(request, "timeout", str(error))
-        except ManyhandsError as error:
-            frame = _failure(request, "unavailable", str(error))
-        except Exception:  # the caller learns that it failed, not how we look inside
-            self._counters["handler_errors"] += 1
-            logger.exception("serving %s for peer %s failed", request.method, self._stream.remote)
-            frame = _failure(request, "internal", "the call failed inside the peer; its log says why")
+            frame = self._failure_of(request, error)
+        await self._deliver(request, frame)
+
+    def _failure_of(self, request: Request, error: Exception) -> bytes:
+        if isinstance(error, Refused):
+            return _failure(request, error.code, error.message)
+        if isinstance(error, Timeout):  # the caller's deadline, or a wait of the handler itself
+            return _failure(request, "timeout", str(error))
+        if isinstance(error, ManyhandsError):
+            return _failure(request, "unavailable", str(error))
+        self._counters["handler_errors"] += 1
+        logger.error("serving %s for peer %s failed", request.method, self._stream.remote, exc_info=error)
+        return _failure(request, "internal", "the call failed inside the peer; its log says why")
+
+    async def _deliver(self, request: Request, frame: bytes) -> None:
         try:
             await self._send(frame)
         except Refused as error:
@@ -129,22 +159,24 @@ class Serving:
         except (PeerLost, Timeout) as error:
             logger.debug("peer %s does not get the answer of %s: %s", self._stream.remote, request.method, error)
 
-    async def _handle(self, request: Request) -> msgspec.Raw:
+    async def _handle(self, request: Request) -> bytes:
         served = self._handlers.get(request.method)
         is_streaming = request.window > 0
-        if served is None or isinstance(served[0], StreamMethod) != is_streaming:
+        if served is None or isinstance(served.method, StreamMethod) != is_streaming:
             raise Refused(self._stream.remote, "unknown_method", f"no method {request.method[:80]!r} here")
-        method, handler = served
+        outcome = served.handler(self._stream.remote, self._body_of(request, served))
+        if isinstance(outcome, AsyncIterator):
+            await self._send_items(request, outcome)
+            return encode_frame(Response(request.id, NIL))
+        return _response(request, await outcome if isinstance(outcome, Awaitable) else outcome)
+
+    def _body_of(self, request: Request, served: Served) -> msgspec.Struct:
         try:
-            body = msgspec.msgpack.decode(request.body, type=method.request)
+            body: msgspec.Struct = msgspec.msgpack.decode(request.body, type=served.method.request)
         except UNREADABLE as error:
             self._counters["protocol_violations"] += 1
             raise Refused(self._stream.remote, "bad_request", f"the request cannot be read: {error}") from error
-        outcome = handler(self._stream.remote, body)
-        if isinstance(outcome, AsyncIterator):
-            await self._send_items(request, outcome)
-            return NIL
-        return msgspec.Raw(msgspec.msgpack.encode(await outcome))
+        return body
 
     async def _send_items(self, request: Request, items: AsyncIterator[msgspec.Struct]) -> None:
         window = self._windows[request.id] = _Window(request.window)
@@ -196,6 +228,10 @@ class _Window:
             self._widened.clear()
             await self._widened.wait()
         self._num_items -= 1
+
+
+def _response(request: Request, outcome: object) -> bytes:
+    return encode_frame(Response(request.id, msgspec.Raw(msgspec.msgpack.encode(outcome))))
 
 
 def _failure(request: Request, code: str, message: str) -> bytes:

@@ -28,11 +28,13 @@ current_life: contextvars.ContextVar[Life | None] = contextvars.ContextVar("curr
 
 
 class NumberedFuture(asyncio.Future[Any]):
-    """Hashes by its number: sets of futures have the same order in each process."""
+    """Hashes by a number that it gets when it is first asked for: sets of futures have one order in all processes."""
 
-    number: int
+    number: int | None = None
 
     def __hash__(self) -> int:
+        if self.number is None:
+            self.number = self.get_loop().next_serial()  # type: ignore[attr-defined]
         return self.number
 
     def __eq__(self, other: object) -> bool:

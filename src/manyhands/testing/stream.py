@@ -181,10 +181,14 @@ class SimStream:
             other.look_for_room()
 
     async def receive(self) -> bytes:
-        if not self._unread:
+        unread = self._unread
+        if not unread:
             await self._wait_for_bytes()
-        taken = self._unread.popleft() if len(self._unread) == 1 else b"".join(self._unread)
-        self._unread.clear()
+        if len(unread) == 1:
+            taken = unread.popleft()
+        else:
+            taken = b"".join(unread)
+            unread.clear()
         self._took(len(taken))
         return taken
 

@@ -24,25 +24,37 @@ class _RememberingKey:
         signed = (self._peer_id, bytes(signature), bytes(message))
         if signed not in self._good:
             self._key.verify(signature, message)
-            self._good[signed] = None
-            if len(self._good) > MAX_REMEMBERED:
-                del self._good[next(iter(self._good))]
+            _remember(self._good, signed)
 
 
 @contextmanager
 def each_signature_once() -> Iterator[None]:
-    """Within it, a good signature over given bytes by a given peer is verified once in this process.
+    """Within it, a signature that was made or found good in this process is not verified again.
 
     The verdicts are those of the library, and so is all else that it does: only the time is saved, about 0.15 ms each.
     """
     good: dict[Signed, None] = {}
     real: Callable[[identity.PeerId], Ed25519PublicKey] = identity.public_key_of
+    real_sign = identity.Identity.sign
 
     def remembering(peer_id: identity.PeerId) -> _RememberingKey:
         return _RememberingKey(peer_id, real(peer_id), good)
 
+    def sign(self: identity.Identity, domain: str, message: bytes) -> bytes:
+        signature = real_sign(self, domain, message)
+        _remember(good, (self.peer_id, signature, identity._signed_bytes(domain, message)))  # noqa: SLF001
+        return signature
+
     identity.public_key_of = remembering  # type: ignore[assignment]
+    identity.Identity.sign = sign  # type: ignore[method-assign]
     try:
         yield
     finally:
         identity.public_key_of = real  # type: ignore[assignment]
+        identity.Identity.sign = real_sign  # type: ignore[method-assign]
+
+
+def _remember(good: dict[Signed, None], signed: Signed) -> None:
+    good[signed] = None
+    if len(good) > MAX_REMEMBERED:
+        del good[next(iter(good))]

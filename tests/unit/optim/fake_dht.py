@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from manyhands.dht import StoredValue
+from manyhands.dht.records import encode_value
 
 
 @dataclass
@@ -30,7 +31,7 @@ class FakeDht:
         self, key: str, subkey: str, value: Any, *, sequence: int, remaining_s: float = 30.0, owner: str | None = None
     ) -> None:
         owner = subkey if owner is None else owner
-        self.records.setdefault(key, {})[subkey] = StoredValue(value, sequence, remaining_s, owner)
+        self.records.setdefault(key, {})[subkey] = StoredValue(encode_value(value), sequence, remaining_s, owner)
 
     async def store(self, key: str, value: Any, ttl_s: float, subkey: str | None = None) -> int:
         self.stored.append(value)

@@ -10,6 +10,8 @@ from manyhands.base.identity import verify
 from manyhands.testing.verdicts import each_signature_once
 from tests.network import identity_of
 
+real_sign = identity.Identity.sign
+
 
 def test_good_stays_good_and_bad_stays_bad() -> None:
     ours, theirs = identity_of(1), identity_of(2)
@@ -28,6 +30,18 @@ def test_good_stays_good_and_bad_stays_bad() -> None:
                 with pytest.raises(BadSignature):
                     verify(peer_id, domain, message, claimed)
     assert identity.public_key_of is real
+
+
+def test_what_was_signed_here_costs_no_cryptography(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = identity_of(1), identity_of(2)
+    with each_signature_once():
+        signature = ours.sign("test", b"message")
+        with pytest.raises(BadSignature):
+            verify(theirs.peer_id, "test", b"message", signature)
+        key = identity.public_key_of(ours.peer_id)
+        monkeypatch.setattr(key, "_key", None)
+        key.verify(signature, identity._signed_bytes("test", b"message"))
+    assert identity.Identity.sign is real_sign
 
 
 def test_the_second_time_costs_no_cryptography(monkeypatch: pytest.MonkeyPatch) -> None:
