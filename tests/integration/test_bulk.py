@@ -131,6 +131,21 @@ async def test_the_loss_of_one_connection_ends_the_whole_stream() -> None:
         await until(lambda: len(there._streams) == 1, "the other end has dropped all of them")
 
 
+async def test_all_connections_of_a_stream_end_with_its_acceptor() -> None:
+    async with endpoints(2, kind="tls") as (here, there):
+        serve_echo(there)
+
+        async def leave(remote: PeerId, header: bytes, stream: Stream) -> None:
+            pass
+
+        there.accept_bulk("leave", leave)
+        await here.call(there.peer_id, ECHO, Text("hi"))
+        pretend_long_link(here)
+        stream = await here.open_bulk(there.peer_id, "leave", b"", size_bytes=8 << 20)
+        await until(lambda: len(there._streams) == 1, "all are closed there")
+        here.release(stream)
+
+
 async def test_a_stream_whose_other_connections_never_come_is_dropped() -> None:
     async with endpoints(1, kind="tls", config=RpcConfig(hello_timeout_s=0.2)) as (there,):
         serve_mirror(there, 1)

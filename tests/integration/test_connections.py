@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import socket
 import time
 from collections.abc import AsyncIterator
 
@@ -16,7 +17,7 @@ from manyhands.base.errors import PeerError, PeerLost, ProtocolViolation, Refuse
 from manyhands.base.identity import PeerId
 from manyhands.rpc import Endpoint, RpcConfig, Source, StreamMethod
 from manyhands.rpc.calling import ITEMS_AHEAD
-from manyhands.rpc.frames import Cancel, Drain, Failure, Item, Request, encode_frame, send_frame
+from manyhands.rpc.frames import Cancel, Drain, Failure, Hello, Item, Request, encode_frame, send_frame
 from tests.network import (
     ECHO,
     KINDS,
@@ -28,6 +29,7 @@ from tests.network import (
     next_frame,
     raw_control,
     serve_echo,
+    transport_of,
     until,
 )
 
@@ -94,6 +96,7 @@ async def test_an_idle_connection_is_closed_by_both_ends_and_is_no_loss() -> Non
         for endpoint in (here, there):
             serve_echo(endpoint)
             endpoint.on_lost.append(lost.append)
+        here._pool._was_reached = True
         await here.call(there.peer_id, ECHO, Text("hi"))
         await until(lambda: not here._pool.all() and not there._pool.all(), "both have closed it")
         assert lost == []
@@ -105,11 +108,36 @@ async def test_an_idle_connection_is_closed_by_both_ends_and_is_no_loss() -> Non
 async def test_a_held_connection_stays() -> None:
     async with endpoints(2, kind="tls", config=SHORT_IDLE) as (here, there):
         serve_echo(there)
+        here._pool._was_reached = True
         with here.held(there.peer_id), there.held(here.peer_id):
             await here.call(there.peer_id, ECHO, Text("hi"))
             await asyncio.sleep(0.5)
             assert here.is_connected(there.peer_id)
         await until(lambda: not here.is_connected(there.peer_id), "it is closed once nobody holds it")
+
+
+async def test_a_connection_that_one_end_holds_is_replaced_when_the_other_end_retires_it() -> None:
+    async with endpoints(2, kind="tls", config=SHORT_IDLE) as (here, there):
+        serve_echo(there)
+        here._pool._was_reached = True
+        await here.call(there.peer_id, ECHO, Text("hi"))
+        lost: list[PeerId] = []
+        there.on_lost.append(lost.append)
+        with there.held(here.peer_id):
+            await asyncio.sleep(0.6)
+            assert there.is_connected(here.peer_id)
+            assert lost == []
+
+
+async def test_a_peer_that_nobody_ever_reached_keeps_its_connections() -> None:
+    """It may sit behind a firewall without knowing; then this is the only way to it."""
+    async with endpoints(2, kind="tls", config=SHORT_IDLE) as (here, there):
+        serve_echo(there)
+        serve_echo(here)
+        await here.call(there.peer_id, ECHO, Text("hi"))
+        await asyncio.sleep(0.5)
+        there._book._known.clear()
+        assert (await there.call(here.peer_id, ECHO, Text("hi"))).text.startswith("hi")
 
 
 async def test_a_connection_with_a_call_under_way_stays() -> None:
@@ -131,7 +159,7 @@ async def test_the_connection_of_a_client_stays() -> None:
 async def test_a_peer_that_never_agrees_to_drain_is_left_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("manyhands.rpc.connection.DRAIN_TIMEOUT_S", 0.2)
     async with endpoints(1, kind="tls", config=SHORT_IDLE) as (there,), raw_control(there) as stream:
-        there._pool.all()[0].addresses.append("/ip4/192.0.2.1/tcp/1")
+        there._pool.all()[0].retire()
         await next_frame(stream, Drain)
         async with time_limit(2.0, "to be left"):
             await stream.wait_closed()
@@ -340,3 +368,161 @@ async def test_cancelling_a_call_reaches_its_handler_within_a_quarter_second(kin
         calling.cancel()
         await asyncio.wait_for(stuck.cancelled.wait(), 5.0)
         assert time.monotonic() - began < 0.25
+
+
+# what a slow link and a retirement do to what is on its way
+
+
+class Throttled:
+    """Lets the messages of one stream through slowly, in order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, bytes_per_s: float) -> None:
+        self.bytes_per_s = bytes_per_s
+        self._monkeypatch = monkeypatch
+
+    def begin(self) -> None:
+        send = socket.socket.send
+        free_at = 0.0
+
+        def send_slowly(sock: socket.socket, data: memoryview) -> int:
+            nonlocal free_at
+            now = time.monotonic()
+            if now < free_at:
+                raise BlockingIOError
+            num_bytes = send(sock, data[:20_000])
+            free_at = now + num_bytes / self.bytes_per_s
+            return num_bytes
+
+        self._monkeypatch.setattr(socket.socket, "send", send_slowly)
+
+
+@pytest.mark.parametrize("retiring", ["caller", "callee"])
+async def test_large_calls_outlive_a_retirement(retiring: str) -> None:
+    """The request is still being sent, or the answer is, when one end wants no more of the connection."""
+    big = Text("x" * 900_000)
+    async with endpoints(2, kind="tls") as (here, there):
+        lost: list[PeerId] = []
+        for endpoint in (here, there):
+            serve_echo(endpoint)
+            endpoint.on_lost.append(lost.append)
+        for _ in range(10):
+            await here.call(there.peer_id, ECHO, Text("hi"))
+            calls = [asyncio.ensure_future(here.call(there.peer_id, ECHO, big, 20.0)) for _ in range(6)]
+            await asyncio.sleep(0)
+            for connection in (here if retiring == "caller" else there)._pool.all():
+                connection.retire()
+            answers = await asyncio.gather(*calls)
+            assert all(len(answer.text) > 900_000 for answer in answers)
+        assert lost == []
+
+
+async def test_a_slow_uplink_is_not_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who sends a long message hears nothing meanwhile; its own ping waits behind it."""
+    config = RpcConfig(heartbeat_period_s=0.4, heartbeat_timeout_s=0.85)
+    async with endpoints(2, kind="tls", config=config) as (here, there):
+        serve_echo(there)
+        await here.call(there.peer_id, ECHO, Text("hi"))
+        Throttled(monkeypatch, 400_000).begin()
+        answer = await here.call(there.peer_id, ECHO, Text("x" * 900_000), 20.0)
+        assert answer.text.startswith("x")
+
+
+# what one peer can take
+
+
+async def test_the_hello_of_a_connection_is_small() -> None:
+    async with endpoints(1, kind="tls") as (there,):
+        transport = transport_of(9, "tls", None)  # type: ignore[arg-type]
+        stream = await transport.dial(there.addresses[0], 5.0)
+        await send_frame(stream, Hello("control", "agent", ["/ip4/192.0.2.1/tcp/1"] * 10_000))
+        async with time_limit(2.0, "to be dropped"):
+            await stream.wait_closed()
+        assert there.counters["protocol_violations"] == 1
+        transport.close()
+
+
+async def test_large_requests_are_refused_when_too_many_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with endpoints(2, kind="tls") as (here, there):
+        stuck = StuckHandler(there)
+        big = Text("x" * 1_000_000)
+        calls = [asyncio.ensure_future(here.call(there.peer_id, STUCK, big, 5.0)) for _ in range(12)]
+        await until(lambda: sum(call.done() for call in calls) == 4, "four are refused")
+        assert stuck.num_calls == 8
+        for call in calls:
+            call.cancel()
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        assert sum(isinstance(outcome, Refused) and outcome.code == "busy" for outcome in outcomes) == 4
+        await until(lambda: not there._pool.all()[0].is_busy, "the handlers have ended")
+        assert there._pool.all()[0]._serving._num_request_bytes == 0
+
+
+async def test_one_host_with_clients_cannot_keep_the_others_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("manyhands.rpc.pool.SPARE_AFTER_S", 0.0)
+    async with endpoints(6, kind="tls", clients=[1, 2, 3, 4], config=RpcConfig(max_connections=4)) as swarm:
+        there, *clients, honest = swarm
+        serve_echo(there)
+        for client in clients:
+            await client.connect(there.addresses[0])
+        assert (await honest.call(there.peer_id, ECHO, Text("hi"))).text.startswith("hi")
+
+
+# handlers
+
+
+async def test_a_second_cancellation_does_not_interrupt_a_handlers_clean_up() -> None:
+    called, tidied = asyncio.Event(), asyncio.Event()
+
+    async def tidy(remote: PeerId, request: Text) -> Text:
+        called.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0.1)
+            tidied.set()
+        raise AssertionError("nobody sets that event")
+
+    async with endpoints(1, kind="tls") as (there,), raw_control(there) as stream:
+        there.handle(STUCK, tidy)
+        await send_frame(stream, Request(1, STUCK.name, 30.0, msgspec.Raw(msgspec.msgpack.encode(Text("hi")))))
+        await called.wait()
+        await send_frame(stream, Cancel(1))
+        await send_frame(stream, Cancel(1))
+        await asyncio.sleep(0.02)
+        stream.abort()
+        await asyncio.wait_for(tidied.wait(), 2.0)
+
+
+async def test_a_handler_that_cancels_itself_answers() -> None:
+    async def give_up(remote: PeerId, request: Text) -> Text:
+        raise asyncio.CancelledError
+
+    async with endpoints(2, kind="tls") as (here, there):
+        there.handle(ECHO, give_up)
+        with pytest.raises(PeerError, match="its log says why"):
+            await here.call(there.peer_id, ECHO, Text("hi"), 2.0)
+
+
+async def test_a_callback_that_fails_does_not_stop_the_others(caplog: pytest.LogCaptureFixture) -> None:
+    async with endpoints(2, kind="tls") as (here, there):
+        serve_echo(there)
+        told: list[PeerId] = []
+
+        def fail(peer_id: PeerId) -> None:
+            raise ValueError("broken")
+
+        here.on_connected += [fail, told.append]
+        here.on_lost += [fail, told.append]
+        await here.call(there.peer_id, ECHO, Text("hi"))
+        here._pool.all()[0]._stream.abort()
+        await until(lambda: told == [there.peer_id] * 2, "both are told")
+        assert not here._pool.all()
+    assert "ValueError: broken" in caplog.text
+
+
+async def test_connecting_to_a_connected_peer_remembers_the_address() -> None:
+    async with endpoints(2, kind="tls") as (here, there):
+        address = there.addresses[0]
+        await here.connect(address)
+        here._book._known.clear()
+        await here.connect(address)
+        assert here.addresses_of(there.peer_id) == [address]

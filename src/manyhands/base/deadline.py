@@ -70,4 +70,4 @@ async def while_moving(
     finally:
         if not working.done():
             working.cancel()
-            await asyncio.wait([working])
+            await asyncio.gather(working, return_exceptions=True)

@@ -10,6 +10,8 @@ from manyhands.base.address import Address
 from manyhands.base.identity import PeerId
 
 MAX_ADDRESSES_PER_PEER = 8
+MAX_WORKED_PER_PEER = 4
+"""A peer that is often elsewhere leaves room for where it is now."""
 
 
 class Source(enum.IntEnum):
@@ -26,12 +28,14 @@ class AddressBook:
     """Addresses by peer.
 
     Args:
-        max_peers: whose addresses are remembered; the least recently learnt is forgotten first.
+        max_peers: whose addresses are remembered; first forgotten are those of whom there is only hearsay, and of these
+            the least recently learnt.
     """
 
     def __init__(self, max_peers: int) -> None:
         self._max_peers = max_peers
-        self._known: OrderedDict[PeerId, dict[Address, Source]] = OrderedDict()
+        self._known: dict[PeerId, dict[Address, Source]] = {}
+        self._by_best_source: dict[Source, OrderedDict[PeerId, None]] = {source: OrderedDict() for source in Source}
 
     def learn(self, peer_id: PeerId, addresses: Sequence[Address], source: Source) -> bool:
         """Remember addresses, the newest before older ones of the same source; whether any of them is new."""
@@ -41,13 +45,32 @@ class AddressBook:
         learnt = {address.with_peer(peer_id): source for address in addresses}
         merged = {address: max(learnt[address], before.get(address, source)) for address in learnt}
         merged |= {address: known for address, known in before.items() if address not in merged}
-        best_first = sorted(merged.items(), key=lambda entry: -entry[1])
-        self._known[peer_id] = dict(best_first[:MAX_ADDRESSES_PER_PEER])
-        self._known.move_to_end(peer_id)
+        worked = [address for address, known in merged.items() if known is Source.WORKED]
+        merged |= dict.fromkeys(worked[MAX_WORKED_PER_PEER:], Source.HEARSAY)
+        self._enter(peer_id, merged)
         if len(self._known) > self._max_peers:
-            self._known.popitem(last=False)
-        return any(address not in before for address in self._known[peer_id])
+            self._forget_one()
+        return any(address not in before for address in self._known.get(peer_id, {}))
+
+    def failed(self, peer_id: PeerId) -> None:
+        """None of its addresses answered: what worked before is worth no more than what others say."""
+        if peer_id in self._known:
+            self._enter(peer_id, dict.fromkeys(self._known[peer_id], Source.HEARSAY))
 
     def addresses_of(self, peer_id: PeerId) -> list[Address]:
         """The best first; none if the peer is not known."""
         return list(self._known.get(peer_id, {}))
+
+    def _enter(self, peer_id: PeerId, addresses: dict[Address, Source]) -> None:
+        best_first = sorted(addresses.items(), key=lambda entry: -entry[1])
+        self._known[peer_id] = dict(best_first[:MAX_ADDRESSES_PER_PEER])
+        for peers in self._by_best_source.values():
+            peers.pop(peer_id, None)
+        self._by_best_source[best_first[0][1]][peer_id] = None
+
+    def _forget_one(self) -> None:
+        for source in sorted(Source):
+            if peers := self._by_best_source[source]:
+                peer_id, _ = peers.popitem(last=False)
+                del self._known[peer_id]
+                return

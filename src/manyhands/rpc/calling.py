@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import Counter, deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -39,9 +39,18 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 class Calls:
-    """Unary and streaming calls that wait for their answers."""
+    """Unary and streaming calls that wait for their answers.
 
-    def __init__(self, stream: ControlStream, counters: Counter[str]) -> None:
+    Args:
+        on_sent: called when a large request has been sent, or given up.
+
+    Attributes:
+        num_sending: large requests that are not sent yet.
+    """
+
+    def __init__(self, stream: ControlStream, counters: Counter[str], on_sent: Callable[[], None]) -> None:
+        self.num_sending = 0
+        self._on_sent = on_sent
         self._stream = stream
         self._counters = counters
         self._ids = itertools.count(1)
@@ -50,6 +59,11 @@ class Calls:
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+    @property
+    def num_unanswered(self) -> int:
+        """Calls whose answer has not come; their callers may not have taken those that have."""
+        return sum(not answered.done() for answered in self._waiting.values())
 
     async def call(
         self, method: Method[RequestBody, ResponseBody], request: RequestBody, timeout_s: float
@@ -127,6 +141,7 @@ class Calls:
             self._stream.send_now(encoded)
             return
         sending = asyncio.get_running_loop().create_task(self._stream.send_message(encoded))
+        self.num_sending += 1
         try:
             waited: list[asyncio.Future[Any]] = [sending, answered]
             await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
@@ -134,6 +149,8 @@ class Calls:
             if not sending.done():
                 sending.cancel()
                 await asyncio.wait([sending])
+            self.num_sending -= 1
+            self._on_sent()
         if not sending.cancelled():
             sending.result()
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 from collections import Counter
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing, suppress
 
 from manyhands.base.deadline import time_limit
@@ -53,7 +53,7 @@ class ControlConnection:
 
     Args:
         stream: after its hello.
-        addresses: where the remote peer can be dialled, as it said; none means client mode.
+        is_client: the remote peer says that it cannot be dialled.
         handlers: what this peer serves, by method name.
         counters: counts of what went wrong, shared by the connections of one endpoint.
         is_dialled: by this end.
@@ -61,6 +61,7 @@ class ControlConnection:
     Attributes:
         lost: why it ended; None while it is open.
         is_retired: whether it ended because both ends wanted no more of it.
+        on_drain: called when the other end wants no more of it.
         last_used: the loop's time when the last call began or was answered.
         rtt_s: the shortest round trip seen so far, in seconds; infinite before the first.
     """
@@ -68,7 +69,7 @@ class ControlConnection:
     def __init__(
         self,
         stream: ControlStream,
-        addresses: list[str],
+        is_client: bool,
         handlers: Mapping[str, Served],
         config: RpcConfig,
         counters: Counter[str],
@@ -76,21 +77,26 @@ class ControlConnection:
         is_dialled: bool,
     ) -> None:
         self.remote = stream.remote
-        self.addresses = addresses
+        self.remote_host = stream.remote_host
+        self.is_client = is_client
         self.is_dialled = is_dialled
         self.lost: PeerLost | None = None
         self.is_retired = False
+        self.on_drain: Callable[[], None] = lambda: None
         self.rtt_s = math.inf
         self.last_used = asyncio.get_running_loop().time()
         self._stream = stream
         self._config = config
         self._counters = counters
-        self._calls = Calls(stream, counters)
+        self._calls = Calls(stream, counters, self._drain_if_due)
         self._serving = Serving(stream, handlers, config.max_requests_per_connection, counters, self._used)
         self._reader = FrameReader(stream.remote)
         self._pinged_at: float | None = None
+        self._num_sent = stream.bytes_sent
+        self._last_sent = self.last_used
         self._draining_since: float | None = None
-        self._is_drained_there = False
+        self._has_said_drain = self._is_drained_there = False
+        self._closing: asyncio.Task[None] | None = None
         self._tasks = TaskOwner(f"connection to {stream.remote}")
 
     @property
@@ -111,6 +117,9 @@ class ControlConnection:
             while True:
                 await self._handle(await self._stream.receive())
         except PeerLost as error:
+            if self._closing is not None:
+                await asyncio.wait([self._closing])  # what was sent last still arrives
+            self.is_retired = self.is_retired or self._is_agreed()
             self.end(error)
         except ProtocolViolation as error:
             self._counters["protocol_violations"] += 1
@@ -147,7 +156,7 @@ class ControlConnection:
         """Begin no more calls; once those under way are answered at both ends, the connection is closed."""
         if self.is_open:
             self._draining_since = asyncio.get_running_loop().time()
-            self._send_now(_DRAIN)
+            self._drain_if_due()
 
     async def goodbye(self, reason: str) -> None:
         """Tell the peer that this connection is closed on purpose, and close it."""
@@ -180,13 +189,16 @@ class ControlConnection:
             now: the loop's time.
             heard_until: silence before this instant does not count: this process did not listen.
         """
-        if now - self._stream.last_received <= self._config.heartbeat_period_s and self._draining_since is None:
-            return
+        period_s = self._config.heartbeat_period_s
         silence_s = now - max(self._stream.last_received, heard_until)
+        if self._stream.bytes_sent != self._num_sent:
+            self._num_sent, self._last_sent = self._stream.bytes_sent, now
         if silence_s > self._config.heartbeat_timeout_s:
             self.end(PeerLost(self.remote, f"silent for {silence_s:.1f} s"))
-        elif silence_s > self._config.heartbeat_period_s and self._pinged_at is None:
+        elif silence_s > period_s and self._pinged_at is None:
             self._ping(now)
+        elif now - self._last_sent > period_s:  # the other end may wait for us behind a long message of its own
+            self._send_now(_PONG)
         if self._draining_since is not None and not self.is_busy and now - self._draining_since > DRAIN_TIMEOUT_S:
             self._retired()  # the other end does not agree, and does not matter: nobody waits for anything
 
@@ -223,6 +235,7 @@ class ControlConnection:
         elif isinstance(frame, Drain):
             self._is_drained_there = True
             self.retire()
+            self.on_drain()
             self._close_if_drained()
         elif isinstance(frame, Goodbye):
             raise PeerLost(self.remote, f"it said goodbye: {readable(frame.reason)}")
@@ -231,14 +244,24 @@ class ControlConnection:
 
     # the end that loses no call
 
+    def _drain_if_due(self) -> None:
+        """Say that no more calls begin, once the last one has been sent as a whole."""
+        if self._draining_since is not None and not self._has_said_drain and not self._calls.num_sending:
+            self._has_said_drain = True
+            self._send_now(_DRAIN)
+
+    def _is_agreed(self) -> bool:
+        """Whether both ends have said that no more calls begin, and all have been answered."""
+        return self._is_drained_there and self._has_said_drain and not self._calls.num_unanswered
+
     def _close_if_drained(self) -> None:
-        if self._is_drained_there and self._draining_since is not None and not self.is_busy:
+        if self._is_agreed() and not self.is_busy:
             self._retired()
 
     def _retired(self) -> None:
-        if self.lost is None and not self.is_retired:
+        if self.lost is None and self._closing is None:
             self.is_retired = True
-            self._tasks.spawn(self._stream.close(), name="closing")  # what was sent last still arrives
+            self._closing = self._tasks.spawn(self._stream.close(DRAIN_TIMEOUT_S), name="closing")
 
     # heartbeats
 

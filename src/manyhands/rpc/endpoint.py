@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import logging
 import os
 import random
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AbstractContextManager, aclosing
+from contextlib import AbstractContextManager, aclosing, suppress
 from typing import Any
 
 from manyhands.base.address import Address
@@ -27,7 +28,7 @@ from manyhands.rpc.method import Method, Request, Response, StreamMethod
 from manyhands.rpc.pool import ConnectionPool
 from manyhands.rpc.serving import Served
 from manyhands.rpc.streams import OpenStreams
-from manyhands.rpc.striping import StripedStream, StripeSets, num_stripes
+from manyhands.rpc.striping import BYTES_OF_ONE, StripedStream, StripeSets, num_stripes
 from manyhands.rpc.upload_cap import CappedStream, UploadCap
 from manyhands.runtime.tasks import TaskOwner
 from manyhands.transport.api import ControlStream, Listener, Stream, Transport
@@ -74,7 +75,7 @@ class Endpoint:
         self._handlers: dict[str, Served] = {}
         self._acceptors: dict[str, BulkAcceptor] = {}
         self._listeners: list[Listener] = []
-        self._pool = ConnectionPool(self.peer_id, self._config, is_client=client_mode)
+        self._pool = ConnectionPool(self.peer_id, self._config)
         self.on_connected = self._pool.on_connected
         self.on_lost = self._pool.on_lost
         self._dialling: dict[PeerId, asyncio.Task[ControlConnection | Unavailable | PeerError]] = {}
@@ -170,7 +171,7 @@ class Endpoint:
         return self._pool.is_client(peer_id)
 
     def held(self, peer_id: PeerId) -> AbstractContextManager[None]:
-        """Inside the block the control connection to a peer stays open though nobody calls: its heartbeats count."""
+        """Inside the block a control connection to a peer stays open though nobody calls: its heartbeats count."""
         return self._pool.held(peer_id)
 
     @property
@@ -189,6 +190,7 @@ class Endpoint:
             Unavailable: this peer was closed meanwhile.
         """
         if address.peer_id is not None and self.is_connected(address.peer_id):
+            self.learn(address.peer_id, [address], Source.ANNOUNCED)
             return address.peer_id
         hello = self._hello(CONTROL)
         opened = await self._dialler.open([address], hello, timeout_s or self._config.dial_timeout_s)
@@ -241,6 +243,8 @@ class Endpoint:
             Refused: it does not take this stream.
         """
         addresses = self._addresses_to_dial(peer_id)
+        if size_bytes >= 2 * BYTES_OF_ONE:
+            await self._connection(peer_id, timeout_s)  # it knows the round trip
         count = num_stripes(self._pool.rtt_s(peer_id), size_bytes)
         hellos = [self._hello(kind, header)]
         if count > 1:
@@ -290,10 +294,7 @@ class Endpoint:
             raise Unavailable("a peer does not call itself")
         self._dialler.check_open()
         if peer_id not in self._dialling:  # callers at the same time share one dial
-            self._backoff.check(peer_id, asyncio.get_running_loop().time())
-            task = self._tasks.spawn(self._dial_control(peer_id), name=f"dial {peer_id}")
-            self._dialling[peer_id] = task
-            task.add_done_callback(lambda _: self._dialling.pop(peer_id))
+            self._begin_dial(peer_id)
         dial = self._dialling[peer_id]
         await asyncio.wait([dial], timeout=timeout_s)
         if not dial.done():
@@ -304,6 +305,12 @@ class Endpoint:
             raise outcome
         return outcome
 
+    def _begin_dial(self, peer_id: PeerId) -> None:
+        self._backoff.check(peer_id, asyncio.get_running_loop().time())
+        task = self._tasks.spawn(self._dial_control(peer_id), name=f"dial {peer_id}")
+        self._dialling[peer_id] = task
+        task.add_done_callback(lambda _: self._dialling.pop(peer_id))
+
     async def _dial_control(self, peer_id: PeerId) -> ControlConnection | Unavailable | PeerError:
         """A connection, or why there is none: as a value, since those who wanted it may have given up."""
         try:
@@ -311,6 +318,7 @@ class Endpoint:
             return self._opened(await self._dialler.open(addresses, hello, self._config.dial_timeout_s))
         except (Unavailable, PeerError) as error:
             self._backoff.failed(peer_id, asyncio.get_running_loop().time(), str(error))
+            self._book.failed(peer_id)
             return error
 
     def _addresses_to_dial(self, peer_id: PeerId) -> list[Address]:
@@ -365,7 +373,10 @@ class Endpoint:
             if whole is None:
                 await stream.wait_closed()  # it is a part of another task's stream
             else:
-                await acceptor(stream.remote, hello.header, whole)
+                try:
+                    await acceptor(stream.remote, hello.header, whole)
+                finally:
+                    whole.abort()
         else:
             await self._reject(stream, "unknown_purpose", f"no streams of kind {hello.purpose[:80]!r} here")
 
@@ -387,10 +398,17 @@ class Endpoint:
         self.learn(stream.remote, seen, Source.ANNOUNCED)
         self._backoff.forget(stream.remote)
         connection = ControlConnection(
-            stream, addresses, self._handlers, self._config, self.counters, is_dialled=is_dialled
+            stream, not addresses, self._handlers, self._config, self.counters, is_dialled=is_dialled
         )
+        connection.on_drain = functools.partial(self._drained, stream.remote)
         self._pool.enter(connection)
         return connection
+
+    def _drained(self, peer_id: PeerId) -> None:
+        """The other end retires a connection; whoever relies on its heartbeats gets another one."""
+        if self._pool.is_held(peer_id) and not self.is_connected(peer_id) and peer_id not in self._dialling:
+            with suppress(Unavailable, RuntimeError):  # nobody could do more than wait for the loss
+                self._begin_dial(peer_id)
 
     async def _run(self, connection: ControlConnection, stream: ControlStream, welcome: Welcome | None = None) -> None:
         try:

@@ -23,12 +23,18 @@ MAX_TEXT = 500  # characters of a message for people
 
 MAX_WINDOW = 1024  # items of one streaming call that may be on their way
 
+MAX_HEADER_BYTES = 1 << 16  # of a bulk stream
+
 MAX_STRIPES = 8  # connections that carry one bulk stream
 
 CONTROL = "control"
 
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What msgspec raises for bytes that are not what is expected."""
+
+
+Addresses = Annotated[list[Annotated[str, msgspec.Meta(max_length=400)]], msgspec.Meta(max_length=64)]
+Agent = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
 
 
 class Stripe(msgspec.Struct):
@@ -56,18 +62,18 @@ class Hello(msgspec.Struct, tag="hello", omit_defaults=True):
         stripe: for bulk streams over several connections.
     """
 
-    purpose: str
-    agent: str = ""
-    addresses: list[str] = []
-    header: bytes = b""
+    purpose: Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
+    agent: Agent = ""
+    addresses: Addresses = []
+    header: Annotated[bytes, msgspec.Meta(max_length=MAX_HEADER_BYTES)] = b""
     stripe: Stripe | None = None
 
 
 class Welcome(msgspec.Struct, tag="welcome", omit_defaults=True):
     """Accepts a stream; fields as in :class:`Hello`."""
 
-    agent: str = ""
-    addresses: list[str] = []
+    agent: Agent = ""
+    addresses: Addresses = []
 
 
 class Reject(msgspec.Struct, tag="reject"):

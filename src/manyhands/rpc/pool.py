@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from manyhands.base.errors import PeerLost
@@ -29,26 +29,26 @@ SPARE_AFTER_S = 5.0
 class ConnectionPool:
     """Open control connections by peer.
 
+    A connection that nobody used for a while is retired by the end that dialled it, unless that end was never reached
+    by anybody: then it may sit behind a firewall without knowing, and nobody could dial it again.
+
     Two peers that dial each other at the same time have two connections for a moment. They settle on the one that the
     lower peer id dialled, and among several of those on the newest: whoever dialled another one retires it, once its
     calls are answered.
-
-    Args:
-        is_client: this peer cannot be dialled.
 
     Attributes:
         on_connected, on_lost: called with a peer when its first connection opens, and when its last one is lost. A
             connection that both ends retired since nobody used it is not a loss.
     """
 
-    def __init__(self, own_id: PeerId, config: RpcConfig, *, is_client: bool) -> None:
+    def __init__(self, own_id: PeerId, config: RpcConfig) -> None:
         self.on_connected: list[Callable[[PeerId], None]] = []
         self.on_lost: list[Callable[[PeerId], None]] = []
         self._own_id = own_id
-        self._is_client = is_client
         self._config = config
         self._connections: dict[PeerId, list[ControlConnection]] = {}
         self._held: Counter[PeerId] = Counter()
+        self._was_reached = False
         self._tasks = TaskOwner("connections")
         self._upkeep: asyncio.Task[None] | None = None
 
@@ -72,20 +72,24 @@ class ConnectionPool:
 
     def is_connected(self, peer_id: PeerId) -> bool:
         """Whether a connection to the peer is open, so that its heartbeats show whether it lives."""
-        return any(connection.lost is None for connection in self._connections.get(peer_id, []))
+        return self.of(peer_id) is not None
 
     def is_client(self, peer_id: PeerId) -> bool:
         """Whether the peer is connected and cannot be dialled."""
         connections = self._connections.get(peer_id)
-        return connections is not None and not any(connection.addresses for connection in connections)
+        return connections is not None and all(connection.is_client for connection in connections)
 
     def rtt_s(self, peer_id: PeerId) -> float:
         """The shortest round trip to a connected peer, in seconds; infinite if none was seen."""
         return min((connection.rtt_s for connection in self._connections.get(peer_id, [])), default=float("inf"))
 
+    def is_held(self, peer_id: PeerId) -> bool:
+        """Whether somebody relies on being told when the peer is lost."""
+        return peer_id in self._held
+
     @contextmanager
     def held(self, peer_id: PeerId) -> Iterator[None]:
-        """Do not retire the connections to a peer inside the block, though nobody calls."""
+        """Inside the block this end retires no connection to a peer; if the other end does, dial it again."""
         self._held[peer_id] += 1
         try:
             yield
@@ -95,25 +99,29 @@ class ConnectionPool:
                 del self._held[peer_id]
 
     def has_room(self) -> bool:
-        """Whether one more connection may be accepted; if not, the one that was unused for longest is retired."""
+        """Whether one more connection may be accepted; if there are too many, an unused one is retired for it.
+
+        It is one of the host that has most of them, so that one machine cannot take all.
+        """
         if len(self) < self._config.max_connections:
             return True
         now = asyncio.get_running_loop().time()
-        spare = min((c for c in self.all() if self._is_spare(c)), key=lambda c: c.last_used, default=None)
-        if spare is None or now - spare.last_used < SPARE_AFTER_S:
+        unused = [c for c in self.all() if c.is_open and not self._is_wanted(c) and now - c.last_used >= SPARE_AFTER_S]
+        if not unused:
             return False
-        spare.retire()
+        num_of_host = Counter(connection.remote_host for connection in self.all())
+        min(unused, key=lambda c: (-num_of_host[c.remote_host], c.last_used)).retire()
         return True
 
     def enter(self, connection: ControlConnection) -> None:
         """A connection was made."""
+        self._was_reached = self._was_reached or not connection.is_dialled
         group = self._connections.setdefault(connection.remote, [])
         group.append(connection)
         for oldest in group[:-MAX_OF_ONE_PEER]:
             oldest.end(PeerLost(oldest.remote, f"it has {MAX_OF_ONE_PEER} newer connections"))
         if len(group) == 1:
-            for callback in list(self.on_connected):
-                callback(connection.remote)
+            _tell(self.on_connected, connection.remote)
         else:
             self._settle(group)
         if self._upkeep is None:
@@ -128,8 +136,7 @@ class ConnectionPool:
             return
         del self._connections[remote]
         if not connection.is_retired:
-            for callback in list(self.on_lost):
-                callback(remote)
+            _tell(self.on_lost, remote)
 
     def _settle(self, group: list[ControlConnection]) -> None:
         """Retire the connections that this end dialled and that the two ends will not keep."""
@@ -141,12 +148,21 @@ class ConnectionPool:
                 connection.retire()
 
     def _is_spare(self, connection: ControlConnection) -> bool:
-        is_wanted = connection.is_busy or connection.remote in self._held
-        can_be_dialled_again = bool(connection.addresses) and not self._is_client
-        return connection.is_open and can_be_dialled_again and not is_wanted
+        """Whether nobody wants it, and either end could dial the other again, as far as this end can know."""
+        is_reachable = connection.is_dialled and not connection.is_client
+        return connection.is_open and is_reachable and self._was_reached and not self._is_wanted(connection)
+
+    def _is_wanted(self, connection: ControlConnection) -> bool:
+        return connection.is_busy or connection.remote in self._held
 
     async def _keep_up(self) -> None:
         """Heartbeats of all connections, and the end of those that nobody uses; ends with the last connection."""
+        try:
+            await self._look_after_all()
+        finally:
+            self._upkeep = None
+
+    async def _look_after_all(self) -> None:
         loop = asyncio.get_running_loop()
         period_s = self._config.heartbeat_period_s
         heard_until = loop.time()
@@ -160,4 +176,12 @@ class ConnectionPool:
                 connection.check_alive(now, heard_until)
                 if now - connection.last_used > self._config.idle_timeout_s and self._is_spare(connection):
                     connection.retire()
-        self._upkeep = None
+
+
+def _tell(callbacks: Sequence[Callable[[PeerId], None]], peer_id: PeerId) -> None:
+    """Call all of them, whatever one of them does."""
+    for callback in list(callbacks):
+        try:
+            callback(peer_id)
+        except Exception:
+            logger.exception("a callback about peer %s failed", peer_id)

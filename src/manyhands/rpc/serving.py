@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
@@ -43,6 +44,9 @@ MAX_WAITING_BYTES = 8 << 20
 SEND_TIMEOUT_S = 60.0
 """A peer that reads nothing of its answers for so long is given up."""
 
+MAX_REQUEST_BYTES = 8 << 20
+"""Requests of one connection that are served at once, together; above it more are refused."""
+
 NIL = msgspec.Raw(b"\xc0")
 
 
@@ -68,7 +72,8 @@ class Serving:
         self._max_requests = max_requests
         self._counters = counters
         self._on_served = on_served
-        self._num_waiting_bytes = 0
+        self._num_waiting_bytes = self._num_request_bytes = 0
+        self._cancelled: set[int] = set()
         self._serving: dict[int, asyncio.Task[None]] = {}
         self._windows: dict[int, _Window] = {}
         self._tasks = TaskOwner(f"serving peer {stream.remote}")
@@ -78,7 +83,8 @@ class Serving:
 
     def begin(self, request: Request) -> None:
         """Serve a request, or refuse it."""
-        if len(self._serving) >= self._max_requests or request.id in self._serving:
+        is_full = self._num_request_bytes + _size_of(request) > MAX_REQUEST_BYTES
+        if len(self._serving) >= self._max_requests or is_full or request.id in self._serving:
             self._counters["refused_busy"] += 1
             self._send_now(_failure(request, "busy", "too many calls at once"))
             return
@@ -93,8 +99,9 @@ class Serving:
 
     def cancel(self, call_id: int) -> None:
         """The caller no longer waits."""
-        if (task := self._serving.get(call_id)) is not None:
-            task.cancel()
+        if (task := self._serving.get(call_id)) is not None and call_id not in self._cancelled:
+            self._cancelled.add(call_id)  # once: a second time would interrupt the handler's clean-up
+            self._tasks.cancel(task)
 
     def credit(self, call_id: int, num_items: int) -> None:
         """The caller of a streaming call has room for more."""
@@ -103,8 +110,8 @@ class Serving:
 
     def end(self) -> None:
         """The connection is lost: nobody waits for any answer."""
-        for task in self._serving.values():
-            task.cancel()
+        for call_id in list(self._serving):
+            self.cancel(call_id)
 
     async def close(self) -> None:
         """End what still runs: handlers take their time to tidy up."""
@@ -113,10 +120,14 @@ class Serving:
     def _spawn(self, request: Request, answering: Coroutine[Any, Any, None]) -> None:
         task = self._tasks.spawn(answering, name=request.method[:80])
         self._serving[request.id] = task
-        task.add_done_callback(lambda _: self._served(request.id))
+        num_bytes = _size_of(request)
+        self._num_request_bytes += num_bytes
+        task.add_done_callback(functools.partial(self._served, request.id, num_bytes))
 
-    def _served(self, call_id: int) -> None:
-        self._serving.pop(call_id, None)
+    def _served(self, call_id: int, num_bytes: int, _: asyncio.Task[None]) -> None:
+        self._num_request_bytes -= num_bytes
+        self._cancelled.discard(call_id)
+        del self._serving[call_id]
         self._on_served()
 
     def _answer_at_once(self, request: Request, served: Served) -> None:
@@ -134,6 +145,10 @@ class Serving:
         try:
             async with time_limit(min(request.timeout_s, MAX_SERVING_S), f"serving {request.method[:80]}"):
                 frame = await self._handle(request)
+        except asyncio.CancelledError as error:
+            if request.id in self._cancelled or self._tasks.is_closed:
+                raise
+            frame = self._failure_of(request, RuntimeError(f"the handler was cancelled by itself: {error}"))
         except Exception as error:  # noqa: BLE001 (the caller learns that it failed, not how we look inside)
             if isinstance(error, PeerLost) and error.peer_id == self._stream.remote:
                 return
@@ -228,6 +243,10 @@ class _Window:
             self._widened.clear()
             await self._widened.wait()
         self._num_items -= 1
+
+
+def _size_of(request: Request) -> int:
+    return memoryview(request.body).nbytes
 
 
 def _response(request: Request, outcome: object) -> bytes:

@@ -15,9 +15,7 @@ BURST_S = 0.05
 
 
 class UploadCap:
-    """Bytes per second over all streams of one endpoint, before encryption.
-
-    Control messages are not held up, but count: bulk waits for them.
+    """Bytes per second over all bulk streams of one endpoint, before encryption; control messages are not held up.
 
     Args:
         mbit_s: megabits per second.
@@ -34,12 +32,7 @@ class UploadCap:
         async with self._turn:
             if (wait_s := self._free_at - loop.time()) > 0:
                 await asyncio.sleep(wait_s)
-            self.count(num_bytes)
-
-    def count(self, num_bytes: int) -> None:
-        """Count what was sent without waiting."""
-        now = asyncio.get_running_loop().time()
-        self._free_at = max(self._free_at, now - BURST_S) + num_bytes / self._bytes_per_s
+            self._free_at = max(self._free_at, loop.time() - BURST_S) + num_bytes / self._bytes_per_s
 
 
 class CappedStream:

@@ -25,7 +25,7 @@ class LoopThread:
     """An asyncio loop in a background thread."""
 
     def __init__(self, name: str = "manyhands") -> None:
-        self._loop = asyncio.new_event_loop()
+        self._loop = asyncio.SelectorEventLoop()  # also on Windows: its other loop cannot watch plain sockets
         self._lock = threading.Lock()  # so that nothing is submitted once the end has begun
         self._is_closing = False
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)

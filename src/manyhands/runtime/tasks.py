@@ -23,14 +23,15 @@ class TaskOwner:
         self._name = name
         self._on_failure = on_failure
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._closed = False
+        self._cancelled: set[asyncio.Task[Any]] = set()
+        self.is_closed = False
 
     def __len__(self) -> int:
         return len(self._tasks)
 
     def spawn(self, coro: Coroutine[Any, Any, T], *, name: str) -> asyncio.Task[T]:
         """Run ``coro`` until it ends or the owner is closed."""
-        if self._closed:
+        if self.is_closed:
             coro.close()
             raise RuntimeError(f"{self._name} is closed; it cannot start {name!r}")
         task = asyncio.get_running_loop().create_task(coro, name=f"{self._name}: {name}")
@@ -38,8 +39,15 @@ class TaskOwner:
         task.add_done_callback(self._ended)
         return task
 
+    def cancel(self, task: asyncio.Task[Any]) -> None:
+        """Cancel a task, once: a second time would interrupt what it does to tidy up."""
+        if task in self._tasks and task not in self._cancelled:
+            self._cancelled.add(task)
+            task.cancel()
+
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
+        self._cancelled.discard(task)
         if task.cancelled() or (error := task.exception()) is None:
             return
         logger.error("background task %r failed", task.get_name(), exc_info=error)
@@ -48,10 +56,10 @@ class TaskOwner:
 
     async def close(self, timeout_s: float = 5.0) -> None:
         """Cancel all tasks and wait for them; the log names those that outlast ``timeout_s`` seconds."""
-        self._closed = True
+        self.is_closed = True
         tasks = self._tasks - {asyncio.current_task()}
         for task in tasks:
-            task.cancel()
+            self.cancel(task)
         if tasks:
             _, stuck = await asyncio.wait(tasks, timeout=timeout_s)
             for task in stuck:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ipaddress
 from collections import Counter
 from dataclasses import dataclass
 
 from manyhands.base.errors import ConfigError
+
+UNKNOWN_MAX_FILES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,17 +19,20 @@ class ListenLimits:
         handshake_timeout_s: for the TLS handshake of one connection.
         max_handshakes: that are under way at once; above it nothing is accepted until one has ended.
         max_handshakes_per_host: that come from one IP address; more are closed at once.
-        max_streams_per_host: open connections from one IP address; more are closed at once. Many peers may share an
-            address, behind one router.
+        max_streams: open connections that were accepted; above it nothing is accepted until one has ended. At most
+            half of the files that this process may open, so that there are some left for what it is for.
+        max_streams_per_host: of these from one IP address, or from one /64 of IPv6; more are closed at once, and so is
+            what exceeds a quarter of the files. Many peers may share an address, behind one router.
     """
 
     handshake_timeout_s: float = 5.0
     max_handshakes: int = 128
     max_handshakes_per_host: int = 64
-    max_streams_per_host: int = 1024
+    max_streams: int = 4096
+    max_streams_per_host: int = 256
 
     def __post_init__(self) -> None:
-        for name in ("max_handshakes", "max_handshakes_per_host", "max_streams_per_host"):
+        for name in ("max_handshakes", "max_handshakes_per_host", "max_streams", "max_streams_per_host"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}: at least 1 is needed")
 
@@ -34,35 +40,64 @@ class ListenLimits:
 class Admission:
     """Counts the connections of one listener by host."""
 
-    def __init__(self, limits: ListenLimits) -> None:
+    def __init__(self, limits: ListenLimits, max_files: int | None = None) -> None:
+        max_files = max_files if max_files is not None else _max_files()
         self._limits = limits
+        self._max_streams = min(limits.max_streams, max_files // 2)
+        self._max_streams_per_host = min(limits.max_streams_per_host, max_files // 4)
         self._handshakes: Counter[str] = Counter()
         self._streams: Counter[str] = Counter()
+        self._num_streams = 0
 
     @property
     def is_full(self) -> bool:
         """Whether no more handshakes may begin."""
-        return self._handshakes.total() >= self._limits.max_handshakes
+        num_handshakes = sum(self._handshakes.values())
+        return num_handshakes >= self._limits.max_handshakes or num_handshakes + self._num_streams >= self._max_streams
 
     def admit(self, host: str) -> bool:
         """Whether a connection from a host may begin its handshake; if so, it counts until :meth:`left`."""
+        host = _source_of(host)
         if self._handshakes[host] >= self._limits.max_handshakes_per_host:
             return False
-        if self._handshakes[host] + self._streams[host] >= self._limits.max_streams_per_host:
+        if self._handshakes[host] + self._streams[host] >= self._max_streams_per_host:
             return False
         self._handshakes[host] += 1
         return True
 
     def shaken_hands(self, host: str) -> None:
         """The handshake of one connection has succeeded."""
+        host = _source_of(host)
         self._decrement(self._handshakes, host)
         self._streams[host] += 1
+        self._num_streams += 1
 
     def left(self, host: str, *, in_handshake: bool) -> None:
         """One connection has ended."""
-        self._decrement(self._handshakes if in_handshake else self._streams, host)
+        self._decrement(self._handshakes if in_handshake else self._streams, _source_of(host))
+        self._num_streams -= not in_handshake
 
     def _decrement(self, counter: Counter[str], host: str) -> None:
         counter[host] -= 1
         if counter[host] <= 0:
             del counter[host]
+
+
+def _source_of(host: str) -> str:
+    """The IP address, or of IPv6 the network that one customer gets (RFC 6177, section 2)."""
+    address = ipaddress.ip_address(host.partition("%")[0])
+    if isinstance(address, ipaddress.IPv4Address):
+        return host
+    if address.ipv4_mapped is not None:
+        return str(address.ipv4_mapped)
+    return str(ipaddress.ip_network((address, 64), strict=False))
+
+
+def _max_files() -> int:
+    """How many files this process may open, sockets included."""
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit
+        return UNKNOWN_MAX_FILES
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return UNKNOWN_MAX_FILES if soft == resource.RLIM_INFINITY else soft

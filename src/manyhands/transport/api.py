@@ -41,7 +41,7 @@ class Stream(Protocol):
     async def send(self, *buffers: bytes | bytearray | memoryview) -> None:
         """Send buffers one after the other; returns once they are handed over and the backlog is within its bound.
 
-        The buffers must not change before it returns. Cancelling it ends the stream, unless it has not begun yet.
+        The buffers must not change before it returns. Cancelling it ends the stream.
         """
 
     async def receive_into(self, view: memoryview) -> None:

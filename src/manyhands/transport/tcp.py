@@ -23,6 +23,8 @@ HEAD_START_S = 0.25
 MAX_LOOKUPS = 32
 """Names that are looked up at once; each has a thread, and a lookup that hangs keeps it for half a minute."""
 
+LOOKUP_POLL_S = 0.05
+
 _lookups = threading.BoundedSemaphore(MAX_LOOKUPS)
 
 _FAMILIES = {"ip4": socket.AF_INET, "dns4": socket.AF_INET, "ip6": socket.AF_INET6, "dns6": socket.AF_INET6}
@@ -52,7 +54,11 @@ async def connect(address: Address, timeout_s: float) -> socket.socket:
     except OSError as error:
         reason = DialReason.TIMED_OUT if error.errno == errno.ETIMEDOUT else DialReason.UNREACHABLE
         raise DialFailed(str(address), reason, error.strerror or "") from error
-    prepare(sock)
+    try:
+        prepare(sock)
+    except OSError as error:
+        sock.close()
+        raise DialFailed(str(address), DialReason.UNREACHABLE, error.strerror or "") from error
     return sock
 
 
@@ -102,8 +108,8 @@ async def _look_up(address: Address) -> Places:
     if address.protocol.startswith("ip"):
         flags = socket.AI_NUMERICHOST
         return socket.getaddrinfo(address.host, address.port, family, socket.SOCK_STREAM, flags=flags)
-    if not _lookups.acquire(blocking=False):
-        raise socket.gaierror(socket.EAI_AGAIN, f"{MAX_LOOKUPS} other names are being looked up, and none is answered")
+    while not _lookups.acquire(blocking=False):  # noqa: ASYNC110 (threads release it; the time for the name bounds this)
+        await asyncio.sleep(LOOKUP_POLL_S)
     outcome: concurrent.futures.Future[Places] = concurrent.futures.Future()
     outcome.set_running_or_notify_cancel()
 
@@ -115,7 +121,11 @@ async def _look_up(address: Address) -> Places:
         finally:
             _lookups.release()
 
-    threading.Thread(target=look_up, name=f"looking up {address.host}", daemon=True).start()
+    try:
+        threading.Thread(target=look_up, name=f"looking up {address.host}", daemon=True).start()
+    except RuntimeError as error:  # the system has no threads left
+        _lookups.release()
+        raise socket.gaierror(socket.EAI_AGAIN, str(error)) from error
     return await asyncio.wrap_future(outcome)
 
 

@@ -71,7 +71,13 @@ class TlsListener:
             logger.debug("too many connections from %s", host)
             sock.close()
             return
-        tcp.prepare(sock)
+        try:
+            tcp.prepare(sock)
+        except OSError as error:  # it was reset already
+            logger.debug("no connection from %s: %s", host, error)
+            self._admission.left(host, in_handshake=True)
+            sock.close()
+            return
         self._accepted.add(sock)
         self._tasks.spawn(self._serve(sock, host), name=f"stream from {host}")
 
@@ -98,6 +104,7 @@ class TlsListener:
             self._streams.discard(stream)
             stream.abort()
             self._admission.left(host, in_handshake=False)
+            self._resume_paused()
 
     async def _shake_hands(self, sock: socket.socket, host: str) -> TlsStream | None:
         session = TlsSession(self._context, is_server=True)
@@ -160,7 +167,7 @@ class TlsTransport:
             return self.stream_of(sock, session, remote, str(sock.getpeername()[0]))
         except OSError as error:
             sock.close()
-            detail = "it accepts TCP connections, but does not answer in TLS 1.3"
+            detail = "it accepts TCP connections, and closes them in the TLS handshake: not a peer, or it has too many"
             raise DialFailed(str(address), DialReason.NOT_MANYHANDS, detail) from error
         except BaseException:
             sock.close()

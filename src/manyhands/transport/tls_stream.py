@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import select
+import selectors
 import socket
 import threading
 from collections import deque
@@ -282,8 +283,8 @@ class TlsStream:
 
     async def _on_thread(self, job: Callable[..., None], *args: object) -> None:
         """Run one direction on a thread to its end; it has let go of the caller's memory when this returns."""
-        self._num_jobs += 1
         done = self._threads.start(job, *args)
+        self._num_jobs += 1
         was_cancelled = False
         while not done.done():
             try:
@@ -321,7 +322,7 @@ class TlsStream:
             try:
                 data = data[self._sock.send(data) :]
             except (BlockingIOError, InterruptedError):
-                self._wait_for_socket(select.POLLOUT)
+                self._wait_for_socket(selectors.EVENT_WRITE)
 
     def _receive_all(self, view: memoryview) -> None:
         ciphertext = memoryview(bytearray(CIPHERTEXT_BYTES))
@@ -330,7 +331,7 @@ class TlsStream:
             try:
                 num_bytes = self._sock.recv_into(ciphertext)
             except (BlockingIOError, InterruptedError):
-                self._wait_for_socket(select.POLLIN)
+                self._wait_for_socket(selectors.EVENT_READ)
                 continue
             if num_bytes == 0:
                 raise ConnectionError(ENDED)
@@ -351,11 +352,19 @@ class TlsStream:
         return view[num_bytes:]
 
     def _wait_for_socket(self, event: int) -> None:
-        poll = select.poll()
-        poll.register(self._sock, event)
-        while not poll.poll(POLL_S * 1000):
+        while not self._is_ready(event):
             if self._closed.done():
                 raise ConnectionError(ENDED)
+
+    def _is_ready(self, event: int) -> bool:
+        """Wait until the socket can be read or written; False after a while."""
+        if not hasattr(select, "poll"):  # Windows
+            readers = [self._sock] if event == selectors.EVENT_READ else []
+            writers = [self._sock] if event == selectors.EVENT_WRITE else []
+            return any(select.select(readers, writers, [self._sock], POLL_S))
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN if event == selectors.EVENT_READ else select.POLLOUT)
+        return bool(poll.poll(POLL_S * 1000))
 
     # the end
 

@@ -38,6 +38,28 @@ def test_a_liar_pushes_out_no_address_that_works() -> None:
     assert len(book.addresses_of(PEER)) == MAX_ADDRESSES_PER_PEER
 
 
+def test_hearsay_of_many_peers_pushes_out_nobody_who_was_reached() -> None:
+    book = AddressBook(4)
+    book.learn(PEER, [address(1)], Source.WORKED)
+    for number in range(100, 120):
+        book.learn(identity_of(number).peer_id, [Address.of("192.0.2.9", 1)], Source.HEARSAY)
+    assert book.addresses_of(PEER) == [address(1)]
+    assert len(book._known) == 4
+
+
+@pytest.mark.parametrize("has_failed", [True, False])
+def test_a_peer_that_is_often_elsewhere_is_found_at_its_last_address(has_failed: bool) -> None:
+    book = AddressBook(4)
+    for number in range(1, 20):
+        if has_failed:
+            book.failed(PEER)
+        assert book.learn(PEER, [address(number)], Source.ANNOUNCED)
+        assert address(number) in book.addresses_of(PEER)
+        if has_failed:
+            assert book.addresses_of(PEER)[0] == address(number)
+        book.learn(PEER, [address(number)], Source.WORKED)
+
+
 def test_only_news_is_news() -> None:
     book = AddressBook(10)
     assert book.learn(PEER, [address(1)], Source.HEARSAY)

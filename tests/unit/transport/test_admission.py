@@ -8,39 +8,67 @@ from manyhands.base.errors import ConfigError
 from manyhands.transport.admission import Admission, ListenLimits
 
 LIMITS = ListenLimits(max_handshakes=5, max_handshakes_per_host=3, max_streams_per_host=4)
+ONE, OTHER = "192.0.2.1", "192.0.2.2"
 
 
 def test_one_host_cannot_take_all_handshakes() -> None:
     admission = Admission(LIMITS)
-    assert [admission.admit("a") for _ in range(4)] == [True, True, True, False]
-    assert admission.admit("b")
+    assert [admission.admit(ONE) for _ in range(4)] == [True, True, True, False]
+    assert admission.admit(OTHER)
     assert not admission.is_full
-    assert admission.admit("b")
+    assert admission.admit(OTHER)
     assert admission.is_full
-    admission.left("a", in_handshake=True)
+    admission.left(ONE, in_handshake=True)
     assert not admission.is_full
-    assert admission.admit("a")
+    assert admission.admit(ONE)
 
 
 def test_one_host_cannot_take_all_streams() -> None:
     admission = Admission(LIMITS)
     for _ in range(4):
-        assert admission.admit("a")
-        admission.shaken_hands("a")
-    assert not admission.admit("a")
-    assert admission.admit("b")
-    admission.left("a", in_handshake=False)
-    assert admission.admit("a")
+        assert admission.admit(ONE)
+        admission.shaken_hands(ONE)
+    assert not admission.admit(ONE)
+    assert admission.admit(OTHER)
+    admission.left(ONE, in_handshake=False)
+    assert admission.admit(ONE)
+
+
+def test_all_addresses_of_one_customer_are_one_host() -> None:
+    admission = Admission(LIMITS)
+    assert [admission.admit(f"2001:db8::{number}") for number in range(4)] == [True, True, True, False]
+    assert admission.admit("2001:db8:0:1::1")
+    assert [admission.admit(host) for host in (ONE, f"::ffff:{ONE}", f"::ffff:{ONE}", ONE)] == [True, True, True, False]
+
+
+def test_streams_are_limited_in_all() -> None:
+    admission = Admission(ListenLimits(max_streams=3))
+    for number in range(3):
+        assert not admission.is_full
+        assert admission.admit(f"192.0.2.{number}")
+        admission.shaken_hands(f"192.0.2.{number}")
+    assert admission.is_full
+    admission.left("192.0.2.1", in_handshake=False)
+    assert not admission.is_full
+
+
+def test_some_files_are_left_for_what_the_process_is_for() -> None:
+    admission = Admission(ListenLimits(), max_files=64)
+    assert sum(admission.admit(ONE) for _ in range(20)) == 16
+    assert sum(admission.admit(OTHER) for _ in range(20)) == 16
+    assert admission.is_full
 
 
 def test_nothing_is_remembered_of_who_left() -> None:
     admission = Admission(LIMITS)
     for number in range(1000):
-        assert admission.admit(f"host {number}")
-        admission.shaken_hands(f"host {number}")
-        admission.left(f"host {number}", in_handshake=False)
+        host = f"192.0.{number // 250}.{number % 250}"
+        assert admission.admit(host)
+        admission.shaken_hands(host)
+        admission.left(host, in_handshake=False)
     assert not admission._handshakes
     assert not admission._streams
+    assert admission._num_streams == 0
 
 
 def test_limits_of_nothing_are_refused() -> None:
