@@ -45,7 +45,7 @@ def kill(peer: manyhands.Peer) -> None:
     async def vanish() -> None:
         endpoint = peer.endpoint
         endpoint._handlers.clear()
-        endpoint._acceptors.clear()
+        endpoint._bulk.acceptors.clear()
         endpoint._streams.abort_all()
         await endpoint._dialler.close()
         for listener in endpoint._listeners:

@@ -155,8 +155,8 @@ async def test_a_stream_whose_other_connections_never_come_is_dropped() -> None:
         assert isinstance(await receive_frame(stream), Welcome)
         async with time_limit(2.0, "to be dropped"):
             await stream.wait_closed()
-        assert not there._stripe_sets._waiting
-        assert not there._stripe_sets._num_waiting
+        assert not there._bulk._stripe_sets._waiting
+        assert not there._bulk._stripe_sets._num_waiting
         await stream.close()
 
 

@@ -95,8 +95,8 @@ async def test_stripes_of_no_stream_leave_nothing(kind: str) -> None:
             stream = await scene.dial()
             await send_frame(stream, bulk_hello(index=5, stream_id=number.to_bytes(16, "big")))
             await scene.counted("protocol_violations", number + 1)
-        assert not scene.there._stripe_sets._waiting
-        assert not scene.there._stripe_sets._num_waiting
+        assert not scene.there._bulk._stripe_sets._waiting
+        assert not scene.there._bulk._stripe_sets._num_waiting
 
 
 @pytest.mark.parametrize("kind", KINDS)

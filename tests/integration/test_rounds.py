@@ -775,7 +775,7 @@ async def test_a_verdict_about_something_else_commits_nothing(forge: Callable[[G
         await end(lying)
 
 
-NESTED = b"\x81\xa1?" + b"\x91" * 100_000 + b"\xc0"  # lists in lists, under a key that nobody knows
+NESTED = b"\x81\xa1?" + b"\x91" * 60_000 + b"\xc0"  # lists in lists, under a key that nobody knows
 
 
 @pytest.mark.parametrize("unreadable", [b"\xff garbage", NESTED], ids=["garbage", "nested"])

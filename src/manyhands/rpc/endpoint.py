@@ -6,7 +6,6 @@ import asyncio
 import functools
 import inspect
 import logging
-import os
 import random
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
@@ -20,16 +19,16 @@ from manyhands.base.identity import PeerId
 from manyhands.rpc.address_book import AddressBook, Source
 from manyhands.rpc.announce import dialable_addresses, seen_from_outside
 from manyhands.rpc.backoff import Backoff
+from manyhands.rpc.bulk import BulkAcceptor, BulkStreams
 from manyhands.rpc.config import RpcConfig
 from manyhands.rpc.connection import ControlConnection
 from manyhands.rpc.dialling import Dialler, Opened
-from manyhands.rpc.frames import CONTROL, Hello, Reject, Stripe, Welcome, receive_frame, send_frame
+from manyhands.rpc.frames import CONTROL, Hello, Reject, Welcome, receive_frame, send_frame
 from manyhands.rpc.method import Method, Request, Response, StreamMethod
 from manyhands.rpc.pool import ConnectionPool
 from manyhands.rpc.serving import Served
 from manyhands.rpc.streams import OpenStreams
-from manyhands.rpc.striping import BYTES_OF_ONE, StripedStream, StripeSets, num_stripes
-from manyhands.rpc.upload_cap import CappedStream, UploadCap
+from manyhands.rpc.striping import BYTES_OF_ONE
 from manyhands.runtime.tasks import TaskOwner
 from manyhands.transport.api import ControlStream, Listener, Stream, Transport
 from manyhands.version import __version__
@@ -37,9 +36,6 @@ from manyhands.version import __version__
 logger = logging.getLogger(__name__)
 
 AGENT = f"manyhands/{__version__}"
-
-BulkAcceptor = Callable[[PeerId, bytes, Stream], Awaitable[None]]
-"""Called with (remote, header, stream) for each bulk stream; the stream is aborted when it returns."""
 
 
 class Endpoint:
@@ -73,7 +69,6 @@ class Endpoint:
         self._config = config or RpcConfig()
         self._rng = rng or random.Random()
         self._handlers: dict[str, Served] = {}
-        self._acceptors: dict[str, BulkAcceptor] = {}
         self._listeners: list[Listener] = []
         self._pool = ConnectionPool(self.peer_id, self._config)
         self.on_connected = self._pool.on_connected
@@ -82,11 +77,8 @@ class Endpoint:
         self._book = AddressBook(self._config.max_known_addresses)
         self._backoff = Backoff(self._rng)
         self._streams = OpenStreams()
-        self._carriers: dict[Stream, list[ControlStream]] = {}
-        cap = self._config.max_upload_mbit_s
-        self._cap = UploadCap(cap) if cap is not None else None
-        self._stripe_sets = StripeSets(self._config.hello_timeout_s, self._capped)
         self._dialler = Dialler(transport, self._streams)
+        self._bulk = BulkStreams(self._dialler, self._streams, self._config)
         self._tasks = TaskOwner("endpoint")
 
     # set-up and end
@@ -145,11 +137,11 @@ class Endpoint:
 
     def accept_bulk(self, kind: str, acceptor: BulkAcceptor) -> None:
         """Take bulk streams of one kind."""
-        self._acceptors[kind] = acceptor
+        self._bulk.acceptors[kind] = acceptor
 
     def refuse_bulk(self, kind: str) -> None:
         """Take bulk streams of this kind no longer."""
-        self._acceptors.pop(kind, None)
+        self._bulk.acceptors.pop(kind, None)
 
     # what is known of others
 
@@ -245,37 +237,12 @@ class Endpoint:
         addresses = self._addresses_to_dial(peer_id)
         if size_bytes >= 2 * BYTES_OF_ONE:
             await self._connection(peer_id, timeout_s)  # it knows the round trip
-        count = num_stripes(self._pool.rtt_s(peer_id), size_bytes)
-        hellos = [self._hello(kind, header)]
-        if count > 1:
-            stream_id = os.urandom(16)
-            hellos = [self._hello(kind, header, Stripe(stream_id, index, count)) for index in range(count)]
-        carriers = await self._open_all(addresses, hellos, timeout_s)
-        parts = [self._capped(carrier) for carrier in carriers]
-        stream = parts[0] if count == 1 else StripedStream(parts)
-        self._carriers[stream] = carriers
-        return stream
-
-    async def _open_all(
-        self, addresses: Sequence[Address], hellos: Sequence[Hello], timeout_s: float
-    ) -> list[ControlStream]:
-        """One stream for each hello, or none at all."""
-        dials = [asyncio.ensure_future(self._dialler.open(addresses, hello, timeout_s)) for hello in hellos]
-        try:
-            return [opened.stream for opened in await asyncio.gather(*dials)]
-        except BaseException:
-            for dial in dials:
-                dial.cancel()
-            for outcome in await asyncio.gather(*dials, return_exceptions=True):
-                if isinstance(outcome, Opened):
-                    self._streams.release(outcome.stream)
-            raise
+        hello, rtt_s = self._hello(kind, header), self._pool.rtt_s(peer_id)
+        return await self._bulk.open(addresses, hello, timeout_s, rtt_s=rtt_s, size_bytes=size_bytes)
 
     def release(self, stream: Stream) -> None:
         """Abort a bulk stream that :meth:`open_bulk` opened, and count its bytes."""
-        stream.abort()
-        for carrier in self._carriers.pop(stream, ()):
-            self._streams.release(carrier)
+        self._bulk.release(stream)
 
     async def _connection(self, peer_id: PeerId, timeout_s: float) -> ControlConnection:
         """An open connection, dialled if there is none; calls on it must begin before the loop has another turn."""
@@ -327,8 +294,8 @@ class Endpoint:
             raise Unavailable(f"no address is known for peer {peer_id}; a peer in client mode cannot be dialled")
         return addresses
 
-    def _hello(self, purpose: str, header: bytes = b"", stripe: Stripe | None = None) -> Hello:
-        return Hello(purpose, AGENT, [str(address) for address in self.addresses], header, stripe)
+    def _hello(self, purpose: str, header: bytes = b"") -> Hello:
+        return Hello(purpose, AGENT, [str(address) for address in self.addresses], header)
 
     def _opened(self, opened: Opened) -> ControlConnection:
         connection = self._new_connection(opened.stream, opened.welcome.addresses, is_dialled=True)
@@ -336,9 +303,6 @@ class Endpoint:
         self.learn(connection.remote, [opened.address], Source.WORKED)
         self._tasks.spawn(self._run(connection, opened.stream), name=f"connection to {connection.remote}")
         return connection
-
-    def _capped(self, stream: Stream) -> Stream:
-        return stream if self._cap is None else CappedStream(stream, self._cap)
 
     # accepted streams
 
@@ -367,23 +331,11 @@ class Endpoint:
             else:
                 self.counters["refused_full"] += 1
                 await self._reject(stream, "full", f"this peer has {len(self._pool)} connections already")
-        elif (acceptor := self._acceptors.get(hello.purpose)) is not None:
+        elif (acceptor := self._bulk.acceptors.get(hello.purpose)) is not None:
             await send_frame(stream, welcome)
-            whole = await self._whole(stream, hello)
-            if whole is None:
-                await stream.wait_closed()  # it is a part of another task's stream
-            else:
-                try:
-                    await acceptor(stream.remote, hello.header, whole)
-                finally:
-                    whole.abort()
+            await self._bulk.serve(stream, hello, acceptor)
         else:
             await self._reject(stream, "unknown_purpose", f"no streams of kind {hello.purpose[:80]!r} here")
-
-    async def _whole(self, stream: Stream, hello: Hello) -> Stream | None:
-        if hello.stripe is None:
-            return self._capped(stream)
-        return await self._stripe_sets.join(hello.stripe, stream)
 
     async def _reject(self, stream: ControlStream, code: str, message: str) -> None:
         async with time_limit(self._config.hello_timeout_s, "turning a stream down"):

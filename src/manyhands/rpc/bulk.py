@@ -1,0 +1,105 @@
+"""The bulk streams of one endpoint: over one connection or several, and no faster than allowed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Sequence
+
+import msgspec
+
+from manyhands.base.address import Address
+from manyhands.base.identity import PeerId
+from manyhands.rpc.config import RpcConfig
+from manyhands.rpc.dialling import Dialler, Opened
+from manyhands.rpc.frames import Hello, Stripe
+from manyhands.rpc.streams import OpenStreams
+from manyhands.rpc.striping import StripedStream, StripeSets, num_stripes
+from manyhands.rpc.upload_cap import CappedStream, UploadCap
+from manyhands.transport.api import ControlStream, Stream
+
+BulkAcceptor = Callable[[PeerId, bytes, Stream], Awaitable[None]]
+"""Called with (remote, header, stream) for each bulk stream; the stream is aborted when it returns."""
+
+
+class BulkStreams:
+    """Opens and serves bulk streams.
+
+    Args:
+        streams: of the endpoint; what is opened here is entered there.
+
+    Attributes:
+        acceptors: by kind of stream.
+    """
+
+    def __init__(self, dialler: Dialler, streams: OpenStreams, config: RpcConfig) -> None:
+        self.acceptors: dict[str, BulkAcceptor] = {}
+        self._dialler = dialler
+        self._streams = streams
+        self._carriers: dict[Stream, list[ControlStream]] = {}
+        cap = config.max_upload_mbit_s
+        self._cap = UploadCap(cap) if cap is not None else None
+        self._stripe_sets = StripeSets(config.hello_timeout_s, self._capped)
+
+    async def open(
+        self, addresses: Sequence[Address], hello: Hello, timeout_s: float, *, rtt_s: float, size_bytes: int
+    ) -> Stream:
+        """Dial a peer as often as its link and the size are worth.
+
+        Raises:
+            Unavailable: it cannot be dialled.
+            Refused: it does not take this stream.
+        """
+        count = num_stripes(rtt_s, size_bytes)
+        hellos = [hello]
+        if count > 1:
+            stream_id = os.urandom(16)
+            stripes = (Stripe(stream_id, index, count) for index in range(count))
+            hellos = [msgspec.structs.replace(hello, stripe=stripe) for stripe in stripes]
+        carriers = await self._open_all(addresses, hellos, timeout_s)
+        parts = [self._capped(carrier) for carrier in carriers]
+        stream = parts[0] if count == 1 else StripedStream(parts)
+        self._carriers[stream] = carriers
+        return stream
+
+    def release(self, stream: Stream) -> None:
+        """Abort a stream that :meth:`open` returned, and count its bytes."""
+        stream.abort()
+        for carrier in self._carriers.pop(stream, ()):
+            self._streams.release(carrier)
+
+    async def serve(self, stream: ControlStream, hello: Hello, acceptor: BulkAcceptor) -> None:
+        """Serve an accepted connection, once it was welcomed: the whole stream, or a part of one.
+
+        Raises:
+            ProtocolViolation, Timeout: it is a part that does not fit, or its others do not come.
+        """
+        if hello.stripe is None:
+            await acceptor(stream.remote, hello.header, self._capped(stream))
+            return
+        whole = await self._stripe_sets.join(hello.stripe, stream)
+        if whole is None:
+            await stream.wait_closed()  # whoever has the whole stream aborts all its parts
+            return
+        try:
+            await acceptor(stream.remote, hello.header, whole)
+        finally:
+            whole.abort()
+
+    async def _open_all(
+        self, addresses: Sequence[Address], hellos: Sequence[Hello], timeout_s: float
+    ) -> list[ControlStream]:
+        """One stream for each hello, or none at all."""
+        dials = [asyncio.ensure_future(self._dialler.open(addresses, hello, timeout_s)) for hello in hellos]
+        try:
+            return [opened.stream for opened in await asyncio.gather(*dials)]
+        except BaseException:
+            for dial in dials:
+                dial.cancel()
+            for outcome in await asyncio.gather(*dials, return_exceptions=True):
+                if isinstance(outcome, Opened):
+                    self._streams.release(outcome.stream)
+            raise
+
+    def _capped(self, stream: Stream) -> Stream:
+        return stream if self._cap is None else CappedStream(stream, self._cap)
