@@ -52,8 +52,11 @@ class ProgressRecord(msgspec.Struct, frozen=True):
     counted_s_ago: float = 0.0
 
     def __post_init__(self) -> None:
-        numbers = (self.samples_per_second, self.ttl_s, self.counted_s_ago)
-        if not all(math.isfinite(number) and number >= 0 for number in numbers):
+        if not (
+            0 <= self.samples_per_second < math.inf
+            and 0 <= self.ttl_s < math.inf
+            and 0 <= self.counted_s_ago < math.inf
+        ):
             raise ValueError("speeds and times are finite and >= 0")
 
 
