@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
 from manyhands.averaging.messages import Position, readable_addresses
 from manyhands.base.identity import PeerId
 from manyhands.dht import DhtNode, StoredValue
-from manyhands.optim.progress import ProgressRecord, reckoned_samples
+from manyhands.optim.progress import ProgressRecord, Reckoning
 from manyhands.rpc import Endpoint
 
 logger = logging.getLogger(__name__)
@@ -45,14 +46,34 @@ class Observed(msgspec.Struct, frozen=True):
     expires_at: float
     moved_at: float = -math.inf
 
-    def reckoned_samples(self, now: float) -> int:
-        """What the peer must have by now, if it went on as it said."""
-        published_at = self.expires_at - self.record.ttl_s
-        return reckoned_samples(self.record, now - max(self.moved_at, published_at))
+    def reckoning(self) -> Reckoning:
+        """How its samples must grow from here."""
+        return Reckoning.of(self.record, max(self.moved_at, self.expires_at - self.record.ttl_s))
 
     def is_outdated_by(self, record: ProgressRecord, issued_at: float) -> bool:
         """Whether ``record`` is news; not when it was published before the round that moved the peer."""
         return record.position.step >= self.record.position.step or issued_at > self.moved_at + IN_FLIGHT_S
+
+
+@dataclass(frozen=True)
+class Crowd:
+    """The other peers at one position, as they have said.
+
+    Attributes:
+        version: of the records.
+        samples, samples_per_second: of all together.
+        reckonings: of each.
+    """
+
+    position: Position
+    version: int
+    samples: int
+    samples_per_second: float
+    reckonings: Sequence[Reckoning]
+
+    def reckoned_samples(self, now: float) -> int:
+        """What they must have by now, together."""
+        return sum([reckoning.at(now) for reckoning in self.reckonings])
 
 
 class ProgressReader:
@@ -69,6 +90,7 @@ class ProgressReader:
         self.version = 0
         self._observed: dict[PeerId, Observed] = {}
         self._first_expiry = math.inf
+        self._crowd: Crowd | None = None
         self._sequences: dict[PeerId, int] = {}
 
     async def refresh(self, *, quickly: bool = False) -> None:
@@ -80,15 +102,17 @@ class ProgressReader:
             Unavailable: the DHT does not answer; what was read before counts until it expires.
         """
         answer = await self._dht.get(self._key, quickly=quickly)
+        sequences, own_id, num_shown = self._sequences, self._endpoint.peer_id, 0
         for subkey, stored in answer.items():
-            if stored.owner == subkey != self._endpoint.peer_id:
-                self._take_in(PeerId(subkey), stored)
-        current = answer.keys() | self.observed().keys()
-        self._sequences = {peer_id: sequence for peer_id, sequence in self._sequences.items() if peer_id in current}
+            if stored.owner == subkey != own_id:
+                num_shown += 1
+                if stored.sequence > sequences.get(PeerId(subkey), -1):
+                    self._take_in(PeerId(subkey), stored)
+        if len(sequences) > num_shown:  # not all of them were shown
+            current = answer.keys() | self.observed().keys()
+            self._sequences = {peer_id: sequence for peer_id, sequence in sequences.items() if peer_id in current}
 
     def _take_in(self, peer_id: PeerId, stored: StoredValue) -> None:
-        if stored.sequence <= self._sequences.get(peer_id, -1):
-            return
         self._sequences[peer_id] = stored.sequence
         if stored.raw == _GOODBYE:
             self._observed.pop(peer_id, None)
@@ -130,13 +154,21 @@ class ProgressReader:
     def reckoned_samples(self) -> dict[PeerId, int]:
         """The samples that they must have by now."""
         now = asyncio.get_running_loop().time()
-        return {peer_id: seen.reckoned_samples(now) for peer_id, seen in self.observed().items()}
+        return {peer_id: seen.reckoning().at(now) for peer_id, seen in self.observed().items()}
 
-    def at(self, position: Position) -> tuple[list[ProgressRecord], list[int]]:
-        """The records of those at a position, and the samples that each must have by now."""
-        now = asyncio.get_running_loop().time()
-        here = [seen for seen in self.observed().values() if seen.record.position == position]
-        return [seen.record for seen in here], [seen.reckoned_samples(now) for seen in here]
+    def at(self, position: Position) -> Crowd:
+        """Those at a position."""
+        observed = self.observed()
+        if self._crowd is None or (self._crowd.position, self._crowd.version) != (position, self.version):
+            here = [seen for seen in observed.values() if seen.record.position == position]
+            self._crowd = Crowd(
+                position,
+                self.version,
+                samples=sum([seen.record.samples for seen in here]),
+                samples_per_second=sum([seen.record.samples_per_second for seen in here]),
+                reckonings=[seen.reckoning() for seen in here],
+            )
+        return self._crowd
 
     def moved(self, peer_ids: list[PeerId], position: Position, lineage_samples: int) -> None:
         """These peers are known to have gone to ``position``, unless they said so or more; holds until they do."""

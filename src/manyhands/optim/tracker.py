@@ -77,7 +77,7 @@ class ProgressTracker:
         self._has_moved = Bell()
         self._refresh_wanted = Bell()
         self._tasks = TaskOwner("progress")
-        self.progress = self.outlook = sum_up(self._own, [], [], target_batch_size)
+        self.progress = self.outlook = sum_up(self._own, 0, 0, 0.0, target_batch_size)
         self._branch: tuple[tuple[object, ...], Branch] | None = None  # and from what it follows
 
     def start(self) -> None:
@@ -156,10 +156,11 @@ class ProgressTracker:
         self._refresh_wanted.ring()
 
     def _update_progress(self) -> None:
-        records, reckoned = self.reader.at(self._own.position)
-        said = [record.samples for record in records]
-        self.progress = sum_up(self._own, records, said, self.target_batch_size)
-        self.outlook = sum_up(self._own, records, reckoned, self.target_batch_size)
+        crowd, own, target = self.reader.at(self._own.position), self._own, self.target_batch_size
+        reckoned = crowd.reckoned_samples(asyncio.get_running_loop().time())
+        num_others, speed = len(crowd.reckonings), crowd.samples_per_second
+        self.progress = sum_up(own, num_others, crowd.samples, speed, target)
+        self.outlook = sum_up(own, num_others, reckoned, speed, target)
 
     def is_due(self) -> bool:
         """Whether the collaboration has reached its target, or another peer says so."""
