@@ -31,7 +31,7 @@ OnRecords = Callable[[PeerId, list[AgedRecord]], object]
 logger = logging.getLogger(__name__)
 
 REMEMBERED_PEERS = 4096
-HEARD_PERIOD_S = 3.0
+HEARD_PERIOD_S = 10.0
 """Of a peer that is heard of all the time, not every call has to be entered in the table."""
 
 
