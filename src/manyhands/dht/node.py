@@ -389,7 +389,14 @@ class DhtNode:
 
 
 async def _all_of(*coros: Coroutine[Any, Any, T]) -> list[T]:
-    """What they return, in their order; a task for each, unless there is only one."""
+    """What they return, in their order: as ``asyncio.gather``, with half of its callbacks."""
     if len(coros) == 1:
         return [await coros[0]]
-    return await asyncio.gather(*coros)
+    tasks = [asyncio.get_running_loop().create_task(coro) for coro in coros]
+    try:
+        return [await task for task in tasks]
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
