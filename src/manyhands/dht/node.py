@@ -86,7 +86,7 @@ class DhtNode:
         self._replicas = Replicas(own_id, self._overlay.table, config)
         self._handover = Handover()
         self._read: OrderedDict[str, dict[str, Record]] = OrderedDict()  # by key and subkey
-        self._changes_seen = 0
+        self._neighbours_seen: set[PeerId] = set()
         self._quiet_rounds = 0
         self._upkeep: asyncio.Task[None] | None = None
         self._rejoining: asyncio.Task[None] | None = None
@@ -347,17 +347,20 @@ class DhtNode:
     async def _refresh_table(self) -> None:
         """Doubt the contacts that nothing was heard of, and look around near this node and anywhere.
 
-        As long as nobody comes or goes, looking around would find what is known: it is done ever more seldom.
+        As long as the nearest peers stay the same, looking around finds what is known: it is done ever more seldom.
         """
-        table = self._overlay.table
         await asyncio.gather(*(self._overlay.ask(peer_id, PING, PingRequest()) for peer_id in self._doubted()))
-        self._quiet_rounds = self._quiet_rounds + 1 if table.num_changes == self._changes_seen else 0
+        self._quiet_rounds = self._quiet_rounds + 1 if self._neighbours() == self._neighbours_seen else 0
         if self._quiet_rounds not in (0, 1, 3) and self._quiet_rounds % MAX_QUIET_ROUNDS:
             return
         config = self._config
         await self._overlay.lookup(node_id(self._endpoint.peer_id), config.lookup_timeout_s, config.k)
         await self._overlay.lookup(self._rng.getrandbits(ID_BITS), config.lookup_timeout_s, config.replicas)
-        self._changes_seen = table.num_changes
+        self._neighbours_seen = self._neighbours()
+
+    def _neighbours(self) -> set[PeerId]:
+        nearest = self._overlay.table.nearest(node_id(self._endpoint.peer_id), self._config.k)
+        return {contact.peer_id for contact in nearest}
 
     def _doubted(self) -> list[PeerId]:
         """Whose life to make sure of: all that should hold what is held here, and a few of the rest."""
