@@ -91,7 +91,7 @@ class ProgressReader:
         self._observed: dict[PeerId, Observed] = {}
         self._first_expiry = math.inf
         self._crowd: Crowd | None = None
-        self._sequences: dict[PeerId, int] = {}
+        self._sequences: dict[str, int] = {}  # by peer id
 
     async def refresh(self, *, quickly: bool = False) -> None:
         """Read the records of all peers.
@@ -106,7 +106,7 @@ class ProgressReader:
         for subkey, stored in answer.items():
             if stored.owner == subkey != own_id:
                 num_shown += 1
-                if stored.sequence > sequences.get(PeerId(subkey), -1):
+                if stored.sequence > sequences.get(subkey, -1):
                     self._take_in(PeerId(subkey), stored)
         if len(sequences) > num_shown:  # not all of them were shown
             current = answer.keys() | self.observed().keys()
