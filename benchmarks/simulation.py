@@ -21,6 +21,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the worlds of the tests
 
+import torch._dynamo  # noqa: F401 (the first optimizer imports it, which takes a second and is no part of the run)
+
 from manyhands.testing import World
 from tests.simulation.worlds import Ledger, Trainer, start_training
 

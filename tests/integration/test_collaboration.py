@@ -20,8 +20,8 @@ from manyhands.averaging.messages import Group, Position, Vote
 from manyhands.base.errors import ConfigError, ManifestMismatch, ManyhandsError, Timeout, Unavailable
 from manyhands.optim import ProgressConfig, collaboration
 from manyhands.optim.progress import ProgressRecord
+from manyhands.optim.progress_reader import GOODBYE, progress_key
 from manyhands.optim.run_manifest import read_manifests
-from manyhands.optim.tracker import GOODBYE, progress_key
 from tests.trainers import AVERAGING, FAST, LISTEN, Trainer, in_threads, kill, peers, step_until
 
 

@@ -134,20 +134,40 @@ async def test_the_callee_keeps_the_deadline_by_itself() -> None:
     ],
     ids=["a bug", "no", "a long no", "unavailable", "aborted", "a wait of its own", "a timeout of asyncio"],
 )
+@pytest.mark.parametrize("is_plain", [False, True], ids=["a coroutine", "a plain function"])
 async def test_an_exception_of_the_handler_arrives_typed_and_without_internals(
-    raised: Exception, arrives: type[Exception], says: str, caplog: pytest.LogCaptureFixture
+    raised: Exception, arrives: type[Exception], says: str, is_plain: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def fail(remote: PeerId, request: Text) -> Text:
         raise raised
 
+    def fail_at_once(remote: PeerId, request: Text) -> Text:
+        raise raised
+
     async with endpoints(2, kind="tls") as (here, there):
-        there.handle(ECHO, fail)
+        there.handle(ECHO, fail_at_once if is_plain else fail)
         with pytest.raises(arrives, match=says) as caught:
             await here.call(there.peer_id, ECHO, Text("hi"))
     assert there.peer_id in str(caught.value)
     assert "secret" not in str(caught.value)
     assert len(str(caught.value)) < 1000
     assert ("secret" in caplog.text) == ("secret" in str(raised)), "the log of the peer itself says why"
+
+
+async def test_a_plain_function_answers_also_at_length() -> None:
+    def repeat(remote: PeerId, request: Text) -> Text:
+        return Text(request.text * 300_000)
+
+    async with endpoints(2, kind="tls") as (here, there):
+        there.handle(ECHO, repeat)
+        assert [await here.call(there.peer_id, ECHO, Text(text)) for text in ("", "ab")] == [
+            Text(""),
+            Text("ab" * 300_000),
+        ]
+        with pytest.raises(Unavailable, match="bulk stream"):
+            await here.call(there.peer_id, ECHO, Text("abcd"))
+        with pytest.raises(Refused, match="the request cannot be read"):
+            await here.call(there.peer_id, Method(ECHO.name, Number, Text), Number(7))
 
 
 async def test_an_unknown_method_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Sequence
 from typing import Annotated
@@ -156,13 +157,15 @@ class StreamHeader(msgspec.Struct):
 
 def readable_addresses(texts: Sequence[str]) -> list[Address]:
     """The addresses of a peer that can be read; a newer version may send others too."""
-    readable = []
-    for text in texts[:MAX_ADDRESSES]:
-        try:
-            readable.append(Address.parse(text))
-        except ConfigError:
-            continue
-    return readable
+    return [address for text in texts[:MAX_ADDRESSES] if (address := _address_in(text)) is not None]
+
+
+@functools.lru_cache(maxsize=4096)  # the same ones come in every round and every record
+def _address_in(text: str) -> Address | None:
+    try:
+        return Address.parse(text)
+    except ConfigError:
+        return None
 
 
 JOIN = Method("averaging.join", JoinRequest, JoinResponse)

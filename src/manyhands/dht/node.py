@@ -46,6 +46,9 @@ PASSED = (Reason.ACCEPTED, Reason.UNCHANGED, Reason.STALE)
 REMEMBERED_READS = 16
 """Keys whose records, as they were read last, need not be checked again; each is bounded, as all of a key is."""
 
+MAX_DOUBTED = 2
+"""Far contacts that a round of upkeep asks if they are there: a lookup that meets a dead one goes on without."""
+
 MAX_QUIET_ROUNDS = 16
 """Rounds of upkeep between two looks around, when nobody comes or goes."""
 
@@ -83,7 +86,7 @@ class DhtNode:
         self._replicas = Replicas(own_id, self._overlay.table, config)
         self._handover = Handover()
         self._read: OrderedDict[str, dict[str, Record]] = OrderedDict()  # by key and subkey
-        self._changes_seen = 0
+        self._neighbours_seen: set[PeerId] = set()
         self._quiet_rounds = 0
         self._upkeep: asyncio.Task[None] | None = None
         self._rejoining: asyncio.Task[None] | None = None
@@ -344,19 +347,27 @@ class DhtNode:
     async def _refresh_table(self) -> None:
         """Doubt the contacts that nothing was heard of, and look around near this node and anywhere.
 
-        As long as nobody comes or goes, looking around would find what is known: it is done ever more seldom.
+        As long as the nearest peers stay the same, looking around finds what is known: it is done ever more seldom.
         """
-        table = self._overlay.table
-        doubted = [contact.peer_id for contact in table.least_recently_seen()]
-        doubted = [peer_id for peer_id in doubted if self._overlay.is_doubtful(peer_id)]
-        await asyncio.gather(*(self._overlay.ask(peer_id, PING, PingRequest()) for peer_id in doubted))
-        self._quiet_rounds = self._quiet_rounds + 1 if table.num_changes == self._changes_seen else 0
+        await asyncio.gather(*(self._overlay.ask(peer_id, PING, PingRequest()) for peer_id in self._doubted()))
+        self._quiet_rounds = self._quiet_rounds + 1 if self._neighbours() == self._neighbours_seen else 0
         if self._quiet_rounds not in (0, 1, 3) and self._quiet_rounds % MAX_QUIET_ROUNDS:
             return
         config = self._config
         await self._overlay.lookup(node_id(self._endpoint.peer_id), config.lookup_timeout_s, config.k)
         await self._overlay.lookup(self._rng.getrandbits(ID_BITS), config.lookup_timeout_s, config.replicas)
-        self._changes_seen = table.num_changes
+        self._neighbours_seen = self._neighbours()
+
+    def _neighbours(self) -> set[PeerId]:
+        nearest = self._overlay.table.nearest(node_id(self._endpoint.peer_id), self._config.k)
+        return {contact.peer_id for contact in nearest}
+
+    def _doubted(self) -> list[PeerId]:
+        """Whose life to make sure of: all that should hold what is held here, and a few of the rest."""
+        keys = self._storage.keys(asyncio.get_running_loop().time())
+        partners = self._overlay.doubtful(peer_id for key in keys for peer_id in self._other_replicas(key))
+        rest = self._overlay.doubtful(contact.peer_id for contact in self._overlay.table.least_recently_seen())
+        return list(dict.fromkeys([*partners, *rest[:MAX_DOUBTED]]))
 
     async def _hand_over(self) -> None:
         """Give the records held here to peers that should hold them since others came or went."""
@@ -381,7 +392,14 @@ class DhtNode:
 
 
 async def _all_of(*coros: Coroutine[Any, Any, T]) -> list[T]:
-    """What they return, in their order; a task for each, unless there is only one."""
+    """What they return, in their order: as ``asyncio.gather``, with half of its callbacks."""
     if len(coros) == 1:
         return [await coros[0]]
-    return await asyncio.gather(*coros)
+    tasks = [asyncio.get_running_loop().create_task(coro) for coro in coros]
+    try:
+        return [await task for task in tasks]
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise

@@ -7,7 +7,7 @@ import functools
 import logging
 import math
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 import msgspec
@@ -31,7 +31,7 @@ OnRecords = Callable[[PeerId, list[AgedRecord]], object]
 logger = logging.getLogger(__name__)
 
 REMEMBERED_PEERS = 4096
-HEARD_PERIOD_S = 3.0
+HEARD_PERIOD_S = 10.0
 """Of a peer that is heard of all the time, not every call has to be entered in the table."""
 
 
@@ -61,10 +61,16 @@ class Overlay:
             if len(self._heard_at) > REMEMBERED_PEERS:
                 self._heard_at.popitem(last=False)
 
-    def is_doubtful(self, peer_id: PeerId) -> bool:
-        """Whether nothing shows that a peer is there: no connection, whose heartbeats would, and no recent call."""
+    def doubtful(self, peers: Iterable[PeerId]) -> list[PeerId]:
+        """Of these peers those whom nothing shows to be there: no connection, no recent call.
+
+        Returns:
+            The least recently heard of first.
+        """
         recently = asyncio.get_running_loop().time() - self._config.refresh_period_s
-        return not self._endpoint.is_connected(peer_id) and self._heard_at.get(peer_id, -math.inf) < recently
+        heard_at = {peer_id: self._heard_at.get(peer_id, -math.inf) for peer_id in peers}
+        silent = [peer for peer, at in heard_at.items() if at < recently and not self._endpoint.is_connected(peer)]
+        return sorted(silent, key=heard_at.__getitem__)
 
     async def ask(self, peer_id: PeerId, method: Method[Req, Res], request: Req) -> Res | None:
         """Call a peer, and note in the table whether it answered.

@@ -80,9 +80,18 @@ class Replicas:
     def recall(self, key: str, now: float) -> tuple[PeerId, ...]:
         """The holders of a key, if they are remembered; else none."""
         found = self._found.get(key)
-        if found is None or found.until <= now or not set(self.known(key)) <= set(found.holders):
+        if found is None or found.until <= now or self._knows_nearer(key, found.holders):
             return ()
         return found.holders
+
+    def _knows_nearer(self, key: str, holders: Sequence[PeerId]) -> bool:
+        """Whether somebody is known who should hold a key instead; the table need not have the holders of a far one."""
+        others = [peer_id for peer_id in self.known(key) if peer_id not in holders]
+        if not others or len(holders) < self._num:
+            return bool(others)
+        target = key_id(key)
+        farthest = max(distance(node_id(peer_id), target) for peer_id in holders)
+        return any(distance(node_id(peer_id), target) < farthest for peer_id in others)
 
     def recall_complete(self, key: str, now: float) -> tuple[PeerId, ...]:
         """The same, if all of them were seen to hold the records."""

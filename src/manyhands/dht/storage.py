@@ -15,12 +15,13 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import msgspec
+
 from manyhands.dht.config import DhtConfig
 from manyhands.dht.records import AgedRecord, Reason, Record, digest_of, fault_of, remaining_s
 
 
-@dataclass
-class Held:
+class Held(msgspec.Struct):
     """A record in the storage; ``expires_at`` is an instant of the node's monotonic clock, in seconds."""
 
     record: Record

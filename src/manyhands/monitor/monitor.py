@@ -14,8 +14,8 @@ from manyhands.monitor.events import Event, ProgressMade, StepMade
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.metrics import MetricsRecord, read_metrics
 from manyhands.optim.progress import Progress, aggregate, describe_progress, next_refresh_s, rank_of
+from manyhands.optim.progress_reader import ProgressReader
 from manyhands.optim.run_manifest import read_manifests, run_manifest_of
-from manyhands.optim.tracker import ProgressReader
 from manyhands.peer import Peer
 from manyhands.runtime import TaskOwner
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -32,7 +33,8 @@ class GradientAccumulator:
         Returns False, and adds nothing, when a gradient is not finite.
         """
         gradients = [None if parameter.grad is None else parameter.grad.to_dense() for parameter in self._parameters]
-        if not all(gradient.sum(dtype=torch.float32).isfinite() for gradient in gradients if gradient is not None):
+        sums = (gradient.sum(dtype=torch.float32).item() for gradient in gradients if gradient is not None)
+        if not all(math.isfinite(total) for total in sums):
             return False
         share = samples / (self.samples + samples)
         means, shares = self._mean_views

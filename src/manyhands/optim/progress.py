@@ -9,7 +9,7 @@ global step is due when the samples that peers have *said* they have reach the t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -52,8 +52,11 @@ class ProgressRecord(msgspec.Struct, frozen=True):
     counted_s_ago: float = 0.0
 
     def __post_init__(self) -> None:
-        numbers = (self.samples_per_second, self.ttl_s, self.counted_s_ago)
-        if not all(math.isfinite(number) and number >= 0 for number in numbers):
+        if not (
+            0 <= self.samples_per_second < math.inf
+            and 0 <= self.ttl_s < math.inf
+            and 0 <= self.counted_s_ago < math.inf
+        ):
             raise ValueError("speeds and times are finite and >= 0")
 
 
@@ -83,18 +86,48 @@ class Progress:
     eta_s: float
 
 
+class Reckoning(msgspec.Struct, frozen=True):
+    """How a peer's samples must grow, if it goes on as fast as it said.
+
+    Attributes:
+        samples: when they were counted.
+        samples_per_second: since then.
+        since: when that was said.
+        counted_s_ago: before it was said, so long ago were they counted.
+        limit_s: so long after it was said the peer is not reckoned on any more.
+    """
+
+    samples: int
+    samples_per_second: float
+    since: float
+    counted_s_ago: float
+    limit_s: float
+
+    @classmethod
+    def of(cls, record: ProgressRecord, since: float) -> Reckoning:
+        """From what a peer said at an instant; one that says nothing for longer than it should is not reckoned on."""
+        ttl_s = min(record.ttl_s, MAX_TTL_S)  # whatever a stranger says, the product is a number
+        counted_s_ago = min(record.counted_s_ago, ttl_s)
+        return cls(record.samples, record.samples_per_second, since, counted_s_ago, ttl_s / KEEP_ALIVES)
+
+    def at(self, now: float) -> int:
+        """The samples that the peer must have at an instant."""
+        age_s = now - self.since
+        if age_s > self.limit_s:
+            age_s = self.limit_s
+        elif age_s < 0.0:
+            age_s = 0.0
+        more = self.samples_per_second * (age_s + self.counted_s_ago)
+        return min(self.samples + int(min(more, MAX_COUNT)), MAX_COUNT)
+
+
 def reckoned_samples(record: ProgressRecord, age_s: float) -> int:
     """The samples that a peer must have by now, if it went on as fast as it said.
 
     Args:
-        age_s: since the record was published; a peer that says nothing for longer than it should is not reckoned on.
+        age_s: since the record was published.
     """
-    ttl_s = min(MAX_TTL_S, record.ttl_s)  # the product is a number, whoever says what
-    age_s = 0.0 if age_s < 0.0 else min(ttl_s / KEEP_ALIVES, age_s)
-    age_s += min(ttl_s, record.counted_s_ago)
-    samples = record.samples_per_second * age_s
-    samples = record.samples + (int(samples) if samples < MAX_COUNT else MAX_COUNT)
-    return min(MAX_COUNT, samples)
+    return Reckoning.of(record, 0.0).at(age_s)
 
 
 def is_news(published: ProgressRecord, age_s: float, own: ProgressRecord, target_share: float, is_near: bool) -> bool:
@@ -127,19 +160,15 @@ def aggregate(
     """
     here = {peer_id: record for peer_id, record in others.items() if record.position == position}
     counts = [record.samples if samples is None else samples[peer_id] for peer_id, record in here.items()]
-    return sum_up(own, list(here.values()), counts, target_batch_size)
+    speed = sum(record.samples_per_second for record in here.values())
+    return sum_up(own, len(here), sum(counts), speed, target_batch_size)
 
 
 def sum_up(
-    own: ProgressRecord | None, records: Sequence[ProgressRecord], counts: Sequence[int], target_batch_size: int
+    own: ProgressRecord | None, num_others: int, samples: int, samples_per_second: float, target_batch_size: int
 ) -> Progress:
-    """As :func:`aggregate`, for peers at one position.
-
-    Args:
-        counts: the samples of each other peer.
-    """
-    num_peers, samples = len(records), sum(counts)
-    speed = sum([record.samples_per_second for record in records])
+    """The progress of this peer and others at its position, from the sums of the others."""
+    num_peers, speed = num_others, samples_per_second
     if own is not None:
         num_peers, samples, speed = num_peers + 1, samples + own.samples, speed + own.samples_per_second
     missing = max(target_batch_size - samples, 0)

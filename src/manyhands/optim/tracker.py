@@ -6,15 +6,14 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import msgspec
 
-from manyhands.averaging.messages import Position, readable_addresses
+from manyhands.averaging.messages import Position
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ManyhandsError
 from manyhands.base.identity import PeerId
-from manyhands.dht import DhtNode, StoredValue
+from manyhands.dht import DhtNode
 from manyhands.optim.bell import Bell
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.progress import (
@@ -25,146 +24,15 @@ from manyhands.optim.progress import (
     is_news,
     leading_branch,
     next_refresh_s,
-    reckoned_samples,
     sum_up,
 )
+from manyhands.optim.progress_reader import GOODBYE, Observed, ProgressReader, progress_key
 from manyhands.rpc import Endpoint
 from manyhands.runtime import TaskOwner
 
 logger = logging.getLogger(__name__)
 
-
-GOODBYE = "goodbye"
-"""Published instead of a record by a peer that leaves on purpose."""
-
 GOODBYE_TIMEOUT_S = 1.0
-
-IN_FLIGHT_S = 1.0
-"""What a record may take from its owner to its reader."""
-
-
-def progress_key(run_id: str) -> str:
-    """The DHT key of a run's progress records."""
-    return f"{run_id}.progress"
-
-
-@dataclass(frozen=True)
-class Observed:
-    """A record of another peer.
-
-    Attributes:
-        expires_at: until when it counts (loop time).
-        moved_at: when a round was seen to take the peer to this position (loop time); earlier records are out of date.
-    """
-
-    record: ProgressRecord
-    sequence: int
-    expires_at: float
-    moved_at: float = -math.inf
-
-    def reckoned_samples(self, now: float) -> int:
-        """What the peer must have by now, if it went on as it said."""
-        published_at = self.expires_at - self.record.ttl_s
-        return reckoned_samples(self.record, now - max(self.moved_at, published_at))
-
-    def is_outdated_by(self, record: ProgressRecord, issued_at: float) -> bool:
-        """Whether ``record`` is news; not when it was published before the round that moved the peer."""
-        return record.position.step >= self.record.position.step or issued_at > self.moved_at + IN_FLIGHT_S
-
-
-class ProgressReader:
-    """The progress records of a run, as last read; enough for who only watches.
-
-    Attributes:
-        version: changes whenever a record comes, changes or goes.
-    """
-
-    def __init__(self, endpoint: Endpoint, dht: DhtNode, run_id: str) -> None:
-        self._endpoint = endpoint
-        self._dht = dht
-        self._key = progress_key(run_id)
-        self.version = 0
-        self._observed: dict[PeerId, Observed] = {}
-        self._first_expiry = math.inf
-        self._sequences: dict[PeerId, int] = {}
-
-    async def refresh(self, *, quickly: bool = False) -> None:
-        """Read the records of all peers.
-
-        Args:
-            quickly: from one holder, which may have missed some; what was read of these before counts.
-        Raises:
-            Unavailable: the DHT does not answer; what was read before counts until it expires.
-        """
-        answer = await self._dht.get(self._key, quickly=quickly)
-        for subkey, stored in answer.items():
-            if stored.owner == subkey != self._endpoint.peer_id:
-                self._take_in(PeerId(subkey), stored)
-        current = answer.keys() | self.observed().keys()
-        self._sequences = {peer_id: sequence for peer_id, sequence in self._sequences.items() if peer_id in current}
-
-    def _take_in(self, peer_id: PeerId, stored: StoredValue) -> None:
-        if stored.sequence <= self._sequences.get(peer_id, -1):
-            return
-        self._sequences[peer_id] = stored.sequence
-        if stored.value == GOODBYE:
-            self._observed.pop(peer_id, None)
-            self.version += 1
-            return
-        try:
-            record = msgspec.convert(stored.value, ProgressRecord)
-        except msgspec.ValidationError as error:
-            self._endpoint.counters["bad_records"] += 1
-            logger.warning("the progress record of peer %s cannot be read: %s", peer_id, error)
-            return
-        now = asyncio.get_running_loop().time()
-        known = self._observed.get(peer_id)
-        issued_at = now + stored.remaining_s - record.ttl_s
-        if known is None or known.is_outdated_by(record, issued_at):
-            self._observe(peer_id, Observed(record, stored.sequence, now + stored.remaining_s))
-            if known is None or known.record.addresses != record.addresses:
-                self._endpoint.learn(peer_id, readable_addresses(record.addresses))
-
-    def _observe(self, peer_id: PeerId, seen: Observed) -> None:
-        self._observed[peer_id] = seen
-        self._first_expiry = min(self._first_expiry, seen.expires_at)
-        self.version += 1
-
-    def observed(self) -> Mapping[PeerId, Observed]:
-        """The records of the other peers that still count."""
-        now = asyncio.get_running_loop().time()
-        if now >= self._first_expiry:
-            num_before = len(self._observed)
-            self._observed = {peer_id: seen for peer_id, seen in self._observed.items() if seen.expires_at > now}
-            self._first_expiry = min((seen.expires_at for seen in self._observed.values()), default=math.inf)
-            self.version += len(self._observed) != num_before
-        return self._observed
-
-    def records(self) -> dict[PeerId, ProgressRecord]:
-        """What the other peers say of themselves."""
-        return {peer_id: seen.record for peer_id, seen in self.observed().items()}
-
-    def reckoned_samples(self) -> dict[PeerId, int]:
-        """The samples that they must have by now."""
-        now = asyncio.get_running_loop().time()
-        return {peer_id: seen.reckoned_samples(now) for peer_id, seen in self.observed().items()}
-
-    def at(self, position: Position) -> tuple[list[ProgressRecord], list[int]]:
-        """The records of those at a position, and the samples that each must have by now."""
-        now = asyncio.get_running_loop().time()
-        here = [seen for seen in self.observed().values() if seen.record.position == position]
-        return [seen.record for seen in here], [seen.reckoned_samples(now) for seen in here]
-
-    def moved(self, peer_ids: list[PeerId], position: Position, lineage_samples: int) -> None:
-        """These peers are known to have gone to ``position``, unless they said so or more; holds until they do."""
-        now = asyncio.get_running_loop().time()
-        for peer_id in peer_ids:
-            seen = self._observed.get(peer_id)
-            if seen is not None and seen.record.position.step < position.step:
-                record = msgspec.structs.replace(
-                    seen.record, position=position, samples=0, lineage_samples=lineage_samples, counted_s_ago=0.0
-                )
-                self._observe(peer_id, Observed(record, seen.sequence, seen.expires_at, now))
 
 
 class ProgressTracker:
@@ -209,7 +77,7 @@ class ProgressTracker:
         self._has_moved = Bell()
         self._refresh_wanted = Bell()
         self._tasks = TaskOwner("progress")
-        self.progress = self.outlook = sum_up(self._own, [], [], target_batch_size)
+        self.progress = self.outlook = sum_up(self._own, 0, 0, 0.0, target_batch_size)
         self._branch: tuple[tuple[object, ...], Branch] | None = None  # and from what it follows
 
     def start(self) -> None:
@@ -288,10 +156,11 @@ class ProgressTracker:
         self._refresh_wanted.ring()
 
     def _update_progress(self) -> None:
-        records, reckoned = self.reader.at(self._own.position)
-        said = [record.samples for record in records]
-        self.progress = sum_up(self._own, records, said, self.target_batch_size)
-        self.outlook = sum_up(self._own, records, reckoned, self.target_batch_size)
+        crowd, own, target = self.reader.at(self._own.position), self._own, self.target_batch_size
+        reckoned = crowd.reckoned_samples(asyncio.get_running_loop().time())
+        num_others, speed = len(crowd.reckonings), crowd.samples_per_second
+        self.progress = sum_up(own, num_others, crowd.samples, speed, target)
+        self.outlook = sum_up(own, num_others, reckoned, speed, target)
 
     def is_due(self) -> bool:
         """Whether the collaboration has reached its target, or another peer says so."""

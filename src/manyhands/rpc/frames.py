@@ -213,14 +213,16 @@ class FrameReader:
             data = bytes(self._received)
             self._received.clear()
         start, self._num_needed = 0, 4
-        while len(data) >= start + 4:
+        num_bytes = len(data)
+        while num_bytes >= start + 4:
             end = start + 4 + _checked_length(self._remote, data[start : start + 4])
-            if len(data) < end:
+            if num_bytes < end:
                 self._num_needed = end - start
                 break
             yield _decode(self._remote, data[start + 4 : end])
             start = end
-        self._received += data[start:]
+        if start < num_bytes:
+            self._received += data[start:]
 
 
 def _checked_length(remote: PeerId, prefix: bytes | bytearray) -> int:

@@ -49,6 +49,8 @@ class SimStream:
         self.number = number
         self._network = network
         self._loop = network.loop
+        self._rng = network.rng
+        self._trace = network.trace
         self._link = network.link(host.name, other_host.name)
         self._up, self._down = network.up(host.name), network.down(other_host.name)
         self._unread: deque[bytes] = deque()
@@ -134,7 +136,7 @@ class SimStream:
             self._cross(num_bytes)
 
     def _cross(self, num_bytes: int) -> None:
-        arrival = self._loop.now + self._link.delay_s(self._network.rng)
+        arrival = self._loop.now + self._link.delay_s(self._rng)
         if arrival < self._in_order_after:
             arrival = self._in_order_after
         self._in_order_after = arrival
@@ -167,9 +169,7 @@ class SimStream:
             self._end("connection closed")
             return
         num_bytes = len(chunk)
-        self._network.trace.add_chunk(
-            now, other.host.name, self.host.name, self.number, num_bytes, zlib.crc32(chunk)
-        )  # fmt: skip
+        self._trace.add_chunk(now, other.host.name, self.host.name, self.number, num_bytes, zlib.crc32(chunk))
         self.bytes_received += num_bytes
         self.last_received = now
         self.num_unread += num_bytes
@@ -183,7 +183,13 @@ class SimStream:
     async def receive(self) -> bytes:
         unread = self._unread
         if not unread:
-            await self._wait_for_bytes()
+            if self._reader is not None or self._end_reason:
+                self._check_readable()
+            self._reader = self._loop.create_future()
+            try:
+                await self._reader
+            finally:
+                self._reader = None
         if len(unread) == 1:
             taken = unread.popleft()
         else:
@@ -208,11 +214,14 @@ class SimStream:
             self.abort()
             raise
 
-    async def _wait_for_bytes(self) -> None:
+    def _check_readable(self) -> None:
         if self._reader is not None:
             raise RuntimeError("two tasks receive from one stream")
         if self._end_reason:
             raise PeerLost(self.remote, self._end_reason)
+
+    async def _wait_for_bytes(self) -> None:
+        self._check_readable()
         self._reader = self._loop.create_future()
         try:
             await self._reader

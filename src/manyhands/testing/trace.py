@@ -6,8 +6,11 @@ import hashlib
 from collections import deque
 from typing import TextIO
 
-REMEMBERED_LINES = 2000
-FLUSH_AT = 1000  # lines: formatting and hashing many at once costs half of one by one
+REMEMBERED_LINES = 2000  # formatted when somebody looks
+FLUSH_AT = 1000  # events: hashing many at once costs half of one by one
+
+
+Event = tuple[float, str] | tuple[float, str, str, int, int, int]
 
 
 class Trace:
@@ -21,21 +24,21 @@ class Trace:
     def __init__(self) -> None:
         self.num_events = 0
         self.log: TextIO | None = None
-        self._lines: deque[str] = deque(maxlen=REMEMBERED_LINES)
-        self._new: list[tuple[float, str | tuple[str, str, int, int, int]]] = []
+        self._last: deque[Event] = deque(maxlen=REMEMBERED_LINES)
+        self._new: list[Event] = []
         self._sha256 = hashlib.sha256()
 
     def add(self, now: float, what: str) -> None:
         """Something happened at virtual time ``now``."""
-        self.num_events += 1
-        self._new.append((now, what))
-        if len(self._new) >= FLUSH_AT:
-            self.flush()
+        self._add((now, what))
 
     def add_chunk(self, now: float, source: str, destination: str, stream: int, num_bytes: int, crc: int) -> None:
         """Bytes arrived."""
+        self._add((now, source, destination, stream, num_bytes, crc))
+
+    def _add(self, event: Event) -> None:
         self.num_events += 1
-        self._new.append((now, (source, destination, stream, num_bytes, crc)))
+        self._new.append(event)
         if len(self._new) >= FLUSH_AT:
             self.flush()
 
@@ -43,7 +46,7 @@ class Trace:
     def lines(self) -> list[str]:
         """The last events, as text."""
         self.flush()
-        return list(self._lines)
+        return [_line(event) for event in self._last]
 
     def digest(self) -> str:
         """SHA-256 of all events so far, in hexadecimal."""
@@ -52,13 +55,13 @@ class Trace:
 
     def flush(self) -> None:
         """Hash what is new, and write it to the log."""
-        lines = [f"{now:.6f} {_text(what)}" for now, what in self._new]
-        self._new.clear()
-        self._lines.extend(lines)
-        text = "".join(line + "\n" for line in lines)
-        self._sha256.update(text.encode())
+        if not self._new:
+            return
+        self._last.extend(self._new)
+        self._sha256.update(repr(self._new)[1:-1].encode() + b", ")  # the same, however often it is flushed
         if self.log is not None:
-            self.log.write(text)
+            self.log.write("".join(_line(event) + "\n" for event in self._new))
+        self._new.clear()
 
     def close_log(self) -> None:
         """Write the last lines to the log, and let it go."""
@@ -66,8 +69,8 @@ class Trace:
         self.log = None
 
 
-def _text(what: str | tuple[str, str, int, int, int]) -> str:
-    if isinstance(what, str):
-        return what
-    source, destination, stream, num_bytes, crc = what
-    return f"{source}>{destination} #{stream} {num_bytes} bytes {crc:08x}"
+def _line(event: Event) -> str:
+    if len(event) == 2:
+        return f"{event[0]:.6f} {event[1]}"
+    now, source, destination, stream, num_bytes, crc = event
+    return f"{now:.6f} {source}>{destination} #{stream} {num_bytes} bytes {crc:08x}"

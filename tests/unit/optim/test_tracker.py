@@ -15,7 +15,8 @@ from manyhands.base.deadline import time_limit
 from manyhands.base.identity import PeerId
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.progress import ProgressRecord
-from manyhands.optim.tracker import GOODBYE, IN_FLIGHT_S, ProgressTracker, progress_key
+from manyhands.optim.progress_reader import GOODBYE, IN_FLIGHT_S, progress_key
+from manyhands.optim.tracker import ProgressTracker
 from manyhands.rpc import Endpoint
 from tests.swarm import endpoints, identity_of
 from tests.unit.optim.fake_dht import FakeDht

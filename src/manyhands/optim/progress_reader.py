@@ -1,0 +1,182 @@
+"""The progress records of the other peers, as one peer reads them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from manyhands.averaging.messages import Position, readable_addresses
+from manyhands.base.identity import PeerId
+from manyhands.dht import DhtNode, StoredValue
+from manyhands.optim.progress import ProgressRecord, Reckoning
+from manyhands.rpc import Endpoint
+
+logger = logging.getLogger(__name__)
+
+GOODBYE = "goodbye"
+"""Published instead of a record by a peer that leaves on purpose."""
+
+IN_FLIGHT_S = 1.0
+"""What a record may take from its owner to its reader."""
+
+_GOODBYE = msgspec.msgpack.encode(GOODBYE)
+_decoder = msgspec.msgpack.Decoder(ProgressRecord)
+
+
+def progress_key(run_id: str) -> str:
+    """The DHT key of a run's progress records."""
+    return f"{run_id}.progress"
+
+
+class Observed(msgspec.Struct, frozen=True):
+    """A record of another peer.
+
+    Attributes:
+        expires_at: until when it counts (loop time).
+        moved_at: when a round was seen to take the peer to this position (loop time); earlier records are out of date.
+    """
+
+    record: ProgressRecord
+    sequence: int
+    expires_at: float
+    moved_at: float = -math.inf
+
+    def reckoning(self) -> Reckoning:
+        """How its samples must grow from here."""
+        return Reckoning.of(self.record, max(self.moved_at, self.expires_at - self.record.ttl_s))
+
+    def is_outdated_by(self, record: ProgressRecord, issued_at: float) -> bool:
+        """Whether ``record`` is news; not when it was published before the round that moved the peer."""
+        return record.position.step >= self.record.position.step or issued_at > self.moved_at + IN_FLIGHT_S
+
+
+@dataclass(frozen=True)
+class Crowd:
+    """The other peers at one position, as they have said.
+
+    Attributes:
+        version: of the records.
+        samples, samples_per_second: of all together.
+        reckonings: of each.
+    """
+
+    position: Position
+    version: int
+    samples: int
+    samples_per_second: float
+    reckonings: Sequence[Reckoning]
+
+    def reckoned_samples(self, now: float) -> int:
+        """What they must have by now, together."""
+        return sum([reckoning.at(now) for reckoning in self.reckonings])
+
+
+class ProgressReader:
+    """The progress records of a run, as last read; enough for who only watches.
+
+    Attributes:
+        version: changes whenever a record comes, changes or goes.
+    """
+
+    def __init__(self, endpoint: Endpoint, dht: DhtNode, run_id: str) -> None:
+        self._endpoint = endpoint
+        self._dht = dht
+        self._key = progress_key(run_id)
+        self.version = 0
+        self._observed: dict[PeerId, Observed] = {}
+        self._first_expiry = math.inf
+        self._crowd: Crowd | None = None
+        self._sequences: dict[str, int] = {}  # by peer id
+
+    async def refresh(self, *, quickly: bool = False) -> None:
+        """Read the records of all peers.
+
+        Args:
+            quickly: from one holder, which may have missed some; what was read of these before counts.
+        Raises:
+            Unavailable: the DHT does not answer; what was read before counts until it expires.
+        """
+        answer = await self._dht.get(self._key, quickly=quickly)
+        sequences, own_id, num_shown = self._sequences, self._endpoint.peer_id, 0
+        for subkey, stored in answer.items():
+            if stored.owner == subkey != own_id:
+                num_shown += 1
+                if stored.sequence > sequences.get(subkey, -1):
+                    self._take_in(PeerId(subkey), stored)
+        if len(sequences) > num_shown:  # not all of them were shown
+            current = answer.keys() | self.observed().keys()
+            self._sequences = {peer_id: sequence for peer_id, sequence in sequences.items() if peer_id in current}
+
+    def _take_in(self, peer_id: PeerId, stored: StoredValue) -> None:
+        self._sequences[peer_id] = stored.sequence
+        if stored.raw == _GOODBYE:
+            self._observed.pop(peer_id, None)
+            self.version += 1
+            return
+        try:
+            record = _decoder.decode(stored.raw)
+        except msgspec.ValidationError as error:
+            self._endpoint.counters["bad_records"] += 1
+            logger.warning("the progress record of peer %s cannot be read: %s", peer_id, error)
+            return
+        now = asyncio.get_running_loop().time()
+        known = self._observed.get(peer_id)
+        issued_at = now + stored.remaining_s - record.ttl_s
+        if known is None or known.is_outdated_by(record, issued_at):
+            self._observe(peer_id, Observed(record, stored.sequence, now + stored.remaining_s))
+            if known is None or known.record.addresses != record.addresses:
+                self._endpoint.learn(peer_id, readable_addresses(record.addresses))
+
+    def _observe(self, peer_id: PeerId, seen: Observed) -> None:
+        self._observed[peer_id] = seen
+        self._first_expiry = min(self._first_expiry, seen.expires_at)
+        self.version += 1
+
+    def observed(self) -> Mapping[PeerId, Observed]:
+        """The records of the other peers that still count."""
+        now = asyncio.get_running_loop().time()
+        if now >= self._first_expiry:
+            num_before = len(self._observed)
+            self._observed = {peer_id: seen for peer_id, seen in self._observed.items() if seen.expires_at > now}
+            self._first_expiry = min((seen.expires_at for seen in self._observed.values()), default=math.inf)
+            self.version += len(self._observed) != num_before
+        return self._observed
+
+    def records(self) -> dict[PeerId, ProgressRecord]:
+        """What the other peers say of themselves."""
+        return {peer_id: seen.record for peer_id, seen in self.observed().items()}
+
+    def reckoned_samples(self) -> dict[PeerId, int]:
+        """The samples that they must have by now."""
+        now = asyncio.get_running_loop().time()
+        return {peer_id: seen.reckoning().at(now) for peer_id, seen in self.observed().items()}
+
+    def at(self, position: Position) -> Crowd:
+        """Those at a position."""
+        observed = self.observed()
+        if self._crowd is None or (self._crowd.position, self._crowd.version) != (position, self.version):
+            here = [seen for seen in observed.values() if seen.record.position == position]
+            self._crowd = Crowd(
+                position,
+                self.version,
+                samples=sum([seen.record.samples for seen in here]),
+                samples_per_second=sum([seen.record.samples_per_second for seen in here]),
+                reckonings=[seen.reckoning() for seen in here],
+            )
+        return self._crowd
+
+    def moved(self, peer_ids: list[PeerId], position: Position, lineage_samples: int) -> None:
+        """These peers are known to have gone to ``position``, unless they said so or more; holds until they do."""
+        now = asyncio.get_running_loop().time()
+        for peer_id in peer_ids:
+            seen = self._observed.get(peer_id)
+            if seen is not None and seen.record.position.step < position.step:
+                record = msgspec.structs.replace(
+                    seen.record, position=position, samples=0, lineage_samples=lineage_samples, counted_s_ago=0.0
+                )
+                self._observe(peer_id, Observed(record, seen.sequence, seen.expires_at, now))

@@ -1,0 +1,55 @@
+"""Whom a node takes for the holders of a key."""
+
+from __future__ import annotations
+
+from manyhands.base.identity import PeerId
+from manyhands.dht.config import DhtConfig
+from manyhands.dht.ids import distance, key_id, node_id
+from manyhands.dht.replicas import Replicas
+from manyhands.dht.routing import Contact, RoutingTable
+from tests.unit.dht.examples import contact
+
+NOW = 100.0
+CONFIG = DhtConfig(k=3, replicas=3)
+
+
+def nearest_first(num: int) -> list[Contact]:
+    """Contacts in the order of their distance to the key."""
+    return sorted(map(contact, range(num)), key=lambda one: distance(node_id(one.peer_id), key_id("key")))
+
+
+def far_node(peers: list[Contact]) -> tuple[Replicas, RoutingTable, PeerId]:
+    """The node that is farthest from the key; its table has room for three of those near the key, the farthest ones."""
+    own_id = peers[-1].peer_id
+    table = RoutingTable(own_id, CONFIG.k, max_failures=2)
+    return Replicas(own_id, table, CONFIG), table, own_id
+
+
+def test_holders_count_though_the_table_has_no_room_for_them() -> None:
+    peers = nearest_first(60)
+    replicas, table, _ = far_node(peers)
+    holders = [one.peer_id for one in peers[:3]]
+    for one in reversed(peers[:-1]):
+        table.seen(one)
+    assert not set(replicas.known("key")) <= set(holders), "the farther ones were there first"
+    replicas.remember("key", holders, NOW, are_complete=True)
+    assert replicas.recall_complete("key", NOW) == tuple(holders)
+
+
+def test_who_hears_of_somebody_nearer_looks_up_again() -> None:
+    peers = nearest_first(60)
+    replicas, table, _ = far_node(peers)
+    replicas.remember("key", [one.peer_id for one in peers[1:4]], NOW, are_complete=True)
+    table.seen(peers[20])
+    assert replicas.recall("key", NOW)
+    table.seen(peers[0])
+    assert not replicas.recall("key", NOW)
+
+
+def test_as_long_as_there_are_too_few_holders_everybody_is_one() -> None:
+    peers = nearest_first(60)
+    replicas, table, own_id = far_node(peers)
+    replicas.remember("key", [peers[0].peer_id, own_id], NOW, are_complete=True)
+    assert replicas.recall("key", NOW)
+    table.seen(peers[20])
+    assert not replicas.recall("key", NOW)
