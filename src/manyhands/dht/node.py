@@ -6,8 +6,8 @@ import asyncio
 import logging
 import random
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from manyhands.base.address import Address
 from manyhands.base.identity import PeerId
@@ -34,10 +34,10 @@ from manyhands.dht.records import AgedRecord, Reason, Record, digest_of
 from manyhands.dht.replicas import Replicas
 from manyhands.dht.routing import Contact
 from manyhands.dht.storage import Storage
+from manyhands.dht.together import all_of
 from manyhands.rpc.endpoint import Endpoint
 from manyhands.runtime.tasks import TaskOwner
 
-T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 PASSED = (Reason.ACCEPTED, Reason.UNCHANGED, Reason.STALE)
@@ -282,7 +282,7 @@ class DhtNode:
 
     async def _store_at(self, replicas: Sequence[PeerId], record: Record) -> dict[PeerId, StoreOutcome]:
         sent = [AgedRecord(record, 0.0)]
-        outcomes = await _all_of(*(self._send(peer_id, sent) for peer_id in replicas))
+        outcomes = await all_of(*(self._send(peer_id, sent) for peer_id in replicas))
         return {peer_id: answer[0] for peer_id, answer in zip(replicas, outcomes, strict=True) if answer}
 
     async def _read_at_all(self, key: str, found: Findings) -> None:
@@ -298,7 +298,7 @@ class DhtNode:
         self._rng.shuffle(replicas)
         replicas.sort(key=lambda peer_id: peer_id != self._endpoint.peer_id)  # what is held here costs nothing
         first, *others = replicas[: 1 if quickly else len(replicas) // 2 + 1]
-        answers = await _all_of(
+        answers = await all_of(
             self._read_at(first, key, wants_records=True),
             *(self._read_at(peer_id, key, wants_records=False) for peer_id in others),
         )
@@ -311,7 +311,7 @@ class DhtNode:
             return True
         digest = digest_of(passed)
         differing = [peer_id for peer_id, answer in zip(others, digests, strict=True) if answer.digest != digest]
-        more = await _all_of(*(self._read_at(peer_id, key, wants_records=True) for peer_id in differing))
+        more = await all_of(*(self._read_at(peer_id, key, wants_records=True) for peer_id in differing))
         for peer_id, answer in zip(differing, more, strict=True):
             self._merge(found, peer_id, answer.records if answer is not None else [])
         if differing and not found.are_complete([first, *differing]):
@@ -389,17 +389,3 @@ class DhtNode:
                 if outcome.later is not None:
                     self._hold(peer_id, outcome.later)
         self._handover.given(peer_id, keys)
-
-
-async def _all_of(*coros: Coroutine[Any, Any, T]) -> list[T]:
-    """What they return, in their order: as ``asyncio.gather``, with half of its callbacks."""
-    if len(coros) == 1:
-        return [await coros[0]]
-    tasks = [asyncio.get_running_loop().create_task(coro) for coro in coros]
-    try:
-        return [await task for task in tasks]
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
