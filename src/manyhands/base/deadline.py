@@ -4,31 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Coroutine
+from contextlib import AbstractAsyncContextManager
+from types import TracebackType
 from typing import Any, TypeVar
 
 from manyhands.base.errors import Timeout
 
 if sys.version_info >= (3, 11):
     from asyncio import timeout as _timeout
-
-    def _is_over(limit: asyncio.Timeout) -> bool:
-        return limit.expired()
-
 else:
-    from async_timeout import Timeout as _Limit
     from async_timeout import timeout as _timeout
-
-    def _is_over(limit: _Limit) -> bool:
-        return bool(limit.expired)
 
 
 T = TypeVar("T")
 
 
-@asynccontextmanager
-async def time_limit(timeout_s: float, phase: str) -> AsyncIterator[None]:
+def time_limit(timeout_s: float, phase: str) -> AbstractAsyncContextManager[None]:
     """Bound the waits inside the block.
 
     Args:
@@ -37,13 +29,25 @@ async def time_limit(timeout_s: float, phase: str) -> AsyncIterator[None]:
     Raises:
         Timeout: the time was over; it names the phase.
     """
-    try:
-        async with _timeout(timeout_s) as limit:
-            yield
-    except asyncio.TimeoutError as error:
-        if not _is_over(limit):  # somebody else's timeout, passing through
-            raise
-        raise Timeout(phase, timeout_s) from error
+    return _TimeLimit(timeout_s, phase)
+
+
+class _TimeLimit(AbstractAsyncContextManager[None]):
+    def __init__(self, timeout_s: float, phase: str) -> None:
+        self._timeout_s = timeout_s
+        self._phase = phase
+
+    async def __aenter__(self) -> None:
+        self._limit = _timeout(self._timeout_s)
+        await self._limit.__aenter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            await self._limit.__aexit__(kind, error, traceback)
+        except asyncio.TimeoutError as over:  # only ours: somebody else's passes through as ``error``
+            raise Timeout(self._phase, self._timeout_s) from over
 
 
 async def while_moving(

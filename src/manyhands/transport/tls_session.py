@@ -113,6 +113,11 @@ class TlsSession:
 
     # afterwards
 
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing can be read any more; the next :meth:`read_into` says why."""
+        return self._failure is not None
+
     def received(self, ciphertext: memoryview) -> None:
         """Take in what came from the network."""
         self._connection.bio_write(ciphertext)
@@ -133,11 +138,9 @@ class TlsSession:
             while num_bytes < len(view) and result > 0:
                 result = _lib.SSL_read(self._ssl, start + num_bytes, len(view) - num_bytes)
                 num_bytes += max(result, 0)
-        if result <= 0:
+        if result <= 0 and _lib.SSL_get_error(self._ssl, result) != _lib.SSL_ERROR_WANT_READ:
             try:
                 self._connection._raise_ssl_error(self._ssl, result)  # noqa: SLF001
-            except SSL.WantReadError:
-                return num_bytes
             except SSL.ZeroReturnError:
                 self._failure = TlsEnded()
             except SSL.Error as error:

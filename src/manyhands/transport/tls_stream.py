@@ -274,6 +274,8 @@ class TlsStream:
                 self.last_received = self._loop.time()
                 if not self._is_closing:
                     self._buffer.updated(num_bytes)
+                if num_bytes < len(view) and not self._session.is_over:  # more ciphertext is needed
+                    return
         except TlsEnded:
             self._end(ENDED)
         except TlsFailed as error:
