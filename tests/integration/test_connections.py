@@ -374,7 +374,7 @@ async def test_cancelling_a_call_reaches_its_handler_within_a_quarter_second(kin
 
 
 class Throttled:
-    """Lets the messages of one stream through slowly, in order."""
+    """Each socket sends slowly, as if its link did."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, bytes_per_s: float) -> None:
         self.bytes_per_s = bytes_per_s
@@ -382,15 +382,14 @@ class Throttled:
 
     def begin(self) -> None:
         send = socket.socket.send
-        free_at = 0.0
+        free_at: dict[socket.socket, float] = {}
 
         def send_slowly(sock: socket.socket, data: memoryview) -> int:
-            nonlocal free_at
             now = time.monotonic()
-            if now < free_at:
+            if now < free_at.get(sock, 0.0):
                 raise BlockingIOError
             num_bytes = send(sock, data[:20_000])
-            free_at = now + num_bytes / self.bytes_per_s
+            free_at[sock] = now + num_bytes / self.bytes_per_s
             return num_bytes
 
         self._monkeypatch.setattr(socket.socket, "send", send_slowly)
