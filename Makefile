@@ -17,8 +17,8 @@ install: $(VENV)/.installed  ## make .venv and install manyhands[albert] into it
 demo: $(VENV)/.installed  ## train one ALBERT on several peers of this machine (ARGS='--peers 3 --steps 8')
 	$(VENV)/bin/manyhands demo $(ARGS)
 
-test: check  ## all checks, then all tests (ARGS='-k address' picks some)
-	$(PY) -m pytest -q $(ARGS)
+test: check  ## all checks, then all tests, two at a time (ARGS='-k address' picks some, ARGS='-n 0' is one by one)
+	$(PY) -m pytest -q -n 2 --dist worksteal $(ARGS)
 
 fuzz: $(VENV)/.dev  ## feed all decoders with bad input for a minute (SECONDS=600 ARGS='--target frames')
 	$(PY) -m tests.fuzz --seconds $(or $(SECONDS),60) $(ARGS)
