@@ -99,8 +99,8 @@ class Serving:
 
     def cancel(self, call_id: int) -> None:
         """The caller no longer waits."""
-        if (task := self._serving.get(call_id)) is not None and call_id not in self._cancelled:
-            self._cancelled.add(call_id)  # once: a second time would interrupt the handler's clean-up
+        if (task := self._serving.get(call_id)) is not None:
+            self._cancelled.add(call_id)
             self._tasks.cancel(task)
 
     def credit(self, call_id: int, num_items: int) -> None:
