@@ -211,5 +211,26 @@ async def test_upkeep_of_a_swarm_in_which_nobody_comes_or_goes_costs_next_to_not
     newcomer = await swarm.add()
     counts.clear()
     await swarm.nodes[0].refresh()
-    assert counts["dht.find"] > NUM_NODES, "somebody came: it looks around again"
+    assert counts["dht.find"] == 1, "somebody came: it is asked whom else it knows"
     assert newcomer.num_known_peers == NUM_NODES
+    await swarm.kill(newcomer)
+    swarm.nodes[0]._overlay.table.failed(swarm.endpoint_of(newcomer).peer_id)
+    swarm.nodes[0]._overlay.table.failed(swarm.endpoint_of(newcomer).peer_id)
+    counts.clear()
+    await swarm.nodes[0].refresh()
+    assert counts["dht.find"] > NUM_NODES, "somebody went: it looks around again"
+
+
+async def test_a_neighbour_from_another_part_of_the_swarm_is_noticed(swarm: Swarm) -> None:
+    """Two islands meet in one peer; the others hear of it by and by, whoever tells them."""
+    await nodes_around(swarm, "key")
+    node = swarm.nodes[1]
+    for _ in range(5):
+        await node.refresh()  # from now on it is quiet
+    first = await swarm.add(initial_peers=[])
+    for _ in range(4):
+        await swarm.add(initial_peers=swarm.endpoint_of(first).addresses)
+    assert node.num_known_peers == NUM_NODES - 1
+    await first.join(swarm.endpoints[1].addresses)
+    await node.refresh()
+    assert node.num_known_peers == NUM_NODES + 4

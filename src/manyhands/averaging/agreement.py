@@ -24,7 +24,15 @@ from contextlib import contextmanager
 
 from manyhands.averaging.ballot import Ballot
 from manyhands.averaging.config import AveragingConfig
-from manyhands.averaging.messages import ASK_VERDICT, VOTE, Group, Verdict, VerdictQuery, Vote
+from manyhands.averaging.messages import (
+    ASK_VERDICT,
+    VOTE,
+    Group,
+    Verdict,
+    VerdictQuery,
+    Vote,
+    readable_addresses,
+)
 from manyhands.base.errors import PeerError, ProtocolViolation, Refused, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.rpc import Endpoint
@@ -118,8 +126,10 @@ class Agreement:
 
     async def _resolve_doubt(self, group: Group, vote: Vote, reason: str) -> Verdict:
         """Vote again, if the leader is still there, and ask the other members, until one knows or the time is over."""
-        members = [member.peer_id for member in group.members if member.peer_id != self._endpoint.peer_id]
-        asking = [asyncio.get_running_loop().create_task(self._ask(peer_id, group, vote)) for peer_id in members]
+        others = [member for member in group.members if member.peer_id != self._endpoint.peer_id]
+        for member in others:
+            self._endpoint.learn(member.peer_id, readable_addresses(member.addresses))
+        asking = [asyncio.get_running_loop().create_task(self._ask(member.peer_id, group, vote)) for member in others]
         try:
             for answer in asyncio.as_completed(asking, timeout=self._config.in_doubt_timeout_s):
                 verdict = await answer

@@ -29,6 +29,7 @@ from manyhands.averaging.messages import (
     StreamHeader,
     VerdictQuery,
     Vote,
+    readable_addresses,
 )
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import (
@@ -226,6 +227,7 @@ class Averager:
         try:
             if not is_dialler:
                 return await self._inbox.take(group.group_id, member.peer_id)
+            self._endpoint.learn(member.peer_id, readable_addresses(member.addresses))
             await self._make_sure_of(group, member.peer_id)
             header = msgspec.msgpack.encode(StreamHeader(group.group_id))
             return await self._endpoint.open_bulk(

@@ -245,8 +245,6 @@ class Matchmaker:
         ):
             self._roster.report_missing(leader)
             raise RoundAborted("the leader sent a group that is not for this peer", [leader])
-        for member in group.members:
-            self._endpoint.learn(member.peer_id, readable_addresses(member.addresses))
         return group
 
     # leading

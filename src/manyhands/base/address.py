@@ -63,7 +63,7 @@ class Address:
 
     def with_peer(self, peer_id: PeerId) -> Address:
         """The same place, with the peer expected there."""
-        return Address(self.protocol, self.host, self.port, peer_id)
+        return self if self.peer_id == peer_id else Address(self.protocol, self.host, self.port, peer_id)
 
     @property
     def is_unspecified(self) -> bool:

@@ -77,8 +77,9 @@ class Findings:
             What became of it.
         """
         record = aged.record
-        shown = self._found.get(record.subkey)
-        if (shown is None or shown[0] != record) and self._checked.get(record.subkey) != record:
+        subkey = record.subkey
+        shown = self._found.get(subkey)
+        if (shown is None or shown[0] != record) and self._checked.get(subkey) != record:
             if record.key != self._key:
                 return Reason.MALFORMED
             fault = fault_of(record, self._config)

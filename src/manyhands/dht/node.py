@@ -14,7 +14,7 @@ from manyhands.base.identity import PeerId
 from manyhands.dht.config import MAX_STORED_RECORDS, DhtConfig
 from manyhands.dht.findings import Findings, StoredValue
 from manyhands.dht.handover import Handover
-from manyhands.dht.ids import ID_BITS, id_from_bytes, id_to_bytes, key_id, node_id
+from manyhands.dht.ids import ID_BITS, distance, id_from_bytes, id_to_bytes, key_id, node_id
 from manyhands.dht.issuing import Issuer, check_key
 from manyhands.dht.joining import InitialPeers
 from manyhands.dht.messages import (
@@ -48,6 +48,9 @@ REMEMBERED_READS = 16
 
 MAX_DOUBTED = 2
 """Far contacts that a round of upkeep asks if they are there: a lookup that meets a dead one goes on without."""
+
+NEWCOMERS_ASKED = 3
+"""New neighbours that are asked whom else they know."""
 
 MAX_QUIET_ROUNDS = 16
 """Rounds of upkeep between two looks around, when nobody comes or goes."""
@@ -348,15 +351,36 @@ class DhtNode:
         """Doubt the contacts that nothing was heard of, and look around near this node and anywhere.
 
         As long as the nearest peers stay the same, looking around finds what is known: it is done ever more seldom.
+        Those that came have made themselves known to all near them, unless they come from another part of the swarm.
         """
         await asyncio.gather(*(self._overlay.ask(peer_id, PING, PingRequest()) for peer_id in self._doubted()))
-        self._quiet_rounds = self._quiet_rounds + 1 if self._neighbours() == self._neighbours_seen else 0
-        if self._quiet_rounds not in (0, 1, 3) and self._quiet_rounds % MAX_QUIET_ROUNDS:
+        before, self._neighbours_seen = self._neighbours_seen, self._neighbours()
+        has_lost = any(peer_id not in self._overlay.table for peer_id in before)
+        self._quiet_rounds = 0 if has_lost else self._quiet_rounds + 1
+        is_quiet = self._quiet_rounds not in (0, 1, 3) and self._quiet_rounds % MAX_QUIET_ROUNDS
+        if is_quiet and not await self._tell_news(self._neighbours_seen - before):
             return
         config = self._config
         await self._overlay.lookup(node_id(self._endpoint.peer_id), config.lookup_timeout_s, config.k)
         await self._overlay.lookup(self._rng.getrandbits(ID_BITS), config.lookup_timeout_s, config.replicas)
         self._neighbours_seen = self._neighbours()
+
+    async def _tell_news(self, newcomers: set[PeerId]) -> bool:
+        """Whether some of these new neighbours know peers near this node that it does not know."""
+        asked = sorted(newcomers)[:NEWCOMERS_ASKED]
+        own_point = node_id(self._endpoint.peer_id)
+        request = FindRequest(id_to_bytes(own_point))
+        answers = await asyncio.gather(*(self._overlay.ask(peer_id, FIND, request) for peer_id in asked))
+        distances = [distance(node_id(peer_id), own_point) for peer_id in self._neighbours_seen]
+        farthest = max(distances) if len(distances) >= self._config.k else 1 << ID_BITS
+        return any(
+            contact.peer_id not in self._overlay.table
+            and contact.peer_id != self._endpoint.peer_id
+            and distance(node_id(contact.peer_id), own_point) < farthest
+            for answer in answers
+            if answer is not None
+            for contact in answer.contacts
+        )
 
     def _neighbours(self) -> set[PeerId]:
         nearest = self._overlay.table.nearest(node_id(self._endpoint.peer_id), self._config.k)

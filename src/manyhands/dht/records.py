@@ -31,7 +31,8 @@ MAX_SUBKEY_LENGTH = 128
 MAX_SEQUENCE = 2**62
 MAX_DEPTH = 32  # lists and dicts within each other; a stranger's value must not exhaust a reader's stack
 OVERHEAD_BYTES = 256  # of one record in memory and in a message: field names, numbers, owner, signature
-REMEMBERED_FAULTS = 8192  # verdicts on records: about a megabyte
+REMEMBERED_FAULTS = 8192  # verdicts on records: 10 megabytes at most
+COMPARED_BYTES = 512  # comparing small records costs less than hashing them
 TOMBSTONE = msgspec.msgpack.encode(None)
 
 
@@ -181,7 +182,7 @@ def fault_of(record: Record, config: DhtConfig) -> Reason | None:
         return Reason.TOO_LARGE
     if not math.isfinite(record.issued_at) or not 0 < record.ttl_s <= config.max_ttl_s:
         return Reason.MALFORMED
-    known_by = hashlib.sha256(msgspec.msgpack.encode(record)).digest()
+    known_by = record if len(record.value) <= COMPARED_BYTES else record.fingerprint()
     fault = _faults.get(known_by)
     if fault is None:
         fault = _faults[known_by] = _own_fault_of(record) or Reason.ACCEPTED
@@ -190,8 +191,8 @@ def fault_of(record: Record, config: DhtConfig) -> Reason | None:
     return fault if fault is not Reason.ACCEPTED else None
 
 
-_faults: OrderedDict[bytes, Reason] = OrderedDict()
-"""Verdicts on the records seen last, by SHA-256 of all fields; each access is atomic, so threads may share it."""
+_faults: OrderedDict[Record | bytes, Reason] = OrderedDict()
+"""Verdicts on the records seen last, by SHA-256 if they are large; each access is atomic, so threads may share it."""
 
 
 def _own_fault_of(record: Record) -> Reason | None:

@@ -22,7 +22,7 @@ from manyhands.dht.config import DhtConfig
 from manyhands.dht.ids import distance, key_id, node_id
 from manyhands.dht.routing import RoutingTable
 
-REMEMBERED_PERIODS = 8.0
+REMEMBERED_PERIODS = 16.0
 """A newcomer is known to its neighbours at once, and they say so; the rest is for holders that never hear of it."""
 REMEMBERED_KEYS = 1024
 

@@ -4,6 +4,14 @@ A record says how many samples its peer had, when, and how fast it computes; who
 there. So far from the target a peer publishes only what the others could not have reckoned: another position, other
 samples than its last record leads to, another speed. What is reckoned only decides when to publish and to read: a
 global step is due when the samples that peers have *said* they have reach the target, and near it each says so at once.
+
+In a crowd each peer counts for less, so less is told and read of each:
+
+* above ``CROWD`` peers records live longer and are read more seldom, up to ``MAX_STRETCH`` times: so a peer reads about
+  as many records a minute whatever the size of the swarm;
+* the errors of many who were reckoned average out, so each may be wrong by the square root of their number more;
+* at the target not all need to look: who leads the round calls the others. A peer looks ``RANK_DELAY_S`` later for each
+  one that would lead before it, and not at all once it is called.
 """
 
 from __future__ import annotations
@@ -24,8 +32,13 @@ NEWS_SPEED = 0.2
 """And by so much about its speed."""
 KEEP_ALIVES = 3
 """Records published in the lifetime of one; nobody reckons further than to the next."""
+CROWD = 64
+MAX_STRETCH = 4.0
+RANK_DELAY_S = 0.05
 MAX_COUNT = 2**53
 MAX_TTL_S = 86400.0
+MAX_SPEED = 1e9
+"""Samples per second that are believed: sums of what strangers say stay exact."""
 
 
 class ProgressRecord(msgspec.Struct, frozen=True):
@@ -108,7 +121,8 @@ class Reckoning(msgspec.Struct, frozen=True):
         """From what a peer said at an instant; one that says nothing for longer than it should is not reckoned on."""
         ttl_s = min(record.ttl_s, MAX_TTL_S)  # whatever a stranger says, the product is a number
         counted_s_ago = min(record.counted_s_ago, ttl_s)
-        return cls(record.samples, record.samples_per_second, since, counted_s_ago, ttl_s / KEEP_ALIVES)
+        speed = min(record.samples_per_second, MAX_SPEED)
+        return cls(record.samples, speed, since, counted_s_ago, ttl_s / KEEP_ALIVES)
 
     def at(self, now: float) -> int:
         """The samples that the peer must have at an instant."""
@@ -130,20 +144,33 @@ def reckoned_samples(record: ProgressRecord, age_s: float) -> int:
     return Reckoning.of(record, 0.0).at(age_s)
 
 
-def is_news(published: ProgressRecord, age_s: float, own: ProgressRecord, target_share: float, is_near: bool) -> bool:
+def stretch(num_peers: int) -> float:
+    """How much longer records live, and how much more seldom they are read, than with few peers."""
+    return min(max(num_peers / CROWD, 1.0), MAX_STRETCH)
+
+
+def is_news(
+    published: ProgressRecord,
+    age_s: float,
+    own: ProgressRecord,
+    target_batch_size: int,
+    num_peers: int,
+    is_near: bool,
+) -> bool:
     """Whether the others have to be told where a peer is now, as they could not have reckoned it.
 
     Args:
         published: what it told last, ``age_s`` seconds ago.
         own: what it would tell now.
-        target_share: samples of a global step that fall to one peer.
+        target_batch_size: samples of a global step, of all ``num_peers`` together.
         is_near: the target may be reached before this peer's next batch; then exact numbers count.
     """
     if own.position != published.position or (is_near and own.samples != published.samples):
         return True
-    if abs(own.samples_per_second - published.samples_per_second) > NEWS_SPEED * published.samples_per_second:
+    leeway = math.sqrt(stretch(num_peers))
+    if abs(own.samples_per_second - published.samples_per_second) > NEWS_SPEED * leeway * published.samples_per_second:
         return True
-    return abs(reckoned_samples(published, age_s) - own.samples) > NEWS_SHARE * target_share
+    return abs(reckoned_samples(published, age_s) - own.samples) > NEWS_SHARE * leeway * target_batch_size / num_peers
 
 
 def aggregate(
@@ -190,7 +217,7 @@ def next_refresh_s(progress: Progress, config: ProgressConfig) -> float:
     num_peers = progress.num_peers
     drift = max(num_peers + config.expected_drift_peers, num_peers * (1 + config.expected_drift_rate))
     predicted_s = progress.eta_s * num_peers / drift if math.isfinite(progress.eta_s) else config.default_refresh_s
-    return min(max(predicted_s, config.min_refresh_s), config.max_refresh_s)
+    return min(max(predicted_s, config.min_refresh_s), config.max_refresh_s * stretch(num_peers))
 
 
 def leading_branch(others: Mapping[PeerId, ProgressRecord], own_id: PeerId, own: ProgressRecord) -> Branch:

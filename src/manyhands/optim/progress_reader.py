@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import msgspec
 
 from manyhands.averaging.messages import Position, readable_addresses
 from manyhands.base.identity import PeerId
 from manyhands.dht import DhtNode, StoredValue
+from manyhands.optim.crowd import Crowd
 from manyhands.optim.progress import ProgressRecord, Reckoning
 from manyhands.rpc import Endpoint
 
@@ -55,27 +55,6 @@ class Observed(msgspec.Struct, frozen=True):
         return record.position.step >= self.record.position.step or issued_at > self.moved_at + IN_FLIGHT_S
 
 
-@dataclass(frozen=True)
-class Crowd:
-    """The other peers at one position, as they have said.
-
-    Attributes:
-        version: of the records.
-        samples, samples_per_second: of all together.
-        reckonings: of each.
-    """
-
-    position: Position
-    version: int
-    samples: int
-    samples_per_second: float
-    reckonings: Sequence[Reckoning]
-
-    def reckoned_samples(self, now: float) -> int:
-        """What they must have by now, together."""
-        return sum([reckoning.at(now) for reckoning in self.reckonings])
-
-
 class ProgressReader:
     """The progress records of a run, as last read; enough for who only watches.
 
@@ -91,6 +70,7 @@ class ProgressReader:
         self._observed: dict[PeerId, Observed] = {}
         self._first_expiry = math.inf
         self._crowd: Crowd | None = None
+        self._crowd_of: tuple[Position, int] | None = None
         self._sequences: dict[str, int] = {}  # by peer id
 
     async def refresh(self, *, quickly: bool = False) -> None:
@@ -128,7 +108,8 @@ class ProgressReader:
         known = self._observed.get(peer_id)
         issued_at = now + stored.remaining_s - record.ttl_s
         if known is None or known.is_outdated_by(record, issued_at):
-            self._observe(peer_id, Observed(record, stored.sequence, now + stored.remaining_s))
+            remaining_s = min(stored.remaining_s, record.ttl_s)
+            self._observe(peer_id, Observed(record, stored.sequence, now + remaining_s))
             if known is None or known.record.addresses != record.addresses:
                 self._endpoint.learn(peer_id, readable_addresses(record.addresses))
 
@@ -159,15 +140,10 @@ class ProgressReader:
     def at(self, position: Position) -> Crowd:
         """Those at a position."""
         observed = self.observed()
-        if self._crowd is None or (self._crowd.position, self._crowd.version) != (position, self.version):
-            here = [seen for seen in observed.values() if seen.record.position == position]
-            self._crowd = Crowd(
-                position,
-                self.version,
-                samples=sum([seen.record.samples for seen in here]),
-                samples_per_second=sum([seen.record.samples_per_second for seen in here]),
-                reckonings=[seen.reckoning() for seen in here],
-            )
+        if self._crowd is None or self._crowd_of != (position, self.version):
+            here = {peer_id: seen for peer_id, seen in observed.items() if seen.record.position == position}
+            self._crowd = Crowd({peer_id: (seen.record, seen.reckoning()) for peer_id, seen in here.items()})
+            self._crowd_of = (position, self.version)
         return self._crowd
 
     def moved(self, peer_ids: list[PeerId], position: Position, lineage_samples: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import bisect
 import logging
 import math
 from collections.abc import Callable, Mapping
@@ -18,12 +19,14 @@ from manyhands.optim.bell import Bell
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.progress import (
     KEEP_ALIVES,
+    RANK_DELAY_S,
     Branch,
     Progress,
     ProgressRecord,
     is_news,
     leading_branch,
     next_refresh_s,
+    stretch,
     sum_up,
 )
 from manyhands.optim.progress_reader import GOODBYE, Observed, ProgressReader, progress_key
@@ -140,8 +143,9 @@ class ProgressTracker:
     def _is_news(self, published: ProgressRecord, published_at: float, now: float) -> bool:
         margin_s = max(self._batch_s, 2 * self._config.min_refresh_s)
         is_near = not margin_s < self.outlook.eta_s < math.inf
-        target_share = self.target_batch_size / self.outlook.num_peers
-        return is_news(published, now - published_at, self._own, target_share, is_near)
+        return is_news(
+            published, now - published_at, self._own, self.target_batch_size, self.outlook.num_peers, is_near
+        )
 
     # what the others do
 
@@ -158,7 +162,7 @@ class ProgressTracker:
     def _update_progress(self) -> None:
         crowd, own, target = self.reader.at(self._own.position), self._own, self.target_batch_size
         reckoned = crowd.reckoned_samples(asyncio.get_running_loop().time())
-        num_others, speed = len(crowd.reckonings), crowd.samples_per_second
+        num_others, speed = crowd.num_peers, crowd.samples_per_second
         self.progress = sum_up(own, num_others, crowd.samples, speed, target)
         self.outlook = sum_up(own, num_others, reckoned, speed, target)
 
@@ -167,10 +171,22 @@ class ProgressTracker:
         return self._is_called or self.progress.samples >= self.target_batch_size
 
     def is_worth_a_look(self) -> bool:
-        """Whether the target must be reached, though the others have not said so when they were read last."""
+        """Whether the target must be reached, though the others have not said so when they were read last.
+
+        Whoever leads looks first; the others are called.
+        """
+        surplus = self.outlook.samples - self.target_batch_size
+        if self.is_due() or surplus < 0:
+            return False
+        patience_s = self._patience_s()
         since_s = asyncio.get_running_loop().time() - self._read_at
-        is_reckoned_due = not self.is_due() and self.outlook.samples >= self.target_batch_size
-        return is_reckoned_due and since_s >= self._config.min_refresh_s
+        is_overdue = surplus >= self.outlook.samples_per_second * patience_s
+        return is_overdue and since_s >= max(self._config.min_refresh_s, patience_s)
+
+    def _patience_s(self) -> float:
+        """How long to wait for a call before looking oneself."""
+        hosts = self.reader.at(self._own.position).hosts
+        return RANK_DELAY_S * bisect.bisect_left(hosts, self._endpoint.peer_id)
 
     def num_peers_here(self) -> int:
         """Peers at this position, with this one, whether or not they can be reached."""
@@ -242,15 +258,18 @@ class ProgressTracker:
             if not self._is_moving:
                 await self._publish()
             await self._has_moved.wait(self._config.min_refresh_s)  # a new position is not kept waiting
-            await self._changed.wait(self._config.ttl_s / KEEP_ALIVES)
+            await self._changed.wait(self._ttl_s() / KEEP_ALIVES)
+
+    def _ttl_s(self) -> float:
+        return self._config.ttl_s * stretch(self.outlook.num_peers)
 
     async def _publish(self) -> None:
-        now = asyncio.get_running_loop().time()
-        own = msgspec.structs.replace(self._own, counted_s_ago=max(now - self._counted_at, 0.0))
+        now, ttl_s = asyncio.get_running_loop().time(), self._ttl_s()
+        own = msgspec.structs.replace(self._own, counted_s_ago=max(now - self._counted_at, 0.0), ttl_s=ttl_s)
         self._published = (own, now)
         try:
             value = msgspec.to_builtins(own, builtin_types=(bytes,))
-            if not await self._dht.store(self._key, value, self._config.ttl_s, subkey=self._endpoint.peer_id):
+            if not await self._dht.store(self._key, value, ttl_s, subkey=self._endpoint.peer_id):
                 self._published = None
         except ManyhandsError as error:
             self._published = None
@@ -272,6 +291,8 @@ class ProgressTracker:
 
     def _next_read_s(self, last_s: float) -> float:
         """When to read again. At the target there is nothing left to predict: the next batch of somebody looks."""
+        patience_s = self._patience_s()
         if self.is_due() or self.outlook.samples >= self.target_batch_size:
-            return min(max(2 * last_s, self._config.min_refresh_s), self._config.max_refresh_s)
-        return next_refresh_s(self.outlook, self._config)
+            max_s = self._config.max_refresh_s * stretch(self.outlook.num_peers)
+            return min(max(2 * last_s, self._config.min_refresh_s, patience_s), max_s)
+        return max(next_refresh_s(self.outlook, self._config), patience_s)

@@ -43,6 +43,9 @@ class AddressBook:
             return False
         before = self._known.get(peer_id, {})
         learnt = {address.with_peer(peer_id): source for address in addresses}
+        if list(learnt) == list(before) and min(before.values()) >= source:  # as most hearsay
+            self._by_best_source[max(before.values())].move_to_end(peer_id)
+            return False
         merged = {address: max(learnt[address], before.get(address, source)) for address in learnt}
         merged |= {address: known for address, known in before.items() if address not in merged}
         worked = [address for address, known in merged.items() if known is Source.WORKED]

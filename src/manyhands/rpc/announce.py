@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from manyhands.base.address import Address
 from manyhands.base.errors import ConfigError
@@ -34,8 +35,13 @@ def seen_from_outside(peer_id: PeerId, announced: Sequence[str], remote_host: st
     A peer behind a router does not know its public address; whoever it dials sees it. Loopback addresses of a peer that
     came from another machine are dropped. What cannot be read is skipped: a newer version may announce more.
     """
+    return list(_seen_from_outside(peer_id, tuple(announced[:MAX_ANNOUNCED]), remote_host))
+
+
+@functools.lru_cache(maxsize=1024)  # a peer announces the same on each of its connections
+def _seen_from_outside(peer_id: PeerId, announced: Sequence[str], remote_host: str) -> Iterable[Address]:
     addresses: list[Address] = []
-    for text in announced[:MAX_ANNOUNCED]:
+    for text in announced:
         try:
             addresses.append(Address.parse(text).with_peer(peer_id))
         except ConfigError:
@@ -45,7 +51,7 @@ def seen_from_outside(peer_id: PeerId, announced: Sequence[str], remote_host: st
         if not Address.of(remote_host, 1).is_loopback:
             addresses = [address for address in addresses if not address.is_loopback]
         addresses = observed[:1] + addresses
-    return list(dict.fromkeys(addresses))
+    return dict.fromkeys(addresses)
 
 
 def _hosts_of_this_machine(protocol: str) -> list[str]:

@@ -63,6 +63,7 @@ class ControlConnection:
         is_retired: whether it ended because both ends wanted no more of it.
         on_drain: called when the other end wants no more of it.
         last_used: the loop's time when the last call began or was answered.
+        look_at: :meth:`check_alive` has nothing to do before this time.
         rtt_s: the shortest round trip seen so far, in seconds; infinite before the first.
     """
 
@@ -85,6 +86,7 @@ class ControlConnection:
         self.on_drain: Callable[[], None] = lambda: None
         self.rtt_s = math.inf
         self.last_used = asyncio.get_running_loop().time()
+        self.look_at = 0.0
         self._stream = stream
         self._config = config
         self._counters = counters
@@ -201,6 +203,10 @@ class ControlConnection:
             self._send_now(_PONG)
         if self._draining_since is not None and not self.is_busy and now - self._draining_since > DRAIN_TIMEOUT_S:
             self._retired()  # the other end does not agree, and does not matter: nobody waits for anything
+        limit_s = period_s if self._pinged_at is None else self._config.heartbeat_timeout_s
+        silent_at = self._stream.last_received + limit_s
+        noticed_at = now + period_s / 2  # when something was sent is noticed only by looking
+        self.look_at = min(silent_at, self._last_sent + period_s, noticed_at) if self._draining_since is None else now
 
     def _check_lost(self) -> None:
         if self.lost is not None:

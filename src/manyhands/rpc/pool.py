@@ -172,9 +172,11 @@ class ConnectionPool:
             now = loop.time()
             if now > due + period_s:  # this loop was held up, so what came meanwhile is not read yet
                 heard_until = now
+            unused_since = now - self._config.idle_timeout_s
             for connection in self.all():
-                connection.check_alive(now, heard_until)
-                if now - connection.last_used > self._config.idle_timeout_s and self._is_spare(connection):
+                if connection.look_at <= now:
+                    connection.check_alive(now, heard_until)
+                if connection.last_used < unused_since and self._is_spare(connection):
                     connection.retire()
 
 
