@@ -69,7 +69,6 @@ class DhtNode:
 
     Attributes:
         refusals: how many records of others were refused, by reason.
-        known_peers: peers seen before and since, lost ones too.
     """
 
     def __init__(
@@ -81,7 +80,7 @@ class DhtNode:
         known_peers: KnownPeers | None = None,
     ) -> None:
         self.refusals: Counter[Reason] = Counter()
-        self.known_peers = known_peers if known_peers is not None else KnownPeers()
+        self._known_peers = known_peers if known_peers is not None else KnownPeers()
         self._endpoint = endpoint
         self._config = config
         self._rng = rng
@@ -89,7 +88,7 @@ class DhtNode:
         self._tasks = TaskOwner("dht")
         self._overlay = Overlay(endpoint, config)
         self._initial_peers = InitialPeers(
-            endpoint, self._overlay, config, self._tasks, rng=rng, wall_clock=wall_clock, known=self.known_peers
+            endpoint, self._overlay, config, self._tasks, rng=rng, wall_clock=wall_clock, known=self._known_peers
         )
         self._issuer = Issuer(endpoint.identity, config, wall_clock)
         self._storage = Storage(config)
@@ -121,6 +120,11 @@ class DhtNode:
     def contacts(self) -> list[Contact]:
         """The peers in the routing table."""
         return self._overlay.table.contacts()
+
+    def known_peers(self) -> KnownPeers:
+        """The peers that were seen lately or before, lost ones too."""
+        self._initial_peers.note_known()
+        return self._known_peers
 
     async def join(self, initial_peers: Sequence[Address], *, must_join: bool = True) -> None:
         """Reach an initial peer, or one seen before, and learn one's neighbours; takes ``join_timeout_s`` at most.
