@@ -106,7 +106,7 @@ class InitialPeers:
             raise JoinFailed([failures[str(address)] for address in addresses])
         if self._peers or len(self._known):
             logger.warning(
-                "none of %d initial peers and %d peers seen before answers; this peer begins alone, and goes on trying",
+                "nobody answers (initial peers: %d, peers seen before: %d); this peer begins alone, and goes on trying",
                 len(self._peers),
                 len(self._known),
             )

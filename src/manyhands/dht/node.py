@@ -113,8 +113,7 @@ class DhtNode:
 
     @property
     def num_records(self) -> int:
-        """Records that this node holds, its own ones too."""
-        self._storage.expire(asyncio.get_running_loop().time())
+        """Records that this node holds, those too that have just expired."""
         return len(self._storage)
 
     def contacts(self) -> list[Contact]:
