@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -10,9 +12,11 @@ import pytest
 
 from manyhands.base.address import Address
 from manyhands.base.errors import JoinFailed
+from manyhands.dht.joining import MOST_WAIT_S
 from manyhands.peer import Presence
 from manyhands.state_dir import StateDir
 from manyhands.testing import Host, World, at, between
+from manyhands.transport import ControlStream
 
 KEY = "who is there"
 PORT = 31337
@@ -155,6 +159,34 @@ def test_a_coordinator_that_is_restarted_resumes_its_role() -> None:
     everybody = ["c1", *ordinary, "d0"]
     assert_all_see(swarm, everybody, everybody)
     assert num_records == [len(everybody)], "its records came back"
+
+
+def test_a_dead_coordinator_is_dialled_for_ever_but_not_by_all_at_once() -> None:
+    swarm = Swarm(14)
+    ordinary = names_of("p", 6)
+    dials: dict[str, list[float]] = {}
+
+    async def count(stream: ControlStream) -> None:
+        dials.setdefault(stream.remote, []).append(swarm.world.loop.time())
+
+    async def turn_all_away(host: Host) -> None:
+        listener = await swarm.world.transport(host).listen(swarm.address("c1", with_id=False), count)
+        try:
+            await asyncio.sleep(600.0)
+        finally:
+            await listener.close()
+
+    swarm.world.start("c1", turn_all_away)
+    swarm.start(["c2"], [])
+    swarm.start(ordinary, [swarm.address("c1"), swarm.address("c2")], at_s=5.0)
+    swarm.world.run(600.0)
+    assert len(dials) == len(ordinary)
+    for times in dials.values():
+        assert max(later - earlier for earlier, later in itertools.pairwise([*times, 600.0])) < MOST_WAIT_S + 10.0
+        assert len(times) > 20
+    late = sorted(time for times in dials.values() for time in times if time > 100.0)
+    in_a_second = Counter(int(time) for time in late)
+    assert max(in_a_second.values()) <= 3
 
 
 @pytest.mark.parametrize("initial_peers", [["c1"], ["c2"], ["c1", "c2"]])

@@ -78,7 +78,7 @@ class InitialPeers:
         self._tried_at: dict[PeerId, float] = {}  # peers seen before; loop time
         self._told: dict[Address, DialReason] = {}  # why each failed the last time
         self._round: asyncio.Task[None] | None = None
-        self._round_began = -math.inf
+        self._round_began = 0.0
 
     async def join(self, addresses: Sequence[Address], *, must_join: bool = True) -> None:
         """Reach somebody, and learn one's neighbours through the first that answers; the others go on being dialled.
@@ -95,6 +95,7 @@ class InitialPeers:
         own_id = self._endpoint.peer_id
         addresses = list(dict.fromkeys(addresses))
         self._peers = {address: address.peer_id for address in addresses if address.peer_id != own_id}
+        self._round_began = deadline - self._config.join_timeout_s
         own = [str(address) for address in addresses if address.peer_id == own_id]
         failures = {address: DialFailed(address, DialReason.ITSELF) for address in own}
         reached = await self._reach_one(failures) if self._peers or len(self._known) else None
@@ -115,14 +116,16 @@ class InitialPeers:
         """Retry for ever; see the rules at the top of this file."""
         loop = asyncio.get_running_loop()
         wait_s = FIRST_WAIT_S
-        while True:
-            pause_s = wait_s * self._rng.uniform(0.5, 1.0)
-            await asyncio.sleep(pause_s)
-            if loop.time() < self._round_began + pause_s:  # upkeep had a round meanwhile
+        pause_s = wait_s * self._rng.uniform(0.5, 1.0)
+        while not self._tasks.is_closed:
+            left_s = self._round_began + pause_s - loop.time()
+            if left_s > 0:  # upkeep may have a round meanwhile
+                await asyncio.sleep(left_s)
                 continue
             self.note_known()
             await self.retry()
             wait_s = min(2 * wait_s, MOST_WAIT_S)
+            pause_s = wait_s * self._rng.uniform(0.5, 1.0)
 
     async def retry(self) -> None:
         """Dial who is missing now; those who call this at the same time share the dials."""
