@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import atexit
+import functools
 import logging
 import random
 import time
@@ -17,7 +19,8 @@ from manyhands.base.errors import ManyhandsError, Timeout
 from manyhands.base.identity import Identity, PeerId
 from manyhands.dht import DhtConfig, DhtNode
 from manyhands.rpc import Endpoint, RpcConfig
-from manyhands.runtime import LoopThread
+from manyhands.runtime import LoopThread, TaskOwner
+from manyhands.state_dir import StateDir
 from manyhands.transport import TlsTransport, Transport
 
 T = TypeVar("T")
@@ -27,6 +30,8 @@ ALL_INTERFACES = ("/ip4/0.0.0.0/tcp/0",)
 START_TIMEOUT_S = 15.0
 CLOSE_TIMEOUT_S = 4.0
 PART_CLOSE_TIMEOUT_S = 2.0
+FIRST_SAVE_S = 10.0
+SAVE_PERIOD_S = 60.0
 
 
 class Presence:
@@ -47,28 +52,52 @@ class Presence:
         wall_clock: Callable[[], float] = time.time,
         rpc_config: RpcConfig | None = None,
         dht_config: DhtConfig | None = None,
+        state_dir: StateDir | None = None,
     ) -> None:
         self.peer_id: PeerId = transport.identity.peer_id
         self.rng = rng or random.Random()
         self.on_close: list[Callable[[], Awaitable[None]]] = []
         self.endpoint = Endpoint(transport, client_mode=client_mode, config=rpc_config, rng=self.rng)
-        self.dht = DhtNode(self.endpoint, dht_config or DhtConfig(), rng=self.rng, wall_clock=wall_clock)
+        self._state_dir = state_dir
+        known_peers = state_dir.load_peers() if state_dir is not None else None
+        self.dht = DhtNode(self.endpoint, dht_config or DhtConfig(), self.rng, wall_clock, known_peers)
+        self._tasks = TaskOwner("presence")
 
     async def start(
-        self, initial_peers: Sequence[Address], listen: Sequence[Address], announce: Sequence[Address] = ()
+        self,
+        initial_peers: Sequence[Address],
+        listen: Sequence[Address],
+        announce: Sequence[Address] = (),
+        *,
+        must_join: bool = True,
     ) -> None:
         """Listen, and join the DHT.
 
         Raises:
             ConfigError: a port is taken, or a host is not of this machine.
-            JoinFailed: none of the initial peers answered.
+            JoinFailed: none of the initial peers answered, nor one seen before.
         """
         await self.endpoint.listen(listen, announce)
-        await self.dht.join(initial_peers)
+        await self.dht.join(initial_peers, must_join=must_join)
+        if self._state_dir is not None:
+            self._tasks.spawn(self._save_now_and_then(), name="writing the known peers down")
+
+    async def _save_now_and_then(self) -> None:
+        wait_s = FIRST_SAVE_S
+        while True:
+            await asyncio.sleep(wait_s)
+            await self._save_peers()
+            wait_s = SAVE_PERIOD_S
+
+    async def _save_peers(self) -> None:
+        if self._state_dir is not None and len(known := self.dht.known_peers()):
+            save = functools.partial(self._state_dir.save_peers, known.to_json())
+            await asyncio.get_running_loop().run_in_executor(None, save)
 
     async def stop(self) -> None:
         """Leave the swarm: end the parts, say goodbye, close all connections; also when one of them fails or hangs."""
-        for close_part in [*reversed(self.on_close), self.dht.close, self.endpoint.close]:
+        parts = [*reversed(self.on_close), self._tasks.close, self._save_peers, self.dht.close, self.endpoint.close]
+        for close_part in parts:
             name = getattr(close_part, "__qualname__", repr(close_part))
             try:
                 async with time_limit(PART_CLOSE_TIMEOUT_S, f"for {name} of this peer"):
@@ -103,9 +132,14 @@ class Peer:
         listen: where to accept connections; by default on all interfaces, on a free port.
         announce: what to tell others to dial instead of what this machine finds out by itself (behind a tunnel, say).
         client_mode: dial out only; for machines that nobody can dial, such as those behind a firewall.
-        identity: a file with the private key, made when it does not exist; by default a new identity each time.
+        identity: a file with the private key, made when it does not exist; by default the one in ``state_dir``, or a
+            new identity each time.
+        state_dir: a folder of this peer's own, made when it does not exist. It keeps the identity and the addresses of
+            other peers there, and joins by these as well when it starts again.
+        must_join: False to begin alone if none of the initial peers answers, and go on trying, as coordinators do: else
+            they would wait for each other.
     Raises:
-        ConfigError: an address or the identity file cannot be used, or the port is taken.
+        ConfigError: an address, the identity file or the state dir cannot be used, or the port is taken.
         JoinFailed: none of the initial peers answered; it names each address with its own reason.
     """
 
@@ -119,31 +153,51 @@ class Peer:
         announce: Sequence[str | Address] = (),
         client_mode: bool = False,
         identity: str | Path | Identity | None = None,
+        state_dir: str | Path | None = None,
+        must_join: bool = True,
         rpc_config: RpcConfig | None = None,
         dht_config: DhtConfig | None = None,
     ) -> None:
         initial_addresses = parse_addresses(initial_peers)
         listen_addresses = [] if client_mode else parse_addresses(listen)
         announce_addresses = parse_addresses(announce)
-        if isinstance(identity, (str, Path)):
-            identity = Identity.load_or_create(identity)
-        self.identity = identity or Identity.generate()
-        self.peer_id: PeerId = self.identity.peer_id
         self._is_closed = False
+        self._state_dir = StateDir(state_dir) if state_dir is not None else None
+        try:
+            self.identity = self._identity_of(identity)
+        except BaseException:
+            self._release_state_dir()
+            raise
+        self.peer_id: PeerId = self.identity.peer_id
         self._runtime = LoopThread(f"manyhands {self.peer_id[-6:]}")
         atexit.register(self.close)
 
         async def start() -> None:
             self.presence = Presence(
-                TlsTransport(self.identity), client_mode=client_mode, rpc_config=rpc_config, dht_config=dht_config
+                TlsTransport(self.identity),
+                client_mode=client_mode,
+                rpc_config=rpc_config,
+                dht_config=dht_config,
+                state_dir=self._state_dir,
             )
-            await self.presence.start(initial_addresses, listen_addresses, announce_addresses)
+            await self.presence.start(initial_addresses, listen_addresses, announce_addresses, must_join=must_join)
 
         try:
             self.run(start(), START_TIMEOUT_S, "starting this peer")
         except BaseException:
             self.close()
             raise
+
+    def _identity_of(self, given: str | Path | Identity | None) -> Identity:
+        if isinstance(given, Identity):
+            return given
+        if given is None and self._state_dir is not None:
+            given = self._state_dir.identity_path
+        return Identity.load_or_create(given) if given is not None else Identity.generate()
+
+    def _release_state_dir(self) -> None:
+        if self._state_dir is not None:
+            self._state_dir.close()
 
     @property
     def endpoint(self) -> Endpoint:
@@ -195,6 +249,7 @@ class Peer:
             logger.debug("%s", error)
         finally:
             self._runtime.close()
+            self._release_state_dir()
 
     def __enter__(self) -> Peer:
         return self

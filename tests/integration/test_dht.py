@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import random
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -15,6 +16,7 @@ from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ConfigError, DialReason, JoinFailed, Refused
 from manyhands.base.identity import Identity, PeerId
 from manyhands.dht import DhtConfig, DhtNode, Reason
+from manyhands.dht.ids import distance, node_id
 from manyhands.dht.messages import FIND, STORE, FindRequest, FindResponse, StoreRequest
 from manyhands.dht.records import AgedRecord
 from manyhands.rpc import Endpoint
@@ -297,6 +299,21 @@ async def test_one_initial_peer_that_answers_is_enough_and_the_others_are_tried_
     swarm._stack.push_async_callback(other.close)
     await node.refresh()
     assert {contact.peer_id for contact in node.contacts()} == {swarm.endpoints[0].peer_id, latecomer.peer_id}
+
+
+async def test_an_initial_peer_that_turns_up_shows_its_part_of_the_swarm(swarm: Swarm) -> None:
+    """Both parts are larger than what a lookup asks, and the initial peer is nobody's neighbour."""
+    config = dataclasses.replace(CONFIG, k=3, replicas=2)
+    here = [await swarm.add(config=config) for _ in range(12)]
+    there = [await swarm.add(config=config, initial_peers=[]) for _ in range(1)]
+    door = swarm.endpoint_of(there[0]).addresses
+    there += [await swarm.add(config=config, initial_peers=door) for _ in range(11)]
+    point = node_id(swarm.endpoint_of(here[5]).peer_id)
+    here[5]._initial_peers._peers = {door[0]: None}
+    await here[5]._initial_peers.retry()
+    nearest = min(there, key=lambda node: distance(node_id(swarm.endpoint_of(node).peer_id), point))
+    assert swarm.endpoint_of(nearest).peer_id in {contact.peer_id for contact in here[5].contacts()}
+    assert swarm.endpoint_of(here[5]).peer_id in {contact.peer_id for contact in nearest.contacts()}
 
 
 async def test_a_peer_that_lost_everybody_comes_back_through_its_initial_peers(swarm: Swarm) -> None:

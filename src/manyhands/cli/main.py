@@ -1,4 +1,4 @@
-"""The command line: ``manyhands demo | monitor | train``."""
+"""The command line: ``manyhands demo | first-peer | monitor | train``."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from cyclopts import App, CycloptsError, Parameter
 from manyhands.base.errors import ConfigError, JoinFailed, ManyhandsError
 from manyhands.cli.demo.command import demo
 from manyhands.cli.entry import EXIT_INTERRUPTED
+from manyhands.cli.first_peer_command import first_peer
 from manyhands.cli.leaving import leaving_on_signals
 from manyhands.cli.monitor_command import monitor
 from manyhands.cli.train_command import train
@@ -25,7 +26,7 @@ app = App(
     suppress_keyboard_interrupt=False,
     default_parameter=Parameter(negative="", consume_multiple=True),
 )
-for command in (demo, monitor, train):
+for command in (demo, first_peer, monitor, train):
     app.command(command)
 
 

@@ -10,14 +10,15 @@ from cyclopts import Parameter
 from manyhands.cli.event_file import EventWriter
 from manyhands.cli.leaving import leave_on_eof
 from manyhands.cli.logs import log_to_stdout
+from manyhands.cli.open_files import raise_open_files_limit
 from manyhands.peer import ALL_INTERFACES, Peer
 from manyhands.rpc import RpcConfig
 
 
 @Parameter(name="*", group="Network")
 @dataclass(frozen=True, kw_only=True)
-class NetworkOptions:
-    """How to reach the other peers."""
+class PeerOptions:
+    """How to reach the other peers, and how to be reached."""
 
     initial_peers: tuple[str, ...] = ()
     """Multiaddrs (or HOST:PORT) of any peers that are there already; one that answers is enough."""
@@ -28,23 +29,48 @@ class NetworkOptions:
     announce: tuple[str, ...] = ()
     """What others shall dial instead of what this machine finds out by itself, for example a tunnel's address."""
 
+    identity: Path | None = None
+    """File with the private key, made when it does not exist; by default in --state-dir, else a new key each time."""
+
+    state_dir: Path | None = None
+    """Folder of this peer's own: keeps its private key and the addresses of other peers, to come back by them."""
+
+    def connect(self, *, must_join: bool = True) -> Peer:
+        """A peer with these options; see :class:`manyhands.Peer`."""
+        raise_open_files_limit()
+        return self._new_peer(must_join)
+
+    def _new_peer(self, must_join: bool) -> Peer:
+        return Peer(
+            self.initial_peers,
+            listen=self.listen,
+            announce=self.announce,
+            identity=self.identity,
+            state_dir=self.state_dir,
+            must_join=must_join,
+        )
+
+
+@Parameter(name="*", group="Network")
+@dataclass(frozen=True, kw_only=True)
+class NetworkOptions(PeerOptions):
+    """The same, for peers that do more than to welcome others."""
+
     client_mode: bool = False
     """Only dial out; for machines that nobody can dial, such as those behind a firewall."""
-
-    identity: Path | None = None
-    """File with this peer's private key, made when it does not exist: keeps the peer id across restarts."""
 
     max_upload_mbit_s: float | None = None
     """Send bulk data (averages, states) no faster than this many megabits per second in all; by default, no limit."""
 
-    def connect(self) -> Peer:
-        """A peer with these options."""
+    def _new_peer(self, must_join: bool) -> Peer:
         return Peer(
             self.initial_peers,
             listen=self.listen,
             announce=self.announce,
             client_mode=self.client_mode,
             identity=self.identity,
+            state_dir=self.state_dir,
+            must_join=must_join,
             rpc_config=RpcConfig(max_upload_mbit_s=self.max_upload_mbit_s),
         )
 

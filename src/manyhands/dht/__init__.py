@@ -1,7 +1,8 @@
 from manyhands.dht.config import DhtConfig
 from manyhands.dht.findings import StoredValue
+from manyhands.dht.known_peers import KnownPeers
 from manyhands.dht.node import DhtNode
 from manyhands.dht.records import Reason
 from manyhands.dht.routing import Contact
 
-__all__ = ["Contact", "DhtConfig", "DhtNode", "Reason", "StoredValue"]
+__all__ = ["Contact", "DhtConfig", "DhtNode", "KnownPeers", "Reason", "StoredValue"]

@@ -1,60 +1,236 @@
-"""Reaching the initial peers: any one is enough to join, and those that failed are tried again."""
+"""Finding the swarm, and finding it again: by the initial peers, and by the peers that were seen before.
+
+Rules:
+    * any one that answers is enough to join; all of them are dialled at once;
+    * an initial peer that is not there, since it never answered or was lost, is dialled again for ever, at most
+      :data:`MOST_WAIT_S` seconds apart, and not by all peers at the same moment;
+    * whenever an initial peer turns up, this node looks around itself through it. If that one was in another part of
+      the swarm, both parts know each other then;
+    * while none of the initial peers is there, one of the peers seen before and lost since is dialled each time; all of
+      them if nobody is left. So a swarm that was split comes together again though its coordinators are gone.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+import math
+import random
+from collections.abc import Callable, Iterable, Sequence
 
 from manyhands.base.address import Address
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import DialFailed, DialReason, JoinFailed, PeerError, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.dht.config import DhtConfig
+from manyhands.dht.ids import node_id
+from manyhands.dht.known_peers import KnownPeers
 from manyhands.dht.messages import PING, PingRequest
 from manyhands.dht.overlay import Overlay
+from manyhands.dht.routing import Contact
 from manyhands.rpc.endpoint import Endpoint
 from manyhands.runtime.tasks import TaskOwner
 
 logger = logging.getLogger(__name__)
 
+FIRST_WAIT_S = 2.0
+MOST_WAIT_S = 24.0
+"""Parts of a swarm are to merge within a minute: so long until a dial, and the rest to look around."""
+
+ANSWER_COUNTS_S = 300.0
+"""One that answered, but for which the table had no room, is asked so seldom: there may be very many peers."""
+
+KNOWN_AT_ONCE = 16
+"""Peers seen before that are dialled at once; most of them may be gone for good."""
+
 
 class InitialPeers:
-    """The addresses that a user gave, and which peer answered at each."""
+    """The addresses that a user gave, which peer answered at each, and whom else to try.
 
-    def __init__(self, endpoint: Endpoint, overlay: Overlay, config: DhtConfig, tasks: TaskOwner) -> None:
+    Args:
+        tasks: whoever owns the dials.
+        rng: for the time between two dials.
+        wall_clock: seconds since 1970.
+        known: the peers that were seen before; kept up to date.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        overlay: Overlay,
+        config: DhtConfig,
+        tasks: TaskOwner,
+        *,
+        rng: random.Random,
+        wall_clock: Callable[[], float],
+        known: KnownPeers,
+    ) -> None:
         self._endpoint = endpoint
         self._overlay = overlay
         self._config = config
         self._tasks = tasks
+        self._rng = rng
+        self._wall_clock = wall_clock
+        self._known = known
         self._peers: dict[Address, PeerId | None] = {}
+        self._answered_at: dict[PeerId, float] = {}  # initial peers only; loop time
+        self._looked_through: set[PeerId] = set()
+        self._tried_at: dict[PeerId, float] = {}  # peers seen before; loop time
+        self._told: dict[Address, DialReason] = {}  # why each failed the last time
+        self._round: asyncio.Task[None] | None = None
+        self._round_began = 0.0
 
-    async def reach_one(self, addresses: Sequence[Address]) -> None:
-        """Dial all at once and return when the first answers; the others go on in the background.
+    async def join(self, addresses: Sequence[Address], *, must_join: bool = True) -> None:
+        """Reach somebody, and learn one's neighbours through the first that answers; the others go on being dialled.
 
+        Without addresses and peers seen before, this is the first peer.
+
+        Args:
+            must_join: False if this peer may begin alone though initial peers were given. A peer whose own address is
+                among them may do so anyway: it is one of those that welcome others.
         Raises:
             JoinFailed: none answered within ``join_timeout_s``.
         """
-        self._peers = dict.fromkeys(addresses)
-        dials = [self._tasks.spawn(self._dial(address), name=f"dial {address}") for address in self._peers]
-        failures: dict[str, DialFailed] = {}
-        for dial in asyncio.as_completed(dials):
-            failure = await dial
-            if failure is None:
-                return
-            failures[failure.address] = failure
-        raise JoinFailed([failures[str(address)] for address in dict.fromkeys(addresses)])
+        deadline = asyncio.get_running_loop().time() + self._config.join_timeout_s
+        own_id = self._endpoint.peer_id
+        addresses = list(dict.fromkeys(addresses))
+        self._peers = {address: address.peer_id for address in addresses if address.peer_id != own_id}
+        self._round_began = deadline - self._config.join_timeout_s
+        own = [str(address) for address in addresses if address.peer_id == own_id]
+        failures = {address: DialFailed(address, DialReason.ITSELF) for address in own}
+        reached = await self._reach_one(failures) if self._peers or len(self._known) else None
+        if reached is not None:
+            await self._look_through([reached], deadline)
+            logger.info("joined the DHT; %d peers are known", len(self._overlay.table))
+            return
+        if addresses and must_join and not any(f.reason is DialReason.ITSELF for f in failures.values()):
+            raise JoinFailed([failures[str(address)] for address in addresses])
+        if self._peers or len(self._known):
+            logger.warning(
+                "nobody answers (initial peers: %d, peers seen before: %d); this peer begins alone, and goes on trying",
+                len(self._peers),
+                len(self._known),
+            )
+
+    async def keep_trying(self) -> None:
+        """Retry for ever; see the rules at the top of this file."""
+        loop = asyncio.get_running_loop()
+        wait_s = FIRST_WAIT_S
+        pause_s = wait_s * self._rng.uniform(0.5, 1.0)
+        while not self._tasks.is_closed:
+            left_s = self._round_began + pause_s - loop.time()
+            if left_s > 0:  # upkeep may have a round meanwhile
+                await asyncio.sleep(left_s)
+                continue
+            self.note_known()
+            await self.retry()
+            wait_s = min(2 * wait_s, MOST_WAIT_S)
+            pause_s = wait_s * self._rng.uniform(0.5, 1.0)
 
     async def retry(self) -> None:
-        """Dial those that are not in the table: they never answered, or were lost since.
+        """Dial who is missing now; those who call this at the same time share the dials."""
+        if not self._tasks.is_closed and (self._round is None or self._round.done()):
+            self._round_began = asyncio.get_running_loop().time()
+            lost = [address for address, peer_id in self._peers.items() if not self._is_here(peer_id)]
+            lost_known = self._lost_known(are_all_lost=len(lost) == len(self._peers))
+            if not lost and not lost_known and self._looked_through.issuperset(self._here()):
+                return
+            self._round = self._tasks.spawn(self._dial_missing(lost, lost_known), name="dialling who is missing")
+        if self._round is not None and not self._round.done():
+            await asyncio.wait([self._round])  # each dial has its time
 
-        So a swarm that was split comes together again, as long as its parts have an initial peer in common.
+    def note_known(self) -> None:
+        """Remember who was heard of lately."""
+        self._known.heard_of(self._overlay.latest_contacts(), self._wall_clock())
+
+    async def _reach_one(self, failures: dict[str, DialFailed]) -> PeerId | None:
+        """Dial all at once and return the first that answers; the initial peers among the others go on being dialled.
+
+        Args:
+            failures: takes those of the initial peers, by address.
         """
-        known = {contact.peer_id for contact in self._overlay.table.contacts()}
-        lost = [address for address, peer_id in self._peers.items() if peer_id not in known]
-        await asyncio.gather(*(self._dial(address) for address in lost))
+        dials = [self._tasks.spawn(self._dial(address), name=f"dial {address}") for address in self._peers]
+        asking_known = self._tasks.spawn(self._ask_known(self._known.latest_first()), name="dial peers seen before")
+        try:
+            for dial in asyncio.as_completed([*dials, asking_known]):
+                outcome = await dial
+                if isinstance(outcome, DialFailed):
+                    failures[outcome.address] = outcome
+                elif outcome is not None:
+                    return outcome
+        finally:
+            self._tasks.cancel(asking_known)
+        return None
 
-    async def _dial(self, address: Address) -> DialFailed | None:
+    async def _dial_missing(self, lost: Sequence[Address], lost_known: Sequence[Contact]) -> None:
+        self._looked_through.intersection_update(self._here())
+        _, known_that_answered = await asyncio.gather(
+            asyncio.gather(*(self._dial(address) for address in lost)), self._ask_known(lost_known)
+        )
+        through = self._here() - self._looked_through
+        if known_that_answered is not None:
+            through.add(known_that_answered)
+        deadline = asyncio.get_running_loop().time() + self._config.lookup_timeout_s
+        await self._look_through(sorted(through), deadline)
+
+    async def _look_through(self, peers: Iterable[PeerId], deadline: float) -> None:
+        """Look around this node, beginning at each of these peers: those known so far may be of another part."""
+        for peer_id in peers:
+            contact = self._overlay.contact_of(peer_id)
+            timeout_s = deadline - asyncio.get_running_loop().time()
+            if contact is None or timeout_s <= 0:
+                continue
+            await self._overlay.lookup(node_id(self._endpoint.peer_id), timeout_s, self._config.k, seeds=[contact])
+            self._looked_through.add(peer_id)
+
+    def _here(self) -> set[PeerId]:
+        """The initial peers that are there."""
+        return {peer_id for peer_id in self._peers.values() if peer_id is not None and self._is_here(peer_id)}
+
+    def _is_here(self, peer_id: PeerId | None) -> bool:
+        if peer_id is None:
+            return False
+        if self._overlay.table.is_sound(peer_id):
+            return True
+        answered_at = self._answered_at.get(peer_id, -math.inf)
+        is_recent = asyncio.get_running_loop().time() - answered_at < ANSWER_COUNTS_S
+        return is_recent and self._overlay.table.is_waiting(peer_id)
+
+    def _lost_known(self, *, are_all_lost: bool) -> list[Contact]:
+        """Of the peers seen before those to try now."""
+        if not are_all_lost:
+            return []
+        table = self._overlay.table
+        lost = [
+            contact
+            for contact in self._known.latest_first()
+            if contact.peer_id not in table and not table.is_waiting(contact.peer_id)
+        ]
+        if not len(table):
+            return lost
+        return sorted(lost, key=lambda contact: self._tried_at.get(contact.peer_id, -math.inf))[:1]
+
+    async def _ask_known(self, contacts: Sequence[Contact]) -> PeerId | None:
+        """Ask peers that were seen before, some at once, until one answers."""
+        untried = list(contacts)[::-1]
+        deadline = asyncio.get_running_loop().time() + self._config.join_timeout_s
+        answered: list[PeerId] = []
+
+        async def ask_next() -> None:
+            while untried and not answered and (now := asyncio.get_running_loop().time()) < deadline:
+                contact = untried.pop()
+                self._tried_at[contact.peer_id] = now
+                if contact.peer_id == self._endpoint.peer_id:
+                    continue
+                if await self._overlay.ask_contact(contact, PING, PingRequest()) is not None:
+                    answered.append(contact.peer_id)
+
+        await asyncio.gather(*(ask_next() for _ in range(min(KNOWN_AT_ONCE, len(untried)))))
+        known = {contact.peer_id for contact in self._known.latest_first()}
+        self._tried_at = {peer_id: at for peer_id, at in self._tried_at.items() if peer_id in known}
+        return answered[0] if answered else None
+
+    async def _dial(self, address: Address) -> PeerId | DialFailed:
         """Connect, and make sure that a DHT node is there."""
         try:
             async with time_limit(self._config.join_timeout_s, f"dialling {address}"):
@@ -66,13 +242,17 @@ class InitialPeers:
             return self._failed(address, DialFailed(str(address), DialReason.TIMED_OUT, str(error)))
         except PeerError as error:
             return self._failed(address, DialFailed(str(address), DialReason.REJECTED, str(error)))
+        if self._told.pop(address, None) is not None:
+            logger.info("initial peer %s is there now", address)
         self._peers[address] = peer_id
+        self._answered_at[peer_id] = asyncio.get_running_loop().time()
         self._overlay.seen(peer_id)
-        return None
+        return peer_id
 
     def _failed(self, address: Address, failure: DialFailed) -> DialFailed:
         if failure.reason is DialReason.ITSELF:  # a list that all peers share may name this one too
             self._peers.pop(address, None)
-        else:
-            logger.info("initial peer %s", failure)
+        elif self._told.get(address) is not failure.reason:
+            self._told[address] = failure.reason
+            logger.info("initial peer %s; it is tried again", failure)
         return failure

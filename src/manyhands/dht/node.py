@@ -17,6 +17,7 @@ from manyhands.dht.handover import Handover
 from manyhands.dht.ids import ID_BITS, distance, id_from_bytes, id_to_bytes, key_id, node_id
 from manyhands.dht.issuing import Issuer, check_key
 from manyhands.dht.joining import InitialPeers
+from manyhands.dht.known_peers import KnownPeers
 from manyhands.dht.messages import (
     FIND,
     PING,
@@ -67,22 +68,31 @@ class DhtNode:
         config: settings of this node.
         rng: for the times and targets of upkeep.
         wall_clock: seconds since 1970.
+        known_peers: peers seen before, to join by as well.
 
     Attributes:
         refusals: how many records of others were refused, by reason.
     """
 
     def __init__(
-        self, endpoint: Endpoint, config: DhtConfig, rng: random.Random, wall_clock: Callable[[], float]
+        self,
+        endpoint: Endpoint,
+        config: DhtConfig,
+        rng: random.Random,
+        wall_clock: Callable[[], float],
+        known_peers: KnownPeers | None = None,
     ) -> None:
         self.refusals: Counter[Reason] = Counter()
+        self._known_peers = known_peers if known_peers is not None else KnownPeers()
         self._endpoint = endpoint
         self._config = config
         self._rng = rng
         self._wall_clock = wall_clock
         self._tasks = TaskOwner("dht")
         self._overlay = Overlay(endpoint, config)
-        self._initial_peers = InitialPeers(endpoint, self._overlay, config, self._tasks)
+        self._initial_peers = InitialPeers(
+            endpoint, self._overlay, config, self._tasks, rng=rng, wall_clock=wall_clock, known=self._known_peers
+        )
         self._issuer = Issuer(endpoint.identity, config, wall_clock)
         self._storage = Storage(config)
         own_id = None if endpoint.client_mode else endpoint.peer_id
@@ -104,27 +114,36 @@ class DhtNode:
         """Peers in the routing table."""
         return len(self._overlay.table)
 
+    @property
+    def num_records(self) -> int:
+        """Records that this node holds, those too that have just expired."""
+        return len(self._storage)
+
     def contacts(self) -> list[Contact]:
         """The peers in the routing table."""
         return self._overlay.table.contacts()
 
-    async def join(self, initial_peers: Sequence[Address]) -> None:
-        """Reach one of the initial peers and learn one's neighbours from it; takes ``join_timeout_s`` at most.
+    def known_peers(self) -> KnownPeers:
+        """The peers that were seen lately or before, lost ones too."""
+        self._initial_peers.note_known()
+        return self._known_peers
 
-        Those that do not answer are tried again in the background. Without initial peers this is the first peer.
+    async def join(self, initial_peers: Sequence[Address], *, must_join: bool = True) -> None:
+        """Reach an initial peer, or one seen before, and learn one's neighbours; takes ``join_timeout_s`` at most.
 
+        Those that do not answer are tried again in the background. Without initial peers this is the first peer, unless
+        one that was seen before answers.
+
+        Args:
+            must_join: False to begin alone when nobody answers, and go on trying, as a coordinator does.
         Raises:
-            JoinFailed: none answered; it says why for each address. Joining again is possible.
+            JoinFailed: none answered; it says why for each address. Joining again is possible. A peer whose own address
+                is among the initial peers begins alone instead.
         """
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._config.join_timeout_s
-        if initial_peers:
-            await self._initial_peers.reach_one(initial_peers)
-            own_point = node_id(self._endpoint.peer_id)
-            await self._overlay.lookup(own_point, deadline - loop.time(), self._config.k)
-            logger.info("joined the DHT; %d peers are known", self.num_known_peers)
+        await self._initial_peers.join(initial_peers, must_join=must_join)
         if self._upkeep is None:
             self._upkeep = self._tasks.spawn(self._keep_up(), name="upkeep")
+            self._tasks.spawn(self._initial_peers.keep_trying(), name="looking for lost initial peers")
 
     async def store(self, key: str, value: Any, ttl_s: float, subkey: str | None = None) -> int:
         """Publish a value under a key, and perhaps a subkey, at the peers nearest to the key.

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import logging
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -31,6 +32,7 @@ OnRecords = Callable[[PeerId, list[AgedRecord]], object]
 logger = logging.getLogger(__name__)
 
 REMEMBERED_PEERS = 4096
+MAX_LATEST = 64
 HEARD_PERIOD_S = 10.0
 """Of a peer that is heard of all the time, not every call has to be entered in the table."""
 
@@ -61,6 +63,15 @@ class Overlay:
             if len(self._heard_at) > REMEMBERED_PEERS:
                 self._heard_at.popitem(last=False)
 
+    def contact_of(self, peer_id: PeerId) -> Contact | None:
+        """A known peer and where it can be dialled."""
+        return self.table.contact_of(peer_id)
+
+    def latest_contacts(self) -> list[Contact]:
+        """Of the contacts in the table those heard of last, the latest first."""
+        latest = itertools.islice((peer for peer in reversed(self._heard_at) if peer in self.table), MAX_LATEST)
+        return [contact for peer_id in latest if (contact := self.contact_of(peer_id)) is not None]
+
     def doubtful(self, peers: Iterable[PeerId]) -> list[PeerId]:
         """Of these peers those whom nothing shows to be there: no connection, no recent call.
 
@@ -87,8 +98,19 @@ class Overlay:
         self.seen(peer_id)
         return response
 
+    async def ask_contact(self, contact: Contact, method: Method[Req, Res], request: Req) -> Res | None:
+        """The same, of a peer of which the endpoint may know nothing yet."""
+        return await self.ask(contact.peer_id, method, request) if self._learn(contact) else None
+
     async def lookup(
-        self, target: int, timeout_s: float, num: int, key: str | None = None, on_records: OnRecords | None = None
+        self,
+        target: int,
+        timeout_s: float,
+        num: int,
+        key: str | None = None,
+        on_records: OnRecords | None = None,
+        *,
+        seeds: Sequence[Contact] = (),
     ) -> list[Contact]:
         """Find the peers nearest to a point.
 
@@ -98,12 +120,13 @@ class Overlay:
             num: how many are wanted; no more than needed are asked.
             key: also ask for the records of this key;
             on_records: called with each peer that answers, and its records.
+            seeds: whom to ask first; the nearest known peers if nobody is given.
         Returns:
             Up to ``num`` contacts that answered just now, nearest first.
         """
         config, loop = self._config, asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
-        seeds = self.table.nearest(target, config.k)
+        seeds = seeds or self.table.nearest(target, config.k)
         lookup = Lookup(target, seeds, own_id=self._endpoint.peer_id, k=config.k, alpha=config.alpha, num=num)
         request = FindRequest(id_to_bytes(target), key)
         asking: set[asyncio.Task[None]] = set()
@@ -130,9 +153,7 @@ class Overlay:
     async def _ask_on_the_way(
         self, lookup: Lookup, contact: Contact, request: FindRequest, on_records: OnRecords | None
     ) -> None:
-        response = None
-        if self._learn(contact):
-            response = await self.ask(contact.peer_id, FIND, request)
+        response = await self.ask_contact(contact, FIND, request)
         if response is None:
             lookup.failed(contact.peer_id)
             return

@@ -76,6 +76,17 @@ class RoutingTable:
         bucket = self._bucket_of(peer_id)
         return peer_id in bucket.live and peer_id not in bucket.failures and peer_id not in self._silent
 
+    def is_waiting(self, peer_id: PeerId) -> bool:
+        """Whether a peer is known, but there is no room for it."""
+        return peer_id != self._own_id and peer_id in self._bucket_of(peer_id).waiting
+
+    def contact_of(self, peer_id: PeerId) -> Contact | None:
+        """A peer that is in the table, or waits to be."""
+        if peer_id == self._own_id:
+            return None
+        bucket = self._bucket_of(peer_id)
+        return bucket.live.get(peer_id) or bucket.waiting.get(peer_id)
+
     def contacts(self) -> list[Contact]:
         """All contacts, the nearest buckets first."""
         return [contact for bucket in self._buckets for contact in bucket.live.values()]

@@ -154,6 +154,11 @@ class Endpoint:
         """Where a peer can be dialled, as far as is known here; the best first."""
         return self._book.addresses_of(peer_id)
 
+    @property
+    def num_connected_peers(self) -> int:
+        """Peers to which a control connection is open, those in client mode too."""
+        return len({connection.remote for connection in self._pool.all() if connection.is_open})
+
     def is_connected(self, peer_id: PeerId) -> bool:
         """Whether a control connection to the peer is open."""
         return self._pool.is_connected(peer_id)

@@ -11,7 +11,9 @@ import pytest
 from manyhands.cli.main import run
 
 
-@pytest.mark.parametrize("command", [["--help"], ["demo", "--help"], ["monitor", "--help"], ["train", "--help"]])
+@pytest.mark.parametrize(
+    "command", [["--help"], ["demo", "--help"], ["first-peer", "--help"], ["monitor", "--help"], ["train", "--help"]]
+)
 def test_help_teaches(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(command) == 0
     assert "Usage: manyhands" in capsys.readouterr().out

@@ -1,0 +1,92 @@
+"""``manyhands first-peer``"""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import msgspec
+
+from manyhands.base.address import parse_addresses
+from manyhands.cli.memory import memory_bytes
+from manyhands.cli.options import OutputOptions, PeerOptions
+from manyhands.monitor.events import Listening
+from manyhands.peer import Peer
+
+logger = logging.getLogger(__name__)
+
+PERIOD_S = 30.0
+CALL_TIMEOUT_S = 5.0
+MB = 1e6
+
+
+class StandingBy(msgspec.Struct, tag="standing_by"):
+    """What a first peer sees and holds; ``memory_bytes`` is None where the system does not tell."""
+
+    num_known_peers: int
+    num_connected_peers: int
+    num_records: int
+    memory_bytes: int | None
+
+
+def first_peer(*, network: PeerOptions | None = None, output: OutputOptions | None = None) -> None:
+    """Welcome peers of any run, and hold records: a coordinator and nothing else.
+
+    Needs a machine that the others can reach; no GPU, no torch. For example:
+
+        manyhands first-peer --listen /ip4/0.0.0.0/tcp/31337 --state-dir first-peer
+
+    Prints its addresses, which are the --initial-peers of everybody else, and
+    every 30 s how it stands. Stays until Ctrl-C.
+
+    Several coordinators: give each the addresses of the others as
+    --initial-peers, and all addresses to everybody. They need not be started in
+    any order: it does not wait for the others, and dials them until they come.
+    """
+    network, output = network or PeerOptions(), output or OutputOptions()
+    emit = output.begin()
+    with network.connect(must_join=False) as peer:
+        logger.info("Running a first peer as peer %s", peer.peer_id)
+        if changing := what_changes(network):
+            logger.warning("%s; whoever has the old address cannot find this peer then", changing)
+        logger.info("Others can join through this peer with:")
+        print(f"\n    --initial-peers {' '.join(peer.addresses)}\n", flush=True)  # noqa: T201
+        emit(Listening(peer.peer_id, peer.addresses))
+        while True:
+            standing = standing_of(peer)
+            logger.info("%s", described(standing))
+            emit(standing)
+            threading.Event().wait(PERIOD_S)
+
+
+def what_changes(options: PeerOptions) -> str:
+    """What of this peer's address will be another after a restart, and what to do about it; empty if nothing."""
+    advice: dict[str, str] = {}
+    if options.identity is None and options.state_dir is None:
+        advice["its id"] = "--state-dir (or --identity) keeps the id"
+    if any(address.port == 0 for address in parse_addresses(options.listen)):
+        advice["its port"] = "--listen with a number above 0 keeps the port"
+    if not advice:
+        return ""
+    verb = "change" if len(advice) > 1 else "changes"
+    return f"{' and '.join(advice)} {verb} at each start ({', '.join(advice.values())})"
+
+
+def standing_of(peer: Peer) -> StandingBy:
+    """Look once."""
+
+    async def look() -> StandingBy:
+        return StandingBy(
+            peer.dht.num_known_peers, peer.endpoint.num_connected_peers, peer.dht.num_records, memory_bytes()
+        )
+
+    return peer.run(look(), CALL_TIMEOUT_S, "looking how this peer stands")
+
+
+def described(standing: StandingBy) -> str:
+    """A line for people."""
+    memory = f", {standing.memory_bytes / MB:.0f} MB of memory" if standing.memory_bytes is not None else ""
+    return (
+        f"{standing.num_known_peers} peers in the table, {standing.num_connected_peers} connected; "
+        f"{standing.num_records} records held{memory}"
+    )

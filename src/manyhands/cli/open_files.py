@@ -1,0 +1,25 @@
+"""How many files, connections included, this process may open."""
+
+from __future__ import annotations
+
+import logging
+
+logger = logging.getLogger(__name__)
+
+ENOUGH = 1 << 16
+
+
+def raise_open_files_limit() -> None:
+    """Raise the soft limit to the hard one, which needs no rights: many systems begin with 1024 or 256."""
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = ENOUGH if hard == resource.RLIM_INFINITY else hard
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    except (OSError, ValueError) as error:  # macOS has a lower limit of its own
+        logger.debug("the limit of %d open files stays: %s", soft, error)

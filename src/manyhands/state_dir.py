@@ -1,0 +1,71 @@
+"""The folder in which one peer keeps what it needs after a restart: its identity, and the peers that it has seen."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+
+import filelock
+
+from manyhands.base.errors import ConfigError
+from manyhands.dht import KnownPeers
+
+logger = logging.getLogger(__name__)
+
+MAX_FILE_BYTES = 1 << 20
+
+
+class StateDir:
+    """A folder that belongs to this process until :meth:`close`. It is made when it does not exist.
+
+    Attributes:
+        identity_path: where the private key is, unless the user named another file.
+        peers_path: the addresses of other peers.
+    Raises:
+        ConfigError: another process uses it, or it cannot be used at all.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = Path(path)
+        self.identity_path = self._path / "identity.pem"
+        self.peers_path = self._path / "peers.json"
+        try:
+            self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock = filelock.FileLock(self._path / "lock", timeout=0, thread_local=False)
+            self._lock.acquire()
+        except filelock.Timeout as error:
+            raise ConfigError(
+                f"state dir {path} is in use by another peer; stop that one, or give each peer a state dir of its own"
+            ) from error
+        except FileExistsError as error:
+            raise ConfigError(f"state dir {path} is a file; name a folder, or one that does not exist yet") from error
+        except OSError as error:
+            raise ConfigError(f"state dir {path}: {error.strerror}; name a folder that can be written") from error
+
+    def load_peers(self) -> KnownPeers:
+        """The peers that were seen before; none, and a warning, if the file is damaged."""
+        try:
+            with self.peers_path.open("rb") as file:
+                raw = file.read(MAX_FILE_BYTES + 1)
+            if len(raw) > MAX_FILE_BYTES:
+                raise ConfigError(f"it has more than {MAX_FILE_BYTES} bytes")
+            return KnownPeers.from_json(raw, time.time())
+        except FileNotFoundError:
+            pass
+        except (ConfigError, OSError) as error:
+            logger.warning("the peers in %s are not used: %s; the file will be written anew", self.peers_path, error)
+        return KnownPeers()
+
+    def save_peers(self, raw: bytes) -> None:
+        """Write what :meth:`KnownPeers.to_json` gave; who reads at any time sees the old file or the new one."""
+        draft = self.peers_path.with_suffix(".new")
+        try:
+            draft.write_bytes(raw)
+            draft.replace(self.peers_path)
+        except OSError as error:
+            logger.warning("cannot write %s: %s", self.peers_path, error.strerror)
+
+    def close(self) -> None:
+        """Let others use the folder. May be called twice."""
+        self._lock.release(force=True)

@@ -1,0 +1,98 @@
+"""What a peer keeps in its state dir, and that the folder is its own."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import msgspec
+import pytest
+
+import manyhands
+from manyhands.base.errors import ConfigError, JoinFailed
+from manyhands.dht.known_peers import VERSION
+from manyhands.state_dir import StateDir
+from tests.network import identity_of
+
+LOOPBACK = ["/ip4/127.0.0.1/tcp/0"]
+
+
+def test_a_peer_keeps_its_id_and_comes_back_by_the_peers_it_knew(tmp_path: Path) -> None:
+    with (
+        manyhands.Peer(listen=LOOPBACK) as coordinator,
+        manyhands.Peer(coordinator.addresses, listen=LOOPBACK) as other,
+    ):
+        with manyhands.Peer(coordinator.addresses, listen=LOOPBACK, state_dir=tmp_path / "a" / "b") as peer:
+            peer_id = peer.peer_id
+        assert (tmp_path / "a" / "b" / "identity.pem").stat().st_mode & 0o077 == 0
+        coordinator.close()
+        with manyhands.Peer(listen=LOOPBACK, state_dir=tmp_path / "a" / "b") as peer:
+            assert peer.peer_id == peer_id
+            assert [contact.peer_id for contact in peer.dht.contacts()] == [other.peer_id]
+
+
+def test_it_joins_though_none_of_the_initial_peers_answers(tmp_path: Path) -> None:
+    nobody = "/ip4/127.0.0.1/tcp/1"
+    with manyhands.Peer(listen=LOOPBACK) as other:
+        manyhands.Peer(other.addresses, listen=LOOPBACK, state_dir=tmp_path).close()
+        with manyhands.Peer([nobody], listen=LOOPBACK, state_dir=tmp_path) as peer:
+            assert peer.dht.num_known_peers == 1
+    with pytest.raises(JoinFailed, match="none of the 1 initial peers"):
+        manyhands.Peer([nobody], listen=LOOPBACK, state_dir=tmp_path)
+    with manyhands.Peer([nobody], listen=LOOPBACK, state_dir=tmp_path, must_join=False) as peer:
+        assert peer.dht.num_known_peers == 0
+
+
+def test_two_peers_cannot_share_a_state_dir(tmp_path: Path) -> None:
+    in_use = r"is in use by another peer; .* a state dir of its own"
+    with manyhands.Peer(listen=LOOPBACK, state_dir=tmp_path), pytest.raises(ConfigError, match=in_use):
+        manyhands.Peer(listen=LOOPBACK, state_dir=tmp_path)
+    manyhands.Peer(listen=LOOPBACK, state_dir=tmp_path).close()
+
+
+def test_a_peer_that_cannot_start_lets_go_of_its_state_dir(tmp_path: Path) -> None:
+    with pytest.raises(JoinFailed):
+        manyhands.Peer(["127.0.0.1:1"], listen=LOOPBACK, state_dir=tmp_path)
+    (tmp_path / "identity.pem").write_text("nonsense")
+    with pytest.raises(ConfigError, match=r"identity\.pem is not an unencrypted PEM"):
+        manyhands.Peer(listen=LOOPBACK, state_dir=tmp_path)
+    StateDir(tmp_path).close()
+
+
+def test_a_named_identity_counts_more_than_that_of_the_state_dir(tmp_path: Path) -> None:
+    with manyhands.Peer(listen=LOOPBACK, state_dir=tmp_path, identity=identity_of(5)) as peer:
+        assert peer.peer_id == identity_of(5).peer_id
+    assert not (tmp_path / "identity.pem").exists()
+
+
+def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(ConfigError, match="is a file; name a folder"):
+        StateDir(file)
+    with pytest.raises(ConfigError, match="name a folder that can be written"):
+        StateDir(file / "below")
+
+
+@pytest.mark.parametrize("content", [b"", b"{\x00", b'{"version": 99, "peers": []}', b" " * ((1 << 20) + 1)])
+def test_a_damaged_file_is_one_warning(tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "peers.json"
+    path.write_bytes(content)
+    with manyhands.Peer(listen=LOOPBACK, state_dir=tmp_path) as peer:
+        assert len(caplog.record_tuples) == 1
+        name, level, text = caplog.record_tuples[0]
+        assert (name, level) == ("manyhands.state_dir", logging.WARNING)
+        assert text.startswith(f"the peers in {path} are not used: it ")
+        manyhands.Peer(peer.addresses, listen=LOOPBACK).close()
+    assert msgspec.json.decode(path.read_bytes())["version"] == VERSION, "it was written anew"
+
+
+def test_the_file_is_written_from_time_to_time_and_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader at any moment sees one state or the other: the new one is renamed into place."""
+    state_dir = StateDir(tmp_path)
+    state_dir.save_peers(b"before")
+    monkeypatch.setattr(Path, "replace", lambda draft, target: pytest.fail("killed here") if target.exists() else None)
+    with pytest.raises(pytest.fail.Exception):
+        state_dir.save_peers(b"after")
+    assert state_dir.peers_path.read_bytes() == b"before"
+    state_dir.close()

@@ -1,0 +1,75 @@
+"""``manyhands first-peer`` as a user starts it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import manyhands
+from tests.process.commands import LOOPBACK, Command, running
+
+pytestmark = pytest.mark.process
+
+INTERRUPTED, USAGE = 130, 2
+
+# the command line, and at the end which of these modules it has imported
+WATCHED = """
+import sys
+from manyhands.cli.main import run
+code = run(sys.argv[1:])
+print("imported:", [name for name in ("torch", "numpy", "transformers") if name in sys.modules])
+sys.exit(code)
+"""
+
+
+def test_it_welcomes_peers_and_says_how_it_stands(tmp_path: Path) -> None:
+    arguments = ["first-peer", "--listen", LOOPBACK, "--state-dir", str(tmp_path / "state")]
+    events = tmp_path / "events"
+    first = Command(["-c", WATCHED, *arguments, "--events", str(events)], module=None)
+    try:
+        addresses = first.wait_for("--initial-peers").split()[1:]
+        first.wait_for("0 peers in the table, 0 connected; 0 records held")
+        with manyhands.Peer(addresses, listen=["/ip4/127.0.0.1/tcp/0"]) as peer:
+            assert peer.dht.num_known_peers == 1
+            with running(*arguments) as second:
+                assert second.wait(30) == USAGE
+                assert "is in use by another peer" in second.output
+        began = time.monotonic()
+        first.interrupt()
+        assert first.wait(10) == INTERRUPTED, first.output
+        assert time.monotonic() - began < 5.0
+        assert "imported: []" in first.output
+        assert "its id" not in first.output
+    finally:
+        first.close()
+    said = [json.loads(line) for line in events.read_text().splitlines()]
+    assert said[0] == {"type": "listening", "peer_id": addresses[0].rpartition("/")[2], "addresses": addresses}
+    assert said[1] | {"memory_bytes": None} == {
+        "type": "standing_by",
+        "num_known_peers": 0,
+        "num_connected_peers": 0,
+        "num_records": 0,
+        "memory_bytes": None,
+    }
+
+
+def test_one_that_keeps_nothing_says_so_in_one_line_and_does_not_wait_for_others() -> None:
+    with running("first-peer", "--listen", LOOPBACK, "--initial-peers", "127.0.0.1:1") as first:
+        first.wait_for("nobody answers (initial peers: 1, peers seen before: 0); this peer begins alone")
+        line = first.wait_for("change at each start")
+        assert "its id and its port change at each start (--state-dir" in line
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no such limit there")
+def test_it_raises_the_limit_of_open_files_itself() -> None:
+    code = (
+        "import resource as r; from manyhands.cli.open_files import raise_open_files_limit as f;"
+        "hard = min(r.getrlimit(r.RLIMIT_NOFILE)[1], 4096); r.setrlimit(r.RLIMIT_NOFILE, (64, hard)); f();"
+        "assert r.getrlimit(r.RLIMIT_NOFILE) == (hard, hard); f()"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
