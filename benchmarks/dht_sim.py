@@ -283,7 +283,8 @@ class Simulation:
     # figures
 
     def _say(self, text: str) -> None:
-        print(f"{self._num_nodes} nodes, {self._loop.now:.0f} virtual s: {text}", file=sys.stderr, flush=True)
+        cpu_s = time.process_time()
+        print(f"{self._num_nodes} nodes, {self._loop.now:.0f} virtual s, {cpu_s:.0f} s of CPU: {text}", file=sys.stderr, flush=True)
 
     def _traffic(self) -> tuple[int, int]:
         return sum(self._network.num_calls.values()), sum(self._network.num_bytes.values())
