@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
+import os
 import signal
 import traceback
 from collections.abc import Callable
@@ -26,16 +28,30 @@ class Worker:
 
     Several may be started at once: the first call waits until the object is there. The process ends with
     :meth:`close`, and also when this one dies in whatever way.
+
+    Args:
+        has_children: it starts processes of its own; they are in one process group with it, and all of them are killed
+            in the end, whatever they ignore and whoever started them.
     """
 
-    def __init__(self, factory: Callable[..., Subject], *arguments: Any) -> None:
+    def __init__(self, factory: Callable[..., Subject], *arguments: Any, has_children: bool = False) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._name = f"{factory.__name__}{arguments[:2]}"
-        self._process = context.Process(target=_serve, args=(theirs, factory, arguments), daemon=True)
+        self._has_children = has_children
+        self._process = context.Process(
+            target=_serve, args=(theirs, factory, arguments, has_children), daemon=not has_children
+        )
         self._process.start()
         theirs.close()  # so that the end of that process is the end of the pipe
         self._is_made = False
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        pid = self._process.pid
+        assert pid is not None
+        return pid
 
     def call(self, method: str, *arguments: Any, timeout_s: float = 60.0) -> Any:
         """The result of one method.
@@ -64,10 +80,14 @@ class Worker:
         """End the process, by force if it does not end by itself. May be called twice."""
         self._pipe.close()
         self._process.join(CLOSE_TIMEOUT_S)
-        self._kill()
+        self.kill()
 
-    def _kill(self) -> None:
+    def kill(self) -> None:
+        """SIGKILL."""
         if self._process.is_alive():
+            if self._has_children:
+                with contextlib.suppress(ProcessLookupError):  # it is just beginning
+                    os.killpg(self.pid, signal.SIGKILL)
             self._process.kill()
             self._process.join()
 
@@ -78,11 +98,13 @@ class Worker:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if error is not None:  # Ctrl-C too: the other process may be in the middle of a long call
-            self._kill()
+            self.kill()
         self.close()
 
 
-def _serve(pipe: Connection, factory: Callable[..., Subject], arguments: tuple[Any, ...]) -> None:
+def _serve(pipe: Connection, factory: Callable[..., Subject], arguments: tuple[Any, ...], has_children: bool) -> None:
+    if has_children:
+        os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the one who started this sees to it
     subject: Subject | None = None
     try:
@@ -102,3 +124,5 @@ def _serve(pipe: Connection, factory: Callable[..., Subject], arguments: tuple[A
     finally:
         if subject is not None:
             subject.close()
+        if has_children:
+            os.killpg(0, signal.SIGKILL)  # what is left of them, and this one

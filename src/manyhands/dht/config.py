@@ -26,6 +26,8 @@ class DhtConfig:
             of all peers vanish at once.
         max_failures: requests in a row that a contact may fail before it is dropped; 2, as one may be the network's.
         request_timeout_s: wait for one reply; several round trips of the slowest link, and a reconnection.
+        slow_after_s: a lookup waits so long for one reply before it asks others in its place; a dial and a call take
+            four round trips.
         lookup_timeout_s: wait for a whole lookup; it then goes on with what it has found.
         join_timeout_s: wait for the initial peers, and for learning one's neighbours from them.
         refresh_period_s: mean time between two rounds of upkeep; half of it is how long a newcomer near a key
@@ -47,6 +49,7 @@ class DhtConfig:
     replicas: int = 5
     max_failures: int = 2
     request_timeout_s: float = 3.0
+    slow_after_s: float = 1.0
     lookup_timeout_s: float = 10.0
     join_timeout_s: float = 8.0
     refresh_period_s: float = 30.0

@@ -24,7 +24,7 @@ from manyhands.base.errors import DialFailed, DialReason, JoinFailed, PeerError,
 from manyhands.base.identity import PeerId
 from manyhands.dht.config import DhtConfig
 from manyhands.dht.ids import node_id
-from manyhands.dht.known_peers import KnownPeers
+from manyhands.dht.known_peers import MAX_PEERS, KnownPeers
 from manyhands.dht.messages import PING, PingRequest
 from manyhands.dht.overlay import Overlay
 from manyhands.dht.routing import Contact
@@ -141,7 +141,7 @@ class InitialPeers:
 
     def note_known(self) -> None:
         """Remember who was heard of lately."""
-        self._known.heard_of(self._overlay.latest_contacts(), self._wall_clock())
+        self._known.heard_of(self._overlay.table.latest(MAX_PEERS), self._wall_clock())
 
     async def _reach_one(self, failures: dict[str, DialFailed]) -> PeerId | None:
         """Dial all at once and return the first that answers; the initial peers among the others go on being dialled.
@@ -176,7 +176,7 @@ class InitialPeers:
     async def _look_through(self, peers: Iterable[PeerId], deadline: float) -> None:
         """Look around this node, beginning at each of these peers: those known so far may be of another part."""
         for peer_id in peers:
-            contact = self._overlay.contact_of(peer_id)
+            contact = self._overlay.table.contact_of(peer_id)
             timeout_s = deadline - asyncio.get_running_loop().time()
             if contact is None or timeout_s <= 0:
                 continue

@@ -1,8 +1,12 @@
 """The order in which a lookup asks: always the nearest known peers, a few at once, until the nearest have all answered.
 
-A contact goes from *known* through *asked* to *answered* or *failed*. The shortlist is the ``num`` nearest contacts
-that did not fail. The lookup is finished when everybody on the shortlist has answered: nobody nearer is left to hear
-of. Who wants the replicas of a key wants few; who wants to be known to its neighbours wants ``k``.
+A contact goes from *known* through *asked* to *answered* or *failed*; on the way it may be *slow*. The shortlist is
+the ``num`` nearest contacts that did not fail. The lookup is finished when everybody on the shortlist has answered:
+nobody nearer is left to hear of. Who wants the replicas of a key wants few; who wants to be known to its neighbours
+wants ``k``.
+
+A slow one is out of consideration until it answers: others are asked in its place, and nobody waits for it, as long as
+only a minority of the nearest is slow. If most are, it is this peer or its link that is slow, and all are waited for.
 
 Source: Maymounkov & Mazieres, Kademlia, 2002, section 2.3.
 """
@@ -16,15 +20,17 @@ import itertools
 from collections.abc import Iterable
 
 from manyhands.base.identity import PeerId
-from manyhands.dht.ids import distance, node_id
+from manyhands.dht.ids import node_id
 from manyhands.dht.routing import Contact
 
 
 class _State(enum.Enum):
     KNOWN = enum.auto()
     ASKED = enum.auto()
+    SLOW = enum.auto()
     ANSWERED = enum.auto()
     FAILED = enum.auto()
+    OWN = enum.auto()
 
 
 class Lookup:
@@ -43,53 +49,78 @@ class Lookup:
         self, target: int, seeds: Iterable[Contact], *, own_id: PeerId, k: int, alpha: int, num: int | None = None
     ) -> None:
         self._target = target
-        self._own_id = own_id
         self._k = k
         self._num = k if num is None else num
         self._alpha = alpha
-        self._states: dict[PeerId, _State] = {}
-        self._by_distance: list[tuple[int, Contact]] = []  # nearest first; no two peers have one distance
+        self._num_asked = 0  # and not slow
+        self._states = {node_id(own_id) ^ target: _State.OWN}  # by distance, which no two peers have in common
+        self._contacts: dict[int, Contact] = {}  # likewise
+        self._hopeful: list[int] = []  # distances of those that did not fail, nearest first
         self._learn(seeds)
 
     @property
     def is_finished(self) -> bool:
         """Whether everybody on the shortlist has answered."""
-        return all(self._states[contact.peer_id] is _State.ANSWERED for contact in self._shortlist())
+        return all(self._states[distance] is _State.ANSWERED for distance in self._shortlist())
 
     def to_ask(self) -> list[Contact]:
         """The contacts to ask now, nearest first; each is named once, and then counts as asked."""
-        num_asked = sum(state is _State.ASKED for state in self._states.values())
-        known = [contact for contact in self._shortlist() if self._states[contact.peer_id] is _State.KNOWN]
-        chosen = known[: max(0, self._alpha - num_asked)]
-        for contact in chosen:
-            self._states[contact.peer_id] = _State.ASKED
-        return chosen
+        room = self._alpha - self._num_asked
+        if room <= 0:
+            return []
+        known = (distance for distance in self._shortlist() if self._states[distance] is _State.KNOWN)
+        chosen = list(itertools.islice(known, room))
+        for distance in chosen:
+            self._states[distance] = _State.ASKED
+        self._num_asked += len(chosen)
+        return [self._contacts[distance] for distance in chosen]
+
+    def slow(self, peer_id: PeerId) -> None:
+        """Note that a peer that was asked has not answered for long; nothing, if it has."""
+        distance = node_id(peer_id) ^ self._target
+        if self._states[distance] is _State.ASKED:
+            self._states[distance] = _State.SLOW
+            self._num_asked -= 1
+
+    def is_slow(self, peer_id: PeerId) -> bool:
+        """Whether a peer has not answered for long, and still has not."""
+        return self._states[node_id(peer_id) ^ self._target] is _State.SLOW
 
     def answered(self, peer_id: PeerId, contacts: Iterable[Contact]) -> None:
         """Note the answer of a peer that was asked: the contacts nearest to the target that it knows."""
-        assert self._states[peer_id] is _State.ASKED
-        self._states[peer_id] = _State.ANSWERED
-        self._learn(heapq.nsmallest(self._k, contacts, key=self._distance))
+        self._end(peer_id, _State.ANSWERED)
+        self._learn(contacts)
 
     def failed(self, peer_id: PeerId) -> None:
         """Note that a peer that was asked did not answer."""
-        assert self._states[peer_id] is _State.ASKED
-        self._states[peer_id] = _State.FAILED
+        distance = self._end(peer_id, _State.FAILED)
+        del self._hopeful[bisect.bisect_left(self._hopeful, distance)]
 
     def nearest(self) -> list[Contact]:
         """The contacts that have answered, nearest first, at most ``num``."""
-        return [contact for contact in self._shortlist() if self._states[contact.peer_id] is _State.ANSWERED]
+        answered = (distance for distance in self._shortlist() if self._states[distance] is _State.ANSWERED)
+        return [self._contacts[distance] for distance in answered]
+
+    def _end(self, peer_id: PeerId, state: _State) -> int:
+        distance = node_id(peer_id) ^ self._target
+        assert self._states[distance] in (_State.ASKED, _State.SLOW)
+        self._num_asked -= self._states[distance] is _State.ASKED
+        self._states[distance] = state
+        return distance
 
     def _learn(self, contacts: Iterable[Contact]) -> None:
-        for contact in contacts:
-            if contact.peer_id != self._own_id and contact.peer_id not in self._states:
-                self._states[contact.peer_id] = _State.KNOWN
-                bisect.insort(self._by_distance, (self._distance(contact), contact))
+        new = {node_id(contact.peer_id) ^ self._target: contact for contact in contacts}
+        for distance in new if len(new) <= self._k else heapq.nsmallest(self._k, new):
+            if distance not in self._states:
+                self._states[distance] = _State.KNOWN
+                self._contacts[distance] = new[distance]
+                bisect.insort(self._hopeful, distance)
 
-    def _shortlist(self) -> list[Contact]:
-        states = self._states
-        hopeful = (contact for _, contact in self._by_distance if states[contact.peer_id] is not _State.FAILED)
-        return list(itertools.islice(hopeful, self._num))
-
-    def _distance(self, contact: Contact) -> int:
-        return distance(node_id(contact.peer_id), self._target)
+    def _shortlist(self) -> list[int]:
+        """The distances of the nearest that count."""
+        nearest = self._hopeful[: self._num]
+        num_slow = sum(self._states[distance] is _State.SLOW for distance in nearest)
+        if not 0 < num_slow <= self._num // 2:
+            return nearest
+        others = (distance for distance in self._hopeful if self._states[distance] is not _State.SLOW)
+        return list(itertools.islice(others, self._num))

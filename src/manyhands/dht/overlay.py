@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
-import itertools
 import logging
-import math
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -31,8 +30,6 @@ OnRecords = Callable[[PeerId, list[AgedRecord]], object]
 
 logger = logging.getLogger(__name__)
 
-REMEMBERED_PEERS = 4096
-MAX_LATEST = 64
 HEARD_PERIOD_S = 10.0
 """Of a peer that is heard of all the time, not every call has to be entered in the table."""
 
@@ -48,29 +45,15 @@ class Overlay:
         self.table = RoutingTable(endpoint.peer_id, config.k, config.max_failures)
         self._endpoint = endpoint
         self._config = config
-        self._heard_at: OrderedDict[PeerId, float] = OrderedDict()  # loop time
 
     def seen(self, peer_id: PeerId) -> None:
         """Enter a peer that asked or answered; not one in client mode, which nobody could ask."""
         now = asyncio.get_running_loop().time()
-        if now - self._heard_at.get(peer_id, -math.inf) < HEARD_PERIOD_S and self.table.is_sound(peer_id):
+        if now - self.table.heard_at(peer_id) < HEARD_PERIOD_S and self.table.is_sound(peer_id):
             return
         addresses = self._endpoint.addresses_of(peer_id)
         if addresses and not self._endpoint.is_client(peer_id):
-            self.table.seen(Contact(peer_id, [_text_of(address) for address in addresses[:MAX_ADDRESSES]]))
-            self._heard_at[peer_id] = now
-            self._heard_at.move_to_end(peer_id)
-            if len(self._heard_at) > REMEMBERED_PEERS:
-                self._heard_at.popitem(last=False)
-
-    def contact_of(self, peer_id: PeerId) -> Contact | None:
-        """A known peer and where it can be dialled."""
-        return self.table.contact_of(peer_id)
-
-    def latest_contacts(self) -> list[Contact]:
-        """Of the contacts in the table those heard of last, the latest first."""
-        latest = itertools.islice((peer for peer in reversed(self._heard_at) if peer in self.table), MAX_LATEST)
-        return [contact for peer_id in latest if (contact := self.contact_of(peer_id)) is not None]
+            self.table.seen(Contact(peer_id, [_text_of(address) for address in addresses[:MAX_ADDRESSES]]), now)
 
     def doubtful(self, peers: Iterable[PeerId]) -> list[PeerId]:
         """Of these peers those whom nothing shows to be there: no connection, no recent call.
@@ -79,7 +62,7 @@ class Overlay:
             The least recently heard of first.
         """
         recently = asyncio.get_running_loop().time() - self._config.refresh_period_s
-        heard_at = {peer_id: self._heard_at.get(peer_id, -math.inf) for peer_id in peers}
+        heard_at = {peer_id: self.table.heard_at(peer_id) for peer_id in peers}
         silent = [peer for peer, at in heard_at.items() if at < recently and not self._endpoint.is_connected(peer)]
         return sorted(silent, key=heard_at.__getitem__)
 
@@ -124,30 +107,27 @@ class Overlay:
         Returns:
             Up to ``num`` contacts that answered just now, nearest first.
         """
-        config, loop = self._config, asyncio.get_running_loop()
-        deadline = loop.time() + timeout_s
-        seeds = seeds or self.table.nearest(target, config.k)
+        config = self._config
+        if not seeds:
+            seeds = self.table.nearest(target, config.k)
+            if len(seeds) < num:  # then also those that failed, but not often enough to be dropped
+                seeds = self.table.nearest(target, config.k, with_failed=True)
         lookup = Lookup(target, seeds, own_id=self._endpoint.peer_id, k=config.k, alpha=config.alpha, num=num)
         request = FindRequest(id_to_bytes(target), key)
-        asking: set[asyncio.Task[None]] = set()
+        asking = _Asking(config.slow_after_s, asyncio.get_running_loop().time() + timeout_s)
         try:
             while not lookup.is_finished:
-                asking |= {
-                    loop.create_task(self._ask_on_the_way(lookup, contact, request, on_records))
-                    for contact in lookup.to_ask()
-                }
-                done, asking = await asyncio.wait(
-                    asking, timeout=deadline - loop.time(), return_when=asyncio.FIRST_COMPLETED
-                )
-                if not done:
+                for contact in lookup.to_ask():
+                    asking.begin(contact.peer_id, self._ask_on_the_way(lookup, contact, request, on_records))
+                if not await asking.wait():
                     logger.debug("a lookup took longer than %.3g s; going on with what it found", timeout_s)
                     break
-                for task in done:
-                    task.result()
+                for peer_id in asking.slow_ones():
+                    lookup.slow(peer_id)
         finally:
-            for task in asking:  # peers that are no longer among the nearest, or too slow
-                task.cancel()
-            await asyncio.gather(*asking, return_exceptions=True)
+            for peer_id in await asking.give_up():
+                if lookup.is_slow(peer_id):
+                    self.table.failed(peer_id)
         return lookup.nearest()
 
     async def _ask_on_the_way(
@@ -172,11 +152,84 @@ class Overlay:
         return True
 
 
-@functools.lru_cache(maxsize=4096)  # the same contacts come in every answer
+class _Asking:
+    """The peers that a lookup is asking just now.
+
+    Args:
+        slow_after_s: who has not answered for so long is slow.
+        deadline: when nobody is waited for any longer, in loop time.
+    """
+
+    def __init__(self, slow_after_s: float, deadline: float) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._slow_after_s = slow_after_s
+        self._deadline = deadline
+        self._peers: dict[asyncio.Task[None], PeerId] = {}
+        self._not_slow: deque[tuple[float, asyncio.Task[None]]] = deque()  # and when they will be; the first one first
+        self._timer: asyncio.TimerHandle | None = None
+        self._wake = self._loop.create_future()
+
+    def begin(self, peer_id: PeerId, ask: Coroutine[Any, Any, None]) -> None:
+        """Ask one more."""
+        task = self._loop.create_task(ask)
+        self._peers[task] = peer_id
+        self._not_slow.append((self._loop.time() + self._slow_after_s, task))
+        task.add_done_callback(self._ended)
+
+    async def wait(self) -> bool:
+        """Wait until somebody has answered, failed or become slow; whether that was before the deadline."""
+        while self._not_slow and self._not_slow[0][1] not in self._peers:
+            self._not_slow.popleft()
+        if self._timer is None:
+            due = self._not_slow[0][0] if self._not_slow else self._deadline
+            self._timer = self._loop.call_at(min(due, self._deadline), self._time_is_up)
+        await self._wake
+        self._wake = self._loop.create_future()
+        return self._loop.time() < self._deadline
+
+    def slow_ones(self) -> list[PeerId]:
+        """Those who became slow since the last time."""
+        now = self._loop.time()
+        slow: list[PeerId] = []
+        while self._not_slow and self._not_slow[0][0] <= now:
+            _, task = self._not_slow.popleft()
+            if task in self._peers:
+                slow.append(self._peers[task])
+        return slow
+
+    async def give_up(self) -> list[PeerId]:
+        """Wait for nobody any longer; those who were still being asked."""
+        if self._timer is not None:
+            self._timer.cancel()
+        peers = dict(self._peers)
+        for task in peers:
+            task.cancel()
+        if peers:
+            await asyncio.gather(*peers, return_exceptions=True)
+        return list(peers.values())
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        del self._peers[task]
+        if self._wake.done() or task.cancelled():
+            return
+        error = task.exception()
+        if error is not None:
+            self._wake.set_exception(error)
+        else:
+            self._wake.set_result(None)
+
+    def _time_is_up(self) -> None:
+        self._timer = None
+        if not self._wake.done():
+            self._wake.set_result(None)
+
+
+@functools.lru_cache(maxsize=16384)  # the same contacts come in every answer
 def _address_of(text: str, peer_id: PeerId) -> Address:
     return Address.parse(text).with_peer(peer_id)
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=16384)
 def _text_of(address: Address) -> str:
-    return str(address)
+    """Without the peer id, which goes beside it."""
+    return str(dataclasses.replace(address, peer_id=None))

@@ -61,7 +61,8 @@ class Replicas:
         """Of all known peers, those that should hold a key."""
         num_changes, peers = self._known.get(key, (-1, []))
         if num_changes != self._table.num_changes:
-            peers = self.among(key, (contact.peer_id for contact in self._table.nearest(key_id(key), self._num)))
+            nearest = self._table.nearest(key_id(key), self._num, with_failed=True)  # one failure may be the network's
+            peers = self.among(key, (contact.peer_id for contact in nearest))
             if len(self._known) >= REMEMBERED_KEYS:
                 self._known.clear()
             self._known[key] = (self._table.num_changes, peers)

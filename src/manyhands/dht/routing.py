@@ -4,6 +4,7 @@ Rules:
     * a contact lies in the bucket of its distance's highest bit; a bucket holds ``k`` of them;
     * within a bucket the least recently seen comes first, and whoever is seen moves to the end;
     * a full bucket keeps its old contacts, the likeliest to stay; up to ``k`` newcomers wait as replacements;
+    * a contact that failed is named to nobody until it is seen again, and gives its place to a newcomer;
     * a contact that failed ``max_failures`` times in a row is dropped, and the newest replacement moves up.
 
 Source: Maymounkov & Mazieres, Kademlia, 2002, sections 2.2, 2.4 and 4.1.
@@ -12,13 +13,13 @@ Source: Maymounkov & Mazieres, Kademlia, 2002, sections 2.2, 2.4 and 4.1.
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass, field
+import math
 from typing import Annotated
 
 import msgspec
 
 from manyhands.base.identity import PeerId
-from manyhands.dht.ids import ID_BITS, distance, node_id
+from manyhands.dht.ids import distance, node_id
 
 MAX_ADDRESSES = 8
 MAX_ADDRESS_LENGTH = 400  # a host name of 253 characters, a port and a peer id fit
@@ -33,11 +34,18 @@ class Contact(msgspec.Struct, frozen=True):
     ]
 
 
-@dataclass
-class _Bucket:
-    live: dict[PeerId, Contact] = field(default_factory=dict)  # least recently seen first
-    waiting: dict[PeerId, Contact] = field(default_factory=dict)  # oldest replacement first
-    failures: dict[PeerId, int] = field(default_factory=dict)  # in a row, of live contacts; none means 0
+class _Entry(msgspec.Struct, eq=False):
+    contact: Contact
+    heard_at: float
+    num_failures: int = 0  # in a row
+    is_silent: bool = False
+
+
+class _Bucket(msgspec.Struct, eq=False):
+    """Entries by point: a node has thousands of them, so nothing is in them twice."""
+
+    live: dict[int, _Entry]  # least recently seen first
+    waiting: dict[int, _Entry]  # oldest replacement first
 
 
 class RoutingTable:
@@ -54,115 +62,170 @@ class RoutingTable:
     """
 
     def __init__(self, own_id: PeerId, k: int, max_failures: int) -> None:
-        self._own_id = own_id
+        self._own_point = node_id(own_id)
         self._k = k
         self._max_failures = max_failures
-        self._buckets = [_Bucket() for _ in range(ID_BITS)]
-        self._points: list[tuple[int, Contact]] | None = None  # of all contacts; None after a change
+        self._buckets: dict[int, _Bucket] = {}  # by the highest bit of the distance; most nodes have about 20 of 256
+        self._num_live = 0
         self.num_changes = 0
         self.num_silences = 0
-        self._silent: set[PeerId] = set()
 
     def __len__(self) -> int:
-        return len(self._all_points())
+        return self._num_live
 
     def __contains__(self, peer_id: PeerId) -> bool:
-        return peer_id != self._own_id and peer_id in self._bucket_of(peer_id).live
+        return self._live_entry(peer_id) is not None
 
     def is_sound(self, peer_id: PeerId) -> bool:
         """Whether a peer is in the table, and has not failed since it was seen."""
-        if peer_id == self._own_id:
-            return False
-        bucket = self._bucket_of(peer_id)
-        return peer_id in bucket.live and peer_id not in bucket.failures and peer_id not in self._silent
+        entry = self._live_entry(peer_id)
+        return entry is not None and not entry.num_failures and not entry.is_silent
+
+    def heard_at(self, peer_id: PeerId) -> float:
+        """When a peer was last seen, if it is in the table or waits as a replacement; else minus infinity."""
+        entry = self._entry(peer_id)
+        return entry.heard_at if entry is not None else -math.inf
 
     def is_waiting(self, peer_id: PeerId) -> bool:
         """Whether a peer is known, but there is no room for it."""
-        return peer_id != self._own_id and peer_id in self._bucket_of(peer_id).waiting
+        return self._entry(peer_id) is not None and peer_id not in self
 
     def contact_of(self, peer_id: PeerId) -> Contact | None:
         """A peer that is in the table, or waits to be."""
-        if peer_id == self._own_id:
-            return None
-        bucket = self._bucket_of(peer_id)
-        return bucket.live.get(peer_id) or bucket.waiting.get(peer_id)
+        entry = self._entry(peer_id)
+        return entry.contact if entry is not None else None
+
+    def latest(self, num: int) -> list[Contact]:
+        """The ``num`` contacts that were seen last, the latest first."""
+        entries = (entry for bucket in self._buckets.values() for entry in bucket.live.values())
+        return [entry.contact for entry in heapq.nlargest(num, entries, key=lambda entry: entry.heard_at)]
 
     def contacts(self) -> list[Contact]:
         """All contacts, the nearest buckets first."""
-        return [contact for bucket in self._buckets for contact in bucket.live.values()]
+        return [entry.contact for index in sorted(self._buckets) for entry in self._buckets[index].live.values()]
 
-    def seen(self, contact: Contact) -> None:
+    def seen(self, contact: Contact, now: float = 0.0) -> None:
         """Note that a peer just answered or asked; its addresses replace the old ones."""
-        if contact.peer_id == self._own_id:
+        point = node_id(contact.peer_id)
+        index = (point ^ self._own_point).bit_length()
+        if not index:
             return
-        self._set_silent(contact.peer_id, False)
-        bucket = self._bucket_of(contact.peer_id)
-        bucket.failures.pop(contact.peer_id, None)
-        if contact.peer_id in bucket.live or len(bucket.live) < self._k:
-            bucket.waiting.pop(contact.peer_id, None)
-            before = bucket.live.get(contact.peer_id)
-            _move_to_end(bucket.live, contact)
-            if before != contact:
-                self._points = None
-                self.num_changes += before is None
+        bucket = self._buckets.get(index)
+        if bucket is None:
+            bucket = self._buckets[index] = _Bucket({}, {})
+        entry = bucket.live.pop(point, None)
+        if entry is not None:
+            self._set_silent(entry, False)
+            if entry.contact != contact:
+                entry.contact = contact
+            entry.heard_at, entry.num_failures = now, 0
+            bucket.live[point] = entry
             return
-        _move_to_end(bucket.waiting, contact)
+        bucket.waiting.pop(point, None)
+        if len(bucket.live) >= self._k:
+            self._drop_one_that_failed(bucket)
+        if len(bucket.live) < self._k:
+            self._enter(bucket, point, _Entry(contact, now))
+            return
+        bucket.waiting[point] = _Entry(contact, now)
         if len(bucket.waiting) > self._k:
             del bucket.waiting[next(iter(bucket.waiting))]
 
     def lost(self, peer_id: PeerId) -> None:
         """Note that the connection to a peer has ended: it may be gone, or have had nothing to say."""
-        if peer_id in self:
-            self._set_silent(peer_id, True)
+        entry = self._live_entry(peer_id)
+        if entry is not None:
+            self._set_silent(entry, True)
 
     def failed(self, peer_id: PeerId) -> None:
         """Note that a peer did not answer."""
-        if peer_id == self._own_id:
+        point = node_id(peer_id)
+        bucket = self._buckets.get((point ^ self._own_point).bit_length())
+        if bucket is None:
             return
-        bucket = self._bucket_of(peer_id)
-        bucket.waiting.pop(peer_id, None)
-        if peer_id not in bucket.live:
+        bucket.waiting.pop(point, None)
+        entry = bucket.live.get(point)
+        if entry is None:
             return
-        bucket.failures[peer_id] = bucket.failures.get(peer_id, 0) + 1
-        if bucket.failures[peer_id] < self._max_failures:
+        entry.num_failures += 1
+        if entry.num_failures < self._max_failures:
             return
-        del bucket.live[peer_id], bucket.failures[peer_id]
-        self._silent.discard(peer_id)
-        self._points = None
-        self.num_changes += 1
+        self._drop(bucket, point)
         if bucket.waiting:
-            _, replacement = bucket.waiting.popitem()
-            bucket.live[replacement.peer_id] = replacement
+            self._enter(bucket, *bucket.waiting.popitem())
 
     def num_nearer(self, target: int) -> int:
         """How many contacts are nearer to a point than this node, but for those who fell silent."""
-        own_distance = distance(node_id(self._own_id), target)
-        nearer = (point for point, contact in self._all_points() if contact.peer_id not in self._silent)
-        return sum(distance(point, target) < own_distance for point in nearer)
+        own_distance = distance(self._own_point, target)
+        return sum(
+            not entry.is_silent
+            for index, bucket in self._buckets.items()
+            if own_distance >> (index - 1) & 1  # then all of its contacts are nearer, else none is
+            for entry in bucket.live.values()
+        )
 
-    def nearest(self, target: int, num: int) -> list[Contact]:
-        """The ``num`` contacts nearest to a point, nearest first."""
-        nearest = heapq.nsmallest(num, self._all_points(), key=lambda pair: distance(pair[0], target))
-        return [contact for _, contact in nearest]
+    def nearest(self, target: int, num: int, *, with_failed: bool = False) -> list[Contact]:
+        """The ``num`` contacts nearest to a point, nearest first.
+
+        Args:
+            with_failed: also those that failed since they were seen.
+        """
+        own_distance = distance(self._own_point, target)
+        to_target = target.__xor__
+        nearest: list[Contact] = []
+        for index in sorted(self._buckets, key=lambda index: _rank(index, own_distance)):
+            live = self._buckets[index].live
+            for point in sorted(live, key=to_target):
+                if len(nearest) >= num:
+                    return nearest
+                entry = live[point]
+                if with_failed or not entry.num_failures:
+                    nearest.append(entry.contact)
+        return nearest
 
     def least_recently_seen(self) -> list[Contact]:
         """The first contact of each bucket: those whose life is most in doubt."""
-        return [next(iter(bucket.live.values())) for bucket in self._buckets if bucket.live]
+        live = (self._buckets[index].live for index in sorted(self._buckets))
+        return [next(iter(entries.values())).contact for entries in live if entries]
 
-    def _all_points(self) -> list[tuple[int, Contact]]:
-        if self._points is None:
-            self._points = [(node_id(contact.peer_id), contact) for contact in self.contacts()]
-        return self._points
+    def _entry(self, peer_id: PeerId) -> _Entry | None:
+        point = node_id(peer_id)
+        bucket = self._buckets.get((point ^ self._own_point).bit_length())
+        return (bucket.live.get(point) or bucket.waiting.get(point)) if bucket is not None else None
 
-    def _set_silent(self, peer_id: PeerId, is_silent: bool) -> None:
-        if (peer_id in self._silent) != is_silent:
-            self._silent ^= {peer_id}
+    def _live_entry(self, peer_id: PeerId) -> _Entry | None:
+        point = node_id(peer_id)
+        bucket = self._buckets.get((point ^ self._own_point).bit_length())
+        return bucket.live.get(point) if bucket is not None else None
+
+    def _enter(self, bucket: _Bucket, point: int, entry: _Entry) -> None:
+        bucket.live[point] = entry
+        self._num_live += 1
+        self.num_changes += 1
+
+    def _drop(self, bucket: _Bucket, point: int) -> None:
+        del bucket.live[point]
+        self._num_live -= 1
+        self.num_changes += 1
+
+    def _drop_one_that_failed(self, bucket: _Bucket) -> None:
+        """The one that was not seen for longest, if there is any."""
+        for point, entry in bucket.live.items():
+            if entry.num_failures:
+                self._drop(bucket, point)
+                return
+
+    def _set_silent(self, entry: _Entry, is_silent: bool) -> None:
+        if entry.is_silent != is_silent:
+            entry.is_silent = is_silent
             self.num_silences += 1
 
-    def _bucket_of(self, peer_id: PeerId) -> _Bucket:
-        return self._buckets[distance(node_id(peer_id), node_id(self._own_id)).bit_length() - 1]
 
+def _rank(index: int, own_distance: int) -> int:
+    """Sorts buckets by the distance of their contacts to a point, nearest first.
 
-def _move_to_end(contacts: dict[PeerId, Contact], contact: Contact) -> None:
-    contacts.pop(contact.peer_id, None)
-    contacts[contact.peer_id] = contact
+    Contacts of a bucket differ from this node in its bit, and not above it. Where the point does so too, they are
+    nearer than this node, and the more so the higher the bit; where it does not, they are farther, and the more so the
+    higher the bit.
+    """
+    return -index if own_distance >> (index - 1) & 1 else index

@@ -22,14 +22,17 @@ def same_bucket(num: int) -> list[Contact]:
 
 
 def validate(table: RoutingTable, k: int, max_failures: int) -> None:
-    for index, bucket in enumerate(table._buckets):
+    for index, bucket in table._buckets.items():
         assert len(bucket.live) <= k
         assert len(bucket.waiting) <= k
         assert not bucket.waiting or len(bucket.live) == k, "a replacement waits beside a free place"
         assert not bucket.live.keys() & bucket.waiting.keys()
-        assert bucket.failures.keys() <= bucket.live.keys()
-        assert all(0 < failures < max_failures for failures in bucket.failures.values())
-        assert all(bucket_of(peer_id) == index + 1 for peer_id in [*bucket.live, *bucket.waiting])
+        assert all(entry.num_failures < max_failures for entry in bucket.live.values())
+        assert not any(entry.num_failures for entry in bucket.waiting.values())
+        for point, entry in [*bucket.live.items(), *bucket.waiting.items()]:
+            assert point == node_id(entry.contact.peer_id)
+            assert bucket_of(entry.contact.peer_id) == index
+    assert len(table) == len(table.contacts())
 
 
 @given(
@@ -43,15 +46,22 @@ def test_every_history_keeps_the_table_valid_and_nearest_agrees_with_sorting(
     k: int, max_failures: int, steps: list[tuple[str, int]], target: int, num: int
 ) -> None:
     table = RoutingTable(OWN_ID, k, max_failures)
+    failed: set[PeerId] = set()
     for step, number in steps:
         if step == "seen":
             table.seen(contact(number))
+            failed.discard(contact(number).peer_id)
         else:
             table.failed(contact(number).peer_id)
+            failed.add(contact(number).peer_id)
         validate(table, k, max_failures)
     by_distance = sorted(table.contacts(), key=lambda contact: distance(node_id(contact.peer_id), target))
-    assert table.nearest(target, num) == by_distance[:num]
-    assert len(table) == len(by_distance)
+    assert table.nearest(target, num, with_failed=True) == by_distance[:num]
+    sound = [contact for contact in by_distance if contact.peer_id not in failed]
+    assert table.nearest(target, num) == sound[:num]
+    assert table.num_nearer(target) == sum(
+        distance(node_id(one.peer_id), target) < distance(node_id(OWN_ID), target) for one in by_distance
+    )
 
 
 def test_a_full_bucket_keeps_its_old_contacts() -> None:
