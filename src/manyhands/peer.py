@@ -16,6 +16,7 @@ from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ManyhandsError, Timeout
 from manyhands.base.identity import Identity, PeerId
 from manyhands.dht import DhtConfig, DhtNode
+from manyhands.reach import Reach
 from manyhands.rpc import Endpoint, RpcConfig
 from manyhands.runtime import LoopThread
 from manyhands.transport import TlsTransport, Transport
@@ -53,6 +54,7 @@ class Presence:
         self.on_close: list[Callable[[], Awaitable[None]]] = []
         self.endpoint = Endpoint(transport, client_mode=client_mode, config=rpc_config, rng=self.rng)
         self.dht = DhtNode(self.endpoint, dht_config or DhtConfig(), rng=self.rng, wall_clock=wall_clock)
+        self.reach = Reach(self.endpoint, self.dht, wall_clock)
 
     async def start(
         self, initial_peers: Sequence[Address], listen: Sequence[Address], announce: Sequence[Address] = ()

@@ -1,4 +1,4 @@
-"""The command line: ``manyhands demo | monitor | train``."""
+"""The command line: ``manyhands demo | doctor | monitor | train``."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from cyclopts import App, CycloptsError, Parameter
 
 from manyhands.base.errors import ConfigError, JoinFailed, ManyhandsError
 from manyhands.cli.demo.command import demo
+from manyhands.cli.doctor_command import doctor
 from manyhands.cli.entry import EXIT_INTERRUPTED
 from manyhands.cli.leaving import leaving_on_signals
 from manyhands.cli.monitor_command import monitor
@@ -25,7 +26,7 @@ app = App(
     suppress_keyboard_interrupt=False,
     default_parameter=Parameter(negative="", consume_multiple=True),
 )
-for command in (demo, monitor, train):
+for command in (demo, doctor, monitor, train):
     app.command(command)
 
 
