@@ -68,7 +68,7 @@ class Report(msgspec.Struct, frozen=True):
     """All that was found.
 
     Attributes:
-        ok: whether nothing is broken.
+        ok: whether nothing is broken, and a peer can join.
         can_join: whether at least one of the initial peers passes all steps; one is enough.
         peer_id: as whom this machine went about it.
         seconds: how long all of it took.
@@ -87,7 +87,8 @@ def report_of(checks: Sequence[Check], peer_id: str, seconds: float) -> Report:
     in_order = sorted(checks, key=lambda check: _ORDER[check.check])
     ordered = [check for address in [*addresses, None] for check in in_order if check.address == address]
     can_join = any(_passes([check for check in checks if check.address == address]) for address in addresses)
-    return Report(all(check.ok is not False for check in checks), can_join, peer_id, round(seconds, 3), ordered)
+    ok = can_join and all(check.ok is not False for check in checks)
+    return Report(ok, can_join, peer_id, round(seconds, 3), ordered)
 
 
 def _passes(checks: Sequence[Check]) -> bool:

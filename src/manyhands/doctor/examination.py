@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from manyhands.base.address import Address
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ConfigError, PeerError, Unavailable
-from manyhands.base.identity import Identity, PeerId
+from manyhands.base.identity import Identity
 from manyhands.dht import DhtConfig
 from manyhands.dht.sight import leads_to
 from manyhands.doctor import words
@@ -104,9 +104,9 @@ class _Examiner:
         loop = asyncio.get_running_loop()
         began = loop.time()
         await self._listen()
-        probed = await asyncio.gather(
-            *(self._probe(address) for address in dict.fromkeys(self._examination.initial_peers))
-        )
+        addresses = dict.fromkeys(self._examination.initial_peers)
+        probed = await asyncio.gather(*(self._probe(address) for address in addresses))
+        self._checks += [check for peer in probed for check in peer.checks]
         self._compare_clocks(probed)
         joined = list({peer.peer_id: peer for peer in reversed(probed) if peer.peer_id is not None}.values())[::-1]
         await asyncio.gather(self._join(joined), self._look_at_pairs(joined), *map(self._be_dialled, joined))
@@ -119,15 +119,14 @@ class _Examiner:
     def _note(self, kind: Kind, finding: Finding, about: Probed | None = None, began: float | None = None) -> None:
         now = asyncio.get_running_loop().time()
         seconds = round(now - (began if began is not None else now), 3)
-        where = (str(about.address), about.peer_id) if about is not None else (None, None)
-        check = Check(kind, *finding, *where, seconds)
+        address, peer_id = (str(about.address), about.peer_id) if about is not None else (None, None)
+        check = Check(kind, finding.ok, finding.detail, finding.advice, address, peer_id, seconds)
         self._checks.append(check)
         self._on_check(check)
 
     async def _probe(self, address: Address) -> Probed:
-        probed = await Probe(address, self._transport, self._presence.endpoint, self._on_check, self._wall_clock).run()
-        self._checks += probed.checks
-        return probed
+        endpoint = self._presence.endpoint
+        return await Probe(address, self._transport, endpoint, self._on_check, self._wall_clock).run()
 
     # this machine
 
@@ -174,7 +173,7 @@ class _Examiner:
             return
         addresses = self._addresses_for(peer)
         if not addresses:
-            self._note("dial_back", words.not_tried("this machine does not listen"), peer)
+            self._note("dial_back", words.nothing_to_dial(self._bound()), peer)
             return
         assert peer.peer_id is not None
         request = DialBackRequest([str(address) for address in addresses])
@@ -184,7 +183,7 @@ class _Examiner:
             self._note("dial_back", words.no_dial_back(error), peer, began)
             return
         finding = words.dialled_back(
-            response.outcomes,
+            list(zip(addresses, response.outcomes, strict=False)),
             are_announced=bool(self._examination.announce),
             port_was_chosen=all(address.port for address in self._examination.listen),
         )
@@ -194,16 +193,11 @@ class _Examiner:
         """Where a peer might reach this machine: what is announced, else what a peer would announce by itself."""
         if self._examination.announce:
             return list(self._examination.announce)[:MAX_DIALLED]
-        bound = self._bound()
-        addresses = dialable_addresses(bound)
-        if peer.seen_host:
-            is_loopback = Address.of(peer.seen_host, 1).is_loopback
-            addresses = [address for address in addresses if address.is_loopback == is_loopback]
-            addresses += [
-                Address.of(peer.seen_host, address.port)
-                for address in bound
-                if address.is_unspecified and address.protocol == Address.of(peer.seen_host, 1).protocol
-            ]
+        is_local = Address.of(peer.dialled_host, 1).is_loopback
+        addresses = [address for address in dialable_addresses(self._bound()) if is_local or not address.is_loopback]
+        if peer.seen_host and not Address.of(peer.seen_host, 1).is_loopback:  # else it is seen through a tunnel
+            observed = [Address.of(peer.seen_host, address.port) for address in addresses]
+            addresses = observed[:1] + addresses
         return list(dict.fromkeys(addresses))[:MAX_DIALLED]
 
     # the swarm

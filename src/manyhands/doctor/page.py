@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 from manyhands.doctor.checks import NAMES, Check, Report
@@ -20,18 +21,19 @@ def lines_of(report: Report) -> Iterator[str]:
 
 
 def _block(checks: Sequence[Check]) -> Iterator[str]:
-    for check in checks:
-        yield f"  {_MARKS[check.ok]:<4}  {NAMES[check.check]:<{_NAME_WIDTH}}  {check.detail}"
-        if check.advice:
-            yield f"  {'':<4}  {'':<{_NAME_WIDTH}}  -> {check.advice}"
+    for (ok, detail, advice), group in itertools.groupby(checks, lambda check: (check.ok, check.detail, check.advice)):
+        names = ", ".join(NAMES[check.check] for check in group)  # several were not done, for one reason
+        yield f"  {_MARKS[ok]:<4}  {names:<{_NAME_WIDTH}}  {detail}"
+        if advice:
+            yield f"  {'':<4}  {'':<{_NAME_WIDTH}}  -> {advice}"
 
 
 def verdict(report: Report) -> str:
     """The last line: whether a peer can join, and how much is broken."""
+    if report.ok:
+        return "All is well: a peer with these options can join."
     num_failed = sum(check.ok is False for check in report.checks)
-    if not num_failed:
-        return "All is well: a peer with these options can join." if report.can_join else "A peer cannot join."
-    failed = "1 check failed" if num_failed == 1 else f"{num_failed} checks failed"
+    failed = {0: "", 1: "1 check failed. "}.get(num_failed, f"{num_failed} checks failed. ")
     if report.can_join:
-        return f"{failed}. A peer with these options can join all the same, since one initial peer is enough."
-    return f"{failed}. A peer with these options cannot join: no initial peer can be used."
+        return f"{failed}A peer with these options can join all the same, since one initial peer is enough."
+    return f"{failed}A peer with these options cannot join: no initial peer can be used."

@@ -35,6 +35,7 @@ class Probed:
         peer_id: who is there, once it has passed all steps.
         clock_offset_s: how far this machine's clock is ahead of the peer's; None if the peer did not tell.
         clock_error_s: by how much that may be wrong: half of the round trip.
+        dialled_host: the IP address at which the peer was reached.
         seen_host: the IP address at which the peer sees this machine; empty if it did not tell.
         examine_error: why it did not tell.
     """
@@ -44,6 +45,7 @@ class Probed:
     peer_id: PeerId | None = None
     clock_offset_s: float | None = None
     clock_error_s: float = 0.0
+    dialled_host: str = ""
     seen_host: str = ""
     examine_error: ManyhandsError | None = None
 
@@ -134,6 +136,7 @@ class Probe:
                 raise self._failed("protocol", words.other_version()) from failure
             raise self._failed("tls", words.tls_failed(anybody, failure)) from failure
         stream.abort()
+        self._probed.dialled_host = stream.remote_host
         self._peer_id = stream.remote
         self._note("tls", words.tls_done())
         return stream.remote
@@ -185,7 +188,8 @@ class Probe:
 
     def _note(self, kind: Kind, finding: Finding) -> None:
         seconds = asyncio.get_running_loop().time() - self._began
-        check = Check(kind, *finding, str(self._address), self._peer_id, round(seconds, 3))
+        address = str(self._address)
+        check = Check(kind, finding.ok, finding.detail, finding.advice, address, self._peer_id, round(seconds, 3))
         self._probed.checks.append(check)
         self._on_check(check)
 

@@ -212,57 +212,65 @@ _PHRASES = {
     NOT_ALLOWED: "not tried: a private address, of another network",
 }
 
-NO_LISTENING = "or pass --client-mode: a peer then only dials out, and works as long as others can be dialled"
+NO_LISTENING = "or pass --client-mode: a peer then dials out only"
 
 
-def dialled_back(outcomes: Sequence[DialOutcome], *, are_announced: bool, port_was_chosen: bool) -> Finding:
+def dialled_back(
+    outcomes: Sequence[tuple[Address, DialOutcome]], *, are_announced: bool, port_was_chosen: bool
+) -> Finding:
     """What a peer reports that was asked to dial this machine.
 
     Args:
-        outcomes: not empty.
+        outcomes: of each address.
         are_announced: the user gave the addresses: all must work. Else one is enough.
         port_was_chosen: by the user, and not any free one taken.
     """
-    worked = [readable(outcome.address) for outcome in outcomes if not outcome.code]
-    failed = [outcome for outcome in outcomes if outcome.code]
-    failures = "; ".join(f"{readable(outcome.address)}: {_phrase(outcome)}" for outcome in failed)
-    if worked and not (failed and are_announced):
-        return Finding(True, f"it reached this machine at {', '.join(worked)}")
+    worked = ", ".join(str(address) for address, outcome in outcomes if not outcome.code)
+    failed = [(address, outcome) for address, outcome in outcomes if outcome.code]
+    failures = "; ".join(f"{address}: {_phrase(outcome)}" for address, outcome in failed)
+    if worked and failed and are_announced:
+        advice = "take what does not work out of --announce: whoever tries it first needs longer to connect"
+        return Finding(False, f"it reached this machine at {worked}, but not at all addresses ({failures})", advice)
     if worked:
-        advice = f"take what does not work out of --announce: who tries it first joins late. {failures}"
-        return Finding(False, f"it reached this machine at {', '.join(worked)}, but not at all that --announce says",
-                       advice)  # fmt: skip
-    return Finding(False, f"it cannot dial this machine ({failures})",
-                   _how_to_be_dialled(failed, are_announced, port_was_chosen))  # fmt: skip
+        return Finding(True, f"it reached this machine at {worked}")
+    if not failed:
+        return not_tried("it did not say what came of it")
+    advice = _how_to_be_dialled(failed, are_announced, port_was_chosen)
+    return Finding(False, f"it cannot dial this machine ({failures})", f"{advice}; {NO_LISTENING}")
 
 
 def _phrase(outcome: DialOutcome) -> str:
     return _PHRASES.get(outcome.code) or readable(f"{outcome.code} {outcome.detail}".strip())
 
 
-def _how_to_be_dialled(failed: Sequence[DialOutcome], are_announced: bool, port_was_chosen: bool) -> str:
-    codes = {outcome.code for outcome in failed}
-    ports = " and ".join(dict.fromkeys(_port_of(outcome.address) for outcome in failed))
+def _how_to_be_dialled(
+    failed: Sequence[tuple[Address, DialOutcome]], are_announced: bool, port_was_chosen: bool
+) -> str:
     if are_announced:
-        return f"check that --announce names an address and a port that lead here, and that it is open; {NO_LISTENING}"
+        return "check that --announce names an address and a port that lead here, and that the port is open"
     if not port_was_chosen:
         return (
             "any free port was tried, which a firewall seldom lets through: try again with the port that it does let "
-            f"through, --listen /ip4/0.0.0.0/tcp/PORT; {NO_LISTENING}"
+            "through, --listen /ip4/0.0.0.0/tcp/PORT"
         )
-    if codes & {"wrong_identity", "not_manyhands", "refused"}:
+    port = failed[0][0].port
+    if {outcome.code for _, outcome in failed} & {"wrong_identity", "not_manyhands", "refused"}:
         return (
-            f"packets come as far as a router or another machine, which does not pass TCP port {ports} on to this one: "
-            f"set up its port forwarding; {NO_LISTENING}"
+            "packets come as far as a router or another machine, which does not pass them on: forward TCP port "
+            f"{port} to this machine there"
         )
-    return (
-        f"let TCP port {ports} in at this machine's firewall, and if it is behind a router, forward it there; "
-        f"{NO_LISTENING}"
+    return f"let TCP port {port} in at this machine's firewall, and if it is behind a router, forward the port there"
+
+
+def nothing_to_dial(bound: Sequence[Address]) -> Finding:
+    """No address is worth asking for, of those that this machine listens on."""
+    if not bound:
+        return not_tried("this machine does not listen")
+    return Finding(
+        False,
+        "this machine listens on its loopback address only, where no other machine can dial it",
+        f"--listen /ip4/0.0.0.0/tcp/{bound[0].port} listens on all of its addresses; {NO_LISTENING}",
     )
-
-
-def _port_of(text: str) -> str:
-    return readable(text).partition("/tcp/")[2].partition("/")[0]
 
 
 def no_dial_back(error: ManyhandsError) -> Finding:
