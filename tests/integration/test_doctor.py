@@ -18,7 +18,6 @@ from manyhands.base.address import Address
 from manyhands.dht import DhtConfig
 from manyhands.doctor import Check, Examination, Report
 from manyhands.doctor.page import lines_of
-from manyhands.doctor.probe import ADDRESS_TIMEOUT_S
 from manyhands.peer import Presence
 from manyhands.reach import EXAMINE
 from manyhands.transport import TlsTransport
@@ -166,11 +165,12 @@ async def test_a_tls_server_of_something_else(tmp_path: Path) -> None:
     assert "a TLS server of something else" in the(report, "tls").detail
 
 
-async def test_a_port_that_says_nothing_ends_in_time() -> None:
+async def test_a_port_that_says_nothing_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("manyhands.doctor.probe.STEP_TIMEOUT_S", 0.3)
     with silent_port(listens=True) as address:
         report = await examined(address)
     assert failed(report) == ["tls"]
-    assert report.seconds < ADDRESS_TIMEOUT_S
+    assert report.seconds < 2.0
     assert "does not answer in TLS" in the(report, "tls").detail
 
 

@@ -209,6 +209,7 @@ _PHRASES = {
     "not_manyhands": "something else answers",
     "itself": "that is the asked peer itself",
     "protocol_version": "another protocol version answers",
+    "unavailable": "not tried: the asked peer is being closed",
     NOT_ALLOWED: "not tried: a private address, of another network",
 }
 
