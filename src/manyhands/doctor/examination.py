@@ -214,34 +214,31 @@ class _Examiner:
         except (Unavailable, PeerError) as error:
             self._note("peers", words.no_peers_seen(error), None, began)
             return
-        seen = {contact.peer_id for contact in self._presence.dht.contacts()} | {
-            address.peer_id for address in addresses
-        }
-        self._note("peers", words.peers_seen(len(seen), len(addresses)), None, began)
+        seen = {contact.peer_id for contact in self._presence.dht.contacts()} | {peer.peer_id for peer in joined}
+        finding = words.peers_seen(len(seen), len(joined), is_part=len(seen) >= DHT_CONFIG.k)
+        self._note("peers", finding, None, began)
 
     async def _look_at_pairs(self, joined: Sequence[Probed]) -> None:
+        """Each initial peer and the next one, round in a ring: a split shows, whoever is in which part."""
         began = asyncio.get_running_loop().time()
         if len(joined) < 2:
-            because = (
-                "there is one only"
-                if len(set(self._examination.initial_peers)) == 1
-                else "fewer than two can be joined"
-            )
+            is_alone = len(set(self._examination.initial_peers)) == 1
+            because = "there is one only" if is_alone else "fewer than two can be joined"
             self._note("coordinators", words.not_tried(because))
             return
-        pairs = list(itertools.permutations(joined, 2))
-        sights = await asyncio.gather(*(self._sees(first, second) for first, second in pairs))
-        sees = {(first.address, second.address): sight for (first, second), sight in zip(pairs, sights, strict=True)}
-        blind = [
-            (first, second)
-            for first, second in itertools.combinations([peer.address for peer in joined], 2)
-            if not (sees[first, second] and sees[second, first])
-        ]
-        for first, second in blind:
-            finding = words.do_not_see(first, second, first_sees=sees[first, second], second_sees=sees[second, first])
-            self._note("coordinators", finding, None, began)
-        if not blind:
+        pairs = list(zip(joined, [*joined[1:], joined[0]], strict=True))[: len(joined) if len(joined) > 2 else 1]
+        sights = await asyncio.gather(*(self._see_each_other(first, second) for first, second in pairs))
+        for (first, second), (first_sees, second_sees) in zip(pairs, sights, strict=True):
+            if not (first_sees and second_sees):
+                finding = words.do_not_see(
+                    first.address, second.address, first_sees=first_sees, second_sees=second_sees
+                )
+                self._note("coordinators", finding, None, began)
+        if all(itertools.chain.from_iterable(sights)):
             self._note("coordinators", words.all_see_each_other(len(joined)), None, began)
+
+    async def _see_each_other(self, first: Probed, second: Probed) -> tuple[bool, bool]:
+        return await asyncio.gather(self._sees(first, second), self._sees(second, first))
 
     async def _sees(self, first: Probed, second: Probed) -> bool:
         assert first.peer_id is not None

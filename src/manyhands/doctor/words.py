@@ -300,9 +300,10 @@ def cannot_listen(error: ManyhandsError) -> Finding:
 # the swarm
 
 
-def peers_seen(num_peers: int, num_initial: int) -> Finding:
+def peers_seen(num_peers: int, num_initial: int, *, is_part: bool) -> Finding:
+    """How many peers answer, the initial ones among them; perhaps not all of a large swarm were looked for."""
     if num_peers > num_initial:
-        return Finding(True, f"{num_peers} peers can be seen, the initial peers among them")
+        return Finding(True, f"{'at least ' if is_part else ''}{num_peers} peers can be seen")
     who = "the initial peer" if num_initial == 1 else f"the {num_initial} initial peers"
     return Finding(True, f"{who} can be seen, and nobody else yet")
 

@@ -96,6 +96,12 @@ def test_what_was_not_done_is_no_failure(finding: Finding, detail: str) -> None:
     assert detail in finding.detail
 
 
+def test_of_a_large_swarm_only_a_part_is_counted() -> None:
+    assert words.peers_seen(7, 2, is_part=False).detail == "7 peers can be seen"
+    assert words.peers_seen(31, 2, is_part=True).detail == "at least 31 peers can be seen"
+    assert words.peers_seen(2, 2, is_part=False).detail == "the 2 initial peers can be seen, and nobody else yet"
+
+
 def test_within_its_limit_and_the_error_of_measurement_a_clock_is_right() -> None:
     assert words.clock(59.0, 0.0, 60.0, None).ok
     assert words.clock(-60.5, 0.6, 60.0, None).ok
