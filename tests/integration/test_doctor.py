@@ -234,7 +234,7 @@ async def test_the_clock_of_this_machine_is_off() -> None:
         assert failed(report) == ["clock", "clock"]
         check = the(report, "clock", address_of(first))
         assert "the clock of this machine is 75 s ahead of this peer's; beyond 60 s records are refused" in check.detail
-        assert "no initial peer agrees with this machine: set its clock (NTP)" in check.advice
+        assert "do not agree with this machine either: set its clock (NTP)" in check.advice
 
 
 async def test_the_clock_of_one_peer_is_off() -> None:
@@ -280,8 +280,9 @@ async def test_who_only_dials_out_need_not_be_dialled() -> None:
 async def test_a_taken_port_is_named_and_the_rest_is_examined() -> None:
     async with coordinators(1) as (peer,):
         with silent_port(listens=True) as taken:
-            report = await examined(address_of(peer), listen=[taken])
+            report = await examined(address_of(peer), listen=[taken], announce=[taken])
         assert failed(report) == ["listen"]
+        assert the(report, "dial_back").ok is None
         assert f"port {taken.port} is taken" in the(report, "listen").detail
         assert the(report, "dht").ok
 

@@ -111,6 +111,24 @@ async def test_who_asks_too_often_is_refused_until_some_time_has_passed() -> Non
         assert asked.endpoint.counters["dial_backs"] == PER_SOURCE.burst
 
 
+async def test_names_are_looked_up_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_up: list[str] = []
+    real = socket.getaddrinfo
+
+    def look_up(host: str, *args: Any, **kwargs: Any) -> Any:
+        if host.endswith(".example"):
+            looked_up.append(host)
+        return real("127.0.0.1" if host.endswith(".example") else host, *args, **kwargs)
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    async with two_peers() as (_, caller):
+        port = caller.addresses[0].port
+        names = [f"/dns4/name{number}.example/tcp/{port}" for number in range(8)]
+        outcomes = [*await dialled(caller, *names[:4]), *await dialled(caller, *names[4:])]
+        assert [outcome.code for outcome in outcomes] == [""] * PER_SOURCE.burst + ["not_allowed"] * 4
+        assert len(looked_up) == PER_SOURCE.burst
+
+
 async def test_few_are_served_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     async with two_peers() as (asked, caller):
         go_on, begun = asyncio.Event(), asyncio.Semaphore(0)

@@ -107,8 +107,9 @@ class _Examiner:
         addresses = dict.fromkeys(self._examination.initial_peers)
         probed = await asyncio.gather(*(self._probe(address) for address in addresses))
         self._checks += [check for peer in probed for check in peer.checks]
-        self._compare_clocks(probed)
+        # each peer once, though it may have several of the addresses
         joined = list({peer.peer_id: peer for peer in reversed(probed) if peer.peer_id is not None}.values())[::-1]
+        self._compare_clocks(joined)
         await asyncio.gather(self._join(joined), self._look_at_pairs(joined), *map(self._be_dialled, joined))
         return report_of(self._checks, self._presence.peer_id, loop.time() - began)
 
@@ -149,20 +150,16 @@ class _Examiner:
     def _bound(self) -> list[Address]:
         return [address for listener in self._listeners for address in listener.addresses]
 
-    def _compare_clocks(self, probed: Sequence[Probed]) -> None:
+    def _compare_clocks(self, joined: Sequence[Probed]) -> None:
+        """Whose clock is wrong, if two differ, shows when there are others to compare with."""
         limit_s = DHT_CONFIG.max_clock_skew_s
-        for peer in probed:
-            if peer.peer_id is None:
-                continue
+        offsets = {peer.peer_id: peer.clock_offset_s for peer in joined if peer.clock_offset_s is not None}
+        for peer in joined:
             if peer.clock_offset_s is None:
                 self._note("clock", words.no_clock(peer.examine_error), peer)
                 continue
-            others = [
-                o.clock_offset_s
-                for o in probed
-                if o.peer_id not in (None, peer.peer_id) and o.clock_offset_s is not None
-            ]
-            others_agree = abs(statistics.median_low(others)) <= limit_s if others else None
+            others = [abs(offset_s) for peer_id, offset_s in offsets.items() if peer_id != peer.peer_id]
+            others_agree = statistics.median_low(others) <= limit_s if others else None
             self._note("clock", words.clock(peer.clock_offset_s, peer.clock_error_s, limit_s, others_agree), peer)
 
     async def _be_dialled(self, peer: Probed) -> None:
@@ -171,9 +168,10 @@ class _Examiner:
         if self._examination.client_mode:
             self._note("dial_back", words.not_tried("--client-mode: nobody needs to dial this machine"), peer)
             return
-        addresses = self._addresses_for(peer)
+        bound = self._bound()
+        addresses = self._addresses_for(peer, bound) if bound else []
         if not addresses:
-            self._note("dial_back", words.nothing_to_dial(self._bound()), peer)
+            self._note("dial_back", words.nothing_to_dial(bound), peer)
             return
         assert peer.peer_id is not None
         request = DialBackRequest([str(address) for address in addresses])
@@ -189,12 +187,12 @@ class _Examiner:
         )
         self._note("dial_back", finding, peer, began)
 
-    def _addresses_for(self, peer: Probed) -> list[Address]:
+    def _addresses_for(self, peer: Probed, bound: Sequence[Address]) -> list[Address]:
         """Where a peer might reach this machine: what is announced, else what a peer would announce by itself."""
         if self._examination.announce:
             return list(self._examination.announce)[:MAX_DIALLED]
         is_local = Address.of(peer.dialled_host, 1).is_loopback
-        addresses = [address for address in dialable_addresses(self._bound()) if is_local or not address.is_loopback]
+        addresses = [address for address in dialable_addresses(bound) if is_local or not address.is_loopback]
         if peer.seen_host and not Address.of(peer.seen_host, 1).is_loopback:  # else it is seen through a tunnel
             observed = [Address.of(peer.seen_host, address.port) for address in addresses]
             addresses = observed[:1] + addresses

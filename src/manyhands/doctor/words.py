@@ -32,6 +32,11 @@ def ip_address(text: str) -> str:
         return ""
 
 
+def _said(error: ManyhandsError) -> str:
+    """In one line."""
+    return " ".join(str(error).split())
+
+
 def not_tried(because: str) -> Finding:
     return Finding(None, f"not tried: {because}")
 
@@ -144,7 +149,7 @@ def not_welcomed(error: ManyhandsError) -> Finding:
         )
     return Finding(
         False,
-        f"it ends the connection after the TLS handshake, or says nothing ({error})",
+        f"it ends the connection after the TLS handshake, or says nothing ({_said(error)})",
         "the peer is overloaded or about to stop, or its version is another one: its log says more",
     )
 
@@ -163,7 +168,7 @@ def does_not_answer(error: ManyhandsError) -> Finding:
             "it takes no part in the DHT: it is in client mode, or about to stop",
             "use the address of a peer that is not in client mode",
         )
-    return Finding(False, f"it does not answer a ping ({error})", "it hangs or is overloaded: its log says more")
+    return Finding(False, f"it does not answer a ping ({_said(error)})", "it hangs or is overloaded: its log says more")
 
 
 # clocks
@@ -176,7 +181,7 @@ def clock(offset_s: float, error_s: float, limit_s: float, others_agree: bool | 
         offset_s: how far the clock of this machine is ahead of the peer's.
         error_s: by how much that may be wrong.
         limit_s: what peers take without loss.
-        others_agree: whether another initial peer's clock agrees with this machine's; None if there is no other one.
+        others_agree: whether the other initial peers' clocks agree with this machine's; None if there are no others.
     """
     if abs(offset_s) - error_s <= limit_s:
         return Finding(True, f"differs by {abs(offset_s):.1f} s from this machine's; up to {limit_s:g} s do no harm")
@@ -188,14 +193,16 @@ def clock(offset_s: float, error_s: float, limit_s: float, others_agree: bool | 
     if others_agree:
         return Finding(False, detail, "other peers agree with this machine: set the clock of that peer (NTP)")
     if others_agree is False:
-        return Finding(False, detail, "no initial peer agrees with this machine: set its clock (NTP)")
+        return Finding(
+            False, detail, "the other initial peers do not agree with this machine either: set its clock (NTP)"
+        )
     return Finding(False, detail, "compare both with a clock that you trust, and set the wrong one (NTP)")
 
 
 def no_clock(error: ManyhandsError | None) -> Finding:
     if isinstance(error, Refused) and error.code == "unknown_method":
         return not_tried("the peer runs an older version, which does not tell")
-    return not_tried(f"it did not tell ({error})" if error is not None else "nobody answered there")
+    return not_tried(f"it did not tell ({_said(error)})" if error is not None else "nobody answered there")
 
 
 # whether others can dial this machine
@@ -210,7 +217,6 @@ _PHRASES = {
     "itself": "that is the asked peer itself",
     "protocol_version": "another protocol version answers",
     "unavailable": "not tried: the asked peer is being closed",
-    NOT_ALLOWED: "not tried: a private address, of another network",
 }
 
 NO_LISTENING = "or pass --client-mode: a peer then dials out only"
@@ -241,6 +247,8 @@ def dialled_back(
 
 
 def _phrase(outcome: DialOutcome) -> str:
+    if outcome.code == NOT_ALLOWED:
+        return f"not tried: {readable(outcome.detail)}"
     return _PHRASES.get(outcome.code) or readable(f"{outcome.code} {outcome.detail}".strip())
 
 
@@ -281,9 +289,9 @@ def no_dial_back(error: ManyhandsError) -> Finding:
         return not_tried(f"it would not: {error.message}")
     if isinstance(error, Unavailable):
         return Finding(
-            False, f"it was asked to dial back, and did not say what came of it ({error})", "its log says more"
+            False, f"it was asked to dial back, and did not say what came of it ({_said(error)})", "its log says more"
         )
-    return not_tried(str(error))
+    return not_tried(_said(error))
 
 
 def listens(addresses: Sequence[Address]) -> Finding:
@@ -293,7 +301,7 @@ def listens(addresses: Sequence[Address]) -> Finding:
 
 def cannot_listen(error: ManyhandsError) -> Finding:
     return Finding(
-        False, str(error), "if a peer runs on that port already, check it from another machine, as an initial peer"
+        False, _said(error), "if a peer runs on that port already, check it from another machine, as an initial peer"
     )
 
 
@@ -309,7 +317,7 @@ def peers_seen(num_peers: int, num_initial: int, *, is_part: bool) -> Finding:
 
 
 def no_peers_seen(error: ManyhandsError) -> Finding:
-    return Finding(False, f"joining the swarm failed ({error})", "the initial peers hang: their logs say more")
+    return Finding(False, f"joining the swarm failed ({_said(error)})", "the initial peers hang: their logs say more")
 
 
 def all_see_each_other(num_peers: int) -> Finding:

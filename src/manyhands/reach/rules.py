@@ -35,11 +35,6 @@ def may_dial(target: str, caller: str) -> bool:
     return _realm_of(target_ip) >= _realm_of(caller_ip)
 
 
-def is_public(host: str) -> bool:
-    """Whether an IP address is one of the internet, and not of a local network or of one machine."""
-    return _realm_of(_ip_of(host)) is _Realm.INTERNET
-
-
 def _realm_of(ip: IpAddress) -> _Realm:
     if ip.is_loopback:
         return _Realm.MACHINE

@@ -37,6 +37,10 @@ PER_SOURCE = Rate(burst=4, period_s=10.0)
 IN_ALL = Rate(burst=16, period_s=1.0)
 """Requests to dial back; a source is an IP address, or of IPv6 a /64: peer ids cost nothing."""
 
+NAMES_IN_ALL = Rate(burst=8, period_s=4.0)
+"""Names that are looked up for others. One can keep a thread for half a minute, of the few that this peer has for its
+own dials (:data:`manyhands.transport.tcp.MAX_LOOKUPS`); so these never have more than half of them."""
+
 
 class _NotAllowed(Exception):
     """An address is not dialled for this caller."""
@@ -57,7 +61,8 @@ class Reach:
         self._endpoint = endpoint
         self._dht = dht
         self._wall_clock = wall_clock
-        self._allowance = Allowance(PER_SOURCE, IN_ALL)
+        self._requests = Allowance(PER_SOURCE, IN_ALL)
+        self._names = Allowance(PER_SOURCE, NAMES_IN_ALL)
         self._num_under_way = 0
         endpoint.handle(EXAMINE, self._on_examine)
         endpoint.handle(DIAL_BACK, self._on_dial_back)
@@ -72,7 +77,7 @@ class Reach:
             raise Refused(self._endpoint.peer_id, "not_connected", "the connection of the caller has just ended")
         if self._num_under_way >= MAX_UNDER_WAY:
             self._refuse("this peer dials back to others just now; ask again in some seconds")
-        if wait_s := self._allowance.take(source_of(host), asyncio.get_running_loop().time()):
+        if wait_s := self._requests.take(source_of(host), asyncio.get_running_loop().time()):
             self._refuse(f"this peer was asked to dial back too often; ask again in {wait_s:.0f} s")
         self._endpoint.counters["dial_backs"] += 1
         self._num_under_way += 1
@@ -108,11 +113,13 @@ class Reach:
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + DIAL_TIMEOUT_S
+        if not address.protocol.startswith("ip") and self._names.take(source_of(caller_host), loop.time()):
+            raise _NotAllowed("too many names were looked up for others just now")
         places = await tcp.look_up(address, DIAL_TIMEOUT_S)
-        hosts = list({place[0]: str(place[4][0]) for place in reversed(places)}.values())  # one of each family
-        for host in hosts:
-            if not may_dial(host, caller_host):
-                raise _NotAllowed(f"{host} is not dialled for a caller at {caller_host}")
+        allowed = [place for place in places if may_dial(str(place[4][0]), caller_host)]
+        if not allowed:
+            raise _NotAllowed(f"{places[0][4][0]} is not dialled for a peer at {caller_host}")
+        hosts = {place[0]: str(place[4][0]) for place in reversed(allowed)}.values()  # the first of each family
         targets = [Address.of(host, address.port, address.peer_id) for host in hosts]
         probes = (self._endpoint.probe(target, deadline - loop.time()) for target in targets)
         outcomes = await asyncio.gather(*probes, return_exceptions=True)

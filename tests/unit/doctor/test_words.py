@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from manyhands.base.address import Address
-from manyhands.base.errors import DialFailed, DialReason, PeerError, PeerLost, Refused, Timeout
+from manyhands.base.errors import DialFailed, DialReason, JoinFailed, PeerError, PeerLost, Refused, Timeout
 from manyhands.doctor import words
 from manyhands.doctor.checks import Finding
 from manyhands.reach.messages import NOT_ALLOWED, DialOutcome, ExamineResponse
@@ -109,11 +109,11 @@ def test_within_its_limit_and_the_error_of_measurement_a_clock_is_right() -> Non
 
 
 def test_one_address_that_works_is_enough_unless_it_was_announced() -> None:
-    outcomes = [(PLACE, DialOutcome("", NOT_ALLOWED)), (PLACE_6, DialOutcome(""))]
+    outcomes = [(PLACE, DialOutcome("", NOT_ALLOWED, "private")), (PLACE_6, DialOutcome(""))]
     assert words.dialled_back(outcomes, are_announced=False, port_was_chosen=True).ok
     finding = words.dialled_back(outcomes, are_announced=True, port_was_chosen=True)
     assert finding.ok is False
-    assert f"at {PLACE_6}, but not at all addresses ({PLACE}: not tried" in finding.detail
+    assert f"at {PLACE_6}, but not at all addresses ({PLACE}: not tried: private)" in finding.detail
 
 
 def test_whatever_another_peer_wrote_is_printable() -> None:
@@ -122,6 +122,7 @@ def test_whatever_another_peer_wrote_is_printable() -> None:
     finding = words.dialled_back([(PLACE, DialOutcome(evil, evil, evil))], are_announced=True, port_was_chosen=True)
     assert finding.detail.isprintable()
     assert words.ip_address(evil) == ""
+    assert words.no_peers_seen(JoinFailed([failure(DialReason.REFUSED)])).detail.isprintable()
 
 
 def test_every_reason_of_a_failed_dial_back_has_its_words() -> None:
