@@ -18,6 +18,7 @@ from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ManyhandsError, Timeout
 from manyhands.base.identity import Identity, PeerId
 from manyhands.dht import DhtConfig, DhtNode
+from manyhands.reach import Reach
 from manyhands.rpc import Endpoint, RpcConfig
 from manyhands.runtime import LoopThread, TaskOwner
 from manyhands.state_dir import StateDir
@@ -61,6 +62,7 @@ class Presence:
         self._state_dir = state_dir
         known_peers = state_dir.load_peers() if state_dir is not None else None
         self.dht = DhtNode(self.endpoint, dht_config or DhtConfig(), self.rng, wall_clock, known_peers)
+        self.reach = Reach(self.endpoint, self.dht, wall_clock)
         self._tasks = TaskOwner("presence")
 
     async def start(

@@ -1,4 +1,4 @@
-"""The command line: ``manyhands demo | first-peer | monitor | train``."""
+"""The command line: ``manyhands demo | doctor | first-peer | monitor | train``."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from cyclopts import App, CycloptsError, Parameter
 
 from manyhands.base.errors import ConfigError, JoinFailed, ManyhandsError
 from manyhands.cli.demo.command import demo
+from manyhands.cli.doctor_command import doctor
 from manyhands.cli.entry import EXIT_INTERRUPTED
 from manyhands.cli.first_peer_command import first_peer
 from manyhands.cli.leaving import leaving_on_signals
@@ -26,7 +27,7 @@ app = App(
     suppress_keyboard_interrupt=False,
     default_parameter=Parameter(negative="", consume_multiple=True),
 )
-for command in (demo, first_peer, monitor, train):
+for command in (demo, doctor, first_peer, monitor, train):
     app.command(command)
 
 

@@ -167,6 +167,10 @@ class Endpoint:
         """Whether the peer is connected and cannot be dialled."""
         return self._pool.is_client(peer_id)
 
+    def host_of(self, peer_id: PeerId) -> str:
+        """The IP address that a connected peer is seen at; empty if it is not connected."""
+        return self._pool.host_of(peer_id)
+
     def held(self, peer_id: PeerId) -> AbstractContextManager[None]:
         """Inside the block a control connection to a peer stays open though nobody calls: its heartbeats count."""
         return self._pool.held(peer_id)
@@ -195,6 +199,17 @@ class Endpoint:
         if address.peer_id is None:
             logger.info("%s is peer %s (trusted on first use)", address, connection.remote)
         return connection.remote
+
+    async def probe(self, address: Address, timeout_s: float) -> None:
+        """Make sure who is at an address, over a connection of its own that is closed at once, without a hello.
+
+        Raises:
+            DialFailed: with the reason.
+            Unavailable: this peer was closed.
+        """
+        self._dialler.check_open()
+        stream = await self._transport.dial(address, timeout_s)
+        stream.abort()
 
     async def call(
         self, peer_id: PeerId, method: Method[Request, Response], request: Request, timeout_s: float = 5.0

@@ -79,6 +79,11 @@ class ConnectionPool:
         connections = self._connections.get(peer_id)
         return connections is not None and all(connection.is_client for connection in connections)
 
+    def host_of(self, peer_id: PeerId) -> str:
+        """The IP address that a connected peer is seen at; empty if it is not connected."""
+        connection = self.of(peer_id)
+        return connection.remote_host if connection is not None else ""
+
     def rtt_s(self, peer_id: PeerId) -> float:
         """The shortest round trip to a connected peer, in seconds; infinite if none was seen."""
         return min((connection.rtt_s for connection in self._connections.get(peer_id, [])), default=float("inf"))

@@ -57,7 +57,7 @@ class Admission:
 
     def admit(self, host: str) -> bool:
         """Whether a connection from a host may begin its handshake; if so, it counts until :meth:`left`."""
-        host = _source_of(host)
+        host = source_of(host)
         if self._handshakes[host] >= self._limits.max_handshakes_per_host:
             return False
         if self._handshakes[host] + self._streams[host] >= self._max_streams_per_host:
@@ -67,14 +67,14 @@ class Admission:
 
     def shaken_hands(self, host: str) -> None:
         """The handshake of one connection has succeeded."""
-        host = _source_of(host)
+        host = source_of(host)
         self._decrement(self._handshakes, host)
         self._streams[host] += 1
         self._num_streams += 1
 
     def left(self, host: str, *, in_handshake: bool) -> None:
         """One connection has ended."""
-        self._decrement(self._handshakes if in_handshake else self._streams, _source_of(host))
+        self._decrement(self._handshakes if in_handshake else self._streams, source_of(host))
         self._num_streams -= not in_handshake
 
     def _decrement(self, counter: Counter[str], host: str) -> None:
@@ -83,7 +83,7 @@ class Admission:
             del counter[host]
 
 
-def _source_of(host: str) -> str:
+def source_of(host: str) -> str:
     """The IP address, or of IPv6 the network that one customer gets (RFC 6177, section 2)."""
     address = ipaddress.ip_address(host.partition("%")[0])
     if isinstance(address, ipaddress.IPv4Address):

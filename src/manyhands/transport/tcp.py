@@ -43,9 +43,14 @@ async def connect(address: Address, timeout_s: float) -> socket.socket:
     """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout_s
-    places = await _look_up_in_time(address, timeout_s)
+    places = await look_up(address, timeout_s)
+    return await connect_to(address, places, deadline - loop.time())
+
+
+async def connect_to(address: Address, places: Places, timeout_s: float) -> socket.socket:
+    """As :func:`connect`, to places that were looked up already."""
     try:
-        async with time_limit(deadline - loop.time(), f"connecting to {address}"):
+        async with time_limit(timeout_s, f"connecting to {address}"):
             sock: socket.socket = await start_connection(list(places), happy_eyeballs_delay=HEAD_START_S)
     except Timeout as error:
         raise DialFailed(str(address), DialReason.TIMED_OUT, f"waited {timeout_s:.3g} s") from error
@@ -87,7 +92,12 @@ async def listen(address: Address) -> list[socket.socket]:
     return sockets
 
 
-async def _look_up_in_time(address: Address, timeout_s: float) -> Places:
+async def look_up(address: Address, timeout_s: float) -> Places:
+    """The places of a host.
+
+    Raises:
+        DialFailed: its name does not resolve, or there was no answer within ``timeout_s``.
+    """
     try:
         async with time_limit(timeout_s, f"looking up {address.host}"):
             return await _look_up(address)

@@ -161,8 +161,12 @@ class TlsTransport:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         sock = await tcp.connect(address, timeout_s)
+        return await self.dial_over(sock, address, deadline - loop.time())
+
+    async def dial_over(self, sock: socket.socket, address: Address, timeout_s: float) -> TlsStream:
+        """As :meth:`dial`, over a socket that is connected already; it belongs to the stream then, or is closed."""
         try:
-            session = await self._handshake(address, sock, deadline - loop.time())
+            session = await self._handshake(address, sock, timeout_s)
             remote = self._checked(address, session)
             return self.stream_of(sock, session, remote, str(sock.getpeername()[0]))
         except OSError as error:

@@ -12,7 +12,8 @@ from manyhands.cli.main import run
 
 
 @pytest.mark.parametrize(
-    "command", [["--help"], ["demo", "--help"], ["first-peer", "--help"], ["monitor", "--help"], ["train", "--help"]]
+    "command",
+    [["--help"], *([name, "--help"] for name in ("demo", "doctor", "first-peer", "monitor", "train"))],
 )
 def test_help_teaches(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(command) == 0
@@ -24,9 +25,27 @@ def test_underscores_are_understood(capsys: pytest.CaptureFixture[str]) -> None:
     assert "run_id 'a.b'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--initial-peers", "nonsense"], "cannot read address 'nonsense'"),
+        (["--initial-peers", "127.0.0.1:1", "--listen", "nowhere"], "cannot read address 'nowhere'"),
+        ([], "--initial-peers"),
+        (["--initial-peers", *(f"127.0.0.1:{port}" for port in range(1, 18))], "at most 16"),
+    ],
+)
+def test_a_doctor_is_told_what_it_shall_examine(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["doctor", *arguments]) == 2
+    said = capsys.readouterr()
+    assert message in said.err
+    assert not said.out
+
+
 def test_a_monitor_never_imports_torch() -> None:
     code = (
-        "import sys, manyhands, manyhands.monitor, manyhands.cli.main;"
+        "import sys, manyhands, manyhands.monitor, manyhands.doctor, manyhands.cli.main;"
         "sys.exit(any(name in sys.modules for name in ('torch', 'numpy', 'transformers')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,73 @@
+"""``manyhands doctor``"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from cyclopts import Parameter
+from rich.console import Console
+
+from manyhands.base.address import parse_addresses
+from manyhands.base.identity import Identity
+from manyhands.doctor import Check, Examination
+from manyhands.doctor.checks import NAMES
+from manyhands.doctor.page import lines_of
+from manyhands.peer import ALL_INTERFACES
+from manyhands.runtime import LoopThread
+
+EXIT_ALL_WELL, EXIT_BROKEN = 0, 1
+
+TIMEOUT_S = 20.0
+"""Each part of the examination has a bound of its own, 15 s in all."""
+
+
+def doctor(
+    *,
+    initial_peers: Annotated[
+        tuple[str, ...], Parameter(help="Multiaddrs (or HOST:PORT) of the peers that yours was told to join through.")
+    ],
+    listen: Annotated[
+        tuple[str, ...], Parameter(help="Where your peer accepts connections: the initial peers try to dial it there.")
+    ] = ALL_INTERFACES,
+    announce: Annotated[
+        tuple[str, ...],
+        Parameter(help="What your peer tells others to dial, if it was told so: they try that instead."),
+    ] = (),
+    client_mode: Annotated[
+        bool, Parameter(help="Your peer only dials out: do not try whether it can be dialled.")
+    ] = False,
+    identity: Annotated[
+        Path | None, Parameter(help="File with a private key, to go about it as that peer; else a new identity.")
+    ] = None,
+    json: Annotated[bool, Parameter(help="Print one JSON object, for programs.")] = False,
+) -> int:
+    """Find out why a peer does not join: checks the network step by step, and says what to repair.
+
+    Give the options that your peer was started with. Takes 15 s at most; exit code 0 if all is well, 1 if not.
+    """
+    examination = Examination(
+        initial_peers=parse_addresses(initial_peers),
+        listen=parse_addresses(listen),
+        announce=parse_addresses(announce),
+        client_mode=client_mode,
+    )
+    examiner = Identity.load_or_create(identity) if identity is not None else Identity.generate()
+    runtime = LoopThread("manyhands doctor")
+    try:
+        with Console(stderr=True).status("checking", spinner="line") as status:
+
+            def show(check: Check) -> None:
+                status.update(f"checked {NAMES[check.check]}" + (f" of {check.address}" if check.address else ""))
+
+            report = runtime.run(examination.run(examiner, on_check=show), TIMEOUT_S, "examining")
+    finally:
+        runtime.close()
+    if json:
+        print(msgspec.json.encode(report).decode())  # noqa: T201
+    else:
+        print("\n".join(lines_of(report)))  # noqa: T201
+    sys.stdout.flush()
+    return EXIT_ALL_WELL if report.ok else EXIT_BROKEN

@@ -1,0 +1,25 @@
+"""Whether one peer of a DHT leads to another."""
+
+from __future__ import annotations
+
+from manyhands.base.identity import PeerId
+from manyhands.dht.config import DhtConfig
+from manyhands.dht.ids import node_id
+from manyhands.dht.overlay import Overlay
+from manyhands.rpc.endpoint import Endpoint
+
+
+async def leads_to(endpoint: Endpoint, config: DhtConfig, start: PeerId, wanted: PeerId, timeout_s: float) -> bool:
+    """Whether a lookup that begins at one peer, and knows of no other, finds another one.
+
+    What a routing table holds is no answer: in a large swarm two peers need not be in each other's, and one that is in
+    it may have gone.
+
+    Args:
+        endpoint: in client mode, so that the question itself does not make the two known to each other; connected to
+            both.
+    """
+    overlay = Overlay(endpoint, config)
+    overlay.seen(start)
+    nearest = await overlay.lookup(node_id(wanted), timeout_s, config.replicas)
+    return any(contact.peer_id == wanted for contact in nearest)

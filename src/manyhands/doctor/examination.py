@@ -1,0 +1,245 @@
+"""The whole examination: every initial peer, this machine, and the swarm."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from manyhands.base.address import Address
+from manyhands.base.deadline import time_limit
+from manyhands.base.errors import ConfigError, PeerError, Unavailable
+from manyhands.base.identity import Identity
+from manyhands.dht import DhtConfig
+from manyhands.dht.sight import leads_to
+from manyhands.doctor import words
+from manyhands.doctor.checks import Check, Finding, Kind, Report, report_of
+from manyhands.doctor.probe import OnCheck, Probe, Probed
+from manyhands.peer import ALL_INTERFACES, Presence
+from manyhands.reach.messages import DIAL_BACK, MAX_DIALLED, DialBackRequest
+from manyhands.rpc.announce import dialable_addresses
+from manyhands.transport import ControlStream, Listener, TlsTransport
+
+MAX_INITIAL_PEERS = 16
+
+DIAL_BACK_TIMEOUT_S = 5.5
+"""The asked peer takes 4 s at most."""
+
+SWARM_TIMEOUT_S = 5.0
+
+DHT_CONFIG = DhtConfig(join_timeout_s=4.0, lookup_timeout_s=4.0, request_timeout_s=2.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Examination:
+    """What to examine.
+
+    Attributes:
+        initial_peers: as they would be given to a peer.
+        listen, announce, client_mode: likewise.
+    Raises:
+        ConfigError: there are no initial peers, or too many.
+    """
+
+    initial_peers: Sequence[Address]
+    listen: Sequence[Address] = tuple(map(Address.parse, ALL_INTERFACES))
+    announce: Sequence[Address] = ()
+    client_mode: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.initial_peers:
+            raise ConfigError("no initial peer is given; give the addresses that your peer was started with")
+        if len(set(self.initial_peers)) > MAX_INITIAL_PEERS:
+            raise ConfigError(
+                f"{len(self.initial_peers)} initial peers; at most {MAX_INITIAL_PEERS} are examined at once"
+            )
+
+    async def run(
+        self,
+        identity: Identity,
+        *,
+        on_check: OnCheck = lambda check: None,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> Report:
+        """Examine all of it; takes 15 s at most.
+
+        The examiner is in client mode: it is in nobody's table, and does not make those known to each other whom it
+        looks at.
+
+        Args:
+            on_check: called with each check once it is done.
+            wall_clock: seconds since 1970.
+        """
+        transport = TlsTransport(identity)
+        presence = Presence(transport, client_mode=True, wall_clock=wall_clock, dht_config=DHT_CONFIG)
+        examiner = _Examiner(self, transport, presence, on_check, wall_clock)
+        try:
+            return await examiner.run()
+        finally:
+            await examiner.close()
+            await presence.stop()
+
+
+class _Examiner:
+    def __init__(
+        self,
+        examination: Examination,
+        transport: TlsTransport,
+        presence: Presence,
+        on_check: OnCheck,
+        wall_clock: Callable[[], float],
+    ) -> None:
+        self._examination = examination
+        self._transport = transport
+        self._presence = presence
+        self._on_check = on_check
+        self._wall_clock = wall_clock
+        self._listeners: list[Listener] = []
+        self._checks: list[Check] = []
+
+    async def run(self) -> Report:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        await self._listen()
+        addresses = dict.fromkeys(self._examination.initial_peers)
+        probed = await asyncio.gather(*(self._probe(address) for address in addresses))
+        self._checks += [check for peer in probed for check in peer.checks]
+        # each peer once, though it may have several of the addresses
+        joined = list({peer.peer_id: peer for peer in reversed(probed) if peer.peer_id is not None}.values())[::-1]
+        self._compare_clocks(joined)
+        await asyncio.gather(self._join(joined), self._look_at_pairs(joined), *map(self._be_dialled, joined))
+        return report_of(self._checks, self._presence.peer_id, loop.time() - began)
+
+    async def close(self) -> None:
+        for listener in self._listeners:
+            await listener.close()
+
+    def _note(self, kind: Kind, finding: Finding, about: Probed | None = None, began: float | None = None) -> None:
+        now = asyncio.get_running_loop().time()
+        seconds = round(now - (began if began is not None else now), 3)
+        address, peer_id = (str(about.address), about.peer_id) if about is not None else (None, None)
+        check = Check(kind, finding.ok, finding.detail, finding.advice, address, peer_id, seconds)
+        self._checks.append(check)
+        self._on_check(check)
+
+    async def _probe(self, address: Address) -> Probed:
+        endpoint = self._presence.endpoint
+        return await Probe(address, self._transport, endpoint, self._on_check, self._wall_clock).run()
+
+    # this machine
+
+    async def _listen(self) -> None:
+        """Where the initial peers are asked to dial; nobody is told of it but them."""
+        if self._examination.client_mode:
+            return
+
+        async def hang_up(stream: ControlStream) -> None:
+            """Whoever dials back wants nothing but the handshake."""
+
+        for address in self._examination.listen:
+            try:
+                self._listeners.append(await self._transport.listen(address, hang_up))
+            except ConfigError as error:
+                self._note("listen", words.cannot_listen(error))
+        if bound := self._bound():
+            self._note("listen", words.listens(bound))
+
+    def _bound(self) -> list[Address]:
+        return [address for listener in self._listeners for address in listener.addresses]
+
+    def _compare_clocks(self, joined: Sequence[Probed]) -> None:
+        """Whose clock is wrong, if two differ, shows when there are others to compare with."""
+        limit_s = DHT_CONFIG.max_clock_skew_s
+        offsets = {peer.peer_id: peer.clock_offset_s for peer in joined if peer.clock_offset_s is not None}
+        for peer in joined:
+            if peer.clock_offset_s is None:
+                self._note("clock", words.no_clock(peer.examine_error), peer)
+                continue
+            others = [abs(offset_s) for peer_id, offset_s in offsets.items() if peer_id != peer.peer_id]
+            others_agree = statistics.median_low(others) <= limit_s if others else None
+            self._note("clock", words.clock(peer.clock_offset_s, peer.clock_error_s, limit_s, others_agree), peer)
+
+    async def _be_dialled(self, peer: Probed) -> None:
+        """Ask a peer to dial this machine."""
+        began = asyncio.get_running_loop().time()
+        if self._examination.client_mode:
+            self._note("dial_back", words.not_tried("--client-mode: nobody needs to dial this machine"), peer)
+            return
+        bound = self._bound()
+        addresses = self._addresses_for(peer, bound) if bound else []
+        if not addresses:
+            self._note("dial_back", words.nothing_to_dial(bound), peer)
+            return
+        assert peer.peer_id is not None
+        request = DialBackRequest([str(address) for address in addresses])
+        try:
+            response = await self._presence.endpoint.call(peer.peer_id, DIAL_BACK, request, DIAL_BACK_TIMEOUT_S)
+        except (Unavailable, PeerError) as error:
+            self._note("dial_back", words.no_dial_back(error), peer, began)
+            return
+        finding = words.dialled_back(
+            list(zip(addresses, response.outcomes, strict=False)),
+            are_announced=bool(self._examination.announce),
+            port_was_chosen=all(address.port for address in self._examination.listen),
+        )
+        self._note("dial_back", finding, peer, began)
+
+    def _addresses_for(self, peer: Probed, bound: Sequence[Address]) -> list[Address]:
+        """Where a peer might reach this machine: what is announced, else what a peer would announce by itself."""
+        if self._examination.announce:
+            return list(self._examination.announce)[:MAX_DIALLED]
+        is_local = Address.of(peer.dialled_host, 1).is_loopback
+        addresses = [address for address in dialable_addresses(bound) if is_local or not address.is_loopback]
+        if peer.seen_host and not Address.of(peer.seen_host, 1).is_loopback:  # else it is seen through a tunnel
+            observed = [Address.of(peer.seen_host, address.port) for address in addresses]
+            addresses = observed[:1] + addresses
+        return list(dict.fromkeys(addresses))[:MAX_DIALLED]
+
+    # the swarm
+
+    async def _join(self, joined: Sequence[Probed]) -> None:
+        began = asyncio.get_running_loop().time()
+        if not joined:
+            self._note("peers", words.not_tried("no initial peer can be joined"))
+            return
+        addresses = [peer.address.with_peer(peer.peer_id) for peer in joined if peer.peer_id is not None]
+        try:
+            async with time_limit(SWARM_TIMEOUT_S, "joining the swarm"):
+                await self._presence.dht.join(addresses)
+        except (Unavailable, PeerError) as error:
+            self._note("peers", words.no_peers_seen(error), None, began)
+            return
+        seen = {contact.peer_id for contact in self._presence.dht.contacts()} | {peer.peer_id for peer in joined}
+        finding = words.peers_seen(len(seen), len(joined), is_part=len(seen) >= DHT_CONFIG.k)
+        self._note("peers", finding, None, began)
+
+    async def _look_at_pairs(self, joined: Sequence[Probed]) -> None:
+        """Each initial peer and the next one, round in a ring: a split shows, whoever is in which part."""
+        began = asyncio.get_running_loop().time()
+        if len(joined) < 2:
+            is_alone = len(set(self._examination.initial_peers)) == 1
+            because = "there is one only" if is_alone else "fewer than two can be joined"
+            self._note("coordinators", words.not_tried(because))
+            return
+        pairs = list(zip(joined, [*joined[1:], joined[0]], strict=True))[: len(joined) if len(joined) > 2 else 1]
+        sights = await asyncio.gather(*(self._see_each_other(first, second) for first, second in pairs))
+        for (first, second), (first_sees, second_sees) in zip(pairs, sights, strict=True):
+            if not (first_sees and second_sees):
+                finding = words.do_not_see(
+                    first.address, second.address, first_sees=first_sees, second_sees=second_sees
+                )
+                self._note("coordinators", finding, None, began)
+        if all(itertools.chain.from_iterable(sights)):
+            self._note("coordinators", words.all_see_each_other(len(joined)), None, began)
+
+    async def _see_each_other(self, first: Probed, second: Probed) -> tuple[bool, bool]:
+        return await asyncio.gather(self._sees(first, second), self._sees(second, first))
+
+    async def _sees(self, first: Probed, second: Probed) -> bool:
+        assert first.peer_id is not None
+        assert second.peer_id is not None
+        start, wanted = first.peer_id, second.peer_id
+        return await leads_to(self._presence.endpoint, DHT_CONFIG, start, wanted, DHT_CONFIG.lookup_timeout_s)

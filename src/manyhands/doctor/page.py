@@ -1,0 +1,39 @@
+"""A report as people read it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+from manyhands.doctor.checks import NAMES, Check, Report
+
+_MARKS = {True: "ok", False: "FAIL", None: "-"}
+_NAME_WIDTH = max(map(len, NAMES.values()))
+
+
+def lines_of(report: Report) -> Iterator[str]:
+    """The lines to print."""
+    for address in dict.fromkeys(check.address for check in report.checks):
+        yield address if address is not None else "This machine and the swarm"
+        yield from _block([check for check in report.checks if check.address == address])
+        yield ""
+    yield verdict(report)
+
+
+def _block(checks: Sequence[Check]) -> Iterator[str]:
+    for (ok, detail, advice), group in itertools.groupby(checks, lambda check: (check.ok, check.detail, check.advice)):
+        names = ", ".join(NAMES[check.check] for check in group)  # several were not done, for one reason
+        yield f"  {_MARKS[ok]:<4}  {names:<{_NAME_WIDTH}}  {detail}"
+        if advice:
+            yield f"  {'':<4}  {'':<{_NAME_WIDTH}}  -> {advice}"
+
+
+def verdict(report: Report) -> str:
+    """The last line: whether a peer can join, and how much is broken."""
+    if report.ok:
+        return "All is well: a peer with these options can join."
+    num_failed = sum(check.ok is False for check in report.checks)
+    failed = {0: "", 1: "1 check failed. "}.get(num_failed, f"{num_failed} checks failed. ")
+    if report.can_join:
+        return f"{failed}A peer with these options can join all the same, since one initial peer is enough."
+    return f"{failed}A peer with these options cannot join: no initial peer can be used."

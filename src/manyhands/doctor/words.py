@@ -1,0 +1,341 @@
+"""What each outcome means to whoever has to repair it."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Sequence
+
+from manyhands.base.address import Address
+from manyhands.base.errors import DialFailed, DialReason, ManyhandsError, Refused, Unavailable
+from manyhands.base.identity import PeerId
+from manyhands.doctor.checks import Finding
+from manyhands.reach.messages import NOT_ALLOWED, DialOutcome, ExamineResponse
+from manyhands.rpc.frames import readable
+from manyhands.transport.certificate import ALPN
+from manyhands.version import __version__
+
+
+def label_of(address: Address) -> str:
+    """How an initial peer is called in a sentence: ``HOST:PORT``."""
+    return f"[{address.host}]:{address.port}" if ":" in address.host else f"{address.host}:{address.port}"
+
+
+def _place(address: Address) -> str:
+    return f"{address.host} port {address.port}"
+
+
+def ip_address(text: str) -> str:
+    """The IP address that another peer wrote; empty if it is none."""
+    try:
+        return str(ipaddress.ip_address(text))
+    except ValueError:
+        return ""
+
+
+def _said(error: ManyhandsError) -> str:
+    """In one line."""
+    return " ".join(str(error).split())
+
+
+def not_tried(because: str) -> Finding:
+    return Finding(None, f"not tried: {because}")
+
+
+# the steps of one address
+
+
+def name_found(address: Address, hosts: Sequence[str]) -> Finding:
+    if address.protocol.startswith("ip"):
+        return Finding(None, "an IP address: there is no name to look up")
+    return Finding(True, f"{address.host} is {', '.join(hosts)}")
+
+
+def name_not_found(address: Address, failure: DialFailed) -> Finding:
+    return Finding(
+        False,
+        f"the name {address.host} does not resolve" + (f" ({failure.detail})" if failure.detail else ""),
+        "is it spelt right, and can this machine resolve other names? If not, its name server is the fault; an IP "
+        "address in its place needs none",
+    )
+
+
+def connected(address: Address, seconds: float) -> Finding:
+    return Finding(True, f"{_place(address)} accepts connections ({1000 * seconds:.0f} ms)")
+
+
+def not_connected(address: Address, failure: DialFailed) -> Finding:
+    if failure.reason is DialReason.REFUSED:
+        return Finding(
+            False,
+            f"connection refused: nothing listens on {_place(address)}",
+            "is the peer running there, and is that its port? It prints its addresses when it starts",
+        )
+    if failure.reason is DialReason.TIMED_OUT:
+        return Finding(
+            False,
+            f"no answer from {_place(address)} ({failure.detail})",
+            f"the machine is down, its address has changed, or a firewall drops the packets: let TCP port "
+            f"{address.port} in there, and if it is behind a router, have the router forward the port",
+        )
+    advice = "is this machine online? A VPN or a firewall on it may forbid the way"
+    if address.protocol.endswith("6") or ":" in address.host:
+        advice = "this machine may have no IPv6: give an IPv4 address of the peer"
+    return Finding(False, f"no way to {_place(address)} ({failure.detail or failure.reason.value})", advice)
+
+
+def tls_done() -> Finding:
+    return Finding(True, "it answers in TLS 1.3, with the certificate of a peer")
+
+
+def tls_failed(address: Address, failure: DialFailed) -> Finding:
+    if failure.reason is DialReason.TIMED_OUT:
+        return Finding(
+            False,
+            f"{_place(address)} accepts connections, but does not answer in TLS",
+            "the peer hangs, or something in between (a proxy, a tunnel whose other end is gone) took the connection: "
+            "look at the peer's machine and at the tunnel",
+        )
+    return Finding(
+        False,
+        f"something answers on {_place(address)}, but it is not a manyhands peer ({failure.detail})",
+        "another program has that port, a web server (HTTP) for example: compare the port with what the peer printed "
+        "when it started",
+    )
+
+
+def other_version() -> Finding:
+    return Finding(
+        False,
+        f"a manyhands peer, but not of protocol version {ALPN}",
+        f"install the same version of manyhands at both ends; here it is {__version__}",
+    )
+
+
+def identified(address: Address, found: PeerId) -> Finding:
+    if address.peer_id is None:
+        return Finding(
+            None,
+            f"the address does not say who should answer; {found} does",
+            f"to be sure that it is always this peer, write {address.with_peer(found)}",
+        )
+    if found == address.peer_id:
+        return Finding(True, f"it is {found}, as the address says")
+    return Finding(
+        False,
+        f"the peer there is {found} and not {address.peer_id}",
+        "its identity file was replaced or not given (--identity), or the address is old: if you know that this is the "
+        f"right peer, use {address.with_peer(found)}",
+    )
+
+
+def itself() -> Finding:
+    return Finding(
+        None,
+        "the peer there has the identity with which the doctor was started: it is this peer itself",
+        "to check this address, leave out --identity",
+    )
+
+
+def welcomed() -> Finding:
+    return Finding(True, f"it speaks {ALPN}, as this machine does, and takes the connection")
+
+
+def not_welcomed(error: ManyhandsError) -> Finding:
+    if isinstance(error, Refused):
+        return Finding(
+            False,
+            f"it turns the connection down: {error.message} ({error.code})",
+            "wait a minute and try again, or use another initial peer",
+        )
+    return Finding(
+        False,
+        f"it ends the connection after the TLS handshake, or says nothing ({_said(error)})",
+        "the peer is overloaded or about to stop, or its version is another one: its log says more",
+    )
+
+
+def answers(seen: ExamineResponse | None) -> Finding:
+    if seen is None:
+        return Finding(True, "it answers")
+    peers = "1 peer" if seen.num_known_peers == 1 else f"{seen.num_known_peers} peers"
+    return Finding(True, f"it answers; it knows {peers}, and runs {readable(seen.agent) or 'an unnamed version'}")
+
+
+def does_not_answer(error: ManyhandsError) -> Finding:
+    if isinstance(error, Refused) and error.code == "unknown_method":
+        return Finding(
+            False,
+            "it takes no part in the DHT: it is in client mode, or about to stop",
+            "use the address of a peer that is not in client mode",
+        )
+    return Finding(False, f"it does not answer a ping ({_said(error)})", "it hangs or is overloaded: its log says more")
+
+
+# clocks
+
+
+def clock(offset_s: float, error_s: float, limit_s: float, others_agree: bool | None) -> Finding:
+    """What the difference of two clocks means.
+
+    Args:
+        offset_s: how far the clock of this machine is ahead of the peer's.
+        error_s: by how much that may be wrong.
+        limit_s: what peers take without loss.
+        others_agree: whether the other initial peers' clocks agree with this machine's; None if there are no others.
+    """
+    if abs(offset_s) - error_s <= limit_s:
+        return Finding(True, f"differs by {abs(offset_s):.1f} s from this machine's; up to {limit_s:g} s do no harm")
+    ahead = "ahead" if offset_s > 0 else "behind"
+    detail = (
+        f"the clock of this machine is {abs(offset_s):.0f} s {ahead} of this peer's; beyond {limit_s:g} s records are "
+        "refused"
+    )
+    if others_agree:
+        return Finding(False, detail, "other peers agree with this machine: set the clock of that peer (NTP)")
+    if others_agree is False:
+        return Finding(
+            False, detail, "the other initial peers do not agree with this machine either: set its clock (NTP)"
+        )
+    return Finding(False, detail, "compare both with a clock that you trust, and set the wrong one (NTP)")
+
+
+def no_clock(error: ManyhandsError | None) -> Finding:
+    if isinstance(error, Refused) and error.code == "unknown_method":
+        return not_tried("the peer runs an older version, which does not tell")
+    return not_tried(f"it did not tell ({_said(error)})" if error is not None else "nobody answered there")
+
+
+# whether others can dial this machine
+
+_PHRASES = {
+    "timed_out": "no answer",
+    "refused": "connection refused",
+    "unreachable": "no way there",
+    "name_not_found": "the name does not resolve there",
+    "wrong_identity": "another peer answers",
+    "not_manyhands": "something else answers",
+    "itself": "that is the asked peer itself",
+    "protocol_version": "another protocol version answers",
+    "unavailable": "not tried: the asked peer is being closed",
+}
+
+NO_LISTENING = "or pass --client-mode: a peer then dials out only"
+
+
+def dialled_back(
+    outcomes: Sequence[tuple[Address, DialOutcome]], *, are_announced: bool, port_was_chosen: bool
+) -> Finding:
+    """What a peer reports that was asked to dial this machine.
+
+    Args:
+        outcomes: of each address.
+        are_announced: the user gave the addresses: all must work. Else one is enough.
+        port_was_chosen: by the user, and not any free one taken.
+    """
+    worked = ", ".join(str(address) for address, outcome in outcomes if not outcome.code)
+    failed = [(address, outcome) for address, outcome in outcomes if outcome.code]
+    failures = "; ".join(f"{address}: {_phrase(outcome)}" for address, outcome in failed)
+    if worked and failed and are_announced:
+        advice = "take what does not work out of --announce: whoever tries it first needs longer to connect"
+        return Finding(False, f"it reached this machine at {worked}, but not at all addresses ({failures})", advice)
+    if worked:
+        return Finding(True, f"it reached this machine at {worked}")
+    if not failed:
+        return not_tried("it did not say what came of it")
+    advice = _how_to_be_dialled(failed, are_announced, port_was_chosen)
+    return Finding(False, f"it cannot dial this machine ({failures})", f"{advice}; {NO_LISTENING}")
+
+
+def _phrase(outcome: DialOutcome) -> str:
+    if outcome.code == NOT_ALLOWED:
+        return f"not tried: {readable(outcome.detail)}"
+    return _PHRASES.get(outcome.code) or readable(f"{outcome.code} {outcome.detail}".strip())
+
+
+def _how_to_be_dialled(
+    failed: Sequence[tuple[Address, DialOutcome]], are_announced: bool, port_was_chosen: bool
+) -> str:
+    if are_announced:
+        return "check that --announce names an address and a port that lead here, and that the port is open"
+    if not port_was_chosen:
+        return (
+            "any free port was tried, which a firewall seldom lets through: try again with the port that it does let "
+            "through, --listen /ip4/0.0.0.0/tcp/PORT"
+        )
+    port = failed[0][0].port
+    if {outcome.code for _, outcome in failed} & {"wrong_identity", "not_manyhands", "refused"}:
+        return (
+            "packets come as far as a router or another machine, which does not pass them on: forward TCP port "
+            f"{port} to this machine there"
+        )
+    return f"let TCP port {port} in at this machine's firewall, and if it is behind a router, forward the port there"
+
+
+def nothing_to_dial(bound: Sequence[Address]) -> Finding:
+    """No address is worth asking for, of those that this machine listens on."""
+    if not bound:
+        return not_tried("this machine does not listen")
+    return Finding(
+        False,
+        "this machine listens on its loopback address only, where no other machine can dial it",
+        f"--listen /ip4/0.0.0.0/tcp/{bound[0].port} listens on all of its addresses; {NO_LISTENING}",
+    )
+
+
+def no_dial_back(error: ManyhandsError) -> Finding:
+    if isinstance(error, Refused) and error.code == "unknown_method":
+        return not_tried("the peer runs an older version, which cannot be asked to dial back")
+    if isinstance(error, Refused):
+        return not_tried(f"it would not: {error.message}")
+    if isinstance(error, Unavailable):
+        return Finding(
+            False, f"it was asked to dial back, and did not say what came of it ({_said(error)})", "its log says more"
+        )
+    return not_tried(_said(error))
+
+
+def listens(addresses: Sequence[Address]) -> Finding:
+    ports = ", ".join(f"{address.host} port {address.port}" for address in addresses)
+    return Finding(True, f"this machine can listen on {ports}")
+
+
+def cannot_listen(error: ManyhandsError) -> Finding:
+    return Finding(
+        False, _said(error), "if a peer runs on that port already, check it from another machine, as an initial peer"
+    )
+
+
+# the swarm
+
+
+def peers_seen(num_peers: int, num_initial: int, *, is_part: bool) -> Finding:
+    """How many peers answer, the initial ones among them; perhaps not all of a large swarm were looked for."""
+    if num_peers > num_initial:
+        return Finding(True, f"{'at least ' if is_part else ''}{num_peers} peers can be seen")
+    who = "the initial peer" if num_initial == 1 else f"the {num_initial} initial peers"
+    return Finding(True, f"{who} can be seen, and nobody else yet")
+
+
+def no_peers_seen(error: ManyhandsError) -> Finding:
+    return Finding(False, f"joining the swarm failed ({_said(error)})", "the initial peers hang: their logs say more")
+
+
+def all_see_each_other(num_peers: int) -> Finding:
+    return Finding(True, f"the {num_peers} initial peers see each other")
+
+
+def do_not_see(first: Address, second: Address, *, first_sees: bool, second_sees: bool) -> Finding:
+    """Two initial peers of which at least one does not find the other."""
+    if not first_sees and not second_sees:
+        return Finding(
+            False,
+            f"{label_of(first)} and {label_of(second)} do not see each other: the swarm may be split",
+            f"start each with the address of the other among its --initial-peers: {label_of(first)} with {second}, and "
+            f"{label_of(second)} with {first}; it keeps trying, so they also find each other later",
+        )
+    seeing, blind = (first, second) if first_sees else (second, first)
+    return Finding(
+        False,
+        f"{label_of(seeing)} sees {label_of(blind)}, but not the other way round",
+        f"see that the machine of {label_of(blind)} can dial {seeing}",
+    )

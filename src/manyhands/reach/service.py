@@ -1,0 +1,128 @@
+"""A peer tells others what it sees of them, and tries to dial them when they ask."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from manyhands.base.address import Address
+from manyhands.base.errors import ConfigError, DialFailed, Refused, Unavailable
+from manyhands.base.identity import PeerId
+from manyhands.dht.node import DhtNode
+from manyhands.reach.messages import (
+    BAD_ADDRESS,
+    DIAL_BACK,
+    EXAMINE,
+    MAX_TEXT,
+    NOT_ALLOWED,
+    DialBackRequest,
+    DialBackResponse,
+    DialOutcome,
+    ExamineRequest,
+    ExamineResponse,
+)
+from manyhands.reach.rules import Allowance, Rate, may_dial
+from manyhands.rpc.endpoint import AGENT, Endpoint
+from manyhands.transport import tcp
+from manyhands.transport.admission import source_of
+
+DIAL_TIMEOUT_S = 4.0
+"""For the name, TCP and TLS of one address; all addresses of a request are dialled at the same time."""
+
+MAX_UNDER_WAY = 4
+"""Requests to dial back that are served at once, of all peers."""
+
+PER_SOURCE = Rate(burst=4, period_s=10.0)
+IN_ALL = Rate(burst=16, period_s=1.0)
+"""Requests to dial back; a source is an IP address, or of IPv6 a /64: peer ids cost nothing."""
+
+NAMES_IN_ALL = Rate(burst=8, period_s=4.0)
+"""Names that are looked up for others. One can keep a thread for half a minute, of the few that this peer has for its
+own dials (:data:`manyhands.transport.tcp.MAX_LOOKUPS`); so these never have more than half of them."""
+
+
+class _NotAllowed(Exception):
+    """An address is not dialled for this caller."""
+
+
+class Reach:
+    """Serves ``reach.*`` on an endpoint for as long as that is open.
+
+    A request to dial back could be abused to scan a network from here. So it is bounded in number and time, it dials
+    nothing that is nearer to this peer than the caller (:func:`manyhands.reach.rules.may_dial`), a name is looked up
+    once and what was checked is what is dialled, and nothing but a TLS handshake is sent.
+
+    Args:
+        wall_clock: seconds since 1970.
+    """
+
+    def __init__(self, endpoint: Endpoint, dht: DhtNode, wall_clock: Callable[[], float] = time.time) -> None:
+        self._endpoint = endpoint
+        self._dht = dht
+        self._wall_clock = wall_clock
+        self._requests = Allowance(PER_SOURCE, IN_ALL)
+        self._names = Allowance(PER_SOURCE, NAMES_IN_ALL)
+        self._num_under_way = 0
+        endpoint.handle(EXAMINE, self._on_examine)
+        endpoint.handle(DIAL_BACK, self._on_dial_back)
+
+    def _on_examine(self, remote: PeerId, request: ExamineRequest) -> ExamineResponse:
+        host = self._endpoint.host_of(remote)
+        return ExamineResponse(self._wall_clock(), host[:64], self._dht.num_known_peers, AGENT)
+
+    async def _on_dial_back(self, remote: PeerId, request: DialBackRequest) -> DialBackResponse:
+        host = self._endpoint.host_of(remote)
+        if not host:
+            raise Refused(self._endpoint.peer_id, "not_connected", "the connection of the caller has just ended")
+        if self._num_under_way >= MAX_UNDER_WAY:
+            self._refuse("this peer dials back to others just now; ask again in some seconds")
+        if wait_s := self._requests.take(source_of(host), asyncio.get_running_loop().time()):
+            self._refuse(f"this peer was asked to dial back too often; ask again in {wait_s:.0f} s")
+        self._endpoint.counters["dial_backs"] += 1
+        self._num_under_way += 1
+        try:
+            outcomes = await asyncio.gather(*(self._outcome_of(text, remote, host) for text in request.addresses))
+        finally:
+            self._num_under_way -= 1
+        return DialBackResponse(outcomes)
+
+    def _refuse(self, message: str) -> None:
+        self._endpoint.counters["refused_dial_backs"] += 1
+        raise Refused(self._endpoint.peer_id, "busy", message)
+
+    async def _outcome_of(self, text: str, caller: PeerId, caller_host: str) -> DialOutcome:
+        try:
+            await self._dial(Address.parse(text).with_peer(caller), caller_host)
+        except ConfigError as error:
+            return DialOutcome(text, BAD_ADDRESS, str(error)[:MAX_TEXT])
+        except DialFailed as failure:
+            return DialOutcome(text, failure.reason.name.lower(), failure.detail[:MAX_TEXT])
+        except Unavailable as error:  # this peer is being closed
+            return DialOutcome(text, "unavailable", str(error)[:MAX_TEXT])
+        except _NotAllowed as error:
+            return DialOutcome(text, NOT_ALLOWED, str(error)[:MAX_TEXT])
+        return DialOutcome(text)
+
+    async def _dial(self, address: Address, caller_host: str) -> None:
+        """Find the peer of an address there, at one of its IP addresses.
+
+        Raises:
+            DialFailed: it is not found.
+            _NotAllowed: the address is not dialled for this caller.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + DIAL_TIMEOUT_S
+        if not address.protocol.startswith("ip") and self._names.take(source_of(caller_host), loop.time()):
+            raise _NotAllowed("too many names were looked up for others just now")
+        places = await tcp.look_up(address, DIAL_TIMEOUT_S)
+        allowed = [place for place in places if may_dial(str(place[4][0]), caller_host)]
+        if not allowed:
+            raise _NotAllowed(f"{places[0][4][0]} is not dialled for a peer at {caller_host}")
+        hosts = {place[0]: str(place[4][0]) for place in reversed(allowed)}.values()  # the first of each family
+        targets = [Address.of(host, address.port, address.peer_id) for host in hosts]
+        probes = (self._endpoint.probe(target, deadline - loop.time()) for target in targets)
+        outcomes = await asyncio.gather(*probes, return_exceptions=True)
+        failures = [outcome for outcome in outcomes if outcome is not None]
+        if len(failures) == len(outcomes):
+            raise failures[0]

@@ -1,0 +1,92 @@
+"""Fuzz targets: what peers tell each other about their reachability, up to the words that are printed."""
+
+from __future__ import annotations
+
+import msgspec
+
+from manyhands.base.address import Address
+from manyhands.base.errors import ConfigError, ProtocolViolation
+from manyhands.doctor import words
+from manyhands.doctor.checks import Finding
+from manyhands.reach.messages import (
+    DIAL_BACK,
+    EXAMINE,
+    DialBackRequest,
+    DialBackResponse,
+    DialOutcome,
+    ExamineRequest,
+    ExamineResponse,
+)
+from manyhands.reach.rules import may_dial
+from tests.fuzz.target import Target, decoded
+
+ADDRESSES = ["/ip4/203.0.113.7/tcp/31337", "/dns4/peer.example/tcp/1", "[::1]:7", "127.0.0.1:1"]
+DIALLED = [Address.parse(text) for text in ADDRESSES]
+
+
+def _examine_response(data: bytes) -> None:
+    seen = decoded(data, ExamineResponse)
+    if host := words.ip_address(seen.host):
+        Address.of(host, 1)
+    _printable(words.answers(seen))
+    _printable(words.clock(1.8e9 - seen.wall_time_s, 0.1, 60.0, None))
+
+
+def _dial_back_request(data: bytes) -> None:
+    for text in decoded(data, DialBackRequest).addresses:
+        try:
+            address = Address.parse(text)
+        except ConfigError:
+            continue
+        if address.protocol.startswith("ip"):
+            assert not (may_dial(address.host, "8.8.8.8") and address.is_loopback)
+
+
+def _dial_back_response(data: bytes) -> None:
+    outcomes = list(zip(DIALLED, decoded(data, DialBackResponse).outcomes, strict=False))
+    for are_announced in (False, True):
+        _printable(words.dialled_back(outcomes, are_announced=are_announced, port_was_chosen=True))
+
+
+def _printable(finding: Finding) -> None:
+    assert finding.detail.isprintable()
+    assert finding.advice.isprintable()
+    assert len(finding.detail) < 4000
+
+
+_VIOLATION = (ProtocolViolation,)
+TARGETS = [
+    Target(
+        name=f"{EXAMINE.name}.request",
+        seeds=[msgspec.msgpack.encode(ExamineRequest())],
+        run=lambda data: decoded(data, ExamineRequest),
+        errors=_VIOLATION,
+        weight=0.2,
+    ),
+    Target(
+        name=f"{EXAMINE.name}.response",
+        seeds=[
+            msgspec.msgpack.encode(ExamineResponse(1.8e9, host, 7, "manyhands/0.1.0")) for host in ("::1", "8.8.8.8")
+        ],
+        run=_examine_response,
+        errors=_VIOLATION,
+        weight=0.5,
+    ),
+    Target(
+        name=f"{DIAL_BACK.name}.request",
+        seeds=[msgspec.msgpack.encode(DialBackRequest(ADDRESSES))],
+        run=_dial_back_request,
+        errors=_VIOLATION,
+        weight=0.5,
+    ),
+    Target(
+        name=f"{DIAL_BACK.name}.response",
+        seeds=[
+            msgspec.msgpack.encode(DialBackResponse([DialOutcome(ADDRESSES[0])])),
+            msgspec.msgpack.encode(DialBackResponse([DialOutcome(a, "refused", "why") for a in ADDRESSES])),
+        ],
+        run=_dial_back_response,
+        errors=_VIOLATION,
+        weight=0.5,
+    ),
+]

@@ -1,0 +1,147 @@
+"""Peers that dial back to others when asked: what they find, and what they refuse."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from manyhands.base.address import Address
+from manyhands.base.errors import Refused
+from manyhands.peer import Presence
+from manyhands.reach import DIAL_BACK, EXAMINE
+from manyhands.reach.messages import DialBackRequest, DialOutcome, ExamineRequest
+from manyhands.reach.service import MAX_UNDER_WAY, PER_SOURCE
+from manyhands.rpc import Endpoint
+from manyhands.transport import TlsTransport
+from tests.integration.test_transport import silent_port
+from tests.network import LOOPBACK, identity_of
+
+ASKED, CALLER = identity_of(1), identity_of(2)
+
+
+@asynccontextmanager
+async def two_peers() -> AsyncIterator[tuple[Presence, Endpoint]]:
+    """A peer to ask, and one that is connected to it."""
+    asked = Presence(TlsTransport(ASKED))
+    caller = Endpoint(TlsTransport(CALLER))
+    try:
+        await asked.start([], [LOOPBACK])
+        await caller.listen([LOOPBACK])
+        await caller.connect(asked.endpoint.addresses[0])
+        yield asked, caller
+    finally:
+        await caller.close()
+        await asked.stop()
+
+
+async def dialled(caller: Endpoint, *addresses: Address | str) -> list[DialOutcome]:
+    request = DialBackRequest([str(address) for address in addresses])
+    return (await caller.call(ASKED.peer_id, DIAL_BACK, request, 5.0)).outcomes
+
+
+async def test_it_tells_what_it_sees() -> None:
+    async with two_peers() as (asked, caller):
+        seen = await caller.call(ASKED.peer_id, EXAMINE, ExamineRequest())
+        assert seen.host == "127.0.0.1"
+        assert seen.num_known_peers == asked.dht.num_known_peers
+        assert seen.agent.startswith("manyhands/")
+        assert seen.wall_time_s > 1.7e9
+
+
+async def test_each_address_has_an_outcome_of_its_own() -> None:
+    async with two_peers() as (asked, caller):
+        with silent_port(listens=False) as closed:
+            own, other = caller.addresses[0], asked.endpoint.addresses[0]
+            outcomes = await dialled(caller, own, closed, "nonsense", other)
+        assert [outcome.code for outcome in outcomes] == ["", "refused", "bad_address", "itself"]
+        assert [outcome.address for outcome in outcomes] == [str(own), str(closed), "nonsense", str(other)]
+
+
+async def test_the_connection_is_a_fresh_one_and_carries_a_handshake_only() -> None:
+    async with two_peers() as (_, caller):
+        streams: list[Any] = []
+
+        async def accepted(stream: Any) -> None:
+            streams.append(stream)
+            await stream.wait_closed()
+
+        listener = await caller._transport.listen(LOOPBACK, accepted)
+        outcomes = await dialled(caller, listener.addresses[0])
+        await listener.close()
+        assert [outcome.code for outcome in outcomes] == [""]
+        assert [stream.bytes_received for stream in streams] == [0]
+        assert caller.is_connected(ASKED.peer_id)
+
+
+async def test_another_peer_at_the_address_does_not_count() -> None:
+    async with two_peers() as (_, caller):
+        other = Endpoint(TlsTransport(identity_of(3)))
+        await other.listen([LOOPBACK])
+        outcomes = await dialled(caller, other.addresses[0])
+        await other.close()
+        assert [outcome.code for outcome in outcomes] == ["wrong_identity"]
+
+
+async def test_a_caller_from_the_internet_cannot_have_the_local_network_scanned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = {"inside.example": "192.168.1.1", "metadata.example": "169.254.169.254"}
+    real = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *a, **k: real(names.get(host, host), *a, **k))
+    async with two_peers() as (asked, caller):
+        monkeypatch.setattr(asked.endpoint, "host_of", lambda peer_id: "8.8.8.8")
+        inside = ["192.168.1.1:22", "/dns4/inside.example/tcp/80", "/dns/metadata.example/tcp/80"]
+        outcomes = await dialled(caller, caller.addresses[0], *inside)
+        assert {outcome.code for outcome in outcomes} == {"not_allowed"}
+
+
+async def test_who_asks_too_often_is_refused_until_some_time_has_passed() -> None:
+    async with two_peers() as (asked, caller):
+        for _ in range(PER_SOURCE.burst):
+            await dialled(caller, caller.addresses[0])
+        with pytest.raises(Refused, match="too often; ask again in") as refused:
+            await dialled(caller, caller.addresses[0])
+        assert refused.value.code == "busy"
+        assert asked.endpoint.counters["refused_dial_backs"] == 1
+        assert asked.endpoint.counters["dial_backs"] == PER_SOURCE.burst
+
+
+async def test_names_are_looked_up_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_up: list[str] = []
+    real = socket.getaddrinfo
+
+    def look_up(host: str, *args: Any, **kwargs: Any) -> Any:
+        if host.endswith(".example"):
+            looked_up.append(host)
+        return real("127.0.0.1" if host.endswith(".example") else host, *args, **kwargs)
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    async with two_peers() as (_, caller):
+        port = caller.addresses[0].port
+        names = [f"/dns4/name{number}.example/tcp/{port}" for number in range(8)]
+        outcomes = [*await dialled(caller, *names[:4]), *await dialled(caller, *names[4:])]
+        assert [outcome.code for outcome in outcomes] == [""] * PER_SOURCE.burst + ["not_allowed"] * 4
+        assert len(looked_up) == PER_SOURCE.burst
+
+
+async def test_few_are_served_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with two_peers() as (asked, caller):
+        go_on, begun = asyncio.Event(), asyncio.Semaphore(0)
+
+        async def slow(address: Address, timeout_s: float) -> None:
+            begun.release()
+            await go_on.wait()
+
+        monkeypatch.setattr(asked.endpoint, "probe", slow)
+        asking = [asyncio.ensure_future(dialled(caller, caller.addresses[0])) for _ in range(MAX_UNDER_WAY)]
+        for _ in range(MAX_UNDER_WAY):
+            await asyncio.wait_for(begun.acquire(), 5.0)
+        with pytest.raises(Refused, match="just now"):
+            await dialled(caller, caller.addresses[0])
+        go_on.set()
+        assert len(await asyncio.gather(*asking)) == MAX_UNDER_WAY

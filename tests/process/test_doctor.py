@@ -1,0 +1,53 @@
+"""``manyhands doctor`` as a user runs it."""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import json
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from tests.process.commands import LOOPBACK, address_of, running
+
+pytestmark = pytest.mark.process
+
+ALL_WELL, BROKEN = 0, 1
+
+
+class Silent(http.server.BaseHTTPRequestHandler):
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def web_server() -> Iterator[str]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Silent) as server:
+        thread = threading.Thread(target=functools.partial(server.serve_forever, poll_interval=0.01))
+        thread.start()
+        yield f"/ip4/127.0.0.1/tcp/{server.server_address[1]}"
+        server.shutdown()
+        thread.join(5.0)
+
+
+def test_a_good_set_up_and_a_broken_one(web_server: str) -> None:
+    with running("monitor", "--run-id", "r", "--listen", LOOPBACK) as monitor:
+        address = address_of(monitor)
+        with running("doctor", "--initial-peers", address, "--listen", LOOPBACK) as doctor:
+            assert doctor.wait(60) == ALL_WELL, doctor.output
+        lines = doctor.output.splitlines()
+        assert lines[0] == address
+        assert any(line.startswith("  ok    dial back") for line in lines)
+        assert lines[-1] == "All is well: a peer with these options can join."
+
+        nobody = "/ip4/127.0.0.1/tcp/1"
+        with running("doctor", "--json", "--initial-peers", address, web_server, nobody, "--client-mode") as doctor:
+            assert doctor.wait(60) == BROKEN, doctor.output
+        report = json.loads(doctor.output)
+        assert not report["ok"]
+        assert report["can_join"]
+        failed = [(check["address"], check["check"]) for check in report["checks"] if check["ok"] is False]
+        assert failed == [(web_server, "tls"), (nobody, "tcp")]
+        assert all(check["advice"] for check in report["checks"] if check["ok"] is False)
