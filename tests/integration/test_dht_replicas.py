@@ -13,6 +13,7 @@ import pytest
 from manyhands.base.identity import PeerId
 from manyhands.dht import DhtNode
 from manyhands.dht.messages import FIND, FindRequest, FindResponse
+from manyhands.dht.overlay import Overlay
 from manyhands.rpc import Endpoint
 from tests.integration.dht_swarm import CONFIG, TTL_S, Swarm, values
 from tests.unit.dht.examples import open_record
@@ -125,14 +126,13 @@ async def test_a_holder_reads_what_it_holds_without_asking_for_it(
     await other.store("key", 2, TTL_S)
     assert await values(holder, "key") == {"": 2}
     asked: list[FindRequest] = []
-    read_at = DhtNode._read_at
+    ask = Overlay.ask
 
-    async def remember(self: DhtNode, peer_id: PeerId, key: str, *, wants_records: bool) -> FindResponse | None:
-        if peer_id != self._endpoint.peer_id:
-            asked.append(FindRequest(b"\0" * 32, key, wants_records=wants_records))
-        return await read_at(self, peer_id, key, wants_records=wants_records)
+    async def remember(self: Overlay, peer_id: PeerId, method: Any, request: Any) -> Any:
+        asked.append(request)
+        return await ask(self, peer_id, method, request)
 
-    monkeypatch.setattr(DhtNode, "_read_at", remember)
+    monkeypatch.setattr(Overlay, "ask", remember)
     assert await values(holder, "key") == {"": 2}
     assert [request.wants_records for request in asked] == [False, False]
 
@@ -186,7 +186,7 @@ async def test_a_holder_that_hides_records_is_found_out(swarm: Swarm) -> None:
     holders, (node, *_) = await nodes_around(swarm, "key")
     await node.store("key", "true", TTL_S)
     for liar in holders[:2]:
-        endpoint, answer = swarm.endpoint_of(liar), liar._on_find
+        endpoint, answer = swarm.endpoint_of(liar), liar._holder._on_find
 
         async def hide(remote: PeerId, request: FindRequest, answer: Any = answer) -> FindResponse:
             truth = answer(remote, request)

@@ -8,7 +8,7 @@ from manyhands.base.errors import ConfigError
 
 # Part of the wire format: with these, the largest message fits into a frame of 1 MiB.
 MAX_CONTACTS = 64  # in one reply
-MAX_FOUND_RECORDS = 1024  # in one reply: all records of one key
+MAX_FOUND_RECORDS = 1024  # in one reply
 MAX_FOUND_BYTES = 1 << 19
 MAX_STORED_RECORDS = 12  # in one request
 MAX_VALUE_BYTES = 1 << 16
@@ -38,10 +38,15 @@ class DhtConfig:
             rented machine shows. Peers within it lose nothing.
         max_records: records that this node holds for others, in total.
         max_bytes: their size in total, with 256 bytes of overhead each.
-        max_records_per_key: subkeys of one key; all of them must fit into one reply.
+        max_records_per_key: subkeys of one key. Records that anybody may have written take half of the room at most, so
+            that they never keep out what is signed.
         max_bytes_per_key: their size; likewise.
         max_records_per_owner: signed records of one owner, so that one key pair cannot fill this node.
         max_bytes_per_owner: their size; likewise.
+        max_records_per_source: records that came from one machine (IP address), which may have many key pairs.
+        max_bytes_per_source: their size; likewise.
+        max_requests_per_s_of_peer: requests of one peer, and five seconds' worth of them at once; then it is refused.
+        max_requests_per_s_of_host: requests of all peers of one machine; likewise.
     """
 
     k: int = 20
@@ -58,10 +63,14 @@ class DhtConfig:
     max_clock_skew_s: float = 60.0
     max_records: int = 50_000
     max_bytes: int = 1 << 26
-    max_records_per_key: int = MAX_FOUND_RECORDS
-    max_bytes_per_key: int = MAX_FOUND_BYTES
+    max_records_per_key: int = 8192
+    max_bytes_per_key: int = 1 << 23
     max_records_per_owner: int = 1024
     max_bytes_per_owner: int = 1 << 22
+    max_records_per_source: int = 25_000
+    max_bytes_per_source: int = 1 << 25
+    max_requests_per_s_of_peer: float = 100.0
+    max_requests_per_s_of_host: float = 1000.0
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -70,8 +79,6 @@ class DhtConfig:
                 raise ConfigError(f"{field.name} is {value}; a number above 0 is needed, such as {field.default}")
         self._check_at_most("k", MAX_CONTACTS, "what one reply carries")
         self._check_at_most("replicas", self.k, "k, what a lookup finds")
-        self._check_at_most("max_records_per_key", MAX_FOUND_RECORDS, "what one reply carries")
-        self._check_at_most("max_bytes_per_key", MAX_FOUND_BYTES, "what one reply carries")
         self._check_at_most("max_value_bytes", MAX_VALUE_BYTES, "what one message carries")
 
     def _check_at_most(self, name: str, limit: int, limit_is: str) -> None:

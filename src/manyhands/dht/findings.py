@@ -11,8 +11,10 @@ from typing import Any
 import msgspec
 
 from manyhands.base.identity import PeerId
+from manyhands.dht.accounts import open_room
 from manyhands.dht.config import DhtConfig
-from manyhands.dht.records import AgedRecord, Reason, Record, fault_of, remaining_s
+from manyhands.dht.records import AgedRecord, Reason, Record, remaining_s
+from manyhands.dht.schema import Schema, fault_under
 
 COMPLETE_SHARE = 0.9
 """Of all records of a key, what a holder must have that others can be spared for."""
@@ -44,15 +46,24 @@ class Findings:
 
     Args:
         checked: by subkey, what this reader found when it read the key before: the same need not be checked again.
+        schema: that of the key, if one was declared.
     """
 
-    def __init__(self, key: str, config: DhtConfig, checked: Mapping[str, Record] | None = None) -> None:
+    def __init__(
+        self,
+        key: str,
+        config: DhtConfig,
+        checked: Mapping[str, Record] | None = None,
+        schema: Schema | None = None,
+    ) -> None:
         self._key = key
+        self._schema = schema
         self._config = config
         self._checked = checked or {}
         self._found: dict[str, tuple[Record, float]] = {}  # and when it expires
         self._num_shown: dict[PeerId, int] = {}
-        self._num_bytes = 0
+        self._num_bytes = self._num_open = self._open_bytes = 0
+        self._open_room = open_room(config)
 
     def add(self, record: Record, expires_at: float) -> Reason:
         """Take a record that has been checked, if it is the latest."""
@@ -62,11 +73,18 @@ class Findings:
             return Reason.UNCHANGED
         if before is not None and not record.supersedes(before):
             return Reason.STALE
-        num_bytes = self._num_bytes + record.num_bytes - (before.num_bytes if before is not None else 0)
-        is_full = before is None and len(self._found) >= self._config.max_records_per_key
-        if is_full or num_bytes > self._config.max_bytes_per_key:
+        more = 1 if before is None else 0
+        num_bytes = record.num_bytes - (before.num_bytes if before is not None else 0)
+        if len(self._found) + more > self._config.max_records_per_key or (
+            self._num_bytes + num_bytes > self._config.max_bytes_per_key
+        ):
             return Reason.KEY_FULL
-        self._num_bytes = num_bytes
+        if not record.owner:  # neither was the one before, with the same subkey
+            max_records, max_bytes = self._open_room
+            if self._num_open + more > max_records or self._open_bytes + num_bytes > max_bytes:
+                return Reason.KEY_FULL
+            self._num_open, self._open_bytes = self._num_open + more, self._open_bytes + num_bytes
+        self._num_bytes += num_bytes
         self._found[record.subkey] = (record, expires_at)
         return Reason.ACCEPTED
 
@@ -82,15 +100,15 @@ class Findings:
         if (shown is None or shown[0] != record) and self._checked.get(subkey) != record:
             if record.key != self._key:
                 return Reason.MALFORMED
-            fault = fault_of(record, self._config)
+            fault = fault_under(self._schema, record, self._config)
             if fault is not None:
                 return fault
         remaining = remaining_s(aged, wall_now, self._config)
         return remaining if isinstance(remaining, Reason) else self.add(record, now + remaining)
 
     def note_shown(self, source: PeerId, num_records: int) -> None:
-        """So many records of a holder have passed."""
-        self._num_shown[source] = num_records
+        """So many more records of a holder have passed."""
+        self._num_shown[source] = self._num_shown.get(source, 0) + num_records
 
     def are_complete(self, holders: Iterable[PeerId]) -> bool:
         """Whether each of these holders has shown most of all records; a few may be on their way to it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from manyhands.base.errors import ConfigError
@@ -17,6 +17,7 @@ from manyhands.dht.records import (
     fault_of,
     names_peer,
 )
+from manyhands.dht.schema import Schema
 
 
 class Issuer:
@@ -27,8 +28,15 @@ class Issuer:
     restarted still replaces its own records, and a peer whose clock is behind those of others.
     """
 
-    def __init__(self, identity: Identity, config: DhtConfig, wall_clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        identity: Identity,
+        config: DhtConfig,
+        wall_clock: Callable[[], float],
+        schemas: Mapping[str, Schema] | None = None,
+    ) -> None:
         self._identity = identity
+        self._schemas = schemas if schemas is not None else {}
         self._config = config
         self._wall_clock = wall_clock
         self._last_sequence = 0
@@ -52,10 +60,16 @@ class Issuer:
             issued_at=wall_now,
             ttl_s=float(ttl_s),
         )
-        if subkey != self._identity.peer_id:
-            return record
-        self._last_sequence = record.sequence  # not for open records: who may write anything could set it to the end
-        return record.signed_by(self._identity)
+        if subkey == self._identity.peer_id:
+            # not for open records: anybody could set their sequence to the end
+            self._last_sequence = record.sequence
+            record = record.signed_by(self._identity)
+        schema = self._schemas.get(key)
+        if schema is not None and schema.fault_of(record) is not None:
+            raise ConfigError(
+                f"the value, its lifetime or its subkey is not as was declared for {key!r}: {schema.described()}"
+            )
+        return record
 
     def sequence_to_exceed(self, record: Record, shown: Iterable[Record]) -> int | None:
         """The sequence number above which ``record`` must be issued again.

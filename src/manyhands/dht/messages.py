@@ -4,7 +4,7 @@
 method      request                                             response
 ==========  ==================================================  ====================================================
 dht.ping    nothing                                             nothing: I am here, and a DHT node
-dht.find    a point, perhaps a key                              the contacts nearest to the point, records of the key
+dht.find    a point, perhaps a key and where to read on         contacts nearest to the point, a page of the records
 dht.store   records with their ages                             for each what became of it
 ==========  ==================================================  ====================================================
 
@@ -19,7 +19,7 @@ import msgspec
 
 from manyhands.dht.config import MAX_CONTACTS, MAX_FOUND_RECORDS, MAX_STORED_RECORDS
 from manyhands.dht.ids import ID_BYTES
-from manyhands.dht.records import MAX_KEY_LENGTH, AgedRecord
+from manyhands.dht.records import MAX_KEY_LENGTH, MAX_SUBKEY_LENGTH, AgedRecord
 from manyhands.dht.routing import Contact
 from manyhands.rpc.method import Method
 
@@ -40,12 +40,14 @@ class FindRequest(msgspec.Struct, frozen=True, omit_defaults=True):
         key: whose records are wanted; None for contacts only.
         wants_contacts: False if the reader knows who holds the key.
         wants_records: False if the digest of the records will do.
+        after: of the records those whose subkeys come after this one, to read on where the last page ended.
     """
 
     target: Annotated[bytes, msgspec.Meta(min_length=ID_BYTES, max_length=ID_BYTES)]
     key: Annotated[str, msgspec.Meta(max_length=MAX_KEY_LENGTH)] | None = None
     wants_contacts: bool = True
     wants_records: bool = True
+    after: Annotated[str, msgspec.Meta(max_length=MAX_SUBKEY_LENGTH)] | None = None
 
 
 class FindResponse(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -53,15 +55,17 @@ class FindResponse(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         contacts: those nearest to the point, at most ``k``.
-        records: all that are held under the key.
+        records: those that are held under the key, in the order of their subkeys; as many as fit.
         digest: :func:`manyhands.dht.records.digest_of` these, sent in their place when they are not wanted.
         is_responsible: whether the asked node thinks that it is among the nearest to the point.
+        is_more: whether records after these are held.
     """
 
     contacts: Annotated[list[Contact], msgspec.Meta(max_length=MAX_CONTACTS)]
     records: Annotated[list[AgedRecord], msgspec.Meta(max_length=MAX_FOUND_RECORDS)] = []
     digest: Annotated[bytes, msgspec.Meta(max_length=64)] = b""
     is_responsible: bool = True
+    is_more: bool = False
 
 
 class StoreRequest(msgspec.Struct, frozen=True):
@@ -91,6 +95,9 @@ class StoreResponse(msgspec.Struct, frozen=True):
 
     outcomes: Annotated[list[StoreOutcome], msgspec.Meta(max_length=MAX_STORED_RECORDS)]
 
+
+TOO_MANY_REQUESTS = "too_many_requests"
+"""The code of a refusal: the asker may come again, but not at once."""
 
 PING = Method("dht.ping", PingRequest, PingResponse)
 FIND = Method("dht.find", FindRequest, FindResponse)

@@ -13,20 +13,19 @@ from typing import Any, TypeVar
 import msgspec
 
 from manyhands.base.address import Address
-from manyhands.base.errors import ConfigError, PeerError, Unavailable
+from manyhands.base.errors import ConfigError, PeerError, Refused, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.dht.config import DhtConfig
 from manyhands.dht.ids import id_to_bytes
 from manyhands.dht.lookup import Lookup
-from manyhands.dht.messages import FIND, FindRequest
-from manyhands.dht.records import AgedRecord
+from manyhands.dht.messages import FIND, TOO_MANY_REQUESTS, FindRequest, FindResponse
 from manyhands.dht.routing import MAX_ADDRESSES, Contact, RoutingTable
 from manyhands.rpc.endpoint import Endpoint
 from manyhands.rpc.method import Method
 
 Req = TypeVar("Req", bound=msgspec.Struct)
 Res = TypeVar("Res", bound=msgspec.Struct)
-OnRecords = Callable[[PeerId, list[AgedRecord]], object]
+OnAnswer = Callable[[PeerId, FindResponse], object]
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +75,8 @@ class Overlay:
             response = await self._endpoint.call(peer_id, method, request, self._config.request_timeout_s)
         except (Unavailable, PeerError) as error:
             logger.debug("%s to peer %s failed: %s", method.name, peer_id, error)
-            self.table.failed(peer_id)
+            if not isinstance(error, Refused) or error.code != TOO_MANY_REQUESTS:  # it is there, and overrun by us
+                self.table.failed(peer_id)
             return None
         self.seen(peer_id)
         return response
@@ -91,7 +91,7 @@ class Overlay:
         timeout_s: float,
         num: int,
         key: str | None = None,
-        on_records: OnRecords | None = None,
+        on_answer: OnAnswer | None = None,
         *,
         seeds: Sequence[Contact] = (),
     ) -> list[Contact]:
@@ -102,7 +102,7 @@ class Overlay:
             timeout_s: the lookup then ends with what it has found.
             num: how many are wanted; no more than needed are asked.
             key: also ask for the records of this key;
-            on_records: called with each peer that answers, and its records.
+            on_answer: called with each peer that answers, and what it says.
             seeds: whom to ask first; the nearest known peers if nobody is given.
         Returns:
             Up to ``num`` contacts that answered just now, nearest first.
@@ -118,7 +118,7 @@ class Overlay:
         try:
             while not lookup.is_finished:
                 for contact in lookup.to_ask():
-                    asking.begin(contact.peer_id, self._ask_on_the_way(lookup, contact, request, on_records))
+                    asking.begin(contact.peer_id, self._ask_on_the_way(lookup, contact, request, on_answer))
                 if not await asking.wait():
                     logger.debug("a lookup took longer than %.3g s; going on with what it found", timeout_s)
                     break
@@ -131,15 +131,15 @@ class Overlay:
         return lookup.nearest()
 
     async def _ask_on_the_way(
-        self, lookup: Lookup, contact: Contact, request: FindRequest, on_records: OnRecords | None
+        self, lookup: Lookup, contact: Contact, request: FindRequest, on_answer: OnAnswer | None
     ) -> None:
         response = await self.ask_contact(contact, FIND, request)
         if response is None:
             lookup.failed(contact.peer_id)
             return
         lookup.answered(contact.peer_id, response.contacts)
-        if on_records is not None:
-            on_records(contact.peer_id, response.records)
+        if on_answer is not None:
+            on_answer(contact.peer_id, response)
 
     def _learn(self, contact: Contact) -> bool:
         """Tell the endpoint where a contact can be dialled; whether that can be read."""

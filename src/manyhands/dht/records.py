@@ -50,7 +50,9 @@ class Reason(enum.Enum):
     EXPIRED = "expired"
     KEY_FULL = "key_full"
     OWNER_FULL = "owner_full"
+    SOURCE_FULL = "source_full"
     STORAGE_FULL = "storage_full"
+    OTHER_SCHEMA = "other_schema"  # not what those who use this key have declared
 
     @property
     def is_stored(self) -> bool:
@@ -171,7 +173,7 @@ def names_peer(subkey: str) -> bool:
 
 
 def fault_of(record: Record, config: DhtConfig) -> Reason | None:
-    """Check all of a record that does not depend on the time, in the order: size, decoding, schema, signature.
+    """Check all of a record that does not depend on the time, in the order: size, decoding, signature.
 
     What depends on the record alone is checked once: the same one comes from each of its holders.
 
@@ -212,11 +214,18 @@ def _own_fault_of(record: Record) -> Reason | None:
 
 
 def digest_of(records: Iterable[Record]) -> bytes:
-    """SHA-256 of what a holder has under one key, whatever the order: two holders of the same have the same."""
-    digest = hashlib.sha256()
-    for fingerprint in sorted(record.fingerprint() for record in records):
-        digest.update(fingerprint)
-    return digest.digest()
+    """Tells whether two holders have the same under one key, whatever the order.
+
+    It is the sum of the SHA-256 of each, so that a holder of thousands need not hash them all when one changes. With
+    much patience somebody could sign records whose sums are equal; that would hide those from readers, and no others.
+    """
+    return sum_of(record.fingerprint() for record in records)
+
+
+def sum_of(fingerprints: Iterable[bytes]) -> bytes:
+    """:func:`digest_of` the records with these fingerprints."""
+    total: int = sum(int.from_bytes(fingerprint, "big") for fingerprint in fingerprints)
+    return (total % (1 << 256)).to_bytes(32, "big")
 
 
 def remaining_s(aged: AgedRecord, wall_now: float, config: DhtConfig) -> float | Reason:

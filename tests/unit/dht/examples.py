@@ -10,6 +10,7 @@ from manyhands.dht.routing import Contact
 
 WALL_NOW = 1_800_000_000.0  # seconds since 1970
 ALICE = Identity.from_seed(b"a" * 32)
+BOB = Identity.from_seed(b"b" * 32)
 MALLORY = Identity.from_seed(b"m" * 32)
 
 

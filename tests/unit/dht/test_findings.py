@@ -9,7 +9,7 @@ from manyhands.dht.config import DhtConfig
 from manyhands.dht.findings import Findings
 from manyhands.dht.records import AgedRecord, Reason
 from manyhands.dht.storage import Storage
-from tests.unit.dht.examples import ALICE, WALL_NOW, open_record, owned_record
+from tests.unit.dht.examples import ALICE, BOB, MALLORY, WALL_NOW, open_record, owned_record
 
 NOW = 1000.0
 CONFIG = DhtConfig(max_records_per_key=4)
@@ -52,9 +52,11 @@ def test_what_was_not_asked_for_or_is_forged_is_refused() -> None:
 
 def test_a_key_has_only_so_much_room() -> None:
     findings = Findings("key", CONFIG)
-    reasons = [findings.add(open_record(subkey=str(number)), NOW + 1) for number in range(5)]
-    assert reasons == [Reason.ACCEPTED] * 4 + [Reason.KEY_FULL]
+    reasons = [findings.add(open_record(subkey=str(number)), NOW + 1) for number in range(3)]
+    assert reasons == [Reason.ACCEPTED] * 2 + [Reason.KEY_FULL], "half of it is for signed ones"
     assert findings.add(open_record(subkey="0", sequence=2), NOW + 1) is Reason.ACCEPTED
+    reasons = [findings.add(owned_record(owner=owner), NOW + 1) for owner in (ALICE, BOB, MALLORY)]
+    assert reasons == [Reason.ACCEPTED] * 2 + [Reason.KEY_FULL]
     large = Findings("key", DhtConfig(max_bytes_per_key=1000))
     assert large.add(open_record(b"x" * 1000), NOW + 1) is Reason.KEY_FULL
 
@@ -72,8 +74,8 @@ def test_holders_that_lack_records_are_not_complete() -> None:
     for number in range(20):
         findings.add(open_record(subkey=str(number)), NOW + 1)
     findings.note_shown(ONE, 20)
-    findings.note_shown(OTHER, 18)
-    assert findings.are_complete([ONE, OTHER]), "two may be on their way"
     findings.note_shown(OTHER, 17)
     assert not findings.are_complete([ONE, OTHER])
+    findings.note_shown(OTHER, 1)
+    assert findings.are_complete([ONE, OTHER]), "two may be on their way"
     assert not findings.are_complete([ONE, ALICE.peer_id])

@@ -49,7 +49,7 @@ class TestConfig:
             {"alpha": -1},
             {"request_timeout_s": float("nan")},
             {"refresh_period_s": float("inf")},
-            {"max_records_per_key": 1025},
+            {"max_requests_per_s_of_peer": 0},
             {"max_value_bytes": 65537},
         ],
     )
@@ -86,14 +86,15 @@ class TestMessages:
 
 
 def largest_answer() -> FindResponse:
-    """As many of the smallest records as count, until the storage is full by its bytes; and all contacts."""
-    storage = Storage(DhtConfig(max_records_per_owner=MAX_FOUND_RECORDS))
-    for number in range(MAX_FOUND_RECORDS):
+    """A page of the smallest records of a key that has more, and all contacts."""
+    storage = Storage(DhtConfig())
+    for number in range(2 * MAX_FOUND_RECORDS):
         storage.put(open_record("v" * 230, subkey=f"{number:06}"), 1000.0, 0.0)
-    num_fitting = len(storage)
-    assert num_fitting > 900
+    page, is_more = storage.page("key", None, 0.0)
+    assert is_more
+    assert len(page) > 900
     longest = Contact(PeerId("p" * 64), ["a" * MAX_ADDRESS_LENGTH] * MAX_ADDRESSES)
-    return FindResponse([longest] * MAX_CONTACTS, [held.aged(0.0) for held in storage.get("key", 0.0)])
+    return FindResponse([longest] * MAX_CONTACTS, [held.aged(0.0) for held in page], is_more=is_more)
 
 
 class TestHandover:

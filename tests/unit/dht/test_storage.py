@@ -52,15 +52,17 @@ def test_the_accounts_agree_with_what_is_held(steps: list[tuple[int, int, int, i
     for number, sequence, lifetime_s, pause_s in steps:
         now += pause_s
         record = open_record("v" * sequence * 20, key=f"key-{number % 2}", subkey=str(number), sequence=sequence)
-        storage.put(record, now + lifetime_s, now)
+        storage.put(record, now + lifetime_s, now, "10.0.0.1" if lifetime_s % 2 else "")
         held = [held for key in storage.keys(now) for held in storage.get(key, now)]
         assert len(storage) == len(held) <= 4
         assert sum(entry.record.num_bytes for entry in held) <= 2000
-        assert storage._usage["total", ""].num_bytes == sum(entry.record.num_bytes for entry in held)
+        usage = storage._accounts._usage
+        assert usage["total", ""].num_bytes == sum(entry.record.num_bytes for entry in held)
+        assert usage["source", "10.0.0.1"].num_records == sum(entry.source == "10.0.0.1" for entry in held)
         assert all(entry.expires_at > now for entry in held)
     storage.expire(now + 100)
     assert len(storage) == 0
-    assert set(storage._usage) <= {("total", "")}
+    assert set(storage._accounts._usage) <= {("total", ""), ("source", "10.0.0.1")}
 
 
 def test_the_higher_sequence_counts() -> None:
@@ -132,11 +134,16 @@ def test_a_tombstone_is_held_like_any_record() -> None:
     [
         (
             DhtConfig(max_records_per_key=2),
+            [open_record(subkey="1"), owned_record(), owned_record(owner=MALLORY)],
+            Reason.KEY_FULL,
+        ),
+        (
+            DhtConfig(max_records_per_key=4),
             [open_record(subkey="1"), open_record(subkey="2"), open_record(subkey="3")],
             Reason.KEY_FULL,
         ),
         (
-            DhtConfig(max_bytes_per_key=3000),
+            DhtConfig(max_bytes_per_key=6000),
             [open_record("v" * 2500, subkey="1"), open_record("v" * 2500, subkey="2")],
             Reason.KEY_FULL,
         ),

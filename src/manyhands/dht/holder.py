@@ -1,0 +1,122 @@
+"""What one node holds for others, and what it answers them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable
+
+from manyhands.base.errors import Refused
+from manyhands.base.identity import PeerId
+from manyhands.dht.config import DhtConfig
+from manyhands.dht.ids import id_from_bytes
+from manyhands.dht.messages import (
+    FIND,
+    PING,
+    STORE,
+    TOO_MANY_REQUESTS,
+    FindRequest,
+    FindResponse,
+    PingRequest,
+    PingResponse,
+    StoreOutcome,
+    StoreRequest,
+    StoreResponse,
+)
+from manyhands.dht.overlay import Overlay
+from manyhands.dht.rate_limit import RateLimit
+from manyhands.dht.records import AgedRecord, Reason, Record
+from manyhands.dht.replicas import Replicas
+from manyhands.dht.routing import Contact
+from manyhands.dht.storage import Storage
+from manyhands.rpc.endpoint import Endpoint
+
+logger = logging.getLogger(__name__)
+
+
+class Holder:
+    """Serves ``dht.*`` to others, within limits, from begin to :meth:`close`; not in client mode.
+
+    Attributes:
+        refusals: how many records of others were refused, by reason.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        config: DhtConfig,
+        overlay: Overlay,
+        storage: Storage,
+        replicas: Replicas,
+        wall_clock: Callable[[], float],
+    ) -> None:
+        self.refusals: Counter[Reason] = Counter()
+        self._endpoint = endpoint
+        self._config = config
+        self._overlay = overlay
+        self._storage = storage
+        self._replicas = replicas
+        self._wall_clock = wall_clock
+        self._rate_limit = RateLimit(config)
+        if not endpoint.client_mode:
+            endpoint.handle(PING, self._on_ping)
+            endpoint.handle(FIND, self._on_find)
+            endpoint.handle(STORE, self._on_store)
+
+    def close(self) -> None:
+        """Serve no more."""
+        if not self._endpoint.client_mode:
+            for method in (PING, FIND, STORE):
+                self._endpoint.unhandle(method)
+
+    def answer(self, remote: PeerId, request: FindRequest) -> FindResponse:
+        """What this node knows of a point and a key."""
+        now = asyncio.get_running_loop().time()
+        contacts: list[Contact] = []
+        if request.wants_contacts:
+            nearest = self._overlay.table.nearest(id_from_bytes(request.target), self._config.k + 1)
+            contacts = [contact for contact in nearest if contact.peer_id != remote][: self._config.k]
+        if not request.key:
+            return FindResponse(contacts)
+        is_responsible = self._replicas.is_own(request.key)
+        if not request.wants_records:
+            return FindResponse(contacts, [], self._storage.digest(request.key, now), is_responsible)
+        page, is_more = self._storage.page(request.key, request.after, now)
+        return FindResponse(contacts, [held.aged(now) for held in page], is_responsible=is_responsible, is_more=is_more)
+
+    def hold(self, source: PeerId, aged: AgedRecord) -> StoreOutcome:
+        """Keep a record that a peer offers, if the rules allow it."""
+        now, record = asyncio.get_running_loop().time(), aged.record
+        host = self._endpoint.host_of(source) if source != self._endpoint.peer_id else ""
+        reason = self._storage.offer(aged, now, self._wall_clock(), host)
+        self.note(reason, source, record)
+        later = self._storage.held(record.key, record.subkey, now) if reason is Reason.STALE else None
+        is_responsible = self._replicas.is_own(record.key)
+        return StoreOutcome(reason.is_stored, reason.value, later.aged(now) if later else None, is_responsible)
+
+    def note(self, reason: Reason, source: PeerId, record: Record) -> None:
+        """Count a record of another peer that is not as it should be."""
+        if not reason.is_stored and reason is not Reason.STALE:
+            self.refusals[reason] += 1
+            logger.debug("peer %s sent a record that is %s: %r, %r", source, reason.value, record.key, record.subkey)
+
+    def _on_ping(self, remote: PeerId, request: PingRequest) -> PingResponse:
+        self._let_in(remote)
+        return PingResponse()
+
+    def _on_find(self, remote: PeerId, request: FindRequest) -> FindResponse:
+        self._let_in(remote)
+        return self.answer(remote, request)
+
+    def _on_store(self, remote: PeerId, request: StoreRequest) -> StoreResponse:
+        self._let_in(remote)
+        return StoreResponse([self.hold(remote, aged) for aged in request.records])
+
+    def _let_in(self, remote: PeerId) -> None:
+        """Enter who asks in the table, unless it asks too often."""
+        limit = self._rate_limit.broken_by(remote, self._endpoint.host_of(remote), asyncio.get_running_loop().time())
+        if limit is not None:
+            self._endpoint.counters["dht_requests_refused"] += 1
+            raise Refused(self._endpoint.peer_id, TOO_MANY_REQUESTS, f"more than {limit:g} requests a second")
+        self._overlay.seen(remote)

@@ -1,0 +1,174 @@
+"""Reading the records of a key from the peers that hold them."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+
+from manyhands.base.identity import PeerId
+from manyhands.dht.config import DhtConfig
+from manyhands.dht.findings import Findings
+from manyhands.dht.holder import Holder
+from manyhands.dht.ids import id_to_bytes, key_id
+from manyhands.dht.messages import FIND, FindRequest, FindResponse
+from manyhands.dht.overlay import Overlay
+from manyhands.dht.records import AgedRecord, Reason, Record, digest_of
+from manyhands.dht.replicas import Replicas
+from manyhands.dht.schema import Schema
+from manyhands.dht.storage import Storage
+from manyhands.dht.together import all_of
+
+PASSED = (Reason.ACCEPTED, Reason.UNCHANGED, Reason.STALE)
+"""What becomes of a record that is as it should be."""
+
+REMEMBERED_KEYS = 16
+"""Keys whose records, as they were read last, need not be checked again ..."""
+
+REMEMBERED_RECORDS = 16_384
+"""... and so many records of all of them together."""
+
+
+class Reader:
+    """Reads for one node.
+
+    Args:
+        own_id: the node's peer id; what it holds itself it need not ask for.
+        schemas: by key; those declared later count as well.
+    """
+
+    def __init__(
+        self,
+        own_id: PeerId,
+        config: DhtConfig,
+        overlay: Overlay,
+        storage: Storage,
+        replicas: Replicas,
+        holder: Holder,
+        schemas: Mapping[str, Schema],
+        rng: random.Random,
+        wall_clock: Callable[[], float],
+    ) -> None:
+        self._own_id = own_id
+        self._config = config
+        self._overlay = overlay
+        self._storage = storage
+        self._replicas = replicas
+        self._holder = holder
+        self._schemas = schemas
+        self._rng = rng
+        self._wall_clock = wall_clock
+        self._read: OrderedDict[str, dict[str, Record]] = OrderedDict()  # by key and subkey
+
+    async def read(self, key: str, quickly: bool) -> Findings:
+        """As :meth:`manyhands.dht.DhtNode.get`."""
+        now = asyncio.get_running_loop().time()
+        found = Findings(key, self._config, self._read.get(key), self._schemas.get(key))
+        own = self._storage.get(key, now)
+        for held in own:
+            found.add(held.record, held.expires_at)
+        found.note_shown(self._own_id, len(own))
+        if not await self._read_at_some(key, found, quickly):
+            await self._read_at_all(key, found)
+        self._remember(key, found)
+        return found
+
+    def forget(self, key: str) -> None:
+        """Check all records of a key when it is read again."""
+        self._read.pop(key, None)
+
+    def _remember(self, key: str, found: Findings) -> None:
+        self._read[key] = found.records()
+        self._read.move_to_end(key)
+        while len(self._read) > REMEMBERED_KEYS or sum(map(len, self._read.values())) > REMEMBERED_RECORDS:
+            self._read.popitem(last=False)
+
+    async def _read_at_all(self, key: str, found: Findings) -> None:
+        """Look up who should hold the key, and read from all on the way."""
+        first_pages: dict[PeerId, FindResponse] = {}
+
+        def take(source: PeerId, response: FindResponse) -> None:
+            first_pages[source] = response
+            found.note_shown(source, len(self._merge(found, source, response.records)))
+
+        config = self._config
+        contacts = await self._overlay.lookup(key_id(key), config.lookup_timeout_s, config.replicas, key, take)
+        holders = self._replicas.among(key, (contact.peer_id for contact in contacts))
+        asked = [peer_id for peer_id in holders if peer_id in first_pages]
+        await all_of(*(self._read_on(peer_id, key, found, first_pages[peer_id]) for peer_id in asked))
+        now, are_complete = asyncio.get_running_loop().time(), found.are_complete(holders)
+        self._replicas.remember(key, holders, now, are_complete)
+
+    async def _read_at_some(self, key: str, found: Findings, quickly: bool) -> bool:
+        """Read from one or a majority of the peers that are known to hold a key; whether all was well."""
+        replicas = list(self._replicas.recall_complete(key, asyncio.get_running_loop().time()))
+        if not replicas:
+            return False
+        self._rng.shuffle(replicas)
+        replicas.sort(key=lambda peer_id: peer_id != self._own_id)  # what is held here costs nothing
+        first, *others = replicas[: 1 if quickly else len(replicas) // 2 + 1]
+        answers = await all_of(
+            self._ask(first, key, wants_records=True),
+            *(self._ask(peer_id, key, wants_records=False) for peer_id in others),
+        )
+        if not all(answer is not None and answer.is_responsible for answer in answers):
+            self._replicas.forget(key)
+            return False
+        records, *digests = (answer for answer in answers if answer is not None)
+        passed = self._merge(found, first, records.records)
+        found.note_shown(first, len(passed))
+        passed += await self._read_on(first, key, found, records)
+        if not others:
+            return True
+        digest = digest_of(passed)
+        differing = [peer_id for peer_id, answer in zip(others, digests, strict=True) if answer.digest != digest]
+        await all_of(*(self._read_whole(peer_id, key, found) for peer_id in differing))
+        if differing and not found.are_complete([first, *differing]):
+            self._replicas.forget(key)
+            return False
+        return True
+
+    async def _read_whole(self, peer_id: PeerId, key: str, found: Findings) -> None:
+        """All records of one holder, however many pages they are."""
+        answer = await self._ask(peer_id, key, wants_records=True)
+        if answer is not None:
+            found.note_shown(peer_id, len(self._merge(found, peer_id, answer.records)))
+            await self._read_on(peer_id, key, found, answer)
+
+    async def _read_on(self, peer_id: PeerId, key: str, found: Findings, page: FindResponse) -> list[Record]:
+        """The pages after this one; returns what passes. A holder that leads nowhere is not followed."""
+        passed: list[Record] = []
+        num_left = self._config.max_records_per_key - len(page.records)
+        while page.is_more and page.records and num_left > 0:
+            after = page.records[-1].record.subkey
+            answer = await self._ask(peer_id, key, wants_records=True, after=after)
+            if answer is None or not answer.records or answer.records[0].record.subkey <= after:
+                break
+            page = answer
+            num_left -= len(page.records)
+            more = self._merge(found, peer_id, page.records)
+            found.note_shown(peer_id, len(more))
+            passed += more
+        return passed
+
+    async def _ask(
+        self, peer_id: PeerId, key: str, *, wants_records: bool, after: str | None = None
+    ) -> FindResponse | None:
+        target = id_to_bytes(key_id(key))
+        request = FindRequest(target, key, wants_contacts=False, wants_records=wants_records, after=after)
+        if peer_id == self._own_id:
+            return self._holder.answer(peer_id, request)
+        return await self._overlay.ask(peer_id, FIND, request)
+
+    def _merge(self, found: Findings, source: PeerId, records: list[AgedRecord]) -> list[Record]:
+        """Take in what a peer shows; returns what passes."""
+        now, wall_now = asyncio.get_running_loop().time(), self._wall_clock()
+        passed: list[Record] = []
+        for aged in records:
+            reason = found.offer(aged, now, wall_now)
+            if reason in PASSED:
+                passed.append(aged.record)
+            else:
+                self._holder.note(reason, source, aged.record)
+        return passed

@@ -1,0 +1,133 @@
+"""What a node does now and then, so that its table is true and the records that it holds stay where they belong."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+
+from manyhands.base.identity import PeerId
+from manyhands.dht.config import MAX_STORED_RECORDS, DhtConfig
+from manyhands.dht.handover import Handover
+from manyhands.dht.holder import Holder
+from manyhands.dht.ids import ID_BITS, distance, id_to_bytes, node_id
+from manyhands.dht.messages import FIND, PING, FindRequest, PingRequest
+from manyhands.dht.overlay import Overlay
+from manyhands.dht.replicas import Replicas
+from manyhands.dht.storage import Storage
+from manyhands.dht.writer import Writer
+
+MAX_DOUBTED = 2
+"""Far contacts that a round of upkeep asks if they are there: a lookup that meets a dead one goes on without."""
+
+NEWCOMERS_ASKED = 3
+"""New neighbours that are asked whom else they know."""
+
+MAX_QUIET_ROUNDS = 16
+"""Rounds of upkeep between two looks around, when nobody comes or goes."""
+
+
+class Upkeep:
+    """The upkeep of one node.
+
+    Args:
+        own_id: the node's peer id.
+    """
+
+    def __init__(
+        self,
+        own_id: PeerId,
+        config: DhtConfig,
+        overlay: Overlay,
+        storage: Storage,
+        replicas: Replicas,
+        holder: Holder,
+        writer: Writer,
+        rng: random.Random,
+    ) -> None:
+        self._own_id = own_id
+        self._config = config
+        self._overlay = overlay
+        self._storage = storage
+        self._replicas = replicas
+        self._holder = holder
+        self._writer = writer
+        self._rng = rng
+        self._handover = Handover()
+        self._neighbours_seen: set[PeerId] = set()
+        self._quiet_rounds = 0
+
+    def pause_s(self) -> float:
+        """How long until the next round; not the same for all."""
+        return self._config.refresh_period_s * self._rng.uniform(0.75, 1.25)
+
+    def lost(self, peer_id: PeerId) -> None:
+        """Note that the connection to a peer is lost: if it comes back, it may hold nothing."""
+        self._handover.forget(peer_id)
+
+    async def refresh_table(self) -> None:
+        """Doubt the contacts that nothing was heard of, and look around near this node and anywhere.
+
+        As long as the nearest peers stay the same, looking around finds what is known: it is done ever more seldom.
+        Those that came have made themselves known to all near them, unless they come from another part of the swarm.
+        """
+        await asyncio.gather(*(self._overlay.ask(peer_id, PING, PingRequest()) for peer_id in self._doubted()))
+        before, self._neighbours_seen = self._neighbours_seen, self._neighbours()
+        has_lost = any(peer_id not in self._overlay.table for peer_id in before)
+        self._quiet_rounds = 0 if has_lost else self._quiet_rounds + 1
+        is_quiet = self._quiet_rounds not in (0, 1, 3) and self._quiet_rounds % MAX_QUIET_ROUNDS
+        if is_quiet and not await self._tell_news(self._neighbours_seen - before):
+            return
+        config = self._config
+        await self._overlay.lookup(node_id(self._own_id), config.lookup_timeout_s, config.k)
+        await self._overlay.lookup(self._rng.getrandbits(ID_BITS), config.lookup_timeout_s, config.replicas)
+        self._neighbours_seen = self._neighbours()
+
+    async def hand_over(self) -> None:
+        """Give the records held here to peers that should hold them since others came or went."""
+        keys = self._storage.keys(asyncio.get_running_loop().time())
+        plan = self._handover.plan(keys, self._other_replicas)
+        await asyncio.gather(*(self._give(peer_id, gift) for peer_id, gift in plan.items()))
+
+    async def _tell_news(self, newcomers: set[PeerId]) -> bool:
+        """Whether some of these new neighbours know peers near this node that it does not know."""
+        asked = sorted(newcomers)[:NEWCOMERS_ASKED]
+        own_point = node_id(self._own_id)
+        request = FindRequest(id_to_bytes(own_point))
+        answers = await asyncio.gather(*(self._overlay.ask(peer_id, FIND, request) for peer_id in asked))
+        distances = [distance(node_id(peer_id), own_point) for peer_id in self._neighbours_seen]
+        farthest = max(distances) if len(distances) >= self._config.k else 1 << ID_BITS
+        return any(
+            contact.peer_id not in self._overlay.table
+            and contact.peer_id != self._own_id
+            and distance(node_id(contact.peer_id), own_point) < farthest
+            for answer in answers
+            if answer is not None
+            for contact in answer.contacts
+        )
+
+    def _neighbours(self) -> set[PeerId]:
+        nearest = self._overlay.table.nearest(node_id(self._own_id), self._config.k)
+        return {contact.peer_id for contact in nearest}
+
+    def _doubted(self) -> list[PeerId]:
+        """Whose life to make sure of: all that should hold what is held here, and a few of the rest."""
+        keys = self._storage.keys(asyncio.get_running_loop().time())
+        partners = self._overlay.doubtful(peer_id for key in keys for peer_id in self._other_replicas(key))
+        rest = self._overlay.doubtful(contact.peer_id for contact in self._overlay.table.least_recently_seen())
+        return list(dict.fromkeys([*partners, *rest[:MAX_DOUBTED]]))
+
+    def _other_replicas(self, key: str) -> list[PeerId]:
+        return [peer_id for peer_id in self._replicas.known(key) if peer_id != self._own_id]
+
+    async def _give(self, peer_id: PeerId, keys: Sequence[str]) -> None:
+        now = asyncio.get_running_loop().time()
+        records = [held.aged(now) for key in keys for held in self._storage.get(key, now)]
+        for start in range(0, len(records), MAX_STORED_RECORDS):
+            outcomes = await self._writer.send(peer_id, records[start : start + MAX_STORED_RECORDS])
+            if not outcomes:
+                return  # it is tried again in the next round
+            for outcome in outcomes:
+                if outcome.later is not None:
+                    self._holder.hold(peer_id, outcome.later)
+        self._handover.given(peer_id, keys)

@@ -1,0 +1,147 @@
+"""Having records held by the peers nearest to their keys."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from manyhands.base.errors import Refused
+from manyhands.base.identity import PeerId
+from manyhands.dht.config import MAX_STORED_RECORDS, DhtConfig
+from manyhands.dht.holder import Holder
+from manyhands.dht.ids import key_id
+from manyhands.dht.issuing import Issuer
+from manyhands.dht.messages import STORE, StoreOutcome, StoreRequest
+from manyhands.dht.overlay import Overlay
+from manyhands.dht.records import AgedRecord, Reason, Record
+from manyhands.dht.replicas import Replicas
+from manyhands.dht.together import all_of
+
+KEYS_AT_ONCE = 8
+"""Keys of one bulk call that are looked up at once; what a lookup finds is known to the next ones."""
+
+Outcomes = dict[PeerId, StoreOutcome]
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """One value to store; see :meth:`manyhands.dht.DhtNode.store`."""
+
+    key: str
+    value: Any
+    ttl_s: float
+    subkey: str | None = None
+
+
+class Writer:
+    """Writes for one node."""
+
+    def __init__(
+        self, own_id: PeerId, config: DhtConfig, overlay: Overlay, replicas: Replicas, holder: Holder, issuer: Issuer
+    ) -> None:
+        self._own_id = own_id
+        self._config = config
+        self._overlay = overlay
+        self._replicas = replicas
+        self._holder = holder
+        self._issuer = issuer
+
+    async def store(self, entries: Sequence[Entry]) -> list[int]:
+        """As :meth:`manyhands.dht.DhtNode.store_many`."""
+        records = [self._issue(entry) for entry in entries]
+        outcomes = await self._write(records)
+        again: dict[int, Record] = {}
+        for number, (entry, record) in enumerate(zip(entries, records, strict=True)):
+            shown = [outcome.later.record for outcome in outcomes[number].values() if outcome.later is not None]
+            above = self._issuer.sequence_to_exceed(record, shown)
+            if above is not None:
+                again[number] = self._issue(entry, above)
+        if again:
+            for number, outcome in zip(again, await self._write(list(again.values())), strict=True):
+                outcomes[number] = outcome
+        for record, of_record in zip(records, outcomes, strict=True):
+            _check_taken(record, of_record)
+        return [sum(outcome.is_stored for outcome in of_record.values()) for of_record in outcomes]
+
+    async def send(self, peer_id: PeerId, records: Sequence[AgedRecord]) -> list[StoreOutcome]:
+        """Ask a peer, perhaps this one, to hold records: as many as one request carries, or fewer.
+
+        Returns:
+            One outcome for each; none if it does not answer.
+        """
+        if peer_id == self._own_id:
+            return [self._holder.hold(peer_id, aged) for aged in records]
+        response = await self._overlay.ask(peer_id, STORE, StoreRequest(list(records)))
+        return response.outcomes if response is not None and len(response.outcomes) == len(records) else []
+
+    def _issue(self, entry: Entry, above: int = 0) -> Record:
+        return self._issuer.issue(entry.key, entry.subkey or "", entry.value, entry.ttl_s, above)
+
+    async def _write(self, records: Sequence[Record]) -> list[Outcomes]:
+        """Have each record held by the peers nearest to its key; who answered, and what it made of the record."""
+        numbers: dict[str, list[int]] = {}
+        for number, record in enumerate(records):
+            numbers.setdefault(record.key, []).append(number)
+        outcomes: list[Outcomes] = [{} for _ in records]
+
+        async def write_next() -> None:
+            while keys:
+                key = keys.pop()
+                of_key = await self._write_key(key, [records[number] for number in numbers[key]])
+                for number, outcome in zip(numbers[key], of_key, strict=True):
+                    outcomes[number] = outcome
+
+        keys = list(numbers)[::-1]
+        await all_of(*(write_next() for _ in range(min(KEYS_AT_ONCE, len(keys)))))
+        return outcomes
+
+    async def _write_key(self, key: str, records: Sequence[Record]) -> list[Outcomes]:
+        replicas = self._replicas.recall(key, asyncio.get_running_loop().time())
+        answers = await self._store_at(replicas, records)
+        if not replicas or len(answers) < len(replicas) or not all(map(_is_responsible, answers.values())):
+            config = self._config
+            contacts = await self._overlay.lookup(key_id(key), config.lookup_timeout_s, config.replicas)
+            found = self._replicas.among(key, (contact.peer_id for contact in contacts))
+            self._replicas.remember(key, found, asyncio.get_running_loop().time())
+            answers |= await self._store_at([peer_id for peer_id in found if peer_id not in answers], records)
+        return [{peer_id: of_peer[number] for peer_id, of_peer in answers.items()} for number in range(len(records))]
+
+    async def _store_at(self, peers: Sequence[PeerId], records: Sequence[Record]) -> dict[PeerId, list[StoreOutcome]]:
+        """What each peer that answers makes of the records."""
+        answers = await all_of(*(self._send_all(peer_id, records) for peer_id in peers))
+        return {peer_id: answer for peer_id, answer in zip(peers, answers, strict=True) if answer}
+
+    async def _send_all(self, peer_id: PeerId, records: Sequence[Record]) -> list[StoreOutcome]:
+        outcomes: list[StoreOutcome] = []
+        for batch in _batches(records):
+            answer = await self.send(peer_id, [AgedRecord(record, 0.0) for record in batch])
+            if not answer:
+                return []
+            outcomes += answer
+        return outcomes
+
+
+def _batches(records: Iterable[Record]) -> Iterable[list[Record]]:
+    remaining = iter(records)
+    while batch := list(itertools.islice(remaining, MAX_STORED_RECORDS)):
+        yield batch
+
+
+def _is_responsible(answer: Sequence[StoreOutcome]) -> bool:
+    return answer[0].is_responsible
+
+
+def _check_taken(record: Record, outcomes: Outcomes) -> None:
+    """Make sure that not everybody has refused a record; one that is stale has been replaced by a later one.
+
+    Raises:
+        Refused: they have; it names one of them, and why.
+    """
+    if not outcomes or any(outcome.is_stored or outcome.code == Reason.STALE.value for outcome in outcomes.values()):
+        return
+    peer_id, outcome = next(iter(outcomes.items()))
+    what = f"the record {record.key!r}" + (f", {record.subkey!r}" if record.subkey else "")
+    raise Refused(peer_id, outcome.code, f"none of the {len(outcomes)} peers nearest to it takes {what}")
