@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import functools
 import logging
 import random
 import time
@@ -82,23 +81,25 @@ class Presence:
         await self.endpoint.listen(listen, announce)
         await self.dht.join(initial_peers, must_join=must_join)
         if self._state_dir is not None:
-            self._tasks.spawn(self._save_now_and_then(), name="writing the known peers down")
+            self._tasks.spawn(self._save_now_and_then(self._state_dir), name="writing the known peers down")
 
-    async def _save_now_and_then(self) -> None:
+    async def _save_now_and_then(self, state_dir: StateDir) -> None:
         wait_s = FIRST_SAVE_S
         while True:
             await asyncio.sleep(wait_s)
-            await self._save_peers()
+            await asyncio.get_running_loop().run_in_executor(
+                None, state_dir.save_peers, self.dht.known_peers().to_json()
+            )
             wait_s = SAVE_PERIOD_S
 
-    async def _save_peers(self) -> None:
+    async def _save_last(self) -> None:
+        """On this thread: the executor's are gone when the interpreter ends."""
         if self._state_dir is not None and len(known := self.dht.known_peers()):
-            save = functools.partial(self._state_dir.save_peers, known.to_json())
-            await asyncio.get_running_loop().run_in_executor(None, save)
+            self._state_dir.save_peers(known.to_json())
 
     async def stop(self) -> None:
         """Leave the swarm: end the parts, say goodbye, close all connections; also when one of them fails or hangs."""
-        parts = [*reversed(self.on_close), self._tasks.close, self._save_peers, self.dht.close, self.endpoint.close]
+        parts = [*reversed(self.on_close), self._tasks.close, self._save_last, self.dht.close, self.endpoint.close]
         for close_part in parts:
             name = getattr(close_part, "__qualname__", repr(close_part))
             try:

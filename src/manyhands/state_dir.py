@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from manyhands.dht import KnownPeers
 logger = logging.getLogger(__name__)
 
 MAX_FILE_BYTES = 1 << 20
+WRITE_TIMEOUT_S = 1.0
 
 
 class StateDir:
@@ -28,6 +30,7 @@ class StateDir:
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
+        self._writing = threading.Lock()
         self.identity_path = self._path / "identity.pem"
         self.peers_path = self._path / "peers.json"
         try:
@@ -59,12 +62,16 @@ class StateDir:
 
     def save_peers(self, raw: bytes) -> None:
         """Write what :meth:`KnownPeers.to_json` gave; who reads at any time sees the old file or the new one."""
+        if not self._writing.acquire(timeout=WRITE_TIMEOUT_S):  # another thread writes, and the disk hangs
+            return
         draft = self.peers_path.with_suffix(".new")
         try:
             draft.write_bytes(raw)
             draft.replace(self.peers_path)
         except OSError as error:
             logger.warning("cannot write %s: %s", self.peers_path, error.strerror)
+        finally:
+            self._writing.release()
 
     def close(self) -> None:
         """Let others use the folder. May be called twice."""

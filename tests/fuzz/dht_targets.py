@@ -8,6 +8,7 @@ from manyhands.base.address import Address
 from manyhands.base.errors import ConfigError, ProtocolViolation
 from manyhands.dht.config import DhtConfig
 from manyhands.dht.ids import id_from_bytes, id_to_bytes, key_id
+from manyhands.dht.known_peers import MAX_PEERS, KnownPeers
 from manyhands.dht.lookup import Lookup
 from manyhands.dht.messages import (
     FIND,
@@ -98,6 +99,21 @@ def _store_response(data: bytes) -> None:
     _offered([outcome.later for outcome in outcomes if outcome.later is not None])
 
 
+def _known_peers(data: bytes) -> None:
+    """What is read can be dialled, and is read again as it was."""
+    known = KnownPeers.from_json(data, WALL_NOW)
+    contacts = known.latest_first()
+    assert len(contacts) <= MAX_PEERS
+    for contact in contacts:
+        assert contact.addresses
+        for text in contact.addresses:
+            assert Address.parse(text).with_peer(contact.peer_id).port
+    assert KnownPeers.from_json(known.to_json(), WALL_NOW).latest_first() == contacts
+
+
+KNOWN_PEERS = KnownPeers()
+KNOWN_PEERS.heard_of(CONTACTS, WALL_NOW)
+
 SEEDS: dict[type[msgspec.Struct], list[msgspec.Struct]] = {
     PingRequest: [PingRequest()],
     PingResponse: [PingResponse()],
@@ -116,6 +132,14 @@ def _encoded(kind: type[msgspec.Struct]) -> list[bytes]:
 
 _VIOLATION = (ProtocolViolation,)
 TARGETS = [
+    Target(
+        name="known-peers-file",
+        seeds=[KNOWN_PEERS.to_json()],
+        run=_known_peers,
+        errors=(ConfigError,),
+        kind="bytes",
+        weight=0.5,
+    ),
     Target(name="dht.value", seeds=[record.value for record in RECORDS], run=_value, errors=(ValueError,)),
     Target(name="dht.record", seeds=[msgspec.msgpack.encode(r) for r in RECORDS], run=_record, errors=_VIOLATION),
     Target(

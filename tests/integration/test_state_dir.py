@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -10,6 +12,7 @@ import pytest
 
 import manyhands
 from manyhands.base.errors import ConfigError, JoinFailed
+from manyhands.dht import KnownPeers
 from manyhands.dht.known_peers import VERSION
 from manyhands.state_dir import StateDir
 from tests.network import identity_of
@@ -41,6 +44,37 @@ def test_it_joins_though_none_of_the_initial_peers_answers(tmp_path: Path) -> No
         manyhands.Peer([nobody], listen=LOOPBACK, state_dir=tmp_path)
     with manyhands.Peer([nobody], listen=LOOPBACK, state_dir=tmp_path, must_join=False) as peer:
         assert peer.dht.num_known_peers == 0
+
+
+UNCLOSED = """
+import os, sys
+import manyhands
+first = manyhands.Peer(listen=["/ip4/127.0.0.1/tcp/0"])
+peer = manyhands.Peer(first.addresses, listen=["/ip4/127.0.0.1/tcp/0"], state_dir=sys.argv[1])
+if hasattr(os, "fork"):
+    child = os.fork()
+    if child == 0:
+        sys.exit()  # as a user's child would, through all handlers
+    assert os.waitpid(child, 0)[1] == 0
+try:
+    manyhands.Peer(state_dir=sys.argv[1])
+except ValueError:
+    print("still in use")
+"""
+
+
+@pytest.mark.process
+def test_a_script_that_never_closes_its_peer_keeps_the_folder_to_the_end_and_saves_what_it_knows(
+    tmp_path: Path,
+) -> None:
+    script = subprocess.run(
+        [sys.executable, "-c", UNCLOSED, str(tmp_path)], capture_output=True, text=True, timeout=30, check=False
+    )
+    err = "\n".join(
+        line for line in script.stderr.splitlines() if "multi-threaded" not in line and "fork()" not in line
+    )
+    assert (script.returncode, script.stdout, err) == (0, "still in use\n", "")
+    assert len(KnownPeers.from_json((tmp_path / "peers.json").read_bytes(), 0.0)) == 1
 
 
 def test_two_peers_cannot_share_a_state_dir(tmp_path: Path) -> None:

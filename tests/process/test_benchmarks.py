@@ -68,6 +68,20 @@ def test_gil(tmp_path: Path) -> None:
         assert {"mb_per_s_reached", "cpu_s_per_s", "network_cpu_s_per_s"} <= result.keys()
 
 
+def test_coordinator(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    arguments = ["--peers", "3", "--processes", "2", "--settle", "0.1", "--seconds", "0.5", "--json", str(path)]
+    command = Command([str(BENCHMARKS / "coordinator.py"), *arguments], module=None)
+    try:
+        assert command.wait(90) == 0, command.output
+    finally:
+        command.close()
+    (result,) = json.loads(path.read_text())
+    assert (result["peers"], result["peers_per_process"]) == (3, 2)
+    assert result["rss_mb"] > 0
+    assert {"seconds", "cpu_percent", "cpu_ms_per_s_of_peer", "known_peers", "connected_peers"} <= result.keys()
+
+
 def test_bad_arguments_are_one_line() -> None:
     command = Command([str(BENCHMARKS / "transport.py"), "--systems", "manyhands,smoke-signals"], module=None)
     try:

@@ -145,13 +145,14 @@ def test_when_all_coordinators_die_the_others_go_on_and_newcomers_join_through_t
     assert set(swarm.failed) == {"d1"}, "who knows the dead ones only is told so"
 
 
-def test_a_coordinator_that_is_restarted_resumes_its_role() -> None:
+@pytest.mark.parametrize("down_s", [1.0, 30.0])
+def test_a_coordinator_that_is_restarted_resumes_its_role(down_s: float) -> None:
     """It keeps nothing but its identity and its port, and knows nobody when it begins again."""
     swarm = Swarm(7)
     ordinary = names_of("p", 6)
     swarm.start(["c1"], [])
     swarm.start(ordinary, [swarm.address("c1")], at_s=5.0)
-    swarm.world.schedule(at(60).kill("c1"), at(90).restart("c1"))
+    swarm.world.schedule(at(60).kill("c1"), at(60 + down_s).restart("c1"))
     swarm.start(["d0"], [swarm.address("c1")], at_s=120.0)
     num_records: list[int] = []
     swarm.world.schedule(at(179).call(lambda: num_records.append(len(swarm.presences["c1"].dht._storage))))
@@ -182,7 +183,7 @@ def test_a_dead_coordinator_is_dialled_for_ever_but_not_by_all_at_once() -> None
     swarm.world.run(600.0)
     assert len(dials) == len(ordinary)
     for times in dials.values():
-        assert max(later - earlier for earlier, later in itertools.pairwise([*times, 600.0])) < MOST_WAIT_S + 10.0
+        assert max(later - earlier for earlier, later in itertools.pairwise([*times, 600.0])) < MOST_WAIT_S + 1.0
         assert len(times) > 20
     late = sorted(time for times in dials.values() for time in times if time > 100.0)
     in_a_second = Counter(int(time) for time in late)

@@ -5,7 +5,8 @@ Rules:
     * an initial peer that is not there, since it never answered or was lost, is dialled again for ever, at most
       :data:`MOST_WAIT_S` seconds apart, and not by all peers at the same moment;
     * whenever an initial peer turns up, this node looks around itself through it. If that one was in another part of
-      the swarm, both parts know each other then;
+      the swarm, both parts know each other then. Who began alone does so when the first peer comes: it may have been
+      restarted, and be expected;
     * while none of the initial peers is there, one of the peers seen before and lost since is dialled each time; all of
       them if nobody is left. So a swarm that was split comes together again though its coordinators are gone.
 """
@@ -75,6 +76,7 @@ class InitialPeers:
         self._peers: dict[Address, PeerId | None] = {}
         self._answered_at: dict[PeerId, float] = {}  # initial peers only; loop time
         self._looked_through: set[PeerId] = set()
+        self._has_looked = False
         self._tried_at: dict[PeerId, float] = {}  # peers seen before; loop time
         self._told: dict[Address, DialReason] = {}  # why each failed the last time
         self._round: asyncio.Task[None] | None = None
@@ -133,7 +135,7 @@ class InitialPeers:
             self._round_began = asyncio.get_running_loop().time()
             lost = [address for address, peer_id in self._peers.items() if not self._is_here(peer_id)]
             lost_known = self._lost_known(are_all_lost=len(lost) == len(self._peers))
-            if not lost and not lost_known and self._looked_through.issuperset(self._here()):
+            if not lost and not lost_known and not self._unseen():
                 return
             self._round = self._tasks.spawn(self._dial_missing(lost, lost_known), name="dialling who is missing")
         if self._round is not None and not self._round.done():
@@ -167,7 +169,7 @@ class InitialPeers:
         _, known_that_answered = await asyncio.gather(
             asyncio.gather(*(self._dial(address) for address in lost)), self._ask_known(lost_known)
         )
-        through = self._here() - self._looked_through
+        through = self._unseen()
         if known_that_answered is not None:
             through.add(known_that_answered)
         deadline = asyncio.get_running_loop().time() + self._config.lookup_timeout_s
@@ -182,6 +184,14 @@ class InitialPeers:
                 continue
             await self._overlay.lookup(node_id(self._endpoint.peer_id), timeout_s, self._config.k, seeds=[contact])
             self._looked_through.add(peer_id)
+            self._has_looked = True
+
+    def _unseen(self) -> set[PeerId]:
+        """Through whom to look around: initial peers that turned up, or whoever came to a node that began alone."""
+        unseen = self._here() - self._looked_through
+        if not unseen and not self._has_looked:
+            unseen = {contact.peer_id for contact in self._overlay.table.contacts()[:1]}
+        return unseen
 
     def _here(self) -> set[PeerId]:
         """The initial peers that are there."""
