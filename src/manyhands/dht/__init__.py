@@ -4,5 +4,7 @@ from manyhands.dht.known_peers import KnownPeers
 from manyhands.dht.node import DhtNode
 from manyhands.dht.records import Reason
 from manyhands.dht.routing import Contact
+from manyhands.dht.schema import Schema
+from manyhands.dht.writer import Entry
 
-__all__ = ["Contact", "DhtConfig", "DhtNode", "KnownPeers", "Reason", "StoredValue"]
+__all__ = ["Contact", "DhtConfig", "DhtNode", "Entry", "KnownPeers", "Reason", "Schema", "StoredValue"]

@@ -16,6 +16,7 @@ from manyhands.optim.metrics import MetricsRecord, read_metrics
 from manyhands.optim.progress import Progress, aggregate, describe_progress, next_refresh_s, rank_of
 from manyhands.optim.progress_reader import ProgressReader
 from manyhands.optim.run_manifest import read_manifests, run_manifest_of
+from manyhands.optim.run_records import declare_run
 from manyhands.peer import Peer
 from manyhands.runtime import TaskOwner
 
@@ -43,6 +44,7 @@ class RunMonitor:
 
     async def start(self) -> None:
         """Begin to watch; ends when the peer is closed."""
+        declare_run(self._peer.dht, self._run_id)
         self._reader = ProgressReader(self._peer.endpoint, self._peer.dht, self._run_id)
         self._tasks.spawn(self._watch_forever(), name="watching the run")
         self._peer.presence.on_close.append(self._tasks.close)

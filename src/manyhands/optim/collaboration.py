@@ -20,6 +20,7 @@ from manyhands.base.identity import PeerId
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.progress import Progress, describe_progress
 from manyhands.optim.run_manifest import ManifestKeeper, RunManifest
+from manyhands.optim.run_records import declare_run
 from manyhands.optim.state import State
 from manyhands.optim.state_transfer import StateServer, download_state
 from manyhands.optim.tracker import ProgressTracker
@@ -83,6 +84,7 @@ class Collaboration:
             Unavailable: the DHT does not answer.
         """
         presence, manifest = self._presence, self._manifest
+        declare_run(presence.dht, manifest.run_id)
         self.tracker = ProgressTracker(
             presence.endpoint,
             presence.dht,

@@ -14,7 +14,7 @@ from manyhands.averaging.messages import Position
 from manyhands.base.deadline import time_limit
 from manyhands.base.identity import PeerId
 from manyhands.optim.config import ProgressConfig
-from manyhands.optim.progress import ProgressRecord
+from manyhands.optim.progress import RANK_DELAY_S, ProgressRecord
 from manyhands.optim.progress_reader import GOODBYE, IN_FLIGHT_S, progress_key
 from manyhands.optim.tracker import ProgressTracker
 from manyhands.rpc import Endpoint
@@ -339,7 +339,7 @@ async def test_a_look_is_worth_it_when_the_target_must_be_reached() -> None:
         await run.hears(BOB, samples=4, samples_per_second=1000.0)
         run.tracker.report(1, 1.0)
         assert not run.tracker.is_worth_a_look(), "it was read a moment ago"
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(2 * RANK_DELAY_S)
         run.tracker.report(1, 1.0)
         assert not run.tracker.is_due(), "nobody has said so"
         assert run.tracker.outlook.samples >= 10

@@ -1,0 +1,23 @@
+"""What the records of a run look like; the nodes of its peers hold no others under its keys."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from manyhands.dht import DhtNode, Schema
+from manyhands.optim.metrics import MetricsRecord, metrics_key
+from manyhands.optim.progress import MAX_TTL_S, ProgressRecord
+from manyhands.optim.progress_reader import progress_key
+from manyhands.optim.run_manifest import manifest_key
+
+_SCHEMAS = {
+    progress_key: Schema(ProgressRecord | Literal["goodbye"], is_owned=True, max_ttl_s=MAX_TTL_S),
+    metrics_key: Schema(MetricsRecord, is_owned=True, max_ttl_s=MAX_TTL_S),
+    manifest_key: Schema(bytes, is_owned=True, max_ttl_s=MAX_TTL_S),  # compressed; who reads it checks the rest
+}
+
+
+def declare_run(dht: DhtNode, run_id: str) -> None:
+    """Have the node of a peer of the run refuse, and not return, what cannot be of the run."""
+    for key_of, schema in _SCHEMAS.items():
+        dht.declare(key_of(run_id), schema)

@@ -1,0 +1,65 @@
+"""What fits under the keys of a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from manyhands.averaging.messages import Position
+from manyhands.dht import Reason, Schema
+from manyhands.optim.metrics import MetricsRecord, metrics_key
+from manyhands.optim.progress import ProgressRecord
+from manyhands.optim.progress_reader import GOODBYE, progress_key
+from manyhands.optim.run_manifest import manifest_key
+from manyhands.optim.run_records import declare_run
+from tests.unit.dht.examples import open_record, owned_record
+
+PROGRESS = ProgressRecord(Position(3, b"here"), 10, 2.5, 0, False, ["/ip4/10.0.0.1/tcp/1"], 30.0)
+
+
+def schemas() -> dict[str, Schema]:
+    declared: dict[str, Schema] = {}
+
+    class Node:
+        def declare(self, key: str, schema: Schema) -> None:
+            declared[key] = schema
+
+    node: Any = Node()
+    declare_run(node, "run")
+    return declared
+
+
+def plain(value: msgspec.Struct) -> Any:
+    return msgspec.to_builtins(value, builtin_types=(bytes,))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        (progress_key("run"), plain(PROGRESS)),
+        (progress_key("run"), plain(PROGRESS) | {"mood": "from a later version"}),
+        (progress_key("run"), GOODBYE),
+        (progress_key("run"), None),
+        (metrics_key("run"), plain(MetricsRecord(1, 2.0, 3, 4.0, 5))),
+        (manifest_key("run"), b"compressed"),
+    ],
+)
+def test_what_the_peers_of_a_run_publish_fits(key: str, value: Any) -> None:
+    assert schemas()[key].fault_of(owned_record(value, key=key)) is None
+    assert schemas()[key].fault_of(open_record(value, key=key)) is Reason.OTHER_SCHEMA
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        (progress_key("run"), plain(PROGRESS) | {"samples": -1}),
+        (progress_key("run"), "hello"),
+        (progress_key("run"), {}),
+        (metrics_key("run"), plain(MetricsRecord(1, 2.0, 3, 4.0, 5)) | {"loss": "low"}),
+        (manifest_key("run"), "text"),
+    ],
+)
+def test_anything_else_does_not(key: str, value: Any) -> None:
+    assert schemas()[key].fault_of(owned_record(value, key=key)) is Reason.OTHER_SCHEMA
