@@ -16,6 +16,8 @@ from manyhands.dht.config import DhtConfig
 from manyhands.dht.records import AgedRecord, Reason, Record, remaining_s
 from manyhands.dht.schema import Schema, fault_under
 
+NOTHING: tuple[Record | None, float, int] = (None, 0.0, 0)
+
 COMPLETE_SHARE = 0.9
 """Of all records of a key, what a holder must have that others can be spared for."""
 
@@ -60,21 +62,23 @@ class Findings:
         self._schema = schema
         self._config = config
         self._checked = checked or {}
-        self._found: dict[str, tuple[Record, float]] = {}  # and when it expires
+        self._found: dict[str, tuple[Record, float, int]] = {}  # when it expires, and its size
         self._num_shown: dict[PeerId, int] = {}
         self._num_bytes = self._num_open = self._open_bytes = 0
         self._open_room = open_room(config)
 
     def add(self, record: Record, expires_at: float) -> Reason:
         """Take a record that has been checked, if it is the latest."""
-        before, until = self._found.get(record.subkey, (None, 0.0))
-        if before is not None and before == record:
-            self._found[record.subkey] = (record, max(expires_at, until))
-            return Reason.UNCHANGED
-        if before is not None and not record.supersedes(before):
-            return Reason.STALE
+        before, until, bytes_before = self._found.get(record.subkey, NOTHING)
+        if before is not None:
+            if before == record:
+                if expires_at > until:
+                    self._found[record.subkey] = (record, expires_at, bytes_before)
+                return Reason.UNCHANGED
+            if not record.supersedes(before):
+                return Reason.STALE
         more = 1 if before is None else 0
-        num_bytes = record.num_bytes - (before.num_bytes if before is not None else 0)
+        num_bytes = record.num_bytes - bytes_before
         if len(self._found) + more > self._config.max_records_per_key or (
             self._num_bytes + num_bytes > self._config.max_bytes_per_key
         ):
@@ -85,7 +89,7 @@ class Findings:
                 return Reason.KEY_FULL
             self._num_open, self._open_bytes = self._num_open + more, self._open_bytes + num_bytes
         self._num_bytes += num_bytes
-        self._found[record.subkey] = (record, expires_at)
+        self._found[record.subkey] = (record, expires_at, bytes_before + num_bytes)
         return Reason.ACCEPTED
 
     def offer(self, aged: AgedRecord, now: float, wall_now: float) -> Reason:
@@ -116,12 +120,12 @@ class Findings:
 
     def records(self) -> dict[str, Record]:
         """All that have passed, by subkey."""
-        return {subkey: record for subkey, (record, _) in self._found.items()}
+        return {subkey: record for subkey, (record, _, _) in self._found.items()}
 
     def values(self, now: float) -> dict[str, StoredValue]:
         """By subkey; not the deleted ones."""
         return {
             subkey: StoredValue(record.value, record.sequence, expires_at - now, record.owner)
-            for subkey, (record, expires_at) in self._found.items()
+            for subkey, (record, expires_at, _) in self._found.items()
             if expires_at > now and not record.is_tombstone
         }

@@ -6,14 +6,17 @@ are coordinators only, hold whatever is signed.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import msgspec
 
 from manyhands.dht.config import DhtConfig
 from manyhands.dht.records import Reason, Record, fault_of
+
+REMEMBERED_BYTES = 512
+"""Values up to this size are remembered as decoded: each comes from several holders, and several times."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,7 @@ class Schema:
     is_owned: bool
     max_ttl_s: float
 
-    @cached_property
+    @functools.cached_property
     def _decoder(self) -> msgspec.msgpack.Decoder[Any]:
         return msgspec.msgpack.Decoder(self.value_type)
 
@@ -46,10 +49,23 @@ class Schema:
         if record.is_tombstone:
             return None
         try:
-            self._decoder.decode(record.value)
+            self.decode(record.value)
         except (msgspec.DecodeError, ValueError, RecursionError):
             return Reason.OTHER_SCHEMA
         return None
+
+    def decode(self, raw: bytes) -> Any:
+        """A value of this schema. The same small one is decoded once; nobody may change it.
+
+        Raises:
+            msgspec.DecodeError: it is none.
+        """
+        return _decoded(self._decoder, raw) if len(raw) <= REMEMBERED_BYTES else self._decoder.decode(raw)
+
+
+@functools.lru_cache(maxsize=8192)
+def _decoded(decoder: msgspec.msgpack.Decoder[Any], raw: bytes) -> Any:
+    return decoder.decode(raw)
 
 
 def fault_under(schema: Schema | None, record: Record, config: DhtConfig) -> Reason | None:

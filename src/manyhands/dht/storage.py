@@ -30,11 +30,13 @@ class Held(msgspec.Struct):
     Attributes:
         expires_at: an instant of the node's monotonic clock, in seconds.
         source: the machine that it came from; empty if it is this one.
+        num_bytes: of the record, in the accounts.
     """
 
     record: Record
     expires_at: float
     source: str = ""
+    num_bytes: int = 0
     _fingerprint: bytes = b""
 
     def fingerprint(self) -> bytes:
@@ -96,7 +98,7 @@ class Storage:
         page = [subkeys[subkey] for subkey in in_order[start : start + MAX_FOUND_RECORDS]]
         left = MAX_FOUND_BYTES
         for number, held in enumerate(page):
-            left -= held.record.num_bytes
+            left -= held.num_bytes
             if left < 0:
                 return page[:number], True
         return page, start + len(page) < len(in_order)
@@ -157,7 +159,7 @@ class Storage:
         self._digests.pop(record.key, None)
         if held is None:
             self._in_order.pop(record.key, None)
-        self._write(Held(record, expires_at, source), expires_at)
+        self._write(Held(record, expires_at, source, record.num_bytes), expires_at)
         return Reason.ACCEPTED
 
     def recheck(self, key: str) -> None:

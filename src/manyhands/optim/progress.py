@@ -32,8 +32,8 @@ NEWS_SPEED = 0.2
 """And by so much about its speed."""
 KEEP_ALIVES = 3
 """Records published in the lifetime of one; nobody reckons further than to the next."""
-CROWD = 64
-MAX_STRETCH = 4.0
+CROWD = 40
+MAX_STRETCH = 6.0
 RANK_DELAY_S = 0.05
 MAX_COUNT = 2**53
 MAX_TTL_S = 86400.0
@@ -119,9 +119,13 @@ class Reckoning(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, record: ProgressRecord, since: float) -> Reckoning:
         """From what a peer said at an instant; one that says nothing for longer than it should is not reckoned on."""
-        ttl_s = min(record.ttl_s, MAX_TTL_S)  # whatever a stranger says, the product is a number
-        counted_s_ago = min(record.counted_s_ago, ttl_s)
-        speed = min(record.samples_per_second, MAX_SPEED)
+        ttl_s, counted_s_ago, speed = record.ttl_s, record.counted_s_ago, record.samples_per_second
+        if ttl_s > MAX_TTL_S:  # whatever a stranger says, the product is a number
+            ttl_s = MAX_TTL_S
+        if counted_s_ago > ttl_s:
+            counted_s_ago = ttl_s
+        if speed > MAX_SPEED:
+            speed = MAX_SPEED
         return cls(record.samples, speed, since, counted_s_ago, ttl_s / KEEP_ALIVES)
 
     def at(self, now: float) -> int:

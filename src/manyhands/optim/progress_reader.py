@@ -6,14 +6,15 @@ import asyncio
 import logging
 import math
 from collections.abc import Mapping
+from typing import Literal
 
 import msgspec
 
 from manyhands.averaging.messages import Position, readable_addresses
 from manyhands.base.identity import PeerId
-from manyhands.dht import DhtNode, StoredValue
+from manyhands.dht import DhtNode, Schema, StoredValue
 from manyhands.optim.crowd import Crowd
-from manyhands.optim.progress import ProgressRecord, Reckoning
+from manyhands.optim.progress import MAX_TTL_S, ProgressRecord, Reckoning
 from manyhands.rpc import Endpoint
 
 logger = logging.getLogger(__name__)
@@ -21,11 +22,13 @@ logger = logging.getLogger(__name__)
 GOODBYE = "goodbye"
 """Published instead of a record by a peer that leaves on purpose."""
 
+PROGRESS = Schema(ProgressRecord | Literal["goodbye"], is_owned=True, max_ttl_s=MAX_TTL_S)
+"""What peers publish of their progress."""
+
 IN_FLIGHT_S = 1.0
 """What a record may take from its owner to its reader."""
 
 _GOODBYE = msgspec.msgpack.encode(GOODBYE)
-_decoder = msgspec.msgpack.Decoder(ProgressRecord)
 
 
 def progress_key(run_id: str) -> str:
@@ -38,17 +41,15 @@ class Observed(msgspec.Struct, frozen=True):
 
     Attributes:
         expires_at: until when it counts (loop time).
+        reckoning: how its samples must grow from here.
         moved_at: when a round was seen to take the peer to this position (loop time); earlier records are out of date.
     """
 
     record: ProgressRecord
     sequence: int
     expires_at: float
+    reckoning: Reckoning
     moved_at: float = -math.inf
-
-    def reckoning(self) -> Reckoning:
-        """How its samples must grow from here."""
-        return Reckoning.of(self.record, max(self.moved_at, self.expires_at - self.record.ttl_s))
 
     def is_outdated_by(self, record: ProgressRecord, issued_at: float) -> bool:
         """Whether ``record`` is news; not when it was published before the round that moved the peer."""
@@ -99,7 +100,7 @@ class ProgressReader:
             self.version += 1
             return
         try:
-            record = _decoder.decode(stored.raw)
+            record: ProgressRecord = PROGRESS.decode(stored.raw)
         except msgspec.ValidationError as error:
             self._endpoint.counters["bad_records"] += 1
             logger.warning("the progress record of peer %s cannot be read: %s", peer_id, error)
@@ -109,7 +110,8 @@ class ProgressReader:
         issued_at = now + stored.remaining_s - record.ttl_s
         if known is None or known.is_outdated_by(record, issued_at):
             remaining_s = min(stored.remaining_s, record.ttl_s)
-            self._observe(peer_id, Observed(record, stored.sequence, now + remaining_s))
+            reckoning = Reckoning.of(record, now + remaining_s - record.ttl_s)
+            self._observe(peer_id, Observed(record, stored.sequence, now + remaining_s, reckoning))
             if known is None or known.record.addresses != record.addresses:
                 self._endpoint.learn(peer_id, readable_addresses(record.addresses))
 
@@ -135,14 +137,14 @@ class ProgressReader:
     def reckoned_samples(self) -> dict[PeerId, int]:
         """The samples that they must have by now."""
         now = asyncio.get_running_loop().time()
-        return {peer_id: seen.reckoning().at(now) for peer_id, seen in self.observed().items()}
+        return {peer_id: seen.reckoning.at(now) for peer_id, seen in self.observed().items()}
 
     def at(self, position: Position) -> Crowd:
         """Those at a position."""
         observed = self.observed()
         if self._crowd is None or self._crowd_of != (position, self.version):
             here = {peer_id: seen for peer_id, seen in observed.items() if seen.record.position == position}
-            self._crowd = Crowd({peer_id: (seen.record, seen.reckoning()) for peer_id, seen in here.items()})
+            self._crowd = Crowd({peer_id: (seen.record, seen.reckoning) for peer_id, seen in here.items()})
             self._crowd_of = (position, self.version)
         return self._crowd
 
@@ -155,4 +157,4 @@ class ProgressReader:
                 record = msgspec.structs.replace(
                     seen.record, position=position, samples=0, lineage_samples=lineage_samples, counted_s_ago=0.0
                 )
-                self._observe(peer_id, Observed(record, seen.sequence, seen.expires_at, now))
+                self._observe(peer_id, Observed(record, seen.sequence, seen.expires_at, Reckoning.of(record, now), now))

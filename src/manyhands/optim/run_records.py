@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from manyhands.dht import DhtNode, Schema
 from manyhands.optim.metrics import MetricsRecord, metrics_key
-from manyhands.optim.progress import MAX_TTL_S, ProgressRecord
-from manyhands.optim.progress_reader import progress_key
+from manyhands.optim.progress import MAX_TTL_S
+from manyhands.optim.progress_reader import PROGRESS, progress_key
 from manyhands.optim.run_manifest import manifest_key
 
 _SCHEMAS = {
-    progress_key: Schema(ProgressRecord | Literal["goodbye"], is_owned=True, max_ttl_s=MAX_TTL_S),
+    progress_key: PROGRESS,
     metrics_key: Schema(MetricsRecord, is_owned=True, max_ttl_s=MAX_TTL_S),
     manifest_key: Schema(bytes, is_owned=True, max_ttl_s=MAX_TTL_S),  # compressed; who reads it checks the rest
 }
