@@ -11,7 +11,9 @@ Source: Ryabinin et al., Moshpit SGD, arXiv:2103.03239, section 3.2.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+import math
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,13 +23,27 @@ from manyhands.averaging.spans import chunks_of, owned_spans, reducer_shares
 from manyhands.base.errors import PeerLost, RoundAborted
 from manyhands.transport.api import Stream
 
-QUEUED_CHUNKS = 2
-"""Chunks that one sender may be ahead of the reducer: bounds the memory to this many for each sender."""
+QUEUED_CHUNKS = 3
+"""Chunks of one sender in memory: one that comes in, one that is reduced, and one between them."""
+
+INLINE_NUMEL = 1 << 14
+"""Chunks of fewer elements are averaged sooner than another thread could be asked to."""
+
+CHECKED_NUMEL = 1 << 20
+"""Elements that are received in one go when they are averaged already, and checked."""
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor, for sending from it or receiving into it."""
     return tensor.numpy().data.cast("B")
+
+
+def is_finite(values: torch.Tensor) -> bool:
+    """Whether no value is infinite or NaN; reads memory once, as fast as it comes."""
+    if not values.numel():
+        return True
+    least, greatest = torch.aminmax(values)
+    return math.isfinite(least.item()) and math.isfinite(greatest.item())
 
 
 class Butterfly:
@@ -51,11 +67,8 @@ class Butterfly:
         self._spans = owned_spans(flat_N.numel(), shares)
         self._weights = [member.weight for member in members]
         self._own_chunks = chunks_of(self._spans[rank], chunk_numel)
-        self._chunk_numel = chunk_numel
         self._reduced = [asyncio.Event() for _ in self._own_chunks]
-        self._received: dict[int, asyncio.Queue[torch.Tensor]] = {
-            other: asyncio.Queue(QUEUED_CHUNKS) for other in self._senders()
-        }
+        self._inboxes = {other: _Inbox(chunk_numel) for other in self._senders()}
 
     def partners(self) -> list[int]:
         """Ranks with which values are exchanged; two members that own no span have nothing to say to each other."""
@@ -89,39 +102,60 @@ class Butterfly:
     async def _send_to(self, rank: int, stream: Stream) -> None:
         if self._weights[self._rank] > 0 and self._is_reducer(rank):
             await stream.send(bytes_of(self._flat_N[self._spans[rank]]))
-        for chunk, reduced in zip(self._own_chunks, self._reduced, strict=True):
-            await reduced.wait()
-            await stream.send(bytes_of(self.averaged_N[chunk]))
+        num_sent = 0
+        while num_sent < len(self._own_chunks):
+            await self._reduced[num_sent].wait()
+            ready = self._own_chunks[num_sent : self._num_reduced(num_sent)]
+            await stream.send(bytes_of(self.averaged_N[ready[0].start : ready[-1].stop]))
+            num_sent += len(ready)
+
+    def _num_reduced(self, num_before: int) -> int:
+        """How many chunks are averaged; they get ready in order."""
+        waiting = (number for number in range(num_before, len(self._reduced)) if not self._reduced[number].is_set())
+        return next(waiting, len(self._reduced))
 
     async def _receive_from(self, rank: int, stream: Stream) -> None:
-        if rank in self._received:
+        if rank in self._inboxes:
+            inbox = self._inboxes[rank]
             for chunk in self._own_chunks:
-                values = torch.empty(chunk.stop - chunk.start, dtype=torch.float32)
-                await self._receive(rank, stream, values)
-                await self._received[rank].put(values)
-        for chunk in chunks_of(self._spans[rank], self._chunk_numel):
-            await self._receive(rank, stream, self.averaged_N[chunk])
-
-    async def _receive(self, rank: int, stream: Stream, values: torch.Tensor) -> None:
-        await stream.receive_into(bytes_of(values))
-        self._check_finite(rank, values)
+                values = await inbox.room(chunk.stop - chunk.start)
+                await stream.receive_into(bytes_of(values))
+                inbox.put(values)
+        for piece in chunks_of(self._spans[rank], CHECKED_NUMEL):
+            averaged = self.averaged_N[piece]
+            await stream.receive_into(bytes_of(averaged))
+            self._check_finite(rank, averaged)
 
     def _check_finite(self, rank: int, values: torch.Tensor) -> None:
-        if not torch.isfinite(values).all():
+        if not is_finite(values):
             peer_id = self._members[rank].peer_id
             raise RoundAborted(f"the values of peer {peer_id} are not finite", [peer_id])
 
     async def _reduce(self) -> None:
-        """Average the chunks of this member's own span, in the order of ranks."""
-        total = sum(self._weights)
+        """Average the chunks of this member's own span."""
+        loop = asyncio.get_running_loop()
         for chunk, reduced in zip(self._own_chunks, self._reduced, strict=True):
-            mean = self.averaged_N[chunk].zero_()
-            for rank, weight in enumerate(self._weights):
-                if weight > 0:
-                    values = self._flat_N[chunk] if rank == self._rank else await self._received[rank].get()
-                    mean.add_(values, alpha=weight / total)
-            self._check_finite(self._rank, mean)
+            received = {rank: await inbox.take() for rank, inbox in self._inboxes.items()}
+            if chunk.stop - chunk.start < INLINE_NUMEL:
+                self._reduce_chunk(chunk, received)
+            else:  # beside the loop
+                await loop.run_in_executor(None, self._reduce_chunk, chunk, received)
+            for inbox in self._inboxes.values():
+                inbox.give_back()
             reduced.set()
+
+    def _reduce_chunk(self, chunk: slice, received: Mapping[int, torch.Tensor]) -> None:
+        """The weighted mean, in the order of ranks."""
+        total = sum(self._weights)
+        mean = self.averaged_N[chunk].zero_()
+        for rank, weight in enumerate(self._weights):
+            if weight > 0:
+                values = self._flat_N[chunk] if rank == self._rank else received[rank]
+                mean.add_(values, alpha=weight / total)
+        if not is_finite(mean):
+            for rank, values in received.items():
+                self._check_finite(rank, values)
+            self._check_finite(self._rank, mean)
 
     def _senders(self) -> list[int]:
         """Ranks that send values to this member's span."""
@@ -131,6 +165,39 @@ class Butterfly:
     def _is_reducer(self, rank: int) -> bool:
         span = self._spans[rank]
         return bool(span.start < span.stop)
+
+
+class _Inbox:
+    """The chunks of one sender on their way to the reducer, in memory that is used again and again."""
+
+    def __init__(self, chunk_numel: int) -> None:
+        self._chunk_numel = chunk_numel
+        self._free: asyncio.Queue[torch.Tensor] = asyncio.Queue()
+        self._full: asyncio.Queue[torch.Tensor] = asyncio.Queue()
+        self._lent: deque[torch.Tensor] = deque()
+        self._num_made = 0
+
+    async def room(self, numel: int) -> torch.Tensor:
+        """Memory for a chunk, float32, shape [numel]; waits while the sender is too far ahead."""
+        if self._free.empty() and self._num_made < QUEUED_CHUNKS:
+            self._num_made += 1
+            buffer = torch.empty(self._chunk_numel, dtype=torch.float32)
+        else:
+            buffer = await self._free.get()
+        self._lent.append(buffer)
+        return buffer[:numel]
+
+    def put(self, values: torch.Tensor) -> None:
+        """A chunk has come in."""
+        self._full.put_nowait(values)
+
+    async def take(self) -> torch.Tensor:
+        """The next chunk."""
+        return await self._full.get()
+
+    def give_back(self) -> None:
+        """The chunk that was taken last is not needed any more."""
+        self._free.put_nowait(self._lent.popleft())
 
 
 async def _all_or_none(parts: Sequence[Coroutine[Any, Any, None]]) -> None:
