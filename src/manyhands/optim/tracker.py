@@ -212,7 +212,7 @@ class ProgressTracker:
             others = {
                 peer_id: seen.record
                 for peer_id, seen in observed.items()
-                if seen.sequence > self._without_state.get(peer_id, -1)
+                if not self._without_state or seen.sequence > self._without_state.get(peer_id, -1)
             }
             self._branch = (basis, leading_branch(others, self._endpoint.peer_id, own))
         return self._branch[1]
@@ -228,11 +228,12 @@ class ProgressTracker:
             self._without_state[peer_id] = seen.sequence
 
     def expected(self) -> Mapping[PeerId, bool]:
-        expected = {}
-        for peer_id, seen in self.reader.observed().items():
-            if seen.record.position == self._own.position and not self._is_missing(peer_id, seen):
-                expected[peer_id] = seen.record.is_client
-        return expected
+        own, missing = self._own.position, self._missing
+        return {
+            peer_id: seen.record.is_client
+            for peer_id, seen in self.reader.observed().items()
+            if seen.record.position == own and (not missing or not self._is_missing(peer_id, seen))
+        }
 
     def _is_missing(self, peer_id: PeerId, seen: Observed) -> bool:
         return seen.sequence <= self._missing.get(peer_id, -1)

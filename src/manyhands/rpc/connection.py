@@ -63,7 +63,7 @@ class ControlConnection:
         is_retired: whether it ended because both ends wanted no more of it.
         on_drain: called when the other end wants no more of it.
         last_used: the loop's time when the last call began or was answered.
-        look_at: :meth:`check_alive` has nothing to do before this time.
+        look_at: before this time there is nothing to look after.
         rtt_s: the shortest round trip seen so far, in seconds; infinite before the first.
     """
 

@@ -178,9 +178,9 @@ class ConnectionPool:
             if now > due + period_s:  # this loop was held up, so what came meanwhile is not read yet
                 heard_until = now
             unused_since = now - self._config.idle_timeout_s
-            for connection in self.all():
-                if connection.look_at <= now:
-                    connection.check_alive(now, heard_until)
+            groups = self._connections.values()
+            for connection in [one for group in groups for one in group if one.look_at <= now]:
+                connection.check_alive(now, heard_until)
                 if connection.last_used < unused_since and self._is_spare(connection):
                     connection.retire()
 
