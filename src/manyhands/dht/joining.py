@@ -27,6 +27,7 @@ from manyhands.dht.config import DhtConfig
 from manyhands.dht.ids import node_id
 from manyhands.dht.known_peers import MAX_PEERS, KnownPeers
 from manyhands.dht.messages import PING, PingRequest
+from manyhands.dht.news import tell_news
 from manyhands.dht.overlay import Overlay
 from manyhands.dht.routing import Contact
 from manyhands.rpc.endpoint import Endpoint
@@ -176,13 +177,15 @@ class InitialPeers:
         await self._look_through(sorted(through), deadline)
 
     async def _look_through(self, peers: Iterable[PeerId], deadline: float) -> None:
-        """Look around this node, beginning at each of these peers: those known so far may be of another part."""
+        """Look around this node, beginning at each of these peers, if it is of another part than those known so far."""
+        own_id, k = self._endpoint.peer_id, self._config.k
         for peer_id in peers:
             contact = self._overlay.table.contact_of(peer_id)
-            timeout_s = deadline - asyncio.get_running_loop().time()
-            if contact is None or timeout_s <= 0:
+            if contact is None or asyncio.get_running_loop().time() >= deadline:
                 continue
-            await self._overlay.lookup(node_id(self._endpoint.peer_id), timeout_s, self._config.k, seeds=[contact])
+            if await tell_news(self._overlay, own_id, k, [peer_id]):
+                timeout_s = deadline - asyncio.get_running_loop().time()
+                await self._overlay.lookup(node_id(own_id), timeout_s, k, seeds=[contact])
             self._looked_through.add(peer_id)
             self._has_looked = True
 

@@ -55,14 +55,18 @@ class Overlay:
             self.table.seen(Contact(peer_id, [_text_of(address) for address in addresses[:MAX_ADDRESSES]]), now)
 
     def doubtful(self, peers: Iterable[PeerId]) -> list[PeerId]:
-        """Of these peers those whom nothing shows to be there: no connection, no recent call.
+        """Of these peers those whom nothing shows to be there: no connection, no recent call, or a loss since then.
 
         Returns:
             The least recently heard of first.
         """
         recently = asyncio.get_running_loop().time() - self._config.refresh_period_s
         heard_at = {peer_id: self.table.heard_at(peer_id) for peer_id in peers}
-        silent = [peer for peer, at in heard_at.items() if at < recently and not self._endpoint.is_connected(peer)]
+        silent = [
+            peer
+            for peer, at in heard_at.items()
+            if (at < recently or not self.table.is_sound(peer)) and not self._endpoint.is_connected(peer)
+        ]
         return sorted(silent, key=heard_at.__getitem__)
 
     async def ask(self, peer_id: PeerId, method: Method[Req, Res], request: Req) -> Res | None:

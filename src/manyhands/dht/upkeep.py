@@ -10,8 +10,9 @@ from manyhands.base.identity import PeerId
 from manyhands.dht.config import MAX_STORED_RECORDS, DhtConfig
 from manyhands.dht.handover import Handover
 from manyhands.dht.holder import Holder
-from manyhands.dht.ids import ID_BITS, distance, id_to_bytes, node_id
-from manyhands.dht.messages import FIND, PING, FindRequest, PingRequest
+from manyhands.dht.ids import ID_BITS, node_id
+from manyhands.dht.messages import PING, PingRequest
+from manyhands.dht.news import tell_news
 from manyhands.dht.overlay import Overlay
 from manyhands.dht.replicas import Replicas
 from manyhands.dht.storage import Storage
@@ -75,9 +76,10 @@ class Upkeep:
         before, self._neighbours_seen = self._neighbours_seen, self._neighbours()
         has_lost = any(peer_id not in self._overlay.table for peer_id in before)
         self._quiet_rounds = 0 if has_lost else self._quiet_rounds + 1
-        is_quiet = self._quiet_rounds not in (0, 1, 3) and self._quiet_rounds % MAX_QUIET_ROUNDS
-        if is_quiet and not await self._tell_news(self._neighbours_seen - before):
-            return
+        if self._quiet_rounds > 1 and self._quiet_rounds % MAX_QUIET_ROUNDS:
+            newcomers = sorted(self._neighbours_seen - before)[:NEWCOMERS_ASKED]
+            if not newcomers or not await tell_news(self._overlay, self._own_id, self._config.k, newcomers):
+                return
         config = self._config
         await self._overlay.lookup(node_id(self._own_id), config.lookup_timeout_s, config.k)
         await self._overlay.lookup(self._rng.getrandbits(ID_BITS), config.lookup_timeout_s, config.replicas)
@@ -88,23 +90,6 @@ class Upkeep:
         keys = self._storage.keys(asyncio.get_running_loop().time())
         plan = self._handover.plan(keys, self._other_replicas)
         await asyncio.gather(*(self._give(peer_id, gift) for peer_id, gift in plan.items()))
-
-    async def _tell_news(self, newcomers: set[PeerId]) -> bool:
-        """Whether some of these new neighbours know peers near this node that it does not know."""
-        asked = sorted(newcomers)[:NEWCOMERS_ASKED]
-        own_point = node_id(self._own_id)
-        request = FindRequest(id_to_bytes(own_point))
-        answers = await asyncio.gather(*(self._overlay.ask(peer_id, FIND, request) for peer_id in asked))
-        distances = [distance(node_id(peer_id), own_point) for peer_id in self._neighbours_seen]
-        farthest = max(distances) if len(distances) >= self._config.k else 1 << ID_BITS
-        return any(
-            contact.peer_id not in self._overlay.table
-            and contact.peer_id != self._own_id
-            and distance(node_id(contact.peer_id), own_point) < farthest
-            for answer in answers
-            if answer is not None
-            for contact in answer.contacts
-        )
 
     def _neighbours(self) -> set[PeerId]:
         nearest = self._overlay.table.nearest(node_id(self._own_id), self._config.k)

@@ -1,0 +1,29 @@
+"""Whether peers know of others near this node that it does not know itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from manyhands.base.identity import PeerId
+from manyhands.dht.ids import ID_BITS, distance, id_to_bytes, node_id
+from manyhands.dht.messages import FIND, FindRequest
+from manyhands.dht.overlay import Overlay
+from manyhands.dht.together import all_of
+
+
+async def tell_news(overlay: Overlay, own_id: PeerId, k: int, peers: Iterable[PeerId]) -> bool:
+    """Ask some peers who is near this node; whether they name somebody who should be among the ``k`` nearest known.
+
+    One message to each answers what a lookup takes ``k`` for: peers of the same part of a swarm know the same
+    neighbours, those of another part know others.
+    """
+    own_point = node_id(own_id)
+    request = FindRequest(id_to_bytes(own_point))
+    answers = await all_of(*(overlay.ask(peer_id, FIND, request) for peer_id in peers))
+    nearest = overlay.table.nearest(own_point, k)
+    farthest = distance(node_id(nearest[-1].peer_id), own_point) if len(nearest) >= k else 1 << ID_BITS
+    named = {contact.peer_id for answer in answers if answer is not None for contact in answer.contacts}
+    return any(
+        peer_id != own_id and peer_id not in overlay.table and distance(node_id(peer_id), own_point) < farthest
+        for peer_id in named
+    )
