@@ -31,6 +31,7 @@ The figures, for each size:
 from __future__ import annotations
 
 import asyncio
+import msgspec
 import gc
 import json
 import logging
@@ -106,6 +107,7 @@ class Simulation:
         self._joined: dict[Node, None] = {}
         self._initial: list[Any] = []
         self._stored: dict[str, Stored] = {}
+        self._keys: list[str] = []  # of them, to draw from
         self._tasks: set[asyncio.Task[Any]] = set()
         self._counts: Counter[str] = Counter()
         self._watched: dict[str, list[tuple[float, int, int]]] = {"get": [], "store": []}
@@ -230,29 +232,35 @@ class Simulation:
             return
         if self._rng.random() < 0.5:
             self._begin(self._store(node), node)
-        elif self._known():
-            self._begin(self._get(node, self._rng.choice(self._known())), node)
+        elif (key := self._any_key()) is not None:
+            self._begin(self._get(node, key), node)
 
-    def _known(self) -> list[str]:
-        now = self._loop.now
-        for key in [key for key, stored in self._stored.items() if stored.expires_at < now]:
-            del self._stored[key]
-        return [key for key, stored in self._stored.items() if not stored.is_changing]
+    def _any_key(self) -> str | None:
+        """A key whose record lives, and is not being replaced."""
+        while self._keys:
+            index = self._rng.randrange(len(self._keys))
+            stored = self._stored[self._keys[index]]
+            if stored.expires_at > self._loop.now:
+                return None if stored.is_changing else self._keys[index]
+            del self._stored[self._keys[index]]
+            self._keys[index] = self._keys[-1]
+            self._keys.pop()
+        return None
 
     async def _store(self, node: Node) -> None:
         self._counts["stores"] += 1
-        known = self._known()
-        if known and self._rng.random() < REPLACED_SHARE:
-            key = self._rng.choice(known)
-        else:
-            key = f"key {self._counts['stores']}"
+        replaced = self._any_key() if self._rng.random() < REPLACED_SHARE else None
+        key = replaced or f"key {self._counts['stores']}"
         before = self._stored.get(key)
         if before is not None:
             before.is_changing = True
         value, expires_at = self._counts["stores"], self._loop.now + TTL_S
         num_holders = await self._watch("store", node.dht.store(key, value, TTL_S))
         if num_holders:
+            if key not in self._stored:
+                self._keys.append(key)
             self._stored[key] = Stored(value, expires_at)
+            self._stored[key].note = ("holders", num_holders, "returned", self._loop.now, "by", node.endpoint.number, self._watched["store"][-1], len(node.dht._overlay.table), node)
         else:
             self._counts["stores_failed"] += 1
 
@@ -268,10 +276,24 @@ class Simulation:
             self._counts["gets_good"] += 1
         elif value is not None:
             self._counts["stale"] += 1
+            self._explain(node, key, wanted, value)
         else:
             holders = [other for other in self._nodes if other.dht._storage.get(key, now)]  # noqa: SLF001
             self._counts["missed" if holders else "lost"] += 1
 
+    def _explain(self, node, key, wanted, value):
+        from manyhands.dht.ids import key_id, node_id
+        now = self._loop.now
+        near = sorted(self._nodes, key=lambda n: node_id(n.endpoint.peer_id) ^ key_id(key))[:12]
+        print("STALE", key, "wanted", wanted.value, "got", value, "stored", wanted.expires_at-TTL_S, "now", now, getattr(wanted,'note',None), file=sys.stderr)
+        for n in near:
+            print("   ", n.endpoint.number, "joined" if n in self._joined else "joining", [msgspec.msgpack.decode(h.record.value) for h in n.dht._storage.get(key, now)], file=sys.stderr)
+        w = wanted.note[-1]
+        dist = lambda n: (node_id(n.endpoint.peer_id) ^ key_id(key)).bit_length()
+        print("writer", dist(w), sorted((x, len(b.live), len(b.waiting), [e.num_failures for e in b.live.values()]) for x, b in w.dht._overlay.table._buckets.items()), file=sys.stderr)
+        for n in self._nodes:
+            if n.dht._storage.get(key, now): print("   ", n.endpoint.number, dist(n), n.dht._replicas.is_own(key), n.dht._overlay.table.num_nearer(key_id(key)), len(n.dht._overlay.table), file=sys.stderr)
+        print("   all", {n.endpoint.number: [msgspec.msgpack.decode(h.record.value) for h in n.dht._storage.get(key, now)] for n in self._nodes if n.dht._storage.get(key, now)}, file=sys.stderr)
     async def _watch(self, kind: str, operation: Any) -> Any:
         watch = Watch()
         watching.set(watch)

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import functools
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, TypeVar
@@ -16,9 +17,10 @@ from manyhands.base.address import Address
 from manyhands.base.errors import ConfigError, PeerError, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.dht.config import DhtConfig
-from manyhands.dht.ids import id_to_bytes
+from manyhands.dht.ids import ID_BITS, distance, id_to_bytes, node_id
 from manyhands.dht.lookup import Lookup
 from manyhands.dht.messages import FIND, FindRequest
+from manyhands.dht.missing import Missing
 from manyhands.dht.records import AgedRecord
 from manyhands.dht.routing import MAX_ADDRESSES, Contact, RoutingTable
 from manyhands.rpc.endpoint import Endpoint
@@ -34,6 +36,10 @@ HEARD_PERIOD_S = 10.0
 """Of a peer that is heard of all the time, not every call has to be entered in the table."""
 
 
+FILL_PERIOD_S = 300.0
+"""Between two attempts to find more contacts for one bucket."""
+
+
 class Overlay:
     """Calls and lookups of one node.
 
@@ -45,12 +51,16 @@ class Overlay:
         self.table = RoutingTable(endpoint.peer_id, config.k, config.max_failures)
         self._endpoint = endpoint
         self._config = config
+        self._missing = Missing()
+        self._own_point = node_id(endpoint.peer_id)
+        self._filled_at: dict[int, float] = {}  # loop time, by bucket
 
     def seen(self, peer_id: PeerId) -> None:
         """Enter a peer that asked or answered; not one in client mode, which nobody could ask."""
         now = asyncio.get_running_loop().time()
-        if now - self.table.heard_at(peer_id) < HEARD_PERIOD_S and self.table.is_sound(peer_id):
+        if self.table.was_heard_since(now - HEARD_PERIOD_S, peer_id):
             return
+        self._missing.seen(peer_id)
         addresses = self._endpoint.addresses_of(peer_id)
         if addresses and not self._endpoint.is_client(peer_id):
             self.table.seen(Contact(peer_id, [_text_of(address) for address in addresses[:MAX_ADDRESSES]]), now)
@@ -76,7 +86,7 @@ class Overlay:
             response = await self._endpoint.call(peer_id, method, request, self._config.request_timeout_s)
         except (Unavailable, PeerError) as error:
             logger.debug("%s to peer %s failed: %s", method.name, peer_id, error)
-            self.table.failed(peer_id)
+            self._failed(peer_id)
             return None
         self.seen(peer_id)
         return response
@@ -84,7 +94,7 @@ class Overlay:
     async def lookup(
         self, target: int, timeout_s: float, num: int, key: str | None = None, on_records: OnRecords | None = None
     ) -> list[Contact]:
-        """Find the peers nearest to a point.
+        """Find the peers nearest to a point; when it is this node's own, also some of each farther region.
 
         Args:
             target: the point.
@@ -101,7 +111,8 @@ class Overlay:
             seeds = self.table.nearest(target, config.k, with_failed=True)
         lookup = Lookup(target, seeds, own_id=self._endpoint.peer_id, k=config.k, alpha=config.alpha, num=num)
         request = FindRequest(id_to_bytes(target), key)
-        asking = _Asking(config.slow_after_s, asyncio.get_running_loop().time() + timeout_s)
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        asking = _Asking(config.slow_after_s, deadline)
         try:
             while not lookup.is_finished:
                 for contact in lookup.to_ask():
@@ -114,8 +125,28 @@ class Overlay:
         finally:
             for peer_id in await asking.give_up():
                 if lookup.is_slow(peer_id):
-                    self.table.failed(peer_id)
-        return lookup.nearest()
+                    self._failed(peer_id)
+        nearest = lookup.nearest()
+        if target == self._own_point and len(nearest) >= config.k:  # else it knows everybody
+            await self._fill_far_buckets(distance(node_id(nearest[-1].peer_id), target), deadline)
+        return nearest
+
+    async def _fill_far_buckets(self, distance_known: int, deadline: float) -> None:
+        """Look up a point in each bucket that has few contacts, though the region may have more.
+
+        All peers up to ``distance_known`` are known. Without this, half of the swarm may know nobody of a part of the
+        other half, and lookups end before they come near to their target (section 2.3, the end of joining).
+        """
+        now = asyncio.get_running_loop().time()
+        thin = [
+            index
+            for index in range(distance_known.bit_length(), ID_BITS + 1)
+            if self.table.num_in_bucket(index) < self._config.k // 2
+            and now - self._filled_at.get(index, -math.inf) > FILL_PERIOD_S
+        ]
+        self._filled_at |= dict.fromkeys(thin, now)
+        points = [self._own_point ^ 1 << (index - 1) for index in thin]
+        await asyncio.gather(*(self.lookup(point, deadline - now, self._config.replicas) for point in points))
 
     async def _ask_on_the_way(
         self, lookup: Lookup, contact: Contact, request: FindRequest, on_records: OnRecords | None
@@ -126,9 +157,17 @@ class Overlay:
         if response is None:
             lookup.failed(contact.peer_id)
             return
-        lookup.answered(contact.peer_id, response.contacts)
+        lookup.answered(contact.peer_id, [one for one in response.contacts if self._is_worth_asking(one.peer_id)])
         if on_records is not None:
             on_records(contact.peer_id, response.records)
+
+    def _is_worth_asking(self, peer_id: PeerId) -> bool:
+        """Not if it did not answer of late; one that is in the table all the same is asked again, and then dropped."""
+        return not self._missing.is_missing(peer_id, asyncio.get_running_loop().time()) or peer_id in self.table
+
+    def _failed(self, peer_id: PeerId) -> None:
+        self.table.failed(peer_id)
+        self._missing.failed(peer_id, asyncio.get_running_loop().time())
 
     def _learn(self, contact: Contact) -> bool:
         """Tell the endpoint where a contact can be dialled; whether that can be read."""

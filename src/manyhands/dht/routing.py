@@ -80,12 +80,24 @@ class RoutingTable:
         entry = self._live_entry(peer_id)
         return entry is not None and not entry.num_failures and not entry.is_silent
 
+    def was_heard_since(self, since: float, peer_id: PeerId) -> bool:
+        """Whether a peer was seen then or later, and nothing has been wrong with it since."""
+        point = node_id(peer_id)
+        bucket = self._buckets.get((point ^ self._own_point).bit_length())
+        entry = (bucket.live.get(point) or bucket.waiting.get(point)) if bucket is not None else None
+        return entry is not None and entry.heard_at >= since and not entry.num_failures and not entry.is_silent
+
     def heard_at(self, peer_id: PeerId) -> float:
         """When a peer was last seen, if it is in the table or waits as a replacement; else minus infinity."""
         point = node_id(peer_id)
         bucket = self._buckets.get((point ^ self._own_point).bit_length())
         entry = (bucket.live.get(point) or bucket.waiting.get(point)) if bucket is not None else None
         return entry.heard_at if entry is not None else -math.inf
+
+    def num_in_bucket(self, index: int) -> int:
+        """How many contacts differ from this node in this bit, counted from 1, and in no higher one."""
+        bucket = self._buckets.get(index)
+        return len(bucket.live) if bucket is not None else 0
 
     def contacts(self) -> list[Contact]:
         """All contacts, the nearest buckets first."""
@@ -158,17 +170,14 @@ class RoutingTable:
             with_failed: also those that failed since they were seen.
         """
         own_distance = distance(self._own_point, target)
-        to_target = target.__xor__
         nearest: list[Contact] = []
         for index in sorted(self._buckets, key=lambda index: _rank(index, own_distance)):
             live = self._buckets[index].live
-            for point in sorted(live, key=to_target):
-                if len(nearest) >= num:
-                    return nearest
-                entry = live[point]
-                if with_failed or not entry.num_failures:
-                    nearest.append(entry.contact)
-        return nearest
+            by_distance = [live[point] for point in sorted(live, key=target.__xor__)]
+            nearest += [entry.contact for entry in by_distance if with_failed or not entry.num_failures]
+            if len(nearest) >= num:
+                break
+        return nearest[:num]
 
     def least_recently_seen(self) -> list[Contact]:
         """The first contact of each bucket: those whose life is most in doubt."""
