@@ -203,13 +203,17 @@ class LightEndpoint:
         deadline = loop.now + timeout_s
         if watch is not None:
             watch.asks(peer_id)
-        if not self._is_linked(other):
-            await self._dial(other, timeout_s)
+        is_dial = not self._is_linked(other)
+        if is_dial:
+            if not other.is_alive:
+                await self._dial(other, timeout_s)  # in vain
+            self._backoff.check(peer_id, loop.now)
+            network.num_dials += 1
         elif other.is_alive:
             self.link(other)
         answered = loop.create_future()
         network.count(method.name, request)
-        arrives = loop.now + network.latency_s(self, other)
+        arrives = loop.now + network.latency_s(self, other) * (1 + DIAL_TRIPS * is_dial)
         loop.call_outside(arrives, self._arrived, other, method.name, request, answered, deadline)
         outcome = await answered
         if isinstance(outcome, Exception):
@@ -261,8 +265,6 @@ class LightEndpoint:
         if other.is_alive:
             await asyncio.sleep(DIAL_TRIPS * trip_s)
         if other.is_alive:
-            self._backoff.forget(other.peer_id)
-            other._backoff.forget(self.peer_id)
             self.link(other)
             return
         await asyncio.sleep(min(timeout_s, RPC.dial_timeout_s) if other.is_vanished else 2 * trip_s)
@@ -285,6 +287,7 @@ class LightEndpoint:
                 error = PeerLost(other.peer_id, "the process ended")
                 loop.call_outside(loop.now + trip_s, _settle, answered, error)
             return
+        self.link(other)
         handler = other._handlers.get(name)
         other.num_served += 1
         answer = handler(self.peer_id, request) if handler else PeerError(other.peer_id, f"no method {name}")

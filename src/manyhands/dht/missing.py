@@ -11,31 +11,25 @@ MOST_S = 160.0
 MAX_PEERS = 512
 
 
-class Missing:
-    """Until when lookups pass over a peer: from failure to failure twice as long, until it is heard of.
+class Missing(OrderedDict[PeerId, tuple[float, float]]):
+    """Until when lookups pass over a peer, and how long that is: from failure to failure twice as long.
 
-    Bounded: the one that failed longest ago is forgotten first.
+    Whoever is heard of is no longer in it. Bounded: the one that failed longest ago is forgotten first.
     """
-
-    def __init__(self) -> None:
-        self._peers: OrderedDict[PeerId, tuple[float, float]] = OrderedDict()  # until when, and how long that was
-
-    def __len__(self) -> int:
-        return len(self._peers)
 
     def failed(self, peer_id: PeerId, now: float) -> None:
         """It did not answer."""
-        _, before_s = self._peers.pop(peer_id, (0.0, FIRST_S / 2))
+        _, before_s = self.pop(peer_id, (0.0, FIRST_S / 2))
         for_s = min(2 * before_s, MOST_S)
-        self._peers[peer_id] = (now + for_s, for_s)
-        if len(self._peers) > MAX_PEERS:
-            self._peers.popitem(last=False)
+        self[peer_id] = (now + for_s, for_s)
+        if len(self) > MAX_PEERS:
+            self.popitem(last=False)
 
     def seen(self, peer_id: PeerId) -> None:
         """It answered, or asked."""
-        self._peers.pop(peer_id, None)
+        self.pop(peer_id, None)
 
     def is_missing(self, peer_id: PeerId, now: float) -> bool:
         """Whether it is too early to ask it again."""
-        until, _ = self._peers.get(peer_id, (now, 0.0))
+        until, _ = self.get(peer_id, (now, 0.0))
         return now < until

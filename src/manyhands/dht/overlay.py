@@ -157,7 +157,9 @@ class Overlay:
         if response is None:
             lookup.failed(contact.peer_id)
             return
-        lookup.answered(contact.peer_id, [one for one in response.contacts if self._is_worth_asking(one.peer_id)])
+        missing = self._missing
+        named = [one for one in response.contacts if one.peer_id not in missing or self._is_worth_asking(one.peer_id)]
+        lookup.answered(contact.peer_id, named)
         if on_records is not None:
             on_records(contact.peer_id, response.records)
 
