@@ -31,7 +31,6 @@ The figures, for each size:
 from __future__ import annotations
 
 import asyncio
-import msgspec
 import gc
 import json
 import logging
@@ -260,7 +259,6 @@ class Simulation:
             if key not in self._stored:
                 self._keys.append(key)
             self._stored[key] = Stored(value, expires_at)
-            self._stored[key].note = ("holders", num_holders, "returned", self._loop.now, "by", node.endpoint.number, self._watched["store"][-1], len(node.dht._overlay.table), node)
         else:
             self._counts["stores_failed"] += 1
 
@@ -276,24 +274,10 @@ class Simulation:
             self._counts["gets_good"] += 1
         elif value is not None:
             self._counts["stale"] += 1
-            self._explain(node, key, wanted, value)
         else:
             holders = [other for other in self._nodes if other.dht._storage.get(key, now)]  # noqa: SLF001
             self._counts["missed" if holders else "lost"] += 1
 
-    def _explain(self, node, key, wanted, value):
-        from manyhands.dht.ids import key_id, node_id
-        now = self._loop.now
-        near = sorted(self._nodes, key=lambda n: node_id(n.endpoint.peer_id) ^ key_id(key))[:12]
-        print("STALE", key, "wanted", wanted.value, "got", value, "stored", wanted.expires_at-TTL_S, "now", now, getattr(wanted,'note',None), file=sys.stderr)
-        for n in near:
-            print("   ", n.endpoint.number, "joined" if n in self._joined else "joining", [msgspec.msgpack.decode(h.record.value) for h in n.dht._storage.get(key, now)], file=sys.stderr)
-        w = wanted.note[-1]
-        dist = lambda n: (node_id(n.endpoint.peer_id) ^ key_id(key)).bit_length()
-        print("writer", dist(w), sorted((x, len(b.live), len(b.waiting), [e.num_failures for e in b.live.values()]) for x, b in w.dht._overlay.table._buckets.items()), file=sys.stderr)
-        for n in self._nodes:
-            if n.dht._storage.get(key, now): print("   ", n.endpoint.number, dist(n), n.dht._replicas.is_own(key), n.dht._overlay.table.num_nearer(key_id(key)), len(n.dht._overlay.table), file=sys.stderr)
-        print("   all", {n.endpoint.number: [msgspec.msgpack.decode(h.record.value) for h in n.dht._storage.get(key, now)] for n in self._nodes if n.dht._storage.get(key, now)}, file=sys.stderr)
     async def _watch(self, kind: str, operation: Any) -> Any:
         watch = Watch()
         watching.set(watch)
