@@ -102,9 +102,7 @@ class Worker:
         self.close()
 
 
-def _serve(
-    pipe: Connection, factory: Callable[..., Subject], arguments: tuple[Any, ...], has_children: bool
-) -> None:
+def _serve(pipe: Connection, factory: Callable[..., Subject], arguments: tuple[Any, ...], has_children: bool) -> None:
     if has_children:
         os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the one who started this sees to it

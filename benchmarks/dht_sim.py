@@ -197,7 +197,9 @@ class Simulation:
             do()
             if tell and self._loop.now >= said_at + 60:
                 said_at += 60
-                self._say(f"churn; {self._counts['gets'] - self._counts['gets_good']} of {self._counts['gets']} gets failed")
+                self._say(
+                    f"churn; {self._counts['gets'] - self._counts['gets_good']} of {self._counts['gets']} gets failed"
+                )
 
     def _replace_one(self) -> None:
         index = self._rng.randrange(NUM_COORDINATORS, len(self._nodes))
@@ -290,7 +292,11 @@ class Simulation:
 
     def _say(self, text: str) -> None:
         cpu_s = time.process_time()
-        print(f"{self._num_nodes} nodes, {self._loop.now:.0f} virtual s, {cpu_s:.0f} s of CPU: {text}", file=sys.stderr, flush=True)
+        print(
+            f"{self._num_nodes} nodes, {self._loop.now:.0f} virtual s, {cpu_s:.0f} s of CPU: {text}",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def _traffic(self) -> tuple[int, int]:
         return sum(self._network.num_calls.values()), sum(self._network.num_bytes.values())
@@ -352,7 +358,9 @@ def share(text: str) -> float:
 
 def main() -> None:
     parser = Parser(__doc__)
-    parser.add_argument("--nodes", type=sizes_of, default=[1000], help="one or more, separated by commas (default: 1000)")
+    parser.add_argument(
+        "--nodes", type=sizes_of, default=[1000], help="one or more, separated by commas (default: 1000)"
+    )
     parser.add_argument("--churn-per-min", type=share, default=0.1, help="share of nodes replaced (default: 0.1)")
     parser.add_argument("--minutes", type=positive, default=10.0, help="of churn, in virtual time (default: 10)")
     parser.add_argument("--seed", type=int, default=0)

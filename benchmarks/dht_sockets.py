@@ -48,9 +48,9 @@ from manyhands.transport import TlsTransport
 Row = dict[str, Any]
 
 LISTEN = (Address.parse("/ip4/127.0.0.1/tcp/0"),)
-JOIN_TIMEOUT_S = 30.0
+JOIN_TIMEOUT_S = 60.0
 OPERATION_TIMEOUT_S = 30.0
-CALL_TIMEOUT_S = 300.0
+CALL_TIMEOUT_S = 600.0
 TTL_S = 3600.0
 MAX_INITIAL_PEERS = 3
 WATCHED_S = 60.0
@@ -60,11 +60,14 @@ WINDOWS_S = (0.0, 10.0, 20.0, 30.0, WATCHED_S)
 class Nodes:
     """Some of the nodes: one process, one network thread."""
 
-    def __init__(self, seeds: list[bytes], initial_peers: list[str]) -> None:
+    def __init__(self) -> None:
         self._thread = LoopThread("nodes")
         self._presences: list[Presence] = []
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+    def start(self, seeds: list[bytes], initial_peers: list[str]) -> None:
+        """Join, one after the other."""
         for seed in seeds:
             self._thread.run(self._start(seed, initial_peers), JOIN_TIMEOUT_S, "starting a node")
             initial_peers = initial_peers or self.addresses()
@@ -126,9 +129,9 @@ class Swarm:
         seeds = self._seeds[begin : begin + self._per_process]
         first = [worker for worker, _ in self._workers[:MAX_INITIAL_PEERS]]
         initial_peers = [address for worker in first for address in worker.call("addresses", timeout_s=CALL_TIMEOUT_S)]
-        worker = self._stack.enter_context(Worker(Nodes, seeds, initial_peers))
+        worker = self._stack.enter_context(Worker(Nodes))
+        worker.call("start", seeds, initial_peers, timeout_s=CALL_TIMEOUT_S)
         self._workers.append((worker, len(seeds)))
-        worker.call("addresses", timeout_s=CALL_TIMEOUT_S)
 
     def store_all(self, num_keys: int) -> Row:
         seconds, num_failed = [], 0

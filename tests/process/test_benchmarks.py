@@ -70,7 +70,12 @@ def test_gil(tmp_path: Path) -> None:
 
 def test_dht(tmp_path: Path) -> None:
     [result], _ = results_of("dht.py", tmp_path, "--systems", "manyhands", "--peers", "3", "--ops", "4")
-    assert (result["system"], result["peers"], result["nodes_per_process"], result["failures"]) == ("manyhands", 3, 1, 0)
+    assert (result["system"], result["peers"], result["nodes_per_process"], result["failures"]) == (
+        "manyhands",
+        3,
+        1,
+        0,
+    )
     for name in ("store_p50_ms", "store_p99_ms", "get_p50_ms", "get_p99_ms", "cpu_ms_per_op", "rss_mb_per_node"):
         assert result[name] >= 0, name
 

@@ -228,4 +228,3 @@ class RoutingTable:
         if entry.is_silent != is_silent:
             entry.is_silent = is_silent
             self.num_silences += 1
-
