@@ -90,6 +90,7 @@ class LightNetwork:
         self._by_place: dict[tuple[str, int], LightEndpoint] = {}
         self._by_id: dict[PeerId, LightEndpoint] = {}
         self._method_bytes: dict[str, int] = {}
+        self._bytes_of_contact: dict[PeerId, int] = {}
 
     def add(self, identity: Identity, rng: random.Random) -> LightEndpoint:
         """A new peer."""
@@ -141,9 +142,19 @@ class LightNetwork:
         self.num_calls[name] += 1
         self.num_bytes[name] += len(_encoder.encode(body)) + overhead
 
-    def count_answer(self, name: str, body: object) -> None:
+    def count_answer(self, name: str, body: Any) -> None:
         """Note an answer."""
-        self.num_bytes[name] += len(_encoder.encode(body)) + _RESPONSE_BYTES
+        num_bytes = _RESPONSE_BYTES
+        if contacts := getattr(body, "contacts", None):  # most of what is ever sent; each is encoded once
+            num_bytes += sum([self._contact_bytes(contact) for contact in contacts])
+            body = msgspec.structs.replace(body, contacts=[])
+        self.num_bytes[name] += len(_encoder.encode(body)) + num_bytes
+
+    def _contact_bytes(self, contact: Any) -> int:
+        num_bytes = self._bytes_of_contact.get(contact.peer_id)
+        if num_bytes is None:
+            num_bytes = self._bytes_of_contact[contact.peer_id] = len(_encoder.encode(contact))
+        return num_bytes
 
 
 class LightEndpoint:

@@ -14,8 +14,8 @@ if it returns what was stored last, by a store that had returned before, as long
 
 The figures, for each size:
 
-  gets, gets_good            how many were made, and the share of good ones; lost: no living node had the record any more;
-                             missed: some living node had it; stale: an older value was returned
+  gets, gets_good            how many were made, and the share of good ones; lost: no living node had the record any
+                             more; missed: some living node had it; stale: an older value was returned
   stores, stores_failed      failed: no node took the record
   get_hops, get_messages, store_hops, store_messages
                              means: the longest chain of peers of which each was named by the one before; and calls made
@@ -159,7 +159,7 @@ class Simulation:
             else:
                 self._begin(self._join(node), node)
                 await asyncio.sleep(GROW_S / self._num_nodes)
-        while len(self._joined) < self._num_nodes:
+        while len(self._joined) < self._num_nodes:  # noqa: ASYNC110 (in virtual time)
             await asyncio.sleep(1.0)
 
     def _add(self) -> Node:

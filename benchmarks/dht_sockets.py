@@ -2,9 +2,9 @@
 
     python benchmarks/dht_sockets.py --nodes 256 [--kill 0.25] [--per-process 16] [--keys 200] [--json FILE]
 
-All nodes join through the first ones of up to three processes. Then the keys are stored, each by a node drawn by chance,
-and read by others: one operation at a time. When the swarm has settled, some of the processes are killed at once
-(SIGKILL), as many as hold the wanted share of the nodes, and living nodes read all keys again and again for 60 s.
+All nodes join through the first ones of up to three processes. Then the keys are stored, each by a node drawn by
+chance, and read by others: one operation at a time. After a rest, some of the processes are killed at once (SIGKILL),
+as many as hold the wanted share of the nodes, and living nodes read all keys again and again for 60 s.
 
 The figures, one row for each phase: *before*, then by how long ago the nodes were killed:
 
@@ -13,8 +13,8 @@ The figures, one row for each phase: *before*, then by how long ago the nodes we
   missed                         other gets that did not return what was stored
 
 And of the whole run: start_s, until all nodes had joined; store_p50_ms, store_p99_ms, stores_failed;
-rest_cpu_ms_per_node_and_s, CPU time of a node when nobody reads, writes, comes or goes, which its heartbeats are part of;
-rss_mb_per_node; nodes_per_process.
+rest_cpu_ms_per_node_and_s, CPU time of a node when nobody reads, writes, comes or goes, its heartbeats included, and
+its first looks around; rss_mb_per_node; nodes_per_process.
 
 The identities of the nodes come from the seed, and so does which processes are killed: the same seed has the same
 holders, and loses the same keys. With five holders of each key, a quarter of the nodes takes one key in a thousand.
@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import math
 import random
@@ -175,8 +176,7 @@ class Swarm:
         return set().union(*(worker.call("held_keys", timeout_s=CALL_TIMEOUT_S) for worker, _ in self._workers))
 
     def _any_node(self) -> tuple[Worker, int]:
-        workers, nums = zip(*self._workers, strict=True)
-        worker, num = self._rng.choices(self._workers, weights=nums)[0]
+        worker, num = self._rng.choices(self._workers, weights=[num for _, num in self._workers])[0]
         return worker, self._rng.randrange(num)
 
     def _cpu_s(self) -> float:
@@ -234,7 +234,7 @@ def after_the_kill(swarm: Swarm, watched_s: float) -> list[Row]:
         rounds.append((began_s, swarm.get_all()))
         held = held if held is not None else swarm.held_keys()
     rows = []
-    for begin_s, end_s in zip(WINDOWS_S, WINDOWS_S[1:], strict=False):
+    for begin_s, end_s in itertools.pairwise(WINDOWS_S):
         gets = [get for began_s, of_round in rounds if begin_s <= began_s < end_s for get in of_round]
         if gets:
             rows.append(_row(f"{begin_s:g} to {end_s:g} s after", gets, held or set()))

@@ -69,7 +69,9 @@ def test_gil(tmp_path: Path) -> None:
 
 
 def test_dht(tmp_path: Path) -> None:
-    [result], _ = results_of("dht.py", tmp_path, "--systems", "manyhands", "--peers", "3", "--ops", "4")
+    [result], _ = results_of(
+        "dht.py", tmp_path, "--systems", "manyhands", "--peers", "3", "--ops", "4", "--warm-up", "1"
+    )
     assert (result["system"], result["peers"], result["nodes_per_process"], result["failures"]) == (
         "manyhands",
         3,
