@@ -20,10 +20,10 @@ The figures, for each size:
   get_hops, get_messages, store_hops, store_messages
                              means: the longest chain of peers of which each was named by the one before; and calls made
   *_p50_ms, *_p99_ms         in virtual time
-  rest_bytes_per_node_and_min, rest_calls_per_node_and_min
-                             of messages between DHT nodes, requests and answers, with the overhead of TLS records
-  churn_bytes_per_node_and_min, churn_calls_per_node_and_min
-                             likewise, during the churn
+  rest_bytes_per_node_and_min, rest_calls_per_node_and_min, rest_dials_per_node_and_min
+                             of messages between DHT nodes, requests and answers, with the overhead of TLS records;
+                             each dial, also one in vain, costs the handshake of a connection besides
+  churn_...                  likewise, during the churn
   coordinator_calls_per_s    that one coordinator answered during the churn, the mean of the three
   wall_s, cpu_s, peak_mb     of the process that simulates this size
 """
@@ -298,15 +298,17 @@ class Simulation:
             flush=True,
         )
 
-    def _traffic(self) -> tuple[int, int]:
-        return sum(self._network.num_calls.values()), sum(self._network.num_bytes.values())
+    def _traffic(self) -> tuple[int, int, int]:
+        network = self._network
+        return sum(network.num_calls.values()), sum(network.num_bytes.values()), network.num_dials
 
-    def _rates(self, when: str, before: tuple[int, int], seconds: float) -> dict[str, float]:
-        calls, num_bytes = (now - then for now, then in zip(self._traffic(), before, strict=True))
+    def _rates(self, when: str, before: tuple[int, int, int], seconds: float) -> dict[str, float]:
+        calls, num_bytes, dials = (now - then for now, then in zip(self._traffic(), before, strict=True))
         per = self._num_nodes * seconds / 60
         return {
             f"{when}_bytes_per_node_and_min": round(num_bytes / per),
             f"{when}_calls_per_node_and_min": round(calls / per, 1),
+            f"{when}_dials_per_node_and_min": round(dials / per, 1),
         }
 
     def _served_by_coordinators(self) -> int:

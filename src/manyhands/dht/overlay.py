@@ -35,7 +35,6 @@ logger = logging.getLogger(__name__)
 HEARD_PERIOD_S = 10.0
 """Of a peer that is heard of all the time, not every call has to be entered in the table."""
 
-
 FILL_PERIOD_S = 300.0
 """Between two attempts to find more contacts for one bucket."""
 
@@ -198,6 +197,7 @@ class _Asking:
         self._not_slow: deque[tuple[float, asyncio.Task[None]]] = deque()  # and when they will be; the first one first
         self._timer: asyncio.TimerHandle | None = None
         self._wake = self._loop.create_future()
+        self._error: BaseException | None = None
 
     def begin(self, peer_id: PeerId, ask: Coroutine[Any, Any, None]) -> None:
         """Ask one more."""
@@ -207,7 +207,10 @@ class _Asking:
         task.add_done_callback(self._ended)
 
     async def wait(self) -> bool:
-        """Wait until somebody has answered, failed or become slow; whether that was before the deadline."""
+        """Wait until somebody has answered, failed or become slow; whether that was before the deadline.
+
+        Raises what an ask ended with, if it was no answer.
+        """
         while self._not_slow and self._not_slow[0][1] not in self._peers:
             self._not_slow.popleft()
         if self._timer is None:
@@ -215,6 +218,8 @@ class _Asking:
             self._timer = self._loop.call_at(min(due, self._deadline), self._time_is_up)
         await self._wake
         self._wake = self._loop.create_future()
+        if self._error is not None:
+            raise self._error
         return self._loop.time() < self._deadline
 
     def slow_ones(self) -> list[PeerId]:
@@ -240,16 +245,15 @@ class _Asking:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         del self._peers[task]
-        if self._wake.done() or task.cancelled():
-            return
-        error = task.exception()
-        if error is not None:
-            self._wake.set_exception(error)
-        else:
-            self._wake.set_result(None)
+        if not task.cancelled():
+            self._error = self._error or task.exception()
+        self._wake_up()
 
     def _time_is_up(self) -> None:
         self._timer = None
+        self._wake_up()
+
+    def _wake_up(self) -> None:
         if not self._wake.done():
             self._wake.set_result(None)
 
