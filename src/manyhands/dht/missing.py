@@ -8,7 +8,7 @@ from manyhands.base.identity import PeerId
 
 FIRST_S = 10.0
 MOST_S = 160.0
-MAX_PEERS = 512
+MAX_PEERS = 128
 
 
 class Missing(OrderedDict[PeerId, tuple[float, float]]):
