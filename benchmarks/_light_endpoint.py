@@ -90,6 +90,7 @@ class LightNetwork:
         self._by_place: dict[tuple[str, int], LightEndpoint] = {}
         self._by_id: dict[PeerId, LightEndpoint] = {}
         self._method_bytes: dict[str, int] = {}
+        self._bytes_of_contact: dict[PeerId, int] = {}
 
     def add(self, identity: Identity, rng: random.Random) -> LightEndpoint:
         """A new peer."""
@@ -141,9 +142,19 @@ class LightNetwork:
         self.num_calls[name] += 1
         self.num_bytes[name] += len(_encoder.encode(body)) + overhead
 
-    def count_answer(self, name: str, body: object) -> None:
+    def count_answer(self, name: str, body: Any) -> None:
         """Note an answer."""
-        self.num_bytes[name] += len(_encoder.encode(body)) + _RESPONSE_BYTES
+        num_bytes = _RESPONSE_BYTES
+        if contacts := getattr(body, "contacts", None):  # most of what is ever sent; each is encoded once
+            num_bytes += sum([self._contact_bytes(contact) for contact in contacts])
+            body = msgspec.structs.replace(body, contacts=[])
+        self.num_bytes[name] += len(_encoder.encode(body)) + num_bytes
+
+    def _contact_bytes(self, contact: Any) -> int:
+        num_bytes = self._bytes_of_contact.get(contact.peer_id)
+        if num_bytes is None:
+            num_bytes = self._bytes_of_contact[contact.peer_id] = len(_encoder.encode(contact))
+        return num_bytes
 
 
 class LightEndpoint:
@@ -174,6 +185,10 @@ class LightEndpoint:
     def handle(self, method: Method[Any, Any], handler: Callable[[PeerId, Any], Any]) -> None:
         self._handlers[method.name] = handler
 
+    def host_of(self, peer_id: PeerId) -> str:
+        """Each node is a machine of its own."""
+        return peer_id
+
     def unhandle(self, method: Method[Any, Any]) -> None:
         self._handlers.pop(method.name, None)
 
@@ -203,13 +218,17 @@ class LightEndpoint:
         deadline = loop.now + timeout_s
         if watch is not None:
             watch.asks(peer_id)
-        if not self._is_linked(other):
-            await self._dial(other, timeout_s)
+        is_dial = not self._is_linked(other)
+        if is_dial:
+            if not other.is_alive:
+                await self._dial(other, timeout_s)  # in vain
+            self._backoff.check(peer_id, loop.now)
+            network.num_dials += 1
         elif other.is_alive:
             self.link(other)
         answered = loop.create_future()
         network.count(method.name, request)
-        arrives = loop.now + network.latency_s(self, other)
+        arrives = loop.now + network.latency_s(self, other) * (1 + DIAL_TRIPS * is_dial)
         loop.call_outside(arrives, self._arrived, other, method.name, request, answered, deadline)
         outcome = await answered
         if isinstance(outcome, Exception):
@@ -261,8 +280,6 @@ class LightEndpoint:
         if other.is_alive:
             await asyncio.sleep(DIAL_TRIPS * trip_s)
         if other.is_alive:
-            self._backoff.forget(other.peer_id)
-            other._backoff.forget(self.peer_id)
             self.link(other)
             return
         await asyncio.sleep(min(timeout_s, RPC.dial_timeout_s) if other.is_vanished else 2 * trip_s)
@@ -285,6 +302,7 @@ class LightEndpoint:
                 error = PeerLost(other.peer_id, "the process ended")
                 loop.call_outside(loop.now + trip_s, _settle, answered, error)
             return
+        self.link(other)
         handler = other._handlers.get(name)
         other.num_served += 1
         answer = handler(self.peer_id, request) if handler else PeerError(other.peer_id, f"no method {name}")

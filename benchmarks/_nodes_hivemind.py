@@ -26,8 +26,8 @@ class Nodes:
     def store(self, index: int, key: str, value: Any, ttl_s: float) -> bool:
         return bool(self._nodes[index].store(key, value, get_dht_time() + ttl_s))
 
-    def get(self, index: int, key: str) -> Any:
-        found = self._nodes[index].get(key)
+    def get(self, index: int, key: str, is_first: bool) -> Any:
+        found = self._nodes[index].get(key, latest=not is_first)
         return found.value if found is not None else None
 
     def close(self) -> None:

@@ -37,8 +37,8 @@ class Nodes:
             return peer.run(peer.dht.store(key, value, ttl_s), OPERATION_TIMEOUT_S, "storing") > 0
         return False
 
-    def get(self, index: int, key: str) -> Any:
-        """The value, or None."""
+    def get(self, index: int, key: str, is_first: bool) -> Any:
+        """The latest value, whatever ``is_first`` says, or None."""
         peer = self._peers[index]
         with contextlib.suppress(ManyhandsError):
             found = peer.run(peer.dht.get(key), OPERATION_TIMEOUT_S, "reading")

@@ -4,13 +4,15 @@
 
 All systems have their nodes up at the same time and take turns, 10 operations each, so that whatever else the machine
 does meets them alike. Every operation has its own key and is timed where its caller is, as a program would see it: a
-store by a node drawn by chance, then a get of that key by another one. One operation at a time.
+store by a node drawn by chance, then a get of that key by another one. One operation at a time. The first turns warm
+up and count for nothing: nodes that have not talked for long, or never, have no connection.
 
   manyhands  one `manyhands.Peer` in each process: the caller's thread and the network thread; TCP with mutual TLS 1.3.
-             A get asks all peers that should hold the key
+             A get asks all peers that should hold the key, and returns the latest value that they have
   hivemind   one `hivemind.DHT`: each forks a process, and starts a p2pd beside it; the callers share the process from
-             which all are forked. A get takes the first value that it finds, which is the default there. It is skipped
-             where hivemind is not installed (pip install -r benchmarks/requirements.txt)
+             which all are forked. A get asks for the latest value too, as hivemind's optimizer does; with --first it
+             takes the first that it finds, which is the default of `DHT.get`. It is skipped where hivemind is not
+             installed (pip install -r benchmarks/requirements.txt)
 
 The figures:
 
@@ -76,10 +78,10 @@ class Side:
         is_stored = self._nodes.store(index, key, value, TTL_S)
         return time.perf_counter() - started, is_stored
 
-    def get(self, index: int, key: str, value: Any) -> tuple[float, bool]:
-        """Likewise; it should return this value."""
+    def get(self, index: int, key: str, value: Any, is_first: bool) -> tuple[float, bool]:
+        """Likewise; it should return this value. The first that is found will do, or it must be the latest."""
         started = time.perf_counter()
-        found = self._nodes.get(index, key)
+        found = self._nodes.get(index, key, is_first)
         return time.perf_counter() - started, found == value
 
     def close(self) -> None:
@@ -115,7 +117,7 @@ class Swarm:
         for worker in self._workers:
             worker.call("addresses", timeout_s=START_TIMEOUT_S)
 
-    def turn(self, keys: list[str], rng: random.Random) -> None:
+    def turn(self, keys: list[str], rng: random.Random, is_first: bool) -> None:
         """Store these keys, and read them."""
         cpu_before_s = self._cpu_now_s()
         writers = [rng.randrange(self.num_peers) for _ in keys]
@@ -123,14 +125,21 @@ class Swarm:
             self._operate("store", writer, key)
         for key, writer in zip(keys, writers, strict=True):
             reader = (writer + rng.randrange(1, self.num_peers)) % self.num_peers
-            self._operate("get", reader, key)
+            self._operate("get", reader, key, is_first)
         self._cpu_s += self._cpu_now_s() - cpu_before_s
 
-    def _operate(self, kind: str, node: int, key: str) -> None:
+    def _operate(self, kind: str, node: int, key: str, *arguments: Any) -> None:
         worker, index = self._places[node]
-        seconds, is_good = worker.call(kind, index, key, f"value of {key}", timeout_s=OPERATION_TIMEOUT_S)
+        value = f"value of {key}"
+        seconds, is_good = worker.call(kind, index, key, value, *arguments, timeout_s=OPERATION_TIMEOUT_S)
         self._samples[kind].append(1e3 * seconds)
         self._num_failures += not is_good
+
+    def is_warm(self) -> None:
+        """What was measured so far counts for nothing."""
+        self._cpu_s, self._num_failures = 0.0, 0
+        for samples in self._samples.values():
+            samples.clear()
 
     def result(self) -> Row:
         memory = [process.memory_full_info() for process in self._processes()]
@@ -161,9 +170,11 @@ class Swarm:
         return sum(one.user + one.system for one in times)
 
 
-def measure(systems: list[str], num_peers: int, num_ops: int, seed: int) -> list[Row]:
+def measure(systems: list[str], options: argparse.Namespace) -> list[Row]:
     """One row for each system."""
-    num_turns = math.ceil(num_ops / TURN)
+    num_peers, num_ops = options.peers, options.ops
+    num_warm_up_turns = math.ceil(options.warm_up / TURN)
+    num_turns = num_warm_up_turns + math.ceil(num_ops / TURN)
     with contextlib.ExitStack() as stack, progress_of(len(systems) * (1 + num_turns)) as steps:
         swarms = [Swarm(stack, system, num_peers) for system in systems]
         for swarm in swarms:
@@ -171,10 +182,13 @@ def measure(systems: list[str], num_peers: int, num_ops: int, seed: int) -> list
             swarm.start()
         time.sleep(SETTLE_S)
         for turn in range(num_turns):
-            keys = [f"key {number}" for number in range(TURN * turn, min(num_ops, TURN * (turn + 1)))]
+            begin = TURN * (turn - num_warm_up_turns)
+            keys = [f"key {number}" for number in range(begin, min(num_ops, begin + TURN))]
             for swarm in swarms:
                 steps.begin(f"{swarm.system}: turn {turn + 1} of {num_turns}")
-                swarm.turn(keys, random.Random(f"{seed} {turn}"))
+                if turn == num_warm_up_turns:
+                    swarm.is_warm()
+                swarm.turn(keys, random.Random(f"{options.seed} {turn}"), options.first)
         return [swarm.result() for swarm in swarms]
 
 
@@ -211,6 +225,8 @@ def main() -> None:
     parser.add_argument("--peers", type=positive_int, default=32, help="nodes of each system (default: 32)")
     parser.add_argument("--ops", type=positive_int, default=200, help="stores, and as many gets (default: 200)")
     parser.add_argument("--systems", type=systems_of, default=list(SYSTEMS), help="names, separated by commas")
+    parser.add_argument("--warm-up", type=positive_int, default=100, help="operations before (default: 100)")
+    parser.add_argument("--first", action="store_true", help="gets of hivemind take the first value that they find")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=json_path, metavar="FILE", help="write the figures there, too")
     options = parser.parse_args()
@@ -225,7 +241,7 @@ def main() -> None:
             systems.append(system)
     if not systems:
         sys.exit(2)
-    results = measure(systems, options.peers, options.ops, options.seed)
+    results = measure(systems, options)
     show(results)
     for result in results:
         print(json.dumps(result))

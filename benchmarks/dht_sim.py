@@ -14,16 +14,16 @@ if it returns what was stored last, by a store that had returned before, as long
 
 The figures, for each size:
 
-  gets, gets_good            how many were made, and the share of good ones; lost: no living node had the record any more;
-                             missed: some living node had it; stale: an older value was returned
+  gets, gets_good            how many were made, and the share of good ones; lost: no living node had the record any
+                             more; missed: some living node had it; stale: an older value was returned
   stores, stores_failed      failed: no node took the record
   get_hops, get_messages, store_hops, store_messages
                              means: the longest chain of peers of which each was named by the one before; and calls made
   *_p50_ms, *_p99_ms         in virtual time
-  rest_bytes_per_node_and_min, rest_calls_per_node_and_min
-                             of messages between DHT nodes, requests and answers, with the overhead of TLS records
-  churn_bytes_per_node_and_min, churn_calls_per_node_and_min
-                             likewise, during the churn
+  rest_bytes_per_node_and_min, rest_calls_per_node_and_min, rest_dials_per_node_and_min
+                             of messages between DHT nodes, requests and answers, with the overhead of TLS records;
+                             each dial, also one in vain, costs the handshake of a connection besides
+  churn_...                  likewise, during the churn
   coordinator_calls_per_s    that one coordinator answered during the churn, the mean of the three
   wall_s, cpu_s, peak_mb     of the process that simulates this size
 """
@@ -106,6 +106,7 @@ class Simulation:
         self._joined: dict[Node, None] = {}
         self._initial: list[Any] = []
         self._stored: dict[str, Stored] = {}
+        self._keys: list[str] = []  # of them, to draw from
         self._tasks: set[asyncio.Task[Any]] = set()
         self._counts: Counter[str] = Counter()
         self._watched: dict[str, list[tuple[float, int, int]]] = {"get": [], "store": []}
@@ -158,7 +159,7 @@ class Simulation:
             else:
                 self._begin(self._join(node), node)
                 await asyncio.sleep(GROW_S / self._num_nodes)
-        while len(self._joined) < self._num_nodes:
+        while len(self._joined) < self._num_nodes:  # noqa: ASYNC110 (in virtual time)
             await asyncio.sleep(1.0)
 
     def _add(self) -> Node:
@@ -232,28 +233,33 @@ class Simulation:
             return
         if self._rng.random() < 0.5:
             self._begin(self._store(node), node)
-        elif self._known():
-            self._begin(self._get(node, self._rng.choice(self._known())), node)
+        elif (key := self._any_key()) is not None:
+            self._begin(self._get(node, key), node)
 
-    def _known(self) -> list[str]:
-        now = self._loop.now
-        for key in [key for key, stored in self._stored.items() if stored.expires_at < now]:
-            del self._stored[key]
-        return [key for key, stored in self._stored.items() if not stored.is_changing]
+    def _any_key(self) -> str | None:
+        """A key whose record lives, and is not being replaced."""
+        while self._keys:
+            index = self._rng.randrange(len(self._keys))
+            stored = self._stored[self._keys[index]]
+            if stored.expires_at > self._loop.now:
+                return None if stored.is_changing else self._keys[index]
+            del self._stored[self._keys[index]]
+            self._keys[index] = self._keys[-1]
+            self._keys.pop()
+        return None
 
     async def _store(self, node: Node) -> None:
         self._counts["stores"] += 1
-        known = self._known()
-        if known and self._rng.random() < REPLACED_SHARE:
-            key = self._rng.choice(known)
-        else:
-            key = f"key {self._counts['stores']}"
+        replaced = self._any_key() if self._rng.random() < REPLACED_SHARE else None
+        key = replaced or f"key {self._counts['stores']}"
         before = self._stored.get(key)
         if before is not None:
             before.is_changing = True
         value, expires_at = self._counts["stores"], self._loop.now + TTL_S
         num_holders = await self._watch("store", node.dht.store(key, value, TTL_S))
         if num_holders:
+            if key not in self._stored:
+                self._keys.append(key)
             self._stored[key] = Stored(value, expires_at)
         else:
             self._counts["stores_failed"] += 1
@@ -292,15 +298,17 @@ class Simulation:
             flush=True,
         )
 
-    def _traffic(self) -> tuple[int, int]:
-        return sum(self._network.num_calls.values()), sum(self._network.num_bytes.values())
+    def _traffic(self) -> tuple[int, int, int]:
+        network = self._network
+        return sum(network.num_calls.values()), sum(network.num_bytes.values()), network.num_dials
 
-    def _rates(self, when: str, before: tuple[int, int], seconds: float) -> dict[str, float]:
-        calls, num_bytes = (now - then for now, then in zip(self._traffic(), before, strict=True))
+    def _rates(self, when: str, before: tuple[int, int, int], seconds: float) -> dict[str, float]:
+        calls, num_bytes, dials = (now - then for now, then in zip(self._traffic(), before, strict=True))
         per = self._num_nodes * seconds / 60
         return {
             f"{when}_bytes_per_node_and_min": round(num_bytes / per),
             f"{when}_calls_per_node_and_min": round(calls / per, 1),
+            f"{when}_dials_per_node_and_min": round(dials / per, 1),
         }
 
     def _served_by_coordinators(self) -> int:

@@ -22,7 +22,7 @@ TINY = ["--seconds", "0.05", "--repeats", "1"]
 def results_of(script: str, folder: Path, *arguments: str) -> tuple[list[dict[str, Any]], str]:
     """What the script wrote as JSON, and what it printed."""
     path = folder / "results.json"
-    command = Command([str(BENCHMARKS / script), *arguments, *TINY, "--json", str(path)], module=None)
+    command = Command([str(BENCHMARKS / script), *arguments, "--json", str(path)], module=None)
     try:
         assert command.wait(90) == 0, command.output
     finally:
@@ -31,7 +31,7 @@ def results_of(script: str, folder: Path, *arguments: str) -> tuple[list[dict[st
 
 
 def test_transport(tmp_path: Path) -> None:
-    results, output = results_of("transport.py", tmp_path, "--systems", "manyhands,asyncio,grpc")
+    results, output = results_of("transport.py", tmp_path, "--systems", "manyhands,asyncio,grpc", *TINY)
     systems = [result.pop("system") for result in results]
     assert systems[:2] == ["manyhands", "asyncio"]
     assert systems[2:] == ["grpc"] or "grpc is skipped: grpcio is not installed" in output
@@ -55,7 +55,7 @@ def test_transport(tmp_path: Path) -> None:
 
 
 def test_gil(tmp_path: Path) -> None:
-    results, _ = results_of("gil.py", tmp_path, "--rates", "20")
+    results, _ = results_of("gil.py", tmp_path, "--rates", "20", *TINY)
     assert [(result["loop"], result["mb_per_s_wanted"]) for result in results] == [
         ("large", 0),
         ("large", 20),
@@ -80,6 +80,36 @@ def test_coordinator(tmp_path: Path) -> None:
     assert (result["peers"], result["peers_per_process"]) == (3, 2)
     assert result["rss_mb"] > 0
     assert {"seconds", "cpu_percent", "cpu_ms_per_s_of_peer", "known_peers", "connected_peers"} <= result.keys()
+
+
+def test_dht(tmp_path: Path) -> None:
+    [result], _ = results_of(
+        "dht.py", tmp_path, "--systems", "manyhands", "--peers", "3", "--ops", "4", "--warm-up", "1"
+    )
+    assert (result["system"], result["peers"], result["nodes_per_process"], result["failures"]) == (
+        "manyhands",
+        3,
+        1,
+        0,
+    )
+    for name in ("store_p50_ms", "store_p99_ms", "get_p50_ms", "get_p99_ms", "cpu_ms_per_op", "rss_mb_per_node"):
+        assert result[name] >= 0, name
+
+
+def test_dht_sim(tmp_path: Path) -> None:
+    [result], _ = results_of("dht_sim.py", tmp_path, "--nodes", "60", "--minutes", "1")
+    assert result["nodes"] == 60
+    assert result["gets"] > 100
+    assert result["gets_good"] == 1
+    assert result["churn_calls_per_node_and_min"] > result["rest_calls_per_node_and_min"] > 0
+
+
+def test_dht_sockets(tmp_path: Path) -> None:
+    arguments = ["--nodes", "6", "--per-process", "2", "--keys", "4", "--rest-s", "0.2", "--watch-s", "0.5"]
+    (*phases, whole), _ = results_of("dht_sockets.py", tmp_path, *arguments, "--kill", "0.34")
+    assert [phase["phase"] for phase in phases] == ["before", "0 to 10 s after"]
+    assert [phase["lost"] + phase["missed"] for phase in phases] == [0, 0]
+    assert (whole["nodes"], whole["killed"], whole["stores_failed"]) == (6, 2, 0)
 
 
 def test_bad_arguments_are_one_line() -> None:

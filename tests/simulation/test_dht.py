@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
-from manyhands.testing import between
-from tests.simulation.worlds import dht_world
+from manyhands.base.address import Address
+from manyhands.dht import DhtConfig, DhtNode
+from manyhands.dht.ids import distance, key_id, node_id
+from manyhands.rpc import Endpoint
+from manyhands.testing import Host, World, at, between
+from tests.simulation.worlds import KEY, dht_world, join
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -35,3 +41,37 @@ def test_clocks_that_differ_by_a_minute_lose_nothing(skew_s: float) -> None:
         world.host(name).skew_s = skew_s
     world.run(29.0)  # before the partition, after the restart of p2
     assert set(seen.values()) == {6}
+
+
+def test_a_get_does_not_wait_for_a_holder_that_vanished() -> None:
+    world = World(seed=3)
+    world.network.default_link.latency_s = 0.02
+    initial_peers: list[Address] = []
+    nodes: dict[str, DhtNode] = {}
+    took_s: list[float] = []
+
+    async def peer(host: Host) -> None:
+        endpoint = Endpoint(world.transport(host))
+        nodes[host.name] = DhtNode(endpoint, DhtConfig(), rng=world.rng(host.name), wall_clock=host.wall_clock)
+        await endpoint.listen([Address.of(host.ip, 0)])
+        await join(nodes[host.name], initial_peers)
+        initial_peers.extend(endpoint.addresses)
+        if host.name == "p0":
+            await asyncio.sleep(10.0)
+            await nodes["p0"].store(KEY, 1, 100.0)
+        await asyncio.sleep(20.0 - world.loop.time())
+        if host.name == reader:
+            started = world.loop.time()
+            assert set(await nodes[reader].get(KEY)) == {""}
+            took_s.append(world.loop.time() - started)
+        await asyncio.sleep(1000.0)
+
+    names = [f"p{number}" for number in range(12)]
+    points = {name: node_id(world.identity(name).peer_id) for name in names}
+    nearest, *_, reader = sorted(names[1:], key=lambda name: distance(points[name], key_id(KEY)))
+    for name in names:
+        world.start(name, peer)
+    world.schedule(at(19.9).crash(nearest))
+    world.run(40.0)
+    [seconds] = took_s
+    assert DhtConfig().slow_after_s < seconds < 2.0

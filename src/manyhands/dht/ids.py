@@ -12,12 +12,22 @@ from manyhands.base.identity import PeerId
 
 ID_BITS = 256
 ID_BYTES = ID_BITS // 8
+MAX_POINTS = 65536  # remembered; about 20 MB
 
 
-@functools.lru_cache(maxsize=65536)  # sorting by distance asks for the same ids again and again
 def node_id(peer_id: PeerId) -> int:
     """The point of a peer: SHA-256 of its peer id, so that nobody chooses where it lies without searching for a key."""
-    return _point_of(peer_id)
+    point = _points.get(peer_id)
+    if point is None:
+        if len(_points) >= MAX_POINTS:
+            _points.clear()
+        point = _points[peer_id] = _point_of(peer_id)
+    return point
+
+
+_points: dict[str, int] = {}
+"""Sorting by distance asks for the same ids again and again. ``lru_cache`` would write its list of uses at each hit,
+which misses the processor's caches when there are many ids. Each access is atomic, so threads may share it."""
 
 
 @functools.lru_cache(maxsize=4096)

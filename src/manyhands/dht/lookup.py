@@ -53,6 +53,7 @@ class Lookup:
         self._num = k if num is None else num
         self._alpha = alpha
         self._num_asked = 0  # and not slow
+        self._num_slow = 0
         self._states = {node_id(own_id) ^ target: _State.OWN}  # by distance, which no two peers have in common
         self._contacts: dict[int, Contact] = {}  # likewise
         self._hopeful: list[int] = []  # distances of those that did not fail, nearest first
@@ -81,6 +82,7 @@ class Lookup:
         if self._states[distance] is _State.ASKED:
             self._states[distance] = _State.SLOW
             self._num_asked -= 1
+            self._num_slow += 1
 
     def is_slow(self, peer_id: PeerId) -> bool:
         """Whether a peer has not answered for long, and still has not."""
@@ -104,7 +106,10 @@ class Lookup:
     def _end(self, peer_id: PeerId, state: _State) -> int:
         distance = node_id(peer_id) ^ self._target
         assert self._states[distance] in (_State.ASKED, _State.SLOW)
-        self._num_asked -= self._states[distance] is _State.ASKED
+        if self._states[distance] is _State.ASKED:
+            self._num_asked -= 1
+        else:
+            self._num_slow -= 1
         self._states[distance] = state
         return distance
 
@@ -119,6 +124,8 @@ class Lookup:
     def _shortlist(self) -> list[int]:
         """The distances of the nearest that count."""
         nearest = self._hopeful[: self._num]
+        if not self._num_slow:
+            return nearest
         num_slow = sum(self._states[distance] is _State.SLOW for distance in nearest)
         if not 0 < num_slow <= self._num // 2:
             return nearest

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import functools
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
@@ -16,9 +17,10 @@ from manyhands.base.address import Address
 from manyhands.base.errors import ConfigError, PeerError, Refused, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.dht.config import DhtConfig
-from manyhands.dht.ids import id_to_bytes
+from manyhands.dht.ids import ID_BITS, distance, id_to_bytes, node_id
 from manyhands.dht.lookup import Lookup
 from manyhands.dht.messages import FIND, TOO_MANY_REQUESTS, FindRequest, FindResponse
+from manyhands.dht.missing import Missing
 from manyhands.dht.routing import MAX_ADDRESSES, Contact, RoutingTable
 from manyhands.rpc.endpoint import Endpoint
 from manyhands.rpc.method import Method
@@ -32,6 +34,9 @@ logger = logging.getLogger(__name__)
 HEARD_PERIOD_S = 10.0
 """Of a peer that is heard of all the time, not every call has to be entered in the table."""
 
+FILL_PERIOD_S = 300.0
+"""Between two attempts to find more contacts for one bucket."""
+
 
 class Overlay:
     """Calls and lookups of one node.
@@ -44,12 +49,16 @@ class Overlay:
         self.table = RoutingTable(endpoint.peer_id, config.k, config.max_failures)
         self._endpoint = endpoint
         self._config = config
+        self._missing = Missing()
+        self._own_point = node_id(endpoint.peer_id)
+        self._filled_at: dict[int, float] = {}  # loop time, by bucket
 
     def seen(self, peer_id: PeerId) -> None:
         """Enter a peer that asked or answered; not one in client mode, which nobody could ask."""
         now = asyncio.get_running_loop().time()
-        if now - self.table.heard_at(peer_id) < HEARD_PERIOD_S and self.table.is_sound(peer_id):
+        if self.table.was_heard_since(now - HEARD_PERIOD_S, peer_id):
             return
+        self._missing.seen(peer_id)
         addresses = self._endpoint.addresses_of(peer_id)
         if addresses and not self._endpoint.is_client(peer_id):
             self.table.seen(Contact(peer_id, [_text_of(address) for address in addresses[:MAX_ADDRESSES]]), now)
@@ -80,7 +89,7 @@ class Overlay:
         except (Unavailable, PeerError) as error:
             logger.debug("%s to peer %s failed: %s", method.name, peer_id, error)
             if not isinstance(error, Refused) or error.code != TOO_MANY_REQUESTS:  # it is there, and overrun by us
-                self.table.failed(peer_id)
+                self._failed(peer_id)
             return None
         self.seen(peer_id)
         return response
@@ -99,7 +108,7 @@ class Overlay:
         *,
         seeds: Sequence[Contact] = (),
     ) -> list[Contact]:
-        """Find the peers nearest to a point.
+        """Find the peers nearest to a point; when it is this node's own, also some of each farther region.
 
         Args:
             target: the point.
@@ -118,7 +127,8 @@ class Overlay:
                 seeds = self.table.nearest(target, config.k, with_failed=True)
         lookup = Lookup(target, seeds, own_id=self._endpoint.peer_id, k=config.k, alpha=config.alpha, num=num)
         request = FindRequest(id_to_bytes(target), key)
-        asking = _Asking(config.slow_after_s, asyncio.get_running_loop().time() + timeout_s)
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        asking = _Asking(config.slow_after_s, deadline)
         try:
             while not lookup.is_finished:
                 for contact in lookup.to_ask():
@@ -131,8 +141,28 @@ class Overlay:
         finally:
             for peer_id in await asking.give_up():
                 if lookup.is_slow(peer_id):
-                    self.table.failed(peer_id)
-        return lookup.nearest()
+                    self._failed(peer_id)
+        nearest = lookup.nearest()
+        if target == self._own_point and len(nearest) >= config.k:  # else it knows everybody
+            await self._fill_far_buckets(distance(node_id(nearest[-1].peer_id), target), deadline)
+        return nearest
+
+    async def _fill_far_buckets(self, distance_known: int, deadline: float) -> None:
+        """Look up a point in each bucket that has few contacts, though the region may have more.
+
+        All peers up to ``distance_known`` are known. Without this, half of the swarm may know nobody of a part of the
+        other half, and lookups end before they come near to their target (section 2.3, the end of joining).
+        """
+        now = asyncio.get_running_loop().time()
+        thin = [
+            index
+            for index in range(distance_known.bit_length(), ID_BITS + 1)
+            if self.table.num_in_bucket(index) < self._config.k // 2
+            and now - self._filled_at.get(index, -math.inf) > FILL_PERIOD_S
+        ]
+        self._filled_at |= dict.fromkeys(thin, now)
+        points = [self._own_point ^ 1 << (index - 1) for index in thin]
+        await asyncio.gather(*(self.lookup(point, deadline - now, self._config.replicas) for point in points))
 
     async def _ask_on_the_way(
         self, lookup: Lookup, contact: Contact, request: FindRequest, on_answer: OnAnswer | None
@@ -141,9 +171,19 @@ class Overlay:
         if response is None:
             lookup.failed(contact.peer_id)
             return
-        lookup.answered(contact.peer_id, response.contacts)
+        missing = self._missing
+        named = [one for one in response.contacts if one.peer_id not in missing or self._is_worth_asking(one.peer_id)]
+        lookup.answered(contact.peer_id, named)
         if on_answer is not None:
             on_answer(contact.peer_id, response)
+
+    def _is_worth_asking(self, peer_id: PeerId) -> bool:
+        """Not if it did not answer of late; one that is in the table all the same is asked again, and then dropped."""
+        return not self._missing.is_missing(peer_id, asyncio.get_running_loop().time()) or peer_id in self.table
+
+    def _failed(self, peer_id: PeerId) -> None:
+        self.table.failed(peer_id)
+        self._missing.failed(peer_id, asyncio.get_running_loop().time())
 
     def _learn(self, contact: Contact) -> bool:
         """Tell the endpoint where a contact can be dialled; whether that can be read."""
@@ -172,6 +212,7 @@ class _Asking:
         self._not_slow: deque[tuple[float, asyncio.Task[None]]] = deque()  # and when they will be; the first one first
         self._timer: asyncio.TimerHandle | None = None
         self._wake = self._loop.create_future()
+        self._error: BaseException | None = None
 
     def begin(self, peer_id: PeerId, ask: Coroutine[Any, Any, None]) -> None:
         """Ask one more."""
@@ -181,7 +222,10 @@ class _Asking:
         task.add_done_callback(self._ended)
 
     async def wait(self) -> bool:
-        """Wait until somebody has answered, failed or become slow; whether that was before the deadline."""
+        """Wait until somebody has answered, failed or become slow; whether that was before the deadline.
+
+        Raises what an ask ended with, if it was no answer.
+        """
         while self._not_slow and self._not_slow[0][1] not in self._peers:
             self._not_slow.popleft()
         if self._timer is None:
@@ -189,6 +233,8 @@ class _Asking:
             self._timer = self._loop.call_at(min(due, self._deadline), self._time_is_up)
         await self._wake
         self._wake = self._loop.create_future()
+        if self._error is not None:
+            raise self._error
         return self._loop.time() < self._deadline
 
     def slow_ones(self) -> list[PeerId]:
@@ -214,16 +260,15 @@ class _Asking:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         del self._peers[task]
-        if self._wake.done() or task.cancelled():
-            return
-        error = task.exception()
-        if error is not None:
-            self._wake.set_exception(error)
-        else:
-            self._wake.set_result(None)
+        if not task.cancelled():
+            self._error = self._error or task.exception()
+        self._wake_up()
 
     def _time_is_up(self) -> None:
         self._timer = None
+        self._wake_up()
+
+    def _wake_up(self) -> None:
         if not self._wake.done():
             self._wake.set_result(None)
 

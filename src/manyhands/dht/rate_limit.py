@@ -11,9 +11,6 @@ from manyhands.dht.config import DhtConfig
 BURST_S = 5.0
 """So many seconds' worth of requests may come at once, by whoever was quiet for as long."""
 
-REMEMBERED = 4096
-"""Peers and machines; who asks too often is among the latest, and not forgotten."""
-
 
 class RateLimit:
     """Counts requests by who sent them. ``now`` is always the same monotonic clock."""
@@ -45,14 +42,12 @@ class _Buckets:
 
     def __init__(self, rate: float) -> None:
         self.rate = rate
-        self._paid_until: OrderedDict[str, float] = OrderedDict()
+        self._paid_until: OrderedDict[str, float] = OrderedDict()  # who asked last comes last
 
     def take(self, sender: str, now: float) -> bool:
-        paid_until = max(self._paid_until.get(sender, -math.inf), now) + 1 / self.rate
-        if paid_until > now + BURST_S:
-            return False
-        self._paid_until[sender] = paid_until
-        self._paid_until.move_to_end(sender)
-        if len(self._paid_until) > REMEMBERED:
-            self._paid_until.popitem(last=False)
-        return True
+        paid_until = max(self._paid_until.pop(sender, -math.inf), now) + 1 / self.rate
+        is_allowed = paid_until <= now + BURST_S
+        self._paid_until[sender] = paid_until if is_allowed else paid_until - 1 / self.rate
+        while self._paid_until[first := next(iter(self._paid_until))] <= now:  # as if it had never asked
+            del self._paid_until[first]
+        return is_allowed

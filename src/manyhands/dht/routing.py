@@ -12,8 +12,10 @@ Source: Maymounkov & Mazieres, Kademlia, 2002, sections 2.2, 2.4 and 4.1.
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import math
+from collections.abc import Iterator
 from typing import Annotated
 
 import msgspec
@@ -66,6 +68,7 @@ class RoutingTable:
         self._k = k
         self._max_failures = max_failures
         self._buckets: dict[int, _Bucket] = {}  # by the highest bit of the distance; most nodes have about 20 of 256
+        self._indexes: list[int] = []  # of these, in order
         self._num_live = 0
         self.num_changes = 0
         self.num_silences = 0
@@ -80,6 +83,11 @@ class RoutingTable:
         """Whether a peer is in the table, and has not failed since it was seen."""
         entry = self._live_entry(peer_id)
         return entry is not None and not entry.num_failures and not entry.is_silent
+
+    def was_heard_since(self, since: float, peer_id: PeerId) -> bool:
+        """Whether a peer was seen then or later, and nothing has been wrong with it since."""
+        entry = self._entry(peer_id)
+        return entry is not None and entry.heard_at >= since and not entry.num_failures and not entry.is_silent
 
     def heard_at(self, peer_id: PeerId) -> float:
         """When a peer was last seen, if it is in the table or waits as a replacement; else minus infinity."""
@@ -100,9 +108,14 @@ class RoutingTable:
         entries = (entry for bucket in self._buckets.values() for entry in bucket.live.values())
         return [entry.contact for entry in heapq.nlargest(num, entries, key=lambda entry: entry.heard_at)]
 
+    def num_in_bucket(self, index: int) -> int:
+        """How many contacts differ from this node in this bit, counted from 1, and in no higher one."""
+        bucket = self._buckets.get(index)
+        return len(bucket.live) if bucket is not None else 0
+
     def contacts(self) -> list[Contact]:
         """All contacts, the nearest buckets first."""
-        return [entry.contact for index in sorted(self._buckets) for entry in self._buckets[index].live.values()]
+        return [entry.contact for index in self._indexes for entry in self._buckets[index].live.values()]
 
     def seen(self, contact: Contact, now: float = 0.0) -> None:
         """Note that a peer just answered or asked; its addresses replace the old ones."""
@@ -113,6 +126,7 @@ class RoutingTable:
         bucket = self._buckets.get(index)
         if bucket is None:
             bucket = self._buckets[index] = _Bucket({}, {})
+            bisect.insort(self._indexes, index)
         entry = bucket.live.pop(point, None)
         if entry is not None:
             self._set_silent(entry, False)
@@ -171,21 +185,32 @@ class RoutingTable:
             with_failed: also those that failed since they were seen.
         """
         own_distance = distance(self._own_point, target)
-        to_target = target.__xor__
         nearest: list[Contact] = []
-        for index in sorted(self._buckets, key=lambda index: _rank(index, own_distance)):
+        for index in self._from_nearest_on(own_distance):
             live = self._buckets[index].live
-            for point in sorted(live, key=to_target):
-                if len(nearest) >= num:
-                    return nearest
-                entry = live[point]
-                if with_failed or not entry.num_failures:
-                    nearest.append(entry.contact)
-        return nearest
+            entries = [live[point] for point in sorted(live, key=target.__xor__)]
+            nearest += [entry.contact for entry in entries if with_failed or not entry.num_failures]
+            if len(nearest) >= num:
+                break
+        return nearest[:num]
+
+    def _from_nearest_on(self, own_distance: int) -> Iterator[int]:
+        """The buckets in the order of the distance of their contacts to a point.
+
+        Contacts of a bucket differ from this node in its bit, and not above it. Where the point does so too, they are
+        nearer than this node, and the more so the higher the bit; where it does not, they are farther, and the more so
+        the higher the bit.
+        """
+        for index in reversed(self._indexes):
+            if own_distance >> (index - 1) & 1:
+                yield index
+        for index in self._indexes:
+            if not own_distance >> (index - 1) & 1:
+                yield index
 
     def least_recently_seen(self) -> list[Contact]:
         """The first contact of each bucket: those whose life is most in doubt."""
-        live = (self._buckets[index].live for index in sorted(self._buckets))
+        live = (self._buckets[index].live for index in self._indexes)
         return [next(iter(entries.values())).contact for entries in live if entries]
 
     def _entry(self, peer_id: PeerId) -> _Entry | None:
@@ -219,13 +244,3 @@ class RoutingTable:
         if entry.is_silent != is_silent:
             entry.is_silent = is_silent
             self.num_silences += 1
-
-
-def _rank(index: int, own_distance: int) -> int:
-    """Sorts buckets by the distance of their contacts to a point, nearest first.
-
-    Contacts of a bucket differ from this node in its bit, and not above it. Where the point does so too, they are
-    nearer than this node, and the more so the higher the bit; where it does not, they are farther, and the more so the
-    higher the bit.
-    """
-    return -index if own_distance >> (index - 1) & 1 else index

@@ -161,3 +161,71 @@ def test_who_wants_few_gets_exactly_the_nearest_and_asks_fewer(num: int, target:
         num_asked.append(run(lookup, tables, set(), 1, random.Random(seed)))
         assert lookup.nearest() == by_distance(others, target)[:wanted]
     assert num_asked[0] < num_asked[1]
+
+
+def test_others_are_asked_in_place_of_a_slow_one_and_it_is_not_waited_for() -> None:
+    peers = by_distance([contact(number) for number in range(6)], 0)
+    lookup = Lookup(0, peers, own_id=PeerId("me"), k=6, alpha=3, num=3)
+    assert lookup.to_ask() == peers[:3]
+    lookup.slow(peers[0].peer_id)
+    assert lookup.to_ask() == [peers[3]]
+    for peer in peers[1:4]:
+        assert not lookup.is_finished
+        lookup.answered(peer.peer_id, [])
+    assert lookup.is_finished
+    assert lookup.is_slow(peers[0].peer_id)
+    assert lookup.nearest() == peers[1:4]
+
+
+def test_a_slow_one_that_answers_counts_again() -> None:
+    peers = by_distance([contact(number) for number in range(5)], 0)
+    lookup = Lookup(0, peers[1:], own_id=PeerId("me"), k=6, alpha=3, num=3)
+    lookup.to_ask()
+    lookup.slow(peers[1].peer_id)
+    lookup.answered(peers[1].peer_id, [peers[0]])
+    assert not lookup.is_slow(peers[1].peer_id)
+    assert lookup.to_ask() == [peers[0]]
+    lookup.answered(peers[0].peer_id, [])
+    lookup.answered(peers[2].peer_id, [])
+    assert lookup.is_finished
+    assert lookup.nearest() == peers[:3]
+
+
+def test_if_most_are_slow_they_are_waited_for() -> None:
+    peers = by_distance([contact(number) for number in range(6)], 0)
+    lookup = Lookup(0, peers, own_id=PeerId("me"), k=6, alpha=3, num=3)
+    lookup.to_ask()
+    lookup.slow(peers[0].peer_id)
+    lookup.slow(peers[1].peer_id)
+    lookup.to_ask()
+    lookup.answered(peers[2].peer_id, [])
+    assert not lookup.is_finished, "the three nearest may have what is looked for"
+    lookup.failed(peers[0].peer_id)
+    assert not lookup.is_finished, "the fourth is now among them"
+
+
+@settings(max_examples=30)
+@given(seed=st.integers(0, 2**32), num=st.integers(1, 6))
+def test_whatever_is_slow_and_whatever_fails_it_ends_with_the_nearest_that_answered(seed: int, num: int) -> None:
+    rng = random.Random(seed)
+    tables = network(40, 6, rng)
+    lookup = Lookup(0, tables[contact(0).peer_id].nearest(0, 6), own_id=contact(0).peer_id, k=6, alpha=3, num=num)
+    asked: list[Contact] = []
+    answered: list[Contact] = []
+    slow: set[PeerId] = set()
+    while not lookup.is_finished:
+        asked += lookup.to_ask()
+        assert asked, "it waits for nobody"
+        someone = rng.choice(asked)
+        what = rng.random()
+        if what < 0.3 and someone.peer_id not in slow:
+            slow.add(someone.peer_id)
+            lookup.slow(someone.peer_id)
+            continue
+        asked.remove(someone)
+        if what < 0.5:
+            lookup.failed(someone.peer_id)
+        else:
+            answered.append(someone)
+            lookup.answered(someone.peer_id, tables[someone.peer_id].nearest(0, 6))
+    assert lookup.nearest() == by_distance(answered, 0)[: len(lookup.nearest())]

@@ -151,3 +151,37 @@ def test_who_fell_silent_is_not_counted_as_nearer_until_it_is_heard_of_again() -
     assert table.is_sound(contact(2).peer_id)
     table.failed(contact(2).peer_id)
     assert not table.is_sound(contact(2).peer_id)
+
+
+def test_who_failed_is_named_to_nobody_until_it_is_seen_again() -> None:
+    table = RoutingTable(OWN_ID, k=3, max_failures=3)
+    table.seen(contact(1))
+    table.failed(contact(1).peer_id)
+    assert table.nearest(0, 5) == []
+    assert table.nearest(0, 5, with_failed=True) == [contact(1)]
+    table.seen(contact(1))
+    assert table.nearest(0, 5) == [contact(1)]
+
+
+def test_a_newcomer_takes_the_place_of_a_contact_that_failed() -> None:
+    table = RoutingTable(OWN_ID, k=2, max_failures=2)
+    first, second, newcomer = same_bucket(3)
+    table.seen(first)
+    table.seen(second)
+    table.failed(second.peer_id)
+    table.seen(newcomer)
+    assert table.contacts() == [first, newcomer]
+
+
+def test_it_tells_since_when_nothing_was_wrong_with_a_peer() -> None:
+    table = RoutingTable(OWN_ID, k=1, max_failures=2)
+    first, waiting = same_bucket(2)
+    table.seen(first, 10.0)
+    table.seen(waiting, 11.0)
+    for someone, heard_at in ((first, 10.0), (waiting, 11.0)):
+        assert table.heard_at(someone.peer_id) == heard_at
+        assert table.was_heard_since(heard_at, someone.peer_id)
+        assert not table.was_heard_since(heard_at + 1, someone.peer_id)
+    table.lost(first.peer_id)
+    assert not table.was_heard_since(10.0, first.peer_id)
+    assert not table.was_heard_since(0.0, PeerId("a stranger"))

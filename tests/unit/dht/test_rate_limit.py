@@ -1,0 +1,38 @@
+"""How often one may ask."""
+
+from __future__ import annotations
+
+from manyhands.base.identity import PeerId
+from manyhands.dht.config import DhtConfig
+from manyhands.dht.rate_limit import BURST_S, RateLimit
+
+ALICE, BOB = PeerId("alice"), PeerId("bob")
+
+
+def num_allowed(limit: RateLimit, peer_id: PeerId, host: str, num: int, now: float) -> int:
+    return sum(limit.broken_by(peer_id, host, now) is None for _ in range(num))
+
+
+def test_so_many_at_once_and_then_so_many_a_second() -> None:
+    limit = RateLimit(DhtConfig(max_requests_per_s_of_peer=8))
+    assert num_allowed(limit, ALICE, "", 100, 1000.0) == 8 * BURST_S
+    assert num_allowed(limit, ALICE, "", 100, 1000.0625) == 0
+    assert num_allowed(limit, ALICE, "", 100, 1001.0625) == 8
+    assert num_allowed(limit, BOB, "", 100, 1001.0625) == 8 * BURST_S, "each has its own"
+    assert num_allowed(limit, ALICE, "", 1000, 2000.0) == 8 * BURST_S, "no more after a long pause"
+
+
+def test_a_machine_with_many_keys_has_one_limit() -> None:
+    limit = RateLimit(DhtConfig(max_requests_per_s_of_peer=8, max_requests_per_s_of_host=16))
+    peers = [PeerId(f"peer-{number}") for number in range(20)]
+    assert sum(num_allowed(limit, peer, "10.0.0.1", 8, 0.0) for peer in peers) == 16 * BURST_S
+    assert limit.broken_by(PeerId("another"), "10.0.0.1", 0.0) == 16
+    assert limit.broken_by(PeerId("another"), "10.0.0.2", 0.0) is None
+
+
+def test_those_who_are_quiet_are_forgotten() -> None:
+    limit = RateLimit(DhtConfig())
+    for number in range(1000):
+        limit.broken_by(PeerId(f"peer-{number}"), f"host-{number}", float(number))
+    assert len(limit._of_peer._paid_until) == 1
+    assert len(limit._of_host._paid_until) == 1
