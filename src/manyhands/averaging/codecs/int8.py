@@ -6,7 +6,7 @@ scale and bias as float32; a value is ``scale * q + bias``. Four things are adde
 - The lower 8 bits of each scale are zero. With 16 significant bits, the product with 8 bits is exact, and all machines
   decode the same, whether or not they fuse it with the addition.
 - The kernel divides by ``range + 1e-8`` and writes a scale for ``range``. The scale is corrected, and rows of a very
-  small range are encoded again, multiplied by 2^64.
+  small range are encoded again, multiplied by 2^120.
 - Rows whose range is near the largest float32 or above are encoded again, multiplied by 2^-8; such scales and biases
   are decoded in float64, and what goes beyond the largest float32 is set to that.
 - NaN, which the kernel does not see, is refused.
@@ -45,7 +45,7 @@ _HAS_KERNELS = all(
 class Int8(Codec):
     """Affine 8-bit quantization of rows of 216 values.
 
-    Error: at most 1/480 of the row's range (largest less smallest), 2^-22 of its largest magnitude, and 2^-99. A row
+    Error: at most 1/480 of the row's range (largest less smallest), 2^-22 of its largest magnitude, and 2^-132. A row
     of equal values is exact.
     """
 
@@ -82,7 +82,7 @@ def _encode_rows(rows: torch.Tensor) -> torch.Tensor:
     low, high = torch.aminmax(scales)
     again = []
     if low.item() < SMALL_SCALE:
-        again.append((((scales > 0) & (scales < SMALL_SCALE)).nonzero()[:, 0], 2.0**64))
+        again.append((((scales > 0) & (scales < SMALL_SCALE)).nonzero()[:, 0], 2.0**120))
     if not high.item() < HUGE_SCALE:
         again.append(((~(scales < HUGE_SCALE)).nonzero()[:, 0], 2.0**-8))
     scales += KERNEL_EPSILON / LEVELS
@@ -116,7 +116,7 @@ def _decode_rows(packed: torch.Tensor, out_rows: torch.Tensor) -> None:
 
 def _headers(packed: torch.Tensor) -> torch.Tensor:
     """A copy of scale and bias of each row, float32, shape [R, 2]."""
-    return packed[:, -HEADER_BYTES:].contiguous().view(torch.float32)
+    return packed[:, -HEADER_BYTES:].clone(memory_format=torch.contiguous_format).view(torch.float32)
 
 
 def _pack(rows: torch.Tensor) -> torch.Tensor:

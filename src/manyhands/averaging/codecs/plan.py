@@ -44,7 +44,10 @@ class Plan:
         numel = 0
         for segment in segments:
             if segment.start != numel or segment.stop < segment.start:
-                raise ConfigError(f"a segment goes from {segment.start} to {segment.stop}, but has to start at {numel}")
+                raise ConfigError(
+                    f"a segment goes from {segment.start} to {segment.stop}, but has to start at {numel} and to end there "
+                    "or later"
+                )
             numel = segment.stop
             if segment.start == segment.stop:
                 continue
