@@ -24,7 +24,7 @@ import math
 
 import torch
 
-from manyhands.averaging.codecs.codec import BadEncoding, Codec, check_finite
+from manyhands.averaging.codecs.codec import BadEncoding, Codec, check_finite, viewed_as
 
 ROW_NUMEL = 216
 """With more values in a row, the squared error on N(0,1) is above 4e-5; with fewer, there are more than 8.3 bits."""
@@ -36,6 +36,7 @@ HUGE_SCALE = 2.0**118
 HUGE_BIAS = 2.0**126
 LARGEST_FLOAT32 = float(torch.finfo(torch.float32).max)
 UNUSED_SCALE_BITS = 0xFF
+SIGN_BIT = -(1 << 31)
 
 _HAS_KERNELS = all(
     hasattr(torch.ops.quantized, name) for name in ("embedding_bag_byte_prepack", "embedding_bag_byte_unpack")
@@ -62,8 +63,11 @@ class Int8(Codec):
         if num_rows:
             rows = _encode_rows(values_N[: num_rows * ROW_NUMEL].view(num_rows, ROW_NUMEL))
             out[: rows.numel()].copy_(rows.view(-1))
-        if rest:
-            out[-(rest + HEADER_BYTES) :].copy_(_encode_rows(values_N[-rest:].view(1, rest)).view(-1))
+        if rest:  # to a multiple of 4 values, so that the header is at an address of float32
+            row = torch.cat([values_N[-rest:], values_N[-1:].expand(-rest % 4)])
+            packed = _encode_rows(row[None])[0]
+            out[-rest - HEADER_BYTES : -HEADER_BYTES].copy_(packed[:rest])
+            out[-HEADER_BYTES:].copy_(packed[-HEADER_BYTES:])
 
     def _decode_piece(self, encoded: torch.Tensor, out_N: torch.Tensor) -> None:
         num_rows, rest = divmod(out_N.numel(), ROW_NUMEL)
@@ -71,52 +75,55 @@ class Int8(Codec):
             rows = encoded[: num_rows * (ROW_NUMEL + HEADER_BYTES)].view(num_rows, -1)
             _decode_rows(rows, out_N[: num_rows * ROW_NUMEL].view(num_rows, ROW_NUMEL))
         if rest:
-            _decode_rows(encoded[-(rest + HEADER_BYTES) :].view(1, -1), out_N[-rest:].view(1, rest))
+            steps, header = encoded[-rest - HEADER_BYTES : -HEADER_BYTES], encoded[-HEADER_BYTES:]
+            row = torch.cat([steps, steps.new_zeros(-rest % 4), header])
+            values = out_N.new_empty(1, row.numel() - HEADER_BYTES)
+            _decode_rows(row[None], values)
+            out_N[-rest:] = values[0, :rest]
 
 
 def _encode_rows(rows: torch.Tensor) -> torch.Tensor:
-    """R rows of V values each to uint8, shape [R, V + HEADER_BYTES]."""
+    """R rows of V values each, V a multiple of 4, to uint8, shape [R, V + HEADER_BYTES]."""
     packed = _pack(rows)
-    headers = _headers(packed)
-    scales = headers[:, 0]
+    scales = _headers(packed)[:, 0]
     low, high = torch.aminmax(scales)
     again = []
     if low.item() < SMALL_SCALE:
         again.append((((scales > 0) & (scales < SMALL_SCALE)).nonzero()[:, 0], 2.0**120))
     if not high.item() < HUGE_SCALE:
         again.append(((~(scales < HUGE_SCALE)).nonzero()[:, 0], 2.0**-8))
-    scales += KERNEL_EPSILON / LEVELS
+    scales.add_(KERNEL_EPSILON / LEVELS)
     for which, factor in again:
-        packed[which] = _pack(rows[which] * factor)
-        scaled = _headers(packed[which])
-        scaled[:, 0] += KERNEL_EPSILON / LEVELS
-        headers[which] = scaled / factor
-    headers.view(torch.int32)[:, 0] &= ~UNUSED_SCALE_BITS
-    packed[:, -HEADER_BYTES:] = headers.view(torch.uint8)
+        if not which.numel():  # all of these scales are 0: rows of equal values
+            continue
+        packed_again = _pack(rows[which] * factor)
+        headers = _headers(packed_again)
+        headers[:, 0].add_(KERNEL_EPSILON / LEVELS)
+        headers.div_(factor)
+        packed[which] = packed_again
+    scales.view(torch.int32).bitwise_and_(~UNUSED_SCALE_BITS)
     return packed
 
 
 def _decode_rows(packed: torch.Tensor, out_rows: torch.Tensor) -> None:
     """The inverse of ``_encode_rows``; refuses what it would not write."""
     headers = _headers(packed)
-    scales, biases = headers[:, 0], headers[:, 1]
-    (low_scale, high_scale), (low_bias, high_bias) = (
-        (low.item(), high.item()) for low, high in (torch.aminmax(scales), torch.aminmax(biases))
-    )
-    if not (low_scale >= 0 and high_scale < math.inf and low_bias > -math.inf and high_bias < math.inf):
-        raise BadEncoding("int8: a scale or a bias is not finite, or a scale below 0")
-    if bool((headers.view(torch.int32)[:, 0] & UNUSED_SCALE_BITS).any()):
-        raise BadEncoding("int8: a scale has more than 16 significant bits")
-    if high_scale < HUGE_SCALE and low_bias > -HUGE_BIAS and high_bias < HUGE_BIAS:
+    highest_scale, highest_bias = headers.abs().amax(0).tolist()
+    if not (math.isfinite(highest_scale) and math.isfinite(highest_bias)):
+        raise BadEncoding("int8: a scale or a bias is not finite")
+    if bool(headers[:, 0].view(torch.int32).bitwise_and(SIGN_BIT | UNUSED_SCALE_BITS).any()):
+        raise BadEncoding("int8: a scale is below 0, or has more than 16 significant bits")
+    if highest_scale < HUGE_SCALE and highest_bias < HUGE_BIAS:
         out_rows.copy_(_unpack(packed, headers))
     else:
-        values = packed[:, :-HEADER_BYTES].double().mul_(scales[:, None].double()).add_(biases[:, None].double())
+        exact = headers.double()
+        values = packed[:, :-HEADER_BYTES].double().mul_(exact[:, :1]).add_(exact[:, 1:])
         out_rows.copy_(values.clamp_(-LARGEST_FLOAT32, LARGEST_FLOAT32))
 
 
 def _headers(packed: torch.Tensor) -> torch.Tensor:
-    """A copy of scale and bias of each row, float32, shape [R, 2]."""
-    return packed[:, -HEADER_BYTES:].clone(memory_format=torch.contiguous_format).view(torch.float32)
+    """Scale and bias of each row, float32, shape [R, 2]; in place, unless the rows lie at an odd address."""
+    return viewed_as(packed.view(-1), torch.float32).view(packed.shape[0], -1)[:, -2:]
 
 
 def _pack(rows: torch.Tensor) -> torch.Tensor:

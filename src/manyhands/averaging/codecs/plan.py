@@ -45,8 +45,8 @@ class Plan:
         for segment in segments:
             if segment.start != numel or segment.stop < segment.start:
                 raise ConfigError(
-                    f"a segment goes from {segment.start} to {segment.stop}, but has to start at {numel} and to end there "
-                    "or later"
+                    f"a segment goes from {segment.start} to {segment.stop}, but has to start at {numel} and to end "
+                    "there or later"
                 )
             numel = segment.stop
             if segment.start == segment.stop:
