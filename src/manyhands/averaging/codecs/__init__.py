@@ -1,0 +1,37 @@
+"""Codecs of the all-reduce: float values to fewer bytes, and back the same way on every machine."""
+
+from manyhands.averaging.codecs.codec import BadEncoding, Codec, NotFinite, check_finite
+from manyhands.averaging.codecs.error_feedback import ErrorFeedback
+from manyhands.averaging.codecs.plan import EXACT_BELOW_NUMEL, Plan, Segment, plan_of
+from manyhands.averaging.codecs.registry import (
+    BF16,
+    CODECS,
+    FP16,
+    INT4,
+    INT8,
+    NONE,
+    NONE_FLOAT64,
+    codec_named,
+    codec_of_code,
+)
+
+__all__ = [
+    "BF16",
+    "CODECS",
+    "EXACT_BELOW_NUMEL",
+    "FP16",
+    "INT4",
+    "INT8",
+    "NONE",
+    "NONE_FLOAT64",
+    "BadEncoding",
+    "Codec",
+    "ErrorFeedback",
+    "NotFinite",
+    "Plan",
+    "Segment",
+    "check_finite",
+    "codec_named",
+    "codec_of_code",
+    "plan_of",
+]

@@ -1,0 +1,148 @@
+"""What a codec is: float values to bytes and back, in a number of bytes that follows from the number of values.
+
+The rules that all codecs keep, and that their tests check:
+
+- Values go piece by piece: a piece is worked on while it is in the processor's cache, and the encoding of a vector is
+  that of its pieces, one after the other. The last piece may be shorter.
+- Little-endian, laid out as docs/wire.md says. The hosts are little-endian, too: x86-64 and AArch64.
+- What was decoded is the same in every bit on every machine: each product in it is exact, so that it does not matter
+  whether the processor rounds between a multiplication and an addition. A round's vote relies on it.
+- Nothing that is not finite is encoded, or comes out of a decoder, whatever a stranger sent.
+- No state: one codec may be used from many threads. The kernels of torch release Python's lock.
+"""
+
+from __future__ import annotations
+
+import abc
+import math
+from typing import ClassVar
+
+import torch
+
+from manyhands.base.errors import ConfigError, ManyhandsError
+
+
+class NotFinite(ManyhandsError, ValueError):
+    """Values that are to be encoded hold NaN or infinity."""
+
+
+class BadEncoding(ManyhandsError, ValueError):
+    """Encoded bytes that no encoder of ours writes: of a wrong length, or with scales or values that are not finite."""
+
+
+class Codec(abc.ABC):
+    """Turns values into bytes and back.
+
+    Attributes:
+        name: as users choose it.
+        code: as peers say it on the wire; never used again for another layout.
+        dtype: of the values that are encoded and decoded.
+        piece_numel: values that are worked on in one go.
+    """
+
+    name: ClassVar[str]
+    code: ClassVar[int]
+    dtype: ClassVar[torch.dtype] = torch.float32
+    piece_numel: ClassVar[int]
+
+    def num_bytes(self, numel: int) -> int:
+        """How many bytes ``numel`` values take, whatever they are."""
+        num_pieces, rest = divmod(numel, self.piece_numel)
+        return num_pieces * self._piece_bytes(self.piece_numel) + self._piece_bytes(rest)
+
+    def encode(self, values_N: torch.Tensor, out: torch.Tensor) -> None:
+        """Write the encoded values to ``out``.
+
+        Args:
+            values_N: of any floating dtype, which is rounded to that of the codec; on any device.
+            out: uint8, shape [num_bytes(N)], contiguous; any alignment, on any device.
+        Raises:
+            NotFinite: a value is NaN, infinite, or too large for the dtype of the codec; what ``out`` holds then is
+                undefined, and not to be sent.
+            ConfigError: a shape or a dtype is another one.
+        """
+        if values_N.dim() != 1 or not values_N.is_floating_point():
+            raise ConfigError(f"values are {_named(values_N)}, but have to be floats in one dimension")
+        if not _is_bytes(out, self.num_bytes(values_N.numel())):
+            raise ConfigError(
+                f"the place for {values_N.numel()} values in {self.name} is {_named(out)}, but has to be uint8 of "
+                f"shape [{self.num_bytes(values_N.numel())}], contiguous"
+            )
+        for start, stop, place in self._pieces(values_N.numel(), out):
+            self._encode_piece(values_N[start:stop].to(self.dtype).contiguous(), place)
+
+    def decode(self, encoded: torch.Tensor, out_N: torch.Tensor) -> None:
+        """Write the values to ``out_N``.
+
+        Args:
+            encoded: uint8, in one dimension; any alignment, on any device; never written. May come from a stranger.
+            out_N: of the dtype of the codec, contiguous, on any device.
+        Raises:
+            BadEncoding: the length is not ``num_bytes(N)``, or a value would not be finite; what ``out_N`` holds then
+                is undefined, and not to be used.
+            ConfigError: the shape or the dtype of ``out_N`` is another one.
+        """
+        if out_N.dim() != 1 or out_N.dtype != self.dtype or not out_N.is_contiguous():
+            raise ConfigError(
+                f"the place for values of {self.name} is {_named(out_N)}, but has to be {self.dtype} in one dimension, "
+                "contiguous"
+            )
+        if not _is_bytes(encoded, self.num_bytes(out_N.numel())):
+            raise BadEncoding(
+                f"{out_N.numel()} values in {self.name} are {self.num_bytes(out_N.numel())} bytes, but there are "
+                f"{encoded.numel()}"
+            )
+        encoded = encoded.to(out_N.device)
+        for start, stop, place in self._pieces(out_N.numel(), encoded):
+            self._decode_piece(place, out_N[start:stop])
+
+    def _pieces(self, numel: int, encoded: torch.Tensor) -> list[tuple[int, int, torch.Tensor]]:
+        size = self.piece_numel
+        num_bytes = self._piece_bytes(size)
+        return [
+            (start, min(start + size, numel), encoded[start // size * num_bytes : (start // size + 1) * num_bytes])
+            for start in range(0, numel, size)
+        ]
+
+    @abc.abstractmethod
+    def _piece_bytes(self, numel: int) -> int:
+        """Bytes of a piece of 0 to ``piece_numel`` values."""
+
+    @abc.abstractmethod
+    def _encode_piece(self, values_N: torch.Tensor, out: torch.Tensor) -> None:
+        """Encode one piece, which is not empty, is contiguous and has the dtype of the codec."""
+
+    @abc.abstractmethod
+    def _decode_piece(self, encoded: torch.Tensor, out_N: torch.Tensor) -> None:
+        """Decode one piece, which is not empty and has the right length; both are on one device."""
+
+
+def largest_magnitude(values: torch.Tensor) -> float:
+    """The largest absolute value; NaN if any is NaN."""
+    low, high = torch.aminmax(values)
+    return max(-low.item(), high.item()) if not math.isnan(low.item()) else math.nan
+
+
+def check_finite(values: torch.Tensor) -> None:
+    """Raises NotFinite if a value is not finite.
+
+    A sum is the fastest pass over the values that there is, and not finite if one of them is not. Only when it has
+    overflowed is each of them looked at.
+    """
+    if not math.isfinite(values.sum().item()) and not bool(torch.isfinite(values).all()):
+        raise NotFinite("NaN or infinite values cannot be averaged")
+
+
+def viewed_as(encoded: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Bytes as numbers, without a copy where they lie at an address that is right for such numbers."""
+    if encoded.data_ptr() % dtype.itemsize or encoded.storage_offset() % dtype.itemsize:
+        encoded = encoded.clone()
+    return encoded.view(dtype)
+
+
+def _is_bytes(tensor: torch.Tensor, num_bytes: int) -> bool:
+    return tensor.dtype == torch.uint8 and tensor.shape == (num_bytes,) and tensor.is_contiguous()
+
+
+def _named(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} of shape {list(tensor.shape)}" + ("" if tensor.is_contiguous() else ", not contiguous")

@@ -1,0 +1,43 @@
+"""Values as they are: exact, 4 or 8 bytes each.
+
+Who has the values in memory need not copy them: the encoding of a contiguous tensor is its own memory,
+``values_N.view(torch.uint8)``, and what was received into such a view has only to be checked with ``check_finite``.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from manyhands.averaging.codecs.codec import BadEncoding, Codec, NotFinite, check_finite
+
+
+class Plain(Codec):
+    """float32 as it is."""
+
+    name = "none"
+    code = 0
+    piece_numel: ClassVar[int] = 1 << 16
+
+    def _piece_bytes(self, numel: int) -> int:
+        return numel * self.dtype.itemsize
+
+    def _encode_piece(self, values_N: torch.Tensor, out: torch.Tensor) -> None:
+        check_finite(values_N)
+        out.copy_(values_N.view(torch.uint8))
+
+    def _decode_piece(self, encoded: torch.Tensor, out_N: torch.Tensor) -> None:
+        out_N.view(torch.uint8).copy_(encoded)
+        try:
+            check_finite(out_N)
+        except NotFinite as error:
+            raise BadEncoding(f"{self.name}: NaN or infinite values") from error
+
+
+class PlainFloat64(Plain):
+    """float64 as it is, for vectors of float64, which are reduced in float64."""
+
+    name = "none_float64"
+    code = 1
+    dtype = torch.float64

@@ -1,0 +1,164 @@
+"""Which part of the flat vector goes through which codec.
+
+Norms and biases are small, and training reacts strongly to errors in them: they stay exact. The rest takes the chosen
+codec. All members compute the same plan from the shapes in the run's manifest, so that a slice of the vector has the
+same number of bytes for the sender and the receiver.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from manyhands.averaging.codecs.codec import BadEncoding, Codec
+from manyhands.averaging.codecs.registry import NONE, NONE_FLOAT64
+from manyhands.base.errors import ConfigError
+
+EXACT_BELOW_NUMEL = 4096
+
+
+@dataclass(frozen=True)
+class Segment:
+    """``flat_N[start:stop]`` goes through one codec."""
+
+    start: int
+    stop: int
+    codec: Codec
+
+
+class Plan:
+    """The segments of a flat vector, in order and without gaps; those beside each other with one codec are joined.
+
+    Args:
+        segments: the first one starts at 0.
+    Raises:
+        ConfigError: there is a gap, or codecs of several dtypes.
+    """
+
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        joined: list[Segment] = []
+        numel = 0
+        for segment in segments:
+            if segment.start != numel or segment.stop < segment.start:
+                raise ConfigError(
+                    f"a segment goes from {segment.start} to {segment.stop}, but has to start at {numel} and to end "
+                    "there or later"
+                )
+            numel = segment.stop
+            if segment.start == segment.stop:
+                continue
+            if joined and joined[-1].codec is segment.codec:
+                segment = Segment(joined.pop().start, segment.stop, segment.codec)
+            joined.append(segment)
+        if len({segment.codec.dtype for segment in joined}) > 1:
+            raise ConfigError("a vector has one dtype, but the codecs of its segments have several")
+        self.segments = tuple(joined)
+        self.numel = numel
+        self.dtype = joined[0].codec.dtype if joined else NONE.dtype
+        self._stops = [segment.stop for segment in joined]
+
+    def cut(self, start: int, stop: int) -> list[Segment]:
+        """The segments of ``flat_N[start:stop]``, their bounds counted from the start of the vector.
+
+        Raises:
+            ConfigError: the slice is not within the vector.
+        """
+        if not 0 <= start <= stop <= self.numel:
+            raise ConfigError(f"a slice from {start} to {stop} is not within a vector of {self.numel} values")
+        first = bisect.bisect_right(self._stops, start)
+        parts = []
+        for segment in self.segments[first:]:
+            if segment.start >= stop:
+                break
+            parts.append(Segment(max(start, segment.start), min(stop, segment.stop), segment.codec))
+        return parts if start < stop else []
+
+    def num_bytes(self, start: int, stop: int) -> int:
+        """Bytes that ``flat_N[start:stop]`` takes, encoded as one slice.
+
+        It is cut at the segments, then at the pieces and blocks of each codec, counted from the start of the part; so
+        two slices may take a few bytes more than one of both, and decode to other values within the same bounds.
+        """
+        return sum(part.codec.num_bytes(part.stop - part.start) for part in self.cut(start, stop))
+
+    def is_exact(self, start: int, stop: int) -> bool:
+        """Whether the encoding of ``flat_N[start:stop]`` is its memory as it is, which then need not be copied."""
+        return all(part.codec in (NONE, NONE_FLOAT64) for part in self.cut(start, stop))
+
+    def encode(self, values: torch.Tensor, start: int, out: torch.Tensor) -> None:
+        """Encode ``values``, which is ``flat_N[start : start + len(values)]``, into ``out``.
+
+        Args:
+            out: uint8, shape [num_bytes(start, start + len(values))], contiguous.
+        Raises:
+            NotFinite: a value is NaN or infinite.
+            ConfigError: a shape or a dtype is another one.
+        """
+        stop = start + values.numel()
+        if out.shape != (self.num_bytes(start, stop),):
+            raise ConfigError(
+                f"values from {start} to {stop} take {self.num_bytes(start, stop)} bytes, but the place has shape "
+                f"{list(out.shape)}"
+            )
+        offset = 0
+        for part in self.cut(start, stop):
+            end = offset + part.codec.num_bytes(part.stop - part.start)
+            part.codec.encode(values[part.start - start : part.stop - start], out[offset:end])
+            offset = end
+
+    def decode(self, encoded: torch.Tensor, start: int, out: torch.Tensor) -> None:
+        """Decode what ``encode`` wrote for ``flat_N[start : start + len(out)]`` into ``out``.
+
+        Args:
+            encoded: uint8, in one dimension. May come from a stranger.
+            out: of the plan's dtype, contiguous.
+        Raises:
+            BadEncoding: its length is another one, or a value would not be finite; ``out`` is not to be used then.
+            ConfigError: a dtype or the slice is another one.
+        """
+        stop = start + out.numel()
+        if encoded.shape != (self.num_bytes(start, stop),):
+            raise BadEncoding(
+                f"values from {start} to {stop} take {self.num_bytes(start, stop)} bytes, but there are "
+                f"{encoded.numel()}"
+            )
+        offset = 0
+        for part in self.cut(start, stop):
+            end = offset + part.codec.num_bytes(part.stop - part.start)
+            part.codec.decode(encoded[offset:end], out[part.start - start : part.stop - start])
+            offset = end
+
+
+def plan_of(
+    shapes: Sequence[Sequence[int]],
+    codec: Codec,
+    *,
+    dtype: torch.dtype = torch.float32,
+    exact_below_numel: int = EXACT_BELOW_NUMEL,
+) -> Plan:
+    """The plan of the vector in which tensors of these shapes lie end to end.
+
+    Exact are tensors with fewer than two dimensions, and those of fewer than ``exact_below_numel`` elements.
+
+    Args:
+        codec: of the others.
+        dtype: of the flat vector: float32, or float64, which is never encoded otherwise than exactly.
+        exact_below_numel: elements; 0 encodes everything with ``codec``, one dimension or not.
+    Raises:
+        ConfigError: the vector has another dtype.
+    """
+    if dtype not in (torch.float32, torch.float64):
+        raise ConfigError(f"a vector is averaged in torch.float32 or torch.float64, not in {dtype}")
+    exact: Codec = NONE if dtype == torch.float32 else NONE_FLOAT64
+    segments = []
+    start = 0
+    for shape in shapes:
+        numel = math.prod(shape)
+        stays_exact = dtype == torch.float64 or numel < exact_below_numel or (exact_below_numel > 0 and len(shape) < 2)
+        segments.append(Segment(start, start + numel, exact if stays_exact else codec))
+        start += numel
+    return Plan(segments)

@@ -1,0 +1,43 @@
+"""The codecs by the name that users choose and by the code that peers say."""
+
+from __future__ import annotations
+
+from manyhands.averaging.codecs.codec import BadEncoding, Codec
+from manyhands.averaging.codecs.half import Bf16, Fp16
+from manyhands.averaging.codecs.int4 import Int4
+from manyhands.averaging.codecs.int8 import Int8
+from manyhands.averaging.codecs.plain import Plain, PlainFloat64
+from manyhands.base.errors import ConfigError
+
+NONE = Plain()
+NONE_FLOAT64 = PlainFloat64()
+FP16 = Fp16()
+BF16 = Bf16()
+INT8 = Int8()
+INT4 = Int4()
+
+CODECS: dict[str, Codec] = {codec.name: codec for codec in (NONE, FP16, BF16, INT8, INT4)}
+"""Those that a user may choose; ``none`` stands for float64 as well where the vector is float64."""
+_BY_CODE: dict[int, Codec] = {codec.code: codec for codec in (*CODECS.values(), NONE_FLOAT64)}
+
+
+def codec_named(name: str) -> Codec:
+    """The codec that a user chose.
+
+    Raises:
+        ConfigError: there is none of this name.
+    """
+    if (codec := CODECS.get(name)) is None:
+        raise ConfigError(f"codec {name!r} is unknown; one of {', '.join(CODECS)}, for example {INT8.name!r}")
+    return codec
+
+
+def codec_of_code(code: int) -> Codec:
+    """The codec that a peer named.
+
+    Raises:
+        BadEncoding: there is none of this code.
+    """
+    if (codec := _BY_CODE.get(code)) is None:
+        raise BadEncoding(f"no codec has code {code}; perhaps that peer is of a later version")
+    return codec
