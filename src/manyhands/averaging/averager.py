@@ -204,8 +204,9 @@ class Averager:
             with ExitStack() as held:
                 for other in butterfly.partners():
                     held.enter_context(self._endpoint.held(group.members[other].peer_id))
+                began = asyncio.get_running_loop().time()
                 averaged_N = await butterfly.run(connect)
-            self._meter.add_round(sends, len(streams))
+                self._meter.add_round(sends, len(streams), asyncio.get_running_loop().time() - began)
             return averaged_N
         finally:
             self._endpoint.on_lost.remove(on_lost)

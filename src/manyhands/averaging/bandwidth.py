@@ -2,8 +2,11 @@
 
 What counts is the time in which most streams of a round have a send under way: then this machine or its uplink is what
 holds them up. While few do, these wait for who is at their other end, or for nothing at all, and the rate says little.
-The median over short windows ignores that the first megabytes go into the buffers of the system at the speed of memory;
-a round that is over before these are full is not counted.
+The median over short windows ignores that the first megabytes go into the buffers of the system at the speed of memory.
+
+A peer that is hardly ever held up, since others are slower, can send more than it did, nobody knows how much. It counts
+as twice as fast: among equals, who reduces nothing sends more than half of what the others do, so one that was taken for
+slow without being so has its full part again after one round; and one that is slow is found out in the next.
 """
 
 from __future__ import annotations
@@ -16,7 +19,11 @@ from manyhands.averaging.messages import MAX_BANDWIDTH
 
 WINDOW_S = 0.02
 MIN_COUNTED_S = 0.1
-"""A round says something if it had most streams busy for so long in all."""
+"""A round shows the rate if it had most streams busy for so long in all."""
+MIN_BYTES = 1 << 20
+"""A round in which less was sent says nothing about a peer that was not held up: it took as long as its messages."""
+UNTESTED = 2.0
+"""What a peer that was not held up can send, over what it did send."""
 SHORTEST_S = 1e-6
 """What a send takes at least, also by a clock that did not move meanwhile."""
 NEWEST_SHARE = 0.3
@@ -52,19 +59,19 @@ class BandwidthMeter:
             return 0
         return min(max(1, round(self._estimate)), MAX_BANDWIDTH)
 
-    def add_round(self, sends: Sequence[Send], num_streams: int) -> None:
-        """Count what was sent in one round.
+    def add_round(self, sends: Sequence[Send], num_streams: int, seconds: float) -> None:
+        """Count what was sent in one round, which took so many seconds and succeeded.
 
         The mean is geometric: a guess that is wrong by a factor of a thousand is forgotten as fast as one that is wrong
         by a thousandth.
         """
         measured = backlogged_rate(sends, num_streams)
-        if measured is None:
-            return
-        if self._estimate is None:
-            self._estimate = measured
-        else:
-            self._estimate *= (measured / self._estimate) ** NEWEST_SHARE
+        if measured is not None:
+            before = self._estimate or measured
+            self._estimate = before * (measured / before) ** NEWEST_SHARE
+        elif (num_bytes := sum(send.num_bytes for send in sends)) >= MIN_BYTES:
+            at_least = UNTESTED * num_bytes / max(seconds, SHORTEST_S)
+            self._estimate = max(self._estimate or 0.0, at_least)
 
 
 def backlogged_rate(sends: Sequence[Send], num_streams: int) -> float | None:
