@@ -49,7 +49,7 @@ from tests.unit.optim.fake_dht import FakeDht
 IDS = [identity_of(number).peer_id for number in range(1, 4)]
 AT = Position(7, b"lineage")
 MEMBERS = [
-    Member(peer_id, [f"/ip4/10.0.0.1/tcp/{rank + 1}/p2p/{peer_id}"], rank == 2, 1.5 * rank)
+    Member(peer_id, [f"/ip4/10.0.0.1/tcp/{rank + 1}/p2p/{peer_id}"], rank == 2, 1.5 * rank, 10**7 * rank)
     for rank, peer_id in enumerate(IDS)
 ]
 GROUP = Group(b"g" * 16, IDS[0], AT, MEMBERS)
@@ -101,9 +101,10 @@ def _joined(group: Group) -> None:
     group.rank_of(IDS[0])
     for member in group.members:
         readable_addresses(member.addresses)
-    shares = [0.0 if member.is_client else 1.0 for member in group.members]
-    if any(shares) and len(shares) < 10_000:
-        owned_spans(1000, shares)
+    bandwidths = group.bandwidths()
+    if any(bandwidths) and len(bandwidths) < 10_000:
+        spans = owned_spans(1000, bandwidths, group.min_span_numel, group.group_id)
+        assert sum(span.stop - span.start for span in spans) == 1000
     assert math.isfinite(sum(member.weight for member in group.members))
 
 

@@ -247,7 +247,7 @@ async def test_a_member_that_asks_twice_has_one_place() -> None:
         await until(lambda: leader.roster.num_calls == 2)
         calls[0].cancel()
         await turns(50)  # the cancellation arrives
-        leading = asyncio.ensure_future(leader.averager._matchmaker.find_group(1.0))
+        leading = asyncio.ensure_future(leader.averager._matchmaker.find_group(1.0, 0))
         async with time_limit(5.0, "waiting for the group"):
             response, group = await calls[1], await leading
         assert response.group == group

@@ -112,6 +112,21 @@ def test_dht_sockets(tmp_path: Path) -> None:
     assert (whole["nodes"], whole["killed"], whole["stores_failed"]) == (6, 2, 0)
 
 
+def test_allreduce(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    arguments = ["--peers", "2", "--mb", "1", "--rounds", "2", "--systems", "manyhands", "--codec", "none"]
+    command = Command([str(BENCHMARKS / "allreduce.py"), *arguments, "--json", str(path)], module=None)
+    try:
+        assert command.wait(90) == 0, command.output
+    finally:
+        command.close()
+    (result,) = json.loads(path.read_text())
+    assert [result.pop(name) for name in ("system", "peers", "mb", "codec")] == ["manyhands", 2, 1.0, "none"]
+    assert result.pop("peak_extra_mb") is None or psutil.LINUX
+    assert result.keys() == {"mb_per_s", "seconds", "formation_s", "cpu_s_per_gb"}
+    assert all(value > 0 for value in result.values()), result
+
+
 def test_bad_arguments_are_one_line() -> None:
     command = Command([str(BENCHMARKS / "transport.py"), "--systems", "manyhands,smoke-signals"], module=None)
     try:

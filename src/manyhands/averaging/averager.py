@@ -16,6 +16,7 @@ import msgspec
 import torch
 
 from manyhands.averaging.agreement import MIN_VOTING_S, Agreement
+from manyhands.averaging.bandwidth import BandwidthMeter, Send
 from manyhands.averaging.butterfly import Butterfly, bytes_of
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.matchmaking import Matchmaker, Roster
@@ -31,6 +32,7 @@ from manyhands.averaging.messages import (
     Vote,
     readable_addresses,
 )
+from manyhands.averaging.metered import MeteredStream
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import (
     ConfigError,
@@ -50,6 +52,7 @@ from manyhands.transport.api import Stream
 logger = logging.getLogger(__name__)
 
 REMEMBERED_GROUPS = 16
+BYTES_PER_MBIT = 125_000
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,8 @@ class Averager:
         self._matchmaker = Matchmaker(endpoint, run_id, run_fingerprint, roster, config, rng)
         self._agreement = Agreement(endpoint, config)
         self._inbox = StreamInbox(endpoint, config)
+        declared = config.bandwidth_mbit_s
+        self._meter = BandwidthMeter(declared * BYTES_PER_MBIT if declared is not None else None)
         self._tasks = TaskOwner("averager")
 
     async def close(self) -> None:
@@ -122,7 +127,7 @@ class Averager:
         deadline = started + self._config.averaging_timeout_s
         try:
             async with time_limit(self._config.averaging_timeout_s, "looking for a group"):
-                group = await self._matchmaker.find_group(weight)
+                group = await self._matchmaker.find_group(weight, self._meter.bandwidth)
         except (Timeout, PeerError) as error:
             raise RoundAborted(str(error)) from error
         matchmaking_s = loop.time() - started
@@ -179,6 +184,7 @@ class Averager:
         """Run the all-reduce; a member whose control connection is lost (frozen, cut off) ends it."""
         streams: list[Stream] = []
         lost: set[PeerId] = set()
+        sends: list[Send] = []
 
         def on_lost(peer_id: PeerId) -> None:
             lost.add(peer_id)
@@ -191,14 +197,17 @@ class Averager:
             streams.append(stream)
             if stream.remote in lost:
                 stream.abort()
-            return stream
+            return MeteredStream(stream, sends)
 
         self._endpoint.on_lost.append(on_lost)
         try:
             with ExitStack() as held:
                 for other in butterfly.partners():
                     held.enter_context(self._endpoint.held(group.members[other].peer_id))
-                return await butterfly.run(connect)
+                began = asyncio.get_running_loop().time()
+                averaged_N = await butterfly.run(connect)
+                self._meter.add_round(sends, len(streams), asyncio.get_running_loop().time() - began)
+            return averaged_N
         finally:
             self._endpoint.on_lost.remove(on_lost)
             self._inbox.end(group.group_id)

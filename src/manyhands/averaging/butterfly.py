@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from manyhands.averaging.messages import Group
-from manyhands.averaging.spans import chunks_of, owned_spans, reducer_shares
+from manyhands.averaging.spans import chunks_of, owned_spans
 from manyhands.base.errors import PeerLost, RoundAborted
 from manyhands.transport.api import Stream
 
@@ -58,13 +58,11 @@ class Butterfly:
 
     def __init__(self, group: Group, rank: int, flat_N: torch.Tensor, chunk_numel: int) -> None:
         members = group.members
-        shares = [0.0 if member.is_client else 1.0 for member in members]
         self.averaged_N = torch.empty_like(flat_N)
         self._members = members
         self._rank = rank
         self._flat_N = flat_N
-        shares = reducer_shares(flat_N.numel(), shares, group.min_span_numel, group.group_id)
-        self._spans = owned_spans(flat_N.numel(), shares)
+        self._spans = owned_spans(flat_N.numel(), group.bandwidths(), group.min_span_numel, group.group_id)
         self._weights = [member.weight for member in members]
         self._own_chunks = chunks_of(self._spans[rank], chunk_numel)
         self._reduced = [asyncio.Event() for _ in self._own_chunks]

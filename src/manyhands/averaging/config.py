@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from manyhands.base.errors import ConfigError
 
+MAX_BANDWIDTH_MBIT_S = 8_000_000
+
 
 @dataclass(frozen=True, kw_only=True)
 class AveragingConfig:
@@ -21,6 +23,8 @@ class AveragingConfig:
         chunk_bytes: what is received, reduced and sent on in one go.
         min_span_bytes: in groups that this peer leads, no member reduces less; a small vector is averaged by few.
             Below it, opening a stream takes longer than what is sent over it.
+        bandwidth_mbit_s: what this machine can send, in megabits per second: a first guess, until rounds have shown it.
+            Who has more reduces more. By default, as much as the others.
     """
 
     matchmaking_time_s: float = 15.0
@@ -29,6 +33,7 @@ class AveragingConfig:
     in_doubt_timeout_s: float = 3.0
     chunk_bytes: int = 512 * 1024
     min_span_bytes: int = 16 * 1024
+    bandwidth_mbit_s: float | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.matchmaking_time_s < self.averaging_timeout_s:
@@ -40,3 +45,8 @@ class AveragingConfig:
             raise ConfigError(f"chunk_bytes={self.chunk_bytes} is not a multiple of 4; for example 524288")
         if self.min_span_bytes < 0:
             raise ConfigError(f"min_span_bytes={self.min_span_bytes} must be at least 0; for example 16384")
+        if self.bandwidth_mbit_s is not None and not 0 < self.bandwidth_mbit_s <= MAX_BANDWIDTH_MBIT_S:
+            raise ConfigError(
+                f"bandwidth_mbit_s={self.bandwidth_mbit_s} must be above 0 and at most {MAX_BANDWIDTH_MBIT_S}; "
+                "for example 100.0, or None to have it measured"
+            )

@@ -152,16 +152,18 @@ class Matchmaker:
             self._busy_at = None
             raise
 
-    async def find_group(self, weight: float) -> Group:
+    async def find_group(self, weight: float, bandwidth: int) -> Group:
         """Wait for the group of the next round at this peer's position.
 
         Args:
             weight: samples behind this peer's vector.
+            bandwidth: bytes per second that this peer can send; 0 when that is not known.
         Raises:
             RoundAborted: no group was found; the reason says why.
         """
         addresses = [str(address) for address in self._endpoint.addresses[:MAX_ADDRESSES]]
-        own = Member(self._endpoint.peer_id, addresses, self._endpoint.client_mode, weight)
+        is_client = self._endpoint.client_mode
+        own = Member(self._endpoint.peer_id, addresses, is_client, weight, 0 if is_client else bandwidth)
         unreachable: set[PeerId] = set()
         leader: PeerId | None = None
         for _ in range(MAX_REDIRECTS):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import statistics
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -16,11 +17,14 @@ from manyhands.rpc import Method
 
 MAX_WEIGHT = 2.0**32
 """Samples behind one vector: sums of many stay finite, and whole numbers stay exact."""
+MAX_BANDWIDTH = 10**12
+"""Bytes per second; far above any link."""
 MAX_ADDRESSES = 8
 MAX_REASON_LENGTH = 500
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Weight = Annotated[float, msgspec.Meta(ge=0, le=MAX_WEIGHT)]
+Bandwidth = Annotated[int, msgspec.Meta(ge=0, le=MAX_BANDWIDTH)]
 AddressText = Annotated[str, msgspec.Meta(max_length=400)]  # a host name of 253 characters, a port and a peer id fit
 PeerIdText = Annotated[PeerId, msgspec.Meta(max_length=64)]
 Digest = Annotated[bytes, msgspec.Meta(max_length=64)]
@@ -43,12 +47,19 @@ class Position(msgspec.Struct, frozen=True):
 
 
 class Member(msgspec.Struct, frozen=True):
-    """One member of a formed group; ``weight`` is the number of samples behind its vector."""
+    """One member of a formed group.
+
+    Attributes:
+        weight: the number of samples behind its vector.
+        bandwidth: bytes per second, by its own word; it decides only who reduces how much. 0: it does not know yet, or
+            is a client.
+    """
 
     peer_id: PeerIdText
     addresses: Annotated[list[AddressText], msgspec.Meta(max_length=MAX_ADDRESSES)]
     is_client: bool
     weight: Weight
+    bandwidth: Bandwidth = 0
 
 
 class Group(msgspec.Struct, frozen=True):
@@ -67,6 +78,12 @@ class Group(msgspec.Struct, frozen=True):
     def rank_of(self, peer_id: PeerId) -> int | None:
         """The rank of a peer, or None when it is not a member."""
         return next((rank for rank, member in enumerate(self.members) if member.peer_id == peer_id), None)
+
+    def bandwidths(self) -> list[int]:
+        """Bytes per second, by rank: 0 for clients, which never reduce; the median for who does not know its own."""
+        known = [member.bandwidth for member in self.members if member.bandwidth > 0 and not member.is_client]
+        usual = statistics.median_low(known) if known else 1
+        return [0 if member.is_client else member.bandwidth or usual for member in self.members]
 
     def manifest(self, digest: bytes) -> RoundManifest:
         """What this group commits, if it commits the vector with this digest."""

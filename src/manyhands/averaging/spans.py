@@ -3,31 +3,36 @@
 from __future__ import annotations
 
 import hashlib
-import math
+import statistics
 from collections.abc import Sequence
+from fractions import Fraction
 
+from manyhands.averaging.balance import balanced_shares
 from manyhands.base.errors import ConfigError
 
 
-def owned_spans(numel: int, shares: Sequence[float]) -> list[slice]:
-    """Split a flat vector among the reducers of one group.
+def owned_spans(numel: int, bandwidths: Sequence[int], min_span_numel: int, seed: bytes) -> list[slice]:
+    """Split a flat vector among the reducers of one group; see :mod:`manyhands.averaging.balance`.
 
-    Reducer ``i`` averages ``flat_N[spans[i]]``. Rounding: largest remainder, ties to the lower rank, so that every
-    member computes the same answer.
+    Reducer ``i`` averages ``flat_N[spans[i]]``. Rounding: largest remainder, ties to the lower rank. All in whole
+    numbers, so that every member computes the same answer.
 
     Args:
         numel: N, in elements (not bytes).
-        shares: relative bandwidth, shape [P], finite, >= 0, not all zero.
+        bandwidths: bytes per second, shape [P], not all zero; who has 0 never reduces.
+        min_span_numel: elements, at least 1; nobody reduces less, unless it is the only one.
+        seed: bytes that all members know, and nobody chooses.
     Raises:
-        ConfigError: shares break the rule above.
-    Source: Ryabinin et al., Moshpit SGD, arXiv:2103.03239.
+        ConfigError: the bandwidths break the rule above.
     """
-    if not shares or not all(math.isfinite(share) and share >= 0 for share in shares) or not any(shares):
-        raise ConfigError(f"shares {list(shares)} must be finite, >= 0 and not all zero; for example [1.0, 1.0]")
-    total = math.fsum(shares)
-    exact = [numel * share / total for share in shares]
-    sizes = [math.floor(size) for size in exact]
-    by_remainder = sorted(range(len(shares)), key=lambda rank: (sizes[rank] - exact[rank], rank))
+    if not any(bandwidths) or min(bandwidths) < 0:
+        raise ConfigError(f"bandwidths {list(bandwidths)} must be >= 0 and not all zero; for example [1, 1]")
+    candidates = _drawn(bandwidths, numel // min_span_numel, seed)
+    min_fraction = Fraction(min_span_numel, numel) if numel else Fraction(1)
+    shares = balanced_shares(bandwidths, candidates, min_fraction)
+    total = sum(shares)
+    sizes = [numel * share // total for share in shares]
+    by_remainder = sorted(range(len(shares)), key=lambda rank: (-(numel * shares[rank] % total), rank))
     for rank in by_remainder[: numel - sum(sizes)]:
         sizes[rank] += 1
     spans = []
@@ -38,22 +43,21 @@ def owned_spans(numel: int, shares: Sequence[float]) -> list[slice]:
     return spans
 
 
-def reducer_shares(numel: int, shares: Sequence[float], min_span_numel: int, seed: bytes) -> list[float]:
-    """Let only as many members reduce as there are spans worth a stream; the others get a share of 0.
+def _drawn(bandwidths: Sequence[int], num_worth: int, seed: bytes) -> list[int]:
+    """Ranks of those that may reduce: only as many as there are spans worth a stream.
 
     A vector of a few kilobytes is averaged fastest by one member: each further one costs a stream to everybody. Who
-    reduces is drawn by the seed, the same for all members and another in each round, so that the load is spread.
-
-    Args:
-        numel: N, in elements.
-        shares: relative bandwidth, shape [P]; who has 0 never reduces.
-        min_span_numel: elements, at least 1; with at least so many for each, all with a share reduce.
-        seed: bytes that all members know, and nobody chooses.
+    it is changes from round to round, so that the load is spread, but the slower half comes last.
     """
-    able = [rank for rank, share in enumerate(shares) if share > 0]
-    num_reducers = max(1, min(len(able), numel // min_span_numel))
-    drawn = sorted(able, key=lambda rank: hashlib.sha256(seed + rank.to_bytes(4, "big")).digest())[:num_reducers]
-    return [share if rank in drawn else 0.0 for rank, share in enumerate(shares)]
+    able = [rank for rank, bandwidth in enumerate(bandwidths) if bandwidth > 0]
+    if num_worth >= len(able):
+        return able
+    middle = statistics.median_high(bandwidths[rank] for rank in able)
+
+    def order(rank: int) -> tuple[bool, bytes]:
+        return bandwidths[rank] < middle, hashlib.sha256(seed + rank.to_bytes(4, "big")).digest()
+
+    return sorted(able, key=order)[: max(1, num_worth)]
 
 
 def chunks_of(span: slice, chunk_numel: int) -> list[slice]:

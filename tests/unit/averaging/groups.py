@@ -15,10 +15,22 @@ def peer(number: int) -> PeerId:
 
 
 def group_of(
-    num_members: int, *, weights: Sequence[float] = (), clients: Sequence[int] = (), min_span_numel: int = 1
+    num_members: int,
+    *,
+    weights: Sequence[float] = (),
+    clients: Sequence[int] = (),
+    bandwidths: Sequence[int] = (),
+    min_span_numel: int = 1,
 ) -> Group:
     members = [
-        Member(peer(rank), [], rank in clients, weights[rank] if weights else 1.0) for rank in range(num_members)
+        Member(
+            peer(rank),
+            [],
+            rank in clients,
+            weights[rank] if weights else 1.0,
+            bandwidths[rank] if bandwidths else 0,
+        )
+        for rank in range(num_members)
     ]
     leader = next(member.peer_id for member in members if not member.is_client) if members else peer(0)
     return Group(b"group", leader, AT, members, min_span_numel)

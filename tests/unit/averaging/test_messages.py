@@ -60,9 +60,26 @@ def test_a_weight_that_would_spoil_the_mean_is_not_even_decoded(weight: object) 
             msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=kind)
 
 
+def test_a_bandwidth_is_0_for_clients_and_the_usual_one_for_who_does_not_know() -> None:
+    group = group_of(6, clients=[5], bandwidths=[40, 0, 10, 0, 20, 10**12])
+    assert group.bandwidths() == [40, 20, 10, 20, 20, 0]
+    assert group_of(4, clients=[2]).bandwidths() == [1, 1, 0, 1], "all alike as long as nobody knows anything"
+
+
+def test_one_that_boasts_changes_nothing_for_who_does_not_know() -> None:
+    assert group_of(4, bandwidths=[10**12, 10, 10, 0]).bandwidths() == [10**12, 10, 10, 10]
+
+
+def test_a_member_of_an_older_version_has_an_unknown_bandwidth() -> None:
+    member = {"peer_id": peer(0), "addresses": [], "is_client": False, "weight": 1.0}
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(member), type=Member).bandwidth == 0
+
+
 @pytest.mark.parametrize(
     ("message", "kind"),
     [
+        *((Member(peer(0), [], False, 1.0, bandwidth), Member) for bandwidth in (-1, 10**12 + 1, 2**63)),
+        *((Member(peer(0), [], False, 1.0, bandwidth), Member) for bandwidth in (math.nan, math.inf, 0.5, "1")),
         (Member(peer(0), ["x"] * 9, False, 1.0), Member),
         (Member(peer(0), ["x" * 401], False, 1.0), Member),
         (Vote(b"group", b"", "x" * 501), Vote),

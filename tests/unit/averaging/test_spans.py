@@ -1,49 +1,87 @@
 from __future__ import annotations
 
-import math
+from fractions import Fraction
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from manyhands.averaging.spans import chunks_of, owned_spans, reducer_shares
+from manyhands.averaging.balance import balanced_shares
+from manyhands.averaging.spans import chunks_of, owned_spans
 from manyhands.base.errors import ConfigError
 
-SHARES = st.lists(st.one_of(st.just(0.0), st.floats(1e-6, 1e6)), min_size=1, max_size=12).filter(any)
+BANDWIDTHS = st.lists(st.one_of(st.just(0), st.integers(1, 10**12)), min_size=1, max_size=12).filter(any)
 NUMEL = st.integers(0, 100_000)
+MIN_SPAN_NUMEL = st.integers(1, 5000)
 
 
-@given(NUMEL, SHARES)
-@example(1, [1.0, 1.0, 1.0])
-@example(0, [1.0])
-def test_spans_cover_the_vector_without_overlap(numel: int, shares: list[float]) -> None:
-    spans = owned_spans(numel, shares)
-    assert len(spans) == len(shares)
+def sizes_of(numel: int, bandwidths: list[int], min_span_numel: int = 1, seed: bytes = b"seed") -> list[int]:
+    return [span.stop - span.start for span in owned_spans(numel, bandwidths, min_span_numel, seed)]
+
+
+@given(NUMEL, BANDWIDTHS, MIN_SPAN_NUMEL, st.binary(max_size=16))
+@example(1, [1, 1, 1], 1, b"")
+@example(0, [1], 1, b"")
+@example(10**11, [10**12, 10**12 - 1, 1], 1, b"")
+def test_spans_cover_the_vector_without_overlap(
+    numel: int, bandwidths: list[int], min_span_numel: int, seed: bytes
+) -> None:
+    spans = owned_spans(numel, bandwidths, min_span_numel, seed)
+    assert len(spans) == len(bandwidths)
     assert [span.start for span in spans] == [0, *(span.stop for span in spans[:-1])]
     assert spans[-1].stop == numel
     assert all(span.start <= span.stop for span in spans)
+    assert all(span.start == span.stop for span, b in zip(spans, bandwidths, strict=True) if b == 0)
 
 
-@given(NUMEL, SHARES)
-def test_each_span_is_its_share_to_within_one_element(numel: int, shares: list[float]) -> None:
-    for span, share in zip(owned_spans(numel, shares), shares, strict=True):
-        exact = numel * share / math.fsum(shares)
-        assert abs((span.stop - span.start) - exact) < 1 + 1e-6 * numel
-        if share == 0:
-            assert span.start == span.stop, "who has no bandwidth owns nothing"
+@given(st.integers(1000, 10**9), st.lists(st.integers(1, 10**12), min_size=1, max_size=12))
+def test_each_span_is_its_share_to_within_one_element(numel: int, bandwidths: list[int]) -> None:
+    shares = balanced_shares(bandwidths, range(len(bandwidths)), Fraction(1, numel))
+    for size, share in zip(sizes_of(numel, bandwidths), shares, strict=True):
+        assert abs(size - Fraction(numel * share, sum(shares))) < 1
 
 
-@given(NUMEL, st.integers(1, 12))
+@given(st.integers(12, 100_000), st.integers(1, 12))
 def test_ties_go_to_the_lower_rank(numel: int, num_members: int) -> None:
-    sizes = [span.stop - span.start for span in owned_spans(numel, [1.0] * num_members)]
+    sizes = sizes_of(numel, [1] * num_members)
     assert sizes == sorted(sizes, reverse=True)
     assert max(sizes) - min(sizes) <= 1
 
 
-@pytest.mark.parametrize("shares", [[], [0.0, 0.0], [1.0, -1.0], [math.nan, 1.0], [math.inf]])
-def test_shares_that_say_nothing_are_refused(shares: list[float]) -> None:
-    with pytest.raises(ConfigError, match="shares"):
-        owned_spans(10, shares)
+@given(NUMEL, BANDWIDTHS, MIN_SPAN_NUMEL, st.binary(max_size=16))
+@example(8, [1] * 16, 4096, b"seed")
+def test_nobody_reduces_less_than_the_minimum_unless_alone(
+    numel: int, bandwidths: list[int], min_span_numel: int, seed: bytes
+) -> None:
+    sizes = sizes_of(numel, bandwidths, min_span_numel, seed)
+    reducing = [size for size in sizes if size > 0]
+    assert len(reducing) <= 1 or min(reducing) >= min_span_numel
+    num_able = sum(bandwidth > 0 for bandwidth in bandwidths)
+    if len(set(bandwidths) - {0}) == 1 and numel:
+        assert len(reducing) == max(1, min(num_able, numel // min_span_numel)), "as many as the vector is worth"
+
+
+def test_who_reduces_a_small_vector_changes_from_round_to_round() -> None:
+    drawn = [sizes_of(8, [1] * 16, 4096, number.to_bytes(16, "big")).index(8) for number in range(400)]
+    assert set(drawn) == set(range(16))
+    assert max(drawn.count(rank) for rank in range(16)) < 3 * 400 / 16
+
+
+def test_a_small_vector_is_reduced_by_any_of_the_faster_half() -> None:
+    bandwidths = [90, 1, 100, 10**12, 2, 3]
+    drawn = [sizes_of(8, bandwidths, 4096, number.to_bytes(16, "big")).index(8) for number in range(100)]
+    assert set(drawn) == {0, 2, 3}
+
+
+def test_a_large_vector_is_reduced_by_all_that_are_fast_enough() -> None:
+    assert sizes_of(11_000, [4, 3, 4], 500) == [5000, 1000, 5000]
+    assert sizes_of(11_000, [4, 3, 4], 1001) == [5500, 0, 5500]
+
+
+@pytest.mark.parametrize("bandwidths", [[], [0, 0], [1, -1]])
+def test_bandwidths_that_say_nothing_are_refused(bandwidths: list[int]) -> None:
+    with pytest.raises(ConfigError, match="bandwidths"):
+        owned_spans(10, bandwidths, 1, b"")
 
 
 @given(st.integers(0, 1000), st.integers(0, 1000), st.integers(1, 300))
@@ -51,27 +89,3 @@ def test_chunks_cover_their_span_in_order(start: int, numel: int, chunk_numel: i
     chunks = chunks_of(slice(start, start + numel), chunk_numel)
     assert [index for chunk in chunks for index in range(chunk.start, chunk.stop)] == list(range(start, start + numel))
     assert all(0 < chunk.stop - chunk.start <= chunk_numel for chunk in chunks)
-
-
-@given(NUMEL, SHARES, st.integers(1, 5000), st.binary(max_size=16))
-@example(8, [1.0] * 16, 4096, b"seed")
-def test_nobody_reduces_less_than_the_minimum_unless_alone(
-    numel: int, shares: list[float], min_span_numel: int, seed: bytes
-) -> None:
-    chosen = reducer_shares(numel, shares, min_span_numel, seed)
-    num_able, num_chosen = sum(share > 0 for share in shares), sum(share > 0 for share in chosen)
-    assert num_chosen == max(1, min(num_able, numel // min_span_numel))
-    assert all(share in (0.0, before) for share, before in zip(chosen, shares, strict=True))
-    if len(set(shares) - {0.0}) == 1 and num_chosen > 1:
-        sizes = [span.stop - span.start for span in owned_spans(numel, chosen)]
-        assert all(size == 0 or size >= min_span_numel for size in sizes)
-
-
-def test_who_reduces_a_small_vector_changes_from_round_to_round() -> None:
-    drawn = [reducer_shares(8, [1.0] * 16, 4096, number.to_bytes(16, "big")).index(1.0) for number in range(400)]
-    assert set(drawn) == set(range(16))
-    assert max(drawn.count(rank) for rank in range(16)) < 3 * 400 / 16
-
-
-def test_a_large_vector_is_reduced_by_all() -> None:
-    assert reducer_shares(10_000, [1.0, 0.0, 2.0], 5_000, b"seed") == [1.0, 0.0, 2.0]

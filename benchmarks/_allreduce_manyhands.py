@@ -1,0 +1,92 @@
+"""All-reduce of manyhands: one `manyhands.Peer` with an averager, in a group that is known beforehand."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from manyhands import Peer
+from manyhands.averaging.averager import Averager
+from manyhands.averaging.config import AveragingConfig
+from manyhands.averaging.messages import Position
+from manyhands.base.address import Address
+from manyhands.base.identity import PeerId
+
+LOOPBACK = "/ip4/127.0.0.1/tcp/0"
+TIMEOUT_S = 300.0
+
+
+class Everybody:
+    """A roster of peers that are always there; a round is the next step."""
+
+    def __init__(self, others: Mapping[PeerId, bool]) -> None:
+        self._others = others
+        self.at = Position(0, b"benchmark")
+
+    def position(self) -> Position:
+        return self.at
+
+    def expected(self) -> Mapping[PeerId, bool]:
+        return self._others
+
+    async def refresh(self) -> None:
+        """Nothing changes."""
+
+    def report_missing(self, peer_id: PeerId) -> None:
+        """In the end all leave, one after the other; a round without somebody fails, since its result is wrong."""
+
+    def call_to_round(self) -> None:
+        """Everybody comes anyway."""
+
+
+class System:
+    """One peer; see `allreduce.py`."""
+
+    def __init__(self, rank: int, num_peers: int, numel: int, codecs: Sequence[str], folder: str) -> None:
+        assert list(codecs) == ["none"]
+        self._vector_N = torch.zeros(numel)
+        self._result_N: torch.Tensor | None = None
+        self._peer = Peer(listen=[LOOPBACK])
+
+    def contact(self) -> list[str]:
+        return [str(address) for address in self._peer.endpoint.addresses]
+
+    def join(self, contacts: list[list[str]]) -> None:
+        async def start() -> None:
+            endpoint = self._peer.endpoint
+            others: dict[PeerId, bool] = {}
+            for texts in contacts:
+                addresses = [Address.parse(text) for text in texts]
+                peer_id = addresses[0].peer_id
+                assert peer_id is not None
+                if peer_id != endpoint.peer_id:
+                    others[peer_id] = False
+                    endpoint.learn(peer_id, addresses)
+            self._roster = Everybody(others)
+            config = AveragingConfig(averaging_timeout_s=TIMEOUT_S)
+            self._averager = Averager(endpoint, "benchmark", b"", self._roster, config, random.Random())
+            self._peer.presence.on_close.append(self._averager.close)
+
+        self._peer.run(start(), 10.0, "starting an averager")
+
+    def fill(self, codec: str, base_N: torch.Tensor, factor: float) -> None:
+        self._result_N = None
+        torch.mul(base_N, factor, out=self._vector_N)
+
+    def form(self, codec: str) -> float:
+        return 0.0  # it is a part of the round
+
+    def reduce(self, codec: str) -> tuple[float, float]:
+        result = self._peer.run(self._averager.average(self._vector_N, 1.0), TIMEOUT_S + 10.0, "averaging")
+        self._roster.at = result.manifest.position.after(result.manifest)
+        self._result_N = result.averaged_N
+        return result.seconds - result.matchmaking_s, result.matchmaking_s
+
+    def result(self, codec: str) -> torch.Tensor:
+        assert self._result_N is not None, "the others committed without this one"
+        return self._result_N
+
+    def close(self) -> None:
+        self._peer.close()

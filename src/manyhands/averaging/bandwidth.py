@@ -1,0 +1,113 @@
+"""How fast this peer can send, by what it sent in rounds. Pure.
+
+What counts is the time in which most streams of a round have a send under way: then this machine or its uplink is what
+holds them up. While few do, these wait for who is at their other end, or for nothing at all, and the rate says little.
+The median over short windows ignores that the first megabytes go into the buffers of the system at the speed of memory.
+
+A peer that is hardly ever held up, since others are slower, can send more than it did, nobody knows how much. It counts
+as twice as fast: among equals, who reduces nothing sends more than half of what the others do, so one that was taken for
+slow without being so has its full part again after one round; and one that is slow is found out in the next.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from manyhands.averaging.messages import MAX_BANDWIDTH
+
+WINDOW_S = 0.02
+MIN_COUNTED_S = 0.1
+"""A round shows the rate if it had most streams busy for so long in all."""
+MIN_BYTES = 1 << 20
+"""A round in which less was sent says nothing about a peer that was not held up: it took as long as its messages."""
+UNTESTED = 2.0
+"""What a peer that was not held up can send, over what it did send."""
+SHORTEST_S = 1e-6
+"""What a send takes at least, also by a clock that did not move meanwhile."""
+NEWEST_SHARE = 0.3
+"""How much of the estimate the newest round is: noise and changes of the link are a matter of a few rounds."""
+
+
+class Send(NamedTuple):
+    """One send on one stream; a stream has one at a time.
+
+    Attributes:
+        began, ended: seconds of one clock; in between the stream held the sender up, or copied.
+    """
+
+    began: float
+    ended: float
+    num_bytes: int
+
+
+class BandwidthMeter:
+    """An estimate that follows what was measured, round by round.
+
+    Args:
+        declared: bytes per second, the first guess, as good as one round; None if there is none.
+    """
+
+    def __init__(self, declared: float | None = None) -> None:
+        self._estimate = declared
+
+    @property
+    def bandwidth(self) -> int:
+        """Bytes per second; 0 as long as nothing is known."""
+        if self._estimate is None:
+            return 0
+        return min(max(1, round(self._estimate)), MAX_BANDWIDTH)
+
+    def add_round(self, sends: Sequence[Send], num_streams: int, seconds: float) -> None:
+        """Count what was sent in one round, which took so many seconds and succeeded.
+
+        The mean is geometric: a guess that is wrong by a factor of a thousand is forgotten as fast as one that is wrong
+        by a thousandth.
+        """
+        measured = backlogged_rate(sends, num_streams)
+        if measured is not None:
+            before = self._estimate or measured
+            self._estimate = before * (measured / before) ** NEWEST_SHARE
+        elif (num_bytes := sum(send.num_bytes for send in sends)) >= MIN_BYTES:
+            at_least = UNTESTED * num_bytes / max(seconds, SHORTEST_S)
+            self._estimate = max(self._estimate or 0.0, at_least)
+
+
+def backlogged_rate(sends: Sequence[Send], num_streams: int) -> float | None:
+    """Bytes per second, > 0, over the time in which at least half of the streams had a send under way.
+
+    None when that is too little to say anything.
+    """
+    changes: list[tuple[float, int, float]] = []  # time, streams more under way, bytes per second more
+    for send in sends:
+        seconds = max(send.ended - send.began, SHORTEST_S)
+        rate = send.num_bytes / seconds
+        changes += [(send.began, 1, rate), (send.began + seconds, -1, -rate)]
+    windows: list[tuple[float, float]] = []  # bytes per second, seconds
+    window_bytes = window_s = rate = before = 0.0
+    num_sending = 0
+    for now, num_more, rate_more in sorted(changes):
+        if 2 * num_sending >= num_streams and num_sending > 0:
+            window_s += now - before
+            window_bytes += rate * (now - before)
+        if window_s >= WINDOW_S:
+            windows.append((window_bytes / window_s, window_s))
+            window_bytes = window_s = 0.0
+        num_sending += num_more
+        rate = rate + rate_more if num_sending else 0.0  # what rounding left over ends here
+        before = now
+    return _median(windows)
+
+
+def _median(windows: list[tuple[float, float]]) -> float | None:
+    """Of the rates, weighted by their seconds."""
+    counted_s = math.fsum(seconds for _, seconds in windows)
+    if counted_s < MIN_COUNTED_S:
+        return None
+    passed_s = 0.0
+    for rate, seconds in sorted(windows):
+        passed_s += seconds
+        if 2 * passed_s >= counted_s:
+            return rate if rate > 0 else None
+    return None
