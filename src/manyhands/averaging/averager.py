@@ -7,7 +7,7 @@ import hashlib
 import logging
 import random
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 from manyhands.averaging.agreement import MIN_VOTING_S, Agreement
 from manyhands.averaging.bandwidth import BandwidthMeter, Send
 from manyhands.averaging.butterfly import Butterfly, bytes_of
+from manyhands.averaging.codecs import codec_of_code, plan_of
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.matchmaking import Matchmaker, Roster
 from manyhands.averaging.messages import (
@@ -83,6 +84,8 @@ class Averager:
     Args:
         run_fingerprint: digest of what all peers of the run agreed on; who has another one is refused.
         roster: where this peer stands, and who else is expected.
+        shapes: of the tensors that lie end to end in the vectors: small ones are never encoded with a loss. None if they
+            are not to be told apart; then nothing is.
     """
 
     def __init__(
@@ -93,10 +96,12 @@ class Averager:
         roster: Roster,
         config: AveragingConfig,
         rng: random.Random,
+        shapes: Sequence[Sequence[int]] | None = None,
     ) -> None:
         self._endpoint = endpoint
         self._config = config
         self._roster = roster
+        self._shapes = shapes
         self._matchmaker = Matchmaker(endpoint, run_id, run_fingerprint, roster, config, rng)
         self._agreement = Agreement(endpoint, config)
         self._inbox = StreamInbox(endpoint, config)
@@ -153,7 +158,10 @@ class Averager:
         assert rank is not None
         if not any(member.weight > 0 for member in group.members):
             return None, Vote(group.group_id, b"", "no member has any samples")
-        butterfly = Butterfly(group, rank, flat_N, self._config.chunk_bytes // flat_N.element_size())
+        shapes = self._shapes if self._shapes is not None else [flat_N.shape]
+        plan = plan_of(shapes, codec_of_code(group.codec), dtype=flat_N.dtype)
+        assert plan.numel == flat_N.numel(), "the tensors of the run are those in the vector"
+        butterfly = Butterfly(group, rank, flat_N, plan)
         try:
             async with time_limit(timeout_s, "averaging"):
                 averaged_N = await self._while_wanted(group, self._exchange(group, rank, butterfly))

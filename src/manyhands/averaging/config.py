@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from manyhands.averaging.codec_choice import AUTO, check_codec
 from manyhands.base.errors import ConfigError
 
 MAX_BANDWIDTH_MBIT_S = 8_000_000
@@ -20,7 +21,10 @@ class AveragingConfig:
         stream_timeout_s: bound of opening the streams between the members of a formed group, and what a member that is
             late may still take when the others are done.
         in_doubt_timeout_s: how long a member that voted and lost its leader asks for the verdict.
-        chunk_bytes: what is received, reduced and sent on in one go.
+        chunk_bytes: of float32 values that are encoded, reduced and sent on in one go, in groups that this peer leads.
+        codec: how values travel: ``none`` (as they are), ``fp16``, ``bf16``, ``int8``, ``int4``, or ``auto``: ``int8``
+            when a member is far away or its uplink slow, else ``none``. Norms, biases and other small tensors always
+            travel as they are. All peers of a run must have the same setting.
         min_span_bytes: in groups that this peer leads, no member reduces less; a small vector is averaged by few.
             Below it, opening a stream takes longer than what is sent over it.
         bandwidth_mbit_s: what this machine can send, in megabits per second: a first guess, until rounds have shown it.
@@ -31,7 +35,8 @@ class AveragingConfig:
     averaging_timeout_s: float = 60.0
     stream_timeout_s: float = 10.0
     in_doubt_timeout_s: float = 3.0
-    chunk_bytes: int = 512 * 1024
+    chunk_bytes: int = 1 << 20
+    codec: str = AUTO
     min_span_bytes: int = 16 * 1024
     bandwidth_mbit_s: float | None = None
 
@@ -43,6 +48,7 @@ class AveragingConfig:
             )
         if self.chunk_bytes < 4 or self.chunk_bytes % 4:
             raise ConfigError(f"chunk_bytes={self.chunk_bytes} is not a multiple of 4; for example 524288")
+        check_codec(self.codec)
         if self.min_span_bytes < 0:
             raise ConfigError(f"min_span_bytes={self.min_span_bytes} must be at least 0; for example 16384")
         if self.bandwidth_mbit_s is not None and not 0 < self.bandwidth_mbit_s <= MAX_BANDWIDTH_MBIT_S:

@@ -17,6 +17,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Protocol
 
+from manyhands.averaging.codec_choice import allowed_codec, chosen_codec
+from manyhands.averaging.codecs import BadEncoding
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import (
     INVITE,
@@ -247,6 +249,10 @@ class Matchmaker:
         ):
             self._roster.report_missing(leader)
             raise RoundAborted("the leader sent a group that is not for this peer", [leader])
+        try:
+            allowed_codec(self._config.codec, group.codec)
+        except BadEncoding as error:
+            raise RoundAborted(f"the leader chose {error}", [leader]) from error
         return group
 
     # leading
@@ -303,8 +309,20 @@ class Matchmaker:
             reason = f"none of the {len(late)} expected peers came" if late else "no other peer can be reached"
             return RoundAborted(reason, sorted(late))
         members = [gathering.joined[peer_id] for peer_id in sorted(gathering.joined)]
-        min_span_numel = max(1, self._config.min_span_bytes // FLOAT_BYTES)
-        return JoinResponse(Group(self._rng.randbytes(16), own_id, gathering.position, members, min_span_numel))
+        return JoinResponse(self._group(gathering.position, members))
+
+    def _group(self, position: Position, members: list[Member]) -> Group:
+        own_id, config = self._endpoint.peer_id, self._config
+        rtts_s = [self._endpoint.rtt_s(member.peer_id) for member in members if member.peer_id != own_id]
+        return Group(
+            self._rng.randbytes(16),
+            own_id,
+            position,
+            members,
+            min_span_numel=max(1, config.min_span_bytes // FLOAT_BYTES),
+            chunk_numel=config.chunk_bytes // FLOAT_BYTES,
+            codec=chosen_codec(config.codec, (member.bandwidth for member in members), rtts_s).code,
+        )
 
     async def _wait_for_all(self, gathering: Gathering, invitations: dict[PeerId, asyncio.Task[None]]) -> None:
         loop = asyncio.get_running_loop()

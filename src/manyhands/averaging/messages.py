@@ -19,6 +19,7 @@ MAX_WEIGHT = 2.0**32
 """Samples behind one vector: sums of many stay finite, and whole numbers stay exact."""
 MAX_BANDWIDTH = 10**12
 """Bytes per second; far above any link."""
+DEFAULT_CHUNK_NUMEL = 1 << 18
 MAX_ADDRESSES = 8
 MAX_REASON_LENGTH = 500
 
@@ -67,6 +68,8 @@ class Group(msgspec.Struct, frozen=True):
 
     Attributes:
         min_span_numel: elements; of a vector with few of them not all members reduce a part.
+        chunk_numel: elements that are encoded and reduced in one go.
+        codec: the code of how values are encoded; see docs/wire.md.
     """
 
     group_id: Digest
@@ -74,6 +77,8 @@ class Group(msgspec.Struct, frozen=True):
     position: Position
     members: list[Member]
     min_span_numel: Annotated[int, msgspec.Meta(ge=1, le=2**53)] = 1
+    chunk_numel: Annotated[int, msgspec.Meta(ge=1, le=2**28)] = DEFAULT_CHUNK_NUMEL
+    codec: Annotated[int, msgspec.Meta(ge=0, le=255)] = 0
 
     def rank_of(self, peer_id: PeerId) -> int | None:
         """The rank of a peer, or None when it is not a member."""

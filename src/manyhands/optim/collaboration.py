@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
@@ -96,7 +96,13 @@ class Collaboration:
         )
         async with AsyncExitStack() as parts:
             self._averager = Averager(
-                presence.endpoint, manifest.run_id, manifest.fingerprint(), self.tracker, self._averaging, self._rng
+                presence.endpoint,
+                manifest.run_id,
+                manifest.fingerprint(),
+                self.tracker,
+                self._averaging,
+                self._rng,
+                shapes=_shapes_of(manifest),
             )
             parts.push_async_callback(self._averager.close)
             server = StateServer(presence.endpoint, manifest.run_id, self._local.capture, lambda: self._local.position)
@@ -197,6 +203,13 @@ class Collaboration:
         """Whether a peer of the run has yet to reach this position."""
         await self._look_again()
         return self.tracker.is_ahead_of_somebody()
+
+
+def _shapes_of(manifest: RunManifest) -> list[Sequence[int]]:
+    """What lies in a vector of gradients: see :class:`manyhands.optim.accumulator.GradientAccumulator`."""
+    frozen = set(manifest.frozen)
+    shapes: list[Sequence[int]] = [tensor.shape for tensor in manifest.tensors if tensor.name not in frozen]
+    return [*shapes, (len(shapes),)]
 
 
 def log_progress(progress: Progress, refresh_s: float) -> None:

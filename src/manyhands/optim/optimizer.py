@@ -242,7 +242,7 @@ class Optimizer(torch.optim.Optimizer):
             optimizer=type(self.inner).__name__,
             hyper_parameters=groups,
             scheduler=describe(self.scheduler),
-            codec="none",
+            codec=self._averaging.codec,
             extra=extra,
         )
 

@@ -171,6 +171,10 @@ class Endpoint:
         """The IP address that a connected peer is seen at; empty if it is not connected."""
         return self._pool.host_of(peer_id)
 
+    def rtt_s(self, peer_id: PeerId) -> float:
+        """The shortest round trip to a connected peer, in seconds; infinite if none was seen."""
+        return self._pool.rtt_s(peer_id)
+
     def held(self, peer_id: PeerId) -> AbstractContextManager[None]:
         """Inside the block a control connection to a peer stays open though nobody calls: its heartbeats count."""
         return self._pool.held(peer_id)

@@ -8,9 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands.averaging.butterfly import Butterfly
+from manyhands.averaging.codecs import NONE, Plan, plan_of
 from manyhands.base.errors import RoundAborted
 from manyhands.transport import Stream
 from tests.unit.averaging.groups import group_of
+
+
+def exact(numel: int) -> Plan:
+    return plan_of([(numel,)], NONE)
 
 
 @given(st.integers(1, 6), st.sets(st.integers(0, 5)), st.integers(0, 20))
@@ -19,7 +24,7 @@ def test_partners_agree_and_nobody_is_left_out(num_members: int, clients: set[in
     group = group_of(num_members, clients=sorted(clients))
 
     async def partners() -> list[list[int]]:
-        return [Butterfly(group, rank, torch.zeros(numel), 4).partners() for rank in range(num_members)]
+        return [Butterfly(group, rank, torch.zeros(numel), exact(numel)).partners() for rank in range(num_members)]
 
     by_rank = asyncio.run(partners())
     for rank, others in enumerate(by_rank):
@@ -38,7 +43,7 @@ def test_of_a_small_vector_everybody_talks_to_the_few_that_reduce_it(
     group = group_of(num_members, clients=sorted(clients), min_span_numel=min_span_numel)
 
     async def partners() -> list[list[int]]:
-        return [Butterfly(group, rank, torch.zeros(numel), 4).partners() for rank in range(num_members)]
+        return [Butterfly(group, rank, torch.zeros(numel), exact(numel)).partners() for rank in range(num_members)]
 
     by_rank = asyncio.run(partners())
     num_reducers = max(1, min(num_members - len(clients), numel // min_span_numel)) if numel else 0
@@ -49,7 +54,7 @@ def test_of_a_small_vector_everybody_talks_to_the_few_that_reduce_it(
 
 
 async def test_own_values_that_are_not_finite_never_leave() -> None:
-    butterfly = Butterfly(group_of(1), 0, torch.tensor([1.0, float("inf")]), 4)
+    butterfly = Butterfly(group_of(1), 0, torch.tensor([1.0, float("inf")]), exact(2))
 
     async def connect(rank: int) -> Stream:
         raise AssertionError("a group of one has no partners")

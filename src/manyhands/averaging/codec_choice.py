@@ -1,0 +1,52 @@
+"""Which codec a round takes, unless the user chose one: exact where links are fast, 8 bits where they are not. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from manyhands.averaging.codecs import CODECS, INT8, NONE, BadEncoding, Codec, codec_named, codec_of_code
+from manyhands.base.errors import ConfigError
+
+AUTO = "auto"
+
+WIDE_AREA_RTT_S = 0.01
+"""Round trip; within one site it is shorter."""
+
+SLOW_BYTES_PER_S = 25_000_000
+"""Below it, sending a quarter of the bytes saves far more time than encoding takes."""
+
+
+def check_codec(setting: str) -> None:
+    """Make sure that a setting is a codec's name, or ``auto``.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if setting != AUTO and setting not in CODECS:
+        raise ConfigError(f"codec {setting!r} is unknown; one of {AUTO}, {', '.join(CODECS)}, for example {AUTO!r}")
+
+
+def chosen_codec(setting: str, bandwidths: Iterable[int], rtts_s: Iterable[float]) -> Codec:
+    """The codec of a round, as its leader chooses.
+
+    Args:
+        bandwidths: bytes per second of the members; 0 where it is not known.
+        rtts_s: round trips between the leader and the others; infinite where it is not known.
+    """
+    if setting != AUTO:
+        return codec_named(setting)
+    is_slow = any(0 < bandwidth < SLOW_BYTES_PER_S for bandwidth in bandwidths)
+    is_far = any(WIDE_AREA_RTT_S < rtt_s < float("inf") for rtt_s in rtts_s)
+    return INT8 if is_slow or is_far else NONE
+
+
+def allowed_codec(setting: str, code: int) -> Codec:
+    """The codec that a leader chose, if this peer's setting allows it.
+
+    Raises:
+        BadEncoding: it does not, or there is no such codec.
+    """
+    codec = codec_of_code(code)
+    if setting not in (AUTO, codec.name):
+        raise BadEncoding(f"codec {codec.name!r}, but this peer's is {setting!r}")
+    return codec
