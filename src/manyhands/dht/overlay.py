@@ -20,7 +20,6 @@ from manyhands.dht.config import DhtConfig
 from manyhands.dht.ids import ID_BITS, distance, id_to_bytes, node_id
 from manyhands.dht.lookup import Lookup
 from manyhands.dht.messages import FIND, TOO_MANY_REQUESTS, FindRequest, FindResponse
-from manyhands.dht.missing import Missing
 from manyhands.dht.routing import MAX_ADDRESSES, Contact, RoutingTable
 from manyhands.rpc.endpoint import Endpoint
 from manyhands.rpc.method import Method
@@ -49,7 +48,6 @@ class Overlay:
         self.table = RoutingTable(endpoint.peer_id, config.k, config.max_failures)
         self._endpoint = endpoint
         self._config = config
-        self._missing = Missing()
         self._own_point = node_id(endpoint.peer_id)
         self._filled_at: dict[int, float] = {}  # loop time, by bucket
 
@@ -58,7 +56,6 @@ class Overlay:
         now = asyncio.get_running_loop().time()
         if self.table.was_heard_since(now - HEARD_PERIOD_S, peer_id):
             return
-        self._missing.seen(peer_id)
         addresses = self._endpoint.addresses_of(peer_id)
         if addresses and not self._endpoint.is_client(peer_id):
             self.table.seen(Contact(peer_id, [_text_of(address) for address in addresses[:MAX_ADDRESSES]]), now)
@@ -89,7 +86,7 @@ class Overlay:
         except (Unavailable, PeerError) as error:
             logger.debug("%s to peer %s failed: %s", method.name, peer_id, error)
             if not isinstance(error, Refused) or error.code != TOO_MANY_REQUESTS:  # it is there, and overrun by us
-                self._failed(peer_id)
+                self.table.failed(peer_id)
             return None
         self.seen(peer_id)
         return response
@@ -141,7 +138,7 @@ class Overlay:
         finally:
             for peer_id in await asking.give_up():
                 if lookup.is_slow(peer_id):
-                    self._failed(peer_id)
+                    self.table.failed(peer_id)
         nearest = lookup.nearest()
         if target == self._own_point and len(nearest) >= config.k:  # else it knows everybody
             await self._fill_far_buckets(distance(node_id(nearest[-1].peer_id), target), deadline)
@@ -171,19 +168,9 @@ class Overlay:
         if response is None:
             lookup.failed(contact.peer_id)
             return
-        missing = self._missing
-        named = [one for one in response.contacts if one.peer_id not in missing or self._is_worth_asking(one.peer_id)]
-        lookup.answered(contact.peer_id, named)
+        lookup.answered(contact.peer_id, response.contacts)
         if on_answer is not None:
             on_answer(contact.peer_id, response)
-
-    def _is_worth_asking(self, peer_id: PeerId) -> bool:
-        """Not if it did not answer of late; one that is in the table all the same is asked again, and then dropped."""
-        return not self._missing.is_missing(peer_id, asyncio.get_running_loop().time()) or peer_id in self.table
-
-    def _failed(self, peer_id: PeerId) -> None:
-        self.table.failed(peer_id)
-        self._missing.failed(peer_id, asyncio.get_running_loop().time())
 
     def _learn(self, contact: Contact) -> bool:
         """Tell the endpoint where a contact can be dialled; whether that can be read."""
