@@ -70,7 +70,7 @@ class Codec(abc.ABC):
                 f"shape [{self.num_bytes(values_N.numel())}], contiguous"
             )
         for start, stop, place in self._pieces(values_N.numel(), out):
-            self._encode_piece(values_N[start:stop].to(self.dtype).contiguous(), place)
+            self._encode_piece(values_N[start:stop].detach().to(self.dtype).contiguous(), place)
 
     def decode(self, encoded: torch.Tensor, out_N: torch.Tensor) -> None:
         """Write the values to ``out_N``.
