@@ -1,9 +1,9 @@
 """How fast the codecs of the all-reduce are on one core, and what they cost in bits and in accuracy.
 
-    python benchmarks/codecs.py [--numel 10000000] [--repeats 5] [--json FILE]
+    python benchmarks/codecs.py [--numel 10000000] [--slice 884736] [--repeats 5] [--json FILE]
 
-The values are N(0,1) in float32, encoded and decoded as slices of 131,328 values (513 KiB), a multiple of all rows and
-blocks, as averaging sends them. All is on one thread and counted in its CPU time, so that others on the machine disturb
+The values are N(0,1) in float32, encoded and decoded in slices, as averaging sends them. By default a slice has 3.4 MiB,
+a multiple of all rows and blocks; with smaller ones the calls of torch cost more than the values. All is on one thread and counted in its CPU time, so that others on the machine disturb
 less; they still do through the caches, so compare with memcpy in the same run. The figures:
 
   encode_gb_per_s      10^9 bytes of float32 (not of encoded bytes) in each second; the best of the repeats
@@ -30,17 +30,17 @@ from manyhands.averaging.codecs import CODECS, Codec
 
 Row = dict[str, Any]
 
-SLICE_NUMEL = 216 * 608
+SLICE_NUMEL = 216 * 4096
 
 
 class Subject:
     """One codec with its buffers."""
 
-    def __init__(self, codec: Codec | None, values_N: torch.Tensor) -> None:
+    def __init__(self, codec: Codec | None, values_N: torch.Tensor, slice_numel: int) -> None:
         self._codec = codec
-        self._values = values_N.split(SLICE_NUMEL)
+        self._values = values_N.split(slice_numel)
         self._decoded_N = torch.empty_like(values_N)
-        self._decoded = self._decoded_N.split(SLICE_NUMEL)
+        self._decoded = self._decoded_N.split(slice_numel)
         sizes = [codec.num_bytes(part.numel()) if codec else 4 * part.numel() for part in self._values]
         self._encoded = torch.empty(sum(sizes), dtype=torch.uint8).split(sizes)
         self._values_N = values_N
@@ -83,8 +83,8 @@ def best_s(work: Callable[[], None], repeats: int) -> float:
     return min(taken)
 
 
-def measure(name: str, codec: Codec | None, values_N: torch.Tensor, repeats: int) -> Row:
-    subject = Subject(codec, values_N)
+def measure(name: str, codec: Codec | None, values_N: torch.Tensor, slice_numel: int, repeats: int) -> Row:
+    subject = Subject(codec, values_N, slice_numel)
     gigabytes = 4 * values_N.numel() / 1e9
 
     encode_s, decode_s = best_s(subject.encode, repeats), best_s(subject.decode, repeats)
@@ -110,6 +110,7 @@ def show(results: list[Row]) -> None:
 def main() -> None:
     parser = Parser(__doc__)
     parser.add_argument("--numel", type=positive_int, default=10_000_000, help="values (default: 10000000)")
+    parser.add_argument("--slice", type=positive_int, default=SLICE_NUMEL, help=f"values (default: {SLICE_NUMEL})")
     parser.add_argument("--repeats", type=positive_int, default=5, help="default: 5")
     parser.add_argument("--json", type=json_path, metavar="FILE", help="write the figures there, too")
     arguments = parser.parse_args()
@@ -120,7 +121,7 @@ def main() -> None:
     with progress_of(len(subjects)) as steps:
         for name, codec in subjects.items():
             steps.begin(name)
-            results.append(measure(name, codec, values_N, arguments.repeats))
+            results.append(measure(name, codec, values_N, arguments.slice, arguments.repeats))
     show(results)
     for result in results:
         print(json.dumps(result))
