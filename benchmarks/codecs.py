@@ -2,10 +2,10 @@
 
     python benchmarks/codecs.py [--numel 10000000] [--slice 884736] [--repeats 5] [--json FILE]
 
-The values are N(0,1) in float32, encoded and decoded in slices, as averaging sends them. By default a slice has
-3.4 MiB, a multiple of all rows and blocks; with much smaller ones, the calls of torch cost as much as the values. All is
-on one thread and counted in its CPU time, so that others on the machine disturb less; they still do through the caches, so
-compare with memcpy in the same run. The figures:
+The values are N(0,1) in float32, encoded and decoded in slices, as averaging sends them. By default a slice has 3.4
+MiB, a multiple of all rows and blocks; with much smaller ones, the calls of torch cost as much as the values. All is
+on one thread and counted in its CPU time, so that others on the machine disturb less; they still do through the
+caches, so compare with memcpy in the same run. The figures:
 
   encode_gb_per_s      10^9 bytes of float32 (not of encoded bytes) in each second; the best of the repeats
   decode_gb_per_s      the same
