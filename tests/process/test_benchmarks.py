@@ -68,6 +68,24 @@ def test_gil(tmp_path: Path) -> None:
         assert {"mb_per_s_reached", "cpu_s_per_s", "network_cpu_s_per_s"} <= result.keys()
 
 
+def test_codecs(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    arguments = ["--numel", "300000", "--repeats", "1", "--json", str(path)]
+    command = Command([str(BENCHMARKS / "codecs.py"), *arguments], module=None)
+    try:
+        assert command.wait(90) == 0, command.output
+    finally:
+        command.close()
+    results = json.loads(path.read_text())
+    assert [result["codec"] for result in results] == ["memcpy", "none", "fp16", "bf16", "int8", "int4"]
+    bits = [result["bits_per_value"] for result in results]
+    assert bits == sorted(bits, reverse=True)
+    for result in results:
+        assert result["encode_gb_per_s"] > 0
+        assert result["decode_gb_per_s"] > 0
+    assert [result["mean_squared_error"] == 0 for result in results] == [True, True, False, False, False, False]
+
+
 def test_coordinator(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     arguments = ["--peers", "3", "--processes", "2", "--settle", "0.1", "--seconds", "0.5", "--json", str(path)]

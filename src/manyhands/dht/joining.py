@@ -36,6 +36,7 @@ from manyhands.runtime.tasks import TaskOwner
 logger = logging.getLogger(__name__)
 
 FIRST_WAIT_S = 2.0
+NOTE_PERIOD_S = 60.0
 MOST_WAIT_S = 24.0
 """Parts of a swarm are to merge within a minute: so long until a dial, and the rest to look around."""
 
@@ -118,14 +119,16 @@ class InitialPeers:
     async def keep_trying(self) -> None:
         """Retry for ever; see the rules at the top of this file."""
         loop = asyncio.get_running_loop()
-        wait_s = FIRST_WAIT_S
+        wait_s, noted_at = FIRST_WAIT_S, -math.inf
         pause_s = wait_s * self._rng.uniform(0.5, 1.0)
         while not self._tasks.is_closed:
             left_s = self._round_began + pause_s - loop.time()
             if left_s > 0:  # upkeep may have a round meanwhile
                 await asyncio.sleep(left_s)
                 continue
-            self.note_known()
+            if loop.time() - noted_at >= NOTE_PERIOD_S:
+                self.note_known()
+                noted_at = loop.time()
             await self.retry()
             wait_s = min(2 * wait_s, MOST_WAIT_S)
             pause_s = wait_s * self._rng.uniform(0.5, 1.0)

@@ -140,7 +140,7 @@ class Overlay:
                 if lookup.is_slow(peer_id):
                     self.table.failed(peer_id)
         nearest = lookup.nearest()
-        if target == self._own_point and len(nearest) >= config.k:  # else it knows everybody
+        if target == self._own_point and len(nearest) >= num:  # else it knows everybody
             await self._fill_far_buckets(distance(node_id(nearest[-1].peer_id), target), deadline)
         return nearest
 

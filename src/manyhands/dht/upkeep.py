@@ -57,6 +57,7 @@ class Upkeep:
         self._handover = Handover()
         self._neighbours_seen: set[PeerId] = set()
         self._quiet_rounds = 0
+        self._num_neighbours = min(2 * config.replicas, config.k)  # those with which this node shares keys, and more
 
     def pause_s(self) -> float:
         """How long until the next round; not the same for all."""
@@ -78,11 +79,12 @@ class Upkeep:
         self._quiet_rounds = 0 if has_lost else self._quiet_rounds + 1
         if self._quiet_rounds > 1 and self._quiet_rounds % MAX_QUIET_ROUNDS:
             newcomers = sorted(self._neighbours_seen - before)[:NEWCOMERS_ASKED]
-            if not newcomers or not await tell_news(self._overlay, self._own_id, self._config.k, newcomers):
+            if not newcomers or not await tell_news(self._overlay, self._own_id, self._num_neighbours, newcomers):
                 return
         config = self._config
-        await self._overlay.lookup(node_id(self._own_id), config.lookup_timeout_s, config.k)
-        await self._overlay.lookup(self._rng.getrandbits(ID_BITS), config.lookup_timeout_s, config.replicas)
+        await self._overlay.lookup(node_id(self._own_id), config.lookup_timeout_s, self._num_neighbours)
+        if self._quiet_rounds:
+            await self._overlay.lookup(self._rng.getrandbits(ID_BITS), config.lookup_timeout_s, config.replicas)
         self._neighbours_seen = self._neighbours()
 
     async def hand_over(self) -> None:
@@ -92,7 +94,7 @@ class Upkeep:
         await asyncio.gather(*(self._give(peer_id, gift) for peer_id, gift in plan.items()))
 
     def _neighbours(self) -> set[PeerId]:
-        nearest = self._overlay.table.nearest(node_id(self._own_id), self._config.k)
+        nearest = self._overlay.table.nearest(node_id(self._own_id), self._num_neighbours)
         return {contact.peer_id for contact in nearest}
 
     def _doubted(self) -> list[PeerId]:

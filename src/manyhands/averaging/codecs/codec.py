@@ -6,7 +6,8 @@ The rules that all codecs keep, and that their tests check:
   that of its pieces, one after the other. The last piece may be shorter.
 - Little-endian, laid out as docs/wire.md says. The hosts are little-endian, too: x86-64 and AArch64.
 - What was decoded is the same in every bit on every machine: each product in it is exact, so that it does not matter
-  whether the processor rounds between a multiplication and an addition. A round's vote relies on it.
+  whether the processor rounds between a multiplication and an addition. A round's vote relies on it. (Who switches
+  ``torch.set_flush_denormal`` on gets zeros where others have values below 2^-126.)
 - Nothing that is not finite is encoded, or comes out of a decoder, whatever a stranger sent.
 - No state: one codec may be used from many threads. The kernels of torch release Python's lock.
 """
@@ -69,7 +70,7 @@ class Codec(abc.ABC):
                 f"shape [{self.num_bytes(values_N.numel())}], contiguous"
             )
         for start, stop, place in self._pieces(values_N.numel(), out):
-            self._encode_piece(values_N[start:stop].to(self.dtype).contiguous(), place)
+            self._encode_piece(values_N[start:stop].detach().to(self.dtype).contiguous(), place)
 
     def decode(self, encoded: torch.Tensor, out_N: torch.Tensor) -> None:
         """Write the values to ``out_N``.
@@ -119,8 +120,8 @@ class Codec(abc.ABC):
 
 def largest_magnitude(values: torch.Tensor) -> float:
     """The largest absolute value; NaN if any is NaN."""
-    low, high = torch.aminmax(values)
-    return max(-low.item(), high.item()) if not math.isnan(low.item()) else math.nan
+    low, high = (bound.item() for bound in torch.aminmax(values))
+    return max(-low, high)  # NaN is in both
 
 
 def check_finite(values: torch.Tensor) -> None:
@@ -135,9 +136,19 @@ def check_finite(values: torch.Tensor) -> None:
 
 def viewed_as(encoded: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Bytes as numbers, without a copy where they lie at an address that is right for such numbers."""
-    if encoded.data_ptr() % dtype.itemsize or encoded.storage_offset() % dtype.itemsize:
-        encoded = encoded.clone()
-    return encoded.view(dtype)
+    return (encoded if _is_aligned(encoded, dtype) else encoded.clone()).view(dtype)
+
+
+def store(values: torch.Tensor, dtype: torch.dtype, out: torch.Tensor) -> None:
+    """Write values as numbers of a dtype into bytes, in one pass where the address is right for such numbers."""
+    if _is_aligned(out, dtype):
+        out.view(dtype).copy_(values)
+    else:
+        out.copy_(values.to(dtype).view(torch.uint8))
+
+
+def _is_aligned(data: torch.Tensor, dtype: torch.dtype) -> bool:
+    return data.data_ptr() % dtype.itemsize == 0 and data.storage_offset() % dtype.itemsize == 0
 
 
 def _is_bytes(tensor: torch.Tensor, num_bytes: int) -> bool:

@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from manyhands.averaging.codecs.codec import BadEncoding, Codec, NotFinite, largest_magnitude, viewed_as
+from manyhands.averaging.codecs.codec import BadEncoding, Codec, NotFinite, largest_magnitude, store, viewed_as
 
 SCALE_BYTES = 4
 LARGEST_BELOW_2_15 = 32752.0
@@ -40,7 +40,7 @@ class Fp16(Codec):
         if exponent == 113:  # rounded up to 2^15, they would be 2^128: infinite
             scaled_N.clamp_(-LARGEST_BELOW_2_15, LARGEST_BELOW_2_15)
         out[:SCALE_BYTES] = torch.tensor([math.ldexp(1.0, exponent)], dtype=torch.float32).view(torch.uint8)
-        out[SCALE_BYTES:].copy_(scaled_N.to(torch.float16).view(torch.uint8))
+        store(scaled_N, torch.float16, out[SCALE_BYTES:])
 
     def _decode_piece(self, encoded: torch.Tensor, out_N: torch.Tensor) -> None:
         scale = viewed_as(encoded[:SCALE_BYTES], torch.float32).item()
@@ -71,7 +71,7 @@ class Bf16(Codec):
             raise NotFinite("NaN or infinite values cannot be averaged")
         if largest > LARGEST_BFLOAT16:
             values_N = values_N.clamp(-LARGEST_BFLOAT16, LARGEST_BFLOAT16)
-        out.copy_(values_N.to(torch.bfloat16).view(torch.uint8))
+        store(values_N, torch.bfloat16, out)
 
     def _decode_piece(self, encoded: torch.Tensor, out_N: torch.Tensor) -> None:
         out_N.copy_(viewed_as(encoded, torch.bfloat16))

@@ -81,7 +81,8 @@ class Plan:
         """Bytes that ``flat_N[start:stop]`` takes, encoded as one slice.
 
         It is cut at the segments, then at the pieces and blocks of each codec, counted from the start of the part; so
-        two slices may take a few bytes more than one of both, and decode to other values within the same bounds.
+        two slices may take a few bytes more than one of both, and decode to other values within the same bounds. Slices
+        of a multiple of 864 values fit the rows of int8 and the blocks of int4; a shorter last row costs time.
         """
         return sum(part.codec.num_bytes(part.stop - part.start) for part in self.cut(start, stop))
 

@@ -1,0 +1,61 @@
+"""Fuzz targets: encoded values of a round."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from manyhands.averaging.codecs import CODECS, NONE_FLOAT64, BadEncoding, Codec, Plan, Segment
+from tests.fuzz.target import Target
+
+NUMEL = 500
+PLAN = Plan([Segment(0, 100, CODECS["int8"]), Segment(100, 150, CODECS["none"]), Segment(150, 400, CODECS["int4"])])
+
+
+def _numel_of(codec: Codec, num_bytes: int) -> int:
+    """The number of values that take so many bytes, so that the decoder does more than to refuse the length."""
+    return next((numel for numel in range(NUMEL + 1) if codec.num_bytes(numel) >= num_bytes), NUMEL)
+
+
+def _decode(codec: Codec, data: bytes) -> None:
+    out_N = torch.empty(_numel_of(codec, len(data)), dtype=codec.dtype)
+    codec.decode(torch.tensor(list(data), dtype=torch.uint8), out_N)
+    assert torch.isfinite(out_N).all()
+
+
+def _decode_slice(data: bytes) -> None:
+    out = torch.empty(PLAN.numel)
+    PLAN.decode(torch.tensor(list(data), dtype=torch.uint8), 0, out)
+    assert torch.isfinite(out).all()
+
+
+def _seeds(codec: Codec) -> list[bytes]:
+    seeds = []
+    for numel, scale in [(1, 1.0), (300, 1e-3), (NUMEL, 1e38)]:
+        out = torch.empty(codec.num_bytes(numel), dtype=torch.uint8)
+        codec.encode(torch.linspace(-1, 2, numel) * scale, out)
+        seeds.append(bytes(out.tolist()))
+    return seeds
+
+
+def _slice() -> bytes:
+    out = torch.empty(PLAN.num_bytes(0, PLAN.numel), dtype=torch.uint8)
+    PLAN.encode(torch.linspace(-1, 2, PLAN.numel), 0, out)
+    return bytes(out.tolist())
+
+
+TARGETS = [
+    *(
+        Target(
+            name=f"codec.{codec.name}",
+            seeds=_seeds(codec),
+            run=functools.partial(_decode, codec),
+            errors=(BadEncoding,),
+            kind="bytes",
+            weight=0.3,
+        )
+        for codec in (*CODECS.values(), NONE_FLOAT64)
+    ),
+    Target(name="codec.slice", seeds=[_slice()], run=_decode_slice, errors=(BadEncoding,), kind="bytes", weight=0.3),
+]
