@@ -55,9 +55,9 @@ class Upkeep:
         self._writer = writer
         self._rng = rng
         self._handover = Handover()
-        self._neighbours_seen: set[PeerId] = set()
+        self._neighbours_seen: list[PeerId] = []
         self._quiet_rounds = 0
-        self._num_neighbours = min(2 * config.replicas, config.k)  # those with which this node shares keys, and more
+        self._num_partners = min(2 * config.replicas, config.k)  # those with which this node shares keys, and more
 
     def pause_s(self) -> float:
         """How long until the next round; not the same for all."""
@@ -75,14 +75,14 @@ class Upkeep:
         """
         await asyncio.gather(*(self._overlay.ask(peer_id, PING, PingRequest()) for peer_id in self._doubted()))
         before, self._neighbours_seen = self._neighbours_seen, self._neighbours()
-        has_lost = any(peer_id not in self._overlay.table for peer_id in before)
+        has_lost = any(peer_id not in self._overlay.table for peer_id in before[: self._num_partners])
         self._quiet_rounds = 0 if has_lost else self._quiet_rounds + 1
         if self._quiet_rounds > 1 and self._quiet_rounds % MAX_QUIET_ROUNDS:
-            newcomers = sorted(self._neighbours_seen - before)[:NEWCOMERS_ASKED]
-            if not newcomers or not await tell_news(self._overlay, self._own_id, self._num_neighbours, newcomers):
+            newcomers = [peer_id for peer_id in self._neighbours_seen if peer_id not in before][:NEWCOMERS_ASKED]
+            if not newcomers or not await tell_news(self._overlay, self._own_id, self._num_partners, newcomers):
                 return
         config = self._config
-        await self._overlay.lookup(node_id(self._own_id), config.lookup_timeout_s, self._num_neighbours)
+        await self._overlay.lookup(node_id(self._own_id), config.lookup_timeout_s, self._num_partners)
         if self._quiet_rounds:
             await self._overlay.lookup(self._rng.getrandbits(ID_BITS), config.lookup_timeout_s, config.replicas)
         self._neighbours_seen = self._neighbours()
@@ -93,9 +93,8 @@ class Upkeep:
         plan = self._handover.plan(keys, self._other_replicas)
         await asyncio.gather(*(self._give(peer_id, gift) for peer_id, gift in plan.items()))
 
-    def _neighbours(self) -> set[PeerId]:
-        nearest = self._overlay.table.nearest(node_id(self._own_id), self._num_neighbours)
-        return {contact.peer_id for contact in nearest}
+    def _neighbours(self) -> list[PeerId]:
+        return [contact.peer_id for contact in self._overlay.table.nearest(node_id(self._own_id), self._config.k)]
 
     def _doubted(self) -> list[PeerId]:
         """Whose life to make sure of: all that should hold what is held here, and a few of the rest."""
