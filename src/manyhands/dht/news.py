@@ -8,11 +8,12 @@ from manyhands.base.identity import PeerId
 from manyhands.dht.ids import ID_BITS, distance, id_to_bytes, node_id
 from manyhands.dht.messages import FIND, FindRequest
 from manyhands.dht.overlay import Overlay
+from manyhands.dht.routing import Contact
 from manyhands.dht.together import all_of
 
 
-async def tell_news(overlay: Overlay, own_id: PeerId, k: int, peers: Iterable[PeerId]) -> bool:
-    """Ask some peers who is near this node; whether they name somebody who should be among the ``k`` nearest known.
+async def tell_news(overlay: Overlay, own_id: PeerId, k: int, peers: Iterable[PeerId]) -> list[Contact]:
+    """Ask some peers who is near this node; those that they name and that should be among the ``k`` nearest known.
 
     One message to each answers what a lookup takes ``k`` for: peers of the same part of a swarm know the same
     neighbours, those of another part know others.
@@ -22,8 +23,9 @@ async def tell_news(overlay: Overlay, own_id: PeerId, k: int, peers: Iterable[Pe
     answers = await all_of(*(overlay.ask(peer_id, FIND, request) for peer_id in peers))
     nearest = overlay.table.nearest(own_point, k)
     farthest = distance(node_id(nearest[-1].peer_id), own_point) if len(nearest) >= k else 1 << ID_BITS
-    named = {contact.peer_id for answer in answers if answer is not None for contact in answer.contacts}
-    return any(
-        peer_id != own_id and peer_id not in overlay.table and distance(node_id(peer_id), own_point) < farthest
-        for peer_id in named
-    )
+    named = {contact.peer_id: contact for answer in answers if answer is not None for contact in answer.contacts}
+    return [
+        contact
+        for peer_id, contact in named.items()
+        if peer_id != own_id and peer_id not in overlay.table and distance(node_id(peer_id), own_point) < farthest
+    ]

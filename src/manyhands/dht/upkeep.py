@@ -15,6 +15,7 @@ from manyhands.dht.messages import PING, PingRequest
 from manyhands.dht.news import tell_news
 from manyhands.dht.overlay import Overlay
 from manyhands.dht.replicas import Replicas
+from manyhands.dht.routing import Contact
 from manyhands.dht.storage import Storage
 from manyhands.dht.writer import Writer
 
@@ -77,14 +78,17 @@ class Upkeep:
         before, self._neighbours_seen = self._neighbours_seen, self._neighbours()
         has_lost = any(peer_id not in self._overlay.table for peer_id in before[: self._num_partners])
         self._quiet_rounds = 0 if has_lost else self._quiet_rounds + 1
+        overlay, config, own_point = self._overlay, self._config, node_id(self._own_id)
+        news: list[Contact] = []
         if self._quiet_rounds > 1 and self._quiet_rounds % MAX_QUIET_ROUNDS:
             newcomers = [peer_id for peer_id in self._neighbours_seen if peer_id not in before][:NEWCOMERS_ASKED]
-            if not newcomers or not await tell_news(self._overlay, self._own_id, self._num_partners, newcomers):
+            news = await tell_news(overlay, self._own_id, self._num_partners, newcomers) if newcomers else []
+            if not news:
                 return
-        config = self._config
-        await self._overlay.lookup(node_id(self._own_id), config.lookup_timeout_s, self._num_partners)
+        seeds = [*overlay.table.nearest(own_point, config.k), *news]
+        await overlay.lookup(own_point, config.lookup_timeout_s, self._num_partners, seeds=seeds)
         if self._quiet_rounds:
-            await self._overlay.lookup(self._rng.getrandbits(ID_BITS), config.lookup_timeout_s, config.replicas)
+            await overlay.lookup(self._rng.getrandbits(ID_BITS), config.lookup_timeout_s, config.replicas)
         self._neighbours_seen = self._neighbours()
 
     async def hand_over(self) -> None:
