@@ -1,0 +1,48 @@
+"""Which codec a round takes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from manyhands.averaging.codec_choice import AUTO, allowed_codec, chosen_codec
+from manyhands.averaging.codecs import CODECS, INT4, INT8, NONE, BadEncoding
+from manyhands.averaging.config import AveragingConfig
+from manyhands.base.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("bandwidths", "rtts_s", "name"),
+    [
+        ([], [], "none"),
+        ([0, 0], [math.inf], "none"),  # nothing is known yet
+        ([10**9, 10**9], [0.0002], "none"),
+        ([10**9, 12_500_000], [0.0002], "int8"),  # 100 Mbit/s
+        ([10**9, 10**9], [0.0002, 0.03], "int8"),
+    ],
+)
+def test_values_travel_in_8_bits_where_links_are_slow_or_long(
+    bandwidths: list[int], rtts_s: list[float], name: str
+) -> None:
+    assert chosen_codec(AUTO, bandwidths, rtts_s).name == name
+
+
+@pytest.mark.parametrize("name", list(CODECS))
+def test_what_the_user_chose_is_taken(name: str) -> None:
+    assert chosen_codec(name, [1], [10.0]) is CODECS[name]
+    assert allowed_codec(name, CODECS[name].code) is CODECS[name]
+    assert AveragingConfig(codec=name).codec == name
+
+
+def test_a_leader_may_not_choose_another_codec_than_the_run_has() -> None:
+    assert allowed_codec(AUTO, INT8.code) is INT8
+    with pytest.raises(BadEncoding, match=r"codec 'int4', but this peer's is 'none'"):
+        allowed_codec(NONE.name, INT4.code)
+    with pytest.raises(BadEncoding, match="no codec has code 200"):
+        allowed_codec(AUTO, 200)
+
+
+def test_an_unknown_codec_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"codec 'int7' is unknown; one of auto, none, .* for example 'auto'"):
+        AveragingConfig(codec="int7")
