@@ -44,6 +44,7 @@ import torch
 from _command_line import Parser, json_path, positive, positive_int, progress_of, run, write_json
 from _memory import own_bytes, peak_own_bytes, start_peak
 from _worker import Worker
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
@@ -232,7 +233,7 @@ def measure(codecs: dict[str, list[str]], num_peers: int, mb: float, num_rounds:
 
 def show(results: list[Row]) -> None:
     """The figures as a table."""
-    table = Table(title="All-reduce on this machine")
+    table = Table(title="All-reduce on this machine", box=SIMPLE)
     for name in results[0]:
         table.add_column(name.replace("_", " "), justify="left" if name in ("system", "codec") else "right")
     for result in results:

@@ -14,7 +14,7 @@ from manyhands.rpc import Endpoint, RpcConfig
 from manyhands.testing import Host, World
 from tests.swarm import FixedRoster
 
-NUMEL = 1_000_000
+NUMEL = 2_000_000
 VECTOR_MBIT = NUMEL * 32 / 1e6
 
 
@@ -69,7 +69,7 @@ def test_a_slow_uplink_is_measured_and_spared() -> None:
     up_mbit_s = {"p0": 100.0, "p1": 100.0, "p2": 20.0}
     measured = run_rounds(3, up_mbit_s)
     assert 18.0 < measured.mbit_s["p2"] < 40.0
-    assert all(measured.mbit_s[name] > 1.4 * measured.mbit_s["p2"] for name in ("p0", "p1"))
+    assert all(measured.mbit_s[name] > 1.3 * measured.mbit_s["p2"] for name in ("p0", "p1"))
     own_values_s = VECTOR_MBIT / 20.0
     assert measured.seconds[0] > 1.25 * own_values_s, "the slow one reduced a third"
     assert measured.seconds[-1] < 1.1 * own_values_s, "it does nothing but send its own values"

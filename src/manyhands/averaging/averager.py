@@ -107,6 +107,7 @@ class Averager:
         self._inbox = StreamInbox(endpoint, config)
         declared = config.bandwidth_mbit_s
         self._meter = BandwidthMeter(declared * BYTES_PER_MBIT if declared is not None else None)
+        self._sends: list[Send] = []  # of the round that is under way
         self._tasks = TaskOwner("averager")
 
     async def close(self) -> None:
@@ -136,6 +137,7 @@ class Averager:
         except (Timeout, PeerError) as error:
             raise RoundAborted(str(error)) from error
         matchmaking_s = loop.time() - started
+        self._sends = []
         with self._matchmaker.in_round(group), self._agreement.of(group):
             averaged_N, vote = await self._reduce(group, flat_N, deadline - loop.time())
             verdict = await self._agreement.conclude(group, vote, max(deadline - loop.time(), MIN_VOTING_S))
@@ -143,9 +145,12 @@ class Averager:
                 for peer_id in verdict.blamed:
                     self._roster.report_missing(peer_id)
                 raise RoundAborted(verdict.reason, verdict.blamed)
-        if verdict.manifest.digest != vote.digest:
+        seconds = loop.time() - started
+        if verdict.manifest.digest == vote.digest:
+            self._meter.add_round(self._sends, seconds - matchmaking_s)
+        else:
             averaged_N = None
-        return RoundResult(averaged_N, verdict.manifest, loop.time() - started, matchmaking_s)
+        return RoundResult(averaged_N, verdict.manifest, seconds, matchmaking_s)
 
     async def _reduce(
         self,
@@ -192,7 +197,6 @@ class Averager:
         """Run the all-reduce; a member whose control connection is lost (frozen, cut off) ends it."""
         streams: list[Stream] = []
         lost: set[PeerId] = set()
-        sends: list[Send] = []
 
         def on_lost(peer_id: PeerId) -> None:
             lost.add(peer_id)
@@ -205,17 +209,14 @@ class Averager:
             streams.append(stream)
             if stream.remote in lost:
                 stream.abort()
-            return MeteredStream(stream, sends)
+            return MeteredStream(stream, other, self._sends)
 
         self._endpoint.on_lost.append(on_lost)
         try:
             with ExitStack() as held:
                 for other in butterfly.partners():
                     held.enter_context(self._endpoint.held(group.members[other].peer_id))
-                began = asyncio.get_running_loop().time()
-                averaged_N = await butterfly.run(connect)
-                self._meter.add_round(sends, len(streams), asyncio.get_running_loop().time() - began)
-            return averaged_N
+                return await butterfly.run(connect)
         finally:
             self._endpoint.on_lost.remove(on_lost)
             self._inbox.end(group.group_id)

@@ -1,12 +1,13 @@
 """How fast this peer can send, by what it sent in rounds. Pure.
 
-What counts is the time in which most streams of a round have a send under way: then this machine or its uplink is what
-holds them up. While few do, these wait for who is at their other end, or for nothing at all, and the rate says little.
-The median over short windows ignores that the first megabytes go into the buffers of the system at the speed of memory.
+What counts is the time in which sends to most members are under way: then this machine or its uplink is what holds them
+up. While few are, these wait for who is at their other end, or for nothing at all, and the rate says little. The median
+over short windows ignores that the first megabytes go into the buffers of the system at the speed of memory; where all
+goes there, nothing is measured.
 
 A peer that is hardly ever held up, since others are slower, can send more than it did, nobody knows how much. It counts
-as twice as fast: among equals, who reduces nothing sends more than half of what the others do, so one that was taken for
-slow without being so has its full part again after one round; and one that is slow is found out in the next.
+as somewhat faster. So one that was taken for slow without being so has its full part again after a few rounds; and
+where nobody is held up, all are judged by the same round, and the spans stay as they are.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ MIN_COUNTED_S = 0.1
 """A round shows the rate if it had most streams busy for so long in all."""
 MIN_BYTES = 1 << 20
 """A round in which less was sent says nothing about a peer that was not held up: it took as long as its messages."""
-UNTESTED = 2.0
+MIN_BYTES_TO_ONE = 1 << 21
+"""A round in which less was sent to each member may be all in the buffers, and shows no rate."""
+UNTESTED = 1.5
 """What a peer that was not held up can send, over what it did send."""
 SHORTEST_S = 1e-6
 """What a send takes at least, also by a clock that did not move meanwhile."""
@@ -31,12 +34,14 @@ NEWEST_SHARE = 0.3
 
 
 class Send(NamedTuple):
-    """One send on one stream; a stream has one at a time.
+    """One send to one member; there is one at a time.
 
     Attributes:
+        receiver: the member's rank.
         began, ended: seconds of one clock; in between the stream held the sender up, or copied.
     """
 
+    receiver: int
     began: float
     ended: float
     num_bytes: int
@@ -59,13 +64,13 @@ class BandwidthMeter:
             return 0
         return min(max(1, round(self._estimate)), MAX_BANDWIDTH)
 
-    def add_round(self, sends: Sequence[Send], num_streams: int, seconds: float) -> None:
-        """Count what was sent in one round, which took so many seconds and succeeded.
+    def add_round(self, sends: Sequence[Send], seconds: float) -> None:
+        """Count what was sent in one round, which took so many seconds until all that was sent had arrived.
 
         The mean is geometric: a guess that is wrong by a factor of a thousand is forgotten as fast as one that is wrong
         by a thousandth.
         """
-        measured = backlogged_rate(sends, num_streams)
+        measured = backlogged_rate(sends)
         if measured is not None:
             before = self._estimate or measured
             self._estimate = before * (measured / before) ** NEWEST_SHARE
@@ -74,11 +79,14 @@ class BandwidthMeter:
             self._estimate = max(self._estimate or 0.0, at_least)
 
 
-def backlogged_rate(sends: Sequence[Send], num_streams: int) -> float | None:
-    """Bytes per second, > 0, over the time in which at least half of the streams had a send under way.
+def backlogged_rate(sends: Sequence[Send]) -> float | None:
+    """Bytes per second, > 0, over the time in which sends to more than half of the members were under way.
 
     None when that is too little to say anything.
     """
+    num_receivers = len({send.receiver for send in sends})
+    if sum(send.num_bytes for send in sends) < MIN_BYTES_TO_ONE * num_receivers:
+        return None
     changes: list[tuple[float, int, float]] = []  # time, streams more under way, bytes per second more
     for send in sends:
         seconds = max(send.ended - send.began, SHORTEST_S)
@@ -88,7 +96,7 @@ def backlogged_rate(sends: Sequence[Send], num_streams: int) -> float | None:
     window_bytes = window_s = rate = before = 0.0
     num_sending = 0
     for now, num_more, rate_more in sorted(changes):
-        if 2 * num_sending >= num_streams and num_sending > 0:
+        if 2 * num_sending > num_receivers:
             window_s += now - before
             window_bytes += rate * (now - before)
         if window_s >= WINDOW_S:

@@ -13,11 +13,13 @@ class MeteredStream:
     """Passes everything on.
 
     Args:
+        receiver: the rank at the other end.
         sends: gets what was sent, when it has been sent.
     """
 
-    def __init__(self, stream: Stream, sends: list[Send]) -> None:
+    def __init__(self, stream: Stream, receiver: int, sends: list[Send]) -> None:
         self._stream = stream
+        self._receiver = receiver
         self._sends = sends
 
     @property
@@ -45,7 +47,7 @@ class MeteredStream:
         began = loop.time()
         await self._stream.send(*buffers)
         num_bytes = sum(memoryview(buffer).nbytes for buffer in buffers)
-        self._sends.append(Send(began, loop.time(), num_bytes))
+        self._sends.append(Send(self._receiver, began, loop.time(), num_bytes))
 
     async def receive_into(self, view: memoryview) -> None:
         await self._stream.receive_into(view)
