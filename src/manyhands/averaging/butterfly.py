@@ -52,7 +52,7 @@ class Butterfly:
     Args:
         group: with at least one member that is not in client mode, and at least one positive weight.
         rank: of this member.
-        flat_N: this member's values, float32 on the CPU; never written.
+        flat_N: this member's values, float32 or float64 on the CPU; never written.
         chunk_numel: elements that are reduced in one go.
     """
 
@@ -68,7 +68,7 @@ class Butterfly:
         self._weights = [member.weight for member in members]
         self._own_chunks = chunks_of(self._spans[rank], chunk_numel)
         self._reduced = [asyncio.Event() for _ in self._own_chunks]
-        self._inboxes = {other: _Inbox(chunk_numel) for other in self._senders()}
+        self._inboxes = {other: _Inbox(chunk_numel, flat_N.dtype) for other in self._senders()}
 
     def partners(self) -> list[int]:
         """Ranks with which values are exchanged; two members that own no span have nothing to say to each other."""
@@ -85,7 +85,7 @@ class Butterfly:
         return sum(sizes) * element_size
 
     async def run(self, connect: Callable[[int], Awaitable[Stream]]) -> torch.Tensor:
-        """Exchange values with all partners; returns the weighted mean, float32, shape [N].
+        """Exchange values with all partners; returns the weighted mean, of the same dtype, shape [N].
 
         Args:
             connect: gives the stream to the partner of this rank; each is used as soon as it is there.
@@ -170,18 +170,19 @@ class Butterfly:
 class _Inbox:
     """The chunks of one sender on their way to the reducer, in memory that is used again and again."""
 
-    def __init__(self, chunk_numel: int) -> None:
+    def __init__(self, chunk_numel: int, dtype: torch.dtype) -> None:
         self._chunk_numel = chunk_numel
+        self._dtype = dtype
         self._free: asyncio.Queue[torch.Tensor] = asyncio.Queue()
         self._full: asyncio.Queue[torch.Tensor] = asyncio.Queue()
         self._lent: deque[torch.Tensor] = deque()
         self._num_made = 0
 
     async def room(self, numel: int) -> torch.Tensor:
-        """Memory for a chunk, float32, shape [numel]; waits while the sender is too far ahead."""
+        """Memory for a chunk, shape [numel]; waits while the sender is too far ahead."""
         if self._free.empty() and self._num_made < QUEUED_CHUNKS:
             self._num_made += 1
-            buffer = torch.empty(self._chunk_numel, dtype=torch.float32)
+            buffer = torch.empty(self._chunk_numel, dtype=self._dtype)
         else:
             buffer = await self._free.get()
         self._lent.append(buffer)
