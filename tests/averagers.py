@@ -24,7 +24,9 @@ RUN = "averages"
 
 
 @asynccontextmanager
-async def sim_peers(num_peers: int, *, kind: str = "memory", clients: Sequence[int] = ()) -> AsyncIterator[list[SimPeer]]:
+async def sim_peers(
+    num_peers: int, *, kind: str = "memory", clients: Sequence[int] = ()
+) -> AsyncIterator[list[SimPeer]]:
     """Peers of one DHT; those numbered in ``clients`` do not listen. The first one must."""
     network = MemoryNetwork()
     peers: list[SimPeer] = []

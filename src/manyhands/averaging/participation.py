@@ -24,6 +24,8 @@ MIN_ATTEMPT_S = 0.5
 """With less time than this nothing new is begun."""
 GATHER_SHARE = 0.5
 """Of what is left of a step, the most to wait for those who are expected: the rest is for the values."""
+ALONE_SHARE = 0.8
+"""Of a step, the most to wait for anybody at all."""
 CLOSED = "this averager was closed"
 
 
@@ -49,7 +51,8 @@ class Participation:
         self._run_id = run_id
         self._tensors = tensors
         self._config = config
-        self._running: asyncio.Task[None] | None = None
+        self._running: set[asyncio.Task[None]] = set()
+        self._one_at_a_time = asyncio.Lock()  # a step that Ctrl-C ended may still be ending here
         self._is_closed = False
 
     async def start(self) -> None:
@@ -85,8 +88,8 @@ class Participation:
         self._is_closed = True
         if self.close in self._presence.on_close:
             self._presence.on_close.remove(self.close)
-        if self._running is not None:
-            self._running.cancel()
+        for task in self._running:
+            task.cancel()
         await self._rounds.close()
         await self.attendance.close()
 
@@ -104,14 +107,15 @@ class Participation:
             attempts.reason = CLOSED
             return attempts
         loop = asyncio.get_running_loop()
-        self._running = loop.create_task(self._try_until(attempts, flat_N, weight, loop.time() + timeout_s))
+        running = loop.create_task(self._try_until(attempts, flat_N, weight, loop.time() + timeout_s))
+        self._running.add(running)
         try:
-            await asyncio.wait([self._running], timeout=timeout_s)
-            is_late = not self._running.done()
+            await asyncio.wait([running], timeout=timeout_s)
+            is_late = not running.done()
         finally:
-            self._running.cancel()
-            await asyncio.gather(self._running, return_exceptions=True)
-            running, self._running = self._running, None
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+            self._running.discard(running)
         if not running.cancelled():
             running.result()
         if attempts.committed is None and self._has_left():
@@ -121,9 +125,13 @@ class Participation:
         return attempts
 
     async def _try_until(self, attempts: Attempts, flat_N: torch.Tensor, weight: float, deadline: float) -> None:
+        async with self._one_at_a_time:
+            await self._try(attempts, flat_N, weight, deadline)
+
+    async def _try(self, attempts: Attempts, flat_N: torch.Tensor, weight: float, deadline: float) -> None:
         loop, attendance = asyncio.get_running_loop(), self.attendance
         began = loop.time()
-        alone_until = began + min(self._config.matchmaking_time_s, deadline - began)
+        alone_until = began + min(self._config.matchmaking_time_s, ALONE_SHARE * (deadline - began))
         look_s = FIRST_LOOK_S
         await self._look()
         attendance.begin_step()
