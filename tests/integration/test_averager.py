@@ -296,6 +296,34 @@ async def test_tensors_that_differ_are_refused_at_the_door() -> None:
         await close_all([averager, fitting])
 
 
+async def test_a_step_says_when_only_others_with_other_tensors_are_there() -> None:
+    async with sim_peers(2) as peers:
+        averager = await join(peers[0], [torch.zeros(3)])
+        own = averager._participation.attendance._own
+        other = msgspec.to_builtins(own, builtin_types=(bytes,)) | {"tensors": b"others", "summary": "two lists"}
+        await peers[1].dht.store(attendance_key(RUN), other, 30.0, subkey=peers[1].peer_id)
+        result = await step(averager, timeout_s=0.5)
+        await close_all([averager])
+    assert not result.committed
+    assert result.reason.startswith(
+        f"the tensors of peer {peers[1].peer_id} differ: it has two lists; here there are 1"
+    )
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+async def test_tensors_on_a_gpu_stay_there() -> None:
+    lists = [[torch.full((5_000,), float(i), device="cuda"), torch.ones(3, device="cuda").half()] for i in range(2)]
+    async with sim_peers(2) as peers:
+        averagers = [await join(peer, lists[i]) for i, peer in enumerate(peers)]
+        assert all(result.committed for result in await step_all(averagers))
+        await close_all(averagers)
+    for first, second in lists:
+        assert first.is_cuda
+        assert second.is_cuda
+        assert torch.equal(first.cpu(), torch.full((5_000,), 0.5))
+        assert torch.equal(second.cpu(), torch.ones(3).half())
+
+
 async def test_of_two_that_differ_and_begin_at_once_one_stays() -> None:
     async with sim_peers(2) as peers:
         outcomes = await asyncio.gather(

@@ -61,13 +61,13 @@ class Averages:
             self.wrong.append(f"{peer_id} gave {weight}, and {result.round_id} says otherwise")
 
 
-def start_averages(world: World, names: list[str]) -> Averages:
+def start_averages(world: World, names: list[str], initial_peers: list[Address] | None = None) -> Averages:
     """Start an averager on each host, which steps again and again; what must be true of it is an invariant.
 
     Each has its own number as value before each step, so the mean must be that of the numbers of who contributed.
     """
     averages = Averages()
-    initial_peers: list[Address] = []
+    initial_peers = [] if initial_peers is None else initial_peers
     numbers = {world.identity(name).peer_id: float(number + 1) for number, name in enumerate(names)}
 
     async def peer(host: Host) -> None:

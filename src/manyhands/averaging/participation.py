@@ -12,6 +12,7 @@ from manyhands.averaging.attendance import Attendance
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.rounds import CommittedRound, RoundMeter, RoundRunner
 from manyhands.averaging.tensor_list import TensorList
+from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ConfigError, ManyhandsError, NothingToAverage, RoundAborted, Unavailable
 from manyhands.peer import Presence
 
@@ -20,6 +21,9 @@ logger = logging.getLogger(__name__)
 FIRST_LOOK_S = 0.2
 LAST_LOOK_S = 2.0
 LOOK_GROWTH = 1.5
+LOOK_TIMEOUT_S = 3.0
+LOOK_SHARE = 0.25
+"""Of a step, the most to wait for the records of the others; those that were read before do, too."""
 MIN_ATTEMPT_S = 0.5
 """With less time than this nothing new is begun."""
 GATHER_SHARE = 0.5
@@ -133,7 +137,8 @@ class Participation:
         began = loop.time()
         alone_until = began + min(self._config.matchmaking_time_s, ALONE_SHARE * (deadline - began))
         look_s = FIRST_LOOK_S
-        await self._look()
+        look_timeout_s = min(LOOK_TIMEOUT_S, LOOK_SHARE * (deadline - began))
+        await self._look(look_timeout_s)
         attendance.begin_step()
         while True:
             left_s = deadline - loop.time()
@@ -148,7 +153,7 @@ class Participation:
                 return
             await self._wait_for_call(min(look_s, max(alone_until - loop.time(), FIRST_LOOK_S)))
             look_s = min(look_s * LOOK_GROWTH, LAST_LOOK_S)
-            await self._look()
+            await self._look(look_timeout_s)
             attendance.catch_up()
 
     async def _attempt(self, attempts: Attempts, flat_N: torch.Tensor, weight: float, left_s: float) -> bool:
@@ -167,9 +172,10 @@ class Participation:
         attempts.committed = committed
         return True
 
-    async def _look(self) -> None:
+    async def _look(self, timeout_s: float) -> None:
         try:
-            await self.attendance.refresh()
+            async with time_limit(timeout_s, "reading who averages"):
+                await self.attendance.refresh()
         except ManyhandsError as error:
             logger.info("who is there cannot be read: %s", error)
 

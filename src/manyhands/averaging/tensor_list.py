@@ -102,12 +102,19 @@ class TensorList:
         )
 
     def assign(self, flat_N: torch.Tensor) -> None:
-        """Write new values into the tensors; their dtypes and devices stay.
+        """Write new values into the tensors, also when Ctrl-C comes meanwhile; their dtypes and devices stay.
 
         Raises:
             ConfigError: a tensor is not any more what it was; nothing is written.
         """
         self.check_unchanged()
+        try:
+            self._write(flat_N)
+        except KeyboardInterrupt:
+            self._write(flat_N)
+            raise
+
+    def _write(self, flat_N: torch.Tensor) -> None:
         with torch.no_grad():
             for tensor, part in zip(self._tensors, self._slices, strict=True):
                 tensor.detach().copy_(flat_N[part].view(tensor.shape))
