@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 import pytest
@@ -397,9 +397,10 @@ def retype(tensor: torch.Tensor) -> None:
     tensor.data = tensor.data.half()
 
 
+@pytest.mark.parametrize("is_before", [True, False])
 @pytest.mark.parametrize("change", [resize, free, retype])
 async def test_a_tensor_that_is_resized_or_freed_in_mid_round_is_not_written(
-    pair: list[SimPeer], change: object
+    pair: list[SimPeer], change: Callable[[torch.Tensor], None], is_before: bool
 ) -> None:
     lists = [[torch.ones(300), torch.full((5,), float(i))] for i in range(2)]
     averagers = [await join(peer, lists[i]) for i, peer in enumerate(pair)]
@@ -407,8 +408,11 @@ async def test_a_tensor_that_is_resized_or_freed_in_mid_round_is_not_written(
     reduce = runner._reduce
 
     async def change_then_reduce(*args: object) -> object:
+        if is_before:
+            change(lists[0][1])
         outcome = await reduce(*args)  # type: ignore[arg-type]
-        change(lists[0][1])
+        if not is_before:
+            change(lists[0][1])
         return outcome
 
     runner._reduce = change_then_reduce  # type: ignore[assignment, method-assign]

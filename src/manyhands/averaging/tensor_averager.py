@@ -78,7 +78,7 @@ class Averager:
     Raises:
         ConfigError: an argument breaks a rule, or the peer averages already.
         ManifestMismatch: the tensors of the others differ; it says whose, and how.
-        Unavailable: the DHT does not answer.
+        Unavailable: the DHT does not answer in time.
     """
 
     def __init__(
@@ -109,7 +109,8 @@ class Averager:
         """Take part in the next round, and write the weighted mean into the tensors.
 
         Waits for those who are expected, at most ``matchmaking_time_s`` and half of the time; tries again when a member
-        is lost, as long as there is time. The tensors must not be changed by other threads meanwhile.
+        is lost, as long as there is time. Each attempt is bounded by ``averaging_timeout_s`` as well. The tensors must
+        not be changed by other threads meanwhile.
 
         Args:
             weight: of this peer's values, such as the number of samples behind them; 0 takes part without contributing.

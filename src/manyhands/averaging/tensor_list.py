@@ -72,17 +72,14 @@ class TensorList:
     def values(self) -> torch.Tensor:
         """All values as one vector on the CPU, shape [numel]: float64 if one of the tensors is, else float32.
 
-        A single float32 tensor on the CPU is not copied.
+        It is a copy: if another thread frees or resizes a tensor while the values are sent, that memory is gone.
 
         Raises:
             ConfigError: a tensor is not any more what it was.
         """
         self.check_unchanged()
+        flat_N = torch.empty(self.numel, dtype=self._dtype)
         with torch.no_grad():
-            first = self._tensors[0].detach()
-            if len(self._tensors) == 1 and first.device.type == "cpu" and first.is_contiguous():
-                return first.to(self._dtype).view(-1)
-            flat_N = torch.empty(self.numel, dtype=self._dtype)
             for tensor, part in zip(self._tensors, self._slices, strict=True):
                 flat_N[part].view(tensor.shape).copy_(tensor.detach())
         return flat_N

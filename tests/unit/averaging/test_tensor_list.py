@@ -83,9 +83,11 @@ def test_the_summary_is_short() -> None:
     assert len(TensorList([torch.zeros(1) for _ in range(1000)]).summary()) <= 200
 
 
-def test_a_single_vector_is_not_copied() -> None:
-    tensor = torch.nn.Parameter(torch.zeros(8))
-    assert TensorList([tensor]).values().data_ptr() == tensor.data_ptr()
+def test_the_values_outlive_the_memory_of_the_tensor() -> None:
+    tensor = torch.ones(8)
+    values = TensorList([tensor]).values()
+    tensor.untyped_storage().resize_(0)
+    assert torch.equal(values, torch.ones(8))
 
 
 def test_values_that_are_not_finite_are_named() -> None:
