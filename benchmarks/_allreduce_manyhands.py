@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from manyhands import Peer
-from manyhands.averaging.averager import Averager
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import Position
+from manyhands.averaging.rounds import RoundRunner
 from manyhands.base.address import Address
 from manyhands.base.identity import PeerId
 
@@ -66,7 +66,7 @@ class System:
                     endpoint.learn(peer_id, addresses)
             self._roster = Everybody(others)
             config = AveragingConfig(averaging_timeout_s=TIMEOUT_S)
-            self._averager = Averager(endpoint, "benchmark", b"", self._roster, config, random.Random())
+            self._averager = RoundRunner(endpoint, "benchmark", b"", self._roster, config, random.Random())
             self._peer.presence.on_close.append(self._averager.close)
 
         self._peer.run(start(), 10.0, "starting an averager")

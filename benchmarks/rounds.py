@@ -18,9 +18,9 @@ from pathlib import Path
 
 import torch
 
-from manyhands.averaging.averager import Averager
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import Position
+from manyhands.averaging.rounds import RoundRunner
 from manyhands.base.address import Address
 from manyhands.base.identity import Identity, PeerId
 from manyhands.rpc import Endpoint
@@ -58,7 +58,7 @@ async def measure(num_peers: int, numel: int, num_rounds: int) -> dict[str, floa
         for other in endpoints:
             endpoint.learn(other.peer_id, other.addresses)
         roster = Roster({other.peer_id: False for other in endpoints if other is not endpoint})
-        averagers.append(Averager(endpoint, "benchmark", b"", roster, AveragingConfig(), random.Random(0)))
+        averagers.append(RoundRunner(endpoint, "benchmark", b"", roster, AveragingConfig(), random.Random(0)))
     vector = torch.ones(numel)
     results = [
         await asyncio.gather(*(averager.average(vector, 1.0) for averager in averagers)) for _ in range(num_rounds + 1)

@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from manyhands.averaging.averager import Averager
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import Position
+from manyhands.averaging.rounds import RoundRunner
 from manyhands.base.identity import PeerId
 from manyhands.rpc import Endpoint, RpcConfig
 from tests.network import endpoints, identity_of
@@ -51,7 +51,7 @@ async def averagers(
     clients: Sequence[int] = (),
     config: AveragingConfig | None = None,
     rpc_config: RpcConfig | None = None,
-) -> AsyncIterator[list[tuple[Averager, FixedRoster, Endpoint]]]:
+) -> AsyncIterator[list[tuple[RoundRunner, FixedRoster, Endpoint]]]:
     """``num_peers`` averagers of one run that expect each other."""
     async with endpoints(num_peers, kind=kind, clients=clients, config=rpc_config) as swarm:
         members = []
@@ -60,7 +60,7 @@ async def averagers(
             roster = FixedRoster(others)
             config = config or AveragingConfig(chunk_bytes=4096, matchmaking_time_s=3.0, averaging_timeout_s=20.0)
             rng = random.Random(number)
-            members.append((Averager(endpoint, "test-run", b"same", roster, config, rng), roster, endpoint))
+            members.append((RoundRunner(endpoint, "test-run", b"same", roster, config, rng), roster, endpoint))
         try:
             yield members
         finally:

@@ -15,16 +15,19 @@ from typing import TYPE_CHECKING, Any
 from manyhands.version import __version__
 
 if TYPE_CHECKING:
+    from manyhands.averaging.tensor_averager import Averager, RoundResult
     from manyhands.base.errors import ManyhandsError
     from manyhands.optim.optimizer import Optimizer
     from manyhands.peer import Peer
 
-__all__ = ["ManyhandsError", "Optimizer", "Peer", "__version__"]
+__all__ = ["Averager", "ManyhandsError", "Optimizer", "Peer", "RoundResult", "__version__"]
 
 _HOMES = {
+    "Averager": "manyhands.averaging.tensor_averager",
     "ManyhandsError": "manyhands.base.errors",
     "Optimizer": "manyhands.optim.optimizer",
     "Peer": "manyhands.peer",
+    "RoundResult": "manyhands.averaging.tensor_averager",
 }
 
 

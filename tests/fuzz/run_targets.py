@@ -12,6 +12,7 @@ import msgspec
 import torch
 
 from manyhands.averaging.agreement import _checked as checked_verdict
+from manyhands.averaging.attendance import ATTENDANCE, AttendanceRecord, next_position
 from manyhands.averaging.ballot import Ballot
 from manyhands.averaging.messages import (
     ASK_VERDICT,
@@ -159,6 +160,14 @@ def _progress_record(data: bytes) -> None:
         assert branch.holders
 
 
+def _attendance_record(data: bytes) -> None:
+    record = msgspec.convert(decode_value(data), AttendanceRecord)
+    readable_addresses(record.addresses)
+    after = next_position(record.position, MANIFEST)
+    own = msgspec.structs.replace(record, position=after)
+    assert ATTENDANCE.decode(msgspec.msgpack.encode(own)) == own, "there is a next round, and it can be told"
+
+
 def _metrics_record(data: bytes) -> None:
     record = msgspec.convert(decode_value(data), MetricsRecord)
     assert math.isfinite(record.loss / max(record.mini_steps, 1))
@@ -227,6 +236,12 @@ TARGETS = [
     _decoder("averaging.stream-header", StreamHeader, StreamHeader(GROUP.group_id)),
     Target(name="averaging.round-manifest", seeds=_messages(MANIFEST), run=_round_manifest, errors=_VIOLATION),
     Target(name="run.progress-record", seeds=_values(*RECORDS), run=_progress_record, errors=(ValueError,)),
+    Target(
+        name="averaging.attendance-record",
+        seeds=_values(AttendanceRecord(AT, b"t" * 32, "1 with 3 values", 2, False, ["/ip4/10.0.0.1/tcp/1"])),
+        run=_attendance_record,
+        errors=(ValueError,),
+    ),
     Target(
         name="run.metrics-record",
         seeds=_values(MetricsRecord(7, 1.5, 64, 12.25, 4)),

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from manyhands.averaging.averager import RoundResult
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import Position
+from manyhands.averaging.rounds import CommittedRound
 from manyhands.base.errors import RoundAborted
 from manyhands.base.identity import PeerId
 from tests.swarm import averagers
@@ -37,7 +37,7 @@ async def test_every_member_holds_the_same_weighted_mean(
     values = vectors(num_peers, numel)
     weights = [float(1 + 3 * rank) for rank in range(num_peers)]
     async with averagers(num_peers, kind=kind, clients=clients) as members:
-        results: list[RoundResult] = await asyncio.gather(
+        results: list[CommittedRound] = await asyncio.gather(
             *(averager.average(values[i], weights[i]) for i, (averager, _, _) in enumerate(members))
         )
     expected = weighted_mean(values, weights)

@@ -26,7 +26,7 @@ from tests.trainers import AVERAGING, FAST, LISTEN, Trainer, in_threads, kill, p
 
 
 def averager_of(trainer: Trainer) -> Any:
-    return trainer.optimizer._collaboration._averager
+    return trainer.optimizer._collaboration._rounds
 
 
 def test_a_trainer_killed_in_mid_round_costs_the_others_no_sample() -> None:

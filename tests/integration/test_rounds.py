@@ -13,7 +13,6 @@ import msgspec
 import pytest
 import torch
 
-from manyhands.averaging.averager import Averager, RoundResult
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import (
     ASK_VERDICT,
@@ -31,6 +30,7 @@ from manyhands.averaging.messages import (
     VerdictQuery,
     Vote,
 )
+from manyhands.averaging.rounds import CommittedRound, RoundRunner
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ConfigError, PeerLost, Refused, RoundAborted, Unavailable
 from manyhands.base.identity import PeerId
@@ -48,12 +48,12 @@ START = Position(0, b"start")
 class Peer:
     """One member of a test's swarm."""
 
-    def __init__(self, number: int, averager: Averager, roster: FixedRoster, endpoint: Endpoint) -> None:
+    def __init__(self, number: int, averager: RoundRunner, roster: FixedRoster, endpoint: Endpoint) -> None:
         self.averager, self.roster, self.endpoint = averager, roster, endpoint
         self.peer_id = endpoint.peer_id
         self.values_N = torch.full((NUMEL,), float(number + 1))
 
-    async def average(self, weight: float = 1.0) -> RoundResult:
+    async def average(self, weight: float = 1.0) -> CommittedRound:
         return await self.averager.average(self.values_N, weight)
 
     async def kill(self) -> None:
@@ -65,22 +65,22 @@ class Peer:
             await listener.close()
 
 
-def by_id(members: Sequence[tuple[Averager, FixedRoster, Endpoint]]) -> list[Peer]:
+def by_id(members: Sequence[tuple[RoundRunner, FixedRoster, Endpoint]]) -> list[Peer]:
     """Members by peer id: the first one leads."""
     peers = [Peer(number, *member) for number, member in enumerate(members)]
     return sorted(peers, key=lambda peer: peer.peer_id)
 
 
-def start(peers: Sequence[Peer]) -> list[asyncio.Task[RoundResult]]:
+def start(peers: Sequence[Peer]) -> list[asyncio.Task[CommittedRound]]:
     return [asyncio.ensure_future(peer.average()) for peer in peers]
 
 
-async def outcomes(tasks: Sequence[asyncio.Task[RoundResult]], within_s: float = 10.0) -> list[Any]:
+async def outcomes(tasks: Sequence[asyncio.Task[CommittedRound]], within_s: float = 10.0) -> list[Any]:
     async with time_limit(within_s, "waiting for the rounds to end"):
         return await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def committed(peers: Sequence[Peer], within_s: float = 10.0) -> list[RoundResult]:
+async def committed(peers: Sequence[Peer], within_s: float = 10.0) -> list[CommittedRound]:
     """The results of the next round of these peers, which must commit and be the same for all."""
     results = await outcomes(start(peers), within_s)
     for result in results:
@@ -318,7 +318,7 @@ async def test_the_leader_dies_after_it_told_one_member_of_the_commit(kind: str)
         await until(lambda: any(task.done() for task in tasks))
         await leader.kill()
         results = await outcomes(tasks, 5.0)
-        assert all(isinstance(result, RoundResult) for result in results), results
+        assert all(isinstance(result, CommittedRound) for result in results), results
         assert len({result.manifest.fingerprint() for result in results}) == 1
         assert all(torch.equal(result.averaged_N, results[0].averaged_N) for result in results)
         await end(dying)
@@ -424,11 +424,11 @@ async def test_whoever_dies_whenever_nobody_disagrees_and_the_rest_goes_on(seed:
         await end(dying)
         await victim.kill()
         first = await outcomes(tasks, 8.0)
-        results = [result for result in first if isinstance(result, RoundResult)]
+        results = [result for result in first if isinstance(result, CommittedRound)]
         assert len({result.manifest.fingerprint() for result in results}) <= 1
         held = [result.averaged_N for result in results if result.averaged_N is not None]
         assert all(torch.equal(averaged_N, held[0]) for averaged_N in held)
-        assert all(isinstance(error, RoundAborted) for error in first if not isinstance(error, RoundResult)), first
+        assert all(isinstance(error, RoundAborted) for error in first if not isinstance(error, CommittedRound)), first
         if not results:
             for peer in others:
                 peer.roster.missing = [victim.peer_id]
@@ -443,8 +443,8 @@ async def test_a_member_that_dies_after_it_answered_its_invitation_is_not_waited
         await until(lambda: victim.roster.num_calls > 0)
         await victim.kill()
         first, second = await outcomes(tasks, 5.0)
-        assert isinstance(first, RoundResult), first
-        assert isinstance(second, RoundResult), second
+        assert isinstance(first, CommittedRound), first
+        assert isinstance(second, CommittedRound), second
 
 
 async def test_failed_rounds_leave_nothing_behind() -> None:
@@ -457,7 +457,7 @@ async def test_failed_rounds_leave_nothing_behind() -> None:
             await turns(20 * attempt)
             await end(tasks[2:])  # its training thread is interrupted, while its network lives on
             for result in await outcomes(tasks[:2], 5.0):
-                assert isinstance(result, (RoundAborted, RoundResult))
+                assert isinstance(result, (RoundAborted, CommittedRound))
             for peer in peers:
                 peer.roster.missing.clear()
         await until(lambda: all(len(peer.endpoint._streams) <= 4 for peer in peers))  # control connections
@@ -535,7 +535,7 @@ async def test_a_member_that_freezes_ends_the_round_within_seconds(ice: Ice, ran
         await turns(num_turns)
         ice.freeze(victim)
         results = await outcomes(tasks, 8.0)
-        if not all(isinstance(result, RoundResult) for result in results):
+        if not all(isinstance(result, CommittedRound) for result in results):
             for peer in others:
                 peer.roster.missing = [victim.peer_id]
             await committed(others)
@@ -821,7 +821,7 @@ async def test_a_leader_that_sends_everybody_in_circles_ends_the_attempt() -> No
     async with endpoints(3) as swarm:
         one, another, own = sorted(swarm, key=lambda endpoint: endpoint.peer_id)
         roster = FixedRoster({one.peer_id: False, another.peer_id: False})
-        averager = Averager(own, "test-run", b"same", roster, PATIENT, random.Random(1))
+        averager = RoundRunner(own, "test-run", b"same", roster, PATIENT, random.Random(1))
 
         def point_to(other: Endpoint) -> Callable[[PeerId, JoinRequest], Awaitable[JoinResponse]]:
             async def answer(remote: PeerId, request: JoinRequest) -> JoinResponse:

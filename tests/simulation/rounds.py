@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from manyhands.averaging.averager import Averager, RoundResult
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import Position
+from manyhands.averaging.rounds import CommittedRound, RoundRunner
 from manyhands.base.address import Address
 from manyhands.base.errors import RoundAborted
 from manyhands.base.identity import PeerId
@@ -40,7 +40,7 @@ class Commits:
     _fingerprints: dict[bytes, bytes] = field(default_factory=dict)
     _means: dict[bytes, torch.Tensor] = field(default_factory=dict)
 
-    def add(self, peer_id: PeerId, weight: float, result: RoundResult, values: dict[PeerId, float]) -> None:
+    def add(self, peer_id: PeerId, weight: float, result: CommittedRound, values: dict[PeerId, float]) -> None:
         """A member has committed a round; each member's vector has one value, which tells what the mean must be."""
         manifest, averaged_N = result.manifest, result.averaged_N
         group_id = manifest.group_id
@@ -71,7 +71,7 @@ def start_rounds(world: World, names: list[str]) -> Commits:
         rng = world.rng(f"rounds of {host.name} from {world.loop.time()}")
         endpoint = Endpoint(world.transport(host))
         roster = FixedRoster({peer_id: False for peer_id in ids.values() if peer_id != endpoint.peer_id})
-        averager = Averager(endpoint, "simulated", b"", roster, CONFIG, rng)
+        averager = RoundRunner(endpoint, "simulated", b"", roster, CONFIG, rng)
         try:
             await endpoint.listen([Address.of(host.ip, 0)])
             addresses[endpoint.peer_id] = endpoint.addresses
@@ -86,7 +86,7 @@ def start_rounds(world: World, names: list[str]) -> Commits:
             await endpoint.close()
 
     async def take_part(
-        endpoint: Endpoint, roster: FixedRoster, averager: Averager, vector_N: torch.Tensor, rng: random.Random
+        endpoint: Endpoint, roster: FixedRoster, averager: RoundRunner, vector_N: torch.Tensor, rng: random.Random
     ) -> None:
         roster.at = max(roster.at, commits.latest, key=lambda at: (at.step, at.lineage))
         roster.missing.clear()

@@ -16,6 +16,7 @@ from manyhands.rpc import Endpoint
 from manyhands.testing import Host, World
 from manyhands.transport import Stream
 from tests.network import ECHO, STUCK, Text, serve_echo
+from tests.simulation.averages import start_averages
 from tests.simulation.chance import faults, weather
 from tests.simulation.rounds import start_rounds
 from tests.simulation.worlds import start_dht, start_training
@@ -122,7 +123,26 @@ def training(seed: int) -> Scenario:
     return Scenario(world, 160.0, conclude)
 
 
-SCENARIOS: dict[str, Callable[[int], Scenario]] = {"rpc": rpc, "rounds": rounds, "dht": dht, "training": training}
+def averages(seed: int) -> Scenario:
+    """Four averagers without an optimizer; a minute after the last fault all four are in one round again."""
+    world = World(seed)
+    names = ["p0", "p1", "p2", "p3"]
+    weather(world, names)
+    world.schedule(*faults(world.rng("faults"), names, start_s=8, stop_s=50, longest_s=20, num_faults=4))
+    done = start_averages(world, names)
+
+    def conclude() -> None:
+        assert len(done.times) == len(names), done.times
+        for name, (time, num_members) in done.times.items():
+            assert time > 100.0, f"{name} committed last at {time:.1f} s"
+            assert num_members == len(names), f"{name} is in a group of {num_members}"
+
+    return Scenario(world, 120.0, conclude)
+
+
+SCENARIOS: dict[str, Callable[[int], Scenario]] = {
+    "rpc": rpc, "rounds": rounds, "averages": averages, "dht": dht, "training": training,
+}  # fmt: skip
 
 
 class _RpcPeer:

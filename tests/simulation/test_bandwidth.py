@@ -7,8 +7,8 @@ import random
 
 import torch
 
-from manyhands.averaging.averager import Averager
 from manyhands.averaging.config import AveragingConfig
+from manyhands.averaging.rounds import RoundRunner
 from manyhands.base.address import Address
 from manyhands.rpc import Endpoint, RpcConfig
 from manyhands.testing import Host, World
@@ -35,7 +35,7 @@ def run_rounds(num_rounds: int, up_mbit_s: dict[str, float], declared: dict[str,
         endpoint = Endpoint(world.transport(host), config=RpcConfig(heartbeat_period_s=0.1))
         roster = FixedRoster({peer_id: False for peer_id in ids.values() if peer_id != endpoint.peer_id})
         config = AveragingConfig(averaging_timeout_s=600.0, bandwidth_mbit_s=(declared or {}).get(host.name))
-        averager = Averager(endpoint, "simulated", b"", roster, config, random.Random(1))
+        averager = RoundRunner(endpoint, "simulated", b"", roster, config, random.Random(1))
         await endpoint.listen([Address.of(host.ip, 0)])
         endpoints.append(endpoint)
         await asyncio.sleep(0.1)  # of virtual time: all listen
@@ -52,7 +52,7 @@ def run_rounds(num_rounds: int, up_mbit_s: dict[str, float], declared: dict[str,
             roster.at = result.manifest.position.after(result.manifest)
             if host.name == "p0":
                 measured.seconds.append(result.seconds - result.matchmaking_s)
-        measured.mbit_s[host.name] = averager._meter.bandwidth / 125_000
+        measured.mbit_s[host.name] = averager._bandwidth.bandwidth / 125_000
         await asyncio.sleep(1.0)  # the others are done, too
         await averager.close()
         await endpoint.close()

@@ -16,7 +16,7 @@ from tests.simulation import explore
 from tests.simulation.explore import run_seed
 from tests.simulation.scenarios import SCENARIOS, Scenario
 
-NUM_SEEDS = {"rpc": 220, "rounds": 16, "dht": 30, "training": 30}
+NUM_SEEDS = {"rpc": 220, "rounds": 16, "averages": 20, "dht": 30, "training": 30}
 GROUP = 20
 """Seeds in one test: of the order of seconds each."""
 

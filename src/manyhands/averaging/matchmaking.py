@@ -44,6 +44,8 @@ logger = logging.getLogger(__name__)
 ROSTER_POLL_S = 0.2
 MOVE_POLL_S = 0.05
 LOOK_TIMEOUT_S = 1.0
+ANSWER_TIMEOUT_S = 5.0
+"""What a leader's answer may take beyond the time that it gathers for, at most."""
 MAX_REDIRECTS = 8
 FLOAT_BYTES = 4
 BEHIND = "behind"
@@ -123,6 +125,7 @@ class Matchmaker:
         self._following: PeerId | None = None
         self._inviter: tuple[PeerId, Position] | None = None
         self._busy_at: Position | None = None
+        self._gather_s = config.matchmaking_time_s
         self._is_closed = False
         self._tasks = TaskOwner("matchmaking")
         endpoint.handle(JOIN, self._on_join)
@@ -154,18 +157,20 @@ class Matchmaker:
             self._busy_at = None
             raise
 
-    async def find_group(self, weight: float, bandwidth: int) -> Group:
+    async def find_group(self, weight: float, bandwidth: int, gather_s: float | None = None) -> Group:
         """Wait for the group of the next round at this peer's position.
 
         Args:
             weight: samples behind this peer's vector.
             bandwidth: bytes per second that this peer can send; 0 when that is not known.
+            gather_s: how long to wait for those who are expected, instead of ``matchmaking_time_s``.
         Raises:
             RoundAborted: no group was found; the reason says why.
         """
         addresses = [str(address) for address in self._endpoint.addresses[:MAX_ADDRESSES]]
         is_client = self._endpoint.client_mode
         own = Member(self._endpoint.peer_id, addresses, is_client, weight, 0 if is_client else bandwidth)
+        self._gather_s = self._config.matchmaking_time_s if gather_s is None else gather_s
         unreachable: set[PeerId] = set()
         leader: PeerId | None = None
         for _ in range(MAX_REDIRECTS):
@@ -221,7 +226,8 @@ class Matchmaker:
         if self._gathering is not None:
             self._gathering.close(self._redirect(leader))
         try:
-            return await self._endpoint.call(leader, JOIN, request, self._config.matchmaking_time_s + 5.0)
+            timeout_s = self._gather_s + min(self._gather_s, ANSWER_TIMEOUT_S)
+            return await self._endpoint.call(leader, JOIN, request, timeout_s)
         finally:
             self._following = None
 
@@ -259,6 +265,7 @@ class Matchmaker:
 
     async def _lead(self, own: Member) -> JoinResponse:
         gathering = self._open_gathering()
+        gathering.deadline = min(gathering.deadline, asyncio.get_running_loop().time() + self._gather_s)
         gathering.add(own)
         try:
             return await asyncio.shield(gathering.answer)

@@ -16,6 +16,7 @@
     │   ├── BadSignature       a signature does not match its owner
     │   └── Refused            it understood the request and said no
     └── RoundAborted           carries the reason and the members blamed
+        └── NothingToAverage   all members gave a weight of 0
 """
 
 from __future__ import annotations
@@ -145,3 +146,7 @@ class RoundAborted(ManyhandsError):
         super().__init__(reason + (f" (because of {', '.join(blamed)})" if blamed else ""))
         self.reason = reason
         self.blamed = list(blamed)
+
+
+class NothingToAverage(RoundAborted):
+    """All members of a group gave a weight of 0, so that there is no mean."""

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from manyhands.averaging.averager import Averager, RoundResult
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import Position
+from manyhands.averaging.rounds import CommittedRound, RoundRunner
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ManyhandsError, RoundAborted, Unavailable
 from manyhands.base.identity import PeerId
@@ -95,7 +95,7 @@ class Collaboration:
             on_update=log_progress,
         )
         async with AsyncExitStack() as parts:
-            self._averager = Averager(
+            self._rounds = RoundRunner(
                 presence.endpoint,
                 manifest.run_id,
                 manifest.fingerprint(),
@@ -104,7 +104,7 @@ class Collaboration:
                 self._rng,
                 shapes=_shapes_of(manifest),
             )
-            parts.push_async_callback(self._averager.close)
+            parts.push_async_callback(self._rounds.close)
             server = StateServer(presence.endpoint, manifest.run_id, self._local.capture, lambda: self._local.position)
             parts.callback(server.close)
             keeper = ManifestKeeper(presence.dht, presence.peer_id, manifest)
@@ -149,11 +149,11 @@ class Collaboration:
         except ManyhandsError as error:
             logger.debug("the progress of the others cannot be read: %s", error)
 
-    async def average(self, flat_N: torch.Tensor, weight: float) -> RoundResult:
-        """One attempt at a round; see :meth:`manyhands.averaging.averager.Averager.average`."""
+    async def average(self, flat_N: torch.Tensor, weight: float) -> CommittedRound:
+        """One attempt at a round; see :meth:`manyhands.averaging.rounds.RoundRunner.average`."""
         self.tracker.answer_call()
         try:
-            result = await self._averager.average(flat_N, weight)
+            result = await self._rounds.average(flat_N, weight)
         except RoundAborted:
             self.tracker.refresh_soon()  # the run may have gone on without this peer
             raise

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from manyhands.averaging.averager import RoundResult
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import Position, RoundManifest
+from manyhands.averaging.rounds import CommittedRound
 from manyhands.base.errors import ConfigError, RoundAborted, Timeout, Unavailable
 from manyhands.base.run_id import checked_run_id
 from manyhands.optim.accumulator import GradientAccumulator
@@ -314,7 +314,7 @@ class Optimizer(torch.optim.Optimizer):
         lineage = self._local.position.after(result.manifest).lineage
         self._apply(result.averaged_N, lineage, _samples_of(result.manifest), result.manifest)
 
-    def _fall_behind(self, result: RoundResult) -> None:
+    def _fall_behind(self, result: CommittedRound) -> None:
         """The samples of this peer are in the step that the others make; to follow them it needs their state."""
         logger.warning("The group averaged its tensors, but this peer lost the result and must load the state")
         self.statistics.samples_used += self._accumulator.samples

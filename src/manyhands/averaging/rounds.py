@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import math
 import random
 from collections import deque
 from collections.abc import Coroutine, Sequence
@@ -37,6 +38,7 @@ from manyhands.averaging.metered import MeteredStream
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import (
     ConfigError,
+    NothingToAverage,
     PeerError,
     PeerLost,
     ProtocolViolation,
@@ -54,15 +56,33 @@ logger = logging.getLogger(__name__)
 
 REMEMBERED_GROUPS = 16
 BYTES_PER_MBIT = 125_000
+NO_WEIGHT = "no member has any samples"
+
+
+@dataclass
+class RoundMeter:
+    """What a peer's attempts at a round cost; it adds up.
+
+    Attributes:
+        num_bytes_sent, num_bytes_received: on the streams between the members, before encryption.
+        matchmaking_s, averaging_s, vote_s: seconds spent in each phase.
+    """
+
+    num_bytes_sent: int = 0
+    num_bytes_received: int = 0
+    matchmaking_s: float = 0.0
+    averaging_s: float = 0.0
+    vote_s: float = 0.0
 
 
 @dataclass(frozen=True)
-class RoundResult:
+class CommittedRound:
     """A committed round.
 
     Attributes:
-        averaged_N: the weighted mean, float32 on the CPU, bit-identical on all members. None when most members hold it
-            and this one does not: its vector counted, but to follow the others it must load their state.
+        averaged_N: the weighted mean, on the CPU, in the dtype of the vectors, bit-identical on all members. None when
+            most members hold it and this one does not: its vector counted, but to follow the others it must load
+            their state.
         manifest: who contributed, by which weights.
         seconds: from the call to the verdict.
         matchmaking_s: the part of it that was spent looking for the group.
@@ -78,14 +98,14 @@ class RoundResult:
         return len(self.manifest.members)
 
 
-class Averager:
+class RoundRunner:
     """Averages flat vectors with the other peers of one run.
 
     Args:
         run_fingerprint: digest of what all peers of the run agreed on; who has another one is refused.
         roster: where this peer stands, and who else is expected.
-        shapes: of the tensors that lie end to end in the vectors: small ones are never encoded with a loss. None if they
-            are not to be told apart; then nothing is.
+        shapes: of the tensors that lie end to end in the vectors: small ones are never encoded with a loss. None if
+            they are not to be told apart; then nothing is.
     """
 
     def __init__(
@@ -106,9 +126,10 @@ class Averager:
         self._agreement = Agreement(endpoint, config)
         self._inbox = StreamInbox(endpoint, config)
         declared = config.bandwidth_mbit_s
-        self._meter = BandwidthMeter(declared * BYTES_PER_MBIT if declared is not None else None)
+        self._bandwidth = BandwidthMeter(declared * BYTES_PER_MBIT if declared is not None else None)
         self._sends: list[Send] = []  # of the round that is under way
-        self._tasks = TaskOwner("averager")
+        self._meter = RoundMeter()
+        self._tasks = TaskOwner("rounds")
 
     async def close(self) -> None:
         await self._matchmaker.close()
@@ -116,41 +137,64 @@ class Averager:
         self._inbox.close()
         await self._tasks.close()
 
-    async def average(self, flat_N: torch.Tensor, weight: float) -> RoundResult:
+    async def average(
+        self,
+        flat_N: torch.Tensor,
+        weight: float,
+        *,
+        timeout_s: float = math.inf,
+        gather_s: float | None = None,
+        meter: RoundMeter | None = None,
+    ) -> CommittedRound:
         """Average ``flat_N`` over the group of the next round.
 
         Args:
-            flat_N: finite float32 on the CPU, contiguous; not written, and not to be changed before this returns.
+            flat_N: finite float32 (or float64, on all members) on the CPU, contiguous; not written, and not to be
+                changed before this returns.
             weight: samples behind the vector; a peer with weight 0 contributes nothing and gets the result.
+            timeout_s: bound of this round, where it is less than ``averaging_timeout_s``.
+            gather_s: how long to wait for those who are expected, instead of ``matchmaking_time_s``.
+            meter: counts what the round costs, also if it is aborted.
         Raises:
             RoundAborted: no value was changed; the vector counts in the next attempt.
+            NothingToAverage: likewise, as all members gave a weight of 0.
             ConfigError: the weight breaks its rule.
         """
+        meter = self._meter = meter if meter is not None else RoundMeter()
         if not 0 <= weight <= MAX_WEIGHT:
             raise ConfigError(f"weight={weight} must be from 0 to {MAX_WEIGHT:.0f}; for example 32.0")
         loop = asyncio.get_running_loop()
         started = loop.time()
-        deadline = started + self._config.averaging_timeout_s
+        timeout_s = min(timeout_s, self._config.averaging_timeout_s)
+        deadline = started + timeout_s
         try:
-            async with time_limit(self._config.averaging_timeout_s, "looking for a group"):
-                group = await self._matchmaker.find_group(weight, self._meter.bandwidth)
+            async with time_limit(timeout_s, "looking for a group"):
+                group = await self._matchmaker.find_group(weight, self._bandwidth.bandwidth, gather_s)
         except (Timeout, PeerError) as error:
             raise RoundAborted(str(error)) from error
-        matchmaking_s = loop.time() - started
+        finally:
+            matchmaking_s = loop.time() - started
+            meter.matchmaking_s += matchmaking_s
         self._sends = []
         with self._matchmaker.in_round(group), self._agreement.of(group):
             averaged_N, vote = await self._reduce(group, flat_N, deadline - loop.time())
-            verdict = await self._agreement.conclude(group, vote, max(deadline - loop.time(), MIN_VOTING_S))
+            began_vote = loop.time()
+            try:
+                verdict = await self._agreement.conclude(group, vote, max(deadline - loop.time(), MIN_VOTING_S))
+            finally:
+                meter.vote_s += loop.time() - began_vote
             if verdict.manifest is None:
                 for peer_id in verdict.blamed:
                     self._roster.report_missing(peer_id)
+                if not any(member.weight > 0 for member in group.members):
+                    raise NothingToAverage(verdict.reason, verdict.blamed)
                 raise RoundAborted(verdict.reason, verdict.blamed)
         seconds = loop.time() - started
         if verdict.manifest.digest == vote.digest:
-            self._meter.add_round(self._sends, seconds - matchmaking_s)
+            self._bandwidth.add_round(self._sends, seconds - matchmaking_s)
         else:
             averaged_N = None
-        return RoundResult(averaged_N, verdict.manifest, seconds, matchmaking_s)
+        return CommittedRound(averaged_N, verdict.manifest, seconds, matchmaking_s)
 
     async def _reduce(
         self,
@@ -162,19 +206,23 @@ class Averager:
         rank = group.rank_of(self._endpoint.peer_id)
         assert rank is not None
         if not any(member.weight > 0 for member in group.members):
-            return None, Vote(group.group_id, b"", "no member has any samples")
+            return None, Vote(group.group_id, b"", NO_WEIGHT)
         shapes = self._shapes if self._shapes is not None else [flat_N.shape]
         plan = plan_of(shapes, codec_of_code(group.codec), dtype=flat_N.dtype)
         assert plan.numel == flat_N.numel(), "the tensors of the run are those in the vector"
         butterfly = Butterfly(group, rank, flat_N, plan)
+        loop = asyncio.get_running_loop()
+        began = loop.time()
         try:
             async with time_limit(timeout_s, "averaging"):
                 averaged_N = await self._while_wanted(group, self._exchange(group, rank, butterfly))
-                digest = await asyncio.get_running_loop().run_in_executor(None, _digest, averaged_N)
+                digest = await loop.run_in_executor(None, _digest, averaged_N)
         except RoundAborted as error:
             return None, Vote(group.group_id, b"", error.reason[:MAX_REASON_LENGTH])
         except Timeout as error:
             return None, Vote(group.group_id, b"", str(error)[:MAX_REASON_LENGTH])
+        finally:
+            self._meter.averaging_s += loop.time() - began
         return averaged_N, Vote(group.group_id, digest)
 
     async def _while_wanted(self, group: Group, work: Coroutine[Any, Any, torch.Tensor]) -> torch.Tensor:
@@ -221,6 +269,8 @@ class Averager:
             self._endpoint.on_lost.remove(on_lost)
             self._inbox.end(group.group_id)
             for stream in streams:
+                self._meter.num_bytes_sent += stream.bytes_sent
+                self._meter.num_bytes_received += stream.bytes_received
                 self._let_go(stream)
 
     def _let_go(self, stream: Stream) -> None:
@@ -228,7 +278,7 @@ class Averager:
         closing = self._close_stream(stream)
         try:
             self._tasks.spawn(closing, name=f"closing a stream to {stream.remote}")
-        except RuntimeError:  # this averager is closed, or its loop
+        except RuntimeError:  # this runner is closed, or its loop
             closing.close()
             self._endpoint.release(stream)
 

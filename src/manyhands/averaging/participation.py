@@ -1,0 +1,201 @@
+"""One averager's part in its run, on the network thread: it looks for others, and tries rounds until one commits."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from dataclasses import dataclass, field
+
+import torch
+
+from manyhands.averaging.attendance import Attendance
+from manyhands.averaging.config import AveragingConfig
+from manyhands.averaging.rounds import CommittedRound, RoundMeter, RoundRunner
+from manyhands.averaging.tensor_list import TensorList
+from manyhands.base.deadline import time_limit
+from manyhands.base.errors import ConfigError, ManyhandsError, NothingToAverage, RoundAborted, Unavailable
+from manyhands.peer import Presence
+
+logger = logging.getLogger(__name__)
+
+FIRST_LOOK_S = 0.2
+LAST_LOOK_S = 2.0
+LOOK_GROWTH = 1.5
+LOOK_TIMEOUT_S = 3.0
+LOOK_SHARE = 0.25
+"""Of a step, the most to wait for the records of the others; those that were read before do, too."""
+MIN_ATTEMPT_S = 0.5
+"""With less time than this nothing new is begun."""
+GATHER_SHARE = 0.5
+"""Of what is left of a step, the most to wait for those who are expected: the rest is for the values."""
+ALONE_SHARE = 0.8
+"""Of a step, the most to wait for anybody at all."""
+CLOSED = "this averager was closed"
+
+
+@dataclass
+class Attempts:
+    """What came of one step.
+
+    Attributes:
+        committed: the round, if one committed.
+        reason: else why none did.
+    """
+
+    committed: CommittedRound | None = None
+    reason: str = ""
+    meter: RoundMeter = field(default_factory=RoundMeter)
+
+
+class Participation:
+    """Its rounds and its attendance. May be closed twice."""
+
+    def __init__(self, presence: Presence, run_id: str, tensors: TensorList, config: AveragingConfig) -> None:
+        self._presence = presence
+        self._run_id = run_id
+        self._tensors = tensors
+        self._config = config
+        self._running: set[asyncio.Task[None]] = set()
+        self._one_at_a_time = asyncio.Lock()  # a step that Ctrl-C ended may still be ending here
+        self._is_closed = False
+
+    async def start(self) -> None:
+        """Join those who average under the run id.
+
+        Raises:
+            ConfigError: this peer takes part in something else already.
+            ManifestMismatch: the tensors of the others differ.
+        """
+        presence, codec = self._presence, self._config.codec
+        fingerprint = hashlib.sha256(self._tensors.fingerprint() + codec.encode()).digest()
+        self.attendance = Attendance(
+            presence.endpoint, presence.dht, self._run_id, fingerprint, f"{self._tensors.summary()}; codec {codec}"
+        )
+        try:
+            self._rounds = RoundRunner(
+                presence.endpoint,
+                self._run_id,
+                fingerprint,
+                self.attendance,
+                self._config,
+                presence.rng,
+                shapes=self._tensors.shapes,
+            )
+        except ConfigError as error:
+            raise ConfigError(
+                "this peer averages already, for an Optimizer or another Averager; give each a Peer of its own"
+            ) from error
+        try:
+            await self.attendance.start()
+        except BaseException:
+            await self._rounds.close()
+            raise
+        presence.on_close.append(self.close)
+
+    async def close(self) -> None:
+        """Leave; a step that runs ends, and says so."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self.close in self._presence.on_close:
+            self._presence.on_close.remove(self.close)
+        for task in self._running:
+            task.cancel()
+        await self._rounds.close()
+        await self.attendance.close()
+
+    def _has_left(self) -> bool:
+        return self._is_closed
+
+    async def step(self, flat_N: torch.Tensor, weight: float, timeout_s: float) -> Attempts:
+        """Try rounds until one commits or the time is over.
+
+        Raises:
+            NothingToAverage: all members gave a weight of 0.
+        """
+        attempts = Attempts()
+        if self._has_left():
+            attempts.reason = CLOSED
+            return attempts
+        loop = asyncio.get_running_loop()
+        running = loop.create_task(self._try_until(attempts, flat_N, weight, loop.time() + timeout_s))
+        self._running.add(running)
+        try:
+            await asyncio.wait([running], timeout=timeout_s)
+            is_late = not running.done()
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+            self._running.discard(running)
+        if not running.cancelled():
+            running.result()
+        if attempts.committed is None and self._has_left():
+            attempts.reason = CLOSED
+        elif attempts.committed is None and is_late:
+            attempts.reason = f"no round committed within {timeout_s:g} s; {attempts.reason or 'the last one went on'}"
+        return attempts
+
+    async def _try_until(self, attempts: Attempts, flat_N: torch.Tensor, weight: float, deadline: float) -> None:
+        async with self._one_at_a_time:
+            await self._try(attempts, flat_N, weight, deadline)
+
+    async def _try(self, attempts: Attempts, flat_N: torch.Tensor, weight: float, deadline: float) -> None:
+        loop, attendance = asyncio.get_running_loop(), self.attendance
+        began = loop.time()
+        alone_until = began + min(self._config.matchmaking_time_s, ALONE_SHARE * (deadline - began))
+        look_s = FIRST_LOOK_S
+        look_timeout_s = min(LOOK_TIMEOUT_S, LOOK_SHARE * (deadline - began))
+        await self._look(look_timeout_s)
+        attendance.begin_step()
+        while True:
+            left_s = deadline - loop.time()
+            if attendance.expected() or attendance.called.is_set():
+                if left_s < MIN_ATTEMPT_S and attempts.reason:
+                    return
+                attendance.called.clear()
+                if await self._attempt(attempts, flat_N, weight, left_s):
+                    return
+            elif loop.time() >= alone_until:
+                attempts.reason = attempts.reason or self._nobody()
+                return
+            await self._wait_for_call(min(look_s, max(alone_until - loop.time(), FIRST_LOOK_S)))
+            look_s = min(look_s * LOOK_GROWTH, LAST_LOOK_S)
+            await self._look(look_timeout_s)
+            attendance.catch_up()
+
+    async def _attempt(self, attempts: Attempts, flat_N: torch.Tensor, weight: float, left_s: float) -> bool:
+        """One round; whether it committed."""
+        gather_s = min(self._config.matchmaking_time_s, left_s * GATHER_SHARE)
+        meter = attempts.meter
+        try:
+            committed = await self._rounds.average(flat_N, weight, timeout_s=left_s, gather_s=gather_s, meter=meter)
+        except NothingToAverage:
+            raise
+        except (RoundAborted, Unavailable) as error:
+            logger.info("an attempt at averaging failed: %s", error)
+            attempts.reason = error.reason if isinstance(error, RoundAborted) else str(error)
+            return False
+        self.attendance.move(committed.manifest)
+        attempts.committed = committed
+        return True
+
+    async def _look(self, timeout_s: float) -> None:
+        try:
+            async with time_limit(timeout_s, "reading who averages"):
+                await self.attendance.refresh()
+        except ManyhandsError as error:
+            logger.info("who is there cannot be read: %s", error)
+
+    async def _wait_for_call(self, timeout_s: float) -> None:
+        waiting = asyncio.get_running_loop().create_task(self.attendance.called.wait())
+        try:
+            await asyncio.wait([waiting], timeout=timeout_s)
+        finally:
+            waiting.cancel()
+
+    def _nobody(self) -> str:
+        """Why there was nobody to average with."""
+        if misfits := self.attendance.misfits():
+            return misfits[0]
+        return f"no other peer averages under run id {self._run_id!r}"

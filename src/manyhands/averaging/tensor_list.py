@@ -1,0 +1,189 @@
+"""A fixed list of a user's tensors as one flat vector, and back."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterable
+
+import msgspec
+import torch
+
+from manyhands.averaging.butterfly import is_finite
+from manyhands.base.errors import ConfigError
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+MAX_SUMMARY_LENGTH = 200
+
+
+class TensorSpec(msgspec.Struct, frozen=True):
+    """What a tensor must have in common with that of the other members.
+
+    Attributes:
+        dtype: as in ``float32``.
+        device: its kind, as in ``cpu`` or ``cuda``.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    device: str
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)} on {self.device}"
+
+
+class TensorList:
+    """Checks the tensors, copies their values out, and writes others in.
+
+    Args:
+        tensors: dense, of float16, bfloat16, float32 or float64, on any device, contiguous or not.
+    Raises:
+        ConfigError: the list is empty, or one of the tensors cannot be averaged; it names which and why.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        if isinstance(tensors, torch.Tensor):
+            raise ConfigError("tensors is one tensor; give a list of tensors, for example [tensor]")
+        self._tensors = list(tensors)
+        if not self._tensors:
+            raise ConfigError("tensors is an empty list; give at least one tensor, for example [torch.zeros(3)]")
+        for number, tensor in enumerate(self._tensors):
+            _check(number, tensor)
+        _check_apart(self._tensors)
+        self.specs = [_spec_of(tensor) for tensor in self._tensors]
+        is_double = any(tensor.dtype == torch.float64 for tensor in self._tensors)
+        self._dtype = torch.float64 if is_double else torch.float32
+        self._slices: list[slice] = []
+        self.numel = 0
+        for tensor in self._tensors:
+            self._slices.append(slice(self.numel, self.numel + tensor.numel()))
+            self.numel += tensor.numel()
+
+    @property
+    def shapes(self) -> list[torch.Size]:
+        """In the order in which the tensors lie in the vector."""
+        return [tensor.shape for tensor in self._tensors]
+
+    def fingerprint(self) -> bytes:
+        """SHA-256 of all specs: equal for lists that can be averaged."""
+        return hashlib.sha256(msgspec.msgpack.encode(self.specs)).digest()
+
+    def summary(self) -> str:
+        """The list in a few words, for those whose list differs."""
+        text = f"{len(self.specs)} with {self.numel} values: " + ", ".join(str(spec) for spec in self.specs[:8])
+        is_cut = len(text) > MAX_SUMMARY_LENGTH or len(self.specs) > 8
+        return text[: MAX_SUMMARY_LENGTH - 3] + "..." if is_cut else text
+
+    def values(self) -> torch.Tensor:
+        """All values as one vector on the CPU, shape [numel]: float64 if one of the tensors is, else float32.
+
+        It is a copy: if another thread frees or resizes a tensor while the values are sent, that memory is gone.
+
+        Raises:
+            ConfigError: a tensor is not any more what it was.
+        """
+        self.check_unchanged()
+        flat_N = torch.empty(self.numel, dtype=self._dtype)
+        with torch.no_grad():
+            for tensor, part in zip(self._tensors, self._slices, strict=True):
+                flat_N[part].view(tensor.shape).copy_(tensor.detach())
+        return flat_N
+
+    def check_finite(self, flat_N: torch.Tensor) -> None:
+        """Check what is to be sent to others.
+
+        Raises:
+            ConfigError: a value is infinite or NaN; it names the tensor.
+        """
+        if is_finite(flat_N):
+            return
+        number = next(number for number, part in enumerate(self._slices) if not is_finite(flat_N[part]))
+        raise ConfigError(
+            f"tensor {number} has a value that is infinite or NaN, and nothing was sent; "
+            "repair it, or take part with weight=0.0 to get the mean of the others"
+        )
+
+    def assign(self, flat_N: torch.Tensor) -> None:
+        """Write new values into the tensors, also when Ctrl-C comes meanwhile; their dtypes and devices stay.
+
+        Raises:
+            ConfigError: a tensor is not any more what it was; nothing is written.
+        """
+        self.check_unchanged()
+        try:
+            self._write(flat_N)
+        except KeyboardInterrupt:
+            self._write(flat_N)
+            raise
+
+    def _write(self, flat_N: torch.Tensor) -> None:
+        with torch.no_grad():
+            for tensor, part in zip(self._tensors, self._slices, strict=True):
+                tensor.detach().copy_(flat_N[part].view(tensor.shape))
+
+    def check_unchanged(self) -> None:
+        """Check that each tensor still has its shape, dtype, device and memory."""
+        for number, (tensor, spec) in enumerate(zip(self._tensors, self.specs, strict=True)):
+            if (now := _spec_of(tensor)) != spec:
+                raise ConfigError(
+                    f"tensor {number} was {spec} and is {now} now, and it was not written; "
+                    "an Averager is for fixed tensors: make another one for the new list"
+                )
+            if tensor.numel() and tensor.untyped_storage().nbytes() < _end_of(tensor):
+                raise ConfigError(f"the memory of tensor {number} was freed, and it was not written")
+
+
+def _spec_of(tensor: torch.Tensor) -> TensorSpec:
+    return TensorSpec(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.device.type)
+
+
+def _check(number: int, tensor: object) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise ConfigError(f"tensor {number} is a {type(tensor).__name__}; a torch.Tensor is needed")
+    if tensor.dtype not in DTYPES:
+        names = ", ".join(str(dtype) for dtype in DTYPES)
+        raise ConfigError(f"tensor {number} is {tensor.dtype}; those that can be averaged are {names}")
+    if tensor.layout != torch.strided or tensor.device.type == "meta":
+        raise ConfigError(f"tensor {number} is {tensor.layout} on {tensor.device}; a dense one with memory is needed")
+    if tensor.is_inference():
+        raise ConfigError(f"tensor {number} was made in inference mode, and cannot be written; give a clone of it")
+    if tensor.requires_grad and not tensor.is_leaf:
+        raise ConfigError(f"tensor {number} is the result of a computation with gradients; give tensor.detach()")
+    if _overlaps_itself(tensor):
+        raise ConfigError(f"several values of tensor {number} share memory, as after expand(); give a clone of it")
+
+
+def _overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether two values may have the same address; never said of what slicing and transposing make."""
+    if not tensor.numel():
+        return False
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += stride * (size - 1)
+    return False
+
+
+def _end_of(tensor: torch.Tensor) -> int:
+    """Where the last value ends, in bytes from the begin of the storage; the tensor is not empty."""
+    reach = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    return int(tensor.storage_offset() + reach + 1) * tensor.element_size()
+
+
+def _check_apart(tensors: list[torch.Tensor]) -> None:
+    ranges = []
+    for number, tensor in enumerate(tensors):
+        if tensor.numel():
+            base = tensor.untyped_storage().data_ptr()
+            begin = base + tensor.storage_offset() * tensor.element_size()
+            ranges.append((str(tensor.device), begin, base + _end_of(tensor), number))
+    ranges.sort()
+    for (device, _, end, number), (other_device, begin, _, other) in itertools.pairwise(ranges):
+        if device == other_device and begin < end:
+            first, second = sorted((number, other))
+            raise ConfigError(
+                f"tensors {first} and {second} share memory, or lie across each other in it; "
+                "give each value once, and the base instead of interleaved views of it"
+            )

@@ -1,0 +1,59 @@
+"""``manyhands.Averager`` with real peers and threads: Ctrl-C, two threads at once, a peer that is closed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+
+import manyhands
+from manyhands.averaging import AveragingConfig
+from tests.trainers import in_threads, peers
+
+CONFIG = AveragingConfig(matchmaking_time_s=5.0, averaging_timeout_s=20.0)
+
+
+def test_two_threads_average_and_ctrl_c_ends_a_step() -> None:
+    tensors = [torch.zeros(3), torch.ones(3)]
+    with peers(2) as (first, second):
+        averager = manyhands.Averager([tensors[0]], peer=first, run_id="ctrl-c", averaging=CONFIG)
+        with averager, manyhands.Averager([tensors[1]], peer=second, run_id="ctrl-c", averaging=CONFIG) as other:
+            began = time.monotonic()
+            interrupt = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+            interrupt.start()
+            with pytest.raises(KeyboardInterrupt):
+                averager.step(timeout_s=20.0)
+            interrupt.join()
+            assert time.monotonic() - began < 3.0
+            assert torch.equal(tensors[0], torch.zeros(3))
+            results: list[manyhands.RoundResult] = []
+            in_threads([lambda: results.append(averager.step()), lambda: results.append(other.step())])
+    assert all(result.committed for result in results), results
+    assert torch.equal(tensors[0], torch.full((3,), 0.5))
+    assert torch.equal(tensors[1], tensors[0])
+
+
+def test_one_step_at_a_time_and_closing_the_peer_ends_it() -> None:
+    with peers(2) as (first, second):
+        averager = manyhands.Averager([torch.zeros(3)], peer=first, run_id="closing", averaging=CONFIG)
+        other = manyhands.Averager([torch.zeros(3)], peer=second, run_id="closing", averaging=CONFIG)
+        results: list[manyhands.RoundResult] = []
+        stepping = threading.Thread(target=lambda: results.append(averager.step(timeout_s=20.0)))
+        stepping.start()
+        while not averager._is_stepping.locked():
+            time.sleep(0.001)
+        with pytest.raises(manyhands.ManyhandsError, match="step\\(\\) is running in another thread"):
+            averager.step()
+        time.sleep(0.2)  # it is somewhere in matchmaking
+        first.close()
+        stepping.join(3.0)
+        assert not stepping.is_alive()
+        assert [result.reason for result in results] == ["this averager was closed"]
+        averager.close()
+        with pytest.raises(manyhands.ManyhandsError, match="this averager is closed"):
+            averager.step()
+        other.close()

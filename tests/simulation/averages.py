@@ -1,0 +1,103 @@
+"""Public averagers in a world with faults: the real DHT, attendance, matchmaking and all-reduce, no optimizer."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import torch
+
+from manyhands.averaging.config import AveragingConfig
+from manyhands.averaging.tensor_averager import Averager, RoundResult
+from manyhands.base.address import Address
+from manyhands.base.identity import PeerId
+from manyhands.peer import Presence
+from manyhands.testing import Host, World
+from manyhands.testing.blocking import SimPeer, run_blocking
+from tests.simulation.worlds import join
+
+NUMEL = 3_000
+PAUSE_S = 2.0
+TIMEOUT_S = 12.0
+CONFIG = AveragingConfig(
+    matchmaking_time_s=4.0, averaging_timeout_s=10.0, stream_timeout_s=2.0, in_doubt_timeout_s=2.0, chunk_bytes=2048
+)
+
+
+@dataclass
+class Averages:
+    """What the members of a world were given, and what was wrong with it.
+
+    Attributes:
+        times: when each peer's last round committed, and with how many members.
+        num_rounds: rounds that somebody committed.
+    """
+
+    times: dict[str, tuple[float, int]] = field(default_factory=dict)
+    wrong: list[str] = field(default_factory=list)
+    _results: dict[str, tuple[tuple[PeerId, ...], dict[PeerId, float]]] = field(default_factory=dict)
+    _means: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def num_rounds(self) -> int:
+        return len(self._results)
+
+    def check(
+        self, peer_id: PeerId, weight: float, before: torch.Tensor, after: torch.Tensor, result: RoundResult
+    ) -> None:
+        """A step has ended; all values of a vector were equal before it."""
+        if not result.committed:
+            if not torch.equal(before, after):
+                self.wrong.append(f"{peer_id} was told {result.reason!r}, but its tensor was written")
+            if not result.reason:
+                self.wrong.append(f"{peer_id} was told nothing")
+            return
+        facts = (result.group, dict(result.contributors))
+        if self._results.setdefault(result.round_id, facts) != facts:
+            self.wrong.append(f"{peer_id} was told of another group {result.round_id}")
+        if not torch.equal(self._means.setdefault(result.round_id, after.clone()), after):
+            self.wrong.append(f"{peer_id} holds another mean of {result.round_id}")
+        if result.contributors.get(peer_id, 0.0) != weight:
+            self.wrong.append(f"{peer_id} gave {weight}, and {result.round_id} says otherwise")
+
+
+def start_averages(world: World, names: list[str], initial_peers: list[Address] | None = None) -> Averages:
+    """Start an averager on each host, which steps again and again; what must be true of it is an invariant.
+
+    Each has its own number as value before each step, so the mean must be that of the numbers of who contributed.
+    """
+    averages = Averages()
+    initial_peers = [] if initial_peers is None else initial_peers
+    numbers = {world.identity(name).peer_id: float(number + 1) for number, name in enumerate(names)}
+
+    async def peer(host: Host) -> None:
+        rng = world.rng(f"averages of {host.name} from {world.loop.time()}")
+        presence = Presence(world.transport(host), rng=rng, wall_clock=host.wall_clock)
+        try:
+            await presence.endpoint.listen([Address.of(host.ip, 0)])
+            await join(presence.dht, initial_peers)
+            initial_peers.extend(presence.endpoint.addresses[: 3 - len(initial_peers)])
+            await run_blocking(lambda: average(SimPeer(presence), host.name, rng))
+        finally:
+            await presence.stop()
+
+    def average(sim_peer: SimPeer, name: str, rng: random.Random) -> None:
+        tensor = torch.zeros(NUMEL)
+        averager = Averager([tensor], peer=sim_peer, run_id="simulated", averaging=CONFIG)
+        while True:
+            sim_peer.sleep(rng.uniform(0.0, PAUSE_S))
+            before = tensor.fill_(numbers[sim_peer.peer_id]).clone()
+            weight = float(rng.randint(1, 9))
+            result = averager.step(weight, TIMEOUT_S)
+            averages.check(sim_peer.peer_id, weight, before, tensor, result)
+            if result.committed:
+                total = sum(result.contributors.values())
+                mean = sum(numbers[peer_id] * given for peer_id, given in result.contributors.items()) / total
+                if not torch.allclose(tensor, torch.full((NUMEL,), mean)):
+                    averages.wrong.append(f"the mean of {result.round_id} is not {mean}")
+                averages.times[name] = (world.loop.time(), len(result.group))
+
+    for name in names:
+        world.start(name, peer)
+    world.invariant("members of one round hold one mean", lambda: not averages.wrong, lambda: averages.wrong)
+    return averages
