@@ -42,34 +42,37 @@ class Everybody:
 
 
 class System:
-    """One peer; see `allreduce.py`."""
+    """One peer for each codec, since a peer averages for one run; see `allreduce.py`."""
 
     def __init__(self, rank: int, num_peers: int, numel: int, codecs: Sequence[str], folder: str) -> None:
-        assert list(codecs) == ["none"]
         self._vector_N = torch.zeros(numel)
         self._result_N: torch.Tensor | None = None
-        self._peer = Peer(listen=[LOOPBACK])
+        self._peers = {codec: Peer(listen=[LOOPBACK]) for codec in codecs}
+        self._rosters: dict[str, Everybody] = {}
+        self._rounds: dict[str, RoundRunner] = {}
 
     def contact(self) -> list[str]:
-        return [str(address) for address in self._peer.endpoint.addresses]
+        return [str(peer.endpoint.addresses[0]) for peer in self._peers.values()]
 
     def join(self, contacts: list[list[str]]) -> None:
-        async def start() -> None:
-            endpoint = self._peer.endpoint
-            others: dict[PeerId, bool] = {}
-            for texts in contacts:
-                addresses = [Address.parse(text) for text in texts]
-                peer_id = addresses[0].peer_id
-                assert peer_id is not None
-                if peer_id != endpoint.peer_id:
-                    others[peer_id] = False
-                    endpoint.learn(peer_id, addresses)
-            self._roster = Everybody(others)
-            config = AveragingConfig(averaging_timeout_s=TIMEOUT_S)
-            self._averager = RoundRunner(endpoint, "benchmark", b"", self._roster, config, random.Random())
-            self._peer.presence.on_close.append(self._averager.close)
+        for number, (codec, peer) in enumerate(self._peers.items()):
+            starting = self._start(codec, peer, [contact[number] for contact in contacts])
+            peer.run(starting, 10.0, "starting an averager")
 
-        self._peer.run(start(), 10.0, "starting an averager")
+    async def _start(self, codec: str, peer: Peer, contacts: list[str]) -> None:
+        endpoint = peer.endpoint
+        others: dict[PeerId, bool] = {}
+        for address in map(Address.parse, contacts):
+            assert address.peer_id is not None
+            if address.peer_id != endpoint.peer_id:
+                others[address.peer_id] = False
+                endpoint.learn(address.peer_id, [address])
+        roster = self._rosters[codec] = Everybody(others)
+        config = AveragingConfig(averaging_timeout_s=TIMEOUT_S, codec=codec)
+        shapes = [(1, self._vector_N.numel())]  # one large matrix: all of it is encoded
+        rounds = RoundRunner(endpoint, "benchmark", b"", roster, config, random.Random(), shapes)
+        self._rounds[codec] = rounds
+        peer.presence.on_close.append(rounds.close)
 
     def fill(self, codec: str, base_N: torch.Tensor, factor: float) -> None:
         self._result_N = None
@@ -79,8 +82,9 @@ class System:
         return 0.0  # it is a part of the round
 
     def reduce(self, codec: str) -> tuple[float, float]:
-        result = self._peer.run(self._averager.average(self._vector_N, 1.0), TIMEOUT_S + 10.0, "averaging")
-        self._roster.at = result.manifest.position.after(result.manifest)
+        averaging = self._rounds[codec].average(self._vector_N, 1.0)
+        result = self._peers[codec].run(averaging, TIMEOUT_S + 10.0, "averaging")
+        self._rosters[codec].at = result.manifest.position.after(result.manifest)
         self._result_N = result.averaged_N
         return result.seconds - result.matchmaking_s, result.matchmaking_s
 
@@ -89,4 +93,5 @@ class System:
         return self._result_N
 
     def close(self) -> None:
-        self._peer.close()
+        for peer in self._peers.values():
+            peer.close()

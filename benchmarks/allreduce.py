@@ -50,7 +50,7 @@ from rich.table import Table
 
 Row = dict[str, Any]
 
-CODECS = {"manyhands": ["none"], "hivemind": ["none", "fp16"], "gloo": ["none"]}
+CODECS = {"manyhands": ["none", "fp16", "int8"], "hivemind": ["none", "fp16"], "gloo": ["none"]}
 """What each system can do."""
 PACKAGES = {"hivemind": "hivemind"}
 MAX_ERRORS = {"none": 1e-6, "fp16": 1e-3, "int8": 2e-2}
