@@ -78,10 +78,10 @@ class StripedStream:
         await asyncio.gather(*(stripe.close(timeout_s) for stripe in self._stripes))
 
     async def wait_closed(self) -> None:
-        """Wait until any of the connections is closed."""
+        """Wait until all of the connections are closed: the others may still bring what was sent before."""
         waits = [asyncio.ensure_future(stripe.wait_closed()) for stripe in self._stripes]
         try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(waits)
         finally:
             for wait in waits:
                 wait.cancel()

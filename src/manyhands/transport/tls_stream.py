@@ -99,6 +99,7 @@ class TlsStream:
                 else:
                     self._is_sent_on_thread = True
                     await self._on_thread(self._send_all, views)
+                    return  # all was sent, also if the other end has read it and closed the stream since
             except asyncio.CancelledError:  # nobody could tell where the next message begins
                 self.abort()
                 raise
