@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from manyhands.averaging.codec_choice import AUTO, check_codec
+from manyhands.averaging.messages import DEFAULT_CHUNK_NUMEL
 from manyhands.base.errors import ConfigError
 
 MAX_BANDWIDTH_MBIT_S = 8_000_000
@@ -35,7 +36,7 @@ class AveragingConfig:
     averaging_timeout_s: float = 60.0
     stream_timeout_s: float = 10.0
     in_doubt_timeout_s: float = 3.0
-    chunk_bytes: int = 1 << 20
+    chunk_bytes: int = 4 * DEFAULT_CHUNK_NUMEL
     codec: str = AUTO
     min_span_bytes: int = 16 * 1024
     bandwidth_mbit_s: float | None = None
@@ -47,7 +48,7 @@ class AveragingConfig:
                 "a round needs time after its group was found; for example 15 and 60"
             )
         if self.chunk_bytes < 4 or self.chunk_bytes % 4:
-            raise ConfigError(f"chunk_bytes={self.chunk_bytes} is not a multiple of 4; for example 524288")
+            raise ConfigError(f"chunk_bytes={self.chunk_bytes} is not a multiple of 4; for example 1048576")
         check_codec(self.codec)
         if self.min_span_bytes < 0:
             raise ConfigError(f"min_span_bytes={self.min_span_bytes} must be at least 0; for example 16384")

