@@ -111,6 +111,24 @@ async def test_a_later_record_of_somebody_else_is_exceeded_in_bulk_too(swarm: Sw
     assert await values(ahead, "key") == {name: name for name in "abc"}
 
 
+async def test_bulk_calls_that_need_more_requests_than_a_holder_takes_at_once_go_at_its_pace(swarm: Swarm) -> None:
+    for _ in range(6):
+        await swarm.add(config=DhtConfig(refresh_period_s=1000.0, max_requests_per_s_of_peer=50.0))
+    keys = [f"key-{number}" for number in range(200)]
+    assert await swarm.nodes[0].store_many([Entry(key, key, TTL_S) for key in keys]) == [5] * len(keys)
+    found = await swarm.nodes[5].get_many(keys)
+    assert [key for key in keys if not found[key]] == []
+    assert sum(endpoint.counters["dht_requests_refused"] for endpoint in swarm.endpoints), "else this shows nothing"
+
+
+async def test_a_newcomer_is_given_more_records_than_it_takes_requests_at_once(swarm: Swarm) -> None:
+    node = await swarm.add()
+    await node.store_many(names("", 800))  # 67 requests
+    newcomer = await swarm.add(config=config(max_requests_per_s_of_peer=10.0))
+    await node.refresh()
+    assert newcomer.num_records == 800
+
+
 # schemas
 
 
