@@ -99,9 +99,9 @@ class Lookup:
         del self._hopeful[bisect.bisect_left(self._hopeful, distance)]
 
     def nearest(self) -> list[Contact]:
-        """The contacts that have answered, nearest first, at most ``num``."""
-        answered = (distance for distance in self._shortlist() if self._states[distance] is _State.ANSWERED)
-        return [self._contacts[distance] for distance in answered]
+        """The contacts that have answered, nearest first, at most ``num``; whoever else was named does not hide them."""
+        answered = (distance for distance in self._hopeful if self._states[distance] is _State.ANSWERED)
+        return [self._contacts[distance] for distance in itertools.islice(answered, self._num)]
 
     def _end(self, peer_id: PeerId, state: _State) -> int:
         distance = node_id(peer_id) ^ self._target
