@@ -127,7 +127,7 @@ class Lookup:
         if not self._num_slow:
             return nearest
         num_slow = sum(self._states[distance] is _State.SLOW for distance in nearest)
-        if not 0 < num_slow <= self._num // 2:
+        if not 0 < 2 * num_slow < len(nearest):
             return nearest
         others = (distance for distance in self._hopeful if self._states[distance] is not _State.SLOW)
         return list(itertools.islice(others, self._num))
