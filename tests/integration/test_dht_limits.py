@@ -150,6 +150,16 @@ async def test_nodes_of_a_run_neither_hold_nor_return_what_is_not_of_its_schema(
     assert await values(members[1], "key") == {}, "what was deleted has no schema"
 
 
+async def test_a_schema_counts_for_what_is_being_read_when_it_is_declared(swarm: Swarm) -> None:
+    stranger, node = await swarm.add(), await swarm.add()
+    await stranger.store("key", 13, TTL_S, subkey="anybody")
+    reading = asyncio.create_task(node.get("key"))
+    await asyncio.sleep(0)
+    node.declare("key", GREETING)
+    assert await reading == {}
+    assert await values(node, "key") == {}
+
+
 @pytest.mark.parametrize(
     ("value", "ttl_s", "subkey"), [(13, TTL_S, None), ("hello", 101.0, None), ("hello", TTL_S, "anybody")]
 )

@@ -11,9 +11,11 @@ from manyhands.base.identity import PeerId
 from manyhands.dht import Contact, DhtConfig, DhtNode
 from manyhands.dht.ids import distance, id_from_bytes, key_id, node_id
 from manyhands.dht.messages import FIND, FindRequest, FindResponse
+from manyhands.dht.records import AgedRecord
 from manyhands.rpc import Endpoint
 from manyhands.testing import Host, World, at, between
 from tests.simulation.worlds import KEY, dht_world, join
+from tests.unit.dht.examples import open_record
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -77,6 +79,44 @@ def test_a_get_does_not_wait_for_a_holder_that_vanished() -> None:
     world.run(40.0)
     [seconds] = took_s
     assert DhtConfig().slow_after_s < seconds < 2.0
+
+
+def test_a_holder_whose_pages_never_end_holds_a_get_up_for_a_bounded_time() -> None:
+    world = World(seed=3)
+    initial_peers: list[Address] = []
+    took_s: list[float] = []
+
+    async def dawdle(remote: PeerId, request: FindRequest) -> FindResponse:
+        await asyncio.sleep(2.0)
+        number = int(request.after or 0) + 1
+        record = open_record(number, key=KEY, subkey=f"{number:05}")
+        return FindResponse([], [AgedRecord(record, 0.0)], is_more=True)
+
+    async def peer(host: Host) -> None:
+        endpoint = Endpoint(world.transport(host))
+        node = DhtNode(endpoint, DhtConfig(), rng=world.rng(host.name), wall_clock=host.wall_clock)
+        try:
+            await endpoint.listen([Address.of(host.ip, 0)])
+            if host.name == "liar":
+                endpoint.unhandle(FIND)
+                endpoint.handle(FIND, dawdle)
+            await join(node, initial_peers)
+            initial_peers.extend(endpoint.addresses)
+            await asyncio.sleep(5.0)
+            if host.name == "reader":
+                started = world.loop.time()
+                await node.get(KEY)
+                took_s.append(world.loop.time() - started)
+            await asyncio.sleep(190.0)
+        finally:
+            await node.close()
+            await endpoint.close()
+
+    world.start("liar", peer)
+    world.start("reader", peer)
+    world.run(100.0)
+    assert took_s, "it still reads"
+    assert took_s[0] < 45.0
 
 
 def test_a_peer_that_names_nearer_ones_where_nobody_answers_hides_nothing() -> None:
