@@ -42,12 +42,14 @@ class _Buckets:
 
     def __init__(self, rate: float) -> None:
         self.rate = rate
+        self._burst_s = max(BURST_S, 1 / rate)  # one at least
         self._paid_until: OrderedDict[str, float] = OrderedDict()  # who asked last comes last
 
     def take(self, sender: str, now: float) -> bool:
-        paid_until = max(self._paid_until.pop(sender, -math.inf), now) + 1 / self.rate
-        is_allowed = paid_until <= now + BURST_S
-        self._paid_until[sender] = paid_until if is_allowed else paid_until - 1 / self.rate
+        before = max(self._paid_until.pop(sender, -math.inf), now)
+        paid_until = before + 1 / self.rate
+        is_allowed = paid_until <= now + self._burst_s
+        self._paid_until[sender] = paid_until if is_allowed else before
         while self._paid_until[first := next(iter(self._paid_until))] <= now:  # as if it had never asked
             del self._paid_until[first]
         return is_allowed

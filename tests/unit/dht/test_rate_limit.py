@@ -30,6 +30,13 @@ def test_a_machine_with_many_keys_has_one_limit() -> None:
     assert limit.broken_by(PeerId("another"), "10.0.0.2", 0.0) is None
 
 
+def test_a_limit_below_one_in_five_seconds_is_one() -> None:
+    limit = RateLimit(DhtConfig(max_requests_per_s_of_peer=0.1))
+    assert num_allowed(limit, ALICE, "", 10, 0.0) == 1
+    assert num_allowed(limit, ALICE, "", 10, 9.0) == 0
+    assert num_allowed(limit, ALICE, "", 10, 10.0) == 1
+
+
 def test_those_who_are_quiet_are_forgotten() -> None:
     limit = RateLimit(DhtConfig())
     for number in range(1000):
