@@ -43,7 +43,8 @@ class DhtConfig:
         max_bytes_per_key: their size; likewise.
         max_records_per_owner: signed records of one owner, so that one key pair cannot fill this node.
         max_bytes_per_owner: their size; likewise.
-        max_records_per_source: records that came from one machine (IP address), which may have many key pairs.
+        max_records_per_source: records that came from one machine (an IP address, or a /64 of IPv6), which may have
+            many key pairs.
         max_bytes_per_source: their size; likewise.
         max_requests_per_s_of_peer: requests of one peer, and five seconds' worth of them at once; then it is refused.
         max_requests_per_s_of_host: requests of all peers of one machine; likewise.

@@ -99,7 +99,7 @@ class Lookup:
         del self._hopeful[bisect.bisect_left(self._hopeful, distance)]
 
     def nearest(self) -> list[Contact]:
-        """The contacts that have answered, nearest first, at most ``num``; whoever else was named does not hide them."""
+        """The contacts that have answered, nearest first, at most ``num``; who was only named hides none."""
         answered = (distance for distance in self._hopeful if self._states[distance] is _State.ANSWERED)
         return [self._contacts[distance] for distance in itertools.islice(answered, self._num)]
 

@@ -144,7 +144,7 @@ class Reader:
             await self._read_on(peer_id, key, found, answer)
 
     async def _read_on(self, peer_id: PeerId, key: str, found: Findings, page: FindResponse) -> list[Record]:
-        """The pages after this one; returns what passes. A holder that leads nowhere, or for too long, is not followed."""
+        """The pages after this one; returns what passes. A holder that leads nowhere or too far is not followed."""
         passed: list[Record] = []
         num_left = self._config.max_records_per_key - len(page.records)
         deadline = asyncio.get_running_loop().time() + PAGES_TIMEOUT_S
