@@ -8,9 +8,9 @@ import pytest
 
 from manyhands.base.address import Address
 from manyhands.base.identity import PeerId
-from manyhands.dht import Contact, DhtConfig, DhtNode
+from manyhands.dht import Contact, DhtConfig, DhtNode, Entry
 from manyhands.dht.ids import distance, id_from_bytes, key_id, node_id
-from manyhands.dht.messages import FIND, FindRequest, FindResponse
+from manyhands.dht.messages import FIND, STORE, FindRequest, FindResponse, StoreRequest, StoreResponse
 from manyhands.dht.records import AgedRecord
 from manyhands.rpc import Endpoint
 from manyhands.testing import Host, World, at, between
@@ -117,6 +117,49 @@ def test_a_holder_whose_pages_never_end_holds_a_get_up_for_a_bounded_time() -> N
     world.run(100.0)
     assert took_s, "it still reads"
     assert took_s[0] < 45.0
+
+
+def test_a_newcomer_that_takes_its_time_does_not_hold_up_upkeep_and_gets_all_in_the_end() -> None:
+    world = World(seed=3)
+    initial_peers: list[Address] = []
+    nodes: dict[str, DhtNode] = {}
+    rounds_s: list[float] = []
+
+    async def peer(host: Host) -> None:
+        endpoint = Endpoint(world.transport(host))
+        node = nodes[host.name] = DhtNode(endpoint, DhtConfig(), world.rng(host.name), host.wall_clock)
+        try:
+            await endpoint.listen([Address.of(host.ip, 0)])
+            if host.name == "newcomer":
+                hold = node._holder._on_store
+
+                async def dawdle(remote: PeerId, request: StoreRequest) -> StoreResponse:
+                    await asyncio.sleep(2.0)
+                    return hold(remote, request)
+
+                endpoint.unhandle(STORE)
+                endpoint.handle(STORE, dawdle)
+                await asyncio.sleep(4.0)
+            await join(node, initial_peers)
+            initial_peers.extend(endpoint.addresses)
+            if host.name == "p0":
+                await node.store_many([Entry(f"key{number}", number, 3600.0) for number in range(500)])
+                await asyncio.sleep(5.0)
+                for _ in range(4):
+                    started = world.loop.time()
+                    await node.refresh()
+                    rounds_s.append(world.loop.time() - started)
+            await asyncio.sleep(300.0)
+        finally:
+            await node.close()
+            await endpoint.close()
+
+    world.start("p0", peer)
+    world.start("newcomer", peer)
+    world.run(200.0)
+    assert len(rounds_s) == 4
+    assert max(rounds_s) < 40.0
+    assert nodes["newcomer"].num_records == 500
 
 
 def test_a_peer_that_names_nearer_ones_where_nobody_answers_hides_nothing() -> None:
