@@ -249,6 +249,22 @@ async def test_who_asks_too_often_is_refused_and_others_are_not(swarm: Swarm) ->
     assert node.num_known_peers == 2
 
 
+async def test_a_flood_of_forged_records_is_not_checked_for_long(swarm: Swarm) -> None:
+    node = await swarm.add()
+    await swarm.add()
+    mallory, victim = swarm.endpoints[1], swarm.endpoints[0].peer_id
+    forged = [
+        AgedRecord(msgspec.structs.replace(owned_record(sequence=number), ttl_s=50.0), 0.0) for number in range(600)
+    ]
+    codes = [
+        await code_of(mallory.call(victim, STORE, StoreRequest(forged[start : start + 12]), 1.0))
+        for start in range(0, len(forged), 12)
+    ]
+    assert codes[0] == "stored", "heard, that is"
+    assert codes[-1] == TOO_MANY_REQUESTS
+    assert node.refusals[Reason.BAD_SIGNATURE] < 100
+
+
 async def test_over_extended_and_replayed_records_are_refused_after_their_owner_left(swarm: Swarm) -> None:
     """A holder that has kept old records of a peer that is gone plays them back, and makes them live longer."""
     for _ in range(3):

@@ -112,7 +112,12 @@ class Holder:
 
     def _on_store(self, remote: PeerId, request: StoreRequest) -> StoreResponse:
         self._let_in(remote)
-        return StoreResponse([self.hold(remote, aged) for aged in request.records])
+        outcomes = [self.hold(remote, aged) for aged in request.records]
+        num_forged = sum(outcome.code == Reason.BAD_SIGNATURE.value for outcome in outcomes)
+        if num_forged:
+            now = asyncio.get_running_loop().time()
+            self._rate_limit.charge_forged(remote, self._machine_of(remote), num_forged, now)
+        return StoreResponse(outcomes)
 
     def _let_in(self, remote: PeerId) -> None:
         """Enter who asks in the table, unless it asks too often."""
