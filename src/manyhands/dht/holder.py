@@ -130,4 +130,4 @@ class Holder:
     def _machine_of(self, peer_id: PeerId) -> str:
         """Where a peer is: an IP address, or of IPv6 the /64, which one machine may have; empty if that is unknown."""
         host = self._endpoint.host_of(peer_id)
-        return source_of(host) if host else ""
+        return source_of(host) if ":" in host else host
