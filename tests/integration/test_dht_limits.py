@@ -111,6 +111,24 @@ async def test_a_later_record_of_somebody_else_is_exceeded_in_bulk_too(swarm: Sw
     assert await values(ahead, "key") == {name: name for name in "abc"}
 
 
+async def test_bulk_calls_that_need_more_requests_than_a_holder_takes_at_once_go_at_its_pace(swarm: Swarm) -> None:
+    for _ in range(6):
+        await swarm.add(config=DhtConfig(refresh_period_s=1000.0, max_requests_per_s_of_peer=50.0))
+    keys = [f"key-{number}" for number in range(200)]
+    assert await swarm.nodes[0].store_many([Entry(key, key, TTL_S) for key in keys]) == [5] * len(keys)
+    found = await swarm.nodes[5].get_many(keys)
+    assert [key for key in keys if not found[key]] == []
+    assert sum(endpoint.counters["dht_requests_refused"] for endpoint in swarm.endpoints), "else this shows nothing"
+
+
+async def test_a_newcomer_is_given_more_records_than_it_takes_requests_at_once(swarm: Swarm) -> None:
+    node = await swarm.add()
+    await node.store_many(names("", 800))  # 67 requests
+    newcomer = await swarm.add(config=config(max_requests_per_s_of_peer=10.0))
+    await node.refresh()
+    assert newcomer.num_records == 800
+
+
 # schemas
 
 
@@ -130,6 +148,16 @@ async def test_nodes_of_a_run_neither_hold_nor_return_what_is_not_of_its_schema(
     assert await values(members[2], "key") == {member_id: "hello"}
     await members[0].store("key", None, 90.0, subkey=member_id)
     assert await values(members[1], "key") == {}, "what was deleted has no schema"
+
+
+async def test_a_schema_counts_for_what_is_being_read_when_it_is_declared(swarm: Swarm) -> None:
+    stranger, node = await swarm.add(), await swarm.add()
+    await stranger.store("key", 13, TTL_S, subkey="anybody")
+    reading = asyncio.create_task(node.get("key"))
+    await asyncio.sleep(0)
+    node.declare("key", GREETING)
+    assert await reading == {}
+    assert await values(node, "key") == {}
 
 
 @pytest.mark.parametrize(
@@ -182,6 +210,22 @@ async def test_one_machine_takes_only_its_share(swarm: Swarm) -> None:
     assert await node.store("own", 1, TTL_S) == 1, "its own records come from no other machine"
 
 
+async def test_all_addresses_of_an_ipv6_network_are_one_machine(swarm: Swarm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever rents one machine has 2^64 of them."""
+    await swarm.add(config=config(max_records_per_source=2, max_requests_per_s_of_host=4.0))
+    monkeypatch.setattr(swarm.endpoints[0], "host_of", lambda peer_id: f"2001:db8::{ord(peer_id[-1]):x}")
+    codes: list[str] = []
+    for number in range(1, 4):
+        node = await swarm.add(client_mode=True)
+        codes.append(await code_of(node.store(f"key-{number}", number, TTL_S, subkey=swarm.endpoints[number].peer_id)))
+    assert codes == ["stored"] * 2 + ["source_full"]
+    asking = [
+        code_of(swarm.endpoints[1 + number % 3].call(swarm.endpoints[0].peer_id, PING, PingRequest(), 1.0))
+        for number in range(30)
+    ]
+    assert [await one for one in asking].count(TOO_MANY_REQUESTS) >= 10
+
+
 async def test_who_asks_too_often_is_refused_and_others_are_not(swarm: Swarm) -> None:
     limited = config(max_requests_per_s_of_peer=4.0)
     node = await swarm.add(config=limited)
@@ -203,6 +247,22 @@ async def test_who_asks_too_often_is_refused_and_others_are_not(swarm: Swarm) ->
     assert address in contacts
     assert address in {contact.peer_id for contact in swarm.nodes[1].contacts()}, "who refuses is there"
     assert node.num_known_peers == 2
+
+
+async def test_a_flood_of_forged_records_is_not_checked_for_long(swarm: Swarm) -> None:
+    node = await swarm.add()
+    await swarm.add()
+    mallory, victim = swarm.endpoints[1], swarm.endpoints[0].peer_id
+    forged = [
+        AgedRecord(msgspec.structs.replace(owned_record(sequence=number), ttl_s=50.0), 0.0) for number in range(600)
+    ]
+    codes = [
+        await code_of(mallory.call(victim, STORE, StoreRequest(forged[start : start + 12]), 1.0))
+        for start in range(0, len(forged), 12)
+    ]
+    assert codes[0] == "stored", "heard, that is"
+    assert codes[-1] == TOO_MANY_REQUESTS
+    assert node.refusals[Reason.BAD_SIGNATURE] < 100
 
 
 async def test_over_extended_and_replayed_records_are_refused_after_their_owner_left(swarm: Swarm) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from manyhands.base.identity import PeerId
-from manyhands.dht import DhtNode
+from manyhands.dht import DhtNode, Entry
 from manyhands.dht.ids import distance, node_id
 from manyhands.dht.messages import FIND, FindRequest, FindResponse
 from manyhands.dht.overlay import Overlay
@@ -181,6 +181,19 @@ async def test_writer_and_reader_follow_when_newcomers_come_nearer(
     assert await writer.store("key", "after", TTL_S) >= 5
     assert all(len(node._storage) == 1 for node in swarm.nearest("key")[:5])
     assert await values(reader, "key") == {"": "after"}
+
+
+async def test_what_a_holder_shows_twice_counts_once(swarm: Swarm) -> None:
+    """It has half of the records; a read asks a majority first, and then all, and may ask it both times."""
+    holders, (node, *_) = await nodes_around(swarm, "key")
+    await node.store_many([Entry("key", number, TTL_S, str(number)) for number in range(20)])
+    await node.get("key")
+    storage, now = holders[2]._storage, asyncio.get_running_loop().time()
+    for held in storage.get("key", now)[::2]:
+        storage._drop("key", held.record.subkey, held)
+    for _ in range(12):
+        assert len(await node.get("key")) == 20
+    assert node._reader._replicas.recall_complete("key", now) == ()
 
 
 async def test_a_holder_that_hides_records_is_found_out(swarm: Swarm) -> None:

@@ -7,9 +7,11 @@ import http.server
 import json
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from manyhands.base.identity import Identity
 from tests.process.commands import LOOPBACK, address_of, running
 
 pytestmark = pytest.mark.process
@@ -32,7 +34,7 @@ def web_server() -> Iterator[str]:
         thread.join(5.0)
 
 
-def test_a_good_set_up_and_a_broken_one(web_server: str) -> None:
+def test_a_good_set_up_and_a_broken_one(web_server: str, tmp_path: Path) -> None:
     with running("monitor", "--run-id", "r", "--listen", LOOPBACK) as monitor:
         address = address_of(monitor)
         with running("doctor", "--initial-peers", address, "--listen", LOOPBACK) as doctor:
@@ -41,6 +43,13 @@ def test_a_good_set_up_and_a_broken_one(web_server: str) -> None:
         assert lines[0] == address
         assert any(line.startswith("  ok    dial back") for line in lines)
         assert lines[-1] == "All is well: a peer with these options can join."
+
+        state_dir = tmp_path / "state"
+        options = ["--initial-peers", address, "--client-mode", "--state-dir", str(state_dir)]
+        with running("doctor", "--json", *options) as doctor:
+            assert doctor.wait(60) == ALL_WELL, doctor.output
+        own = Identity.load_or_create(state_dir / "identity.pem")
+        assert json.loads(doctor.output)["peer_id"] == own.peer_id, "it goes about it as the peer of that folder"
 
         nobody = "/ip4/127.0.0.1/tcp/1"
         with running("doctor", "--json", "--initial-peers", address, web_server, nobody, "--client-mode") as doctor:

@@ -4,26 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from manyhands.averaging.codecs import CODECS, INT8, NONE, BadEncoding, Codec, codec_named, codec_of_code
-from manyhands.base.errors import ConfigError
-
-AUTO = "auto"
+from manyhands.averaging.codecs import INT8, NONE, BadEncoding, Codec, codec_named, codec_of_code
+from manyhands.averaging.config import AUTO
 
 WIDE_AREA_RTT_S = 0.01
 """Round trip; within one site it is shorter."""
 
 SLOW_BYTES_PER_S = 25_000_000
 """Below it, sending a quarter of the bytes saves far more time than encoding takes."""
-
-
-def check_codec(setting: str) -> None:
-    """Make sure that a setting is a codec's name, or ``auto``.
-
-    Raises:
-        ConfigError: it is neither.
-    """
-    if setting != AUTO and setting not in CODECS:
-        raise ConfigError(f"codec {setting!r} is unknown; one of {AUTO}, {', '.join(CODECS)}, for example {AUTO!r}")
 
 
 def chosen_codec(setting: str, bandwidths: Iterable[int], rtts_s: Iterable[float]) -> Codec:

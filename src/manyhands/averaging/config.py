@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from manyhands.averaging.codec_choice import AUTO, check_codec
 from manyhands.averaging.messages import DEFAULT_CHUNK_NUMEL
 from manyhands.base.errors import ConfigError
 
 MAX_BANDWIDTH_MBIT_S = 8_000_000
+AUTO = "auto"
+CODEC_NAMES = ("none", "fp16", "bf16", "int8", "int4")
+"""Those of :mod:`manyhands.averaging.codecs`, which needs torch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +51,9 @@ class AveragingConfig:
             )
         if self.chunk_bytes < 4 or self.chunk_bytes % 4:
             raise ConfigError(f"chunk_bytes={self.chunk_bytes} is not a multiple of 4; for example 1048576")
-        check_codec(self.codec)
+        if self.codec not in (AUTO, *CODEC_NAMES):
+            names = ", ".join((AUTO, *CODEC_NAMES))
+            raise ConfigError(f"codec {self.codec!r} is unknown; one of {names}, for example {AUTO!r}")
         if self.min_span_bytes < 0:
             raise ConfigError(f"min_span_bytes={self.min_span_bytes} must be at least 0; for example 16384")
         if self.bandwidth_mbit_s is not None and not 0 < self.bandwidth_mbit_s <= MAX_BANDWIDTH_MBIT_S:

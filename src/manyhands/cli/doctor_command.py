@@ -17,6 +17,7 @@ from manyhands.doctor.checks import NAMES
 from manyhands.doctor.page import lines_of
 from manyhands.peer import ALL_INTERFACES
 from manyhands.runtime import LoopThread
+from manyhands.state_dir import StateDir
 
 EXIT_ALL_WELL, EXIT_BROKEN = 0, 1
 
@@ -42,6 +43,9 @@ def doctor(
     identity: Annotated[
         Path | None, Parameter(help="File with a private key, to go about it as that peer; else a new identity.")
     ] = None,
+    state_dir: Annotated[
+        Path | None, Parameter(help="Folder of your peer, to go about it as that peer; stop your peer first.")
+    ] = None,
     json: Annotated[bool, Parameter(help="Print one JSON object, for programs.")] = False,
 ) -> int:
     """Find out why a peer does not join: checks the network step by step, and says what to repair.
@@ -54,6 +58,9 @@ def doctor(
         announce=parse_addresses(announce),
         client_mode=client_mode,
     )
+    own_dir = StateDir(state_dir) if state_dir is not None else None
+    if identity is None and own_dir is not None:
+        identity = own_dir.identity_path
     examiner = Identity.load_or_create(identity) if identity is not None else Identity.generate()
     runtime = LoopThread("manyhands doctor")
     try:
@@ -65,6 +72,8 @@ def doctor(
             report = runtime.run(examination.run(examiner, on_check=show), TIMEOUT_S, "examining")
     finally:
         runtime.close()
+        if own_dir is not None:
+            own_dir.close()
     if json:
         print(msgspec.json.encode(report).decode())  # noqa: T201
     else:

@@ -8,6 +8,8 @@ import threading
 import msgspec
 
 from manyhands.base.address import parse_addresses
+from manyhands.base.errors import Timeout
+from manyhands.cli.event_file import EventWriter
 from manyhands.cli.memory import memory_bytes
 from manyhands.cli.options import OutputOptions, PeerOptions
 from manyhands.monitor.events import Listening
@@ -53,9 +55,7 @@ def first_peer(*, network: PeerOptions | None = None, output: OutputOptions | No
         print(f"\n    --initial-peers {' '.join(peer.addresses)}\n", flush=True)  # noqa: T201
         emit(Listening(peer.peer_id, peer.addresses))
         while True:
-            standing = standing_of(peer)
-            logger.info("%s", described(standing))
-            emit(standing)
+            tell_standing(peer, emit)
             threading.Event().wait(PERIOD_S)
 
 
@@ -70,6 +70,17 @@ def what_changes(options: PeerOptions) -> str:
         return ""
     verb = "change" if len(advice) > 1 else "changes"
     return f"{' and '.join(advice)} {verb} at each start ({', '.join(advice.values())})"
+
+
+def tell_standing(peer: Peer, emit: EventWriter) -> None:
+    """Say once how this peer stands; a machine that was asleep or is overloaded is no reason to end."""
+    try:
+        standing = standing_of(peer)
+    except Timeout as error:
+        logger.warning("%s; is this machine overloaded, or was it asleep?", error)
+        return
+    logger.info("%s", described(standing))
+    emit(standing)
 
 
 def standing_of(peer: Peer) -> StandingBy:

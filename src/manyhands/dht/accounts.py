@@ -11,6 +11,10 @@ from manyhands.dht.records import Reason, Record
 OPEN_SHARE = 0.5
 """Of a key's room, what records that anybody may have written can take."""
 
+SOURCE_SHARE = 0.75
+"""Of a key's room, what can come from one machine: key pairs cost nothing, and it must not keep others out. More than
+``OPEN_SHARE``, so that what anybody wrote there leaves room for what its other peers sign."""
+
 
 @dataclass
 class _Usage:
@@ -19,7 +23,7 @@ class _Usage:
 
 
 class Accounts:
-    """Records and their bytes by scope: in total, of a key, open ones of a key, of an owner, from a source."""
+    """Records and bytes by scope: in total, of an owner, from a source, of a key; of that also open, and by source."""
 
     def __init__(self, config: DhtConfig) -> None:
         self._usage: defaultdict[tuple[str, str], _Usage] = defaultdict(_Usage)
@@ -28,6 +32,7 @@ class Accounts:
             "total": (config.max_records, config.max_bytes, Reason.STORAGE_FULL),
             "key": (*room, Reason.KEY_FULL),
             "open": (*open_room(config), Reason.KEY_FULL),
+            "share": (*_room(config, SOURCE_SHARE), Reason.SOURCE_FULL),
             "owner": (config.max_records_per_owner, config.max_bytes_per_owner, Reason.OWNER_FULL),
             "source": (config.max_records_per_source, config.max_bytes_per_source, Reason.SOURCE_FULL),
         }
@@ -60,10 +65,14 @@ class Accounts:
 
 def open_room(config: DhtConfig) -> tuple[int, int]:
     """How many records under one key anybody may have written, and their bytes."""
-    return max(1, int(config.max_records_per_key * OPEN_SHARE)), int(config.max_bytes_per_key * OPEN_SHARE)
+    return _room(config, OPEN_SHARE)
+
+
+def _room(config: DhtConfig, share: float) -> tuple[int, int]:
+    return max(1, int(config.max_records_per_key * share)), int(config.max_bytes_per_key * share)
 
 
 def _scopes_of(record: Record, source: str) -> list[tuple[str, str]]:
     """The accounts on which a record counts."""
     scopes = [("total", ""), ("key", record.key), ("owner", record.owner) if record.owner else ("open", record.key)]
-    return [*scopes, ("source", source)] if source else scopes
+    return [*scopes, ("source", source), ("share", f"{source} {record.key}")] if source else scopes

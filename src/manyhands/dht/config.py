@@ -39,11 +39,12 @@ class DhtConfig:
         max_records: records that this node holds for others, in total.
         max_bytes: their size in total, with 256 bytes of overhead each.
         max_records_per_key: subkeys of one key. Records that anybody may have written take half of the room at most, so
-            that they never keep out what is signed.
+            that they never keep out what is signed, and those that came from one machine three quarters.
         max_bytes_per_key: their size; likewise.
         max_records_per_owner: signed records of one owner, so that one key pair cannot fill this node.
         max_bytes_per_owner: their size; likewise.
-        max_records_per_source: records that came from one machine (IP address), which may have many key pairs.
+        max_records_per_source: records that came from one machine (an IP address, or a /64 of IPv6), which may have
+            many key pairs.
         max_bytes_per_source: their size; likewise.
         max_requests_per_s_of_peer: requests of one peer, and five seconds' worth of them at once; then it is refused.
         max_requests_per_s_of_host: requests of all peers of one machine; likewise.

@@ -114,6 +114,10 @@ class Findings:
         """So many more records of a holder have passed."""
         self._num_shown[source] = self._num_shown.get(source, 0) + num_records
 
+    def forget_shown(self) -> None:
+        """Count anew what each holder shows."""
+        self._num_shown.clear()
+
     def are_complete(self, holders: Iterable[PeerId]) -> bool:
         """Whether each of these holders has shown most of all records; a few may be on their way to it."""
         return all(self._num_shown.get(holder, 0) >= COMPLETE_SHARE * len(self._found) for holder in holders)

@@ -31,6 +31,7 @@ from manyhands.dht.replicas import Replicas
 from manyhands.dht.routing import Contact
 from manyhands.dht.storage import Storage
 from manyhands.rpc.endpoint import Endpoint
+from manyhands.transport.admission import source_of
 
 logger = logging.getLogger(__name__)
 
@@ -88,8 +89,8 @@ class Holder:
     def hold(self, source: PeerId, aged: AgedRecord) -> StoreOutcome:
         """Keep a record that a peer offers, if the rules allow it."""
         now, record = asyncio.get_running_loop().time(), aged.record
-        host = self._endpoint.host_of(source) if source != self._endpoint.peer_id else ""
-        reason = self._storage.offer(aged, now, self._wall_clock(), host)
+        machine = self._machine_of(source) if source != self._endpoint.peer_id else ""
+        reason = self._storage.offer(aged, now, self._wall_clock(), machine)
         self.note(reason, source, record)
         later = self._storage.held(record.key, record.subkey, now) if reason is Reason.STALE else None
         is_responsible = self._replicas.is_own(record.key)
@@ -111,12 +112,22 @@ class Holder:
 
     def _on_store(self, remote: PeerId, request: StoreRequest) -> StoreResponse:
         self._let_in(remote)
-        return StoreResponse([self.hold(remote, aged) for aged in request.records])
+        outcomes = [self.hold(remote, aged) for aged in request.records]
+        num_forged = sum(outcome.code == Reason.BAD_SIGNATURE.value for outcome in outcomes)
+        if num_forged:
+            now = asyncio.get_running_loop().time()
+            self._rate_limit.charge_forged(remote, self._machine_of(remote), num_forged, now)
+        return StoreResponse(outcomes)
 
     def _let_in(self, remote: PeerId) -> None:
         """Enter who asks in the table, unless it asks too often."""
-        limit = self._rate_limit.broken_by(remote, self._endpoint.host_of(remote), asyncio.get_running_loop().time())
+        limit = self._rate_limit.broken_by(remote, self._machine_of(remote), asyncio.get_running_loop().time())
         if limit is not None:
             self._endpoint.counters["dht_requests_refused"] += 1
             raise Refused(self._endpoint.peer_id, TOO_MANY_REQUESTS, f"more than {limit:g} requests a second")
         self._overlay.seen(remote)
+
+    def _machine_of(self, peer_id: PeerId) -> str:
+        """Where a peer is: an IP address, or of IPv6 the /64, which one machine may have; empty if that is unknown."""
+        host = self._endpoint.host_of(peer_id)
+        return source_of(host) if ":" in host else host

@@ -99,9 +99,9 @@ class Lookup:
         del self._hopeful[bisect.bisect_left(self._hopeful, distance)]
 
     def nearest(self) -> list[Contact]:
-        """The contacts that have answered, nearest first, at most ``num``."""
-        answered = (distance for distance in self._shortlist() if self._states[distance] is _State.ANSWERED)
-        return [self._contacts[distance] for distance in answered]
+        """The contacts that have answered, nearest first, at most ``num``; who was only named hides none."""
+        answered = (distance for distance in self._hopeful if self._states[distance] is _State.ANSWERED)
+        return [self._contacts[distance] for distance in itertools.islice(answered, self._num)]
 
     def _end(self, peer_id: PeerId, state: _State) -> int:
         distance = node_id(peer_id) ^ self._target
@@ -127,7 +127,7 @@ class Lookup:
         if not self._num_slow:
             return nearest
         num_slow = sum(self._states[distance] is _State.SLOW for distance in nearest)
-        if not 0 < num_slow <= self._num // 2:
+        if not 0 < 2 * num_slow < len(nearest):
             return nearest
         others = (distance for distance in self._hopeful if self._states[distance] is not _State.SLOW)
         return list(itertools.islice(others, self._num))

@@ -157,7 +157,8 @@ class DhtNode:
 
         A majority of them is asked, one for the records and the others for a digest of theirs; who has others is then
         asked for them. A write that a majority has taken is therefore seen, though a holder may have missed it.
-        Whenever a holder does not answer, all of them are looked up and asked. Many subkeys are read in pages.
+        Whenever a holder does not answer, all of them are looked up and asked. Many subkeys are read in pages, which
+        a holder may send for half a minute at most.
 
         An empty answer may also mean that nobody could be reached.
 

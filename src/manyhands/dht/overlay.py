@@ -33,6 +33,9 @@ logger = logging.getLogger(__name__)
 HEARD_PERIOD_S = 10.0
 """Of a peer that is heard of all the time, not every call has to be entered in the table."""
 
+TOO_MANY_PAUSE_S = 0.1
+"""Bulk calls and handing over may need more requests than a peer takes at once: the rest go at its pace."""
+
 FILL_PERIOD_S = 300.0
 """Between two attempts to find more contacts for one bucket."""
 
@@ -76,18 +79,26 @@ class Overlay:
         return sorted(silent, key=heard_at.__getitem__)
 
     async def ask(self, peer_id: PeerId, method: Method[Req, Res], request: Req) -> Res | None:
-        """Call a peer, and note in the table whether it answered.
+        """Call a peer, and note in the table whether it answered. One that was asked too often is asked again soon.
 
         Returns:
             Its answer, or None if it gave none.
         """
-        try:
-            response = await self._endpoint.call(peer_id, method, request, self._config.request_timeout_s)
-        except (Unavailable, PeerError) as error:
-            logger.debug("%s to peer %s failed: %s", method.name, peer_id, error)
-            if not isinstance(error, Refused) or error.code != TOO_MANY_REQUESTS:  # it is there, and overrun by us
-                self.table.failed(peer_id)
-            return None
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._config.request_timeout_s
+        while True:
+            try:
+                response = await self._endpoint.call(peer_id, method, request, deadline - loop.time())
+                break
+            except (Unavailable, PeerError) as error:
+                if not isinstance(error, Refused) or error.code != TOO_MANY_REQUESTS:
+                    logger.debug("%s to peer %s failed: %s", method.name, peer_id, error)
+                    self.table.failed(peer_id)
+                    return None
+            if loop.time() + TOO_MANY_PAUSE_S >= deadline:
+                logger.debug("%s to peer %s: it is asked too often", method.name, peer_id)
+                return None
+            await asyncio.sleep(TOO_MANY_PAUSE_S)
         self.seen(peer_id)
         return response
 

@@ -11,6 +11,12 @@ from manyhands.dht.config import DhtConfig
 BURST_S = 5.0
 """So many seconds' worth of requests may come at once, by whoever was quiet for as long."""
 
+FORGED_COSTS = 10
+"""A forged record counts as so many requests: finding out costs much, making it up nothing."""
+
+MOST_OWED_S = 60.0
+"""Whoever sent forged records is heard again after so long at the latest."""
+
 
 class RateLimit:
     """Counts requests by who sent them. ``now`` is always the same monotonic clock."""
@@ -33,6 +39,12 @@ class RateLimit:
             return self._of_host.rate
         return None
 
+    def charge_forged(self, peer_id: PeerId, host: str, num_records: int, now: float) -> None:
+        """Count forged records against whoever sent them."""
+        self._of_peer.charge(peer_id, FORGED_COSTS * num_records, now)
+        if host:
+            self._of_host.charge(host, FORGED_COSTS * num_records, now)
+
 
 class _Buckets:
     """Of each sender only the time until which its requests so far would take it, at the rate that it may have.
@@ -42,12 +54,18 @@ class _Buckets:
 
     def __init__(self, rate: float) -> None:
         self.rate = rate
+        self._burst_s = max(BURST_S, 1 / rate)  # one at least
         self._paid_until: OrderedDict[str, float] = OrderedDict()  # who asked last comes last
 
     def take(self, sender: str, now: float) -> bool:
-        paid_until = max(self._paid_until.pop(sender, -math.inf), now) + 1 / self.rate
-        is_allowed = paid_until <= now + BURST_S
-        self._paid_until[sender] = paid_until if is_allowed else paid_until - 1 / self.rate
+        before = max(self._paid_until.pop(sender, -math.inf), now)
+        paid_until = before + 1 / self.rate
+        is_allowed = paid_until <= now + self._burst_s
+        self._paid_until[sender] = paid_until if is_allowed else before
         while self._paid_until[first := next(iter(self._paid_until))] <= now:  # as if it had never asked
             del self._paid_until[first]
         return is_allowed
+
+    def charge(self, sender: str, num: int, now: float) -> None:
+        paid_until = max(self._paid_until.pop(sender, -math.inf), now) + num / self.rate
+        self._paid_until[sender] = min(paid_until, now + self._burst_s + MOST_OWED_S)

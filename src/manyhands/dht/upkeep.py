@@ -111,13 +111,20 @@ class Upkeep:
         return [peer_id for peer_id in self._replicas.known(key) if peer_id != self._own_id]
 
     async def _give(self, peer_id: PeerId, keys: Sequence[str]) -> None:
-        now = asyncio.get_running_loop().time()
-        records = [held.aged(now) for key in keys for held in self._storage.get(key, now)]
+        """Hand over keys, for one period at most: a peer that takes its time holds up the upkeep of all."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        records = [held for key in keys for held in self._storage.get(key, began)]
         for start in range(0, len(records), MAX_STORED_RECORDS):
-            outcomes = await self._writer.send(peer_id, records[start : start + MAX_STORED_RECORDS])
+            now, end = loop.time(), start + MAX_STORED_RECORDS
+            if now - began > self._config.refresh_period_s:
+                return
+            outcomes = await self._writer.send(peer_id, [held.aged(now) for held in records[start:end]])
             if not outcomes:
                 return  # it is tried again in the next round
             for outcome in outcomes:
                 if outcome.later is not None:
                     self._holder.hold(peer_id, outcome.later)
-        self._handover.given(peer_id, keys)
+            unfinished = records[end].record.key if end < len(records) else None
+            done = {held.record.key for held in records[start:end]} - {unfinished}
+            self._handover.given(peer_id, done)

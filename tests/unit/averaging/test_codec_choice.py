@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from manyhands.averaging.codec_choice import AUTO, allowed_codec, chosen_codec
+from manyhands.averaging.codec_choice import allowed_codec, chosen_codec
 from manyhands.averaging.codecs import CODECS, INT4, INT8, NONE, BadEncoding
-from manyhands.averaging.config import AveragingConfig
+from manyhands.averaging.config import AUTO, CODEC_NAMES, AveragingConfig
 from manyhands.base.errors import ConfigError
 
 
@@ -44,5 +44,6 @@ def test_a_leader_may_not_choose_another_codec_than_the_run_has() -> None:
 
 
 def test_an_unknown_codec_is_named() -> None:
+    assert tuple(CODECS) == CODEC_NAMES
     with pytest.raises(ConfigError, match=r"codec 'int7' is unknown; one of auto, none, .* for example 'auto'"):
         AveragingConfig(codec="int7")

@@ -204,6 +204,32 @@ def test_if_most_are_slow_they_are_waited_for() -> None:
     assert not lookup.is_finished, "the fourth is now among them"
 
 
+def test_where_few_are_known_a_slow_one_is_waited_for() -> None:
+    """Another one could not take its place."""
+    peers = by_distance([contact(number) for number in range(2)], 0)
+    for known in (peers, peers[:1]):
+        lookup = Lookup(0, known, own_id=PeerId("me"), k=20, alpha=3, num=5)
+        lookup.to_ask()
+        lookup.slow(peers[0].peer_id)
+        for other in known[1:]:
+            lookup.answered(other.peer_id, [])
+        assert not lookup.is_finished
+        lookup.answered(peers[0].peer_id, [])
+        assert lookup.is_finished
+        assert lookup.nearest() == known
+
+
+def test_nearer_ones_that_never_answer_do_not_hide_those_that_did() -> None:
+    peers = by_distance([contact(number) for number in range(6)], 0)
+    lookup = Lookup(0, peers[3:], own_id=PeerId("me"), k=6, alpha=3, num=3)
+    lookup.to_ask()
+    lookup.answered(peers[4].peer_id, [])
+    lookup.answered(peers[3].peer_id, peers[:3])
+    lookup.to_ask()
+    assert not lookup.is_finished
+    assert lookup.nearest() == [peers[3], peers[4]], "what there is when the time is up"
+
+
 @settings(max_examples=30)
 @given(seed=st.integers(0, 2**32), num=st.integers(1, 6))
 def test_whatever_is_slow_and_whatever_fails_it_ends_with_the_nearest_that_answered(seed: int, num: int) -> None:

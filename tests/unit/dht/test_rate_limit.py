@@ -30,6 +30,25 @@ def test_a_machine_with_many_keys_has_one_limit() -> None:
     assert limit.broken_by(PeerId("another"), "10.0.0.2", 0.0) is None
 
 
+def test_a_limit_below_one_in_five_seconds_is_one() -> None:
+    limit = RateLimit(DhtConfig(max_requests_per_s_of_peer=0.1))
+    assert num_allowed(limit, ALICE, "", 10, 0.0) == 1
+    assert num_allowed(limit, ALICE, "", 10, 9.0) == 0
+    assert num_allowed(limit, ALICE, "", 10, 10.0) == 1
+
+
+def test_forged_records_count_as_many_requests_and_are_forgotten_in_the_end() -> None:
+    limit = RateLimit(DhtConfig(max_requests_per_s_of_peer=8, max_requests_per_s_of_host=80))
+    limit.charge_forged(ALICE, "10.0.0.1", 12, 0.0)  # 15 s' worth of a peer's requests, and 1.5 s' of the machine's
+    assert num_allowed(limit, ALICE, "10.0.0.1", 1, 9.0) == 0
+    assert num_allowed(limit, ALICE, "10.0.0.1", 1, 10.5) == 1
+    assert num_allowed(limit, BOB, "10.0.0.1", 10, 10.5) == 10, "others of that machine are still heard"
+    for _ in range(100):
+        limit.charge_forged(ALICE, "", 12, 20.0)
+    assert num_allowed(limit, ALICE, "", 1, 80.0) == 0
+    assert num_allowed(limit, ALICE, "", 1, 81.0) == 1
+
+
 def test_those_who_are_quiet_are_forgotten() -> None:
     limit = RateLimit(DhtConfig())
     for number in range(1000):

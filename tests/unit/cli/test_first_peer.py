@@ -1,0 +1,33 @@
+"""What a first peer says of itself."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+import manyhands
+from manyhands.cli import first_peer_command
+from manyhands.cli.event_file import EventWriter
+from manyhands.cli.first_peer_command import tell_standing
+
+
+def test_a_machine_that_hangs_for_a_while_does_not_end_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(first_peer_command, "CALL_TIMEOUT_S", 0.05)
+    emit = EventWriter(tmp_path / "events")
+
+    async def hang() -> None:
+        time.sleep(0.3)  # noqa: ASYNC251
+
+    with manyhands.Peer(listen=["/ip4/127.0.0.1/tcp/0"]) as peer:
+        hanging = peer._runtime.submit(hang())
+        tell_standing(peer, emit)
+        assert "is this machine overloaded" in caplog.text
+        hanging.result(5.0)
+        monkeypatch.setattr(first_peer_command, "CALL_TIMEOUT_S", 5.0)
+        tell_standing(peer, emit)
+    emit.close()
+    assert (tmp_path / "events").read_text().count("standing_by") == 1
