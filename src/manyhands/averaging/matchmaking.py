@@ -258,6 +258,7 @@ class Matchmaker:
         try:
             allowed_codec(self._config.codec, group.codec)
         except BadEncoding as error:
+            self._roster.report_missing(leader)
             raise RoundAborted(f"the leader chose {error}", [leader]) from error
         return group
 
