@@ -76,7 +76,8 @@ class Holder:
         now = asyncio.get_running_loop().time()
         contacts: list[Contact] = []
         if request.wants_contacts:
-            nearest = self._overlay.table.nearest(id_from_bytes(request.target), self._config.k + 1)
+            point = id_from_bytes(request.target)
+            nearest = self._overlay.table.nearest(point, self._config.k + 1, in_order=False)
             contacts = [contact for contact in nearest if contact.peer_id != remote][: self._config.k]
         if not request.key:
             return FindResponse(contacts)

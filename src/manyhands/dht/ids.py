@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Callable
 
 from manyhands.base.identity import PeerId
 
@@ -15,19 +16,21 @@ ID_BYTES = ID_BITS // 8
 MAX_POINTS = 65536  # remembered; about 20 MB
 
 
-def node_id(peer_id: PeerId) -> int:
-    """The point of a peer: SHA-256 of its peer id, so that nobody chooses where it lies without searching for a key."""
-    point = _points.get(peer_id)
-    if point is None:
-        if len(_points) >= MAX_POINTS:
-            _points.clear()
-        point = _points[peer_id] = _point_of(peer_id)
-    return point
+class _Points(dict[PeerId, int]):
+    """Remembered points; each access is atomic, so threads may share it.
+
+    ``lru_cache`` would write its list of uses at each hit, which misses the processor's caches when there are many ids.
+    """
+
+    def __missing__(self, peer_id: PeerId) -> int:
+        if len(self) >= MAX_POINTS:
+            self.clear()
+        point = self[peer_id] = _point_of(peer_id)
+        return point
 
 
-_points: dict[str, int] = {}
-"""Sorting by distance asks for the same ids again and again. ``lru_cache`` would write its list of uses at each hit,
-which misses the processor's caches when there are many ids. Each access is atomic, so threads may share it."""
+node_id: Callable[[PeerId], int] = _Points().__getitem__
+"""The point of a peer: SHA-256 of its peer id, so that nobody chooses where it lies without searching for a key."""
 
 
 @functools.lru_cache(maxsize=4096)

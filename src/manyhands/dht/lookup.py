@@ -114,11 +114,15 @@ class Lookup:
         return distance
 
     def _learn(self, contacts: Iterable[Contact]) -> None:
-        new = {node_id(contact.peer_id) ^ self._target: contact for contact in contacts}
-        for distance in new if len(new) <= self._k else heapq.nsmallest(self._k, new):
-            if distance not in self._states:
-                self._states[distance] = _State.KNOWN
-                self._contacts[distance] = new[distance]
+        states, target = self._states, self._target
+        named = list(contacts)
+        if len(named) > self._k:
+            named = heapq.nsmallest(self._k, named, key=lambda contact: node_id(contact.peer_id) ^ target)
+        for contact in named:
+            distance = node_id(contact.peer_id) ^ target
+            if distance not in states:
+                states[distance] = _State.KNOWN
+                self._contacts[distance] = contact
                 bisect.insort(self._hopeful, distance)
 
     def _shortlist(self) -> list[int]:

@@ -130,7 +130,7 @@ class Overlay:
         """
         config = self._config
         if not seeds:
-            seeds = self.table.nearest(target, config.k)
+            seeds = self.table.nearest(target, config.k, in_order=False)
             if len(seeds) < num:  # then also those that failed, but not often enough to be dropped
                 seeds = self.table.nearest(target, config.k, with_failed=True)
         lookup = Lookup(target, seeds, own_id=self._endpoint.peer_id, k=config.k, alpha=config.alpha, num=num)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import bisect
 import heapq
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Annotated
 
 import msgspec
@@ -178,17 +178,21 @@ class RoutingTable:
             for entry in bucket.live.values()
         )
 
-    def nearest(self, target: int, num: int, *, with_failed: bool = False) -> list[Contact]:
+    def nearest(self, target: int, num: int, *, with_failed: bool = False, in_order: bool = True) -> list[Contact]:
         """The ``num`` contacts nearest to a point, nearest first.
 
         Args:
             with_failed: also those that failed since they were seen.
+            in_order: False if any order will do but for the last one, which is the farthest if there are ``num``.
         """
         own_distance = distance(self._own_point, target)
         nearest: list[Contact] = []
         for index in self._from_nearest_on(own_distance):
             live = self._buckets[index].live
-            entries = [live[point] for point in sorted(live, key=target.__xor__)]
+            if in_order or len(nearest) + len(live) >= num:
+                entries: Iterable[_Entry] = [live[point] for point in sorted(live, key=target.__xor__)]
+            else:
+                entries = live.values()
             nearest += [entry.contact for entry in entries if with_failed or not entry.num_failures]
             if len(nearest) >= num:
                 break

@@ -59,6 +59,9 @@ def test_every_history_keeps_the_table_valid_and_nearest_agrees_with_sorting(
     assert table.nearest(target, num, with_failed=True) == by_distance[:num]
     sound = [contact for contact in by_distance if contact.peer_id not in failed]
     assert table.nearest(target, num) == sound[:num]
+    in_any_order = table.nearest(target, num, in_order=False)
+    assert {one.peer_id for one in in_any_order} == {one.peer_id for one in sound[:num]}
+    assert in_any_order[num - 1 :] == sound[num - 1 : num], "the farthest one is the last"
     assert table.num_nearer(target) == sum(
         distance(node_id(one.peer_id), target) < distance(node_id(OWN_ID), target) for one in by_distance
     )
