@@ -37,10 +37,10 @@ PATIENCE = 1000
 MAX_ROUNDS = 100_000
 """Rounds of ready callbacks at one instant after which somebody spins for ever."""
 
-COLLECT_EVERY = 300_000
+COLLECT_EVERY = 1_000_000
 """Callbacks between two collections of new garbage: at moments that depend on nothing else."""
 
-COLLECT_ALL_EVERY = 15
+COLLECT_ALL_EVERY = 8
 """Collections of new garbage for each one of all."""
 
 MIN_CANCELLED = 100
