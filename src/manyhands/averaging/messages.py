@@ -19,7 +19,7 @@ MAX_WEIGHT = 2.0**32
 """Samples behind one vector: sums of many stay finite, and whole numbers stay exact."""
 MAX_BANDWIDTH = 10**12
 """Bytes per second; far above any link."""
-DEFAULT_CHUNK_NUMEL = 864 * 1024  # whole rows of all codecs
+DEFAULT_CHUNK_NUMEL = 864 * 256  # whole rows of all codecs; small enough to send while others still come
 MAX_ADDRESSES = 8
 MAX_REASON_LENGTH = 500
 
