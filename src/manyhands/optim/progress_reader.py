@@ -28,8 +28,6 @@ PROGRESS = Schema(ProgressRecord | Literal["goodbye"], is_owned=True, max_ttl_s=
 IN_FLIGHT_S = 1.0
 """What a record may take from its owner to its reader."""
 
-_GOODBYE = msgspec.msgpack.encode(GOODBYE)
-
 
 def progress_key(run_id: str) -> str:
     """The DHT key of a run's progress records."""
@@ -95,15 +93,15 @@ class ProgressReader:
 
     def _take_in(self, peer_id: PeerId, stored: StoredValue) -> None:
         self._sequences[peer_id] = stored.sequence
-        if stored.raw == _GOODBYE:
-            self._observed.pop(peer_id, None)
-            self.version += 1
-            return
         try:
-            record: ProgressRecord = PROGRESS.decode(stored.raw)
+            record = PROGRESS.decode(stored.raw)
         except msgspec.ValidationError as error:
             self._endpoint.counters["bad_records"] += 1
             logger.warning("the progress record of peer %s cannot be read: %s", peer_id, error)
+            return
+        if record == GOODBYE:  # however it was encoded
+            self._observed.pop(peer_id, None)
+            self.version += 1
             return
         now = asyncio.get_running_loop().time()
         known = self._observed.get(peer_id)

@@ -13,6 +13,7 @@ import pytest
 from manyhands.averaging.messages import Position
 from manyhands.base.deadline import time_limit
 from manyhands.base.identity import PeerId
+from manyhands.dht import StoredValue
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.progress import RANK_DELAY_S, ProgressRecord
 from manyhands.optim.progress_reader import GOODBYE, IN_FLIGHT_S, progress_key
@@ -64,6 +65,16 @@ async def until(condition: Callable[[], Any]) -> None:
     async with time_limit(5.0, "waiting for the tracker"):
         while not condition():
             await asyncio.sleep(0.001)
+
+
+async def test_a_goodbye_counts_however_it_was_encoded() -> None:
+    async with run_of_one() as run:
+        await run.hears(BOB)
+        assert run.tracker.num_peers_here() == 2
+        long_form = b"\xd9\x07" + GOODBYE.encode()  # str 8, where its length would fit into one byte
+        run.dht.records[KEY][BOB] = StoredValue(long_form, 99, 30.0, BOB)
+        await run.tracker.refresh()
+        assert run.tracker.num_peers_here() == 1
 
 
 # records that come late
