@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from manyhands.averaging.codecs import BadEncoding, Plan
+from manyhands.averaging.codecs import BadEncoding, NotFinite, Plan, largest_magnitude
 from manyhands.averaging.inbox import Inbox
 from manyhands.averaging.messages import Group
 from manyhands.averaging.spans import chunks_of, owned_spans
@@ -45,10 +45,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 def is_finite(values: torch.Tensor) -> bool:
     """Whether no value is infinite or NaN; reads memory once, as fast as it comes."""
-    if not values.numel():
-        return True
-    least, greatest = torch.aminmax(values)
-    return math.isfinite(least.item()) and math.isfinite(greatest.item())
+    return not values.numel() or math.isfinite(largest_magnitude(values))
 
 
 class Butterfly:
@@ -210,7 +207,11 @@ class Butterfly:
 
     def _encode(self, values: torch.Tensor, chunk: slice) -> torch.Tensor:
         encoded = torch.empty(self._num_bytes(chunk), dtype=torch.uint8)
-        self._plan.encode(values, chunk.start, encoded)
+        try:
+            self._plan.encode(values, chunk.start, encoded)
+        except NotFinite as error:
+            peer_id = self._members[self._rank].peer_id
+            raise RoundAborted(f"the values of peer {peer_id} are not finite: {error}", [peer_id]) from error
         return encoded
 
     def _decode(self, rank: int, encoded: torch.Tensor, chunk: slice, out: torch.Tensor) -> None:

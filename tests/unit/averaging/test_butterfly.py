@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands.averaging.butterfly import Butterfly
-from manyhands.averaging.codecs import NONE, Plan, plan_of
+from manyhands.averaging.codecs import INT8, NONE, Codec, Plan, plan_of
 from manyhands.base.errors import RoundAborted
 from manyhands.transport import Stream
 from tests.unit.averaging.groups import group_of
@@ -53,11 +53,23 @@ def test_of_a_small_vector_everybody_talks_to_the_few_that_reduce_it(
     assert all(rank in by_rank[other] for rank, others in enumerate(by_rank) for other in others)
 
 
-async def test_own_values_that_are_not_finite_never_leave() -> None:
-    butterfly = Butterfly(group_of(1), 0, torch.tensor([1.0, float("inf")]), exact(2))
+@pytest.mark.parametrize("codec", [NONE, INT8])
+async def test_own_values_that_are_not_finite_never_leave(codec: Codec) -> None:
+    plan = plan_of([(1, 2)], codec, exact_below_numel=0)
+    butterfly = Butterfly(group_of(1), 0, torch.tensor([1.0, float("inf")]), plan)
 
     async def connect(rank: int) -> Stream:
         raise AssertionError("a group of one has no partners")
 
     with pytest.raises(RoundAborted, match="the values of peer peer00 are not finite"):
         await butterfly.run(connect)
+
+
+def test_own_values_that_cannot_be_encoded_abort_the_round() -> None:
+    plan = plan_of([(1, 2)], INT8, exact_below_numel=0)
+
+    async def butterfly() -> Butterfly:
+        return Butterfly(group_of(2), 0, torch.tensor([1.0, float("nan")]), plan)
+
+    with pytest.raises(RoundAborted, match="the values of peer peer00 are not finite"):
+        asyncio.run(butterfly())._encode_own(slice(0, 2))

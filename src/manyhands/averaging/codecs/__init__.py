@@ -1,6 +1,6 @@
 """Codecs of the all-reduce: float values to fewer bytes, and back the same way on every machine."""
 
-from manyhands.averaging.codecs.codec import BadEncoding, Codec, NotFinite, check_finite
+from manyhands.averaging.codecs.codec import BadEncoding, Codec, NotFinite, check_finite, largest_magnitude
 from manyhands.averaging.codecs.error_feedback import ErrorFeedback
 from manyhands.averaging.codecs.plan import EXACT_BELOW_NUMEL, Plan, Segment, plan_of
 from manyhands.averaging.codecs.registry import (
@@ -33,5 +33,6 @@ __all__ = [
     "check_finite",
     "codec_named",
     "codec_of_code",
+    "largest_magnitude",
     "plan_of",
 ]

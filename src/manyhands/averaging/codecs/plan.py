@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -105,11 +105,8 @@ class Plan:
                 f"values from {start} to {stop} take {self.num_bytes(start, stop)} bytes, but the place has shape "
                 f"{list(out.shape)}"
             )
-        offset = 0
-        for part in self.cut(start, stop):
-            end = offset + part.codec.num_bytes(part.stop - part.start)
-            part.codec.encode(values[part.start - start : part.stop - start], out[offset:end])
-            offset = end
+        for codec, some_values, place in self._parts(values, start, out):
+            codec.encode(some_values, place)
 
     def decode(self, encoded: torch.Tensor, start: int, out: torch.Tensor) -> None:
         """Decode what ``encode`` wrote for ``flat_N[start : start + len(out)]`` into ``out``.
@@ -127,10 +124,17 @@ class Plan:
                 f"values from {start} to {stop} take {self.num_bytes(start, stop)} bytes, but there are "
                 f"{encoded.numel()}"
             )
+        for codec, some_values, place in self._parts(out, start, encoded):
+            codec.decode(place, some_values)
+
+    def _parts(
+        self, values: torch.Tensor, start: int, encoded: torch.Tensor
+    ) -> Iterator[tuple[Codec, torch.Tensor, torch.Tensor]]:
+        """The codec of each part of a slice, its values, and where they are encoded."""
         offset = 0
-        for part in self.cut(start, stop):
+        for part in self.cut(start, start + values.numel()):
             end = offset + part.codec.num_bytes(part.stop - part.start)
-            part.codec.decode(encoded[offset:end], out[part.start - start : part.stop - start])
+            yield part.codec, values[part.start - start : part.stop - start], encoded[offset:end]
             offset = end
 
 
