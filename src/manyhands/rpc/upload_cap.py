@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from manyhands.base.identity import PeerId
 from manyhands.transport.api import Stream
+from manyhands.transport.passing import PassingStream
 
 PIECE_BYTES = 1 << 16
 """Streams take turns with pieces of this size, so that two rounds at once get the same share."""
@@ -35,33 +35,13 @@ class UploadCap:
             self._free_at = max(self._free_at, loop.time() - BURST_S) + num_bytes / self._bytes_per_s
 
 
-class CappedStream:
+class CappedStream(PassingStream):
     """A bulk stream that sends no faster than its endpoint may."""
 
     def __init__(self, stream: Stream, cap: UploadCap) -> None:
-        self._stream = stream
+        super().__init__(stream)
         self._cap = cap
         self._sending = asyncio.Lock()
-
-    @property
-    def remote(self) -> PeerId:
-        return self._stream.remote
-
-    @property
-    def remote_host(self) -> str:
-        return self._stream.remote_host
-
-    @property
-    def bytes_sent(self) -> int:
-        return self._stream.bytes_sent
-
-    @property
-    def bytes_received(self) -> int:
-        return self._stream.bytes_received
-
-    @property
-    def last_received(self) -> float:
-        return self._stream.last_received
 
     async def send(self, *buffers: bytes | bytearray | memoryview) -> None:
         async with self._sending:
@@ -75,15 +55,3 @@ class CappedStream:
             except asyncio.CancelledError:  # nobody could tell where the next message begins
                 self._stream.abort()
                 raise
-
-    async def receive_into(self, view: memoryview) -> None:
-        await self._stream.receive_into(view)
-
-    async def close(self, timeout_s: float = 1.0) -> None:
-        await self._stream.close(timeout_s)
-
-    async def wait_closed(self) -> None:
-        await self._stream.wait_closed()
-
-    def abort(self) -> None:
-        self._stream.abort()

@@ -1,0 +1,48 @@
+"""What streams that stand on another stream have in common."""
+
+from __future__ import annotations
+
+from manyhands.base.identity import PeerId
+from manyhands.transport.api import Stream
+
+
+class PassingStream:
+    """Passes everything on to another stream; those that change something derive from it."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+
+    @property
+    def remote(self) -> PeerId:
+        return self._stream.remote
+
+    @property
+    def remote_host(self) -> str:
+        return self._stream.remote_host
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._stream.bytes_sent
+
+    @property
+    def bytes_received(self) -> int:
+        return self._stream.bytes_received
+
+    @property
+    def last_received(self) -> float:
+        return self._stream.last_received
+
+    async def send(self, *buffers: bytes | bytearray | memoryview) -> None:
+        await self._stream.send(*buffers)
+
+    async def receive_into(self, view: memoryview) -> None:
+        await self._stream.receive_into(view)
+
+    async def close(self, timeout_s: float = 1.0) -> None:
+        await self._stream.close(timeout_s)
+
+    async def wait_closed(self) -> None:
+        await self._stream.wait_closed()
+
+    def abort(self) -> None:
+        self._stream.abort()
