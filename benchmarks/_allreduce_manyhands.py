@@ -3,51 +3,29 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
+from _roster import Everybody
 
 from manyhands import Peer
 from manyhands.averaging.config import AveragingConfig
-from manyhands.averaging.messages import Position
 from manyhands.averaging.rounds import RoundRunner
 from manyhands.base.address import Address
 from manyhands.base.identity import PeerId
 
-LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 TIMEOUT_S = 300.0
-
-
-class Everybody:
-    """A roster of peers that are always there; a round is the next step."""
-
-    def __init__(self, others: Mapping[PeerId, bool]) -> None:
-        self._others = others
-        self.at = Position(0, b"benchmark")
-
-    def position(self) -> Position:
-        return self.at
-
-    def expected(self) -> Mapping[PeerId, bool]:
-        return self._others
-
-    async def refresh(self) -> None:
-        """Nothing changes."""
-
-    def report_missing(self, peer_id: PeerId) -> None:
-        """In the end all leave, one after the other; a round without somebody fails, since its result is wrong."""
-
-    def call_to_round(self) -> None:
-        """Everybody comes anyway."""
 
 
 class System:
     """One peer for each codec, since a peer averages for one run; see `allreduce.py`."""
 
-    def __init__(self, rank: int, num_peers: int, numel: int, codecs: Sequence[str], folder: str) -> None:
+    def __init__(
+        self, rank: int, num_peers: int, numel: int, codecs: Sequence[str], folder: str, *, host: str = "127.0.0.1"
+    ) -> None:
         self._vector_N = torch.zeros(numel)
         self._result_N: torch.Tensor | None = None
-        self._peers = {codec: Peer(listen=[LOOPBACK]) for codec in codecs}
+        self._peers = {codec: Peer(listen=[f"/ip4/{host}/tcp/0"]) for codec in codecs}
         self._rosters: dict[str, Everybody] = {}
         self._rounds: dict[str, RoundRunner] = {}
 
@@ -67,7 +45,7 @@ class System:
             if address.peer_id != endpoint.peer_id:
                 others[address.peer_id] = False
                 endpoint.learn(address.peer_id, [address])
-        roster = self._rosters[codec] = Everybody(others)
+        roster = self._rosters[codec] = Everybody(others, may_leave=True)
         config = AveragingConfig(averaging_timeout_s=TIMEOUT_S, codec=codec)
         shapes = [(1, self._vector_N.numel())]  # one large matrix: all of it is encoded
         rounds = RoundRunner(endpoint, "benchmark", b"", roster, config, random.Random(), shapes)
@@ -75,6 +53,8 @@ class System:
         peer.presence.on_close.append(rounds.close)
 
     def fill(self, codec: str, base_N: torch.Tensor, factor: float) -> None:
+        if self._result_N is not None:  # its memory is used again, as an Averager does
+            self._rounds[codec].give_back(self._result_N)
         self._result_N = None
         torch.mul(base_N, factor, out=self._vector_N)
 

@@ -128,7 +128,9 @@ class LightNetwork:
 
     def latency_s(self, one: LightEndpoint, other: LightEndpoint) -> float:
         """One way; the same for a pair at all times."""
-        low, high = sorted((one.number, other.number))
+        low, high = one.number, other.number
+        if low > high:
+            low, high = high, low
         mixed = (low * 0x9E3779B1 ^ high * 0x85EBCA6B ^ self._seed * 0xC2B2AE35) & 0xFFFFFFFF
         mixed = (mixed ^ mixed >> 15) * 0x2C1B3C6D & 0xFFFFFFFF
         return self._min_s + self._range_s * ((mixed >> 12 & 0xFFFF) / 0xFFFF)

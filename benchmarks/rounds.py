@@ -12,41 +12,17 @@ import asyncio
 import json
 import random
 import statistics
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from _roster import Everybody
 
 from manyhands.averaging.config import AveragingConfig
-from manyhands.averaging.messages import Position
 from manyhands.averaging.rounds import RoundRunner
 from manyhands.base.address import Address
-from manyhands.base.identity import Identity, PeerId
+from manyhands.base.identity import Identity
 from manyhands.rpc import Endpoint
 from manyhands.transport import TlsTransport
-
-
-@dataclass
-class Roster:
-    """All the others, always."""
-
-    others: dict[PeerId, bool]
-
-    def position(self) -> Position:
-        return Position(0, b"benchmark")
-
-    def expected(self) -> Mapping[PeerId, bool]:
-        return self.others
-
-    async def refresh(self) -> None:
-        """Nothing changes."""
-
-    def report_missing(self, peer_id: PeerId) -> None:
-        raise RuntimeError(f"{peer_id} is missing")
-
-    def call_to_round(self) -> None:
-        """Everybody comes anyway."""
 
 
 async def measure(num_peers: int, numel: int, num_rounds: int) -> dict[str, float]:
@@ -57,7 +33,7 @@ async def measure(num_peers: int, numel: int, num_rounds: int) -> dict[str, floa
     for endpoint in endpoints:
         for other in endpoints:
             endpoint.learn(other.peer_id, other.addresses)
-        roster = Roster({other.peer_id: False for other in endpoints if other is not endpoint})
+        roster = Everybody({other.peer_id: False for other in endpoints if other is not endpoint})
         averagers.append(RoundRunner(endpoint, "benchmark", b"", roster, AveragingConfig(), random.Random(0)))
     vector = torch.ones(numel)
     results = [

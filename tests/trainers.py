@@ -51,6 +51,7 @@ def kill(peer: manyhands.Peer) -> None:
         for listener in endpoint._listeners:
             await listener.close()
         endpoint._streams.abort_all()
+        endpoint._transport.close()  # its threads would not outlive the process
         await asyncio.sleep(0.01)  # asyncio closes sockets a moment later
 
     peer.run(vanish(), 5.0, "dying")

@@ -19,6 +19,7 @@ from manyhands.base.identity import Identity, PeerId
 from manyhands.rpc import Endpoint, RpcConfig
 from manyhands.rpc.frames import CONTROL, Hello, Request, Welcome, receive_frame, send_frame
 from manyhands.transport import MemoryTransport, Stream, TlsTransport, Transport
+from manyhands.transport.api import is_control
 from tests.network import ECHO, Text, endpoints, identity_of, serve_echo, until
 
 MAX_LATENCY_S = 0.5
@@ -50,14 +51,16 @@ class Siege:
     def __post_init__(self) -> None:
         self.address = self.there.addresses[0]
 
-    async def dial(self, identity: Identity = ATTACKER) -> Any:
+    async def dial(self, identity: Identity = ATTACKER, *, is_bulk: bool = False) -> Any:
         """A stream of the attacker, before its hello; it ends with the block at the latest."""
         if identity.peer_id not in self._transports:
             here = self.there._transport
             is_memory = isinstance(here, MemoryTransport)
-            transport = MemoryTransport(identity, here._network) if is_memory else TlsTransport(identity)
-            self._transports[identity.peer_id] = transport
-        stream = await self._transports[identity.peer_id].dial(self.address, 5.0)
+            self._transports[identity.peer_id] = (
+                MemoryTransport(identity, here._network) if is_memory else TlsTransport(identity)
+            )
+        transport = self._transports[identity.peer_id]
+        stream: Any = await (transport.dial_bulk if is_bulk else transport.dial)(self.address, 5.0)
         self._streams.append(stream)
         return stream
 
@@ -148,7 +151,7 @@ async def ended(stream: Stream, timeout_s: float = 3.0) -> None:
     async with time_limit(timeout_s, "for the stream to be closed"):
         try:
             while True:
-                await stream.receive()
+                await (stream.receive() if is_control(stream) else stream.receive_into(memoryview(bytearray(1))))
         except PeerLost:
             pass
 

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import random
 import time
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given
@@ -33,8 +34,7 @@ def serve_mirror(endpoint: Endpoint, num_bytes: int) -> None:
 
 
 def pretend_long_link(here: Endpoint, rtt_s: float = 0.1) -> None:
-    for connection in here._pool.all():
-        connection.rtt_s = rtt_s
+    here._pool.rtt_s = lambda peer_id: rtt_s  # type: ignore[method-assign]
 
 
 # stripes
@@ -150,7 +150,7 @@ async def test_a_stream_whose_other_connections_never_come_is_dropped() -> None:
     async with endpoints(1, kind="tls", config=RpcConfig(hello_timeout_s=0.2)) as (there,):
         serve_mirror(there, 1)
         transport = transport_of(9, "tls", None)  # type: ignore[arg-type]
-        stream = await transport.dial(there.addresses[0], 5.0)
+        stream = await transport.dial_bulk(there.addresses[0], 5.0)
         await send_frame(stream, Hello("mirror", stripe=Stripe(bytes(16), 0, 4)))
         assert isinstance(await receive_frame(stream), Welcome)
         async with time_limit(2.0, "to be dropped"):
@@ -158,6 +158,7 @@ async def test_a_stream_whose_other_connections_never_come_is_dropped() -> None:
         assert not there._bulk._stripe_sets._waiting
         assert not there._bulk._stripe_sets._num_waiting
         await stream.close()
+        transport.close()
 
 
 # the upload cap
@@ -194,3 +195,26 @@ async def test_bulk_is_sent_no_faster_than_allowed_and_fairly() -> None:
         assert slowest_call_s < 0.25, "control is not held up"
         for stream in streams:
             here.release(stream)
+
+
+@pytest.mark.parametrize("way", ["striped", "capped", "plain"])
+async def test_pieces_that_end_in_the_middle_end_the_stream(way: str) -> None:
+    """Nobody could tell where the next message begins."""
+    config = RpcConfig(max_upload_mbit_s=1000) if way == "capped" else RpcConfig()
+    async with endpoints(2, kind="tls", config=config) as (here, there):
+        serve_echo(there)
+        serve_mirror(there, 4 << 20)
+        if way == "striped":
+            await here.call(there.peer_id, ECHO, Text("hi"))
+            pretend_long_link(here)
+        stream = await here.open_bulk(there.peer_id, "mirror", b"", size_bytes=4 << 20)
+
+        def pieces() -> Iterator[memoryview]:
+            yield memoryview(bytes(1 << 20))
+            raise ValueError("no more")
+
+        with pytest.raises(ValueError, match="no more"):
+            await stream.send_each(pieces())
+        with pytest.raises(PeerLost):
+            await stream.send(b"next message")
+        here.release(stream)

@@ -63,3 +63,26 @@ async def test_by_default_values_are_exact_on_a_fast_link_and_8_bits_on_a_slow_o
     torch.testing.assert_close(lists[0][0].double(), expected[0], rtol=1e-6, atol=1e-6)
     _, _, num_slow = await averaged(2, bandwidth_mbit_s=20.0)
     assert num_slow < 0.4 * num_exact
+
+
+@pytest.mark.parametrize("with_feedback", [False, True])
+async def test_error_feedback_loses_nothing_in_the_long_run(with_feedback: bool) -> None:
+    """The sum of many means is that of the values, but for what the last rounds lost."""
+    num_rounds = 24
+    config = dataclasses.replace(CONFIG, codec="int4", error_feedback=with_feedback)
+    sources = [tensors_of(rank)[:1] for rank in range(3)]
+    right = weighted_mean([tensors[0] for tensors in sources], WEIGHTS)
+    total = torch.zeros_like(right)
+    async with sim_peers(3) as peers:
+        lists = [[tensor.clone() for tensor in tensors] for tensors in sources]
+        averagers = [await join(peer, tensors, averaging=config) for peer, tensors in zip(peers, lists, strict=True)]
+        for _ in range(num_rounds):
+            for tensors, values in zip(lists, sources, strict=True):
+                tensors[0].copy_(values[0])
+            results = await step_all(averagers, WEIGHTS)
+            assert all(result.committed for result in results), [result.reason for result in results]
+            assert all(torch.equal(tensors[0], lists[0][0]) for tensors in lists)
+            total += lists[0][0]
+        await close_all(averagers)
+    error = ((total / num_rounds - right).norm() / right.norm()).item()
+    assert (error < 0.01) == with_feedback, error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import socket
+import sys
 import time
 from collections.abc import AsyncIterator
 
@@ -525,3 +526,16 @@ async def test_connecting_to_a_connected_peer_remembers_the_address() -> None:
         here._book._known.clear()
         await here.connect(address)
         assert here.addresses_of(there.peer_id) == [address]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell")
+async def test_a_busy_process_does_not_look_far_away() -> None:
+    """The system has measured the round trip; pings wait for their turn on the loop."""
+    async with endpoints(2, kind="tls") as (here, there):
+        serve_echo(there)
+        calling = asyncio.ensure_future(here.call(there.peer_id, ECHO, Text("hi")))
+        while not calling.done():
+            await asyncio.sleep(0)
+            time.sleep(0.02)  # noqa: ASYNC251 (another task of this process works)
+        assert here.rtt_s(there.peer_id) < 0.005
+        assert there.rtt_s(here.peer_id) < 0.005

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
@@ -10,10 +11,11 @@ from typing import Any
 
 import pytest
 
+from manyhands.base.deadline import time_limit
 from manyhands.base.identity import PeerId
 from manyhands.dht import DhtNode, Entry
 from manyhands.dht.ids import distance, node_id
-from manyhands.dht.messages import FIND, FindRequest, FindResponse
+from manyhands.dht.messages import FIND, STORE, FindRequest, FindResponse
 from manyhands.dht.overlay import Overlay
 from manyhands.rpc import Endpoint
 from tests.integration.dht_swarm import CONFIG, TTL_S, Swarm, values
@@ -109,14 +111,59 @@ async def test_whoever_takes_the_place_of_a_dead_holder_is_not_relied_on_before_
     assert counts["dht.find"] <= 3
 
 
+async def test_whoever_knows_all_peers_looks_nobody_up_to_write_a_key_and_asks_the_holders_only_to_read_it(
+    swarm: Swarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holders, (node, reader, *_) = await nodes_around(swarm, "key")
+    counts = count_calls(monkeypatch)
+    assert await node.store("key", 1, TTL_S) == 5
+    assert counts == {"dht.store": 5}
+    assert [len(holder._storage) for holder in holders] == [1] * 5
+    counts.clear()
+    assert await values(reader, "key") == {"": 1}
+    assert counts == {"dht.find": 5}
+
+
 async def test_a_lookup_for_a_key_asks_little_more_than_its_holders(
     swarm: Swarm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     holders, (node, *_) = await nodes_around(swarm, "key")
+    monkeypatch.setattr(node._overlay.table, "may_hold_all", lambda: False)  # as in a large swarm
     counts = count_calls(monkeypatch)
     assert await node.store("key", 1, TTL_S) == 5
     assert counts == {"dht.find": 5, "dht.store": 5}
     assert [len(holder._storage) for holder in holders] == [1] * 5
+
+
+@pytest.mark.parametrize("num_unknown", [1, 5])
+async def test_a_writer_that_does_not_know_a_holder_hears_of_it_from_the_others(swarm: Swarm, num_unknown: int) -> None:
+    holders, others = await nodes_around(swarm, "key")
+    node, others = others[-1], others[:-1]
+    for holder in holders[:num_unknown]:
+        for _ in range(CONFIG.max_failures):
+            node._overlay.table.failed(swarm.endpoint_of(holder).peer_id)
+    assert await node.store("key", 1, TTL_S) >= 5
+    assert [len(holder._storage) for holder in holders] == [1] * 5
+    assert node._reader._replicas.recall("key", 0.0) == tuple(swarm.endpoint_of(holder).peer_id for holder in holders)
+
+
+async def test_a_writer_does_not_wait_for_a_presumed_holder_that_says_nothing(swarm: Swarm) -> None:
+    config = dataclasses.replace(CONFIG, request_timeout_s=20.0, slow_after_s=0.1)
+    for _ in range(NUM_NODES):
+        await swarm.add(config=config)
+    *_, node = by_distance = swarm.nearest("key")
+    silent = by_distance[2]
+    endpoint = swarm.endpoint_of(silent)
+
+    async def say_nothing(remote: PeerId, request: Any) -> Any:
+        await asyncio.Event().wait()
+
+    for method in (FIND, STORE):
+        endpoint.unhandle(method)
+        endpoint.handle(method, say_nothing)
+    async with time_limit(5.0, "storing"):
+        assert await node.store("key", 1, TTL_S) == 5
+    assert [len(holder._storage) for holder in by_distance[:6]] == [1, 1, 0, 1, 1, 1]
 
 
 async def test_a_holder_reads_what_it_holds_without_asking_for_it(

@@ -242,7 +242,7 @@ async def test_a_flood_of_bulk_streams(kind: str, purpose: str) -> None:
             await stream.wait_closed()
 
         scene.there.accept_bulk("bulk", hold)
-        streams = [await scene.dial() for _ in range(40)]
+        streams = [await scene.dial(is_bulk=True) for _ in range(40)]
         for stream in streams:
             with suppress(PeerLost):
                 await send_frame(stream, Hello(purpose, header=bytes(10_000)))

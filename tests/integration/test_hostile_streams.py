@@ -63,7 +63,7 @@ async def taken(remote: str, header: bytes, stream: Stream) -> None:
 async def test_stripes_whose_others_never_come_are_not_kept(kind: str) -> None:
     async with siege(kind, FAST) as scene:
         scene.there.accept_bulk(BULK, taken)
-        streams = [await scene.dial() for _ in range(40)]
+        streams = [await scene.dial(is_bulk=True) for _ in range(40)]
         for number, stream in enumerate(streams):
             with suppress(PeerLost):
                 await send_frame(stream, bulk_hello(stream_id=number.to_bytes(16, "big")))
@@ -80,7 +80,7 @@ async def test_stripes_that_do_not_fit_are_a_violation(kind: str, second: Hello)
     async with siege(kind, FAST) as scene:
         scene.there.accept_bulk(BULK, taken)
         for hello in (bulk_hello(), second):
-            stream = await scene.dial()
+            stream = await scene.dial(is_bulk=True)
             await send_frame(stream, hello)
         await scene.counted("protocol_violations", 1)
         await ended(stream)
@@ -92,7 +92,7 @@ async def test_stripes_of_no_stream_leave_nothing(kind: str) -> None:
     async with siege(kind, FAST) as scene:
         scene.there.accept_bulk(BULK, taken)
         for number in range(3):
-            stream = await scene.dial()
+            stream = await scene.dial(is_bulk=True)
             await send_frame(stream, bulk_hello(index=5, stream_id=number.to_bytes(16, "big")))
             await scene.counted("protocol_violations", number + 1)
         assert not scene.there._bulk._stripe_sets._waiting
@@ -114,7 +114,7 @@ async def test_stripes_of_no_stream_leave_nothing(kind: str) -> None:
 async def test_stripes_out_of_bounds_are_a_violation(kind: str, stripe: object) -> None:
     async with siege(kind) as scene:
         scene.there.accept_bulk(BULK, taken)
-        stream = await scene.dial()
+        stream = await scene.dial(is_bulk=True)
         await stream.send(framed(payload_of(type="hello", purpose=BULK, stripe=stripe)))
         await ended(stream)
         await scene.counted("protocol_violations", 1)

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 import torch
 
+from manyhands.averaging.ballot import Voter
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import (
     ASK_VERDICT,
@@ -30,6 +31,7 @@ from manyhands.averaging.messages import (
     VerdictQuery,
     Vote,
 )
+from manyhands.averaging.recovery import Recovery
 from manyhands.averaging.rounds import CommittedRound, RoundRunner
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ConfigError, PeerLost, Refused, RoundAborted, Unavailable
@@ -99,11 +101,11 @@ def stop_before_reducing(peer: Peer) -> asyncio.Event:
     """Have a peer stand still once its group has formed; the event tells that it has."""
     has_formed = asyncio.Event()
 
-    async def stand_still(group: Group, flat_N: torch.Tensor, timeout_s: float) -> Any:
+    async def stand_still(*_: Any) -> Any:
         has_formed.set()
         await asyncio.Event().wait()
 
-    peer.averager._reduce = stand_still  # type: ignore[method-assign]
+    peer.averager._average = stand_still  # type: ignore[method-assign]
     return has_formed
 
 
@@ -152,7 +154,7 @@ async def test_two_would_be_leaders_settle_on_the_lower_at_once() -> None:
         for peer, other in ((middle, high), (high, middle)):
             peer.roster.others = {other.peer_id: False}
         waiting = start([middle])
-        await until(lambda: middle.averager._matchmaker._gathering)
+        await until(lambda: middle.averager._matchmaker._convener.gathering)
         results = await outcomes([*waiting, *start([low, high])])
         assert [result.num_members for result in results] == [3, 3, 3]
 
@@ -164,7 +166,7 @@ async def test_a_peer_that_knows_nobody_comes_to_the_round_that_it_is_invited_to
         high.endpoint._book._known.pop(low.peer_id)  # it leads, as it cannot reach the lower one,
         await low.endpoint.connect(high.endpoint.addresses[0])  # until that one has dialled it
         low.endpoint._book._known.clear()
-        high.averager._matchmaker._choose_leader = lambda unreachable: high.peer_id  # type: ignore[method-assign]
+        high.averager._matchmaker._choose_leader = lambda *_: high.peer_id  # type: ignore[method-assign]
         waiting = start([high])
         await until(lambda: low.roster.num_calls)
         results = await outcomes([*waiting, *start([low])])
@@ -258,7 +260,7 @@ async def test_a_peer_that_leaves_the_run_lets_nobody_wait() -> None:
     async with averagers(3, config=PATIENT) as members:
         leader, member, _ = by_id(members)
         tasks = start([leader])
-        await until(lambda: leader.averager._matchmaker._gathering)
+        await until(lambda: leader.averager._matchmaker._convener.gathering)
         request = JoinRequest("test-run", b"same", START, Member(member.peer_id, [], False, 1.0))
         call = asyncio.ensure_future(member.endpoint.call(leader.peer_id, JOIN, request, 10.0))
         await until(lambda: leader.roster.num_calls)
@@ -282,10 +284,13 @@ async def test_the_leader_dies_when_the_group_has_formed() -> None:
         dying, tasks = start([leader]), start(others)
         await has_formed.wait()
         await leader.kill()
-        for result in await outcomes(tasks, 5.0):
-            assert isinstance(result, RoundAborted)
+        results = await outcomes(tasks, 5.0)
+        mean = torch.stack([peer.values_N for peer in others]).mean(dim=0)
+        for result in results:
+            assert isinstance(result, CommittedRound), result
+            torch.testing.assert_close(result.averaged_N, mean)
+            assert result.manifest.weights == [0.0, 1.0, 1.0, 1.0]
         assert all(leader.peer_id in peer.roster.missing for peer in others)
-        await committed(others)
         await end(dying)
 
 
@@ -332,10 +337,10 @@ async def test_the_leader_dies_after_the_votes_and_told_nobody() -> None:
         dying, tasks = start([leader]), start(others)
         await told.wait()
         await leader.kill()
-        for result in await outcomes(tasks, 5.0):
-            assert isinstance(result, RoundAborted)
-            assert "leader was lost" in result.reason
-        await committed(others)
+        results = await outcomes(tasks, 5.0)
+        for result in results:
+            assert isinstance(result, CommittedRound), result
+            assert result.manifest.weights == [1.0] * 4, "what the leader has committed, and nothing else"
         await end(dying)
 
 
@@ -344,8 +349,10 @@ async def test_what_a_member_gave_up_in_doubt_is_nobodys_verdict() -> None:
     config = replace(PATIENT, in_doubt_timeout_s=0.1)
     async with averagers(3, config=config) as members:
         leader, doubting, asking = by_id(members)
+        for peer in (leader, doubting):
+            peer.roster.missing = [asking.peer_id]
         tell_only(leader, 0)
-        dying, tasks = start([leader]), start([doubting, asking])
+        dying, tasks = start([leader]), start([doubting])
         await until(lambda: leader.averager._agreement._verdicts)
         group_id = next(iter(leader.averager._agreement._verdicts))
         await leader.kill()
@@ -358,13 +365,11 @@ async def test_what_a_member_gave_up_in_doubt_is_nobodys_verdict() -> None:
 async def test_a_member_dies_before_it_votes_and_the_majority_commits() -> None:
     async with averagers(4, config=PATIENT) as members:
         *others, victim = by_id(members)
-        conclude = victim.averager._agreement.conclude
         has_result = asyncio.Event()
 
-        async def never_vote(group: Group, vote: Vote, timeout_s: float) -> Verdict:
+        async def never_vote(*_: Any) -> Any:
             has_result.set()
             await asyncio.Event().wait()
-            return await conclude(group, vote, timeout_s)
 
         victim.averager._agreement.conclude = never_vote  # type: ignore[method-assign]
         dying, tasks = start([victim]), start(others)
@@ -375,19 +380,34 @@ async def test_a_member_dies_before_it_votes_and_the_majority_commits() -> None:
         await end(dying)
 
 
+def change_first_result(peer: Peer, change: Callable[[Recovery, Voter], None]) -> None:
+    """Do something to what a peer holds, after it has averaged for the first time."""
+    make = peer.averager._recovery
+
+    def make_changed(group: Group, voter: Voter, flat_N: torch.Tensor) -> Recovery:
+        recovery = make(group, voter, flat_N)
+        first = recovery.first
+
+        async def first_changed(timeout_s: float) -> None:
+            await first(timeout_s)
+            change(recovery, voter)
+
+        recovery.first = first_changed  # type: ignore[method-assign]
+        return recovery
+
+    peer.averager._recovery = make_changed  # type: ignore[method-assign]
+
+
 @pytest.mark.parametrize("has_another_result", [False, True])
 async def test_a_member_that_lost_the_result_knows_that_its_vector_counted(has_another_result: bool) -> None:
+    def lose(recovery: Recovery, voter: Voter) -> None:
+        held, _ = recovery._results.pop()
+        held.digest = b"a memory chip that forgets"
+        voter.averaged(*((held, (0, 0)) if has_another_result else (None, (0, NUMEL))))
+
     async with averagers(3, config=PATIENT) as members:
         *others, unlucky = by_id(members)
-        reduce = unlucky.averager._reduce
-
-        async def lose(group: Group, flat_N: torch.Tensor, timeout_s: float) -> tuple[torch.Tensor | None, Vote]:
-            averaged_N, _ = await reduce(group, flat_N, timeout_s)
-            if has_another_result:
-                return averaged_N, Vote(group.group_id, b"a memory chip that forgets")
-            return None, Vote(group.group_id, b"", "lost a stream at its very end")
-
-        unlucky.averager._reduce = lose  # type: ignore[method-assign]
+        change_first_result(unlucky, lose)
         results = await outcomes(start([*others, unlucky]))
         assert results[2].averaged_N is None
         assert results[2].manifest == results[0].manifest
@@ -400,14 +420,13 @@ async def test_a_member_waits_for_a_leader_that_came_later_than_itself() -> None
     async with averagers(2, config=config) as members:
         leader, member = by_id(members)
         leader.averager._config = PATIENT
-        reduce = leader.averager._reduce
+        average = leader.averager._average
 
-        async def reduce_late(*arguments: Any) -> Any:
-            result = await reduce(*arguments)
+        async def average_late(*arguments: Any) -> Any:
+            await average(*arguments)
             await asyncio.sleep(1.3)
-            return result
 
-        leader.averager._reduce = reduce_late  # type: ignore[method-assign]
+        leader.averager._average = average_late  # type: ignore[method-assign]
         await committed([leader, member])
 
 
@@ -464,9 +483,9 @@ async def test_failed_rounds_leave_nothing_behind() -> None:
         for peer in peers:
             averager = peer.averager
             assert averager._inbox._waiting == {}
-            assert averager._agreement._ballots == {}
+            assert averager._agreement._rounds == {}
             assert len(averager._agreement._verdicts) <= 16
-            assert averager._matchmaker._gathering is None
+            assert averager._matchmaker._convener.gathering is None
             assert len(peer.endpoint.on_lost) == num_listeners
             assert len(averager._tasks) == len(averager._matchmaker._tasks) == 0
         await committed(peers)
@@ -550,37 +569,38 @@ async def test_a_member_that_freezes_is_noticed_by_whoever_waits_for_it(ice: Ice
         leader, waiting, victim = peers = by_id(members)
         connect = victim.averager._connect
 
-        async def connect_and_freeze(group: Group, rank: int, other: int, num_bytes: int) -> Any:
-            stream = await connect(group, rank, other, num_bytes)
+        async def connect_and_freeze(group: Group, rank: int, other: int, *more: Any) -> Any:
+            stream = await connect(group, rank, other, *more)
             if other == 1:
                 ice.freeze(victim, towards=waiting, bulk_only=True)
             return stream
 
         victim.averager._connect = connect_and_freeze  # type: ignore[method-assign]
         tasks = start(peers)
-        await until(lambda: leader.averager._agreement._ballots)
-        ((ballot, _),) = leader.averager._agreement._ballots.values()
-        await until(lambda: leader.peer_id in ballot.votes)
-        assert ballot.votes[leader.peer_id].digest, "it holds the result, and could commit with one more vote"
+        await until(lambda: leader.averager._agreement._rounds)
+        (this,) = leader.averager._agreement._rounds.values()
+        await until(lambda: this.rank in this.count(0).votes)
+        assert this.count(0).votes[this.rank].digest, "it holds the result, and could commit with one more vote"
         ice.freeze(victim)
         for result in await outcomes(tasks[:2], 5.0):
-            assert isinstance(result, RoundAborted)
+            assert isinstance(result, CommittedRound), result
+            assert victim.peer_id in leader.roster.missing
         ice.thaw()
         await end(tasks)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 async def test_a_member_does_not_wait_for_what_the_others_have_given_up(rank: int) -> None:
-    """Nothing tells it but the verdict: as when one of its streams goes silent, while its connections live."""
+    """Their exchange fails whatever they try, and the round has an end."""
 
     async def give_up(*_: Any) -> torch.Tensor:
         raise RoundAborted("it gave up")
 
-    async with averagers(4, config=PATIENT) as members:
+    async with averagers(4, config=replace(PATIENT, stream_timeout_s=0.2)) as members:
         peers = by_id(members)
         for peer in peers:
             if peer is not peers[rank]:
-                peer.averager._exchange = give_up  # type: ignore[method-assign]
+                peer.averager._connect = give_up  # type: ignore[method-assign]
         for result in await outcomes(start(peers), 5.0):
             assert isinstance(result, RoundAborted)
             assert "it gave up" in result.reason
@@ -637,8 +657,10 @@ async def test_nobody_waits_for_a_member_whose_round_is_over() -> None:
         await until(lambda: unlucky.averager._inbox._ended)
         gave_up.set()
         results = await outcomes(tasks, 5.0)
-        assert all(isinstance(result, RoundAborted) for result in results)
-        assert "cannot be dialled from here" in results[0].reason
+        assert all(isinstance(result, CommittedRound) for result in results), results
+        held = [result.averaged_N for result in results]
+        assert held[2] is None, "it does not hear the others"
+        assert all(torch.equal(averaged_N, held[0]) for averaged_N in (held[1], held[3]))
 
 
 # members that send what they must not
@@ -707,7 +729,7 @@ async def test_join_requests_that_make_no_sense_are_refused() -> None:
         await client.endpoint.connect(caller.addresses[0])
         with pytest.raises(Refused, match="leads no group"):
             await caller.call(client.peer_id, JOIN, good, 2.0)
-        assert leader.averager._matchmaker._gathering is None
+        assert leader.averager._matchmaker._convener.gathering is None
 
 
 @pytest.mark.parametrize("weight", [float("nan"), float("inf"), -1.0])
@@ -718,21 +740,29 @@ async def test_a_weight_of_ones_own_that_makes_no_sense_is_an_error(weight: floa
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-async def test_values_that_are_not_finite_commit_nowhere(rank: int) -> None:
+async def test_who_sends_values_that_are_not_finite_is_left_out(rank: int) -> None:
     async with averagers(3, config=PATIENT) as members:
         peers = by_id(members)
         liar = peers[rank]
         liar.values_N = torch.full((NUMEL,), float("nan"))
         exchange = liar.averager._exchange
 
-        async def send_anyway(group: Group, own_rank: int, butterfly: Any) -> torch.Tensor:
-            butterfly._check_finite = lambda *_: None
-            return await exchange(group, own_rank, butterfly)
+        async def send_anyway(group: Group, own_rank: int, butterfly: Any, stream_id: bytes) -> torch.Tensor:
+            butterfly._codec.check_finite = lambda *_: None
+            return await exchange(group, own_rank, butterfly, stream_id)
 
         liar.averager._exchange = send_anyway  # type: ignore[method-assign]
+        honest = [peer for peer in peers if peer is not liar]
+        mean = torch.stack([peer.values_N for peer in honest]).mean(dim=0)
         for peer, result in zip(peers, await outcomes(start(peers)), strict=True):
-            assert isinstance(result, RoundAborted), peer
+            assert isinstance(result, CommittedRound), result
+            assert result.manifest.weights[rank] == 0.0
             assert f"the values of peer {liar.peer_id} are not finite" in result.reason
+            if peer is liar:
+                assert result.averaged_N is None
+            else:
+                torch.testing.assert_close(result.averaged_N, mean)
+                assert peer.roster.missing == [liar.peer_id]
 
 
 def manifest_of(group: Group, **changes: Any) -> RoundManifest:
@@ -770,8 +800,9 @@ async def test_a_verdict_about_something_else_commits_nothing(forge: Callable[[G
             liar.endpoint.handle(method, handler)
         lying = start([liar])
         for result in await outcomes(start(others)):
-            assert isinstance(result, RoundAborted)
-            assert "not about the group" in result.reason
+            assert isinstance(result, CommittedRound), "the others go on without that leader"
+            assert result.manifest == groups[0].manifest(result.manifest.digest)
+            assert result.averaged_N is not None
         await end(lying)
 
 
@@ -804,14 +835,16 @@ async def test_votes_of_strangers_count_nothing() -> None:
             peer.roster.missing = [stranger.peer_id]
         stop_before_reducing(absent)
         tasks = start([leader, member, absent])
-        await until(lambda: leader.averager._agreement._ballots)
-        ((group_id, (ballot, _)),) = leader.averager._agreement._ballots.items()
+        await until(lambda: leader.averager._agreement._rounds)
+        ((group_id, this),) = leader.averager._agreement._rounds.items()
         voting = [
             asyncio.ensure_future(stranger.endpoint.call(leader.peer_id, VOTE, Vote(group_id, b"forged"), 0.2))
             for _ in range(3)
         ]
-        await asyncio.gather(*voting, return_exceptions=True)
-        assert stranger.peer_id not in ballot.votes
+        for error in await asyncio.gather(*voting, return_exceptions=True):
+            assert isinstance(error, Refused)
+            assert error.code == "not_a_member"
+        assert b"forged" not in [vote.digest for vote in this.count(0).votes.values()]
         with pytest.raises(Refused, match="unknown_group"):
             await stranger.endpoint.call(leader.peer_id, VOTE, Vote(b"no such group", b"forged"), 1.0)
         await end(tasks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ INTERRUPTED = 130
 TINY = ["--seconds", "0.05", "--repeats", "1"]
 
 
-def results_of(script: str, folder: Path, *arguments: str) -> tuple[list[dict[str, Any]], str]:
+def results_of(script: str, folder: Path, *arguments: str) -> tuple[Any, str]:
     """What the script wrote as JSON, and what it printed."""
     path = folder / "results.json"
     command = Command([str(BENCHMARKS / script), *arguments, "--json", str(path)], module=None)
@@ -167,3 +168,12 @@ def test_interrupt_leaves_nothing_behind() -> None:
         assert command.output.splitlines()[-1] == "stopped"
     finally:
         command.close()
+
+
+@pytest.mark.parametrize(("case", "figure"), [("idle", "idle_overhead"), ("sync", "peak_extra_x_params")])
+def test_optimizer_overhead(tmp_path: Path, case: str, figure: str) -> None:
+    few = ["--batches", "1", "--memory-mb", "1", "--cases", case]
+    result, output = results_of("optimizer_overhead.py", tmp_path, *few)
+    if case == "idle" or sys.platform == "linux":
+        assert figure in output
+        assert result.keys() == {figure}

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from manyhands.averaging.config import AveragingConfig
-from manyhands.averaging.messages import Position
+from manyhands.averaging.messages import Part, Position
 from manyhands.averaging.rounds import CommittedRound, RoundRunner
 from manyhands.base.address import Address
 from manyhands.base.errors import RoundAborted
@@ -40,6 +40,11 @@ class Commits:
     _fingerprints: dict[bytes, bytes] = field(default_factory=dict)
     _means: dict[bytes, torch.Tensor] = field(default_factory=dict)
 
+    @property
+    def num_rounds(self) -> int:
+        """Rounds that somebody committed."""
+        return len(self._fingerprints)
+
     def add(self, peer_id: PeerId, weight: float, result: CommittedRound, values: dict[PeerId, float]) -> None:
         """A member has committed a round; each member's vector has one value, which tells what the mean must be."""
         manifest, averaged_N = result.manifest, result.averaged_N
@@ -52,9 +57,15 @@ class Commits:
         if averaged_N is not None:
             if not torch.equal(self._means.setdefault(group_id, averaged_N), averaged_N):
                 self.wrong.append(f"{peer_id} holds another mean of {group_id.hex()}")
-            mean = sum(values[member] * weight for member, weight in weights.items()) / sum(weights.values())
-            if not torch.allclose(averaged_N, torch.full((NUMEL,), mean)):
-                self.wrong.append(f"the mean of {group_id.hex()} is not {mean}")
+            for part in manifest.parts or [Part(0, NUMEL, 0, [])]:
+                here = {
+                    member: float(weight)
+                    for rank, (member, weight) in enumerate(weights.items())
+                    if rank not in part.absent
+                }
+                mean = sum(values[member] * weight for member, weight in here.items()) / sum(here.values())
+                if not torch.allclose(averaged_N[part.start : part.stop], torch.tensor(mean)):
+                    self.wrong.append(f"the mean of {group_id.hex()} from {part.start} is not {mean}")
         position = manifest.position.after(manifest)
         if (position.step, position.lineage) > (self.latest.step, self.latest.lineage):
             self.latest = position

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 
-from manyhands.averaging.attendance import LAST_ROUND, AttendanceRecord, attendance_key, first_position
+from manyhands.averaging.attendance_record import LAST_ROUND, AttendanceRecord, attendance_key, first_position
 from manyhands.averaging.messages import Position
 from manyhands.averaging.tensor_list import TensorList
 from manyhands.base.address import Address

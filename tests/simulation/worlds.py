@@ -198,7 +198,7 @@ def start_training(
 
     async def peer(host: Host) -> None:
         await asyncio.sleep(max(0.0, names.index(host.name) * start_period_s - world.loop.time()))
-        rng = world.rng(f"peer {host.name}")
+        rng = world.rng(f"peer {host.name} from {world.loop.time()}")
         presence = Presence(world.transport(host), rng=rng, wall_clock=host.wall_clock)
         try:
             await presence.endpoint.listen([Address.of(host.ip, 0)])

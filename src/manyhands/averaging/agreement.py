@@ -1,17 +1,17 @@
-"""How the members of a round learn whether it committed.
+"""How the members of a round learn whether it committed: drives :mod:`manyhands.averaging.ballot` over the network.
 
 ::
 
-    member                                   leader
-    ------                                   ------
-    averaging ── holds a result ──> VOTE(digest)  ──> collecting ── more than half the same ──> COMMITTED
-        └──── lost somebody ──────> VOTE("")      ──>      └─────── cannot be any more ───────> ABORTED
-    in doubt  <── verdict ──────────────────────────────────┘
-        └─ leader lost: asks all until the deadline; nobody knows: aborted here
+    member                                   coordinator: the leader, or whoever follows when it is lost
+    ------                                   -----------------------------------------------------------
+    averaging ── holds a result, or lacks a span ──> VOTE ──> collecting ── more than half the same ──> COMMITTED
+        ^                                                        ├── a span is missing ──> order
+        └─────────── reduces it again, votes again <─────────────┘
+    in doubt  <── verdict ───────────────────────────────────────┴── cannot be any more ──> ABORTED
+        └─ coordinator lost: promises the next one, and asks all others meanwhile; nobody knows in the end: aborted here
 
-Only the leader decides, once, so no two members commit different results of one round. A member that aborts in doubt
-while the leader committed is behind; the lineage in the progress records shows it, and it loads the others' state. What
-a member believes in doubt it tells nobody: only the leader's own verdict is handed on.
+docs/rounds.md has the whole protocol. A member that aborts in doubt while others committed is behind; the lineage in
+the progress records shows it, and it loads the others' state. What a member believes in doubt it tells nobody.
 """
 
 from __future__ import annotations
@@ -19,21 +19,28 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
-from manyhands.averaging.ballot import Ballot
+import msgspec
+
+from manyhands.averaging.ballot import STAGES, Voter, coordinators
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import (
     ASK_VERDICT,
     VOTE,
     Group,
+    Order,
+    Part,
+    RoundManifest,
     Verdict,
     VerdictQuery,
     Vote,
     readable_addresses,
 )
-from manyhands.base.errors import PeerError, ProtocolViolation, Refused, Unavailable
+from manyhands.averaging.open_round import OpenRound
+from manyhands.base.errors import PeerError, ProtocolViolation, Refused, Timeout, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.rpc import Endpoint
 from manyhands.rpc.frames import readable
@@ -43,9 +50,18 @@ logger = logging.getLogger(__name__)
 REMEMBERED_VERDICTS = 16
 ASK_PERIOD_S = 0.3
 MIN_VOTING_S = 1.0
-"""A leader whose round is over waits at least so long for the votes of the others."""
+"""A coordinator whose round is over waits at least so long for the votes of the others."""
 LATENCY_S = 2.0
 """What a verdict may take to arrive."""
+PROBE_S = 2.0
+"""Who does not answer a question for so long is not there."""
+VOTES_TO_ONE = 3
+"""A coordinator that breaks off so often is lost too."""
+NOBODY = b""
+"""The id of no group: who is asked about it answers at once."""
+
+Follow = Callable[[Order], Awaitable[None]]
+"""Averages what an order says; the voter knows the outcome then."""
 
 
 class Agreement:
@@ -54,7 +70,7 @@ class Agreement:
     def __init__(self, endpoint: Endpoint, config: AveragingConfig) -> None:
         self._endpoint = endpoint
         self._config = config
-        self._ballots: dict[bytes, tuple[Ballot, asyncio.Future[Verdict]]] = {}
+        self._rounds: dict[bytes, OpenRound] = {}
         self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
         endpoint.handle(VOTE, self._on_vote)
         endpoint.handle(ASK_VERDICT, self._on_ask)
@@ -68,95 +84,199 @@ class Agreement:
 
     @contextmanager
     def of(self, group: Group) -> Iterator[None]:
-        """Count the votes of a group that this peer leads while the block runs; its end answers whoever waits."""
-        if group.leader != self._endpoint.peer_id:
-            yield
-            return
-        ballot, decided = Ballot(group), asyncio.get_running_loop().create_future()
-        self._ballots[group.group_id] = (ballot, decided)
+        """Take part in how a group decides while the block runs; its end answers whoever waits for this peer."""
+        rank = group.rank_of(self._endpoint.peer_id)
+        assert rank is not None
+        this = self._rounds[group.group_id] = OpenRound(group, rank)
+        for member in group.members:
+            self._endpoint.learn(member.peer_id, readable_addresses(member.addresses))
+        if group.leader == self._endpoint.peer_id:
+            this.count(0)
         try:
             yield
         finally:
-            del self._ballots[group.group_id]
-            self._give_up(ballot, decided, "the leader gave the round up")
+            for term in list(this.counts):
+                this.close(term, "the coordinator gave the round up")
+            if this.decided.done():
+                self._remember(group.group_id, this.decided.result())
+            del self._rounds[group.group_id]
+            this.know(Verdict(False, None, "the asked peer gave the round up"))
 
-    async def conclude(self, group: Group, vote: Vote, voting_s: float) -> Verdict:
-        """Vote, and wait for the verdict; in the end it is known, or the round counts as aborted here.
+    async def conclude(self, group: Group, voter: Voter, follow: Follow, voting_s: float) -> Verdict:
+        """Vote, do what the coordinator orders, and wait for the verdict; in the end it is known, or aborted here.
 
         Args:
-            voting_s: how long a leader waits for the votes. The others wait longer, for a leader that began its round
+            voting_s: how long a coordinator waits for votes. The others wait longer, for a leader that began its round
                 later than they did.
         """
-        if group.leader == self._endpoint.peer_id:
-            return await self._count(group, vote, voting_s)
+        this, loop = self._rounds[group.group_id], asyncio.get_running_loop()
+        deadline = loop.time() + voting_s
+        asking: dict[int, asyncio.Task[None]] = {}
         try:
-            timeout_s = self._config.averaging_timeout_s + MIN_VOTING_S + LATENCY_S
-            verdict = _checked(group, await self._endpoint.call(group.leader, VOTE, vote, timeout_s))
-        except (Unavailable, PeerError) as error:
-            if not vote.digest:  # whatever the verdict is, this peer cannot follow it
-                return Verdict(True, None, f"{vote.reason}; and the leader was lost ({error})", [group.leader])
-            logger.info("in doubt: the leader's verdict did not come: %s", error)
-            return await self._resolve_doubt(group, vote, str(error))
-        self._remember(group.group_id, verdict)
-        return verdict
-
-    async def decided(self, group: Group) -> Verdict:
-        """Wait for the verdict of the others, for a member that has not voted yet; unknown when the leader is lost."""
-        if group.leader == self._endpoint.peer_id:
-            _, decided = self._ballots[group.group_id]
-            return await asyncio.shield(decided)
-        timeout_s = self._config.averaging_timeout_s
-        query = VerdictQuery(group.group_id)
-        try:
-            return _checked(group, await self._endpoint.call(group.leader, ASK_VERDICT, query, timeout_s))
-        except (Unavailable, PeerError) as error:
-            return Verdict(False, None, f"the leader was lost: {error}")
-
-    async def _count(self, group: Group, vote: Vote, voting_s: float) -> Verdict:
-        ballot, decided = self._ballots[group.group_id]
-        self._add(ballot, decided, self._endpoint.peer_id, vote)
-        await asyncio.wait([decided], timeout=voting_s)
-        self._give_up(ballot, decided, f"no vote within {voting_s:.3g} s")
-        return decided.result()
-
-    def _give_up(self, ballot: Ballot, decided: asyncio.Future[Verdict], reason: str) -> None:
-        for member in ballot.group.members:
-            ballot.add_lost(member.peer_id, f"{member.peer_id}: {reason}")
-        self._decide(ballot, decided)
-
-    async def _resolve_doubt(self, group: Group, vote: Vote, reason: str) -> Verdict:
-        """Vote again, if the leader is still there, and ask the other members, until one knows or the time is over."""
-        others = [member for member in group.members if member.peer_id != self._endpoint.peer_id]
-        for member in others:
-            self._endpoint.learn(member.peer_id, readable_addresses(member.addresses))
-        asking = [asyncio.get_running_loop().create_task(self._ask(member.peer_id, group, vote)) for member in others]
-        try:
-            for answer in asyncio.as_completed(asking, timeout=self._config.in_doubt_timeout_s):
-                verdict = await answer
-                if verdict is not None:
-                    self._remember(group.group_id, verdict)
-                    return verdict
-        except asyncio.TimeoutError:
-            logger.info("nobody knows how round %s ended", group.group_id.hex())
+            while True:
+                answer = await self._poll(this, voter, asking, max(deadline - loop.time(), MIN_VOTING_S))
+                if answer.is_known:
+                    this.know(answer)
+                    break
+                if answer.order is not None and voter.follow(answer.order):
+                    if answer.order.adopted is None:
+                        await follow(answer.order)
+                    continue
+                logger.info("in doubt: the verdict of term %d did not come: %s", voter.term, answer.reason)
+                self._ask_all(this, set(range(len(group.members))) - {this.rank}, asking)
+                if not self._step_up(this, voter):
+                    answer = await self._wait_in_doubt(this, asking, voter, answer)
+                    break
         finally:
-            for task in asking:
+            for task in asking.values():
                 task.cancel()
-            await asyncio.gather(*asking, return_exceptions=True)
-        return Verdict(True, None, f"the leader was lost before its verdict ({reason})", [group.leader])
+            await asyncio.gather(*asking.values(), return_exceptions=True)
+        return answer
 
-    async def _ask(self, peer_id: PeerId, group: Group, vote: Vote) -> Verdict | None:
-        """What a member knows, as soon as it knows; None when it cannot be reached."""
-        timeout_s = self._config.in_doubt_timeout_s
+    async def decided(self, group: Group, on_lost: Callable[[PeerId], None]) -> Verdict:
+        """Wait for the verdict of the others, for a member that still averages. No bound: put one around it.
+
+        Args:
+            on_lost: called with the members that the leader has lost.
+        """
+        this = self._rounds[group.group_id]
+        if group.leader != self._endpoint.peer_id:
+            try:
+                await self._ask_leader(this, on_lost)
+            except (Unavailable, PeerError) as error:
+                logger.info("the leader does not say how the round ended: %s", error)
+        return await asyncio.shield(this.decided)
+
+    async def _ask_leader(self, this: OpenRound, on_lost: Callable[[PeerId], None]) -> None:
+        group, num_lost = this.group, 0
+        while True:
+            query = VerdictQuery(group.group_id, num_lost)
+            answer = await self._endpoint.call(group.leader, ASK_VERDICT, query, self._config.averaging_timeout_s)
+            if (answer := checked(group, answer)).is_known:
+                this.know(answer)
+            if not answer.is_open or len(answer.blamed) <= num_lost:
+                return
+            num_lost = len(answer.blamed)
+            for peer_id in answer.blamed:
+                on_lost(peer_id)
+
+    # a member
+
+    async def _poll(
+        self, this: OpenRound, voter: Voter, asking: dict[int, asyncio.Task[None]], timeout_s: float
+    ) -> Verdict:
+        """What the coordinator of the voter's term has to say; unknown and without an order if it is lost."""
+        coordinator = coordinators(this.group)[voter.term]
+        is_own = coordinator == this.rank
+        voting: asyncio.Future[Verdict] = asyncio.get_running_loop().create_task(
+            self._count(this, voter, asking, timeout_s) if is_own else self._vote(this, coordinator, voter.vote())
+        )
+        try:
+            while not voting.done():
+                if this.decided.done():
+                    return this.decided.result()
+                if this.summoning(voter.term) > voter.term:
+                    return Verdict(False, None, "most of the others have lost the coordinator")
+                either: list[asyncio.Future[Any]] = [voting, this.changed]
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            return voting.result()
+        finally:
+            voting.cancel()
+            await asyncio.gather(voting, return_exceptions=True)
+
+    async def _count(
+        self, this: OpenRound, voter: Voter, asking: dict[int, asyncio.Task[None]], timeout_s: float
+    ) -> Verdict:
+        """Vote at this peer itself; whoever is said to be lost is asked whether it is still there."""
+        vote, loop = voter.vote(), asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        this.add(this.rank, vote)
+        while (answer := this.now(this.rank, vote)) is None:
+            self._ask_all(this, this.count(voter.term).suspects(), asking)
+            left_s = deadline - loop.time()
+            if left_s <= 0:
+                this.close(voter.term, f"no vote within {timeout_s:.3g} s")
+            else:
+                await asyncio.wait([this.changed], timeout=left_s)
+        return answer
+
+    async def _vote(self, this: OpenRound, coordinator: int, vote: Vote) -> Verdict:
+        group, peer_id = this.group, this.group.members[coordinator].peer_id
+        timeout_s = self._config.averaging_timeout_s + MIN_VOTING_S + LATENCY_S
+        reason = ""
+        for _ in range(VOTES_TO_ONE):
+            try:
+                return checked(
+                    group, await self._while_it_answers(peer_id, self._endpoint.call(peer_id, VOTE, vote, timeout_s))
+                )
+            except (ProtocolViolation, Timeout) as error:
+                reason = str(error)
+                break
+            except (Unavailable, PeerError) as error:
+                reason = str(error)
+            try:
+                await self._probe(peer_id)
+            except (Unavailable, PeerError):
+                break
+        return Verdict(False, None, f"the leader was lost ({reason})", [peer_id])
+
+    async def _while_it_answers(self, peer_id: PeerId, call: Coroutine[Any, Any, Verdict]) -> Verdict:
+        """Wait for a verdict, which may take as long as the round; but not from one that has fallen silent."""
+        calling = asyncio.get_running_loop().create_task(call)
+        try:
+            while not (await asyncio.wait([calling], timeout=PROBE_S))[0]:
+                await self._probe(peer_id)
+            return calling.result()
+        finally:
+            calling.cancel()
+            await asyncio.gather(calling, return_exceptions=True)
+
+    async def _probe(self, peer_id: PeerId) -> None:
+        await self._endpoint.call(peer_id, ASK_VERDICT, VerdictQuery(NOBODY), PROBE_S)
+
+    def _step_up(self, this: OpenRound, voter: Voter) -> bool:
+        """Promise the next coordinator; False if there is none."""
+        term = max(voter.term + 1, this.summoning(voter.term))
+        while voter.term < term:
+            if voter.next_coordinator() is None:
+                return False
+        return True
+
+    async def _wait_in_doubt(
+        self, this: OpenRound, asking: Mapping[int, asyncio.Task[None]], voter: Voter, last: Verdict
+    ) -> Verdict:
+        """Nobody is left to count; somebody may still know."""
+        waiting: set[asyncio.Future[None]] = set(asking.values())
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._config.in_doubt_timeout_s
+        while waiting and not this.decided.done() and (left_s := deadline - loop.time()) > 0:
+            done, _ = await asyncio.wait([*waiting, this.changed], timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            waiting -= done
+        if this.decided.done():
+            return this.decided.result()
+        reasons = "; ".join(reason for reason in (voter.vote().reason, last.reason) if reason)
+        return Verdict(True, None, f"nobody who is left knows the verdict: {reasons}", last.blamed)
+
+    def _ask_all(self, this: OpenRound, ranks: set[int], asking: dict[int, asyncio.Task[None]]) -> None:
+        for rank in ranks - asking.keys():
+            asking[rank] = asyncio.get_running_loop().create_task(self._ask(this, rank))
+
+    async def _ask(self, this: OpenRound, rank: int) -> None:
+        """Ask a member again and again what it knows, as long as it is in this round and can be reached."""
+        peer_id = this.group.members[rank].peer_id
+        query = VerdictQuery(this.group.group_id)
         while True:
             try:
-                if peer_id == group.leader:
-                    verdict = await self._endpoint.call(peer_id, VOTE, vote, timeout_s)
-                else:
-                    verdict = await self._endpoint.call(peer_id, ASK_VERDICT, VerdictQuery(group.group_id), timeout_s)
-                if _checked(group, verdict).is_known:
-                    return verdict
-            except (Unavailable, PeerError):
-                return None
+                answer = checked(this.group, await self._endpoint.call(peer_id, ASK_VERDICT, query, PROBE_S))
+            except (Unavailable, PeerError) as error:
+                this.lose(rank, f"{peer_id} cannot be asked: {error}")
+                return
+            if answer.is_known:
+                this.know(answer)
+                return
+            if not answer.is_open:
+                this.lose(rank, f"{peer_id} has given the round up")
+                return
             await asyncio.sleep(ASK_PERIOD_S)
 
     def _remember(self, group_id: bytes, verdict: Verdict) -> None:
@@ -164,41 +284,85 @@ class Agreement:
         while len(self._verdicts) > REMEMBERED_VERDICTS:
             self._verdicts.popitem(last=False)
 
-    def _add(self, ballot: Ballot, decided: asyncio.Future[Verdict], member: PeerId, vote: Vote) -> None:
-        ballot.add(member, vote)
-        self._decide(ballot, decided)
-
-    def _decide(self, ballot: Ballot, decided: asyncio.Future[Verdict]) -> None:
-        verdict = ballot.decide()
-        if verdict is not None and not decided.done():
-            self._remember(ballot.group.group_id, verdict)
-            decided.set_result(verdict)
+    # what others ask
 
     async def _on_vote(self, remote: PeerId, vote: Vote) -> Verdict:
         if vote.group_id in self._verdicts:
             return self._verdicts[vote.group_id]
-        if vote.group_id not in self._ballots:
-            raise Refused(self._endpoint.peer_id, "unknown_group", "this peer leads no such group")
-        ballot, decided = self._ballots[vote.group_id]
-        self._add(ballot, decided, remote, Vote(vote.group_id, vote.digest, readable(vote.reason)))
-        return await asyncio.shield(decided)
+        me, this = self._endpoint.peer_id, self._rounds.get(vote.group_id)
+        if this is None:
+            raise Refused(me, "unknown_group", "this peer is in no such group")
+        rank, term = this.group.rank_of(remote), vote.ballot // STAGES
+        if rank is None:
+            raise Refused(me, "not_a_member", "only members of a group vote in it")
+        ranks = coordinators(this.group)
+        if not 0 <= term < len(ranks) or ranks[term] != this.rank:
+            raise Refused(me, "not_coordinator", f"this peer does not count the votes of term {term}")
+        vote.reason = readable(vote.reason)
+        vote.accusations = [msgspec.structs.replace(said, reason=readable(said.reason)) for said in vote.accusations]
+        this.add(rank, vote)
+        return await this.answer(rank, vote)
 
     async def _on_ask(self, remote: PeerId, query: VerdictQuery) -> Verdict:
-        if query.group_id in self._ballots:
-            _, decided = self._ballots[query.group_id]
-            return await asyncio.shield(decided)
-        return self._verdicts.get(query.group_id, Verdict(False, None, "the asked peer does not know this round"))
+        this = self._rounds.get(query.group_id)
+        if this is None:
+            unknown = Verdict(False, None, "the asked peer does not know this round")
+            return self._verdicts.get(query.group_id, unknown)
+        if this.group.leader == self._endpoint.peer_id:
+            while not this.decided.done() and len(this.lost) <= query.num_lost:
+                await asyncio.wait([this.changed])
+        if this.decided.done():
+            return this.decided.result()
+        lost = [this.group.members[rank].peer_id for rank in sorted(this.lost)]
+        return Verdict(False, blamed=lost, is_open=True)
 
     def _on_lost(self, peer_id: PeerId) -> None:
-        for ballot, decided in self._ballots.values():
-            ballot.add_lost(peer_id, f"{peer_id} was lost before it voted")
-            self._decide(ballot, decided)
+        for this in list(self._rounds.values()):
+            rank = this.group.rank_of(peer_id)
+            if rank is not None:
+                this.lose(rank, f"{peer_id} was lost before it voted")
 
 
-def _checked(group: Group, verdict: Verdict) -> Verdict:
-    """A verdict as it came from another peer: it must be about this group, and nothing else can have been committed."""
-    manifest = verdict.manifest
-    if manifest is not None and (not verdict.is_known or manifest != group.manifest(manifest.digest)):
-        raise ProtocolViolation(group.leader, "a verdict that is not about the group it was asked about")
+def checked(group: Group, verdict: Verdict) -> Verdict:
+    """A verdict as it came from another peer: it must be about this group, and nothing else can have been committed.
+
+    Raises:
+        ProtocolViolation: it is not.
+    """
+    order = verdict.order
+    adopted = order.adopted if order is not None else None
+    for manifest in (verdict.manifest, adopted):
+        if manifest is not None and not _is_of(group, manifest):
+            raise ProtocolViolation(group.leader, "a verdict that is not about the group it was asked about")
+    is_clear = not verdict.is_known or order is None
+    if not is_clear or (verdict.manifest is not None and not verdict.is_known):
+        raise ProtocolViolation(group.leader, "a verdict that is not about the group: it is known and open at once")
+    if order is not None and not _is_possible(group, order):
+        raise ProtocolViolation(group.leader, "an order that nobody could follow")
     blamed = [peer_id for peer_id in verdict.blamed if group.rank_of(peer_id) is not None]
-    return Verdict(verdict.is_known, manifest, readable(verdict.reason), blamed)
+    return Verdict(verdict.is_known, verdict.manifest, readable(verdict.reason), blamed, order, verdict.is_open)
+
+
+def _is_of(group: Group, manifest: RoundManifest) -> bool:
+    return manifest == group.manifest(manifest.digest, manifest.parts) and _are_whole(group, manifest.parts)
+
+
+def _are_whole(group: Group, parts: Sequence[Part]) -> bool:
+    """Whether parts lie end to end, and speak of members."""
+    num_members, at = len(group.members), 0
+    for part in parts:
+        ranks = [part.reducer, *part.absent]
+        if part.start != at or part.stop <= at or max(ranks) >= num_members or part.absent != sorted(set(part.absent)):
+            return False
+        at = part.stop
+    return True
+
+
+def _is_possible(group: Group, order: Order) -> bool:
+    ranks = order.members
+    is_sound = bool(ranks) and ranks == sorted(set(ranks)) and ranks[-1] < len(group.members)
+    if order.adopted is not None:
+        return is_sound
+    members = [group.members[rank] for rank in ranks] if is_sound else []
+    can_average = any(not member.is_client for member in members) and any(member.weight > 0 for member in members)
+    return can_average and order.start < order.stop

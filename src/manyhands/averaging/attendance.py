@@ -9,6 +9,10 @@ A peer may publish whatever round number it likes, and the others then meet ther
 that would not leave room for the next one are not believed, and after ``LAST_ROUND`` the count begins again at 0, so
 nobody can use them up.
 
+A swarm of more than ``max_group_size`` stands in a grid (:mod:`manyhands.averaging.places`), where several groups
+average in each round. A step is then several rounds, and begins at a multiple of their number. Whatever its groups
+commit, a peer goes on to the next round, so all have one lineage there.
+
 A peer that was expected and did not come is waited for only ``GRACE_S``, and leads nobody, until it says that it has
 begun another step. One whose connection was lost is not waited for before a fresh record of it.
 """
@@ -16,72 +20,48 @@ begun another step. One whose connection was lost is not waited for before a fre
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
+import random
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from dataclasses import replace
 
 import msgspec
 
-from manyhands.averaging.messages import (
-    MAX_ADDRESSES,
-    AddressText,
-    Count,
-    Digest,
-    Position,
-    RoundManifest,
-    readable_addresses,
+from manyhands.averaging.attendance_record import (
+    ATTENDANCE,
+    GOODBYE,
+    LAST_ROUND,
+    MAX_TTL_S,
+    NO_SEAT,
+    AttendanceRecord,
+    attendance_key,
+    first_position,
+    grid_lineage,
+    next_position,
+    rank_of,
 )
+from manyhands.averaging.messages import MAX_ADDRESSES, Position, RoundManifest, readable_addresses
+from manyhands.averaging.places import Said, Seat, Step, next_step
+from manyhands.averaging.sketch import disagreement_of
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ManifestMismatch, ManyhandsError
 from manyhands.base.identity import PeerId
-from manyhands.dht import DhtNode, Schema, StoredValue
+from manyhands.dht import DhtNode, StoredValue
 from manyhands.rpc import Endpoint
 from manyhands.rpc.frames import readable
 from manyhands.runtime import TaskOwner
 
 logger = logging.getLogger(__name__)
 
-LAST_ROUND = 2**48
-"""Round numbers go up to here: 8,900 years of a thousand rounds a second."""
 TTL_S = 30.0
-MAX_TTL_S = 3600.0
 KEEP_ALIVE_S = TTL_S / 3
 MIN_PERIOD_S = 0.1
 """Between two records: what happens meanwhile is in the second one."""
 GRACE_S = 1.0
 """From the begin of a step, for those who did not come the last time: they may have begun theirs in this moment."""
 GOODBYE_TIMEOUT_S = 1.0
-GOODBYE = "goodbye"
 _GOODBYE = msgspec.msgpack.encode(GOODBYE)
-
-
-class AttendanceRecord(msgspec.Struct, frozen=True):
-    """What one peer says of itself; published under its own signature.
-
-    Attributes:
-        position: where it is; ``step`` is the round number.
-        tensors: fingerprint of its list.
-        summary: the list in words.
-        num_steps: how many steps it has begun.
-        is_client: it cannot be dialled.
-        addresses: where it can be.
-    """
-
-    position: Position
-    tensors: Digest
-    summary: Annotated[str, msgspec.Meta(max_length=400)]
-    num_steps: Count
-    is_client: bool
-    addresses: Annotated[list[AddressText], msgspec.Meta(max_length=MAX_ADDRESSES)]
-
-    def __post_init__(self) -> None:
-        if self.position.step > LAST_ROUND:
-            raise ValueError(f"round numbers go up to {LAST_ROUND}")
-
-
-ATTENDANCE = Schema(AttendanceRecord | Literal["goodbye"], is_owned=True, max_ttl_s=MAX_TTL_S)
 
 
 class Seen(msgspec.Struct, frozen=True):
@@ -100,25 +80,8 @@ class Missing(msgspec.Struct, frozen=True):
     was_connected: bool
 
 
-def attendance_key(run_id: str) -> str:
-    """The DHT key of the records."""
-    return f"{run_id}.averaging"
-
-
-def first_position(run_id: str) -> Position:
-    """Where everybody begins."""
-    return Position(0, hashlib.sha256(f"averaging {run_id}".encode()).digest())
-
-
-def next_position(position: Position, manifest: RoundManifest) -> Position:
-    """Where a committed round leads; after the last round number comes 0."""
-    after = position.after(manifest)
-    return after if after.step <= LAST_ROUND else Position(0, after.lineage)
-
-
-def rank_of(position: Position) -> tuple[int, bytes]:
-    """Orders positions: the higher one leads."""
-    return (position.step, position.lineage)
+def _said_by(seen: Seen) -> Said:
+    return Said(seen.record.position.step, seen.record.seat)
 
 
 class Attendance:
@@ -129,12 +92,23 @@ class Attendance:
     Args:
         tensors: fingerprint of this peer's list.
         summary: the list in words.
+        max_group_size: larger swarms stand in a grid.
 
     Attributes:
         called: set when somebody begins a round here, or wants to join one.
     """
 
-    def __init__(self, endpoint: Endpoint, dht: DhtNode, run_id: str, tensors: bytes, summary: str) -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        dht: DhtNode,
+        run_id: str,
+        tensors: bytes,
+        summary: str,
+        *,
+        max_group_size: int,
+        rng: random.Random,
+    ) -> None:
         self._endpoint = endpoint
         self._dht = dht
         self._run_id = run_id
@@ -145,6 +119,11 @@ class Attendance:
         self._sequences: dict[str, int] = {}  # by peer id
         self._missing: dict[PeerId, Missing] = {}
         self._grace_until = 0.0  # loop time
+        self._max_group_size = max_group_size
+        self._rng = rng
+        self._step: Step | None = None  # in a grid
+        self._version = 0  # of what the others have said
+        self._mates: tuple[tuple[int, Position], list[PeerId]] | None = None  # as of that version, and position
         self.called = asyncio.Event()
         self._changed = asyncio.Event()
         self._tasks = TaskOwner("attendance")
@@ -176,20 +155,34 @@ class Attendance:
     # the roster
 
     def position(self) -> Position:
-        return self._own.position
+        if self._step is None:
+            return self._own.position
+        return msgspec.structs.replace(self._own.position, group_key=self._step.key(self._own.position.step))
 
     def expected(self) -> Mapping[PeerId, bool]:
         """Who is at this position, or behind: it goes to this one when it steps. Says of each if it cannot lead."""
-        own, is_grace = rank_of(self._own.position), asyncio.get_running_loop().time() < self._grace_until
+        is_grace = asyncio.get_running_loop().time() < self._grace_until
         expected = {}
-        for peer_id, seen in self._fitting().items():
-            if rank_of(seen.record.position) > own:
-                continue
+        for peer_id, seen in self._nearby().items():
             if not self._is_missing(peer_id, seen):
                 expected[peer_id] = seen.record.is_client
             elif is_grace and self._missing[peer_id].was_connected:
                 expected[peer_id] = True
         return expected
+
+    def _nearby(self) -> dict[PeerId, Seen]:
+        """Those that belong in this peer's group."""
+        step, position = self._step, self._own.position
+        if step is None:
+            own = rank_of(position)
+            return {peer_id: seen for peer_id, seen in self._fitting().items() if rank_of(seen.record.position) <= own}
+        basis = (self._version, position)
+        if self._mates is None or self._mates[0] != basis:
+            fitting = self._fitting().items()
+            mates = [peer_id for peer_id, seen in fitting if step.is_mate(peer_id, _said_by(seen), position.step)]
+            self._mates = (basis, mates)
+        now = asyncio.get_running_loop().time()
+        return {peer_id: self._seen[peer_id] for peer_id in self._mates[1] if self._seen[peer_id].expires_at > now}
 
     async def refresh(self) -> None:
         """Read the records of the others."""
@@ -199,8 +192,11 @@ class Attendance:
             is_of_another = stored.owner == subkey != self._endpoint.peer_id
             if is_of_another and stored.sequence > self._sequences.get(subkey, -1):
                 self._sequences[subkey] = stored.sequence
+                self._version += 1
                 self._take_in(PeerId(subkey), stored, now)
-        self._seen = {peer_id: seen for peer_id, seen in self._seen.items() if seen.expires_at > now}
+        if any(seen.expires_at <= now for seen in self._seen.values()):
+            self._version += 1
+            self._seen = {peer_id: seen for peer_id, seen in self._seen.items() if seen.expires_at > now}
         self._missing = {peer_id: missing for peer_id, missing in self._missing.items() if peer_id in self._seen}
         current = answer.keys() | self._seen.keys()
         self._sequences = {peer_id: number for peer_id, number in self._sequences.items() if peer_id in current}
@@ -216,19 +212,66 @@ class Attendance:
     # where this peer goes
 
     def begin_step(self) -> None:
-        """This peer comes to the next round; go where the others are."""
+        """This peer comes to the next step; go where the others are."""
         self._own = msgspec.structs.replace(self._own, num_steps=self._own.num_steps + 1)
         self._grace_until = asyncio.get_running_loop().time() + GRACE_S
         self._changed.set()
-        self.catch_up()
+        self._take_seat()
+
+    def _take_seat(self) -> None:
+        """Choose this peer's place for the step that begins."""
+        own, leading = self._own, self.leading()
+        others: dict[str, Said] = {peer_id: _said_by(seen) for peer_id, seen in self._fitting().items()}
+        said = Said(own.position.step, own.seat)
+        step = next_step(self._endpoint.peer_id, said, others, self._max_group_size, leading.step, self._rng)
+        if not step.layout.sides:
+            self._step = None
+            self._go_to(leading)
+            return
+        if step.end > LAST_ROUND:
+            step = replace(step, first_round=0)
+        if step.layout != own.seat.layout:
+            logger.info("%d peers average in groups, laid out as %s", len(others) + 1, step.layout)
+        self._step = step
+        self._go_to(Position(step.first_round, grid_lineage(self._run_id)), Seat(step.layout, step.cell))
 
     def catch_up(self) -> None:
-        """Go to the leading position."""
-        self._go_to(self.leading())
+        """Go to the leading position, unless this peer stands in a grid: there a step begins at its own place."""
+        if self._step is None:
+            self._go_to(self.leading())
 
     def move(self, manifest: RoundManifest) -> None:
         """A round of this peer committed."""
-        self._go_to(next_position(self._own.position, manifest))
+        if self._step is None:
+            self._go_to(next_position(self._own.position, manifest))
+
+    @property
+    def num_rounds(self) -> int:
+        """Of the step."""
+        return 1 if self._step is None else self._step.layout.num_rounds
+
+    @property
+    def num_rounds_left(self) -> int | None:
+        """Of the step, in a grid; None if all are one group."""
+        return None if self._step is None else self._step.end - self._own.position.step
+
+    def next_round(self) -> None:
+        """In a grid: a round is over for this peer, whether or not it committed."""
+        assert self._step is not None
+        number = min(self._own.position.step + 1, self._step.end)
+        seat = Seat(self._step.layout, self._step.own_cell(number))
+        self._go_to(Position(number, self._own.position.lineage), seat)
+
+    def tell(self, sketch: bytes) -> None:
+        """In a grid: these are some of the values that this peer holds after its step."""
+        self._own = msgspec.structs.replace(self._own, sketch=sketch, sketch_round=self._own.position.step)
+        self._changed.set()
+
+    def disagreement(self) -> float | None:
+        """How far apart the peers were after this peer's last step, as far as they have said."""
+        own, fitting = self._own, self._fitting().values()
+        others = [seen.record.sketch for seen in fitting if seen.record.sketch_round == own.sketch_round]
+        return disagreement_of([own.sketch, *others])
 
     def leading(self) -> Position:
         """The highest position of those whose tensors fit."""
@@ -248,10 +291,13 @@ class Attendance:
             if seen.record.tensors != self._own.tensors
         ]
 
-    def _go_to(self, position: Position) -> None:
+    def _go_to(self, position: Position, seat: Seat = NO_SEAT) -> None:
         if position != self._own.position:
             self._own = msgspec.structs.replace(self._own, position=position)
             self.called.clear()
+            self._changed.set()
+        if seat != self._own.seat:
+            self._own = msgspec.structs.replace(self._own, seat=seat)
             self._changed.set()
 
     def _current(self) -> dict[PeerId, Seen]:

@@ -1,9 +1,13 @@
 """Butterfly all-reduce of one formed group: reduce-scatter, then all-gather, over one stream for each pair.
 
 Each reducer owns a span of the vector; two members that own none have no stream. On the stream between two members,
-each sends its part of the other's span, then the averaged chunks of its own span as they get ready; both sides know all
-sizes, so nothing but values travels. A reducer adds in the order of ranks, so the result does not depend on who is
-faster. What it sends, encoded once, is what everybody applies, the reducer included: all decode the same bytes.
+each sends its part of the other's span, then the averaged chunks of its own span as they get ready, and in the end a
+record of who contributed to each; both sides know all sizes, so nothing else travels. A reducer adds in the order of
+ranks, so the result does not depend on who is faster. What it sends, encoded once, is what everybody applies, the
+reducer included: all decode the same bytes.
+
+A member that is lost ends nothing: the chunks that it had delivered count, the later ones are the mean of the others,
+and its own span is missing. What is missing is reduced again (:mod:`manyhands.averaging.recovery`).
 
 Arithmetic on more than a few values runs beside the loop: the others' calls must not wait for it.
 
@@ -13,94 +17,173 @@ Source: Ryabinin et al., Moshpit SGD, arXiv:2103.03239, section 3.2.
 from __future__ import annotations
 
 import asyncio
+import enum
 import math
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
+from typing import Any
 
 import torch
+from blake3 import blake3
 
-from manyhands.averaging.codecs import BadEncoding, NotFinite, Plan, largest_magnitude
-from manyhands.averaging.inbox import Inbox
-from manyhands.averaging.messages import Group
+from manyhands.averaging.codecs import Feedbacks, Plan
+from manyhands.averaging.contributions import BadRecord, Contributions
+from manyhands.averaging.member_values import MemberValues, Spoiled, bytes_of
+from manyhands.averaging.memory import empty_vector
+from manyhands.averaging.messages import MAX_REASON_LENGTH, Accusation, Group
+from manyhands.averaging.span_reducer import INLINE_NUMEL, SpanReducer
 from manyhands.averaging.spans import chunks_of, owned_spans
 from manyhands.base.errors import PeerLost, RoundAborted
 from manyhands.transport.api import Stream
 
-T = TypeVar("T")
-
-INLINE_NUMEL = 1 << 14
-"""Work on fewer elements is done sooner than another thread could be asked to."""
-
-CHECKED_NUMEL = 1 << 20
-"""Elements that are received in one go when they are averaged already, and checked."""
-
 MAX_CHUNKS = 1 << 14
 """Of one vector; a leader that wants smaller chunks does not get them."""
 
+CHUNKS_OF_SPAN = 8
+"""About as many chunks has a span, unless they would be small: while one is reduced, others come and go."""
 
-def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor, for sending from it or receiving into it."""
-    return tensor.numpy().data.cast("B")
+ROWS_NUMEL = 864
+"""Whole rows of all codecs."""
+
+MIN_CHUNK_NUMEL = 256 * ROWS_NUMEL
+"""Less is not worth the calls."""
 
 
-def is_finite(values: torch.Tensor) -> bool:
-    """Whether no value is infinite or NaN; reads memory once, as fast as it comes."""
-    return not values.numel() or math.isfinite(largest_magnitude(values))
+class Wanted(enum.Enum):
+    """What a partner is to send."""
+
+    VALUES = "values"
+    MEANS = "means"
 
 
 class Butterfly:
-    """One member's part in one all-reduce.
+    """One member's part in one all-reduce, of the whole vector or a part of it.
 
     Args:
         group: with at least one member that is not in client mode, and at least one positive weight.
         rank: of this member.
         flat_N: this member's values, of the plan's dtype, on the CPU; never written.
         plan: how the vector is encoded; the same on all members.
+        members: ranks of those that take part; all by default.
+        region: what is averaged; all of the vector by default.
+        averaged_N: where the means go; only ``region`` is written.
+        feedbacks: what earlier rounds lost of this member's values and means; None to do without.
+
+    Attributes:
+        faults: what each member that was lost on the way did, by rank.
+        wanted: what is waited for, by rank.
     """
 
-    def __init__(self, group: Group, rank: int, flat_N: torch.Tensor, plan: Plan) -> None:
-        numel = flat_N.numel()
-        self.averaged_N = torch.empty_like(flat_N)
+    def __init__(
+        self,
+        group: Group,
+        rank: int,
+        flat_N: torch.Tensor,
+        plan: Plan,
+        *,
+        members: Collection[int] | None = None,
+        region: slice | None = None,
+        averaged_N: torch.Tensor | None = None,
+        feedbacks: Feedbacks | None = None,
+    ) -> None:
+        here = range(len(group.members)) if members is None else members
+        region = region if region is not None else slice(0, flat_N.numel())
+        numel = region.stop - region.start
+        self.averaged_N = empty_vector(flat_N.numel(), flat_N.dtype) if averaged_N is None else averaged_N
+        self.faults: dict[int, Accusation] = {}
+        self.wanted: dict[int, Wanted] = {}
+        self._here = frozenset(here)
         self._members = group.members
         self._rank = rank
         self._flat_N = flat_N
-        self._plan = plan
-        self._is_exact = plan.is_exact(0, numel)
-        self._spans = owned_spans(numel, group.bandwidths(), group.min_span_numel, group.group_id)
-        self._weights = [member.weight for member in group.members]
-        self._chunk_numel = max(group.chunk_numel, math.ceil(numel / MAX_CHUNKS))
-        self._own_chunks = chunks_of(self._spans[rank], self._chunk_numel)
-        self._reduced = [asyncio.Event() for _ in self._own_chunks]
-        self._encoded: list[torch.Tensor] = []  # the averaged chunks, unless they travel as they are
-        chunk_bytes = max((self._num_bytes(chunk) for chunk in self._own_chunks), default=0)
-        self._inboxes = {other: Inbox(chunk_bytes) for other in self._senders()}
+        self._codec = MemberValues(plan, group.members, rank, region)
+        self._feedback = feedbacks.sent if feedbacks is not None else None
+        bandwidths = [bandwidth if number in here else 0 for number, bandwidth in enumerate(group.bandwidths())]
+        self._spans = [
+            slice(region.start + span.start, region.start + span.stop)
+            for span in owned_spans(numel, bandwidths, group.min_span_numel, group.group_id)
+        ]
+        self._weights = [member.weight if number in here else 0.0 for number, member in enumerate(group.members)]
+        self._records = Contributions(flat_N.numel(), len(group.members), self._contributors())
+        self._chunk_numel = self._usual_chunk_numel(group.chunk_numel, numel)
+        reduced_feedback = feedbacks.reduced if feedbacks is not None else None
+        self._reducer = SpanReducer(
+            self._codec, rank, self._chunks(rank), self._weights, flat_N, self.averaged_N, reduced_feedback
+        )
+        self._hashers = {other: blake3(max_threads=1) for other in range(len(self._spans))}
+        self._hashers[rank] = self._reducer.hasher
+        self._told: dict[int, list[list[int]]] = {}  # by reducer, of all its chunks
+        self._conversations: dict[int, asyncio.Task[None]] = {}
+
+    def digest(self) -> bytes:
+        """BLAKE3 of the digests of all spans, by rank, of the means as they travelled; once nothing is missing."""
+        return blake3(b"".join(self._hashers[rank].digest() for rank in range(len(self._spans)))).digest()
 
     def partners(self) -> list[int]:
         """Ranks with which values are exchanged; two members that own no span have nothing to say to each other."""
         return [
             rank
-            for rank in range(len(self._members))
+            for rank in sorted(self._here)
             if rank != self._rank and (self._is_reducer(rank) or self._is_reducer(self._rank))
+        ]
+
+    def held(self) -> list[tuple[slice, int, list[int]]]:
+        """What is averaged now: chunks, with who reduced each and who contributed; of a span all chunks or none."""
+        told = dict(self._told)
+        if len(self._reducer.presents) == len(self._reducer.chunks):
+            told[self._rank] = self._reducer.presents
+        return [
+            (chunk, rank, present)
+            for rank, presents in sorted(told.items())
+            for chunk, present in zip(self._chunks(rank), presents, strict=True)
         ]
 
     def num_bytes_with(self, rank: int) -> int:
         """About what each way of the stream to a partner carries, in bytes."""
-        return self._num_bytes(self._spans[rank]) + self._num_bytes(self._spans[self._rank])
+        return self._codec.num_bytes(self._spans[rank]) + self._codec.num_bytes(self._spans[self._rank])
 
     async def run(self, connect: Callable[[int], Awaitable[Stream]]) -> torch.Tensor:
         """Exchange values with all partners; returns the weighted mean, of the plan's dtype, shape [N].
 
+        Not all of it is there if members were lost: see :meth:`held` and ``faults``.
+
         Args:
             connect: gives the stream to the partner of this rank; each is used as soon as it is there.
         Raises:
-            RoundAborted: a member was lost, or its values are not finite or cannot be decoded; it is blamed.
+            RoundAborted: this member's own values are not finite, or all who would contribute to its span were lost.
         """
-        await _all_or_none([self._reduce(), *(self._exchange_with(rank, connect) for rank in self.partners())])
+        reducing = self._reducer.run(lambda rank, reason: self.lose(rank, reason, is_violation=True))
+        await _all_or_none([reducing, *(self._exchange_with(rank, connect) for rank in self.partners())])
         return self.averaged_N
 
+    def lose(self, rank: int, reason: str, *, is_violation: bool = False) -> None:
+        """Go on without a member; what it has delivered counts, unless that was the fault."""
+        if rank in self.faults or rank not in self._conversations:
+            return
+        self.faults[rank] = Accusation(rank, reason[:MAX_REASON_LENGTH], is_violation)
+        self._reducer.lose(rank, is_violation=is_violation)
+        self._conversations[rank].cancel()
+
     async def _exchange_with(self, rank: int, connect: Callable[[int], Awaitable[Stream]]) -> None:
+        talking = self._conversations[rank] = asyncio.get_running_loop().create_task(self._converse(rank, connect))
+        try:
+            await asyncio.wait([talking])
+        finally:
+            talking.cancel()
+            await asyncio.gather(talking, return_exceptions=True)
+            self.wanted.pop(rank, None)
+        error = None if talking.cancelled() else talking.exception()
+        if isinstance(error, RoundAborted) and self._members[self._rank].peer_id not in error.blamed:
+            self.lose(rank, error.reason, is_violation=isinstance(error, Spoiled))
+        elif error is not None:
+            raise error
+
+    async def _converse(self, rank: int, connect: Callable[[int], Awaitable[Stream]]) -> None:
         stream = await connect(rank)
-        await _all_or_none([self._send_to(rank, stream), self._receive_from(rank, stream)])
+        try:
+            await _all_or_none([self._send_to(rank, stream), self._receive_from(rank, stream)])
+        except BaseException:
+            stream.abort()  # the other end shall not wait for this one
+            raise
 
     # sending
 
@@ -108,135 +191,96 @@ class Butterfly:
         if self._weights[self._rank] > 0 and self._is_reducer(rank):
             await self._send_values(self._spans[rank], stream)
         num_sent = 0
-        while num_sent < len(self._own_chunks):
-            await self._reduced[num_sent].wait()
-            num_ready = self._num_reduced(num_sent)
-            if self._is_exact:  # they lie side by side
-                ready = slice(self._own_chunks[num_sent].start, self._own_chunks[num_ready - 1].stop)
-                await stream.send(bytes_of(self.averaged_N[ready]))
-            else:
-                await stream.send(*map(bytes_of, self._encoded[num_sent:num_ready]))
-            num_sent = num_ready
+        while num_sent < len(self._reducer.chunks):
+            num_sent, means = await self._reducer.done(num_sent)
+            await stream.send(means)
+        if self._reducer.chunks:
+            await stream.send(self._records.record(self._reducer.presents))
 
     async def _send_values(self, span: slice, stream: Stream) -> None:
-        """This member's values of a span; the next chunk is encoded while one is sent."""
-        if self._is_exact:
+        """This member's values of a span."""
+        if self._codec.is_exact:
             await stream.send(bytes_of(self._flat_N[span]))
-            return
+        elif span.stop - span.start < INLINE_NUMEL:
+            for encoded in self._encoded_values(span):
+                await stream.send(encoded)
+        else:
+            await stream.send_each(self._encoded_values(span))
+
+    def _encoded_values(self, span: slice) -> Iterator[memoryview]:
+        """Encoded chunk by chunk; each is valid until the next one is asked for."""
         chunks = chunks_of(span, self._chunk_numel)
-        encoding = self._beside_loop(chunks[0], self._encode_own, chunks[0])
-        for following in [*chunks[1:], None]:
-            encoded = await encoding
-            if following is not None:
-                encoding = self._beside_loop(following, self._encode_own, following)
-            await stream.send(bytes_of(encoded))
+        buffer = self._buffer_for(chunks)
+        for chunk in chunks:
+            encoded = buffer[: self._codec.num_bytes(chunk)]
+            self._codec.encode(self._flat_N[chunk], chunk, encoded, self._feedback)
+            yield bytes_of(encoded)
 
-    def _encode_own(self, chunk: slice) -> torch.Tensor:
-        return self._encode(self._flat_N[chunk], chunk)
-
-    def _num_reduced(self, num_before: int) -> int:
-        """How many chunks are averaged; they get ready in order."""
-        waiting = (number for number in range(num_before, len(self._reduced)) if not self._reduced[number].is_set())
-        return next(waiting, len(self._reduced))
+    def _buffer_for(self, chunks: Sequence[slice]) -> torch.Tensor:
+        """Memory for any one of some encoded chunks."""
+        return torch.empty(max(map(self._codec.num_bytes, chunks), default=0), dtype=torch.uint8)
 
     # receiving
 
     async def _receive_from(self, rank: int, stream: Stream) -> None:
-        if rank in self._inboxes:
-            inbox = self._inboxes[rank]
-            for chunk in self._own_chunks:
-                encoded = await inbox.room(self._num_bytes(chunk))
+        if rank in self._reducer.inboxes:
+            inbox = self._reducer.inboxes[rank]
+            for chunk in self._reducer.chunks:
+                encoded = await inbox.room(self._codec.num_bytes(chunk))
+                self.wanted[rank] = Wanted.VALUES
                 await stream.receive_into(bytes_of(encoded))
+                del self.wanted[rank]
                 inbox.put(encoded)
-        if self._is_exact:
-            for piece in chunks_of(self._spans[rank], CHECKED_NUMEL):
-                averaged = self.averaged_N[piece]
-                await stream.receive_into(bytes_of(averaged))
-                self._check_finite(rank, averaged)
+        if self._is_reducer(rank):
+            self.wanted[rank] = Wanted.MEANS
+        await self._receive_averaged(rank, stream)
+        if self._is_reducer(rank):
+            await self._receive_record(rank, stream)
+            del self.wanted[rank]
+
+    async def _receive_record(self, rank: int, stream: Stream) -> None:
+        record = bytearray(self._records.record_bytes(len(self._chunks(rank))))
+        await stream.receive_into(memoryview(record))
+        try:
+            self._told[rank] = self._records.read_record(bytes(record))
+        except BadRecord as error:
+            peer_id = self._members[rank].peer_id
+            raise Spoiled(f"the record of peer {peer_id} cannot be: {error}", [peer_id]) from error
+
+    async def _receive_averaged(self, rank: int, stream: Stream) -> None:
+        """The averaged chunks of another reducer."""
+        views = self._views_of_averaged(rank)
+        if self._spans[rank].stop - self._spans[rank].start < INLINE_NUMEL:
+            for view in views:
+                await stream.receive_into(view)
         else:
-            await self._receive_encoded(rank, stream)
+            await stream.receive_each(views)
 
-    async def _receive_encoded(self, rank: int, stream: Stream) -> None:
-        """The averaged chunks of another reducer; one is decoded while the next one comes."""
-        decoding: Awaitable[None] | None = None
-        for chunk in chunks_of(self._spans[rank], self._chunk_numel):
-            encoded = torch.empty(self._num_bytes(chunk), dtype=torch.uint8)
-            await stream.receive_into(bytes_of(encoded))
-            if decoding is not None:
-                await decoding
-            decoding = self._beside_loop(chunk, self._decode, rank, encoded, chunk, self.averaged_N[chunk])
-        if decoding is not None:
-            await decoding
+    def _views_of_averaged(self, rank: int) -> Iterator[memoryview]:
+        """Memory for one averaged chunk after the other, which is taken over as soon as it has come."""
+        chunks = self._chunks(rank)
+        buffer = self._buffer_for([] if self._codec.is_exact else chunks)
+        for chunk in chunks:
+            averaged = self.averaged_N[chunk]
+            encoded = averaged.view(torch.uint8) if self._codec.is_exact else buffer[: self._codec.num_bytes(chunk)]
+            yield bytes_of(encoded)
+            if self._codec.is_exact:
+                self._codec.check_finite(rank, averaged)
+            else:
+                self._codec.decode(rank, encoded, chunk, averaged)
+            self._hashers[rank].update(bytes_of(encoded))
 
-    def _check_finite(self, rank: int, values: torch.Tensor) -> None:
-        if not is_finite(values):
-            peer_id = self._members[rank].peer_id
-            raise RoundAborted(f"the values of peer {peer_id} are not finite", [peer_id])
+    def _chunks(self, rank: int) -> list[slice]:
+        return chunks_of(self._spans[rank], self._chunk_numel)
 
-    # reducing
+    def _usual_chunk_numel(self, max_numel: int, numel: int) -> int:
+        """The same on all members; a multiple of the rows of all codecs, unless the leader wants less than that."""
+        num_chunks = CHUNKS_OF_SPAN * max(1, sum(map(self._is_reducer, range(len(self._members)))))
+        usual = max(MIN_CHUNK_NUMEL, numel // num_chunks // ROWS_NUMEL * ROWS_NUMEL)
+        return max(min(max_numel, usual), math.ceil(numel / MAX_CHUNKS))
 
-    async def _reduce(self) -> None:
-        """Average the chunks of this member's own span."""
-        for chunk, reduced in zip(self._own_chunks, self._reduced, strict=True):
-            received = {rank: await inbox.take() for rank, inbox in self._inboxes.items()}
-            await self._beside_loop(chunk, self._reduce_chunk, chunk, received)
-            for inbox in self._inboxes.values():
-                inbox.give_back()
-            reduced.set()
-
-    def _reduce_chunk(self, chunk: slice, received: Mapping[int, torch.Tensor]) -> None:
-        """The weighted mean, in the order of ranks, as everybody will decode it."""
-        total = sum(self._weights)
-        mean = self.averaged_N[chunk].zero_()
-        values_of = {self._rank: self._flat_N[chunk]}
-        for rank, encoded in received.items():
-            values_of[rank] = encoded.view(mean.dtype) if self._is_exact else torch.empty_like(mean)
-        for rank, weight in enumerate(self._weights):
-            if weight > 0:
-                if rank in received and not self._is_exact:
-                    self._decode(rank, received[rank], chunk, values_of[rank])
-                mean.add_(values_of[rank], alpha=weight / total)
-        if not is_finite(mean):
-            for rank in received:
-                self._check_finite(rank, values_of[rank])
-            self._check_finite(self._rank, mean)
-        if not self._is_exact:
-            encoded = self._encode(mean, chunk)
-            self._plan.decode(encoded, chunk.start, mean)
-            self._encoded.append(encoded)
-
-    def _encode(self, values: torch.Tensor, chunk: slice) -> torch.Tensor:
-        encoded = torch.empty(self._num_bytes(chunk), dtype=torch.uint8)
-        try:
-            self._plan.encode(values, chunk.start, encoded)
-        except NotFinite as error:
-            peer_id = self._members[self._rank].peer_id
-            raise RoundAborted(f"the values of peer {peer_id} are not finite: {error}", [peer_id]) from error
-        return encoded
-
-    def _decode(self, rank: int, encoded: torch.Tensor, chunk: slice, out: torch.Tensor) -> None:
-        try:
-            self._plan.decode(encoded, chunk.start, out)
-        except BadEncoding as error:
-            peer_id = self._members[rank].peer_id
-            raise RoundAborted(f"the values of peer {peer_id} cannot be decoded: {error}", [peer_id]) from error
-
-    def _num_bytes(self, part: slice) -> int:
-        return self._plan.num_bytes(part.start, part.stop)
-
-    def _beside_loop(self, chunk: slice, work: Callable[..., T], *args: Any) -> Awaitable[T]:
-        """Begin work on a chunk, on another thread if it takes longer than asking one."""
-        loop = asyncio.get_running_loop()
-        if chunk.stop - chunk.start >= INLINE_NUMEL:
-            return loop.run_in_executor(None, work, *args)
-        done: asyncio.Future[T] = loop.create_future()
-        done.set_result(work(*args))
-        return done
-
-    def _senders(self) -> list[int]:
-        """Ranks that send values to this member's span."""
-        others = (rank for rank, weight in enumerate(self._weights) if rank != self._rank and weight > 0)
-        return list(others) if self._own_chunks else []
+    def _contributors(self) -> list[int]:
+        return [rank for rank, weight in enumerate(self._weights) if weight > 0]
 
     def _is_reducer(self, rank: int) -> bool:
         span = self._spans[rank]

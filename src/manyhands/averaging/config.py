@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from manyhands.averaging.grid import MAX_SIDE
 from manyhands.averaging.messages import DEFAULT_CHUNK_NUMEL
 from manyhands.base.errors import ConfigError
 
@@ -24,14 +25,20 @@ class AveragingConfig:
         stream_timeout_s: bound of opening the streams between the members of a formed group, and what a member that is
             late may still take when the others are done.
         in_doubt_timeout_s: how long a member that voted and lost its leader asks for the verdict.
-        chunk_bytes: of float32 values that are encoded, reduced and sent on in one go, in groups that this peer leads.
+        chunk_bytes: at most so much of float32 values is encoded, reduced and sent on in one go, in groups that this
+            peer leads.
         codec: how values travel: ``none`` (as they are), ``fp16``, ``bf16``, ``int8``, ``int4``, or ``auto``: ``int8``
             when a member is far away or its uplink slow, else ``none``. Norms, biases and other small tensors always
             travel as they are. All peers of a run must have the same setting.
+        error_feedback: add what a lossy codec lost in one round to the values of the next, so that nothing is lost in
+            the long run; for gradients and the like. It takes memory of four vectors, half of it only during a round.
+            Each peer may have its own setting.
         min_span_bytes: in groups that this peer leads, no member reduces less; a small vector is averaged by few.
             Below it, opening a stream takes longer than what is sent over it.
         bandwidth_mbit_s: what this machine can send, in megabits per second: a first guess, until rounds have shown it.
             Who has more reduces more. By default, as much as the others.
+        max_group_size: a :class:`manyhands.Averager` whose swarm has more peers than this averages in a grid of groups.
+            All peers of a run must have the same setting.
     """
 
     matchmaking_time_s: float = 15.0
@@ -40,8 +47,10 @@ class AveragingConfig:
     in_doubt_timeout_s: float = 3.0
     chunk_bytes: int = 4 * DEFAULT_CHUNK_NUMEL
     codec: str = AUTO
+    error_feedback: bool = False
     min_span_bytes: int = 16 * 1024
     bandwidth_mbit_s: float | None = None
+    max_group_size: int = 256
 
     def __post_init__(self) -> None:
         if not 0 < self.matchmaking_time_s < self.averaging_timeout_s:
@@ -49,6 +58,8 @@ class AveragingConfig:
                 f"matchmaking_time_s={self.matchmaking_time_s} and averaging_timeout_s={self.averaging_timeout_s}: "
                 "a round needs time after its group was found; for example 15 and 60"
             )
+        if not 2 <= self.max_group_size <= MAX_SIDE:
+            raise ConfigError(f"max_group_size={self.max_group_size} must be from 2 to {MAX_SIDE}; for example 256")
         if self.chunk_bytes < 4 or self.chunk_bytes % 4:
             raise ConfigError(f"chunk_bytes={self.chunk_bytes} is not a multiple of 4; for example 1048576")
         if self.codec not in (AUTO, *CODEC_NAMES):

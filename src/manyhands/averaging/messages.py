@@ -19,9 +19,11 @@ MAX_WEIGHT = 2.0**32
 """Samples behind one vector: sums of many stay finite, and whole numbers stay exact."""
 MAX_BANDWIDTH = 10**12
 """Bytes per second; far above any link."""
-DEFAULT_CHUNK_NUMEL = 864 * 256  # whole rows of all codecs; small enough to send while others still come
+DEFAULT_CHUNK_NUMEL = 864 * 1024  # whole rows of all codecs
 MAX_ADDRESSES = 8
 MAX_REASON_LENGTH = 500
+SHORT_ID_BYTES = 8
+MAX_EXPECTED = 4096
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Weight = Annotated[float, msgspec.Meta(ge=0, le=MAX_WEIGHT)]
@@ -29,18 +31,23 @@ Bandwidth = Annotated[int, msgspec.Meta(ge=0, le=MAX_BANDWIDTH)]
 AddressText = Annotated[str, msgspec.Meta(max_length=400)]  # a host name of 253 characters, a port and a peer id fit
 PeerIdText = Annotated[PeerId, msgspec.Meta(max_length=64)]
 Digest = Annotated[bytes, msgspec.Meta(max_length=64)]
+Rank = Annotated[int, msgspec.Meta(ge=0, lt=2**16)]
+BallotNumber = Annotated[int, msgspec.Meta(ge=-1, le=2**31)]
+MAX_PARTS = 4096
 
 
-class Position(msgspec.Struct, frozen=True):
+class Position(msgspec.Struct, frozen=True, omit_defaults=True):
     """Where a peer stands in the run: peers average together only at the same position.
 
     Attributes:
         step: global step, the number of optimizer steps made so far.
         lineage: digest of all committed rounds that led here, so that a split is seen at the next meeting.
+        group_key: which group of the grid, in swarms that are too large for one; see docs/averaging.md.
     """
 
     step: Count
     lineage: Digest
+    group_key: Annotated[str, msgspec.Meta(max_length=100)] = ""
 
     def after(self, manifest: RoundManifest) -> Position:
         """Where a committed round leads from here."""
@@ -68,7 +75,7 @@ class Group(msgspec.Struct, frozen=True):
 
     Attributes:
         min_span_numel: elements; of a vector with few of them not all members reduce a part.
-        chunk_numel: elements that are encoded and reduced in one go.
+        chunk_numel: elements that are encoded and reduced in one go, at most.
         codec: the code of how values are encoded; see docs/wire.md.
     """
 
@@ -90,23 +97,40 @@ class Group(msgspec.Struct, frozen=True):
         usual = statistics.median_low(known) if known else 1
         return [0 if member.is_client else member.bandwidth or usual for member in self.members]
 
-    def manifest(self, digest: bytes) -> RoundManifest:
+    def manifest(self, digest: bytes, parts: Sequence[Part] = ()) -> RoundManifest:
         """What this group commits, if it commits the vector with this digest."""
+        absent = set.intersection(*(set(part.absent) for part in parts)) if parts else set()
         return RoundManifest(
             self.group_id,
             self.position,
             [member.peer_id for member in self.members],
-            [member.weight for member in self.members],
+            [0.0 if rank in absent else member.weight for rank, member in enumerate(self.members)],
             digest,
+            list(parts),
         )
 
 
-class RoundManifest(msgspec.Struct, frozen=True):
+class Part(msgspec.Struct, frozen=True):
+    """Who contributed to ``flat_N[start:stop]``: all members with a weight but those who are absent.
+
+    Attributes:
+        reducer: the rank that averaged it.
+        absent: ranks, in order, also of members with a weight of 0.
+    """
+
+    start: Count
+    stop: Count
+    reducer: Rank
+    absent: list[Rank]
+
+
+class RoundManifest(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a group committed: whose vectors, by which weights, with which result.
 
     Attributes:
         members, weights: by rank; a weight of 0 means that the member contributed nothing.
-        digest: BLAKE3 of the averaged vector as every member holds it.
+        digest: BLAKE3 of the means as they travelled (docs/wire.md); after a recovery, of the averaged vector.
+        parts: of the whole vector, in order, if not all who have a weight contributed to all of it; else empty.
     """
 
     group_id: Digest
@@ -114,6 +138,7 @@ class RoundManifest(msgspec.Struct, frozen=True):
     members: list[PeerIdText]
     weights: list[float]
     digest: Digest
+    parts: Annotated[list[Part], msgspec.Meta(max_length=MAX_PARTS)] = []
 
     def fingerprint(self) -> bytes:
         """SHA-256 of the whole manifest."""
@@ -121,12 +146,17 @@ class RoundManifest(msgspec.Struct, frozen=True):
 
 
 class JoinRequest(msgspec.Struct):
-    """Asks the supposed leader for a place in its group; answered when the group closes."""
+    """Asks the supposed leader for a place in its group; answered when the group closes.
+
+    Attributes:
+        expects: whom the asking peer expects, by the first bytes of the SHA-256 of each peer id, end to end.
+    """
 
     run_id: str
     run_fingerprint: Digest
     position: Position
     member: Member
+    expects: Annotated[bytes, msgspec.Meta(max_length=SHORT_ID_BYTES * MAX_EXPECTED)] = b""
 
 
 class JoinResponse(msgspec.Struct):
@@ -142,33 +172,105 @@ class InviteRequest(msgspec.Struct):
 
     run_id: str
     position: Position
+    run_fingerprint: Digest = b""
 
 
 class InviteResponse(msgspec.Struct):
-    """The invitation was heard."""
+    """The invitation was heard.
+
+    Attributes:
+        leader: whom the invited peer follows, if it is not the one that invited it; the lower of the two leads on.
+        is_busy: the invited peer is in a round at this position already, and does not come.
+    """
+
+    leader: PeerIdText = PeerId("")
+    leader_addresses: list[AddressText] = []
+    is_busy: bool = False
+
+
+class Accusation(msgspec.Struct, frozen=True):
+    """What a member says of another one, by rank, or of itself.
+
+    Attributes:
+        is_violation: it sent what it must not, rather than too little.
+    """
+
+    accused: Rank
+    reason: Annotated[str, msgspec.Meta(max_length=MAX_REASON_LENGTH)]
+    is_violation: bool = False
 
 
 class Vote(msgspec.Struct):
-    """A member's report to its leader: the digest of the vector it holds, or empty and why it holds none."""
+    """A member's report to the coordinator of a ballot: what it holds, or empty and what it lacks.
+
+    Attributes:
+        digest, parts: of the result that it holds; see :class:`RoundManifest`.
+        ballot: that it votes in; see :mod:`manyhands.averaging.ballot`.
+        accepted: the ballot in which it last voted for this result; -1 if it holds none.
+        missing: start and stop of what it lacks.
+        accusations: whom it did not get values from, or means, and why.
+        computed: the ballot in which it last averaged.
+        numel: of its vector.
+    """
 
     group_id: Digest
     digest: Digest
     reason: Annotated[str, msgspec.Meta(max_length=MAX_REASON_LENGTH)] = ""
+    ballot: BallotNumber = 0
+    accepted: BallotNumber = -1
+    parts: Annotated[list[Part], msgspec.Meta(max_length=MAX_PARTS)] = []
+    missing: tuple[Count, Count] = (0, 0)
+    accusations: Annotated[list[Accusation], msgspec.Meta(max_length=256)] = []
+    computed: BallotNumber = 0
+    numel: Count = 0
+
+    def is_bound(self) -> bool:
+        """Whether the result was adopted: an earlier ballot may have committed it, so no other one may follow."""
+        return self.accepted > self.computed
+
+
+class Order(msgspec.Struct, frozen=True):
+    """What the coordinator of a round has its members do next, before they vote in its next ballot.
+
+    Attributes:
+        members: ranks of those who take part.
+        start, stop: the part of the vector that they reduce again among themselves.
+        adopted: instead of that, a result that may have been committed: nothing else may be.
+    """
+
+    ballot: BallotNumber
+    members: Annotated[list[Rank], msgspec.Meta(max_length=2**16)]
+    start: Count = 0
+    stop: Count = 0
+    adopted: RoundManifest | None = None
 
 
 class VerdictQuery(msgspec.Struct):
-    """Asks a member how a round ended; the leader answers when it knows, the others at once."""
+    """Asks a member how a round ended; the leader answers when it knows, the others at once.
+
+    Attributes:
+        num_lost: members that the asking one knows to be lost; a leader that has lost more says so at once.
+    """
 
     group_id: Digest
+    num_lost: Annotated[int, msgspec.Meta(ge=0, le=2**16)] = 0
 
 
 class Verdict(msgspec.Struct):
-    """How a round ended; ``manifest`` is there when it committed. ``is_known`` is False while in doubt."""
+    """How a round ended; ``manifest`` is there when it committed. ``is_known`` is False while in doubt.
+
+    Attributes:
+        reason: why it was aborted; if it committed, what went wrong, member by member, or empty.
+        order: what to do next, as long as nothing is known.
+        is_open: the one that says so is in this round, and does not know yet; it blames those that it has lost so far.
+    """
 
     is_known: bool
     manifest: RoundManifest | None = None
     reason: str = ""
     blamed: list[PeerIdText] = []
+    order: Order | None = None
+    is_open: bool = False
 
 
 class StreamHeader(msgspec.Struct):

@@ -11,6 +11,7 @@ import torch
 
 from manyhands.averaging.attendance import Attendance
 from manyhands.averaging.config import AveragingConfig
+from manyhands.averaging.grid_step import GATHER_SHARE, MIN_ATTEMPT_S, GridOutcome, GridSteps
 from manyhands.averaging.rounds import CommittedRound, RoundMeter, RoundRunner
 from manyhands.averaging.tensor_list import TensorList
 from manyhands.base.deadline import time_limit
@@ -25,10 +26,6 @@ LOOK_GROWTH = 1.5
 LOOK_TIMEOUT_S = 3.0
 LOOK_SHARE = 0.25
 """Of a step, the most to wait for the records of the others; those that were read before do, too."""
-MIN_ATTEMPT_S = 0.5
-"""With less time than this nothing new is begun."""
-GATHER_SHARE = 0.5
-"""Of what is left of a step, the most to wait for those who are expected: the rest is for the values."""
 ALONE_SHARE = 0.8
 """Of a step, the most to wait for anybody at all."""
 CLOSED = "this averager was closed"
@@ -41,11 +38,16 @@ class Attempts:
     Attributes:
         committed: the round, if one committed.
         reason: else why none did.
+        num_rounds, num_rounds_committed: of the step; above 1 in a swarm that is too large for one group.
+        disagreement: there, of the step before, if it is known.
     """
 
     committed: CommittedRound | None = None
     reason: str = ""
     meter: RoundMeter = field(default_factory=RoundMeter)
+    num_rounds: int = 1
+    num_rounds_committed: int = 0
+    disagreement: float | None = None
 
 
 class Participation:
@@ -67,10 +69,17 @@ class Participation:
             ConfigError: this peer takes part in something else already.
             ManifestMismatch: the tensors of the others differ.
         """
-        presence, codec = self._presence, self._config.codec
-        fingerprint = hashlib.sha256(self._tensors.fingerprint() + codec.encode()).digest()
+        presence, codec, max_group_size = self._presence, self._config.codec, self._config.max_group_size
+        settings = f"codec {codec}; groups of up to {max_group_size}"
+        fingerprint = hashlib.sha256(self._tensors.fingerprint() + settings.encode()).digest()
         self.attendance = Attendance(
-            presence.endpoint, presence.dht, self._run_id, fingerprint, f"{self._tensors.summary()}; codec {codec}"
+            presence.endpoint,
+            presence.dht,
+            self._run_id,
+            fingerprint,
+            f"{self._tensors.summary()}; {settings}",
+            max_group_size=max_group_size,
+            rng=presence.rng,
         )
         try:
             self._rounds = RoundRunner(
@@ -92,6 +101,10 @@ class Participation:
             await self._rounds.close()
             raise
         presence.on_close.append(self.close)
+
+    def give_back(self, averaged_N: torch.Tensor) -> None:
+        """A result is not needed any more: its memory is used again."""
+        self._rounds.give_back(averaged_N)
 
     async def close(self) -> None:
         """Leave; a step that runs ends, and says so."""
@@ -148,6 +161,9 @@ class Participation:
         look_timeout_s = min(LOOK_TIMEOUT_S, LOOK_SHARE * (deadline - began))
         await self._look(look_timeout_s)
         attendance.begin_step()
+        if attendance.num_rounds_left is not None:
+            await self._try_in_grid(attempts, flat_N, weight, deadline, look_timeout_s)
+            return
         while True:
             left_s = deadline - loop.time()
             if attendance.expected() or attendance.called.is_set():
@@ -164,6 +180,31 @@ class Participation:
             await self._look(look_timeout_s)
             attendance.catch_up()
 
+    async def _try_in_grid(
+        self, attempts: Attempts, flat_N: torch.Tensor, weight: float, deadline: float, look_timeout_s: float
+    ) -> None:
+        steps = GridSteps(
+            self.attendance,
+            self._rounds,
+            self._config,
+            self._tensors.shapes,
+            lambda: self._look(look_timeout_s),
+            self._wait_for_call,
+        )
+        outcome = GridOutcome()
+        try:
+            while True:
+                await steps.take(outcome, flat_N, weight, deadline, attempts.meter)
+                left_s = deadline - asyncio.get_running_loop().time()
+                if outcome.committed is not None or left_s < MIN_ATTEMPT_S:
+                    break
+                await self._look(look_timeout_s)  # the others were done with this step; there is a next one
+                self.attendance.begin_step()
+        finally:
+            attempts.committed, attempts.reason = outcome.committed, outcome.reason
+            attempts.num_rounds, attempts.num_rounds_committed = outcome.num_rounds, outcome.num_committed
+            attempts.disagreement = outcome.disagreement
+
     async def _attempt(self, attempts: Attempts, flat_N: torch.Tensor, weight: float, left_s: float) -> bool:
         """One round; whether it committed."""
         gather_s = min(self._config.matchmaking_time_s, left_s * GATHER_SHARE)
@@ -178,6 +219,7 @@ class Participation:
             return False
         self.attendance.move(committed.manifest)
         attempts.committed = committed
+        attempts.num_rounds_committed = 1
         return True
 
     async def _look(self, timeout_s: float) -> None:

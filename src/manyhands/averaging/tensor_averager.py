@@ -35,12 +35,17 @@ class RoundResult:
 
     Attributes:
         committed: whether the tensors hold the mean now; else they are untouched.
-        reason: why it did not commit, in words; empty if it did.
+        reason: why it did not commit, in words; empty if it did. In a grid also why one of the rounds did not.
         round_id: of the committed round, the same for all its members; empty without one.
         group: peer ids of the members, in the order of ranks; empty without a committed round.
         contributors: weight of each member that gave values.
         num_bytes_sent, num_bytes_received: values on the way from and to the other members, all attempts together.
         seconds: spent in each phase, all attempts together: ``matchmaking``, ``averaging`` and ``vote``.
+        num_rounds: of the step: 1, but in a swarm larger than ``max_group_size`` one for each axis of the grid. There
+            ``round_id`` and ``group`` are those of the last round that committed, and ``contributors`` its members.
+        num_rounds_committed: of these; with fewer the tensors hold the mean of a part of the swarm.
+        disagreement: in a grid, how far apart the peers were after the step before: the root mean square distance from
+            their mean, as a fraction of its size, by what they published. Else None, or when it is not known.
     """
 
     committed: bool
@@ -51,6 +56,9 @@ class RoundResult:
     num_bytes_sent: int
     num_bytes_received: int
     seconds: Mapping[str, float]
+    num_rounds: int = 1
+    num_rounds_committed: int = 0
+    disagreement: float | None = None
 
 
 class Averager:
@@ -150,6 +158,7 @@ class Averager:
             assert attempts.committed is not None
             assert attempts.committed.averaged_N is not None
             self._tensors.assign(attempts.committed.averaged_N)
+            self._participation.give_back(attempts.committed.averaged_N)
         return result
 
     def close(self) -> None:
@@ -189,7 +198,9 @@ def _result_of(attempts: Attempts) -> RoundResult:
         round_id, group = manifest.group_id.hex(), tuple(manifest.members)
         contributors = {peer_id: weight for peer_id, weight in zip(group, manifest.weights, strict=True) if weight > 0}
         is_held = committed.averaged_N is not None
-        reason = "" if is_held else "the others hold the mean, but this peer lost it on the way"
+        reason = attempts.reason if is_held and attempts.num_rounds > 1 else ""
+        if not is_held:
+            reason = "the others hold the mean, but this peer lost it on the way"
     return RoundResult(
         committed=committed is not None and committed.averaged_N is not None,
         reason=reason,
@@ -199,4 +210,7 @@ def _result_of(attempts: Attempts) -> RoundResult:
         num_bytes_sent=meter.num_bytes_sent,
         num_bytes_received=meter.num_bytes_received,
         seconds={"matchmaking": meter.matchmaking_s, "averaging": meter.averaging_s, "vote": meter.vote_s},
+        num_rounds=attempts.num_rounds,
+        num_rounds_committed=attempts.num_rounds_committed,
+        disagreement=attempts.disagreement,
     )

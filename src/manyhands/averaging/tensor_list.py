@@ -9,7 +9,8 @@ from collections.abc import Iterable
 import msgspec
 import torch
 
-from manyhands.averaging.butterfly import is_finite
+from manyhands.averaging.member_values import is_finite
+from manyhands.averaging.memory import empty_vector
 from manyhands.base.errors import ConfigError
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -83,7 +84,7 @@ class TensorList:
             ConfigError: a tensor is not any more what it was.
         """
         self.check_unchanged()
-        flat_N = torch.empty(self.numel, dtype=self._dtype)
+        flat_N = empty_vector(self.numel, self._dtype)
         with torch.no_grad():
             for tensor, part in zip(self._tensors, self._slices, strict=True):
                 flat_N[part].view(tensor.shape).copy_(tensor.detach())

@@ -13,16 +13,17 @@ import msgspec
 from manyhands.base.identity import PeerId
 from manyhands.dht.accounts import open_room
 from manyhands.dht.config import DhtConfig
-from manyhands.dht.records import AgedRecord, Reason, Record, remaining_s
-from manyhands.dht.schema import Schema, fault_under
+from manyhands.dht.records import TOMBSTONE, AgedRecord, Reason, Record, remaining_s
+from manyhands.dht.schema import Schema, examined_under
 
-NOTHING: tuple[Record | None, float, int] = (None, 0.0, 0)
+Found = tuple[Record, float, int]
+"""A record, when it expires, and its size in the accounts."""
 
 COMPLETE_SHARE = 0.9
 """Of all records of a key, what a holder must have that others can be spared for."""
 
 
-class StoredValue(msgspec.Struct, frozen=True):
+class StoredValue(msgspec.Struct, frozen=True, gc=False):
     """What a reader gets.
 
     Attributes:
@@ -46,8 +47,11 @@ class StoredValue(msgspec.Struct, frozen=True):
 class Findings:
     """The records of one key, as one reader finds them. ``now`` is always the same monotonic clock.
 
+    Attributes:
+        found: all that have passed, by subkey.
+
     Args:
-        checked: by subkey, what this reader found when it read the key before: the same need not be checked again.
+        checked: what this reader found when it read the key before: the same need not be checked again.
         schema: that of the key, if one was declared.
     """
 
@@ -55,31 +59,36 @@ class Findings:
         self,
         key: str,
         config: DhtConfig,
-        checked: Mapping[str, Record] | None = None,
+        checked: Mapping[str, Found] | None = None,
         schema: Schema | None = None,
     ) -> None:
         self._key = key
         self._schema = schema
         self._config = config
         self._checked = checked or {}
-        self._found: dict[str, tuple[Record, float, int]] = {}  # when it expires, and its size
+        self.found: dict[str, Found] = {}
         self._num_shown: dict[PeerId, int] = {}
         self._num_bytes = self._num_open = self._open_bytes = 0
         self._open_room = open_room(config)
 
-    def add(self, record: Record, expires_at: float) -> Reason:
-        """Take a record that has been checked, if it is the latest."""
-        before, until, bytes_before = self._found.get(record.subkey, NOTHING)
+    def add(self, record: Record, expires_at: float, num_bytes: int | None = None) -> Reason:
+        """Take a record that has been checked, if it is the latest.
+
+        Args:
+            num_bytes: its size in the accounts, if it is known.
+        """
+        size = record.num_bytes if num_bytes is None else num_bytes
+        before = self.found.get(record.subkey)
+        more, num_bytes = 1, size
         if before is not None:
-            if before == record:
-                if expires_at > until:
-                    self._found[record.subkey] = (record, expires_at, bytes_before)
+            if before[0] is record or before[0] == record:
+                if expires_at > before[1]:
+                    self.found[record.subkey] = (record, expires_at, size)
                 return Reason.UNCHANGED
-            if not record.supersedes(before):
+            if not record.supersedes(before[0]):
                 return Reason.STALE
-        more = 1 if before is None else 0
-        num_bytes = record.num_bytes - bytes_before
-        if len(self._found) + more > self._config.max_records_per_key or (
+            more, num_bytes = 0, size - before[2]
+        if len(self.found) + more > self._config.max_records_per_key or (
             self._num_bytes + num_bytes > self._config.max_bytes_per_key
         ):
             return Reason.KEY_FULL
@@ -89,7 +98,7 @@ class Findings:
                 return Reason.KEY_FULL
             self._num_open, self._open_bytes = self._num_open + more, self._open_bytes + num_bytes
         self._num_bytes += num_bytes
-        self._found[record.subkey] = (record, expires_at, bytes_before + num_bytes)
+        self.found[record.subkey] = (record, expires_at, size)
         return Reason.ACCEPTED
 
     def offer(self, aged: AgedRecord, now: float, wall_now: float) -> Reason:
@@ -100,15 +109,17 @@ class Findings:
         """
         record = aged.record
         subkey = record.subkey
-        shown = self._found.get(subkey)
-        if (shown is None or shown[0] != record) and self._checked.get(subkey) != record:
+        shown, checked, num_bytes = self.found.get(subkey), self._checked.get(subkey), None
+        if checked is not None and checked[0] == record:
+            record, _, num_bytes = checked
+        elif shown is None or shown[0] != record:
             if record.key != self._key:
                 return Reason.MALFORMED
-            fault = fault_under(self._schema, record, self._config)
+            record, fault = examined_under(self._schema, record, self._config)
             if fault is not None:
                 return fault
         remaining = remaining_s(aged, wall_now, self._config)
-        return remaining if isinstance(remaining, Reason) else self.add(record, now + remaining)
+        return remaining if isinstance(remaining, Reason) else self.add(record, now + remaining, num_bytes)
 
     def note_shown(self, source: PeerId, num_records: int) -> None:
         """So many more records of a holder have passed."""
@@ -120,16 +131,12 @@ class Findings:
 
     def are_complete(self, holders: Iterable[PeerId]) -> bool:
         """Whether each of these holders has shown most of all records; a few may be on their way to it."""
-        return all(self._num_shown.get(holder, 0) >= COMPLETE_SHARE * len(self._found) for holder in holders)
-
-    def records(self) -> dict[str, Record]:
-        """All that have passed, by subkey."""
-        return {subkey: record for subkey, (record, _, _) in self._found.items()}
+        return all(self._num_shown.get(holder, 0) >= COMPLETE_SHARE * len(self.found) for holder in holders)
 
     def values(self, now: float) -> dict[str, StoredValue]:
         """By subkey; not the deleted ones."""
         return {
             subkey: StoredValue(record.value, record.sequence, expires_at - now, record.owner)
-            for subkey, (record, expires_at, _) in self._found.items()
-            if expires_at > now and not record.is_tombstone
+            for subkey, (record, expires_at, _) in self.found.items()
+            if expires_at > now and record.value != TOMBSTONE
         }

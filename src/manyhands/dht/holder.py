@@ -10,7 +10,7 @@ from collections.abc import Callable
 from manyhands.base.errors import Refused
 from manyhands.base.identity import PeerId
 from manyhands.dht.config import DhtConfig
-from manyhands.dht.ids import id_from_bytes
+from manyhands.dht.ids import id_from_bytes, key_id
 from manyhands.dht.messages import (
     FIND,
     PING,
@@ -18,6 +18,7 @@ from manyhands.dht.messages import (
     TOO_MANY_REQUESTS,
     FindRequest,
     FindResponse,
+    Nearest,
     PingRequest,
     PingResponse,
     StoreOutcome,
@@ -75,8 +76,8 @@ class Holder:
         """What this node knows of a point and a key."""
         now = asyncio.get_running_loop().time()
         contacts: list[Contact] = []
-        if request.wants_contacts:
-            point = id_from_bytes(request.target)
+        point = id_from_bytes(request.target)
+        if request.wants_contacts and not self._knows_same(point, request.nearest):
             nearest = self._overlay.table.nearest(point, self._config.k + 1, in_order=False)
             contacts = [contact for contact in nearest if contact.peer_id != remote][: self._config.k]
         if not request.key:
@@ -86,6 +87,9 @@ class Holder:
             return FindResponse(contacts, [], self._storage.digest(request.key, now), is_responsible)
         page, is_more = self._storage.page(request.key, request.after, now)
         return FindResponse(contacts, [held.aged(now) for held in page], is_responsible=is_responsible, is_more=is_more)
+
+    def _knows_same(self, point: int, nearest: Nearest | None) -> bool:
+        return nearest is not None and self._overlay.knows_same(point, nearest)
 
     def hold(self, source: PeerId, aged: AgedRecord) -> StoreOutcome:
         """Keep a record that a peer offers, if the rules allow it."""
@@ -118,7 +122,8 @@ class Holder:
         if num_forged:
             now = asyncio.get_running_loop().time()
             self._rate_limit.charge_forged(remote, self._machine_of(remote), num_forged, now)
-        return StoreResponse(outcomes)
+        knows_same = bool(request.records) and self._knows_same(key_id(request.records[0].record.key), request.nearest)
+        return StoreResponse(outcomes, knows_same)
 
     def _let_in(self, remote: PeerId) -> None:
         """Enter who asks in the table, unless it asks too often."""

@@ -20,7 +20,8 @@ import itertools
 from collections.abc import Iterable
 
 from manyhands.base.identity import PeerId
-from manyhands.dht.ids import node_id
+from manyhands.dht.ids import digest_of_distances, node_id
+from manyhands.dht.messages import Nearest
 from manyhands.dht.routing import Contact
 
 
@@ -43,10 +44,21 @@ class Lookup:
         k: how many contacts of one answer count.
         alpha: how many may be asked at once.
         num: how many of the nearest must have answered; ``k`` if not given.
+        is_client: the peer that looks up is in nobody's table.
+        may_know_all: the seeds are the nearest of all peers, most likely.
     """
 
     def __init__(
-        self, target: int, seeds: Iterable[Contact], *, own_id: PeerId, k: int, alpha: int, num: int | None = None
+        self,
+        target: int,
+        seeds: Iterable[Contact],
+        *,
+        own_id: PeerId,
+        k: int,
+        alpha: int,
+        num: int | None = None,
+        is_client: bool = False,
+        may_know_all: bool = False,
     ) -> None:
         self._target = target
         self._k = k
@@ -54,6 +66,9 @@ class Lookup:
         self._alpha = alpha
         self._num_asked = 0  # and not slow
         self._num_slow = 0
+        self._has_answer = False
+        self._may_know_all = may_know_all
+        self._own_distance = None if is_client else node_id(own_id) ^ target
         self._states = {node_id(own_id) ^ target: _State.OWN}  # by distance, which no two peers have in common
         self._contacts: dict[int, Contact] = {}  # likewise
         self._hopeful: list[int] = []  # distances of those that did not fail, nearest first
@@ -76,6 +91,19 @@ class Lookup:
         self._num_asked += len(chosen)
         return [self._contacts[distance] for distance in chosen]
 
+    def nearest_known(self) -> Nearest | None:
+        """The nearest peers so far, this one among them if it can be asked; so that others need not name them again.
+
+        None if too few others are known: should one of the nearest fail, its place must be taken. And none before the
+        first answer in a swarm of which nobody knows all, as others then know better.
+        """
+        if len(self._hopeful) < 2 * self._num or not (self._has_answer or self._may_know_all):
+            return None
+        nearest = self._hopeful[: self._num]
+        if self._own_distance is not None and self._own_distance < nearest[-1]:
+            nearest[-1] = self._own_distance
+        return Nearest(self._num, digest_of_distances(nearest))
+
     def slow(self, peer_id: PeerId) -> None:
         """Note that a peer that was asked has not answered for long; nothing, if it has."""
         distance = node_id(peer_id) ^ self._target
@@ -91,6 +119,7 @@ class Lookup:
     def answered(self, peer_id: PeerId, contacts: Iterable[Contact]) -> None:
         """Note the answer of a peer that was asked: the contacts nearest to the target that it knows."""
         self._end(peer_id, _State.ANSWERED)
+        self._has_answer = True
         self._learn(contacts)
 
     def failed(self, peer_id: PeerId) -> None:

@@ -32,6 +32,18 @@ class PingResponse(msgspec.Struct, frozen=True):
     """Yes."""
 
 
+class Nearest(msgspec.Struct, frozen=True):
+    """Who is nearest to a point as far as the asker knows; whoever knows the same need not say it.
+
+    Attributes:
+        num: how many they are, the asker among them if it is one.
+        digest: :func:`manyhands.dht.ids.digest_of_distances` from the point to each.
+    """
+
+    num: Annotated[int, msgspec.Meta(ge=1, le=MAX_CONTACTS)]
+    digest: Annotated[bytes, msgspec.Meta(max_length=64)]
+
+
 class FindRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """Who is near a point, and what do you hold under a key?
 
@@ -41,6 +53,7 @@ class FindRequest(msgspec.Struct, frozen=True, omit_defaults=True):
         wants_contacts: False if the reader knows who holds the key.
         wants_records: False if the digest of the records will do.
         after: of the records those whose subkeys come after this one, to read on where the last page ended.
+        nearest: no contacts are wanted of whoever knows the same.
     """
 
     target: Annotated[bytes, msgspec.Meta(min_length=ID_BYTES, max_length=ID_BYTES)]
@@ -48,13 +61,14 @@ class FindRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     wants_contacts: bool = True
     wants_records: bool = True
     after: Annotated[str, msgspec.Meta(max_length=MAX_SUBKEY_LENGTH)] | None = None
+    nearest: Nearest | None = None
 
 
 class FindResponse(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a node knows of a point and a key.
 
     Attributes:
-        contacts: those nearest to the point, at most ``k``.
+        contacts: those nearest to the point, at most ``k``; none if they are those that the asker said.
         records: those that are held under the key, in the order of their subkeys; as many as fit.
         digest: :func:`manyhands.dht.records.digest_of` these, sent in their place when they are not wanted.
         is_responsible: whether the asked node thinks that it is among the nearest to the point.
@@ -68,10 +82,17 @@ class FindResponse(msgspec.Struct, frozen=True, omit_defaults=True):
     is_more: bool = False
 
 
-class StoreRequest(msgspec.Struct, frozen=True):
-    """Please hold these."""
+class StoreRequest(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Please hold these.
+
+    Attributes:
+        records: what to hold.
+        nearest: to the key of these records, if they have one key; a writer that looked nobody up asks so whether it
+            knows all that should hold them.
+    """
 
     records: Annotated[list[AgedRecord], msgspec.Meta(max_length=MAX_STORED_RECORDS)]
+    nearest: Nearest | None = None
 
 
 class StoreOutcome(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -90,10 +111,16 @@ class StoreOutcome(msgspec.Struct, frozen=True, omit_defaults=True):
     is_responsible: bool = True
 
 
-class StoreResponse(msgspec.Struct, frozen=True):
-    """One outcome for each record of the request, in its order."""
+class StoreResponse(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What became of the records of a request.
+
+    Attributes:
+        outcomes: one for each, in its order.
+        knows_same: whether the holder knows of the same nearest peers as the writer.
+    """
 
     outcomes: Annotated[list[StoreOutcome], msgspec.Meta(max_length=MAX_STORED_RECORDS)]
+    knows_same: bool = False
 
 
 TOO_MANY_REQUESTS = "too_many_requests"

@@ -17,9 +17,9 @@ from manyhands.base.address import Address
 from manyhands.base.errors import ConfigError, PeerError, Refused, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.dht.config import DhtConfig
-from manyhands.dht.ids import ID_BITS, distance, id_to_bytes, node_id
+from manyhands.dht.ids import ID_BITS, digest_of_distances, distance, id_to_bytes, node_id
 from manyhands.dht.lookup import Lookup
-from manyhands.dht.messages import FIND, TOO_MANY_REQUESTS, FindRequest, FindResponse
+from manyhands.dht.messages import FIND, TOO_MANY_REQUESTS, FindRequest, FindResponse, Nearest
 from manyhands.dht.routing import MAX_ADDRESSES, Contact, RoutingTable
 from manyhands.rpc.endpoint import Endpoint
 from manyhands.rpc.method import Method
@@ -32,6 +32,9 @@ logger = logging.getLogger(__name__)
 
 HEARD_PERIOD_S = 10.0
 """Of a peer that is heard of all the time, not every call has to be entered in the table."""
+
+SAME_ADDRESSES_S = 60.0
+"""And who was heard of so lately, and not lost since, is where it was."""
 
 TOO_MANY_PAUSE_S = 0.1
 """Bulk calls and handing over may need more requests than a peer takes at once: the rest go at its pace."""
@@ -58,6 +61,8 @@ class Overlay:
         """Enter a peer that asked or answered; not one in client mode, which nobody could ask."""
         now = asyncio.get_running_loop().time()
         if self.table.was_heard_since(now - HEARD_PERIOD_S, peer_id):
+            return
+        if self.table.is_heard_again(peer_id, now - SAME_ADDRESSES_S, now):
             return
         addresses = self._endpoint.addresses_of(peer_id)
         if addresses and not self._endpoint.is_client(peer_id):
@@ -106,6 +111,24 @@ class Overlay:
         """The same, of a peer of which the endpoint may know nothing yet."""
         return await self.ask(contact.peer_id, method, request) if self._learn(contact) else None
 
+    def nearest_known(self, target: int, num: int) -> tuple[list[PeerId], Nearest]:
+        """The peers nearest to a point as far as this node knows, itself among them, nearest first."""
+        peers = {node_id(contact.peer_id) ^ target: contact.peer_id for contact in self.table.nearest(target, num)}
+        if not self._endpoint.client_mode:
+            peers[self._own_point ^ target] = self._endpoint.peer_id
+        distances = sorted(peers)[:num]
+        return [peers[one] for one in distances], Nearest(num, digest_of_distances(distances))
+
+    def knows_same(self, target: int, nearest: Nearest) -> bool:
+        """Whether this node, itself in a table of others, takes the same peers for the nearest to a point."""
+        distances = self.table.nearest_distances(target, nearest.num)
+        own_distance = self._own_point ^ target
+        if len(distances) < nearest.num:
+            distances.append(own_distance)
+        elif own_distance < distances[-1]:
+            distances[-1] = own_distance
+        return digest_of_distances(distances) == nearest.digest
+
     async def lookup(
         self,
         target: int,
@@ -133,13 +156,27 @@ class Overlay:
             seeds = self.table.nearest(target, config.k, in_order=False)
             if len(seeds) < num:  # then also those that failed, but not often enough to be dropped
                 seeds = self.table.nearest(target, config.k, with_failed=True)
-        lookup = Lookup(target, seeds, own_id=self._endpoint.peer_id, k=config.k, alpha=config.alpha, num=num)
-        request = FindRequest(id_to_bytes(target), key)
+        may_know_all = num <= config.replicas and self.table.may_hold_all()
+        is_client = self._endpoint.client_mode
+        own_id = self._endpoint.peer_id
+        lookup = Lookup(
+            target,
+            seeds,
+            own_id=own_id,
+            k=config.k,
+            alpha=max(config.alpha, num) if may_know_all else config.alpha,  # all of these will be asked in any case
+            num=num,
+            is_client=is_client,
+            may_know_all=may_know_all,
+        )
+        point = id_to_bytes(target)
         deadline = asyncio.get_running_loop().time() + timeout_s
         asking = _Asking(config.slow_after_s, deadline)
         try:
             while not lookup.is_finished:
-                for contact in lookup.to_ask():
+                if to_ask := lookup.to_ask():
+                    request = FindRequest(point, key, nearest=lookup.nearest_known())
+                for contact in to_ask:
                     asking.begin(contact.peer_id, self._ask_on_the_way(lookup, contact, request, on_answer))
                 if not await asking.wait():
                     logger.debug("a lookup took longer than %.3g s; going on with what it found", timeout_s)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections import OrderedDict
-
 from manyhands.base.identity import PeerId
 from manyhands.dht.config import DhtConfig
 
@@ -13,6 +10,9 @@ BURST_S = 5.0
 
 FORGED_COSTS = 10
 """A forged record counts as so many requests: finding out costs much, making it up nothing."""
+
+MIN_SENDERS = 64
+"""So many may be remembered though their requests are paid; above it, as many as there are others."""
 
 MOST_OWED_S = 60.0
 """Whoever sent forged records is heard again after so long at the latest."""
@@ -55,17 +55,26 @@ class _Buckets:
     def __init__(self, rate: float) -> None:
         self.rate = rate
         self._burst_s = max(BURST_S, 1 / rate)  # one at least
-        self._paid_until: OrderedDict[str, float] = OrderedDict()  # who asked last comes last
+        self._paid_until: dict[str, float] = {}
+        self._tidy_at = MIN_SENDERS  # senders
 
     def take(self, sender: str, now: float) -> bool:
-        before = max(self._paid_until.pop(sender, -math.inf), now)
+        before = self._paid_until.get(sender, now)
+        if before < now:
+            before = now
         paid_until = before + 1 / self.rate
-        is_allowed = paid_until <= now + self._burst_s
-        self._paid_until[sender] = paid_until if is_allowed else before
-        while self._paid_until[first := next(iter(self._paid_until))] <= now:  # as if it had never asked
-            del self._paid_until[first]
-        return is_allowed
+        if paid_until > now + self._burst_s:
+            return False
+        self._paid_until[sender] = paid_until
+        if len(self._paid_until) > self._tidy_at:
+            self._tidy(now)
+        return True
 
     def charge(self, sender: str, num: int, now: float) -> None:
-        paid_until = max(self._paid_until.pop(sender, -math.inf), now) + num / self.rate
+        paid_until = max(self._paid_until.get(sender, now), now) + num / self.rate
         self._paid_until[sender] = min(paid_until, now + self._burst_s + MOST_OWED_S)
+
+    def _tidy(self, now: float) -> None:
+        """Forget those whose requests are paid, as if they had never asked."""
+        self._paid_until = {sender: paid_until for sender, paid_until in self._paid_until.items() if paid_until > now}
+        self._tidy_at = max(2 * len(self._paid_until), MIN_SENDERS)

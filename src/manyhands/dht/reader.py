@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 
 from manyhands.base.identity import PeerId
 from manyhands.dht.config import DhtConfig
-from manyhands.dht.findings import Findings
+from manyhands.dht.findings import Findings, Found
 from manyhands.dht.holder import Holder
 from manyhands.dht.ids import id_to_bytes, key_id
 from manyhands.dht.messages import FIND, FindRequest, FindResponse
@@ -62,7 +62,7 @@ class Reader:
         self._schemas = schemas
         self._rng = rng
         self._wall_clock = wall_clock
-        self._read: OrderedDict[str, dict[str, Record]] = OrderedDict()  # by key and subkey
+        self._read: OrderedDict[str, dict[str, Found]] = OrderedDict()  # by key and subkey
 
     async def read(self, key: str, quickly: bool) -> Findings:
         """As :meth:`manyhands.dht.DhtNode.get`."""
@@ -71,7 +71,7 @@ class Reader:
         found = Findings(key, self._config, self._read.get(key), schema)
         own = self._storage.get(key, now)
         for held in own:
-            found.add(held.record, held.expires_at)
+            found.add(held.record, held.expires_at, held.num_bytes)
         if not await self._read_at_some(key, found, quickly):
             found.forget_shown()
             found.note_shown(self._own_id, len(own))
@@ -86,7 +86,7 @@ class Reader:
         self._read.pop(key, None)
 
     def _remember(self, key: str, found: Findings) -> None:
-        self._read[key] = found.records()
+        self._read[key] = found.found
         self._read.move_to_end(key)
         while len(self._read) > REMEMBERED_KEYS or sum(map(len, self._read.values())) > REMEMBERED_RECORDS:
             self._read.popitem(last=False)

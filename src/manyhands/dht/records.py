@@ -31,7 +31,7 @@ MAX_SUBKEY_LENGTH = 128
 MAX_SEQUENCE = 2**62
 MAX_DEPTH = 32  # lists and dicts within each other; a stranger's value must not exhaust a reader's stack
 OVERHEAD_BYTES = 256  # of one record in memory and in a message: field names, numbers, owner, signature
-REMEMBERED_FAULTS = 8192  # verdicts on records: 10 megabytes at most
+REMEMBERED_VERDICTS = 8192  # verdicts on records: 10 megabytes at most
 COMPARED_BYTES = 512  # comparing small records costs less than hashing them
 TOMBSTONE = msgspec.msgpack.encode(None)
 
@@ -60,7 +60,7 @@ class Reason(enum.Enum):
         return self in (Reason.ACCEPTED, Reason.UNCHANGED)
 
 
-class Record(msgspec.Struct, frozen=True, kw_only=True):
+class Record(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One value, as it is signed, stored and sent.
 
     Attributes:
@@ -124,7 +124,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
         return self.signed_bytes() + self.owner.encode() + self.signature
 
 
-class AgedRecord(msgspec.Struct, frozen=True):
+class AgedRecord(msgspec.Struct, frozen=True, gc=False):
     """A record on its way, with the seconds since it was issued, as its holders counted them."""
 
     record: Record
@@ -180,21 +180,30 @@ def fault_of(record: Record, config: DhtConfig) -> Reason | None:
     Returns:
         Why it must not be used, or None.
     """
+    return examined(record, config)[1]
+
+
+def examined(record: Record, config: DhtConfig) -> tuple[Record, Reason | None]:
+    """As :func:`fault_of`; also the record as it was seen first, if it is small.
+
+    Whoever keeps that one shares it with all others of this process, and each copy of it is let go at once.
+    """
     if len(record.value) > config.max_value_bytes:
-        return Reason.TOO_LARGE
+        return record, Reason.TOO_LARGE
     if not math.isfinite(record.issued_at) or not 0 < record.ttl_s <= config.max_ttl_s:
-        return Reason.MALFORMED
-    known_by = record if len(record.value) <= COMPARED_BYTES else record.fingerprint()
-    fault = _faults.get(known_by)
-    if fault is None:
-        fault = _faults[known_by] = _own_fault_of(record) or Reason.ACCEPTED
-        if len(_faults) > REMEMBERED_FAULTS:
-            _faults.popitem(last=False)
-    return fault if fault is not Reason.ACCEPTED else None
+        return record, Reason.MALFORMED
+    is_small = len(record.value) <= COMPARED_BYTES
+    known_by = record if is_small else record.fingerprint()
+    verdict = _verdicts.get(known_by)
+    if verdict is None:
+        verdict = _verdicts[known_by] = (record if is_small else None, _own_fault_of(record))
+        if len(_verdicts) > REMEMBERED_VERDICTS:
+            _verdicts.popitem(last=False)
+    return verdict[0] or record, verdict[1]
 
 
-_faults: OrderedDict[Record | bytes, Reason] = OrderedDict()
-"""Verdicts on the records seen last, by SHA-256 if they are large; each access is atomic, so threads may share it."""
+_verdicts: OrderedDict[Record | bytes, tuple[Record | None, Reason | None]] = OrderedDict()
+"""On the records seen last, by SHA-256 if they are large; each access is atomic, so threads may share it."""
 
 
 def _own_fault_of(record: Record) -> Reason | None:
@@ -233,10 +242,10 @@ def remaining_s(aged: AgedRecord, wall_now: float, config: DhtConfig) -> float |
 
     An owned one also ends when its signed lifetime is over by our wall clock, whatever its age is said to be.
     """
-    record = aged.record
-    if math.isnan(aged.age_s):
+    record, age_s = aged.record, aged.age_s
+    if age_s != age_s:  # not a number
         return Reason.MALFORMED
-    remaining = record.ttl_s - aged.age_s if aged.age_s > 0 else record.ttl_s
+    remaining = record.ttl_s - age_s if age_s > 0 else record.ttl_s
     if record.owner:
         if record.issued_at > wall_now + config.max_clock_skew_s:
             return Reason.FROM_THE_FUTURE

@@ -13,21 +13,25 @@ Source: Maymounkov & Mazieres, Kademlia, 2002, sections 2.2, 2.4 and 4.1.
 from __future__ import annotations
 
 import bisect
-import heapq
 import math
+import operator
 from collections.abc import Iterable, Iterator
 from typing import Annotated
 
 import msgspec
 
 from manyhands.base.identity import PeerId
-from manyhands.dht.ids import distance, node_id
+from manyhands.dht.ids import ID_BITS, distance, node_id
 
 MAX_ADDRESSES = 8
 MAX_ADDRESS_LENGTH = 400  # a host name of 253 characters, a port and a peer id fit
 
+CROWDED = 2
+"""Among so many times more peers than are known, some are unknown; a guess from ten neighbours is a third too high or
+too low now and then."""
 
-class Contact(msgspec.Struct, frozen=True):
+
+class Contact(msgspec.Struct, frozen=True, gc=False):
     """A peer and where it can be dialled, as it is told to others."""
 
     peer_id: Annotated[PeerId, msgspec.Meta(max_length=64)]
@@ -36,11 +40,14 @@ class Contact(msgspec.Struct, frozen=True):
     ]
 
 
-class _Entry(msgspec.Struct, eq=False):
+class _Entry(msgspec.Struct, eq=False, gc=False):
     contact: Contact
     heard_at: float
     num_failures: int = 0  # in a row
     is_silent: bool = False
+
+
+_heard_at = operator.attrgetter("heard_at")
 
 
 class _Bucket(msgspec.Struct, eq=False):
@@ -89,6 +96,19 @@ class RoutingTable:
         entry = self._entry(peer_id)
         return entry is not None and entry.heard_at >= since and not entry.num_failures and not entry.is_silent
 
+    def is_heard_again(self, peer_id: PeerId, since: float, now: float) -> bool:
+        """As :meth:`seen` of a contact with the addresses that it has; False if it was not heard since then, or if
+        something has been wrong with it."""
+        point = node_id(peer_id)
+        bucket = self._buckets.get((point ^ self._own_point).bit_length())
+        entry = bucket.live.get(point) if bucket is not None else None
+        if bucket is None or entry is None or entry.heard_at < since or entry.num_failures or entry.is_silent:
+            return False
+        entry.heard_at = now
+        del bucket.live[point]
+        bucket.live[point] = entry
+        return True
+
     def heard_at(self, peer_id: PeerId) -> float:
         """When a peer was last seen, if it is in the table or waits as a replacement; else minus infinity."""
         entry = self._entry(peer_id)
@@ -106,7 +126,7 @@ class RoutingTable:
     def latest(self, num: int) -> list[Contact]:
         """The ``num`` contacts that were seen last, the latest first."""
         entries = (entry for bucket in self._buckets.values() for entry in bucket.live.values())
-        return [entry.contact for entry in heapq.nlargest(num, entries, key=lambda entry: entry.heard_at)]
+        return [entry.contact for entry in sorted(entries, key=_heard_at, reverse=True)[:num]]
 
     def num_in_bucket(self, index: int) -> int:
         """How many contacts differ from this node in this bit, counted from 1, and in no higher one."""
@@ -197,6 +217,29 @@ class RoutingTable:
             if len(nearest) >= num:
                 break
         return nearest[:num]
+
+    def nearest_distances(self, target: int, num: int) -> list[int]:
+        """How far the ``num`` nearest contacts are from a point, nearest first, those that failed too."""
+        distances: list[int] = []
+        for index in self._from_nearest_on(distance(self._own_point, target)):
+            distances += sorted([point ^ target for point in self._buckets[index].live])
+            if len(distances) >= num:
+                break
+        return distances[:num]
+
+    def may_hold_all(self) -> bool:
+        """Whether every peer of the swarm may be in the table, as in a small one; whether they are, others must say.
+
+        No bucket is full, and its neighbourhood is not so dense that there must be many more.
+        """
+        if any(len(bucket.live) >= self._k for bucket in self._buckets.values()):
+            return False
+        neighbours = self.nearest(self._own_point, max(self._k // 2, 1), with_failed=True)
+        if not neighbours:
+            return False
+        radius = distance(node_id(neighbours[-1].peer_id), self._own_point)
+        num_expected = (len(neighbours) << ID_BITS) // radius
+        return num_expected <= CROWDED * (len(self) + 1)
 
     def _from_nearest_on(self, own_distance: int) -> Iterator[int]:
         """The buckets in the order of the distance of their contacts to a point.

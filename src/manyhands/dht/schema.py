@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from manyhands.dht.config import DhtConfig
-from manyhands.dht.records import Reason, Record, fault_of
+from manyhands.dht.records import Reason, Record, examined
 
 REMEMBERED_BYTES = 512
 """Values up to this size are remembered as decoded: each comes from several holders, and several times."""
@@ -68,7 +68,7 @@ def _decoded(decoder: msgspec.msgpack.Decoder[Any], raw: bytes) -> Any:
     return decoder.decode(raw)
 
 
-def fault_under(schema: Schema | None, record: Record, config: DhtConfig) -> Reason | None:
-    """As :func:`manyhands.dht.records.fault_of`, and what the schema of its key says, if there is one."""
-    fault = fault_of(record, config)
-    return schema.fault_of(record) if fault is None and schema is not None else fault
+def examined_under(schema: Schema | None, record: Record, config: DhtConfig) -> tuple[Record, Reason | None]:
+    """As :func:`manyhands.dht.records.examined`, and what the schema of its key says, if there is one."""
+    record, fault = examined(record, config)
+    return record, schema.fault_of(record) if fault is None and schema is not None else fault

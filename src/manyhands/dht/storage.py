@@ -21,10 +21,10 @@ import msgspec
 from manyhands.dht.accounts import Accounts
 from manyhands.dht.config import MAX_FOUND_BYTES, MAX_FOUND_RECORDS, DhtConfig
 from manyhands.dht.records import AgedRecord, Reason, Record, remaining_s, sum_of
-from manyhands.dht.schema import Schema, fault_under
+from manyhands.dht.schema import Schema, examined_under
 
 
-class Held(msgspec.Struct):
+class Held(msgspec.Struct, gc=False):
     """A record in the storage.
 
     Attributes:
@@ -128,7 +128,7 @@ class Storage:
         record = aged.record
         held = self.held(record.key, record.subkey, now)
         if held is None or held.record != record:  # else it has been checked already
-            fault = fault_under(self._schemas.get(record.key), record, self._config)
+            record, fault = examined_under(self._schemas.get(record.key), record, self._config)
             if fault is not None:
                 return fault
         remaining = remaining_s(aged, wall_now, self._config)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -17,7 +17,24 @@ async def all_of(*coros: Coroutine[Any, Any, T]) -> list[T]:
     try:
         return [await task for task in tasks]
     except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await _end(tasks)
         raise
+
+
+async def those_within(timeout_s: float, *coros: Coroutine[Any, Any, T | None]) -> list[T | None]:
+    """Likewise; None for each that takes longer than ``timeout_s`` seconds, which is cancelled."""
+    tasks = [asyncio.get_running_loop().create_task(coro) for coro in coros]
+    try:
+        done, late = await asyncio.wait(tasks, timeout=timeout_s)
+        if late:
+            await _end(late)
+        return [task.result() if task in done else None for task in tasks]
+    except BaseException:
+        await _end(tasks)
+        raise
+
+
+async def _end(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

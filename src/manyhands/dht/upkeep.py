@@ -119,10 +119,10 @@ class Upkeep:
             now, end = loop.time(), start + MAX_STORED_RECORDS
             if now - began > self._config.refresh_period_s:
                 return
-            outcomes = await self._writer.send(peer_id, [held.aged(now) for held in records[start:end]])
-            if not outcomes:
+            response = await self._writer.send(peer_id, [held.aged(now) for held in records[start:end]])
+            if response is None:
                 return  # it is tried again in the next round
-            for outcome in outcomes:
+            for outcome in response.outcomes:
                 if outcome.later is not None:
                     self._holder.hold(peer_id, outcome.later)
             unfinished = records[end].record.key if end < len(records) else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -15,11 +16,11 @@ from manyhands.dht.config import MAX_STORED_RECORDS, DhtConfig
 from manyhands.dht.holder import Holder
 from manyhands.dht.ids import key_id
 from manyhands.dht.issuing import Issuer
-from manyhands.dht.messages import STORE, StoreOutcome, StoreRequest
+from manyhands.dht.messages import STORE, Nearest, StoreOutcome, StoreRequest, StoreResponse
 from manyhands.dht.overlay import Overlay
 from manyhands.dht.records import AgedRecord, Reason, Record
 from manyhands.dht.replicas import Replicas
-from manyhands.dht.together import all_of
+from manyhands.dht.together import all_of, those_within
 
 KEYS_AT_ONCE = 8
 """Keys of one bulk call that are looked up at once; what a lookup finds is known to the next ones."""
@@ -34,6 +35,18 @@ class Entry(msgspec.Struct, frozen=True):
     value: Any
     ttl_s: float
     subkey: str | None = None
+
+
+@dataclass
+class _Answer:
+    """What one peer makes of the records of a key."""
+
+    outcomes: list[StoreOutcome]
+    knows_same: bool
+
+    @property
+    def is_responsible(self) -> bool:
+        return self.outcomes[0].is_responsible
 
 
 class Writer:
@@ -66,16 +79,18 @@ class Writer:
             _check_taken(record, of_record)
         return [sum(outcome.is_stored for outcome in of_record.values()) for of_record in outcomes]
 
-    async def send(self, peer_id: PeerId, records: Sequence[AgedRecord]) -> list[StoreOutcome]:
+    async def send(
+        self, peer_id: PeerId, records: Sequence[AgedRecord], nearest: Nearest | None = None
+    ) -> StoreResponse | None:
         """Ask a peer, perhaps this one, to hold records: as many as one request carries, or fewer.
 
         Returns:
-            One outcome for each; none if it does not answer.
+            What became of each; None if it does not answer.
         """
         if peer_id == self._own_id:
-            return [self._holder.hold(peer_id, aged) for aged in records]
-        response = await self._overlay.ask(peer_id, STORE, StoreRequest(list(records)))
-        return response.outcomes if response is not None and len(response.outcomes) == len(records) else []
+            return StoreResponse([self._holder.hold(peer_id, aged) for aged in records], knows_same=True)
+        response = await self._overlay.ask(peer_id, STORE, StoreRequest(list(records), nearest))
+        return response if response is not None and len(response.outcomes) == len(records) else None
 
     def _issue(self, entry: Entry, above: int = 0) -> Record:
         return self._issuer.issue(entry.key, entry.subkey or "", entry.value, entry.ttl_s, above)
@@ -99,39 +114,71 @@ class Writer:
         return outcomes
 
     async def _write_key(self, key: str, records: Sequence[Record]) -> list[Outcomes]:
-        replicas = self._replicas.recall(key, asyncio.get_running_loop().time())
-        answers = await self._store_at(replicas, records)
-        if not replicas or len(answers) < len(replicas) or not all(map(_is_responsible, answers.values())):
-            config = self._config
+        loop, config = asyncio.get_running_loop(), self._config
+        replicas = self._replicas.recall(key, loop.time())
+        if replicas:
+            answers = await self._store_at(replicas, records)
+            is_done = len(answers) == len(replicas) and all(answer.is_responsible for answer in answers.values())
+        else:
+            answers, is_done = await self._store_near(key, records)
+        if not is_done:
             contacts = await self._overlay.lookup(key_id(key), config.lookup_timeout_s, config.replicas)
             found = self._replicas.among(key, (contact.peer_id for contact in contacts))
-            self._replicas.remember(key, found, asyncio.get_running_loop().time())
+            self._replicas.remember(key, found, loop.time())
             answers |= await self._store_at([peer_id for peer_id in found if peer_id not in answers], records)
-        return [{peer_id: of_peer[number] for peer_id, of_peer in answers.items()} for number in range(len(records))]
+        return [
+            {peer_id: answer.outcomes[number] for peer_id, answer in answers.items()} for number in range(len(records))
+        ]
 
-    async def _store_at(self, peers: Sequence[PeerId], records: Sequence[Record]) -> dict[PeerId, list[StoreOutcome]]:
-        """What each peer that answers makes of the records."""
-        answers = await all_of(*(self._send_all(peer_id, records) for peer_id in peers))
-        return {peer_id: answer for peer_id, answer in zip(peers, answers, strict=True) if answer}
+    async def _store_near(self, key: str, records: Sequence[Record]) -> tuple[dict[PeerId, _Answer], bool]:
+        """Have records held by those whom this node takes for the holders, in a swarm of which it may know everybody.
 
-    async def _send_all(self, peer_id: PeerId, records: Sequence[Record]) -> list[StoreOutcome]:
-        outcomes: list[StoreOutcome] = []
+        If all of these take the same peers for the holders, a lookup would find no others.
+
+        Returns:
+            Who answered soon, and whether that is enough.
+        """
+        config, target = self._config, key_id(key)
+        if len(records) > MAX_STORED_RECORDS or not self._overlay.table.may_hold_all():  # many take their time
+            return {}, False
+        peers, nearest = self._overlay.nearest_known(target, config.replicas)
+        answers = await self._store_at(peers, records, nearest, config.slow_after_s)
+        is_done = len(answers) == len(peers) > 1 and all(answer.knows_same for answer in answers.values())
+        if is_done:
+            self._replicas.remember(key, peers, asyncio.get_running_loop().time())
+        return answers, is_done
+
+    async def _store_at(
+        self,
+        peers: Sequence[PeerId],
+        records: Sequence[Record],
+        nearest: Nearest | None = None,
+        timeout_s: float | None = None,
+    ) -> dict[PeerId, _Answer]:
+        """What each peer that answers makes of the records.
+
+        Args:
+            timeout_s: when nobody is waited for any longer; else each has the time of a request.
+        """
+        sending = (self._send_all(peer_id, records, nearest) for peer_id in peers)
+        answers = await (all_of(*sending) if timeout_s is None else those_within(timeout_s, *sending))
+        return {peer_id: answer for peer_id, answer in zip(peers, answers, strict=True) if answer is not None}
+
+    async def _send_all(self, peer_id: PeerId, records: Sequence[Record], nearest: Nearest | None) -> _Answer | None:
+        answer = _Answer([], True)
         for batch in _batches(records):
-            answer = await self.send(peer_id, [AgedRecord(record, 0.0) for record in batch])
-            if not answer:
-                return []
-            outcomes += answer
-        return outcomes
+            response = await self.send(peer_id, [AgedRecord(record, 0.0) for record in batch], nearest)
+            if response is None:
+                return None
+            answer.outcomes += response.outcomes
+            answer.knows_same &= response.knows_same
+        return answer
 
 
 def _batches(records: Iterable[Record]) -> Iterable[list[Record]]:
     remaining = iter(records)
     while batch := list(itertools.islice(remaining, MAX_STORED_RECORDS)):
         yield batch
-
-
-def _is_responsible(answer: Sequence[StoreOutcome]) -> bool:
-    return answer[0].is_responsible
 
 
 def _check_taken(record: Record, outcomes: Outcomes) -> None:

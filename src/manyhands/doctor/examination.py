@@ -21,7 +21,7 @@ from manyhands.doctor.probe import OnCheck, Probe, Probed
 from manyhands.peer import ALL_INTERFACES, Presence
 from manyhands.reach.messages import DIAL_BACK, MAX_DIALLED, DialBackRequest
 from manyhands.rpc.announce import dialable_addresses
-from manyhands.transport import ControlStream, Listener, TlsTransport
+from manyhands.transport import Listener, Stream, TlsTransport
 
 MAX_INITIAL_PEERS = 16
 
@@ -136,7 +136,7 @@ class _Examiner:
         if self._examination.client_mode:
             return
 
-        async def hang_up(stream: ControlStream) -> None:
+        async def hang_up(stream: Stream) -> None:
             """Whoever dials back wants nothing but the handshake."""
 
         for address in self._examination.listen:

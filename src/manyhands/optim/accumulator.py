@@ -2,78 +2,130 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
+from manyhands.optim.flat import GradientLayout, are_finite
+
+HOST = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """What a peer brings to one global step.
+
+    Attributes:
+        mean_N: the gradient of the mean loss, as :class:`manyhands.optim.flat.GradientLayout` says; float32, on the
+            host.
+        samples: behind it.
+        weight: of the vector, in the unit over which the loss is a mean: samples, unless the caller says otherwise.
+    """
+
+    mean_N: torch.Tensor
+    samples: int
+    weight: float
+
 
 class GradientAccumulator:
-    """The gradients of one peer since the last global step, as one flat vector.
+    """The gradients of one peer since the last global step.
 
-    Holds the gradient of the mean loss over all samples so far, so batches of different sizes count by their samples.
-    The vector ends with one more number for each parameter: the share of the samples whose loss used it. So all peers
-    agree on which parameters have a gradient at all, which is not the same as a gradient of zero.
+    Holds the gradient of the mean loss over all samples so far, so batches of different sizes count by their weight.
 
-    Memory: one vector of the size of the parameters, in float32.
+    Memory: one vector of the size of the parameters, in float32, on their device; and while a contribution is out and
+    more is added, another one on the host.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self._parameters = list(parameters)
-        self._sizes = [parameter.numel() for parameter in self._parameters]
-        self._mean_N = torch.zeros(sum(self._sizes) + len(self._sizes), dtype=torch.float32)
-        self._mean_views = self._views(self._mean_N)
+        self.layout = GradientLayout(self._parameters)
+        devices = {parameter.device for parameter in self._parameters}
+        self._device = devices.pop() if len(devices) == 1 else HOST
+        self._buffer_N: torch.Tensor | None = None
+        self._spare_N: torch.Tensor | None = None  # its values mean nothing
         self.samples = 0
+        self.weight = 0.0
 
     @torch.no_grad()
-    def add(self, samples: int) -> bool:
-        """Add the current ``.grad`` of all parameters, the gradient of a mean over ``samples``.
+    def add(self, samples: int, weight: float | None = None, grad_scale: float = 1.0) -> bool:
+        """Add the current ``.grad`` of all parameters, the gradient of a mean over ``weight``, by default the samples.
 
         Returns False, and adds nothing, when a gradient is not finite.
+
+        Args:
+            grad_scale: by which the loss was multiplied.
         """
+        weight = float(samples) if weight is None else weight
+        if weight == 0:
+            self.samples += samples
+            return True
         gradients = [None if parameter.grad is None else parameter.grad.to_dense() for parameter in self._parameters]
-        sums = (gradient.sum(dtype=torch.float32).item() for gradient in gradients if gradient is not None)
-        if not all(math.isfinite(total) for total in sums):
+        if not are_finite([gradient for gradient in gradients if gradient is not None]):
             return False
-        share = samples / (self.samples + samples)
-        means, shares = self._mean_views
+        mean_N = self._buffer()
+        is_first, share = self.weight == 0, weight / (self.weight + weight)
+        means, shares = self.layout.views(mean_N)
         for mean, gradient in zip(means, gradients, strict=True):
             if gradient is None:
-                mean.mul_(1 - share)
-            else:
-                mean.lerp_(gradient.to(mean), share)
-        shares.lerp_(torch.tensor([0.0 if gradient is None else 1.0 for gradient in gradients]), share)
+                mean.zero_() if is_first else mean.mul_(1 - share)
+                continue
+            gradient = gradient.to(mean)  # in float32 before it is divided
+            if grad_scale != 1.0:
+                gradient = gradient / grad_scale
+            mean.copy_(gradient) if is_first else mean.lerp_(gradient, share)
+        used = torch.tensor([0.0 if gradient is None else 1.0 for gradient in gradients]).to(shares)
+        shares.copy_(used) if is_first else shares.lerp_(used, share)
         self.samples += samples
+        self.weight += weight
         return True
 
-    def mean(self) -> torch.Tensor:
-        """The gradient of the mean loss over all samples so far, as described above; changes with the next call."""
-        return self._mean_N
+    def freeze(self) -> Contribution:
+        """Hand out what was added so far, and begin anew."""
+        mean_N = self._buffer()
+        if self.weight == 0:
+            mean_N.zero_()
+        if self._device == HOST:
+            contribution = Contribution(mean_N, self.samples, self.weight)
+            self._buffer_N = None
+        else:
+            contribution = Contribution(self._copied_to_host(mean_N), self.samples, self.weight)
+        self.samples, self.weight = 0, 0.0
+        return contribution
+
+    def take_back(self, contribution: Contribution) -> None:
+        """The step was not made: what was handed out counts in the next attempt."""
+        if contribution.weight > 0:
+            if self.weight > 0:
+                share = contribution.weight / (self.weight + contribution.weight)
+                self._buffer().lerp_(contribution.mean_N.to(self._device), share)
+                self._spare_N = contribution.mean_N
+            elif self._device == HOST:
+                self._buffer_N = contribution.mean_N
+            else:
+                self._buffer().copy_(contribution.mean_N)
+                self._spare_N = contribution.mean_N
+        else:
+            self._spare_N = contribution.mean_N
+        self.samples += contribution.samples
+        self.weight += contribution.weight
+
+    def recycle(self, contribution: Contribution) -> None:
+        """The step was made: the memory is free."""
+        self._spare_N = contribution.mean_N
 
     def reset(self) -> None:
         """Forget everything."""
-        self._mean_N.zero_()
-        self.samples = 0
+        self.samples, self.weight = 0, 0.0
 
-    @contextmanager
-    def gradients_from(self, averaged_N: torch.Tensor) -> Iterator[None]:
-        """Within the block, the ``.grad`` of all parameters is that of a flat vector; after it, what it was before.
+    def _buffer(self) -> torch.Tensor:
+        if self._buffer_N is None:
+            if self._device == HOST and self._spare_N is not None:
+                self._buffer_N, self._spare_N = self._spare_N, None
+            else:
+                self._buffer_N = torch.empty(self.layout.numel, dtype=torch.float32, device=self._device)
+        return self._buffer_N
 
-        A parameter that no sample used gets None, as plain PyTorch does.
-        """
-        before = [parameter.grad for parameter in self._parameters]
-        averages, shares = self._views(averaged_N)
-        for parameter, values, used in zip(self._parameters, averages, shares.tolist(), strict=True):
-            parameter.grad = values.to(parameter) if used > 0 else None
-        try:
-            yield
-        finally:
-            for parameter, gradient in zip(self._parameters, before, strict=True):
-                parameter.grad = gradient
-
-    def _views(self, flat_N: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """The values of each parameter in its shape, and for each the share of the samples that used it."""
-        *pieces, shares = torch.split(flat_N, [*self._sizes, len(self._sizes)])
-        views = [piece.view(parameter.shape) for piece, parameter in zip(pieces, self._parameters, strict=True)]
-        return views, shares
+    def _copied_to_host(self, mean_N: torch.Tensor) -> torch.Tensor:
+        host_N, self._spare_N = self._spare_N, None
+        return mean_N.to(HOST) if host_N is None else host_N.copy_(mean_N)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -17,6 +17,7 @@ from manyhands.averaging.rounds import CommittedRound, RoundRunner
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ManyhandsError, RoundAborted, Unavailable
 from manyhands.base.identity import PeerId
+from manyhands.optim.accumulator import Contribution
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.progress import Progress, describe_progress
 from manyhands.optim.run_manifest import ManifestKeeper, RunManifest
@@ -25,6 +26,7 @@ from manyhands.optim.state import State
 from manyhands.optim.state_transfer import StateServer, download_state
 from manyhands.optim.tracker import ProgressTracker
 from manyhands.peer import Presence
+from manyhands.runtime import TaskOwner
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +34,10 @@ LOOK_TIMEOUT_S = 5.0
 NEAR_TIMEOUT_S = 1.0
 """A training loop waits no longer to learn whether the target is reached."""
 NEWS_PERIOD_S = 1.0
+NEWCOMER_S = 3.0
+"""Who has downloaded the state is given so long to show itself, before a lone peer moves on from it."""
+BATCH_MARGIN = 1.25
+"""Another batch is begun before a round when it would end before the others' even if it took so much longer."""
 
 
 class Decision(enum.Enum):
@@ -43,17 +49,28 @@ class Decision(enum.Enum):
     LOAD_STATE = "the run is on another branch: load its state"
 
 
-@dataclass
-class LocalState:
-    """What the training thread lends to the network thread.
-
-    Attributes:
-        position: of the parameters as they are now.
-        capture: copies the state; safe to call from any thread.
-    """
+class LocalState(Protocol):
+    """What the training thread lends to the network thread: a :class:`manyhands.optim.replica.Replica`."""
 
     position: Position
-    capture: Callable[[], State]
+    lineage_samples: int
+
+    def capture(self) -> State:
+        """Copy the state; safe to call from any thread."""
+
+
+class BackgroundStep(Protocol):
+    """A global step that is made in the background: :class:`manyhands.optim.global_step.GlobalStep`."""
+
+    contribution: Contribution
+    has_moved: bool
+    is_begun: bool
+
+    def end(self) -> None:
+        """Nothing more is done for it."""
+
+    async def run(self, collaboration: Collaboration) -> None:
+        """Make the step."""
 
 
 class Collaboration:
@@ -66,14 +83,21 @@ class Collaboration:
         local: LocalState,
         averaging: AveragingConfig,
         progress: ProgressConfig,
+        *,
+        batch_size_lead: int = 0,
+        is_silent: bool = False,
     ) -> None:
         self._presence = presence
         self._manifest = manifest
         self._local = local
         self._averaging = averaging
         self._progress_config = progress
+        self._batch_size_lead = batch_size_lead
+        self._is_silent = is_silent
+        self._due_at: tuple[Position, float] | None = None  # since when (loop time)
         self._rng = presence.rng
         self._parts = AsyncExitStack()
+        self._tasks = TaskOwner("collaboration")
         self.run_id = manifest.run_id
 
     async def start(self) -> None:
@@ -93,6 +117,8 @@ class Collaboration:
             self._local.position,
             self._progress_config,
             on_update=log_progress,
+            batch_size_lead=self._batch_size_lead,
+            is_silent=self._is_silent,
         )
         async with AsyncExitStack() as parts:
             self._rounds = RoundRunner(
@@ -105,7 +131,10 @@ class Collaboration:
                 shapes=_shapes_of(manifest),
             )
             parts.push_async_callback(self._rounds.close)
-            server = StateServer(presence.endpoint, manifest.run_id, self._local.capture, lambda: self._local.position)
+            parts.push_async_callback(self._tasks.close)
+            self._server = server = StateServer(
+                presence.endpoint, manifest.run_id, self._local.capture, lambda: self._local.position
+            )
             parts.callback(server.close)
             keeper = ManifestKeeper(presence.dht, presence.peer_id, manifest)
             await keeper.agree()
@@ -121,9 +150,11 @@ class Collaboration:
             self._presence.on_close.remove(self.close)
             await self._parts.aclose()
 
-    async def decide(self, samples: int, samples_per_second: float) -> Decision:
-        """Report what this peer has accumulated; returns what to do next."""
-        self.tracker.report(samples, samples_per_second)
+    async def decide(self, samples: int, samples_per_second: float, batch_s: float = 0.0) -> Decision:
+        """Report what this peer has accumulated, and how long a batch takes it; returns what to do next."""
+        if self.tracker.position() != self._local.position:  # this thread was held up when it was to be told
+            self.tracker.move(self._local.position, self._local.lineage_samples, [])
+        self.tracker.report(samples, samples_per_second, batch_s)
         if self.tracker.is_worth_a_look():
             await self._look_again(NEAR_TIMEOUT_S)
         if self.tracker.leading_branch().position != self._local.position:
@@ -131,13 +162,31 @@ class Collaboration:
         if not self.tracker.is_due():
             return Decision.ACCUMULATE
         if self.tracker.can_meet_somebody():
-            return Decision.AVERAGE
+            return Decision.ACCUMULATE if self._has_time_for(batch_s) else Decision.AVERAGE
         if not self._is_alone():  # but those who are there cannot be reached now
             return Decision.ACCUMULATE
         await self._look_again()  # before a step that nobody else makes
         if not self._is_alone() or self.tracker.can_meet_somebody():
             return Decision.ACCUMULATE
-        return Decision.GO_ALONE if samples else Decision.ACCUMULATE
+        return Decision.GO_ALONE if samples and not self._is_followed() else Decision.ACCUMULATE
+
+    def _has_time_for(self, batch_s: float) -> bool:
+        """Whether this peer can compute another batch before the others, who still compute, come to the round."""
+        now, due_at = asyncio.get_running_loop().time(), self._due_since()
+        until = min(self.tracker.others_busy_until(due_at), due_at + self._averaging.matchmaking_time_s / 2)
+        return batch_s > 0 and now + BATCH_MARGIN * batch_s <= until
+
+    def _is_followed(self) -> bool:
+        """Whether somebody is about to join a lone peer, which would be gone from where the newcomer comes to."""
+        waited_s = asyncio.get_running_loop().time() - self._due_since()
+        return waited_s < self._averaging.averaging_timeout_s and self._server.is_followed(NEWCOMER_S)
+
+    def _due_since(self) -> float:
+        """When a step from here was due at first, as far as anybody has asked (loop time)."""
+        position = self._local.position
+        if self._due_at is None or self._due_at[0] != position:
+            self._due_at = (position, asyncio.get_running_loop().time())
+        return self._due_at[1]
 
     def _is_alone(self) -> bool:
         return self.tracker.num_peers_here() == 1 and self.tracker.is_on_best_branch()
@@ -148,6 +197,18 @@ class Collaboration:
                 await self.tracker.refresh()
         except ManyhandsError as error:
             logger.debug("the progress of the others cannot be read: %s", error)
+
+    async def report(self, samples: int, samples_per_second: float, batch_s: float, step: BackgroundStep) -> None:
+        """Report what this peer has accumulated while a step is made in the background."""
+        waiting = 0 if step.has_moved else step.contribution.samples
+        self.tracker.report(samples + waiting, samples_per_second, batch_s)
+
+    async def begin_step(self, step: BackgroundStep) -> None:
+        """Make a global step in the background; once, however often this is called."""
+        if not step.is_begun:
+            step.is_begun = True
+            task = self._tasks.spawn(step.run(self), name="a global step")
+            task.add_done_callback(lambda _: step.end())
 
     async def average(self, flat_N: torch.Tensor, weight: float) -> CommittedRound:
         """One attempt at a round; see :meth:`manyhands.averaging.rounds.RoundRunner.average`."""

@@ -2,91 +2,62 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import threading
-from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from manyhands.averaging.config import AveragingConfig
-from manyhands.averaging.messages import Position, RoundManifest
-from manyhands.averaging.rounds import CommittedRound
+from manyhands.averaging.messages import RoundManifest
 from manyhands.base.errors import ConfigError, RoundAborted, Timeout, Unavailable
-from manyhands.base.run_id import checked_run_id
 from manyhands.optim.accumulator import GradientAccumulator
-from manyhands.optim.collaboration import Collaboration, Decision, LocalState
+from manyhands.optim.advice import Advice
+from manyhands.optim.collaboration import Collaboration, Decision
 from manyhands.optim.config import ProgressConfig
-from manyhands.optim.plain import merged
-from manyhands.optim.run_manifest import RunManifest
-from manyhands.optim.schedule import describe
+from manyhands.optim.global_step import GlobalStep
+from manyhands.optim.joining import manifest_of
+from manyhands.optim.membership import Membership
+from manyhands.optim.options import Delay, OptimizerMaker, Options, averaging_of, checked_batch, made_optimizer
+from manyhands.optim.replica import Replica, SchedulerMaker
 from manyhands.optim.speed import SpeedMeter
-from manyhands.optim.state import (
-    State,
-    capture,
-    digest_of,
-    hyper_parameters_of,
-    names_of,
-    parameters_of,
-    restore,
-    sealed,
-    specs_of,
-)
-from manyhands.optim.state_transfer import MAX_DOWNLOAD_S
+from manyhands.optim.statistics import Statistics
+from manyhands.optim.wrapper import OptimizerWrapper
 from manyhands.peer import BlockingPeer
-from manyhands.rpc.frames import readable
 
 logger = logging.getLogger(__name__)
 
-PROTOCOL = "manyhands/1"
-CALL_TIMEOUT_S = 15.0
-JOIN_ATTEMPTS = 3
-WAIT_PERIOD_S = 0.25
-TELL_ATTEMPTS = 4
+AUXILIARY_PERIOD_S = 0.25
+SETTLE_PERIOD_S = 0.01
 FAILURES_UNTIL_ADVICE = 3
 
 
-@dataclass
-class Statistics:
-    """Counts since this optimizer was made.
-
-    Attributes:
-        samples_computed: went through ``step`` on this peer.
-        samples_used: of these, in committed global steps.
-        samples_dropped: of these, thrown away because this peer loaded the state of another branch.
-        rounds_committed, rounds_aborted: averaging rounds that this peer took part in.
-        steps_alone: global steps made while nobody else was there.
-        states_loaded: how often the state was downloaded.
-    """
-
-    samples_computed: int = 0
-    samples_used: int = 0
-    samples_dropped: int = 0
-    rounds_committed: int = 0
-    rounds_aborted: int = 0
-    steps_alone: int = 0
-    states_loaded: int = 0
-
-
-class Optimizer(torch.optim.Optimizer):
+class Optimizer(OptimizerWrapper):
     """Wraps a torch optimizer, so that its batch is what all peers of a run compute together.
 
     Micro-batches are accumulated. Each time the peers together have reached ``target_batch_size`` samples, their
     gradients are averaged, weighted by samples, and every peer makes the same step.
 
-    The loss must be a mean over the samples of a batch; then any split of samples over peers and batches gives the
-    update of one process that saw them as one batch.
+    The loss must be a mean over the samples of a batch, or over what ``step(weight=...)`` counts; then any split over
+    peers and batches gives the update of one process that saw them as one batch.
 
     Args:
-        optimizer: any torch optimizer over the model's parameters.
+        optimizer: any torch optimizer over the model's parameters, or a function that makes it of ``params``.
+        params: parameters or groups, for a function.
         peer: this machine's presence in the swarm; the optimizer leaves the run when it is closed.
         run_id: name of the run, 1 to 64 characters without ``.``
         target_batch_size: samples of one global step, by all peers together.
         batch_size_per_step: samples behind each call of :meth:`step`; or give ``batch_size`` to each call.
         scheduler: a torch scheduler of ``optimizer``, or a function that makes one; stepped once for each global step.
+        max_grad_norm: the averaged gradient is clipped to this norm, of all parameters together.
+        batch_size_lead: begin rounds so many samples before the target, which are expected from the batches that the
+            peers compute by then.
+        matchmaking_time_s, averaging_timeout_s: as in ``averaging``.
+        delay: ``"optimizer"`` to make the update in the background, ``"gradients"`` to average there too, while the
+            next batches are computed on parameters that are one step old. None for exact, synchronous steps.
+        offload: keep optimizer state and float32 parameters on the host; the model's own may be of half precision.
+            By default only where ``delay`` needs it.
+        auxiliary: this peer has no data, and helps to average.
         must_match: further facts that all peers must agree on, such as ``{"tokenizer": digest}``.
         averaging: times and sizes of the averaging rounds.
         progress: periods of the progress records.
@@ -96,58 +67,64 @@ class Optimizer(torch.optim.Optimizer):
         Unavailable: the DHT, or every peer that could hand out the state of the run, does not answer.
     """
 
+    _step_supports_amp_scaling = True
+    """``torch.amp.GradScaler`` leaves it to :meth:`step` to divide by the scale, and to drop what overflowed."""
+
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizer: OptimizerMaker,
         *,
         peer: BlockingPeer,
         run_id: str,
         target_batch_size: int,
+        params: Iterable[Any] | None = None,
         batch_size_per_step: int | None = None,
-        scheduler: LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
+        scheduler: SchedulerMaker | None = None,
+        max_grad_norm: float | None = None,
+        batch_size_lead: int = 0,
+        matchmaking_time_s: float | None = None,
+        averaging_timeout_s: float | None = None,
+        delay: Delay | None = None,
+        offload: bool | None = None,
+        auxiliary: bool = False,
         must_match: Mapping[str, str] | None = None,
         averaging: AveragingConfig | None = None,
         progress: ProgressConfig | None = None,
     ) -> None:
-        checked_run_id(run_id)
-        if target_batch_size < 1:
-            raise ConfigError(f"target_batch_size={target_batch_size} must be at least 1; for example 4096")
-        if batch_size_per_step is not None and batch_size_per_step < 1:
-            raise ConfigError(f"batch_size_per_step={batch_size_per_step} must be at least 1; for example 32")
-        super().__init__(optimizer.param_groups, optimizer.defaults)
-        self.inner = optimizer
-        self._share_inner()
-        self.scheduler = scheduler if isinstance(scheduler, LRScheduler) or scheduler is None else scheduler(optimizer)
-        if isinstance(self.scheduler, ReduceLROnPlateau):
-            raise ConfigError(
-                "ReduceLROnPlateau follows each peer's own loss; give a schedule by global step, LambdaLR say"
-            )
+        self._options = options = Options(
+            run_id=run_id, target_batch_size=target_batch_size, batch_size_per_step=batch_size_per_step,
+            batch_size_lead=batch_size_lead, max_grad_norm=max_grad_norm, delay=delay, offload=offload,
+            auxiliary=auxiliary,
+        )  # fmt: skip
+        averaging = averaging_of(averaging, matchmaking_time_s, averaging_timeout_s)
+        super().__init__(made_optimizer(optimizer, params))
+        self.wrap(Replica(self.inner, scheduler, max_grad_norm=max_grad_norm, offload=options.has_host_copy))
         self.statistics = Statistics()
         self.last_round: RoundManifest | None = None
         """The manifest of the round behind the current global step; None for a step made alone or loaded."""
         self.last_contribution = 0
         """This peer's samples in the current global step."""
         self._peer = peer
-        self._batch_size_per_step = batch_size_per_step
-        self._averaging = averaging or AveragingConfig()
-        self._accumulator = GradientAccumulator([p for p in parameters_of(optimizer) if p.requires_grad])
+        self._accumulator = GradientAccumulator(self._replica.model_parameters)
+        self._current: GlobalStep | None = None  # that is being made; between calls of step(), in the background
         self._speed = SpeedMeter()
+        self._advice = Advice(target_batch_size)
         self._failures = 0
         self._was_alone = False
-        self._lineage_samples = 0
-        self._state_lock = threading.Lock()  # held while parameters change, and while they are copied for a newcomer
-        initial = hashlib.sha256(digest_of(specs_of(optimizer), b"", _on_cpu(parameters_of(optimizer)))).digest()
-        self._local = LocalState(Position(0, initial), self._capture)
-        manifest = self._manifest(run_id, target_batch_size, dict(must_match or {}))
+        extra = dict(must_match or {}) | options.facts()
+        manifest = manifest_of(self._replica, run_id, target_batch_size, averaging.codec, extra)
         self._collaboration = Collaboration(
-            peer.presence, manifest, self._local, self._averaging, progress or ProgressConfig()
-        )
-        self._join()
+            peer.presence, manifest, self._replica, averaging, progress or ProgressConfig(),
+            batch_size_lead=batch_size_lead, is_silent=auxiliary,
+        )  # fmt: skip
+        self._membership = Membership(peer, self._collaboration, self._replica, averaging)
+        self.statistics.states_loaded += self._membership.join()
+        self._show()
 
     @property
     def global_step(self) -> int:
-        """Optimizer steps that the run has made, as far as this peer has followed."""
-        return self._local.position.step
+        """Optimizer steps that the run has made, as far as the model here has followed."""
+        return self._shown_step
 
     @property
     def num_peers(self) -> int:
@@ -156,8 +133,14 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def samples_accumulated(self) -> int:
-        """This peer's samples towards the next global step."""
-        return self._accumulator.samples
+        """This peer's samples towards the next global step, or in one that is being made."""
+        waiting = self._current.contribution.samples if self._current is not None else 0
+        return self._accumulator.samples + waiting
+
+    @property
+    def is_stepping(self) -> bool:
+        """Whether a global step is made in the background; see ``delay``."""
+        return self._current is not None and not self._current.is_done
 
     @property
     def samples_per_second(self) -> float:
@@ -166,9 +149,11 @@ class Optimizer(torch.optim.Optimizer):
 
     def state_digest(self) -> str:
         """SHA-256 of parameters, optimizer and scheduler state, in hexadecimal: equal on peers that are in step."""
-        return self._capture().header.digest.hex()
+        return self._replica.capture().header.digest.hex()
 
-    def step(self, closure: Callable[[], Any] | None = None, *, batch_size: int | None = None) -> Any:
+    def step(
+        self, closure: Callable[[], Any] | None = None, *, batch_size: int | None = None, weight: float | None = None
+    ) -> Any:
         """Count the current gradients in; when the run is due for it, make a global step together with the others.
 
         Returns at once unless a global step is due. A failed attempt changes nothing: the gradients count in the next.
@@ -176,6 +161,7 @@ class Optimizer(torch.optim.Optimizer):
         Args:
             closure: computes the loss and its gradients again, and returns the loss.
             batch_size: samples behind the current gradients, instead of ``batch_size_per_step``; 0 adds nothing.
+            weight: what the loss is a mean over, where that is not samples: tokens, say.
         Raises:
             ConfigError: no batch size was given.
         """
@@ -183,148 +169,199 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._accumulate(self._batch_size_per_step if batch_size is None else batch_size)
-        decision = self._decide()
-        if decision is Decision.LOAD_STATE:
-            self._try_to_load_state()
-        elif decision is Decision.AVERAGE:
-            self._average()
-        elif decision is Decision.GO_ALONE:
-            self._step_alone()
+        if self._current is not None and self._current.is_done:
+            self._end_step(self._current)
+        self._accumulate(batch_size, weight)
+        if self._current is None:
+            self._act_on(self._membership.decide(self._accumulator.samples, self._speed))
+        else:
+            self._membership.report(self._accumulator.samples, self._speed, self._current)
         self._speed.resume(self._peer.time())
         return loss
+
+    def settle(self, timeout_s: float = 120.0) -> None:
+        """Wait until no step is made in the background, and the model has the result of the last one.
+
+        Raises:
+            Timeout: it took longer.
+        """
+        deadline = self._peer.time() + timeout_s
+        while self._current is not None:
+            if self._current.is_done:
+                self._end_step(self._current)
+            elif self._peer.time() > deadline:
+                raise Timeout("waiting for a global step in the background", timeout_s)
+            else:
+                self._peer.sleep(SETTLE_PERIOD_S)
 
     def wait_for_others(self, timeout_s: float = 30.0) -> bool:
         """Stay until all peers of the run have reached this step, so that those behind can still load the state.
 
         Returns whether they have, within ``timeout_s`` seconds.
         """
-        deadline = self._peer.time() + timeout_s
-        while self._run(self._collaboration.is_ahead_of_somebody(), "looking at the others"):
-            if self._peer.time() > deadline:
-                return False
-            self._peer.sleep(WAIT_PERIOD_S)
-        return True
+        return self._membership.wait_for_others(timeout_s)
 
     def close(self) -> None:
         """Leave the run; the peer stays. Closing the peer does this too."""
-        self._run(self._collaboration.close(), "leaving the run")
+        self._membership.leave()
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused once the run is joined: all its peers must have the same parameters."""
-        if hasattr(self, "_collaboration"):
-            raise ConfigError("the parameters of a run are fixed; give all groups to the wrapped optimizer at first")
-        super().add_param_group(param_group)
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the wrapped optimizer, and under ``manyhands`` where in the run it is, and the schedule.
+
+        It waits for a step in the background, so save the model's parameters after it.
+        """
+        self.settle()
+        return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the wrapped optimizer's state on this peer."""
-        self.inner.load_state_dict(state_dict)
-        self._share_inner()
+        """Load the wrapped optimizer's state on this peer, after the parameters were loaded into the model.
 
-    def _share_inner(self) -> None:
-        """Have the same groups and state as the wrapped optimizer, which replaces its own when it loads a state."""
-        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+        With the state of a :class:`manyhands.Optimizer` the peer goes to where in the run that was taken. If the run
+        is further than that, its state is loaded from the others at the next :meth:`step`, as always.
+        """
+        self.settle()
+        super().load_state_dict(state_dict)
+        self._moved_elsewhere("a checkpoint was loaded")
+        self._membership.announce_position()
 
-    # joining
+    # micro-batches
 
-    def _manifest(self, run_id: str, target_batch_size: int, extra: dict[str, str]) -> RunManifest:
-        groups = hyper_parameters_of(self.inner)
-        for group in groups:
-            group.pop("param_names", None)  # they are in the tensors' specs
-            group["lr"] = group.pop("initial_lr", group["lr"])
-        named = zip(names_of(self.inner), parameters_of(self.inner), strict=True)
-        return RunManifest(
-            protocol=PROTOCOL,
-            run_id=run_id,
-            target_batch_size=target_batch_size,
-            tensors=specs_of(self.inner),
-            frozen=[name for name, parameter in named if not parameter.requires_grad],
-            optimizer=type(self.inner).__name__,
-            hyper_parameters=groups,
-            scheduler=describe(self.scheduler),
-            codec=self._averaging.codec,
-            extra=extra,
-        )
-
-    def _join(self) -> None:
-        self._run(self._collaboration.start(), "joining the run", CALL_TIMEOUT_S * 2)
-        try:
-            self._catch_up()
-            self._run(self._collaboration.begin(self._local.position, self._lineage_samples), "joining the run")
-        except BaseException:
-            self.close()
-            raise
-
-    def _catch_up(self) -> None:
-        failures = []
-        while not self._run(self._collaboration.is_on_best_branch(), "joining the run"):
-            try:
-                self._load_state()
-            except Unavailable as error:
-                failures.append(error)
-            else:
-                return
-            if len(failures) == JOIN_ATTEMPTS:
-                raise failures[0]  # it names all who were asked; later attempts skip those without news
-            self._run(self._collaboration.wait_for_news(), "joining the run")
-
-    # global steps
-
-    def _decide(self) -> Decision:
-        try:
-            decision: Decision = self._run(
-                self._collaboration.decide(self._accumulator.samples, self._speed.samples_per_second), "deciding"
-            )
-        except Timeout as error:  # this machine was held up; training goes on
-            logger.warning("%s; going on with the next batch", error)
-            return Decision.ACCUMULATE
-        return decision
-
-    def _accumulate(self, samples: int | None) -> None:
-        if samples is None or samples < 0:
-            raise ConfigError(
-                f"batch_size={samples}: step() needs to know how many samples are behind the gradients; "
-                "give batch_size_per_step=32 to the optimizer, or batch_size=32 to step()"
-            )
+    def _accumulate(self, batch_size: int | None, weight: float | None) -> None:
+        if self._options.auxiliary:
+            if batch_size or weight:
+                raise ConfigError("an auxiliary peer has no batches: call step() without a batch size")
+            self._peer.sleep(AUXILIARY_PERIOD_S)
+            return
+        samples = checked_batch(self._options.batch_size_per_step if batch_size is None else batch_size, weight)
         if samples == 0:
             return
         self._speed.count(samples, self._peer.time())
         self.statistics.samples_computed += samples
-        if not self._accumulator.add(samples):
+        if self._speed.batch_s > 0 and (advice := self._advice.after_batch(self._speed.batch_s, samples)):
+            logger.info("%s", advice)
+        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)  # of a GradScaler
+        if found_inf is not None and float(found_inf) > 0:
+            self.statistics.samples_dropped += samples
+            logger.info("the scaled gradients overflowed: the %d samples of this micro-batch are dropped", samples)
+        elif not self._accumulator.add(samples, weight, 1.0 if scale is None else float(scale)):
             self.statistics.samples_dropped += samples
             logger.warning("a gradient of this micro-batch is not finite; its %d samples are dropped", samples)
 
+    # global steps
+
+    def _act_on(self, decision: Decision) -> None:
+        if decision is Decision.LOAD_STATE:
+            if self._membership.load_state():
+                self.statistics.states_loaded += 1
+                self._moved_elsewhere("they were computed on other parameters")
+        elif decision is Decision.AVERAGE:
+            self._average()
+        elif decision is Decision.GO_ALONE:
+            self._step_alone()
+
     def _average(self) -> None:
         logger.info("Beginning global optimizer step #%d", self.global_step)
-        weight = float(self._accumulator.samples)
-        config = self._averaging  # the round bounds itself; this is for a network thread that is held up
-        timeout_s = 2 * config.averaging_timeout_s + config.in_doubt_timeout_s + CALL_TIMEOUT_S
+        step = self._begin_step()
+        if self._options.delay == "gradients":
+            self._leave_to_background(step)
+            return
         try:
-            result = self._run(self._collaboration.average(self._accumulator.mean(), weight), "averaging", timeout_s)
+            step.committed(self._membership.average(step.contribution))
         except (RoundAborted, Unavailable) as error:
-            self._attempt_failed(error)
+            step.error = error
+            self._end_step(step)
+        except BaseException:
+            self._give_up(step)
+            raise
+        else:
+            self._make(step)
+
+    def _step_alone(self) -> None:
+        if not self._was_alone:
+            logger.info("Found no active peers: this peer makes global steps alone, from #%d on", self.global_step)
+        self._was_alone = True
+        step = self._begin_step()
+        step.is_alone(self._peer.peer_id)
+        self._make(step)
+
+    def _begin_step(self) -> GlobalStep:
+        self._replica.hear()
+        self._current = GlobalStep(self._replica, self._accumulator.freeze())
+        return self._current
+
+    def _give_up(self, step: GlobalStep) -> None:
+        """The contribution counts in the next attempt, if it is still there."""
+        if step.is_spoiled:
+            self.statistics.samples_dropped += step.contribution.samples
+            self._accumulator.recycle(step.contribution)
+        else:
+            self._accumulator.take_back(step.contribution)
+        self._current = None
+
+    def _make(self, step: GlobalStep) -> None:
+        """Make the update of a step whose average is there, or lost."""
+        if not step.is_lost:
+            if self._options.delay is not None:
+                self._leave_to_background(step)
+                return
+            try:
+                step.advance()
+            except BaseException:
+                self._give_up(step)
+                raise
+        try:
+            self._membership.announce(step)
+        finally:  # it was made, whoever knows of it
+            self._end_step(step)
+
+    def _leave_to_background(self, step: GlobalStep) -> None:
+        try:
+            self._membership.leave_to_background(step)
+        except BaseException:
+            if not step.is_begun:
+                self._give_up(step)
+            raise
+
+    def _end_step(self, step: GlobalStep) -> None:
+        """Count what became of a step, and have the model use its parameters."""
+        contribution, counts = step.contribution, self.statistics
+        if step.error is not None and not step.has_moved:
+            self._give_up(step)
+            self._attempt_failed(step.error)
             return
-        self.statistics.rounds_committed += 1
+        self._current = None
         self._failures = 0
-        if result.averaged_N is None:
-            self._fall_behind(result)
+        self._accumulator.recycle(contribution)
+        counts.rounds_committed += step.manifest is not None
+        counts.steps_alone += step.manifest is None
+        if step.refusal:
+            counts.updates_refused += 1
+            counts.samples_dropped += contribution.samples
+            logger.warning("Global step %d changes nothing: %s. All its samples are dropped", self.global_step,
+                           step.refusal)  # fmt: skip
+        elif step.is_without(self._peer.peer_id):
+            counts.samples_dropped += contribution.samples
+            logger.warning("The group made global step %d without this peer; its %d samples are dropped",
+                           self.global_step, contribution.samples)  # fmt: skip
+        else:
+            counts.samples_used += contribution.samples
+        if step.is_lost:
+            logger.warning("The group averaged its tensors, but this peer lost the result and must load the state")
             return
-        self._was_alone = False
-        logger.info("Averaged tensors successfully with %d peers", result.num_members)
-        lineage = self._local.position.after(result.manifest).lineage
-        self._apply(result.averaged_N, lineage, _samples_of(result.manifest), result.manifest)
+        self._was_alone = step.manifest is None
+        self._replica.show()
+        self._show()
+        self.last_round, self.last_contribution = step.manifest, contribution.samples
+        logger.info("Optimizer step: done! Step %d, %s", self.global_step, counts.summary())
+        speed = self._collaboration.tracker.progress.samples_per_second
+        if step.manifest is not None and speed > 0:
+            computing_s = self._options.target_batch_size / speed
+            if advice := self._advice.after_step(computing_s, step.averaging_s):
+                logger.warning("%s", advice)
 
-    def _fall_behind(self, result: CommittedRound) -> None:
-        """The samples of this peer are in the step that the others make; to follow them it needs their state."""
-        logger.warning("The group averaged its tensors, but this peer lost the result and must load the state")
-        self.statistics.samples_used += self._accumulator.samples
-        self._accumulator.reset()
-        position = self._local.position.after(result.manifest)
-        lineage_samples = self._lineage_samples + _samples_of(result.manifest)
-        others = [peer_id for peer_id in result.manifest.members if peer_id != self._peer.peer_id]
-        self._tell(lambda: self._collaboration.fall_behind(position, lineage_samples, others))
-
-    def _attempt_failed(self, error: Exception) -> None:
+    def _attempt_failed(self, error: BaseException) -> None:
+        if not isinstance(error, (RoundAborted, Unavailable)):
+            raise error
         self.statistics.rounds_aborted += 1
         self._failures += 1
         logger.warning("Skipped averaging: %s; the %d samples of this peer count in the next attempt",
@@ -336,86 +373,15 @@ class Optimizer(torch.optim.Optimizer):
                 self._failures,
             )
 
-    def _step_alone(self) -> None:
-        if not self._was_alone:
-            logger.info("Found no active peers: this peer makes global steps alone, from #%d on", self.global_step)
-        self._was_alone = True
-        self.statistics.steps_alone += 1
-        lineage = hashlib.sha256(self._local.position.lineage + b"alone" + self._peer.peer_id.encode()).digest()
-        self._apply(self._accumulator.mean(), lineage, self._accumulator.samples, None)
-
-    def _apply(self, averaged_N: torch.Tensor, lineage: bytes, samples: int, manifest: RoundManifest | None) -> None:
-        with self._state_lock:
-            with self._accumulator.gradients_from(averaged_N):
-                self.inner.step()
-            if self.scheduler is not None:
-                self.scheduler.step()
-            self._lineage_samples += samples
-            self._local.position = Position(self.global_step + 1, lineage)
-        self.last_round, self.last_contribution = manifest, self._accumulator.samples
-        self.statistics.samples_used += self.last_contribution
-        self._accumulator.reset()
-        members = manifest.members if manifest is not None else []
-        self._tell(lambda: self._collaboration.move(self._local.position, self._lineage_samples, members))
-        logger.info("Optimizer step: done!")
-
-    # state
-
-    def _capture(self) -> State:
-        with self._state_lock:
-            schedule = self.scheduler.state_dict() if self.scheduler is not None else {}
-            state = capture(self.inner, schedule, self._local.position, self._lineage_samples)
-        return sealed(state)
-
-    def _try_to_load_state(self) -> None:
-        logger.info("Peer is out of sync.")
-        try:
-            self._load_state()
-        except Unavailable as error:
-            logger.warning("%s; trying again after the next batch", error)
-            return
-        self._tell(lambda: self._collaboration.move(self._local.position, self._lineage_samples, []))
-
-    def _load_state(self) -> None:
-        started = self._peer.time()
-        state = self._run(self._collaboration.download(), "downloading the state", MAX_DOWNLOAD_S)
-        with self._state_lock:
-            try:
-                schedule = restore(state, self.inner)
-            except ValueError as error:
-                raise Unavailable(f"the state that was sent cannot be loaded: {readable(str(error))}") from error
-            self._share_inner()
-            if self.scheduler is not None:
-                self.scheduler.load_state_dict(merged(self.scheduler.state_dict(), schedule))
-            self._local.position = state.header.position
-            self._lineage_samples = state.header.lineage_samples
-        self.statistics.states_loaded += 1
+    def _moved_elsewhere(self, reason: str) -> None:
+        """The parameters are not those any more that the gradients so far were computed on."""
         self.last_round, self.last_contribution = None, 0
-        logger.info("Loaded the state of step %d in %.2f s", self.global_step, self._peer.time() - started)
         if self._accumulator.samples:
             self.statistics.samples_dropped += self._accumulator.samples
-            logger.warning("%d samples computed on other parameters are dropped", self._accumulator.samples)
-            self._accumulator.reset()
+            logger.warning("%d samples are dropped: %s", self._accumulator.samples, reason)
+        self._accumulator.reset()
+        self._show()
 
-    def _tell(self, what: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Have the network thread note something that has happened already; if it is held up, again."""
-        for attempt in range(TELL_ATTEMPTS):
-            try:
-                self._run(what(), "moving on")
-            except Timeout as error:
-                if attempt + 1 == TELL_ATTEMPTS:
-                    raise
-                logger.warning("%s; trying again", error)
-            else:
-                return
-
-    def _run(self, coro: Any, phase: str, timeout_s: float = CALL_TIMEOUT_S) -> Any:
-        return self._peer.run(coro, timeout_s, phase)
-
-
-def _on_cpu(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [tensor.detach().cpu().contiguous() for tensor in tensors]
-
-
-def _samples_of(manifest: RoundManifest) -> int:
-    return round(sum(manifest.weights))
+    def _show(self) -> None:
+        self.share()
+        self._shown_step = self._replica.position.step

@@ -41,7 +41,7 @@ MAX_SPEED = 1e9
 """Samples per second that are believed: sums of what strangers say stay exact."""
 
 
-class ProgressRecord(msgspec.Struct, frozen=True):
+class ProgressRecord(msgspec.Struct, frozen=True, gc=False):
     """What one peer says of itself; published under its own signature.
 
     Attributes:
@@ -53,6 +53,7 @@ class ProgressRecord(msgspec.Struct, frozen=True):
         addresses: where it can be.
         ttl_s: the record counts for so long.
         counted_s_ago: when it was published, so long ago were the samples counted.
+        batch_s: seconds that the peer takes for a batch; 0: it does not know yet.
     """
 
     position: Position
@@ -63,12 +64,14 @@ class ProgressRecord(msgspec.Struct, frozen=True):
     addresses: list[str]
     ttl_s: float
     counted_s_ago: float = 0.0
+    batch_s: float = 0.0
 
     def __post_init__(self) -> None:
         if not (
             0 <= self.samples_per_second < math.inf
             and 0 <= self.ttl_s < math.inf
             and 0 <= self.counted_s_ago < math.inf
+            and 0 <= self.batch_s < math.inf
         ):
             raise ValueError("speeds and times are finite and >= 0")
 
@@ -99,7 +102,7 @@ class Progress:
     eta_s: float
 
 
-class Reckoning(msgspec.Struct, frozen=True):
+class Reckoning(msgspec.Struct, frozen=True, gc=False):
     """How a peer's samples must grow, if it goes on as fast as it said.
 
     Attributes:
@@ -146,6 +149,17 @@ def reckoned_samples(record: ProgressRecord, age_s: float) -> int:
         age_s: since the record was published.
     """
     return Reckoning.of(record, 0.0).at(age_s)
+
+
+def busy_until(record: ProgressRecord, reckoning: Reckoning, instant: float) -> float:
+    """When a peer must have finished the batch that it computes at an instant; that instant when it cannot be told.
+
+    One that has counted nothing for two of its batches is not relied on: it may be gone.
+    """
+    elapsed_s = instant - reckoning.since + reckoning.counted_s_ago
+    if record.batch_s <= 0 or not 0 <= elapsed_s < 2 * record.batch_s:
+        return instant
+    return instant + record.batch_s - elapsed_s % record.batch_s
 
 
 def stretch(num_peers: int) -> float:

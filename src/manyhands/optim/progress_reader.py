@@ -34,7 +34,7 @@ def progress_key(run_id: str) -> str:
     return f"{run_id}.progress"
 
 
-class Observed(msgspec.Struct, frozen=True):
+class Observed(msgspec.Struct, frozen=True, gc=False):
     """A record of another peer.
 
     Attributes:
@@ -141,8 +141,13 @@ class ProgressReader:
         """Those at a position."""
         observed = self.observed()
         if self._crowd is None or self._crowd_of != (position, self.version):
-            here = {peer_id: seen for peer_id, seen in observed.items() if seen.record.position == position}
-            self._crowd = Crowd({peer_id: (seen.record, seen.reckoning) for peer_id, seen in here.items()})
+            self._crowd = Crowd(
+                {
+                    peer_id: (seen.record, seen.reckoning)
+                    for peer_id, seen in observed.items()
+                    if seen.record.position == position
+                }
+            )
             self._crowd_of = (position, self.version)
         return self._crowd
 

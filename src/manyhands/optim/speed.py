@@ -15,6 +15,8 @@ class SpeedMeter:
         self._since: float | None = None
         self._seconds_per_sample = 0.0
         self._weight = 0.0
+        self.batch_s = 0.0
+        """Seconds of the last batch; 0 until it is known."""
 
     @property
     def samples_per_second(self) -> float:
@@ -24,7 +26,8 @@ class SpeedMeter:
     def count(self, samples: int, now: float) -> None:
         """``samples`` were computed since :meth:`resume`; before its first call nothing is known of their time."""
         if self._since is not None:
-            seconds = (now - self._since) / samples
+            self.batch_s = now - self._since
+            seconds = self.batch_s / samples
             self._seconds_per_sample += SMOOTHING * (seconds - self._seconds_per_sample)
             self._weight += SMOOTHING * (1 - self._weight)
 

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import torch
 
-from manyhands.averaging.butterfly import bytes_of
+from manyhands.averaging.member_values import bytes_of
 from manyhands.averaging.messages import Count, Position
 from manyhands.optim.plain import merged, plain_part
 from manyhands.optim.run_manifest import TensorSpec
@@ -50,12 +50,12 @@ class Scalars(msgspec.Struct):
     """What is not in tensors.
 
     Attributes:
-        statistics: of the optimizer, by index of the parameter.
+        statistics: of the optimizer, by index of the parameter, written as a decimal number.
         groups: the hyper-parameters of each parameter group.
         scheduler: its state.
     """
 
-    statistics: dict[int, dict[str, Any]]
+    statistics: dict[str, dict[str, Any]]
     groups: list[dict[str, Any]]
     scheduler: dict[str, Any]
 
@@ -102,14 +102,14 @@ def capture(
     tensors = [_copy(parameter) for parameter in parameters]
     specs = [_spec(f"{index}", parameter) for index, parameter in enumerate(parameters)]
     packed = optimizer.state_dict()
-    statistics: dict[int, dict[str, Any]] = {}
+    statistics: dict[str, dict[str, Any]] = {}
     for index in sorted(packed["state"]):
         for name, value in sorted(packed["state"][index].items()):
             if isinstance(value, torch.Tensor):
                 tensors.append(_copy(value))
                 specs.append(_spec(f"{index}.{name}", value))
             else:
-                statistics.setdefault(index, {})[name] = value
+                statistics.setdefault(str(index), {})[name] = value
     scalars = Scalars(statistics, hyper_parameters_of(optimizer), plain_part(scheduler_state))
     encoded = msgspec.msgpack.encode(scalars, order="sorted")
     return State(StateHeader(position, lineage_samples, specs, encoded, b""), tensors)
@@ -164,7 +164,7 @@ def checked_scalars(header: StateHeader, parameters: Sequence[TensorSpec], num_g
         raise ValueError("its numbers are nested too deeply") from error
     if len(scalars.groups) != num_groups:
         raise ValueError(f"it has {len(scalars.groups)} parameter groups, the optimizer here has {num_groups}")
-    if any(not 0 <= index < len(parameters) for index in scalars.statistics):
+    if any(not _is_index(text, len(parameters)) for text in scalars.statistics):
         raise ValueError("it has statistics of a parameter that does not exist")
     return scalars
 
@@ -177,7 +177,7 @@ def restore(state: State, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """
     parameters, own = parameters_of(optimizer), optimizer.state_dict()
     scalars = checked_scalars(state.header, specs_of(optimizer), len(own["param_groups"]))
-    statistics = scalars.statistics
+    statistics = {int(index): values for index, values in scalars.statistics.items()}
     for spec, tensor in zip(state.header.tensors[len(parameters) :], state.tensors[len(parameters) :], strict=True):
         statistics.setdefault(_owner_of(spec), {})[spec.name.partition(".")[2]] = tensor.clone()
     groups = [
@@ -208,6 +208,11 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
 def _owner_of(spec: TensorSpec) -> int:
     index, _, _ = spec.name.partition(".")
     return int(index)
+
+
+def _is_index(text: str, num_parameters: int) -> bool:
+    """Whether a text is the index of a parameter, as :func:`capture` writes it."""
+    return text.isascii() and text.isdecimal() and len(text) < 10 and int(text) < num_parameters
 
 
 def _spec(name: str, tensor: torch.Tensor) -> TensorSpec:

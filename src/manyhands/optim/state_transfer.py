@@ -63,10 +63,17 @@ class StateServer:
         self._position = position
         self._captured: weakref.ref[State] | None = None  # lives as long as somebody downloads it
         self._capturing = asyncio.Lock()
+        self._num_downloads = 0
+        self._last_download_ended_at = -math.inf  # loop time
         endpoint.accept_bulk(STREAM_KIND, self._on_stream)
 
     def close(self) -> None:
         self._endpoint.refuse_bulk(STREAM_KIND)
+
+    def is_followed(self, patience_s: float) -> bool:
+        """Whether somebody downloads the state, or has it for at most ``patience_s`` seconds."""
+        now = asyncio.get_running_loop().time()
+        return self._num_downloads > 0 or now - self._last_download_ended_at <= patience_s
 
     async def _on_stream(self, remote: PeerId, header: bytes, stream: Stream) -> None:
         try:
@@ -74,7 +81,12 @@ class StateServer:
         except UNREADABLE as error:
             raise ProtocolViolation(remote, "a stream header that cannot be read") from error
         if request.run_id == self._run_id:
-            await self._send_state(stream)
+            self._num_downloads += 1
+            try:
+                await self._send_state(stream)
+            finally:
+                self._num_downloads -= 1
+                self._last_download_ended_at = asyncio.get_running_loop().time()
         else:
             await _send(stream, _encoded(StateAnswer(reason=f"this peer trains {self._run_id!r}")))
         await stream.close(STALL_TIMEOUT_S)

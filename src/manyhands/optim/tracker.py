@@ -23,6 +23,7 @@ from manyhands.optim.progress import (
     Branch,
     Progress,
     ProgressRecord,
+    busy_until,
     is_news,
     leading_branch,
     next_refresh_s,
@@ -43,6 +44,10 @@ class ProgressTracker:
 
     It is the :class:`manyhands.averaging.matchmaking.Roster` of the run's rounds.
 
+    Args:
+        batch_size_lead: begin rounds so many samples before the target.
+        is_silent: publish nothing, for a peer that nobody should wait for.
+
     Attributes:
         progress: of the collaboration, as the peers have said; this decides whether a global step is due.
         outlook: as it must be by now, reckoned from what they have said; this decides when to publish and to read.
@@ -57,8 +62,13 @@ class ProgressTracker:
         position: Position,
         config: ProgressConfig,
         on_update: Callable[[Progress, float], None] | None = None,
+        *,
+        batch_size_lead: int = 0,
+        is_silent: bool = False,
     ) -> None:
         self.target_batch_size = target_batch_size
+        self._batch_size_lead = batch_size_lead
+        self._is_silent = is_silent
         self.reader = ProgressReader(endpoint, dht, run_id)
         self._endpoint = endpoint
         self._dht = dht
@@ -80,7 +90,7 @@ class ProgressTracker:
         self._has_moved = Bell()
         self._refresh_wanted = Bell()
         self._tasks = TaskOwner("progress")
-        self.progress = self.outlook = sum_up(self._own, 0, 0, 0.0, target_batch_size)
+        self.progress = self.outlook = sum_up(self._own, 0, 0, 0.0, self._enough)
         self._branch: tuple[tuple[object, ...], Branch] | None = None  # and from what it follows
 
     def start(self) -> None:
@@ -93,13 +103,18 @@ class ProgressTracker:
     async def close(self) -> None:
         """Stop, and tell the others that this peer left the run."""
         await self._tasks.close()
-        if not self._is_started:
+        if not self._is_started or self._is_silent:
             return
         try:
             async with time_limit(GOODBYE_TIMEOUT_S, "saying goodbye to the run"):
                 await self._dht.store(self._key, GOODBYE, self._config.ttl_s, subkey=self._endpoint.peer_id)
         except ManyhandsError as error:
             logger.debug("the others are not told that this peer left: %s", error)
+
+    @property
+    def _enough(self) -> int:
+        """Samples with which a round begins."""
+        return self.target_batch_size - self._batch_size_lead
 
     # where this peer stands
 
@@ -110,9 +125,12 @@ class ProgressTracker:
     def lineage_samples(self) -> int:
         return self._own.lineage_samples
 
-    def report(self, samples: int, samples_per_second: float) -> None:
-        """This peer has accumulated ``samples`` since the last global step."""
-        self._update(msgspec.structs.replace(self._own, samples=samples, samples_per_second=samples_per_second))
+    def report(self, samples: int, samples_per_second: float, batch_s: float = 0.0) -> None:
+        """This peer has accumulated ``samples`` since the last global step; a batch takes it so many seconds."""
+        own = msgspec.structs.replace(
+            self._own, samples=samples, samples_per_second=samples_per_second, batch_s=batch_s
+        )
+        self._update(own)
 
     def expect_move(self) -> None:
         """A round committed, and its result is being applied: where this peer was is not published any more."""
@@ -160,22 +178,34 @@ class ProgressTracker:
         self._refresh_wanted.ring()
 
     def _update_progress(self) -> None:
-        crowd, own, target = self.reader.at(self._own.position), self._own, self.target_batch_size
+        crowd, own, enough = self.reader.at(self._own.position), self._own, self._enough
         reckoned = crowd.reckoned_samples(asyncio.get_running_loop().time())
         num_others, speed = crowd.num_peers, crowd.samples_per_second
-        self.progress = sum_up(own, num_others, crowd.samples, speed, target)
-        self.outlook = sum_up(own, num_others, reckoned, speed, target)
+        self.progress = sum_up(own, num_others, crowd.samples, speed, enough)
+        self.outlook = sum_up(own, num_others, reckoned, speed, enough)
 
     def is_due(self) -> bool:
-        """Whether the collaboration has reached its target, or another peer says so."""
-        return self._is_called or self.progress.samples >= self.target_batch_size
+        """Whether the collaboration has reached its target, less the lead, or another peer says so."""
+        return self._is_called or self.progress.samples >= self._enough
+
+    def others_busy_until(self, instant: float) -> float:
+        """When the last of the others here must have finished the batch that it computes at an instant (loop time)."""
+        own = self._own.position
+        return max(
+            (
+                busy_until(seen.record, seen.reckoning, instant)
+                for peer_id, seen in self.reader.observed().items()
+                if seen.record.position == own and not self._is_missing(peer_id, seen)
+            ),
+            default=instant,
+        )
 
     def is_worth_a_look(self) -> bool:
         """Whether the target must be reached, though the others have not said so when they were read last.
 
         Whoever leads looks first; the others are called.
         """
-        surplus = self.outlook.samples - self.target_batch_size
+        surplus = self.outlook.samples - self._enough
         if self.is_due() or surplus < 0:
             return False
         patience_s = self._patience_s()
@@ -256,7 +286,7 @@ class ProgressTracker:
         while True:
             self._changed.silence()
             self._has_moved.silence()
-            if not self._is_moving:
+            if not self._is_moving and not self._is_silent:
                 await self._publish()
             await self._has_moved.wait(self._config.min_refresh_s)  # a new position is not kept waiting
             await self._changed.wait(self._ttl_s() / KEEP_ALIVES)
@@ -293,7 +323,7 @@ class ProgressTracker:
     def _next_read_s(self, last_s: float) -> float:
         """When to read again. At the target there is nothing left to predict: the next batch of somebody looks."""
         patience_s = self._patience_s()
-        if self.is_due() or self.outlook.samples >= self.target_batch_size:
+        if self.is_due() or self.outlook.samples >= self._enough:
             max_s = self._config.max_refresh_s * stretch(self.outlook.num_peers)
             return min(max(2 * last_s, self._config.min_refresh_s, patience_s), max_s)
         return max(next_refresh_s(self.outlook, self._config), patience_s)

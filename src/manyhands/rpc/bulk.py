@@ -16,7 +16,7 @@ from manyhands.rpc.frames import Hello, Stripe
 from manyhands.rpc.streams import OpenStreams
 from manyhands.rpc.striping import StripedStream, StripeSets, num_stripes
 from manyhands.rpc.upload_cap import CappedStream, UploadCap
-from manyhands.transport.api import ControlStream, Stream
+from manyhands.transport.api import Stream
 
 BulkAcceptor = Callable[[PeerId, bytes, Stream], Awaitable[None]]
 """Called with (remote, header, stream) for each bulk stream; the stream is aborted when it returns."""
@@ -36,7 +36,7 @@ class BulkStreams:
         self.acceptors: dict[str, BulkAcceptor] = {}
         self._dialler = dialler
         self._streams = streams
-        self._carriers: dict[Stream, list[ControlStream]] = {}
+        self._carriers: dict[Stream, list[Stream]] = {}
         cap = config.max_upload_mbit_s
         self._cap = UploadCap(cap) if cap is not None else None
         self._stripe_sets = StripeSets(config.hello_timeout_s, self._capped)
@@ -68,7 +68,7 @@ class BulkStreams:
         for carrier in self._carriers.pop(stream, ()):
             self._streams.release(carrier)
 
-    async def serve(self, stream: ControlStream, hello: Hello, acceptor: BulkAcceptor) -> None:
+    async def serve(self, stream: Stream, hello: Hello, acceptor: BulkAcceptor) -> None:
         """Serve an accepted connection, once it was welcomed: the whole stream, or a part of one.
 
         Raises:
@@ -86,9 +86,7 @@ class BulkStreams:
         finally:
             whole.abort()
 
-    async def _open_all(
-        self, addresses: Sequence[Address], hellos: Sequence[Hello], timeout_s: float
-    ) -> list[ControlStream]:
+    async def _open_all(self, addresses: Sequence[Address], hellos: Sequence[Hello], timeout_s: float) -> list[Stream]:
         """One stream for each hello, or none at all."""
         dials = [asyncio.ensure_future(self._dialler.open(addresses, hello, timeout_s)) for hello in hellos]
         try:

@@ -63,6 +63,7 @@ class ControlConnection:
         is_retired: whether it ended because both ends wanted no more of it.
         on_drain: called when the other end wants no more of it.
         last_used: the loop's time when the last call began or was answered.
+        longest_pause_s: between two uses, so far.
         look_at: before this time there is nothing to look after.
         rtt_s: the shortest round trip seen so far, in seconds; infinite before the first.
     """
@@ -86,16 +87,19 @@ class ControlConnection:
         self.on_drain: Callable[[], None] = lambda: None
         self.rtt_s = math.inf
         self.last_used = asyncio.get_running_loop().time()
+        self.longest_pause_s = 0.0
         self.look_at = 0.0
         self._stream = stream
         self._config = config
         self._counters = counters
         self._calls = Calls(stream, counters, self._drain_if_due)
-        self._serving = Serving(stream, handlers, config.max_requests_per_connection, counters, self._used)
+        self._serving = Serving(stream, handlers, config.max_requests_per_connection, counters, self._served)
         self._reader = FrameReader(stream.remote)
+        if hasattr(stream, "hear"):
+            stream.hear = self._hears
         self._pinged_at: float | None = None
         self._num_sent = stream.bytes_sent
-        self._last_sent = self.last_used
+        self._last_sent = self._looked_at = self.last_used
         self._draining_since: float | None = None
         self._has_said_drain = self._is_drained_there = False
         self._closing: asyncio.Task[None] | None = None
@@ -105,6 +109,11 @@ class ControlConnection:
     def is_open(self) -> bool:
         """Whether calls may begin on it."""
         return self.lost is None and self._draining_since is None
+
+    @property
+    def shortest_rtt_s(self) -> float:
+        """The shortest round trip, in seconds: of pings, which a busy process delays, or as the system has seen it."""
+        return min(self.rtt_s, self._stream.rtt_s)
 
     @property
     def is_busy(self) -> bool:
@@ -137,6 +146,7 @@ class ControlConnection:
     ) -> ResponseBody:
         """As :meth:`manyhands.rpc.Endpoint.call`."""
         self._check_lost()
+        self._last_sent = asyncio.get_running_loop().time()
         try:
             return await self._calls.call(method, request, timeout_s)
         finally:
@@ -193,8 +203,9 @@ class ControlConnection:
         """
         period_s = self._config.heartbeat_period_s
         silence_s = now - max(self._stream.last_received, heard_until)
-        if self._stream.bytes_sent != self._num_sent:
-            self._num_sent, self._last_sent = self._stream.bytes_sent, now
+        if self._stream.bytes_sent != self._num_sent:  # somewhen since the last look, if it was not noted
+            self._num_sent = self._stream.bytes_sent
+            self._last_sent = max(self._last_sent, self._looked_at, now - period_s / 2)
         if silence_s > self._config.heartbeat_timeout_s:
             self.end(PeerLost(self.remote, f"silent for {silence_s:.1f} s"))
         elif silence_s > period_s and self._pinged_at is None:
@@ -205,18 +216,46 @@ class ControlConnection:
             self._retired()  # the other end does not agree, and does not matter: nobody waits for anything
         limit_s = period_s if self._pinged_at is None else self._config.heartbeat_timeout_s
         silent_at = self._stream.last_received + limit_s
-        noticed_at = now + period_s / 2  # when something was sent is noticed only by looking
-        self.look_at = min(silent_at, self._last_sent + period_s, noticed_at) if self._draining_since is None else now
+        self.look_at = min(silent_at, self._last_sent + period_s) if self._draining_since is None else now
+        self._looked_at = now
 
     def _check_lost(self) -> None:
         if self.lost is not None:
             raise PeerLost(self.remote, self.lost.reason)
 
     def _used(self) -> None:
-        self.last_used = asyncio.get_running_loop().time()
+        self._note_use()
         self._close_if_drained()
 
+    def _served(self) -> None:
+        self._used()
+        self._note_sent()
+
+    def _note_sent(self) -> None:
+        """Something may have been sent just now."""
+        if self._stream.bytes_sent != self._num_sent:
+            self._last_sent, self._num_sent = asyncio.get_running_loop().time(), self._stream.bytes_sent
+
+    def _note_use(self) -> None:
+        now = asyncio.get_running_loop().time()
+        pause_s = now - self.last_used
+        if pause_s > self.longest_pause_s:
+            self.longest_pause_s = pause_s
+        self.last_used = now
+
+    def _hears(self, data: bytes) -> bool:
+        """Handle a heartbeat that comes alone, as most of what comes at an idle peer does; False if it is none."""
+        if data == _PONG and not self._reader.is_midway:
+            self._ponged()
+        elif data == _PING and not self._reader.is_midway:
+            self._send_now(_PONG)
+        else:
+            return False
+        return True
+
     async def _handle(self, data: bytes) -> None:
+        if self._hears(data):
+            return
         for number, frame in enumerate(self._reader.frames(data), 1):
             self._dispatch(frame)
             if number % FRAMES_AT_ONCE == 0:
@@ -224,7 +263,7 @@ class ControlConnection:
 
     def _dispatch(self, frame: Frame) -> None:
         if isinstance(frame, Request):
-            self.last_used = asyncio.get_running_loop().time()
+            self._note_use()
             self._serving.begin(frame)
         elif isinstance(frame, (Response, Failure)):
             self._calls.answered(frame)
@@ -284,3 +323,4 @@ class ControlConnection:
         if self.lost is None:
             with suppress(PeerLost):  # the reader sees it too
                 self._stream.send_now(frame)
+                self._note_sent()

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from manyhands.base.address import Address
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import DialFailed, DialReason, PeerLost, ProtocolViolation, Refused, Timeout, Unavailable
-from manyhands.rpc.frames import Hello, Reject, Welcome, readable, receive_frame, send_frame
+from manyhands.rpc.frames import CONTROL, Hello, Reject, Welcome, readable, receive_frame, send_frame
 from manyhands.rpc.streams import OpenStreams
 from manyhands.runtime.tasks import TaskOwner
-from manyhands.transport.api import ControlStream, Transport
+from manyhands.transport.api import Stream, Transport
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,13 @@ class Opened:
         rtt_s: seconds from the hello to the welcome.
     """
 
-    stream: ControlStream
+    stream: Stream
     welcome: Welcome
     address: Address
     rtt_s: float
 
 
-Answer = tuple[ControlStream, Address]
+Answer = tuple[Stream, Address]
 Dial = asyncio.Task[Answer | DialFailed]
 
 
@@ -69,7 +69,7 @@ class Dialler:
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
-        stream, address = await self._dial_first(addresses, timeout_s)
+        stream, address = await self._dial_first(addresses, timeout_s, is_bulk=hello.purpose != CONTROL)
         try:
             async with time_limit(deadline - loop.time(), f"waiting for the welcome of {address}"):
                 said_at = loop.time()
@@ -90,7 +90,7 @@ class Dialler:
             raise
         return Opened(stream, answer, address, rtt_s)
 
-    async def _dial_first(self, addresses: Sequence[Address], timeout_s: float) -> Answer:
+    async def _dial_first(self, addresses: Sequence[Address], timeout_s: float, *, is_bulk: bool) -> Answer:
         """Dial the addresses, the best first; the first that answers is kept, the others are closed unused.
 
         Each has a head start of :data:`HEAD_START_S` before the next one is tried as well (RFC 8305, section 5).
@@ -100,7 +100,7 @@ class Dialler:
         dials: list[Dial] = []
         kept: Answer | None = None
         try:
-            first = await self._race(addresses, deadline, dials)
+            first = await self._race(addresses, deadline, dials, is_bulk)
             self.check_open()
             kept = first
         finally:
@@ -114,7 +114,9 @@ class Dialler:
             raise failures[0]
         raise Unavailable("no address answers: " + "; ".join(str(failure) for failure in failures))
 
-    async def _race(self, addresses: Sequence[Address], deadline: float, dials: list[Dial]) -> Answer | None:
+    async def _race(
+        self, addresses: Sequence[Address], deadline: float, dials: list[Dial], is_bulk: bool
+    ) -> Answer | None:
         """What the first dial that works returns; None when none does. What it begins is entered into ``dials``."""
         loop = asyncio.get_running_loop()
         untried = list(addresses)
@@ -123,7 +125,7 @@ class Dialler:
             self.check_open()
             if untried:
                 address = untried.pop(0)
-                dial = self._tasks.spawn(self._dial(address, deadline - loop.time()), name=f"dial {address}")
+                dial = self._tasks.spawn(self._dial(address, deadline - loop.time(), is_bulk), name=f"dial {address}")
                 dials.append(dial)
                 waiting.add(dial)
             head_start_s = HEAD_START_S if untried else None
@@ -133,10 +135,11 @@ class Dialler:
                     return answer
         return None
 
-    async def _dial(self, address: Address, timeout_s: float) -> Answer | DialFailed:
+    async def _dial(self, address: Address, timeout_s: float, is_bulk: bool) -> Answer | DialFailed:
         """A stream, or why there is none: as a value, since those who wanted it may have given up."""
         try:
-            stream = await self._transport.dial(address, timeout_s)
+            dial = self._transport.dial_bulk if is_bulk else self._transport.dial
+            stream: Stream = await dial(address, timeout_s)
         except DialFailed as failure:
             return failure
         self._streams.add(stream)

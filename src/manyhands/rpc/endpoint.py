@@ -30,7 +30,7 @@ from manyhands.rpc.serving import Served
 from manyhands.rpc.streams import OpenStreams
 from manyhands.rpc.striping import BYTES_OF_ONE
 from manyhands.runtime.tasks import TaskOwner
-from manyhands.transport.api import ControlStream, Listener, Stream, Transport
+from manyhands.transport.api import ControlStream, Listener, Stream, Transport, is_control
 from manyhands.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -322,6 +322,7 @@ class Endpoint:
         return Hello(purpose, AGENT, [str(address) for address in self.addresses], header)
 
     def _opened(self, opened: Opened) -> ControlConnection:
+        assert is_control(opened.stream), "the hello says that it is for control"
         connection = self._new_connection(opened.stream, opened.welcome.addresses, is_dialled=True)
         connection.rtt_s = opened.rtt_s
         self.learn(connection.remote, [opened.address], Source.WORKED)
@@ -330,7 +331,7 @@ class Endpoint:
 
     # accepted streams
 
-    async def _accepted(self, stream: ControlStream) -> None:
+    async def _accepted(self, stream: Stream) -> None:
         self._streams.add(stream)
         try:
             async with time_limit(self._config.hello_timeout_s, "waiting for a hello"):
@@ -346,22 +347,22 @@ class Endpoint:
         finally:
             self._streams.release(stream)
 
-    async def _welcome(self, stream: ControlStream, hello: Hello) -> None:
+    async def _welcome(self, stream: Stream, hello: Hello) -> None:
         welcome = Welcome(AGENT, [str(address) for address in self.addresses])
-        if hello.purpose == CONTROL:
+        if is_control(stream) and hello.purpose == CONTROL:
             if self._pool.has_room():
                 connection = self._new_connection(stream, hello.addresses, is_dialled=False)
                 await self._run(connection, stream, welcome)
             else:
                 self.counters["refused_full"] += 1
                 await self._reject(stream, "full", f"this peer has {len(self._pool)} connections already")
-        elif (acceptor := self._bulk.acceptors.get(hello.purpose)) is not None:
+        elif stream.is_bulk and (acceptor := self._bulk.acceptors.get(hello.purpose)) is not None:
             await send_frame(stream, welcome)
             await self._bulk.serve(stream, hello, acceptor)
         else:
             await self._reject(stream, "unknown_purpose", f"no streams of kind {hello.purpose[:80]!r} here")
 
-    async def _reject(self, stream: ControlStream, code: str, message: str) -> None:
+    async def _reject(self, stream: Stream, code: str, message: str) -> None:
         async with time_limit(self._config.hello_timeout_s, "turning a stream down"):
             await send_frame(stream, Reject(code, message))
             await stream.close()

@@ -14,7 +14,7 @@ import msgspec
 
 from manyhands.base.errors import ConfigError, ProtocolViolation
 from manyhands.base.identity import PeerId
-from manyhands.transport.api import ControlStream, Stream
+from manyhands.transport.api import Stream, is_control
 
 MAX_FRAME_BYTES = (1 << 20) - 4
 """Larger frames are refused before they are read; large data travels on bulk streams."""
@@ -169,9 +169,10 @@ def encode_frame(frame: Frame) -> bytes:
     return len(payload).to_bytes(4, "big") + payload
 
 
-async def send_frame(stream: ControlStream, frame: Frame) -> None:
+async def send_frame(stream: Stream, frame: Frame) -> None:
     """Send one frame; a sender that is cancelled leaves no half of it behind."""
-    await stream.send_message(encode_frame(frame))
+    data = encode_frame(frame)
+    await (stream.send_message(data) if is_control(stream) else stream.send(data))
 
 
 async def receive_frame(stream: Stream) -> Frame:
@@ -199,6 +200,11 @@ class FrameReader:
         self._remote = remote
         self._received = bytearray()
         self._num_needed = 4  # bytes without which nothing can be cut off
+
+    @property
+    def is_midway(self) -> bool:
+        """Whether a part of a frame has come, and the rest has not."""
+        return bool(self._received)
 
     def frames(self, data: bytes) -> Iterator[Frame]:
         """The frames that ``data`` completes; take all of them before the next call.

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
+import itertools
 import logging
-from collections import Counter
+import math
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -22,6 +25,15 @@ MAX_OF_ONE_PEER = 4
 LOOKS_IN_A_PERIOD = 4
 """How often a period of the heartbeat the connections are looked at."""
 
+PAUSES_KEPT = 2.0
+"""A connection that was used again after a pause is kept for so many times the longest one ..."""
+
+MOST_IDLE = 3.0
+"""... but for so many times the idle timeout at most."""
+
+MAX_RETIRED = 1024
+"""Peers whose connections were retired, and that are remembered, should they be wanted again."""
+
 SPARE_AFTER_S = 5.0
 """When there are too many connections, one that was unused for so long makes room."""
 
@@ -30,7 +42,8 @@ class ConnectionPool:
     """Open control connections by peer.
 
     A connection that nobody used for a while is retired by the end that dialled it, unless that end was never reached
-    by anybody: then it may sit behind a firewall without knowing, and nobody could dial it again.
+    by anybody: then it may sit behind a firewall without knowing, and nobody could dial it again. How long a while is
+    depends on the pauses between its uses: one that is used twice a minute would else be dialled twice a minute.
 
     Two peers that dial each other at the same time have two connections for a moment. They settle on the one that the
     lower peer id dialled, and among several of those on the newest: whoever dialled another one retires it, once its
@@ -47,8 +60,11 @@ class ConnectionPool:
         self._own_id = own_id
         self._config = config
         self._connections: dict[PeerId, list[ControlConnection]] = {}
+        self._looks: list[tuple[float, int, ControlConnection]] = []  # a heap: when to look at each
+        self._numbers = itertools.count()
         self._held: Counter[PeerId] = Counter()
         self._was_reached = False
+        self._retired: OrderedDict[PeerId, tuple[float, float]] = OrderedDict()  # last use, and longest pause till then
         self._tasks = TaskOwner("connections")
         self._upkeep: asyncio.Task[None] | None = None
 
@@ -86,7 +102,9 @@ class ConnectionPool:
 
     def rtt_s(self, peer_id: PeerId) -> float:
         """The shortest round trip to a connected peer, in seconds; infinite if none was seen."""
-        return min((connection.rtt_s for connection in self._connections.get(peer_id, [])), default=float("inf"))
+        return min(
+            (connection.shortest_rtt_s for connection in self._connections.get(peer_id, [])), default=float("inf")
+        )
 
     def is_held(self, peer_id: PeerId) -> bool:
         """Whether somebody relies on being told when the peer is lost."""
@@ -123,6 +141,8 @@ class ConnectionPool:
         self._was_reached = self._was_reached or not connection.is_dialled
         group = self._connections.setdefault(connection.remote, [])
         group.append(connection)
+        self._recall_pauses(connection)
+        heapq.heappush(self._looks, (0.0, next(self._numbers), connection))
         for oldest in group[:-MAX_OF_ONE_PEER]:
             oldest.end(PeerLost(oldest.remote, f"it has {MAX_OF_ONE_PEER} newer connections"))
         if len(group) == 1:
@@ -142,6 +162,17 @@ class ConnectionPool:
         del self._connections[remote]
         if not connection.is_retired:
             _tell(self.on_lost, remote)
+            return
+        self._retired[remote] = (connection.last_used, connection.longest_pause_s)
+        if len(self._retired) > MAX_RETIRED:
+            self._retired.popitem(last=False)
+
+    def _recall_pauses(self, connection: ControlConnection) -> None:
+        """A peer that is wanted again soon after its connection was retired will be wanted again after such a pause."""
+        last_used, longest_pause_s = self._retired.pop(connection.remote, (-math.inf, 0.0))
+        pause_s = connection.last_used - last_used
+        if pause_s < MOST_IDLE * self._config.idle_timeout_s:
+            connection.longest_pause_s = max(pause_s, longest_pause_s)
 
     def _settle(self, group: list[ControlConnection]) -> None:
         """Retire the connections that this end dialled and that the two ends will not keep."""
@@ -151,6 +182,12 @@ class ConnectionPool:
         for connection in open_ones:
             if connection.is_dialled and connection not in kept:
                 connection.retire()
+
+    def _idle_at(self, connection: ControlConnection) -> float:
+        """Until when such a connection is kept if nobody uses it."""
+        timeout_s = self._config.idle_timeout_s
+        pause_s = min(PAUSES_KEPT * connection.longest_pause_s, MOST_IDLE * timeout_s)
+        return connection.last_used + max(timeout_s, pause_s)
 
     def _is_spare(self, connection: ControlConnection) -> bool:
         """Whether nobody wants it, and either end could dial the other again, as far as this end can know."""
@@ -172,17 +209,33 @@ class ConnectionPool:
         period_s = self._config.heartbeat_period_s
         heard_until = loop.time()
         while self._connections:
-            due = loop.time() + period_s / LOOKS_IN_A_PERIOD
+            due = self._next_look(loop.time())
             await asyncio.sleep(due - loop.time())
             now = loop.time()
             if now > due + period_s:  # this loop was held up, so what came meanwhile is not read yet
                 heard_until = now
-            unused_since = now - self._config.idle_timeout_s
-            groups = self._connections.values()
-            for connection in [one for group in groups for one in group if one.look_at <= now]:
+            for connection in self._due(now):
                 connection.check_alive(now, heard_until)
-                if connection.last_used < unused_since and self._is_spare(connection):
+                idle_at = self._idle_at(connection)
+                if idle_at <= now and self._is_spare(connection):
                     connection.retire()
+                look_at = min(connection.look_at, idle_at) if idle_at > now else connection.look_at
+                heapq.heappush(self._looks, (look_at, next(self._numbers), connection))
+
+    def _next_look(self, now: float) -> float:
+        """After one or two of the times at which connections are looked at: those that come meanwhile are new."""
+        pause_s = self._config.heartbeat_period_s / LOOKS_IN_A_PERIOD
+        is_due_soon = bool(self._looks) and self._looks[0][0] <= now + pause_s
+        return now + (pause_s if is_due_soon else 2 * pause_s)
+
+    def _due(self, now: float) -> list[ControlConnection]:
+        """The connections to look at now; those that have ended are forgotten."""
+        due: list[ControlConnection] = []
+        while self._looks and self._looks[0][0] <= now:
+            _, _, connection = heapq.heappop(self._looks)
+            if connection.lost is None:
+                due.append(connection)
+        return due
 
 
 def _tell(callbacks: Sequence[Callable[[PeerId], None]], peer_id: PeerId) -> None:

@@ -18,6 +18,7 @@ from manyhands.base.errors import ProtocolViolation
 from manyhands.base.identity import PeerId
 from manyhands.rpc.frames import MAX_STRIPES, Stripe
 from manyhands.transport.api import Stream
+from manyhands.transport.piecewise import Piecewise
 
 BLOCK_BYTES = 1 << 18
 
@@ -37,10 +38,11 @@ def num_stripes(rtt_s: float, size_bytes: int) -> int:
     return max(1, min(by_rtt, size_bytes // BYTES_OF_ONE, MAX_STRIPES))
 
 
-class StripedStream:
+class StripedStream(Piecewise):
     """Several connections to one peer, used as one :class:`manyhands.transport.api.Stream`."""
 
     def __init__(self, stripes: Sequence[Stream]) -> None:
+        self.is_bulk = True
         self.remote = stripes[0].remote
         self.remote_host = stripes[0].remote_host
         self._stripes = list(stripes)

@@ -6,6 +6,7 @@ import asyncio
 
 from manyhands.transport.api import Stream
 from manyhands.transport.passing import PassingStream
+from manyhands.transport.piecewise import Piecewise
 
 PIECE_BYTES = 1 << 16
 """Streams take turns with pieces of this size, so that two rounds at once get the same share."""
@@ -35,13 +36,15 @@ class UploadCap:
             self._free_at = max(self._free_at, loop.time() - BURST_S) + num_bytes / self._bytes_per_s
 
 
-class CappedStream(PassingStream):
+class CappedStream(PassingStream, Piecewise):
     """A bulk stream that sends no faster than its endpoint may."""
 
     def __init__(self, stream: Stream, cap: UploadCap) -> None:
         super().__init__(stream)
         self._cap = cap
         self._sending = asyncio.Lock()
+
+    send_each = Piecewise.send_each  # piece by piece through the cap
 
     async def send(self, *buffers: bytes | bytearray | memoryview) -> None:
         async with self._sending:

@@ -213,11 +213,17 @@ class SimTransport:
         return listener
 
     async def dial(self, address: Address, timeout_s: float) -> SimStream:
+        return await self._dial(address, timeout_s, is_bulk=False)
+
+    async def dial_bulk(self, address: Address, timeout_s: float) -> SimStream:
+        return await self._dial(address, timeout_s, is_bulk=True)
+
+    async def _dial(self, address: Address, timeout_s: float, *, is_bulk: bool) -> SimStream:
         answered: asyncio.Future[SimStream | DialFailed] = asyncio.get_running_loop().create_future()
         target = self._network.host_at(address.host)
         if target is None:
             raise DialFailed(str(address), DialReason.UNREACHABLE)
-        knocking = _Knock(self._network, self._host, self.identity, target, address, answered)
+        knocking = _Knock(self._network, self._host, self.identity, target, address, answered, is_bulk)
         self._network.carry(self._host, target, knocking.knock, trips=HANDSHAKE_TRIPS - 1)
         try:
             await asyncio.wait([answered], timeout=timeout_s)
@@ -244,7 +250,9 @@ class _Knock:
         target: Host,
         address: Address,
         answered: asyncio.Future[SimStream | DialFailed],
+        is_bulk: bool,
     ) -> None:
+        self._is_bulk = is_bulk
         self._network, self._host, self._identity = network, host, identity
         self._life = host.life
         self._target, self._address, self._answered = target, address, answered
@@ -269,6 +277,7 @@ class _Knock:
             self._answer(DialFailed(address, DialReason.WRONG_IDENTITY, f"found {listener.identity.peer_id}"))
         else:
             near, far = self._network.connect(self._host, self._target, self._identity, listener.identity)
+            near.is_bulk = far.is_bulk = self._is_bulk
             listener.accept(far)
             self._answer(near)
 

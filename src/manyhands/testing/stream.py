@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 import zlib
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from manyhands.base.errors import PeerLost
@@ -14,16 +16,20 @@ from manyhands.testing.host import Host
 from manyhands.testing.links import TURN_BYTES
 from manyhands.transport.api import MAX_UNREAD_BYTES
 from manyhands.transport.chunks import chunks_of
+from manyhands.transport.piecewise import Piecewise
 
 if TYPE_CHECKING:
     from manyhands.testing.network import SimNetwork
 
 BACKLOG_BYTES = 256 * 1024
+HEARD_BYTES = 64
+"""Larger chunks are no small messages."""
+
 WINDOW_BYTES = 1 << 20
 """What a stream has under way before its sender waits, as TCP's window is."""
 
 
-class SimStream:
+class SimStream(Piecewise):
     """One end of a stream between two hosts.
 
     A chunk costs one timer, and one more for each limited bandwidth that it passes.
@@ -32,10 +38,14 @@ class SimStream:
         number: the same at both ends.
         is_silent: half-open: what comes is lost, and nobody is told.
         num_unread: bytes that have come, and that nobody has read.
+        hear: what takes small messages as they come, so that nobody must be woken for them; False for all others. Is
+            asked while the program waits for bytes, and runs outside of its context.
         is_handed_over: whether the program of its host knows it; a dialler does once the handshake is over.
     """
 
     def __init__(self, network: SimNetwork, host: Host, other_host: Host, remote: PeerId, number: int) -> None:
+        self.is_bulk = False
+        self.rtt_s = math.inf
         self.remote = remote
         self.remote_host = other_host.ip
         self.bytes_sent = 0
@@ -56,6 +66,7 @@ class SimStream:
         self._unread: deque[bytes] = deque()
         self.num_unread = 0
         self._reader: asyncio.Future[None] | None = None
+        self.hear: Callable[[bytes], bool] = _nothing_is_heard
         self._sending = asyncio.Lock()
         self._room: asyncio.Event | None = None
         self._end_reason = ""
@@ -172,11 +183,12 @@ class SimStream:
         self._trace.add_chunk(now, other.host.name, self.host.name, self.number, num_bytes, zlib.crc32(chunk))
         self.bytes_received += num_bytes
         self.last_received = now
-        self.num_unread += num_bytes
-        self._unread.append(chunk)
         reader = self._reader
-        if reader is not None and not reader.done():
-            reader.set_result(None)
+        if reader is None or reader.done() or num_bytes > HEARD_BYTES or not self.hear(chunk):
+            self.num_unread += num_bytes
+            self._unread.append(chunk)
+            if reader is not None and not reader.done():
+                reader.set_result(None)
         if other._room is not None:  # noqa: SLF001 (the other end of the same stream)
             other.look_for_room()
 
@@ -256,9 +268,14 @@ class SimStream:
 
     def _end(self, reason: str) -> None:
         self._end_reason = reason
+        self.hear = _nothing_is_heard
         self._network.streams.pop(self, None)
         if self._ended is not None:
             self._ended.set()
         if self._reader is not None and not self._reader.done():
             self._reader.set_exception(PeerLost(self.remote, reason))
         self.look_for_room()
+
+
+def _nothing_is_heard(chunk: bytes) -> bool:
+    return False

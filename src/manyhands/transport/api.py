@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Protocol, TypeGuard
 
 from manyhands.base.address import Address
 from manyhands.base.identity import Identity, PeerId
@@ -17,6 +17,10 @@ class Stream(Protocol):
 
     One task may send while another receives. Any call may raise :class:`manyhands.base.errors.PeerLost`.
     """
+
+    @property
+    def is_bulk(self) -> bool:
+        """Whether it was dialled for bulk: it is no :class:`ControlStream`."""
 
     @property
     def remote(self) -> PeerId:
@@ -47,6 +51,18 @@ class Stream(Protocol):
     async def receive_into(self, view: memoryview) -> None:
         """Fill the whole of ``view`` (format ``B``, writable) with the next bytes."""
 
+    async def send_each(self, pieces: Iterator[memoryview]) -> None:
+        """Send what an iterator makes; it works beside the loop, and makes the next piece when the last was sent.
+
+        What it raises ends the stream, and is raised here.
+        """
+
+    async def receive_each(self, views: Iterator[memoryview]) -> None:
+        """Fill each view that an iterator gives; it works beside the loop, and goes on when its last view is full.
+
+        What it raises ends the stream, and is raised here.
+        """
+
     async def close(self, timeout_s: float = 1.0) -> None:
         """Flush what was sent, then close; aborts when that takes longer than ``timeout_s`` seconds."""
 
@@ -58,7 +74,11 @@ class Stream(Protocol):
 
 
 class ControlStream(Stream, Protocol):
-    """What a dial and a listener give: a stream that is fit for small messages in both directions as well."""
+    """A stream that is fit for small messages in both directions as well."""
+
+    @property
+    def rtt_s(self) -> float:
+        """The shortest round trip that the system has seen, in seconds; infinite if it does not tell."""
 
     async def send_message(self, message: bytes) -> None:
         """Send one message once the backlog is within its bound; when it is cancelled, whole or not at all."""
@@ -75,7 +95,12 @@ class ControlStream(Stream, Protocol):
         """The next bytes, as many as are here, at least one. Cancelling it loses none."""
 
 
-OnStream = Callable[[ControlStream], Awaitable[None]]
+def is_control(stream: Stream) -> TypeGuard[ControlStream]:
+    """Whether a stream was dialled for control messages."""
+    return not stream.is_bulk
+
+
+OnStream = Callable[[Stream], Awaitable[None]]
 """Called with each accepted stream, as a task of the listener; the stream is aborted if it raises."""
 
 
@@ -100,6 +125,9 @@ class Transport(Protocol):
         Raises:
             DialFailed: with the reason; also when ``timeout_s`` is over.
         """
+
+    async def dial_bulk(self, address: Address, timeout_s: float) -> Stream:
+        """As :meth:`dial`, for a stream that carries bulk."""
 
     def close(self) -> None:
         """Let go of what the streams share; they must be closed."""

@@ -20,6 +20,8 @@ from cryptography.x509.oid import NameOID
 from manyhands.base.identity import Identity, PeerId, peer_id_from_public_key
 
 ALPN = "manyhands/1"
+BULK_ALPN = "manyhands-bulk/1"
+"""Of connections for bulk; their handshake is followed by records of :mod:`manyhands.transport.sealing`."""
 
 _ISSUER_KEY = Ed25519PrivateKey.from_private_bytes(hashlib.sha256(b"manyhands published issuer, no secret").digest())
 _ISSUER_NAME = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "manyhands published issuer")])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 
 from manyhands.base.address import Address
 from manyhands.base.errors import ConfigError, DialFailed, DialReason, PeerLost
@@ -12,6 +13,7 @@ from manyhands.runtime.tasks import TaskOwner
 from manyhands.transport.api import MAX_UNREAD_BYTES, OnStream
 from manyhands.transport.buffer import ReceiveBuffer
 from manyhands.transport.chunks import chunks_of
+from manyhands.transport.piecewise import Piecewise
 
 BACKLOG_BYTES = 256 * 1024
 
@@ -27,10 +29,12 @@ class MemoryNetwork:
         return next(self._ports)
 
 
-class MemoryStream:
+class MemoryStream(Piecewise):
     """One end of an in-process stream; ``send`` waits while the other end's backlog is full."""
 
-    def __init__(self, owner: PeerId, remote: PeerId) -> None:
+    def __init__(self, owner: PeerId, remote: PeerId, *, is_bulk: bool = False) -> None:
+        self.is_bulk = is_bulk
+        self.rtt_s = math.inf
         self.remote = remote
         self.remote_host = "127.0.0.1"
         self.bytes_sent = 0
@@ -161,6 +165,12 @@ class MemoryTransport:
         return listener
 
     async def dial(self, address: Address, timeout_s: float) -> MemoryStream:
+        return await self._dial(address, is_bulk=False)
+
+    async def dial_bulk(self, address: Address, timeout_s: float) -> MemoryStream:
+        return await self._dial(address, is_bulk=True)
+
+    async def _dial(self, address: Address, *, is_bulk: bool) -> MemoryStream:
         await asyncio.sleep(0)
         listener = self._network.listeners.get((address.host, address.port))
         if listener is None:
@@ -170,7 +180,8 @@ class MemoryTransport:
             raise DialFailed(str(address), DialReason.ITSELF)
         if address.peer_id not in (None, remote):
             raise DialFailed(str(address), DialReason.WRONG_IDENTITY, f"found {remote}")
-        here, there = MemoryStream(self.identity.peer_id, remote), MemoryStream(remote, self.identity.peer_id)
+        here = MemoryStream(self.identity.peer_id, remote, is_bulk=is_bulk)
+        there = MemoryStream(remote, self.identity.peer_id, is_bulk=is_bulk)
         here.other, there.other = there, here
         listener.accept(there)
         return here

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from manyhands.base.identity import PeerId
 from manyhands.transport.api import Stream
 
@@ -11,6 +13,10 @@ class PassingStream:
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
+
+    @property
+    def is_bulk(self) -> bool:
+        return self._stream.is_bulk
 
     @property
     def remote(self) -> PeerId:
@@ -37,6 +43,12 @@ class PassingStream:
 
     async def receive_into(self, view: memoryview) -> None:
         await self._stream.receive_into(view)
+
+    async def send_each(self, pieces: Iterator[memoryview]) -> None:
+        await self._stream.send_each(pieces)
+
+    async def receive_each(self, views: Iterator[memoryview]) -> None:
+        await self._stream.receive_each(views)
 
     async def close(self, timeout_s: float = 1.0) -> None:
         await self._stream.close(timeout_s)

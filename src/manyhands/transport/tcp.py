@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import errno
+import math
 import socket
+import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from aiohappyeyeballs import start_connection
@@ -24,6 +27,13 @@ MAX_LOOKUPS = 32
 """Names that are looked up at once; each has a thread, and a lookup that hangs keeps it for half a minute."""
 
 LOOKUP_POLL_S = 0.05
+
+LONG_RTT_S = 0.01
+
+MIN_RTT_OFFSET = 148
+"""Of ``tcpi_min_rtt`` in ``struct tcp_info`` of linux/tcp.h: microseconds, in 4 bytes."""
+
+NO_RTT = 2**32 - 1
 
 _lookups = threading.BoundedSemaphore(MAX_LOOKUPS)
 
@@ -72,6 +82,36 @@ def prepare(sock: socket.socket) -> None:
     sock.setblocking(False)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+
+def round_trip_s(sock: socket.socket) -> float:
+    """The shortest round trip that the system has seen on a connection, in seconds; infinite where it does not tell.
+
+    However busy this process and the other one are: their systems answer.
+    """
+    try:
+        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, MIN_RTT_OFFSET + 4)
+    except (OSError, AttributeError):  # closed; another system
+        return math.inf
+    if len(info) < MIN_RTT_OFFSET + 4:
+        return math.inf
+    microseconds = int.from_bytes(info[MIN_RTT_OFFSET:], sys.byteorder)
+    return microseconds / 1e6 if 0 < microseconds < NO_RTT else math.inf
+
+
+def is_long(sock: socket.socket) -> bool:
+    """Whether the other end of a connection is known to be far away."""
+    return LONG_RTT_S <= round_trip_s(sock) < math.inf
+
+
+def prepare_for_bulk(sock: socket.socket) -> None:
+    """Let a long link be filled in spite of losses, where the system can: by BBR (draft-ietf-ccwg-bbr).
+
+    Other ways to control congestion take each loss for a full link, and send half as fast after it.
+    """
+    if is_long(sock):
+        with suppress(OSError, AttributeError):  # it may not be there, or not be allowed
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"bbr")
 
 
 async def listen(address: Address) -> list[socket.socket]:

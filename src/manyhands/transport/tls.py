@@ -18,7 +18,8 @@ from manyhands.runtime.threads import BlockingThreads
 from manyhands.transport import tcp
 from manyhands.transport.admission import Admission, ListenLimits
 from manyhands.transport.api import OnStream
-from manyhands.transport.certificate import ALPN
+from manyhands.transport.certificate import ALPN, BULK_ALPN
+from manyhands.transport.sealed_stream import SealedStream
 from manyhands.transport.tls_session import TlsFailed, TlsSession, tls_context
 from manyhands.transport.tls_stream import TlsStream
 
@@ -42,7 +43,7 @@ class TlsListener:
         self._context = tls_context(transport.identity, is_server=True)
         self._admission = Admission(transport.limits)
         self._accepted: set[socket.socket] = set()  # without a stream yet
-        self._streams: set[TlsStream] = set()
+        self._streams: set[TlsStream | SealedStream] = set()
         self._tasks = TaskOwner("listener")
         for sock in sockets:
             self._resume(sock)
@@ -106,12 +107,13 @@ class TlsListener:
             self._admission.left(host, in_handshake=False)
             self._resume_paused()
 
-    async def _shake_hands(self, sock: socket.socket, host: str) -> TlsStream | None:
+    async def _shake_hands(self, sock: socket.socket, host: str) -> TlsStream | SealedStream | None:
         session = TlsSession(self._context, is_server=True)
         async with time_limit(self._limits.handshake_timeout_s, "in the TLS handshake"):
             await _shake_hands(sock, session)
         remote = session.remote_peer_id()
-        if remote is None or session.selected_alpn != ALPN or remote == self._transport.identity.peer_id:
+        is_known = session.selected_alpn in (ALPN, BULK_ALPN)
+        if remote is None or not is_known or remote == self._transport.identity.peer_id:
             return None
         self._admission.shaken_hands(host)
         return self._transport.stream_of(sock, session, remote, host)
@@ -143,31 +145,54 @@ class TlsTransport:
     def __init__(self, identity: Identity, limits: ListenLimits | None = None) -> None:
         self.identity = identity
         self.limits = limits or ListenLimits()
-        self._client_context = tls_context(identity, is_server=False)
+        self._client_contexts = {alpn: tls_context(identity, is_server=False, alpn=alpn) for alpn in (ALPN, BULK_ALPN)}
         self._threads = BlockingThreads(f"manyhands bulk {identity.peer_id[-6:]}")
         self._ciphertext = bytearray(READ_BYTES)
 
     def close(self) -> None:
         self._threads.close()
 
-    def stream_of(self, sock: socket.socket, session: TlsSession, remote: PeerId, remote_host: str) -> TlsStream:
+    def stream_of(
+        self, sock: socket.socket, session: TlsSession, remote: PeerId, remote_host: str
+    ) -> TlsStream | SealedStream:
         """A stream over a socket whose handshake is over."""
-        return TlsStream(sock, session, remote, remote_host, self._threads, self._ciphertext)
+        if session.is_sealed_now:
+            tcp.prepare_for_bulk(sock)
+            sealer, opener = session.sealing()
+            return SealedStream(sock, sealer, opener, remote, remote_host, self._threads, session.rest())
+        return TlsStream(sock, session, remote, remote_host, self._ciphertext)
 
     async def listen(self, address: Address, on_stream: OnStream) -> TlsListener:
         return TlsListener(self, on_stream, await tcp.listen(address))
 
     async def dial(self, address: Address, timeout_s: float) -> TlsStream:
+        stream = await self._dial(address, timeout_s, ALPN)
+        assert isinstance(stream, TlsStream)
+        return stream
+
+    async def dial_bulk(self, address: Address, timeout_s: float) -> SealedStream:
+        stream = await self._dial(address, timeout_s, BULK_ALPN)
+        assert isinstance(stream, SealedStream)
+        return stream
+
+    async def _dial(self, address: Address, timeout_s: float, alpn: str) -> TlsStream | SealedStream:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         sock = await tcp.connect(address, timeout_s)
-        return await self.dial_over(sock, address, deadline - loop.time())
+        return await self._dial_over(sock, address, deadline - loop.time(), alpn)
 
     async def dial_over(self, sock: socket.socket, address: Address, timeout_s: float) -> TlsStream:
         """As :meth:`dial`, over a socket that is connected already; it belongs to the stream then, or is closed."""
+        stream = await self._dial_over(sock, address, timeout_s, ALPN)
+        assert isinstance(stream, TlsStream)
+        return stream
+
+    async def _dial_over(
+        self, sock: socket.socket, address: Address, timeout_s: float, alpn: str
+    ) -> TlsStream | SealedStream:
         try:
-            session = await self._handshake(address, sock, timeout_s)
-            remote = self._checked(address, session)
+            session = await self._handshake(address, sock, timeout_s, alpn)
+            remote = self._checked(address, session, alpn)
             return self.stream_of(sock, session, remote, str(sock.getpeername()[0]))
         except OSError as error:
             sock.close()
@@ -177,8 +202,8 @@ class TlsTransport:
             sock.close()
             raise
 
-    async def _handshake(self, address: Address, sock: socket.socket, timeout_s: float) -> TlsSession:
-        session = TlsSession(self._client_context, is_server=False)
+    async def _handshake(self, address: Address, sock: socket.socket, timeout_s: float, alpn: str) -> TlsSession:
+        session = TlsSession(self._client_contexts[alpn], is_server=False)
         try:
             async with time_limit(timeout_s, f"in the TLS handshake with {address}"):
                 await _shake_hands(sock, session)
@@ -192,10 +217,10 @@ class TlsTransport:
             raise DialFailed(str(address), DialReason.NOT_MANYHANDS, detail) from error
         return session
 
-    def _checked(self, address: Address, session: TlsSession) -> PeerId:
+    def _checked(self, address: Address, session: TlsSession, alpn: str) -> PeerId:
         remote = session.remote_peer_id()
-        if session.selected_alpn != ALPN:
-            raise DialFailed(str(address), DialReason.PROTOCOL_VERSION, f"this peer speaks {ALPN}")
+        if session.selected_alpn != alpn:
+            raise DialFailed(str(address), DialReason.PROTOCOL_VERSION, f"this peer speaks {alpn}")
         if remote is None:
             raise DialFailed(str(address), DialReason.NOT_MANYHANDS, "its key is not Ed25519")
         if remote == self.identity.peer_id:
@@ -216,7 +241,8 @@ async def _shake_hands(sock: socket.socket, session: TlsSession) -> None:
         try:
             is_over = session.handshake()
         finally:
-            if data := session.ciphertext():  # also what tells the other end why it failed
+            data = session.ciphertext()  # also what tells the other end why it failed
+            if data and not (session.is_sealed_now and session.is_server):  # tickets to resume it, which nobody does
                 await loop.sock_sendall(sock, data)
         if is_over:
             return

@@ -1,8 +1,7 @@
 """Mutual TLS 1.3 of one connection, without its input and output: bytes go in and out at both sides.
 
-OpenSSL comes with the ``cryptography`` package, through pyOpenSSL. It releases Python's lock while it encrypts and
-decrypts, and it is newer than what many Pythons were built with. Two of pyOpenSSL's calls copy through memory of their
-own; what is received in bulk uses the functions below them, so that it is decrypted into the caller's memory.
+OpenSSL comes with the ``cryptography`` package, through pyOpenSSL. It is newer than what many Pythons were built with,
+and it exports the secrets that bulk connections go on with.
 """
 
 from __future__ import annotations
@@ -15,7 +14,14 @@ from OpenSSL import SSL, crypto
 from OpenSSL.SSL import _ffi, _lib  # type: ignore[attr-defined]
 
 from manyhands.base.identity import Identity, PeerId
-from manyhands.transport.certificate import ALPN, issuer_certificate, leaf_certificate, peer_id_of_certificate
+from manyhands.transport.certificate import (
+    ALPN,
+    BULK_ALPN,
+    issuer_certificate,
+    leaf_certificate,
+    peer_id_of_certificate,
+)
+from manyhands.transport.sealing import SECRET_BYTES, Opener, Sealer
 
 PARTIAL_WRITE = 0x1
 """SSL_MODE_ENABLE_PARTIAL_WRITE of openssl/ssl.h, for which pyOpenSSL has no name. Without it one call encrypts all."""
@@ -37,10 +43,13 @@ class TlsEnded(Exception):
     """The other end said that nothing more comes."""
 
 
-def tls_context(identity: Identity, *, is_server: bool) -> SSL.Context:
+def tls_context(identity: Identity, *, is_server: bool, alpn: str = ALPN) -> SSL.Context:
     """TLS settings of one side: version 1.3 only, a certificate of both sides, no session is resumed.
 
     Who answers is checked by peer id, so host names are not looked at.
+
+    Args:
+        alpn: what a client asks for; a server takes both.
     """
     context = SSL.Context(SSL.TLS_METHOD)
     context.set_min_proto_version(SSL.TLS1_3_VERSION)
@@ -56,12 +65,13 @@ def tls_context(identity: Identity, *, is_server: bool) -> SSL.Context:
     if is_server:
         context.set_alpn_select_callback(_select_alpn)
     else:
-        context.set_alpn_protos([ALPN.encode()])
+        context.set_alpn_protos([alpn.encode()])
     return context
 
 
 def _select_alpn(connection: SSL.Connection, offered: list[bytes]) -> Any:
-    return ALPN.encode() if ALPN.encode() in offered else SSL.NO_OVERLAPPING_PROTOCOLS
+    known = [alpn.encode() for alpn in (ALPN, BULK_ALPN)]
+    return next((alpn for alpn in offered if alpn in known), SSL.NO_OVERLAPPING_PROTOCOLS)
 
 
 class TlsSession:
@@ -69,12 +79,17 @@ class TlsSession:
 
     Args:
         context: made by :func:`tls_context` for the same side.
+
+    Attributes:
+        is_sealed_now: the handshake is over, and what follows is not TLS but what :meth:`sealing` makes.
     """
 
     def __init__(self, context: SSL.Context, *, is_server: bool) -> None:
         self._connection = SSL.Connection(context, None)
         self._ssl = self._connection._ssl  # noqa: SLF001
         self._failure: TlsFailed | TlsEnded | None = None
+        self.is_server = is_server
+        self.is_sealed_now = False
         if is_server:
             self._connection.set_accept_state()
         else:
@@ -94,6 +109,7 @@ class TlsSession:
             return False
         except SSL.Error as error:
             raise _failure(error) from error
+        self.is_sealed_now = self.selected_alpn == BULK_ALPN
         return True
 
     @property
@@ -111,7 +127,26 @@ class TlsSession:
             return None
         return peer_id_of_certificate(certificate.public_bytes(serialization.Encoding.DER))
 
-    # afterwards
+    # afterwards, on a bulk connection
+
+    def sealing(self) -> tuple[Sealer, Opener]:
+        """What this end sends with and receives with from now on, keyed from the session (RFC 8446, section 7.5)."""
+        is_chacha = "CHACHA20" in (self._connection.get_cipher_name() or "")
+        labels = [b"EXPERIMENTAL manyhands bulk from server", b"EXPERIMENTAL manyhands bulk from client"]
+        from_server, from_client = (self._connection.export_keying_material(label, SECRET_BYTES) for label in labels)
+        sent, received = (from_server, from_client) if self.is_server else (from_client, from_server)
+        return Sealer(sent, is_chacha=is_chacha), Opener(received, is_chacha=is_chacha)
+
+    def rest(self) -> bytes:
+        """What came behind the handshake; it is not TLS any more."""
+        parts = []
+        view = memoryview(bytearray(1 << 16))
+        with _ffi.from_buffer(view, require_writable=True) as start:
+            while (num_bytes := _lib.BIO_read(self._connection._into_ssl, start, len(view))) > 0:  # noqa: SLF001
+                parts.append(bytes(view[:num_bytes]))
+        return b"".join(parts)
+
+    # afterwards, on a control connection
 
     @property
     def is_over(self) -> bool:
@@ -167,11 +202,6 @@ class TlsSession:
             self._connection.shutdown()
         except SSL.Error:
             return  # the session is broken: there is nothing to end
-
-    def ciphertext_into(self, view: memoryview) -> int:
-        """As :meth:`ciphertext`, into memory of the caller; returns the number of bytes."""
-        with _ffi.from_buffer(view, require_writable=True) as start:
-            return max(int(_lib.BIO_read(self._connection._from_ssl, start, len(view))), 0)  # noqa: SLF001
 
     def ciphertext(self, max_bytes: int = 1 << 16) -> bytes:
         """What is to be sent over the network; empty when there is nothing. At most ``max_bytes`` at a time."""

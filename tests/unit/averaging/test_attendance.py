@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
 import pytest
 
-from manyhands.averaging.attendance import (
+from manyhands.averaging.attendance import Attendance
+from manyhands.averaging.attendance_record import (
     ATTENDANCE,
     GOODBYE,
     LAST_ROUND,
-    Attendance,
     AttendanceRecord,
     attendance_key,
     first_position,
@@ -44,11 +45,13 @@ def plain(value: msgspec.Struct) -> Any:
 class Case:
     """An attendance, and what it hears."""
 
-    def __init__(self, endpoint: Any) -> None:
+    def __init__(self, endpoint: Any, max_group_size: int = 256) -> None:
         self.dht: Any = FakeDht()
         self.dht.declare = lambda key, schema: None
         self.endpoint = endpoint
-        self.attendance = Attendance(endpoint, self.dht, "run", TENSORS, "1")
+        self.attendance = Attendance(
+            endpoint, self.dht, "run", TENSORS, "1", max_group_size=max_group_size, rng=random.Random(1)
+        )
         self._sequence = 1000
 
     async def hears(self, peer_id: PeerId, value: Any) -> None:

@@ -2,95 +2,223 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.averaging.ballot import Ballot
-from manyhands.averaging.messages import Verdict, Vote
+from manyhands.averaging.ballot import STAGES, Count, Held, Voter, dropped
+from manyhands.averaging.messages import Accusation, Order, Part, Verdict, Vote
 from tests.unit.averaging.groups import group_of, peer
 
-LOST, NO_RESULT = "lost", "no result"
-EVENTS = st.sampled_from([b"digest one", b"digest two", LOST, NO_RESULT])
+LOST = "lost"
+EVENTS = st.sampled_from([b"digest one", b"digest two", LOST])
+NUMEL = 100
+ALL = (0, NUMEL)
 
 
 @st.composite
 def elections(draw: st.DrawFn) -> tuple[int, list[tuple[int, bytes | str]]]:
     """A group size, and what happens to its members, in any order; some never answer, some speak twice."""
     num_members = draw(st.integers(1, 7))
-    return num_members, draw(st.lists(st.tuples(st.integers(0, num_members), EVENTS), max_size=14))
+    return num_members, draw(st.lists(st.tuples(st.integers(0, num_members - 1), EVENTS), max_size=14))
 
 
-def apply(ballot: Ballot, member: int, event: bytes | str) -> None:
-    if event == LOST:
-        ballot.add_lost(peer(member), f"{member} was lost")
-    elif isinstance(event, bytes):
-        ballot.add(peer(member), Vote(b"group", event))
-    else:
-        ballot.add(peer(member), Vote(b"group", b"", f"{member} lost somebody"))
+def vote_of(digest: bytes, **more: object) -> Vote:
+    return Vote(b"group", digest, accepted=0 if digest else -1, numel=NUMEL, **more)  # type: ignore[arg-type]
+
+
+def lacking(start: int, stop: int, *accused: int, ballot: int = 0) -> Vote:
+    accusations = [Accusation(rank, f"{rank} was lost") for rank in accused]
+    reason = "somebody was lost"
+    return Vote(b"group", b"", reason, ballot, missing=(start, stop), accusations=accusations, numel=NUMEL)
 
 
 @given(elections())
 def test_a_verdict_never_changes_and_follows_the_majority(election: tuple[int, list[tuple[int, bytes | str]]]) -> None:
     num_members, events = election
-    ballot = Ballot(group_of(num_members))
-    first: dict[int, bytes | str] = {}
+    count = Count(group_of(num_members))
+    first: dict[int, bytes] = {}
     verdict: Verdict | None = None
     for member, event in events:
-        apply(ballot, member, event)
-        if member < num_members:  # the last number is nobody's
+        if isinstance(event, bytes):
+            count.add(member, vote_of(event))
             first.setdefault(member, event)
-        held = Counter(event for event in first.values() if isinstance(event, bytes))
-        most = max(held.values(), default=0)
-        before, verdict = verdict, ballot.decide()
-        if before is not None:
-            assert verdict is not None
-            assert verdict.manifest == before.manifest, "two verdicts in one round"
-        if 2 * most > num_members:
-            assert verdict is not None
-            assert verdict.manifest is not None
-            assert held[verdict.manifest.digest] == most
-        elif 2 * (most + num_members - len(first)) > num_members:
-            assert verdict is None, "somebody's vote can still decide it"
         else:
-            assert verdict is not None
-            assert verdict.manifest is None
+            count.lose(member, f"{member} was lost")
+        most = max(Counter(first.values()).values(), default=0)
+        before, decision = verdict, count.decide()
+        assert not isinstance(decision, Order), "nobody lacks anything"
+        verdict = decision
+        if before is not None:
+            assert verdict == before, "two verdicts in one round"
+            return
+        if verdict is not None and verdict.manifest is not None:
+            held = [digest for digest in first.values() if digest == verdict.manifest.digest]
+            assert 2 * len(held) > num_members
+        elif verdict is not None:
+            assert 2 * most <= num_members
             assert verdict.reason
 
 
-@given(elections(), st.randoms(use_true_random=False))
-def test_the_order_of_first_votes_does_not_matter(election: tuple[int, list[tuple[int, bytes | str]]], rng) -> None:
-    num_members, events = election
-    once = list(dict(reversed(events)).items())  # the first vote of each
-    shuffled = rng.sample(once, len(once))
-    ballots = [Ballot(group_of(num_members)) for _ in range(2)]
-    for ballot, order in zip(ballots, (once, shuffled), strict=True):
-        for member, event in order:
-            apply(ballot, member, event)
-    assert ballots[0].decide() == ballots[1].decide()
+def test_what_a_lost_reducer_owned_is_ordered_from_the_others() -> None:
+    count = Count(group_of(4))
+    count.add(0, vote_of(b"digest"))
+    count.add(1, lacking(50, 75, 2))
+    count.lose(2, "killed")
+    assert count.decide() is None, "one has not voted yet"
+    count.add(3, lacking(50, 75, 2))
+    order = count.decide()
+    assert order == Order(1, [0, 1, 3], 50, 75)
+    for rank in (0, 1, 3):
+        assert count.decide() is None
+        count.add(rank, lacking(0, 1))
+        count.add(rank, vote_of(b"repaired", ballot=1, parts=[Part(0, NUMEL, 0, [2])]))
+    verdict = count.decide()
+    assert isinstance(verdict, Verdict)
+    assert verdict.manifest is not None
+    assert verdict.manifest.weights == [1.0, 1.0, 0.0, 1.0]
+    assert verdict.blamed == [peer(2)]
+    assert "killed" in verdict.reason
 
 
-def test_only_lost_members_are_blamed_and_only_when_they_had_not_voted() -> None:
-    ballot = Ballot(group_of(5))
-    ballot.add(peer(0), Vote(b"group", b"", "peer04 did it"))
-    ballot.add(peer(1), Vote(b"group", b"digest"))
-    ballot.add_lost(peer(1), "too late, it has voted")
-    ballot.add_lost(peer(2), "frozen")
-    assert ballot.decide() is None
-    ballot.add_lost(peer(3), "cut off")
-    verdict = ballot.decide()
-    assert verdict is not None
-    assert verdict.manifest is None
-    assert verdict.blamed == [peer(2), peer(3)]
-    for reason in ("peer04 did it", "frozen", "cut off"):
-        assert reason in verdict.reason
+def test_votes_of_other_ballots_and_of_those_who_were_left_out_count_nothing() -> None:
+    count = Count(group_of(3))
+    count.lose(2, "killed")
+    count.add(0, lacking(0, 10, 2))
+    count.add(1, lacking(0, 10, 2))
+    assert isinstance(count.decide(), Order)
+    count.add(2, vote_of(b"digest", ballot=1))
+    count.add(0, vote_of(b"digest"))
+    assert count.votes == {}
 
 
 def test_half_is_not_enough() -> None:
-    ballot = Ballot(group_of(4))
+    count = Count(group_of(4))
     for member in range(2):
-        ballot.add(peer(member), Vote(b"group", b"digest"))
-        ballot.add(peer(2 + member), Vote(b"group", b"another"))
-    verdict = ballot.decide()
-    assert verdict is not None
+        count.add(member, vote_of(b"digest"))
+        count.add(2 + member, vote_of(b"another"))
+    verdict = count.decide()
+    assert isinstance(verdict, Verdict)
     assert verdict.manifest is None
     assert verdict.reason == "the members hold different results"
+
+
+def test_half_of_a_group_cannot_go_on_alone() -> None:
+    count = Count(group_of(4))
+    count.add(0, lacking(0, 50, 2, 3))
+    count.add(1, lacking(0, 50, 2, 3))
+    for rank in (2, 3):
+        count.lose(rank, "cut off")
+    verdict = count.decide()
+    assert isinstance(verdict, Verdict)
+    assert verdict.is_known
+    assert verdict.manifest is None
+    assert verdict.blamed == [peer(2), peer(3)]
+
+
+def test_a_new_coordinator_takes_over_what_may_have_been_committed() -> None:
+    """Two of five hold it, one has nothing, and two are gone that may have voted for it."""
+    count = Count(group_of(5), term=1)
+    for rank in (1, 2):
+        count.add(rank, vote_of(b"digest", ballot=STAGES))
+    count.add(3, lacking(0, 100, ballot=STAGES))
+    count.lose(0, "killed")
+    count.lose(4, "killed")
+    order = count.decide()
+    assert isinstance(order, Order)
+    assert order.adopted == group_of(5).manifest(b"digest")
+
+
+def test_what_was_adopted_binds_also_those_who_hear_of_it_from_one_only() -> None:
+    """An earlier ballot may have committed it, though nobody here can tell."""
+    count = Count(group_of(5), term=2)
+    for rank in (2, 3, 4):
+        bound = vote_of(b"adopted", ballot=2 * STAGES)
+        bound.accepted = STAGES + 1
+        count.add(rank, bound if rank == 2 else lacking(0, 100, ballot=2 * STAGES))
+    count.lose(0, "killed")
+    count.lose(1, "killed")
+    order = count.decide()
+    assert isinstance(order, Order)
+    assert order.adopted == group_of(5).manifest(b"adopted")
+
+
+def test_members_that_went_different_ways_reduce_everything_again() -> None:
+    count = Count(group_of(3), term=1)
+    count.lose(0, "killed")
+    count.add(1, lacking(10, 20, ballot=STAGES))
+    late = lacking(10, 15, ballot=STAGES)
+    late.computed = 1
+    count.add(2, late)
+    assert count.decide() == Order(STAGES + 1, [1, 2], 0, NUMEL)
+
+
+def test_a_coordinator_that_may_not_be_the_first_never_says_that_nothing_was_committed() -> None:
+    count = Count(group_of(3), term=1)
+    count.lose(0, "killed")
+    count.lose(2, "killed")
+    count.add(1, vote_of(b"digest", ballot=STAGES))
+    verdict = count.decide()
+    assert isinstance(verdict, Verdict)
+    assert not verdict.is_known
+
+
+def test_a_round_ends_though_every_averaging_fails() -> None:
+    count = Count(group_of(3))
+    for ballot in range(STAGES):
+        for rank in range(3):
+            count.add(rank, lacking(0, 10, ballot=ballot))
+        assert isinstance(count.decide(), Order if ballot < STAGES - 1 else Verdict)
+
+
+# who must go
+
+
+def say(accuser: int, accused: int, *, is_violation: bool = False) -> tuple[int, Accusation]:
+    return accuser, Accusation(accused, f"{accuser} of {accused}", is_violation)
+
+
+@pytest.mark.parametrize(
+    ("accusations", "gone"),
+    [
+        ([], set()),
+        ([say(0, 2), say(1, 2)], {2}),
+        ([say(2, 0), say(2, 1), say(2, 3)], {2}),  # who accuses everybody
+        ([say(1, 0)], {1}),  # the coordinator stays,
+        ([say(0, 0, is_violation=True)], {0}),  # unless by its own word
+        ([say(1, 2), say(2, 1)], {2}),
+        ([say(2, 1, is_violation=True)], {1}),
+        ([say(1, 2), say(3, 4)], {2, 4}),
+    ],
+)
+def test_who_must_go(accusations: list[tuple[int, Accusation]], gone: set[int]) -> None:
+    assert dropped(accusations, 0).keys() == gone
+
+
+@given(st.lists(st.builds(say, st.integers(0, 6), st.integers(0, 6), is_violation=st.booleans())))
+def test_nobody_is_left_who_accuses_somebody_that_is_left(accusations: list[tuple[int, Accusation]]) -> None:
+    gone = dropped(accusations, 0)
+    assert all(accuser in gone or said.accused in gone for accuser, said in accusations)
+
+
+# a member
+
+
+def test_a_member_follows_no_coordinator_that_it_has_left() -> None:
+    voter = Voter(group_of(3), 2, NUMEL)
+    voter.averaged(Held(b"digest"), (0, 0))
+    assert voter.next_coordinator() == 1
+    assert not voter.follow(Order(1, [0, 1, 2], 0, 10))
+    assert voter.vote().accepted == 0
+    assert voter.vote().digest == b"digest"
+    assert not voter.follow(Order(STAGES + 1, [0, 1], 0, 10)), "it is left out"
+    assert voter.follow(Order(STAGES + 1, [1, 2], 0, 10))
+    voter.averaged(None, (0, 10), "lost somebody")
+    assert voter.vote().digest == b"", "what it held is not what this ballot is about"
+    assert voter.next_coordinator() == 2
+    assert voter.vote().digest == b"digest", "but it may have been committed"
+    assert voter.next_coordinator() is None
+
+
+def test_a_new_member_lacks_everything() -> None:
+    assert Voter(group_of(2), 1, NUMEL).vote().missing == ALL

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.averaging.agreement import _checked
-from manyhands.averaging.messages import Group, JoinResponse, Verdict, Vote
+from manyhands.averaging.agreement import checked
+from manyhands.averaging.messages import Group, JoinResponse, Order, Part, Verdict, Vote
 from manyhands.base.errors import ProtocolViolation
 from manyhands.base.identity import PeerId
 from tests.unit.averaging.groups import group_of, peer
@@ -23,28 +23,60 @@ OTHERS = [
 
 
 def test_a_verdict_about_the_group_is_believed() -> None:
-    assert _checked(GROUP, Verdict(True, GROUP.manifest(b"digest"))).manifest == GROUP.manifest(b"digest")
-    assert _checked(GROUP, Verdict(True, None, "lost", [peer(1)])) == Verdict(True, None, "lost", [peer(1)])
+    assert checked(GROUP, Verdict(True, GROUP.manifest(b"digest"))).manifest == GROUP.manifest(b"digest")
+    assert checked(GROUP, Verdict(True, None, "lost", [peer(1)])) == Verdict(True, None, "lost", [peer(1)])
 
 
 @pytest.mark.parametrize("other", OTHERS)
 def test_what_another_group_committed_is_not_believed(other: Group) -> None:
     with pytest.raises(ProtocolViolation, match="not about the group"):
-        _checked(GROUP, Verdict(True, other.manifest(b"digest")))
+        checked(GROUP, Verdict(True, other.manifest(b"digest")))
 
 
 def test_nothing_is_committed_in_doubt() -> None:
     with pytest.raises(ProtocolViolation):
-        _checked(GROUP, Verdict(False, GROUP.manifest(b"digest")))
+        checked(GROUP, Verdict(False, GROUP.manifest(b"digest")))
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [Part(5, 10, 0, [])],
+        [Part(0, 5, 0, [1]), Part(6, 10, 0, [])],
+        [Part(0, 5, 3, [])],
+        [Part(0, 5, 0, [3])],
+        [Part(0, 5, 0, [1, 1])],
+        [Part(0, 0, 0, [1])],
+    ],
+)
+def test_parts_that_cannot_be_are_not_believed(parts: list[Part]) -> None:
+    with pytest.raises(ProtocolViolation, match="not about the group"):
+        checked(GROUP, Verdict(True, GROUP.manifest(b"digest", parts)))
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        Order(1, [], 0, 10),
+        Order(1, [0, 3], 0, 10),
+        Order(1, [2, 0], 0, 10),
+        Order(1, [0, 2], 10, 10),
+        Order(1, [1], 0, 10),
+        Order(1, [0], adopted=group_of(2).manifest(b"digest")),
+    ],
+)
+def test_orders_that_nobody_could_follow_are_refused(order: Order) -> None:
+    with pytest.raises(ProtocolViolation):
+        checked(GROUP, Verdict(False, order=order))
 
 
 def test_only_members_are_blamed() -> None:
-    assert _checked(GROUP, Verdict(True, None, "", [PeerId("x"), peer(2)])).blamed == [peer(2)]
+    assert checked(GROUP, Verdict(True, None, "", [PeerId("x"), peer(2)])).blamed == [peer(2)]
 
 
 @given(st.text(max_size=600))
 def test_the_reason_is_fit_for_a_log_line(reason: str) -> None:
-    shown = _checked(GROUP, Verdict(True, None, reason)).reason
+    shown = checked(GROUP, Verdict(True, None, reason)).reason
     assert shown.isprintable()
     assert len(shown) <= 500
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from manyhands.dht.config import MAX_CONTACTS, MAX_STORED_RECORDS, DhtConfig
 from manyhands.dht.ids import ID_BYTES
-from manyhands.dht.messages import FindRequest, FindResponse, StoreOutcome, StoreRequest, StoreResponse
+from manyhands.dht.messages import FindRequest, FindResponse, Nearest, StoreOutcome, StoreRequest, StoreResponse
 from manyhands.dht.records import AgedRecord, Record, fault_of
 from manyhands.dht.routing import Contact
 from tests.unit.dht.examples import ALICE, contact, open_record, owned_record
@@ -58,6 +58,9 @@ def test_no_changed_byte_of_a_signed_record_changes_what_it_says(place: int, cha
         FindRequest(b"x" * 31),
         FindRequest(b"x" * 33),
         FindRequest(b"x" * 32, "k" * 257),
+        FindRequest(b"x" * 32, nearest=Nearest(0, b"")),
+        FindRequest(b"x" * 32, nearest=Nearest(MAX_CONTACTS + 1, b"")),
+        StoreRequest([], Nearest(5, b"x" * 65)),
         FindResponse([contact(1)] * (MAX_CONTACTS + 1)),
         FindResponse([Contact(ALICE.peer_id, ["x" * 401])]),
         FindResponse([Contact(ALICE.peer_id, ["x"] * 9)]),

@@ -18,6 +18,7 @@ from manyhands.dht.records import (
     Record,
     decode_value,
     encode_value,
+    examined,
     fault_of,
     remaining_s,
 )
@@ -194,10 +195,20 @@ def test_a_record_is_verified_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(verified) == 2
 
 
+def test_a_record_that_comes_again_is_the_one_that_came_first_and_a_large_one_is_not_kept() -> None:
+    first, again = owned_record("shared"), owned_record("shared")
+    assert examined(first, CONFIG)[0] is examined(again, CONFIG)[0]
+    large, copy = open_record("x" * 600), open_record("x" * 600)
+    assert examined(large, CONFIG)[0] is large
+    assert examined(copy, CONFIG)[0] is copy
+    forged = msgspec.structs.replace(first, value=b"\x01")
+    assert examined(forged, CONFIG) == (forged, Reason.BAD_SIGNATURE)
+
+
 def test_verdicts_on_records_take_a_bounded_room(monkeypatch: pytest.MonkeyPatch) -> None:
     remembered: OrderedDict[bytes, Reason] = OrderedDict()
-    monkeypatch.setattr("manyhands.dht.records._faults", remembered)
-    monkeypatch.setattr("manyhands.dht.records.REMEMBERED_FAULTS", 10)
+    monkeypatch.setattr("manyhands.dht.records._verdicts", remembered)
+    monkeypatch.setattr("manyhands.dht.records.REMEMBERED_VERDICTS", 10)
     for number in range(50):
         assert fault_of(open_record(number), CONFIG) is None
         assert len(remembered) <= 10

@@ -9,6 +9,7 @@ from manyhands.dht.routing import Contact, RoutingTable
 from tests.unit.dht.examples import contact
 
 OWN_ID = PeerId("me")
+OWN = node_id(OWN_ID)
 NUMBERS = st.integers(0, 60)
 
 
@@ -57,6 +58,7 @@ def test_every_history_keeps_the_table_valid_and_nearest_agrees_with_sorting(
         validate(table, k, max_failures)
     by_distance = sorted(table.contacts(), key=lambda contact: distance(node_id(contact.peer_id), target))
     assert table.nearest(target, num, with_failed=True) == by_distance[:num]
+    assert table.nearest_distances(target, num) == [node_id(one.peer_id) ^ target for one in by_distance[:num]]
     sound = [contact for contact in by_distance if contact.peer_id not in failed]
     assert table.nearest(target, num) == sound[:num]
     in_any_order = table.nearest(target, num, in_order=False)
@@ -108,6 +110,40 @@ def test_new_addresses_replace_old_ones() -> None:
     table.seen(Contact(PeerId("x"), ["/ip4/10.0.0.1/tcp/1"]))
     table.seen(Contact(PeerId("x"), ["/ip4/10.0.0.1/tcp/2"]))
     assert table.contacts() == [Contact(PeerId("x"), ["/ip4/10.0.0.1/tcp/2"])]
+
+
+def test_a_small_swarm_may_all_be_in_the_table_and_a_large_one_not() -> None:
+    for num_peers, num_known, may_hold_all in ((0, 0, False), (4, 4, True), (32, 32, True), (300, 300, False)):
+        table = RoutingTable(OWN_ID, k=20, max_failures=2)
+        for number in range(num_known):
+            table.seen(contact(number))
+        assert table.may_hold_all() is may_hold_all, num_peers
+
+
+def test_who_knows_its_neighbours_only_is_not_taken_for_somebody_who_knows_all() -> None:
+    """As somebody who has just come to a large swarm: no bucket is full yet."""
+    table = RoutingTable(OWN_ID, k=20, max_failures=2)
+    neighbours = sorted((contact(number) for number in range(1000)), key=lambda c: distance(node_id(c.peer_id), OWN))
+    for neighbour in neighbours[:19]:
+        table.seen(neighbour)
+    assert not table.may_hold_all()
+
+
+def test_who_is_heard_again_moves_to_the_end_unless_something_was_wrong_with_it() -> None:
+    first, second = same_bucket(2)
+    table = RoutingTable(OWN_ID, k=2, max_failures=2)
+    table.seen(first, 1.0)
+    table.seen(second, 2.0)
+    assert not table.is_heard_again(PeerId("nobody"), 0.0, 3.0)
+    assert not table.is_heard_again(first.peer_id, 2.0, 3.0), "not heard for long: it may have other addresses"
+    assert table.least_recently_seen() == [first]
+    assert table.is_heard_again(first.peer_id, 1.0, 3.0)
+    assert table.heard_at(first.peer_id) == 3.0
+    assert table.least_recently_seen() == [second]
+    table.lost(first.peer_id)
+    assert not table.is_heard_again(first.peer_id, 1.0, 4.0)
+    table.failed(second.peer_id)
+    assert not table.is_heard_again(second.peer_id, 1.0, 4.0)
 
 
 def test_the_node_itself_is_never_in_its_table() -> None:

@@ -15,7 +15,9 @@ def parameters_of(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) 
 def gradients_after(
     accumulator: GradientAccumulator, parameters: list[torch.Tensor], flat: torch.Tensor | None = None
 ) -> list[torch.Tensor | None]:
-    with accumulator.gradients_from(accumulator.mean() if flat is None else flat):
+    contribution = accumulator.freeze()
+    accumulator.take_back(contribution)
+    with accumulator.layout.installed(parameters, contribution.mean_N if flat is None else flat):
         return [None if parameter.grad is None else parameter.grad.clone() for parameter in parameters]
 
 
@@ -44,11 +46,12 @@ def test_a_batch_that_is_not_finite_leaves_what_was_there(bad: float) -> None:
     accumulator = GradientAccumulator(parameters)
     parameters[0].grad, parameters[1].grad = torch.ones(2), torch.ones(3)
     assert accumulator.add(4)
-    before = accumulator.mean().clone()
     parameters[1].grad = torch.tensor([1.0, bad, 1.0])
     assert not accumulator.add(4)
     assert accumulator.samples == 4
-    assert torch.equal(accumulator.mean(), before)
+    for gradient in gradients_after(accumulator, parameters):
+        assert gradient is not None
+        assert torch.equal(gradient, torch.ones_like(gradient))
 
 
 def test_opposite_infinities_do_not_cancel() -> None:
@@ -110,7 +113,8 @@ def test_a_parameter_that_another_peer_used_gets_its_gradient() -> None:
     there[1].grad = torch.tensor([4.0])
     accumulators[0].add(1)
     accumulators[1].add(3)
-    averaged = (accumulators[0].mean() * 1 + accumulators[1].mean() * 3) / 4
+    first, second = (accumulator.freeze() for accumulator in accumulators)
+    averaged = (first.mean_N * first.weight + second.mean_N * second.weight) / 4
     for accumulator, parameters in zip(accumulators, (here, there), strict=True):
         assert gradients_after(accumulator, parameters, averaged) == [torch.tensor([1.0]), torch.tensor([3.0])]
 
@@ -125,7 +129,8 @@ def test_gradients_are_put_back_also_after_an_error() -> None:
     accumulator = GradientAccumulator(parameters)
     own = parameters[0].grad = torch.ones(2)
     accumulator.add(1)
-    with pytest.raises(ZeroDivisionError), accumulator.gradients_from(torch.full_like(accumulator.mean(), 7.0)):
+    sevens_N = torch.full_like(accumulator.freeze().mean_N, 7.0)
+    with pytest.raises(ZeroDivisionError), accumulator.layout.installed(parameters, sevens_N):
         fail_if_set(parameters[1])
     assert parameters[0].grad is own
     assert parameters[1].grad is None

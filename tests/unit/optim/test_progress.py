@@ -14,7 +14,9 @@ from manyhands.optim.config import ProgressConfig
 from manyhands.optim.progress import (
     Progress,
     ProgressRecord,
+    Reckoning,
     aggregate,
+    busy_until,
     is_news,
     leading_branch,
     next_refresh_s,
@@ -219,3 +221,28 @@ def test_only_what_the_others_could_not_reckon_is_news(
 def test_a_first_speed_is_news() -> None:
     assert is_news(record(), 1.0, record(speed=0.5), 1000, 10, is_near=False)
     assert not is_news(record(), 1.0, record(), 1000, 10, is_near=False)
+
+
+# when a batch is over
+
+
+@given(st.floats(0.1, 20.0), st.floats(0.0, 39.0), st.floats(0.0, 5.0))
+def test_a_peer_is_busy_until_the_end_of_the_batch_that_it_computes(
+    batch_s: float, elapsed_s: float, counted_s_ago: float
+) -> None:
+    said = ProgressRecord(HERE, 8, 1.0, 0, False, [], 30.0, counted_s_ago, batch_s)
+    said_at = 100.0
+    instant = said_at + elapsed_s
+    until = busy_until(said, Reckoning.of(said, said_at), instant)
+    assert instant <= until <= instant + batch_s * (1 + 1e-6)
+    since_count_s = elapsed_s + counted_s_ago
+    if since_count_s >= 2 * batch_s:
+        assert until == instant, "one that says nothing for long is not relied on"
+    else:
+        num_batches = (until - said_at + counted_s_ago) / batch_s
+        assert num_batches == pytest.approx(round(num_batches), abs=1e-6)
+
+
+def test_a_peer_that_does_not_say_how_long_its_batches_take_is_not_busy() -> None:
+    said = ProgressRecord(HERE, 8, 1.0, 0, False, [], 30.0)
+    assert busy_until(said, Reckoning.of(said, 100.0), 101.0) == 101.0

@@ -54,10 +54,17 @@ class SlowTransport:
         self.inner.close()
 
     async def dial(self, address: Address, timeout_s: float) -> ControlStream:
+        await self._pass(address, timeout_s)
+        return await self.inner.dial(address, timeout_s)
+
+    async def dial_bulk(self, address: Address, timeout_s: float) -> Stream:
+        await self._pass(address, timeout_s)
+        return await self.inner.dial_bulk(address, timeout_s)
+
+    async def _pass(self, address: Address, timeout_s: float) -> None:
         self.dialling.set()
         async with time_limit(timeout_s, f"dialling {address}"):
             await self.gates.setdefault(address.port, asyncio.Event()).wait()
-        return await self.inner.dial(address, timeout_s)
 
     async def listen(self, address: Address, on_stream: OnStream) -> Listener:
         return await self.inner.listen(address, on_stream)

@@ -1,7 +1,7 @@
 """Codecs of the all-reduce: float values to fewer bytes, and back the same way on every machine."""
 
 from manyhands.averaging.codecs.codec import BadEncoding, Codec, NotFinite, check_finite, largest_magnitude
-from manyhands.averaging.codecs.error_feedback import ErrorFeedback
+from manyhands.averaging.codecs.error_feedback import ErrorFeedback, Feedbacks
 from manyhands.averaging.codecs.plan import EXACT_BELOW_NUMEL, Plan, Segment, plan_of
 from manyhands.averaging.codecs.registry import (
     BF16,
@@ -27,6 +27,7 @@ __all__ = [
     "BadEncoding",
     "Codec",
     "ErrorFeedback",
+    "Feedbacks",
     "NotFinite",
     "Plan",
     "Segment",

@@ -6,8 +6,9 @@ The rules that all codecs keep, and that their tests check:
   that of its pieces, one after the other. The last piece may be shorter.
 - Little-endian, laid out as docs/wire.md says. The hosts are little-endian, too: x86-64 and AArch64.
 - What was decoded is the same in every bit on every machine: each product in it is exact, so that it does not matter
-  whether the processor rounds between a multiplication and an addition. A round's vote relies on it. (Who switches
-  ``torch.set_flush_denormal`` on gets zeros where others have values below 2^-126.)
+  whether the processor rounds between a multiplication and an addition. A round's vote relies on it: it compares what
+  travelled, not what came of it. (Who switches ``torch.set_flush_denormal`` on gets zeros where others have values
+  below 2^-126, and nobody notices.)
 - Nothing that is not finite is encoded, or comes out of a decoder, whatever a stranger sent.
 - No state: one codec may be used from many threads. The kernels of torch release Python's lock.
 """
@@ -15,6 +16,7 @@ The rules that all codecs keep, and that their tests check:
 from __future__ import annotations
 
 import abc
+import itertools
 import math
 from typing import ClassVar
 
@@ -38,13 +40,15 @@ class Codec(abc.ABC):
         name: as users choose it.
         code: as peers say it on the wire; never used again for another layout.
         dtype: of the values that are encoded and decoded.
-        piece_numel: values that are worked on in one go.
+        piece_numel: values in a piece; the last piece of a slice may have fewer.
+        num_at_once: pieces that are worked on in one go.
     """
 
     name: ClassVar[str]
     code: ClassVar[int]
     dtype: ClassVar[torch.dtype] = torch.float32
     piece_numel: ClassVar[int]
+    num_at_once: ClassVar[int] = 1
 
     def num_bytes(self, numel: int) -> int:
         """How many bytes ``numel`` values take, whatever they are."""
@@ -98,11 +102,16 @@ class Codec(abc.ABC):
             self._decode_piece(place, out_N[start:stop])
 
     def _pieces(self, numel: int, encoded: torch.Tensor) -> list[tuple[int, int, torch.Tensor]]:
-        size = self.piece_numel
-        num_bytes = self._piece_bytes(size)
+        """Runs of whole pieces, and the last piece if it is shorter."""
+        num_whole = numel // self.piece_numel
+        starts = [number * self.piece_numel for number in range(0, num_whole, self.num_at_once)]
+        bounds = [*starts, num_whole * self.piece_numel]
+        if num_whole * self.piece_numel < numel:
+            bounds.append(numel)
+        places = [self.num_bytes(bound) for bound in bounds]
         return [
-            (start, min(start + size, numel), encoded[start // size * num_bytes : (start // size + 1) * num_bytes])
-            for start in range(0, numel, size)
+            (start, stop, encoded[begin:end])
+            for (start, stop), (begin, end) in zip(itertools.pairwise(bounds), itertools.pairwise(places), strict=True)
         ]
 
     @abc.abstractmethod
@@ -111,11 +120,11 @@ class Codec(abc.ABC):
 
     @abc.abstractmethod
     def _encode_piece(self, values_N: torch.Tensor, out: torch.Tensor) -> None:
-        """Encode one piece, which is not empty, is contiguous and has the dtype of the codec."""
+        """Encode up to ``num_at_once`` whole pieces, or a shorter one; contiguous, of the dtype of the codec."""
 
     @abc.abstractmethod
     def _decode_piece(self, encoded: torch.Tensor, out_N: torch.Tensor) -> None:
-        """Decode one piece, which is not empty and has the right length; both are on one device."""
+        """Decode up to ``num_at_once`` whole pieces, or a shorter one, of the right length; both are on one device."""
 
 
 def largest_magnitude(values: torch.Tensor) -> float:

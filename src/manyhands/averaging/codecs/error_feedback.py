@@ -1,6 +1,7 @@
 """Error feedback: what a lossy codec lost of this peer's values in one round is added to them in the next.
 
-With it the sum of what was decoded over many rounds is that of the values, but for the residual of the last one; so
+With it the sum of what was decoded over many rounds is that of the values, but for the residual of the last one (if the
+weights of the members stay as they are, and rounds that this peer did not see committed do not count); so
 training with it converges as fast as without a codec (up to constants), and without it need not converge at all.
 
 Sources: Seide et al., 1-bit stochastic gradient descent, Interspeech 2014; Karimireddy et al., Error feedback fixes
@@ -8,6 +9,8 @@ SignSGD, arXiv:1901.09847; Tang et al., DoubleSqueeze, arXiv:1905.05957 (feedbac
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 
@@ -64,3 +67,32 @@ class ErrorFeedback:
         """Forget all residuals: the values are no longer those of before, as after loading another peer's state."""
         self._pending.clear()
         self._residual_N.zero_()
+
+
+@dataclass(frozen=True)
+class Feedbacks:
+    """Those of a peer in the rounds of one codec.
+
+    Attributes:
+        sent: of its values that others reduce.
+        reduced: of the means that it reduces.
+    """
+
+    plan: Plan
+    sent: ErrorFeedback
+    reduced: ErrorFeedback
+
+    @classmethod
+    def of(cls, plan: Plan) -> Feedbacks:
+        """Without any residual yet."""
+        return cls(plan, ErrorFeedback(plan), ErrorFeedback(plan))
+
+    def commit(self) -> None:
+        """The round counts."""
+        self.sent.commit()
+        self.reduced.commit()
+
+    def abort(self) -> None:
+        """The round does not count; nothing happens if it was committed."""
+        self.sent.abort()
+        self.reduced.abort()

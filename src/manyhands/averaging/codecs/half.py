@@ -27,28 +27,45 @@ class Fp16(Codec):
     name = "fp16"
     code = 2
     piece_numel = 1 << 16
+    num_at_once = 16
 
     def _piece_bytes(self, numel: int) -> int:
         return 2 * numel + SCALE_BYTES if numel else 0
 
     def _encode_piece(self, values_N: torch.Tensor, out: torch.Tensor) -> None:
-        largest = largest_magnitude(values_N)
-        if not math.isfinite(largest):
+        rows = values_N.view(max(1, values_N.numel() // self.piece_numel), -1)
+        largest = torch.maximum(-rows.amin(1), rows.amax(1))
+        if not math.isfinite(largest.max().item()):
             raise NotFinite("NaN or infinite values cannot be averaged")
-        exponent = max(math.frexp(largest)[1] - 15, -126) if largest > 0 else 0
-        scaled_N = values_N * math.ldexp(1.0, -exponent)
-        if exponent == 113:  # rounded up to 2^15, they would be 2^128: infinite
-            scaled_N.clamp_(-LARGEST_BELOW_2_15, LARGEST_BELOW_2_15)
-        out[:SCALE_BYTES] = torch.tensor([math.ldexp(1.0, exponent)], dtype=torch.float32).view(torch.uint8)
-        store(scaled_N, torch.float16, out[SCALE_BYTES:])
+        exponents = torch.where(largest > 0, torch.frexp(largest).exponent - 15, 0).clamp_(min=-126)
+        one = torch.ones_like(largest)
+        scaled = rows * torch.ldexp(one, -exponents)[:, None]
+        if exponents.max().item() == 113:  # rounded up to 2^15, they would be 2^128: infinite
+            highest = torch.where(exponents == 113, LARGEST_BELOW_2_15, math.inf)[:, None]
+            scaled = torch.maximum(torch.minimum(scaled, highest), -highest)
+        scales_out, scaled_out = _parts(out, len(rows))
+        store(torch.ldexp(one, exponents)[:, None], torch.float32, scales_out)
+        store(scaled, torch.float16, scaled_out)
 
     def _decode_piece(self, encoded: torch.Tensor, out_N: torch.Tensor) -> None:
-        scale = viewed_as(encoded[:SCALE_BYTES], torch.float32).item()
-        if not (math.frexp(scale)[0] == 0.5 and 2.0**-126 <= scale <= 2.0**113):
+        rows = out_N.view(max(1, out_N.numel() // self.piece_numel), -1)
+        encoded_scales, encoded_values = _parts(encoded, len(rows))
+        scales = viewed_as(encoded_scales, torch.float32)
+        is_right = (torch.frexp(scales).mantissa == 0.5) & (scales >= 2.0**-126) & (scales <= 2.0**113)
+        if not bool(is_right.all()):
+            scale = scales[~is_right][0].item()
             raise BadEncoding(f"{self.name}: a scale is {scale}, and not a power of two from 2^-126 to 2^113")
-        out_N.copy_(viewed_as(encoded[SCALE_BYTES:], torch.float16)).mul_(scale)
+        rows.copy_(viewed_as(encoded_values, torch.float16)).mul_(scales)
         if not math.isfinite(largest_magnitude(out_N)):
             raise BadEncoding(f"{self.name}: NaN or infinite values")
+
+
+def _parts(encoded: torch.Tensor, num_pieces: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The bytes of the scales and of the values, shape [num_pieces, ...]."""
+    if num_pieces == 1:  # its length need not be a multiple of the scale's
+        return encoded[:SCALE_BYTES][None], encoded[SCALE_BYTES:][None]
+    pieces = encoded.view(num_pieces, -1)
+    return pieces[:, :SCALE_BYTES], pieces[:, SCALE_BYTES:]
 
 
 class Bf16(Codec):
@@ -60,7 +77,7 @@ class Bf16(Codec):
 
     name = "bf16"
     code = 3
-    piece_numel = 1 << 16
+    piece_numel = 1 << 20
 
     def _piece_bytes(self, numel: int) -> int:
         return 2 * numel

@@ -52,7 +52,7 @@ class Int8(Codec):
 
     name = "int8"
     code = 4
-    piece_numel = 4096 * ROW_NUMEL
+    piece_numel = 1024 * ROW_NUMEL
 
     def _piece_bytes(self, numel: int) -> int:
         return numel + HEADER_BYTES * -(-numel // ROW_NUMEL)

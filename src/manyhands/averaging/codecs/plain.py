@@ -18,7 +18,7 @@ class Plain(Codec):
 
     name = "none"
     code = 0
-    piece_numel: ClassVar[int] = 1 << 16
+    piece_numel: ClassVar[int] = 1 << 20
 
     def _piece_bytes(self, numel: int) -> int:
         return numel * self.dtype.itemsize

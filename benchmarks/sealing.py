@@ -1,8 +1,8 @@
-"""What TLS itself costs, without sockets: CPU seconds for each GiB of encrypting, decrypting, and the copies between.
+"""What encryption itself costs, without sockets: CPU seconds for each GiB, by TLS and by the records of bulk streams.
 
-    python benchmarks/tls_session.py
+    python benchmarks/sealing.py
 
-One process, one core, chunks of the size that bulk streams use.
+One process, one core, chunks of the size that bulk streams use. The two take turns, chunk by chunk.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import time
 
 from manyhands.base.identity import Identity
 from manyhands.transport.chunks import CHUNK_BYTES
+from manyhands.transport.sealing import MAX_RECORD_BYTES
 from manyhands.transport.tls_session import TlsSession, tls_context
 
 NUM_CHUNKS = 1024
@@ -31,23 +32,31 @@ def handshaken() -> tuple[TlsSession, TlsSession]:
 
 def main() -> None:
     here, there = handshaken()
+    sealer, opener = here.sealing()[0], there.sealing()[1]
     plaintext, received = memoryview(os.urandom(CHUNK_BYTES)), memoryview(bytearray(CHUNK_BYTES))
-    ciphertext = memoryview(bytearray(2 * CHUNK_BYTES))
-    spent = dict.fromkeys(["encrypt", "take_ciphertext", "put_ciphertext", "decrypt"], 0.0)
+    record = memoryview(bytearray(MAX_RECORD_BYTES))
+    spent = dict.fromkeys(["tls_encrypt", "tls_take", "tls_put", "tls_decrypt", "seal", "open"], 0.0)
     for _ in range(NUM_CHUNKS):
         times = [time.process_time()]
         here.write(plaintext)
         times.append(time.process_time())
-        num_bytes = here.ciphertext_into(ciphertext)
+        ciphertext = here.ciphertext(2 * CHUNK_BYTES)
         times.append(time.process_time())
-        there.received(ciphertext[:num_bytes])
+        there.received(memoryview(ciphertext))
         times.append(time.process_time())
         num_read = there.read_into(received)
         times.append(time.process_time())
-        assert num_read == CHUNK_BYTES
+        assert (num_read, received) == (CHUNK_BYTES, plaintext)
+        received[:] = bytes(CHUNK_BYTES)
+        times.append(time.process_time())
+        sealer.seal_into(plaintext, record)
+        times.append(time.process_time())
+        opener.open_into(record, received)
+        times.append(time.process_time())
+        assert received == plaintext
         for number, name in enumerate(spent):
-            spent[name] += times[number + 1] - times[number]
-    assert received == plaintext
+            begin = number if number < 4 else number + 1
+            spent[name] += times[begin + 1] - times[begin]
     num_gib = NUM_CHUNKS * CHUNK_BYTES / (1 << 30)
     print(json.dumps({f"{name}_cpu_s_per_gib": round(seconds / num_gib, 3) for name, seconds in spent.items()}))
 

@@ -1,0 +1,41 @@
+"""Who is expected in the rounds of a benchmark: all the others, always."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from manyhands.averaging.messages import Position
+from manyhands.base.identity import PeerId
+
+
+class Everybody:
+    """A roster of peers that are always there.
+
+    Args:
+        others: whether each of them is a client.
+        may_leave: whether one that is missing is no error, since in the end all leave one after the other.
+
+    Attributes:
+        at: the position of the next round.
+    """
+
+    def __init__(self, others: Mapping[PeerId, bool], *, may_leave: bool = False) -> None:
+        self.at = Position(0, b"benchmark")
+        self._others = others
+        self._may_leave = may_leave
+
+    def position(self) -> Position:
+        return self.at
+
+    def expected(self) -> Mapping[PeerId, bool]:
+        return self._others
+
+    async def refresh(self) -> None:
+        """Nothing changes."""
+
+    def report_missing(self, peer_id: PeerId) -> None:
+        if not self._may_leave:
+            raise RuntimeError(f"{peer_id} is missing")
+
+    def call_to_round(self) -> None:
+        """Everybody comes anyway."""

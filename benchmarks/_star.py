@@ -1,0 +1,155 @@
+"""An emulated network on this machine: peers around a hub, each behind a slow, long, lossy line. Linux, as root.
+
+Each peer is a network namespace with one TUN device. The hub, a process, reads what they send, and writes it to where
+it goes: after the sender's line (its rate, its queue), the delay, and the receiver's line. What finds a queue full is
+dropped, and a share of all packets is lost by chance.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import heapq
+import multiprocessing
+import os
+import random
+import select
+import shutil
+import struct
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+TUNSETIFF = 0x400454CA
+IFF_TUN, IFF_NO_PI = 1, 0x1000
+MTU = 1500
+CLONE_NEWNET = 0x40000000
+NAMESPACES = Path("/run/netns")
+START_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True)
+class Line:
+    """Of each peer, in both directions.
+
+    Attributes:
+        delay_s: from one peer to another.
+        loss: share of packets.
+        queue_s: what waits longer is dropped.
+    """
+
+    bytes_per_s: float
+    delay_s: float
+    loss: float
+    queue_s: float = 0.1
+
+
+def why_not() -> str | None:
+    """Why there can be no such network here; None if there can."""
+    if os.name != "posix" or not Path("/dev/net/tun").exists():
+        return "an emulated network needs Linux with /dev/net/tun"
+    if os.geteuid() != 0:
+        return "an emulated network needs root: it makes network namespaces"
+    if shutil.which("ip") is None:
+        return "an emulated network needs the command `ip` (package iproute2)"
+    return None
+
+
+def address_of(number: int) -> str:
+    """The IP address of a peer."""
+    return f"10.91.0.{number + 1}"
+
+
+def enter(name: str) -> None:
+    """Put this process into a namespace."""
+    with (NAMESPACES / name).open() as namespace:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.setns(namespace.fileno(), CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {name}")
+
+
+@contextlib.contextmanager
+def star(num_peers: int, line: Line) -> Iterator[list[str]]:
+    """The names of the peers' namespaces."""
+    names = [f"mh{os.getpid()}-{number}" for number in range(num_peers)]
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    hub = context.Process(target=_hub, args=(theirs, names, line), daemon=True)
+    try:
+        for name in names:
+            _ip("netns", "add", name)
+            _ip("-n", name, "link", "set", "lo", "up")
+        hub.start()
+        theirs.close()
+        if not ours.poll(START_TIMEOUT_S) or ours.recv() != "ready":
+            raise RuntimeError("the hub of the emulated network did not start")
+        yield names
+    finally:
+        ours.close()
+        if hub.pid is not None:
+            hub.terminate()
+            hub.join(5.0)
+        for name in names:
+            with contextlib.suppress(subprocess.CalledProcessError):
+                _ip("netns", "del", name)
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, timeout=10.0, capture_output=True)
+
+
+def _hub(pipe: Connection, names: list[str], line: Line) -> None:
+    lines = [_open_tun(number, name) for number, name in enumerate(names)]
+    pipe.send("ready")
+    numbers = {fd: number for number, fd in enumerate(lines)}
+    poll = select.poll()
+    for fd in lines:
+        poll.register(fd, select.POLLIN)
+    rng = random.Random(0)
+    up_free, down_free = [0.0] * len(lines), [0.0] * len(lines)
+    count = 0
+    flying: list[tuple[float, int, int, bytes]] = []  # at the receiver's line
+    landing: list[tuple[float, int, int, bytes]] = []  # at the receiver
+    while True:
+        due = min((queue[0][0] for queue in (flying, landing) if queue), default=time.monotonic() + 1.0)
+        ready = poll.poll(max(0.0, 1000 * (due - time.monotonic())))
+        now = time.monotonic()
+        for fd, _ in ready:
+            sender = numbers[fd]
+            for _ in range(32):
+                try:
+                    packet = os.read(fd, 2048)
+                except BlockingIOError:
+                    break
+                receiver = packet[19] - 1 if packet[0] >> 4 == 4 else -1  # the last byte of the IPv4 destination
+                if not 0 <= receiver < len(lines) or rng.random() < line.loss:
+                    continue
+                if up_free[sender] - now > line.queue_s:
+                    continue
+                up_free[sender] = max(now, up_free[sender]) + len(packet) / line.bytes_per_s
+                count += 1
+                heapq.heappush(flying, (up_free[sender] + line.delay_s, count, receiver, packet))
+        while flying and flying[0][0] <= now:
+            at, number, receiver, packet = heapq.heappop(flying)
+            if down_free[receiver] - at > line.queue_s:
+                continue
+            down_free[receiver] = max(at, down_free[receiver]) + len(packet) / line.bytes_per_s
+            heapq.heappush(landing, (down_free[receiver], number, receiver, packet))
+        while landing and landing[0][0] <= now:
+            _, _, receiver, packet = heapq.heappop(landing)
+            with contextlib.suppress(BlockingIOError):
+                os.write(lines[receiver], packet)
+
+
+def _open_tun(number: int, name: str) -> int:
+    fd = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+    device = f"mh{os.getpid()}{number}"[:15]
+    fcntl.ioctl(fd, TUNSETIFF, struct.pack("16sH", device.encode(), IFF_TUN | IFF_NO_PI))
+    _ip("link", "set", device, "netns", name)
+    _ip("-n", name, "addr", "add", f"{address_of(number)}/24", "dev", device)
+    _ip("-n", name, "link", "set", device, "up", "mtu", str(MTU))
+    return fd

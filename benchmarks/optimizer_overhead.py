@@ -1,0 +1,312 @@
+"""What the collaborative optimizer costs a local step, and how much memory it takes.
+
+    python benchmarks/optimizer_overhead.py [--batches 60] [--memory-mb 192] [--cases idle,busy] [--json FILE]
+
+A small ALBERT (that of ``manyhands train``: 1.5 million parameters, batches of 8 samples of 64 tokens, one thread) is
+trained by plain torch, which adds gradients up in ``.grad``, and beside it in the same process by
+``manyhands.Optimizer``, batch by batch in turns. The figures:
+
+  idle_overhead        additional time of a local step without a round, over the plain one's; 0.02 is 2%. Of each kind
+                       the first decile counts, since other work on the machine only ever adds to it
+  busy_overhead        the same while a round is averaged in the background (``delay="gradients"``) with a peer in
+                       another process; it wants a second core that is idle
+  peak_extra_x_params  peak memory beyond that of plain AdamW over a few global steps with another peer, in multiples
+                       of the parameters (float32): synchronous steps, ``delay="gradients"``, and ``offload`` alone; on
+                       Linux only, else absent. The model is on the host here, so the copies that belong to delay and
+                       offload are counted, as what would be the device's own memory is.
+
+An overhead below 0 is noise. Other work on the machine disturbs busy_overhead most, which needs two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import os
+import sys
+import threading
+import time
+from typing import Any
+
+import torch
+from _command_line import Parser, json_path, positive_int, progress_of, run
+from _memory import peak_own_bytes, start_peak
+from _worker import Worker
+
+import manyhands
+from manyhands.averaging import AveragingConfig
+from manyhands.optim import ProgressConfig
+
+MEGA = 1_000_000
+LISTEN = ["/ip4/127.0.0.1/tcp/0"]
+NEVER = 10**9
+BATCH_SIZE = 8
+SEQ_LENGTH = 64
+VOCABULARY = 4096
+AVERAGING = AveragingConfig(codec="none", matchmaking_time_s=10.0)
+EAGER = ProgressConfig(min_refresh_s=0.02, max_refresh_s=0.1, default_refresh_s=0.05, ttl_s=10.0)
+MEMORY_TENSORS = 16
+MEMORY_STEPS = 4
+WARM_UP_BATCHES = 8
+MAX_TRIES = 100
+OVERHEADS = ("idle", "busy")
+MODES: dict[str, dict[str, Any]] = {"sync": {}, "delay": {"delay": "gradients"}, "offload": {"offload": True}}
+
+
+def small_albert() -> torch.nn.Module:
+    """As the recipe has it by default."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.AlbertConfig(
+        vocab_size=VOCABULARY, embedding_size=128, hidden_size=256, num_hidden_layers=4, num_attention_heads=4,
+        intermediate_size=1024, max_position_embeddings=SEQ_LENGTH, classifier_dropout_prob=0.0,
+    )  # fmt: skip
+    model: torch.nn.Module = transformers.AlbertForPreTraining(config)
+    return model
+
+
+def large_vectors(num_bytes: int) -> torch.nn.Module:
+    """Parameters of that size together, whose gradients cost no other memory."""
+    size = num_bytes // 4 // MEMORY_TENSORS
+    return torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(size)) for _ in range(MEMORY_TENSORS)])
+
+
+class Local:
+    """One model and its optimizer, as plain as they come."""
+
+    def __init__(self, optimizer: Any, model: torch.nn.Module) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self._generator = torch.Generator().manual_seed(1)
+
+    def batch(self) -> dict[str, torch.Tensor]:
+        ids = torch.randint(5, VOCABULARY, (BATCH_SIZE, SEQ_LENGTH), generator=self._generator)
+        return {"input_ids": ids, "labels": ids, "sentence_order_label": ids[:, 0] % 2}
+
+    def compute(self) -> None:
+        """Forward and backward."""
+        self.model(**self.batch()).loss.backward()
+
+
+class Beside:
+    """Plain torch and the collaborative optimizer in one process."""
+
+    def __init__(self, initial_peers: list[str], is_busy: bool) -> None:
+        torch.set_num_threads(1)
+        model = small_albert()
+        self._plain = Local(torch.optim.AdamW(model.parameters(), lr=1e-3), model)
+        model = small_albert()
+        self._peer = manyhands.Peer(initial_peers, listen=LISTEN)
+        target, options = (2, {"delay": "gradients", "progress": EAGER}) if is_busy else (NEVER, {})
+        self._ours = Local(new_optimizer(self._peer, model, target, **options), model)
+        self._is_busy = is_busy
+
+    def address(self) -> list[str]:
+        return self._peer.addresses
+
+    def overhead(self, num_batches: int) -> float:
+        """Of the fast ones among the batches of each kind, which nobody else disturbed."""
+        for _ in range(WARM_UP_BATCHES):
+            self._plain_step()
+            self._our_step()
+        ours, plain = [], []
+        for _ in range(num_batches):
+            if self._is_busy:
+                self._begin_round()
+            ours.append(self._our_step())
+            self._ours.optimizer.settle()
+            plain.append(self._plain_step())
+        return undisturbed_s(ours) / undisturbed_s(plain) - 1
+
+    def _begin_round(self) -> None:
+        for _ in range(MAX_TRIES):
+            self._our_step()
+            if self._ours.optimizer.is_stepping:
+                return
+        raise RuntimeError(f"no round begins: {self._ours.optimizer.statistics}")
+
+    def _plain_step(self) -> float:
+        started = time.perf_counter()
+        self._plain.compute()
+        taken_s = time.perf_counter() - started
+        self._plain.optimizer.zero_grad()
+        return taken_s
+
+    def _our_step(self) -> float:
+        started = time.perf_counter()
+        self._ours.compute()
+        self._ours.optimizer.step(batch_size=BATCH_SIZE)
+        taken_s = time.perf_counter() - started
+        self._ours.optimizer.zero_grad()
+        return taken_s
+
+    def close(self) -> None:
+        self._peer.close()
+
+
+def undisturbed_s(seconds: list[float]) -> float:
+    """The first decile."""
+    return sorted(seconds)[len(seconds) // 10]
+
+
+def new_optimizer(peer: manyhands.Peer, model: torch.nn.Module, target: int, **options: Any) -> manyhands.Optimizer:
+    """A collaborative AdamW."""
+    return manyhands.Optimizer(
+        torch.optim.AdamW(model.parameters(), lr=1e-3), peer=peer, run_id="overhead", target_batch_size=target,
+        averaging=AVERAGING, **options,
+    )  # fmt: skip
+
+
+class Partner:
+    """Another peer, which comes to every round at once."""
+
+    def __init__(self, initial_peers: list[str], memory_bytes: int, target: int) -> None:
+        torch.set_num_threads(1)
+        self._peer = manyhands.Peer(initial_peers, listen=LISTEN)
+        model = large_vectors(memory_bytes) if memory_bytes else small_albert()
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, 1e-3)
+        self._optimizer = new_optimizer(self._peer, model, target, progress=EAGER)
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._train, daemon=True)
+        self._thread.start()
+
+    def _train(self) -> None:
+        with contextlib.suppress(manyhands.ManyhandsError):  # when the other one has left
+            while not self._is_over.wait(0.002):
+                self._optimizer.step(batch_size=1)
+
+    def close(self) -> None:
+        self._is_over.set()
+        self._thread.join(0.5)
+        self._peer.close()  # ends a round for which the other one does not come any more
+        self._thread.join(5.0)
+
+
+class MemoryUse:
+    """Makes a few steps with large parameters."""
+
+    def __init__(self, num_bytes: int, mode: str | None) -> None:
+        torch.set_num_threads(1)
+        self._peer = manyhands.Peer(listen=LISTEN)
+        self._model = large_vectors(num_bytes)
+        self._mode = mode
+
+    def address(self) -> list[str]:
+        return self._peer.addresses
+
+    def join(self) -> None:
+        for parameter in self._model.parameters():
+            parameter.grad = torch.full_like(parameter, 1e-3)
+        if self._mode is None:
+            self._optimizer: Any = torch.optim.AdamW(self._model.parameters(), lr=1e-3)
+        else:
+            self._optimizer = new_optimizer(self._peer, self._model, 2, progress=EAGER, **MODES[self._mode])
+
+    def peak_bytes(self) -> int:
+        """Own memory at its peak, over the steps after the first."""
+        self._steps(1)
+        gc.collect()
+        start_peak(os.getpid())
+        self._steps(MEMORY_STEPS)
+        return peak_own_bytes(os.getpid())
+
+    def _steps(self, num_steps: int) -> None:
+        if self._mode is None:
+            for _ in range(num_steps):
+                self._optimizer.step()
+            return
+        goal = self._optimizer.statistics.rounds_committed + num_steps
+        deadline = time.monotonic() + 50
+        while self._optimizer.num_peers < 2 and time.monotonic() < deadline:
+            self._optimizer.step(batch_size=0)
+            time.sleep(0.01)
+        while self._optimizer.statistics.rounds_committed < goal:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"no rounds are made: {self._optimizer.statistics}")
+            self._optimizer.step(batch_size=1)
+            time.sleep(0.01)
+        self._optimizer.settle()
+
+    def close(self) -> None:
+        self._peer.close()
+
+
+def overhead(is_busy: bool, num_batches: int) -> float:
+    """Of one case."""
+    with contextlib.ExitStack() as stack:
+        subject = Worker(Beside, [], is_busy)
+        stack.callback(subject.close)
+        addresses = subject.call("address")
+        if is_busy:
+            partner = Worker(Partner, addresses, 0, 2)
+            stack.callback(partner.close)
+        share: float = subject.call("overhead", num_batches, timeout_s=550.0)
+        return share
+
+
+def peak_bytes(num_bytes: int, mode: str | None) -> int:
+    """Of one case."""
+    with contextlib.ExitStack() as stack:
+        subject = Worker(MemoryUse, num_bytes, mode)
+        stack.callback(subject.close)
+        addresses = subject.call("address")
+        subject.call("join")
+        if mode is not None:
+            partner = Worker(Partner, addresses, num_bytes, 2)
+            stack.callback(partner.close)
+        peak: int = subject.call("peak_bytes", timeout_s=120.0)
+        return peak
+
+
+def measure(cases: list[str], num_batches: int, num_bytes: int) -> dict[str, Any]:
+    """The figures of some cases."""
+    result: dict[str, Any] = {}
+    with progress_of(len(cases) + 1) as steps:
+        for case in [case for case in OVERHEADS if case in cases]:
+            steps.begin(f"overhead: {case}")
+            result[f"{case}_overhead"] = overhead(case == "busy", num_batches)
+        modes = [mode for mode in MODES if mode in cases] if sys.platform == "linux" else []
+        if modes:
+            steps.begin("memory of plain torch")
+            plain, extra = peak_bytes(num_bytes, None), {}
+            for mode in modes:
+                steps.begin(f"memory: {mode}")
+                extra[mode] = (peak_bytes(num_bytes, mode) - plain) / num_bytes
+            result["peak_extra_x_params"] = extra
+    return result
+
+
+def cases_of(text: str) -> list[str]:
+    """Names with commas between them."""
+    cases = text.split(",")
+    if unknown := set(cases) - {*OVERHEADS, *MODES}:
+        known = ", ".join([*OVERHEADS, *MODES])
+        raise argparse.ArgumentTypeError(f"{min(unknown)!r} is none of {known}")
+    return cases
+
+
+def main() -> None:
+    parser = Parser(__doc__)
+    parser.add_argument("--batches", type=positive_int, default=60, help="pairs of local steps, for each overhead")
+    parser.add_argument("--memory-mb", type=positive_int, default=192, help="of parameters, for the memory")
+    parser.add_argument(
+        "--cases", type=cases_of, default=[*OVERHEADS, *MODES], help="some of idle,busy,sync,delay,offload"
+    )
+    parser.add_argument("--json", type=json_path, metavar="FILE", help="write the figures to a file")
+    options = parser.parse_args()
+    result = measure(options.cases, options.batches, options.memory_mb * MEGA)
+    for case in OVERHEADS:
+        if (share := result.get(f"{case}_overhead")) is not None:
+            print(f"{case}_overhead        {share:+.1%}")
+    for mode, times in result.get("peak_extra_x_params", {}).items():
+        print(f"peak_extra_x_params  {mode:8} {times:.2f}")
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,111 @@
+"""Who contributed to which part of a vector, as one member knows it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from manyhands.averaging.messages import Part
+
+
+class BadRecord(Exception):
+    """A reducer says something about its contributors that cannot be."""
+
+
+class Contributions:
+    """The parts of the averaged vector that a member holds.
+
+    Args:
+        numel: of the vector.
+        num_members: of the formed group.
+        contributors: ranks with a weight above 0.
+    """
+
+    def __init__(self, numel: int, num_members: int, contributors: Iterable[int]) -> None:
+        self._numel = numel
+        self._num_members = num_members
+        self._contributors = frozenset(contributors)
+        self._parts: list[Part] = []
+
+    def add(self, start: int, stop: int, reducer: int, present: Iterable[int]) -> None:
+        """``flat_N[start:stop]`` is there, in place of what was there before."""
+        if start >= stop:
+            return
+        self.drop(start, stop)
+        absent = sorted(set(range(self._num_members)) - set(present) - self._silent(present))
+        parts = [*self._parts, Part(start, stop, reducer, absent)]
+        self._parts = _joined(sorted(parts, key=lambda part: part.start))
+
+    def drop(self, start: int, stop: int) -> None:
+        """What was in ``flat_N[start:stop]`` is not there any more."""
+        kept: list[Part] = []
+        for part in self._parts:
+            if part.start < start:
+                kept.append(Part(part.start, min(part.stop, start), part.reducer, part.absent))
+            if part.stop > stop:
+                kept.append(Part(max(part.start, stop), part.stop, part.reducer, part.absent))
+        self._parts = kept
+
+    def _silent(self, present: Iterable[int]) -> set[int]:
+        """Members without a weight are not absent where everybody else is there."""
+        everybody = set(range(self._num_members))
+        return everybody - self._contributors if self._contributors <= set(present) else set()
+
+    def missing(self) -> tuple[int, int]:
+        """Start and stop of the shortest slice that has all that is not there; equal if nothing is missing."""
+        gaps, at = [], 0
+        for part in self._parts:
+            if part.start > at:
+                gaps.append((at, part.start))
+            at = part.stop
+        if at < self._numel:
+            gaps.append((at, self._numel))
+        return (gaps[0][0], gaps[-1][1]) if gaps else (0, 0)
+
+    def parts(self) -> list[Part]:
+        """For the manifest: empty if everybody contributed to everything."""
+        return [] if all(not part.absent for part in self._parts) else list(self._parts)
+
+    # what a reducer tells with its means
+
+    def record_bytes(self, num_chunks: int) -> int:
+        """Bytes of the record of a span with so many chunks."""
+        return num_chunks * _bytes_for(self._num_members)
+
+    def record(self, presents: Sequence[Iterable[int]]) -> bytes:
+        """Who contributed to each chunk of a span: for each one a bit of each rank, the first of a byte the lowest."""
+        size = _bytes_for(self._num_members)
+        return b"".join(sum(1 << rank for rank in present).to_bytes(size, "little") for present in presents)
+
+    def read_record(self, record: bytes) -> list[list[int]]:
+        """Ranks by chunk.
+
+        Raises:
+            BadRecord: nobody contributed to a chunk, or somebody who has no weight or does not exist.
+        """
+        size = _bytes_for(self._num_members)
+        presents = []
+        for start in range(0, len(record), size):
+            bits = int.from_bytes(record[start : start + size], "little")
+            present = [rank for rank in range(8 * size) if bits >> rank & 1]
+            if not present or not self._contributors.issuperset(present):
+                raise BadRecord(f"ranks {present} contributed to a chunk, and only {sorted(self._contributors)} can")
+            presents.append(present)
+        return presents
+
+
+def _bytes_for(num_members: int) -> int:
+    return (num_members + 7) // 8
+
+
+def _joined(parts: Sequence[Part]) -> list[Part]:
+    """Neighbours with the same reducer and contributors as one, so that all members write the same thing."""
+    joined: list[Part] = []
+    for part in parts:
+        if joined and joined[-1].stop == part.start and _same(joined[-1], part):
+            part = Part(joined.pop().start, part.stop, part.reducer, part.absent)
+        joined.append(part)
+    return joined
+
+
+def _same(one: Part, other: Part) -> bool:
+    return one.reducer == other.reducer and one.absent == other.absent

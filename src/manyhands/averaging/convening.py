@@ -1,0 +1,229 @@
+"""The leader's part in finding a group: it gathers those who come, calls those who do not, and closes the group."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Collection, Mapping
+
+from manyhands.averaging.admission import BEHIND, FULL, OTHER_MANIFEST, TOLD_BEHIND
+from manyhands.averaging.codec_choice import chosen_codec
+from manyhands.averaging.config import AveragingConfig
+from manyhands.averaging.gathering import Gathering
+from manyhands.averaging.messages import (
+    INVITE,
+    Group,
+    InviteRequest,
+    InviteResponse,
+    JoinResponse,
+    Member,
+    Position,
+    readable_addresses,
+)
+from manyhands.averaging.view import View
+from manyhands.base.deadline import time_limit
+from manyhands.base.errors import ManyhandsError, PeerError, Refused, RoundAborted, Unavailable
+from manyhands.base.identity import PeerId
+from manyhands.rpc import Endpoint
+from manyhands.runtime import TaskOwner
+
+logger = logging.getLogger(__name__)
+
+ROSTER_POLL_S = 0.2
+LOOK_TIMEOUT_S = 1.0
+HEARSAY_S = 2.0
+"""For so long those are waited for of whom only a member knows."""
+FLOAT_BYTES = 4
+
+
+class Convener:
+    """Gathers one group at a time.
+
+    Attributes:
+        gathering: the group that forms here, if one does.
+        shunned: peers that could not be reached as leaders, whatever others say.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        run_id: str,
+        run_fingerprint: bytes,
+        view: View,
+        config: AveragingConfig,
+        rng: random.Random,
+        tasks: TaskOwner,
+    ) -> None:
+        self._endpoint = endpoint
+        self._run_id = run_id
+        self._run_fingerprint = run_fingerprint
+        self._view = view
+        self._roster = view.roster
+        self._config = config
+        self._rng = rng
+        self._tasks = tasks
+        self.gathering: Gathering | None = None
+        self.shunned: Collection[PeerId] = ()
+
+    async def lead(self, own: Member, gather_s: float) -> JoinResponse:
+        """Have this peer's own place in the group that forms here; wait for its end."""
+        gathering = self.open()
+        gathering.deadline = min(gathering.deadline, asyncio.get_running_loop().time() + gather_s)
+        gathering.add(own)
+        try:
+            return await asyncio.shield(gathering.answer)
+        finally:
+            gathering.remove(own)
+
+    async def take_in(self, member: Member, expects: bytes) -> JoinResponse:
+        """Give another peer a place; wait for the end."""
+        gathering = self.open()
+        if member.peer_id not in gathering.joined and self._is_full(gathering):
+            size = self._config.max_group_size
+            raise Refused(self._endpoint.peer_id, FULL, f"the group has its {size} members; try the next round")
+        until = asyncio.get_running_loop().time() + HEARSAY_S
+        for stranger in self._view.unheard_of(expects, self._endpoint.peer_id):
+            gathering.hearsay[stranger] = until
+        gathering.add(member)
+        try:
+            return await asyncio.shield(gathering.answer)
+        finally:
+            gathering.remove(member)
+
+    def send_to(self, leader: PeerId) -> None:
+        """Those who have come here shall go to another leader."""
+        if self.gathering is not None:
+            self.gathering.close(self.redirect(leader))
+
+    def redirect(self, leader: PeerId) -> JoinResponse:
+        addresses = [str(address) for address in self._endpoint.addresses_of(leader)]
+        return JoinResponse(leader=leader, leader_addresses=addresses)
+
+    def open(self) -> Gathering:
+        position, gathering = self._roster.position(), self.gathering
+        if gathering is None or gathering.position != position or gathering.answer.done():
+            now = asyncio.get_running_loop().time()
+            gathering = self.gathering = Gathering(position, now + self._config.matchmaking_time_s)
+            self._tasks.spawn(self._gather(gathering), name="gathering a group")
+        return gathering
+
+    async def _gather(self, gathering: Gathering) -> None:
+        invitations: dict[PeerId, asyncio.Task[None]] = {}
+        try:
+            await self._look_around()
+            await self._wait_for_all(gathering, invitations)
+            if not gathering.answer.done():
+                gathering.close(self._outcome(gathering))
+        finally:
+            for task in invitations.values():
+                task.cancel()
+            if self.gathering is gathering:
+                self.gathering = None
+            gathering.close(Refused(self._endpoint.peer_id, "leaving", "this peer leaves the run"))
+
+    async def _look_around(self) -> None:
+        """A leader that was called may know less of the others than they do: nobody shall be left out for that."""
+        try:
+            async with time_limit(LOOK_TIMEOUT_S, "reading who is there"):
+                await self._roster.refresh()
+        except ManyhandsError as error:
+            logger.info("this peer leads with what it knew before: %s", error)
+
+    def _outcome(self, gathering: Gathering) -> JoinResponse | Exception:
+        """What to tell those who came: their group, or why there is none."""
+        own_id = self._endpoint.peer_id
+        if gathering.position != self._roster.position():
+            return Refused(own_id, "other_position", "this peer has gone to another position meanwhile")
+        late = self._view.expected().keys() - gathering.joined.keys() - gathering.absent
+        for peer_id in late:
+            self._view.report_missing(peer_id)
+        if own_id not in gathering.joined:
+            return Refused(own_id, "busy", "the leader's own training loop did not come to the round")
+        if len(gathering.joined) == 1:
+            reason = f"none of the {len(late)} expected peers came" if late else "no other peer can be reached"
+            return RoundAborted(self._view.with_refusals(reason), sorted(late))
+        members = [gathering.joined[peer_id] for peer_id in sorted(gathering.joined)]
+        return JoinResponse(self._group(gathering.position, members))
+
+    def _group(self, position: Position, members: list[Member]) -> Group:
+        own_id, config = self._endpoint.peer_id, self._config
+        rtts_s = [self._endpoint.rtt_s(member.peer_id) for member in members if member.peer_id != own_id]
+        return Group(
+            self._rng.randbytes(16),
+            own_id,
+            position,
+            members,
+            min_span_numel=max(1, config.min_span_bytes // FLOAT_BYTES),
+            chunk_numel=config.chunk_bytes // FLOAT_BYTES,
+            codec=chosen_codec(config.codec, (member.bandwidth for member in members), rtts_s).code,
+        )
+
+    async def _wait_for_all(self, gathering: Gathering, invitations: dict[PeerId, asyncio.Task[None]]) -> None:
+        loop = asyncio.get_running_loop()
+        while not gathering.answer.done() and gathering.position == self._roster.position():
+            left_s = gathering.deadline - loop.time()
+            expected = self._view.expected()
+            awaited = expected.keys() - gathering.absent | {self._endpoint.peer_id}
+            are_all_here = awaited <= gathering.joined.keys() and not gathering.waits_for_hearsay(loop.time())
+            if left_s <= 0 or are_all_here or self._is_full(gathering):
+                return
+            self._invite_all(expected, gathering, invitations)
+            gathering.changed.clear()
+            waiter = loop.create_task(gathering.changed.wait())
+            await asyncio.wait([waiter], timeout=min(left_s, ROSTER_POLL_S))
+            waiter.cancel()
+
+    def _is_full(self, gathering: Gathering) -> bool:
+        """Whether there is no place left in a group of a grid; the last one is this peer's own."""
+        num_places = self._config.max_group_size - (self._endpoint.peer_id not in gathering.joined)
+        return bool(gathering.position.group_key) and len(gathering.joined) >= num_places
+
+    def _invite_all(
+        self, expected: Mapping[PeerId, bool], gathering: Gathering, invitations: dict[PeerId, asyncio.Task[None]]
+    ) -> None:
+        """Call the expected peers, so that they need not find out by themselves; and learn who is gone."""
+        now = asyncio.get_running_loop().time()
+        for peer_id, is_client in expected.items():
+            is_reachable = not is_client or self._endpoint.is_connected(peer_id)
+            if not is_reachable or peer_id in gathering.joined or not gathering.is_to_be_asked(peer_id, now):
+                continue
+            if peer_id in invitations and not invitations[peer_id].done():
+                continue
+            request = InviteRequest(self._run_id, gathering.position, self._run_fingerprint)
+            invitation = self._invite(peer_id, request, gathering)
+            invitations[peer_id] = self._tasks.spawn(invitation, name=f"inviting {peer_id}")
+
+    async def _invite(self, peer_id: PeerId, request: InviteRequest, gathering: Gathering) -> None:
+        try:
+            response = await self._endpoint.call(peer_id, INVITE, request, self._config.matchmaking_time_s)
+        except Unavailable as error:
+            logger.info("peer %s does not answer and is not waited for: %s", peer_id, error)
+            self._view.report_missing(peer_id)
+        except Refused as error:
+            logger.info("peer %s does not come to this round: %s", peer_id, error)
+            self._refused(peer_id, error, gathering)
+        except PeerError as error:
+            logger.info("peer %s does not come to this round: %s", peer_id, error)
+        else:
+            self._heard(peer_id, response, gathering)
+        gathering.changed.set()
+
+    def _refused(self, peer_id: PeerId, refusal: Refused, gathering: Gathering) -> None:
+        """An invited peer does not come, and says why."""
+        if refusal.code == OTHER_MANIFEST:
+            self._view.note_refusal(peer_id, refusal)
+        elif refusal.code == BEHIND and gathering.position.group_key:
+            gathering.leave_out(peer_id)  # its group is done with this round of the grid; others may not be
+        elif refusal.code == BEHIND and peer_id in self._view.expected():
+            self._view.note_ahead(peer_id)
+            gathering.close(Refused(self._endpoint.peer_id, TOLD_BEHIND, refusal.message))
+
+    def _heard(self, peer_id: PeerId, response: InviteResponse, gathering: Gathering) -> None:
+        """An invited peer comes, or says with whom it is."""
+        leader = response.leader
+        if response.is_busy:
+            gathering.leave_out(peer_id)
+        elif leader and leader < self._endpoint.peer_id and leader not in self.shunned:
+            self._endpoint.learn(leader, readable_addresses(response.leader_addresses))
+            gathering.close(self.redirect(leader))

@@ -1,0 +1,84 @@
+"""What the members of a group send each other, encoded and decoded; whoever's values break the rules is blamed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from manyhands.averaging.codecs import BadEncoding, ErrorFeedback, NotFinite, Plan, largest_magnitude
+from manyhands.averaging.messages import Member
+from manyhands.base.errors import RoundAborted
+
+
+class Spoiled(RoundAborted):
+    """A member has sent what it must not; it is blamed."""
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor, for sending from it or receiving into it."""
+    return tensor.numpy().data.cast("B")
+
+
+def is_finite(values: torch.Tensor) -> bool:
+    """Whether no value is infinite or NaN; reads memory once, as fast as it comes."""
+    return not values.numel() or math.isfinite(largest_magnitude(values))
+
+
+class MemberValues:
+    """Encodes and decodes chunks of the vector of a group.
+
+    Args:
+        plan: how the vector is encoded.
+        members: of the group, by rank.
+        rank: of this member.
+        region: of the vector that is averaged.
+
+    Attributes:
+        is_exact: whether values in the region travel as they are.
+    """
+
+    def __init__(self, plan: Plan, members: Sequence[Member], rank: int, region: slice) -> None:
+        self.is_exact = plan.is_exact(region.start, region.stop)
+        self._plan = plan
+        self._members = members
+        self._rank = rank
+
+    def num_bytes(self, part: slice) -> int:
+        """Bytes of a part of the vector, encoded."""
+        return self._plan.num_bytes(part.start, part.stop)
+
+    def encode(self, values: torch.Tensor, chunk: slice, out: torch.Tensor, feedback: ErrorFeedback | None) -> None:
+        """Encode values of this member.
+
+        Raises:
+            Spoiled: they are not finite.
+        """
+        try:
+            if feedback is not None:
+                feedback.encode(values, chunk.start, out)
+            else:
+                self._plan.encode(values, chunk.start, out)
+        except NotFinite as error:
+            raise self._spoiled(self._rank, f"are not finite: {error}") from error
+
+    def decode(self, rank: int, encoded: torch.Tensor, chunk: slice, out: torch.Tensor) -> None:
+        """Decode what a member has sent.
+
+        Raises:
+            Spoiled: no member that follows the rules sends this.
+        """
+        try:
+            self._plan.decode(encoded, chunk.start, out)
+        except BadEncoding as error:
+            raise self._spoiled(rank, f"cannot be decoded: {error}") from error
+
+    def check_finite(self, rank: int, values: torch.Tensor) -> None:
+        """Raises Spoiled if a value is infinite or NaN."""
+        if not is_finite(values):
+            raise self._spoiled(rank, "are not finite")
+
+    def _spoiled(self, rank: int, how: str) -> Spoiled:
+        peer_id = self._members[rank].peer_id
+        return Spoiled(f"the values of peer {peer_id} {how}", [peer_id])

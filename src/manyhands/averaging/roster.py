@@ -1,0 +1,28 @@
+"""What matchmaking needs to know of a run, whether an optimizer or an averager keeps it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from manyhands.averaging.messages import Position
+from manyhands.base.identity import PeerId
+
+
+class Roster(Protocol):
+    """What matchmaking needs to know of the run."""
+
+    def position(self) -> Position:
+        """Where this peer stands."""
+
+    def expected(self) -> Mapping[PeerId, bool]:
+        """The other peers at this position that should come to the next round, and whether each is in client mode."""
+
+    async def refresh(self) -> None:
+        """Learn who is there now."""
+
+    def report_missing(self, peer_id: PeerId) -> None:
+        """A peer did not come; it is not expected again before a fresh record of it."""
+
+    def call_to_round(self) -> None:
+        """Another peer has begun a round at this position; the training loop should come as soon as it can."""

@@ -1,0 +1,46 @@
+"""How far apart the peers of a grid are: each publishes a few of its values, the same ones as all others. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+from collections.abc import Sequence
+
+NUM_VALUES = 16
+MAX_SKETCH_BYTES = 4 * NUM_VALUES
+MIN_SKETCHES = 2
+
+
+def sketched_indices(numel: int, round_number: int) -> list[int]:
+    """Which values of a vector are told after a step; drawn anew for each."""
+    seed = hashlib.sha512(f"sketch after round {round_number}".encode()).digest()
+    drawn = struct.unpack(f"<{NUM_VALUES}I", seed)
+    return [number % numel for number in drawn] if numel else []
+
+
+def packed(values: Sequence[float]) -> bytes:
+    """As little-endian float32; what is larger than that becomes infinite."""
+    largest = 3.4028234e38
+    return struct.pack(f"<{len(values)}f", *(value if abs(value) <= largest else math.inf for value in values))
+
+
+def disagreement_of(sketches: Sequence[bytes]) -> float | None:
+    """The root mean square distance of the peers' values from their mean, as a fraction of the latter's size.
+
+    Sketches of another length than the first, and values that are not finite, are left out. None if there are fewer
+    than two sketches, or the mean is 0.
+    """
+    if not sketches or not sketches[0] or len(sketches[0]) % 4:
+        return None
+    size = len(sketches[0])
+    rows = [struct.unpack(f"<{size // 4}f", sketch) for sketch in sketches if len(sketch) == size]
+    rows = [row for row in rows if all(math.isfinite(value) for value in row)]
+    if len(rows) < MIN_SKETCHES:
+        return None
+    means = [math.fsum(column) / len(rows) for column in zip(*rows, strict=True)]
+    size_of_mean = math.hypot(*means)
+    if not size_of_mean:
+        return None
+    distance = math.hypot(*(value - mean for row in rows for value, mean in zip(row, means, strict=True)))
+    return distance / math.sqrt(len(rows)) / size_of_mean

@@ -1,0 +1,91 @@
+"""What one peer goes by when it looks for a group: the roster, and what it has learnt since from the others."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hashlib
+from collections.abc import Iterable, Mapping
+
+from manyhands.averaging.messages import SHORT_ID_BYTES, Position
+from manyhands.averaging.roster import Roster
+from manyhands.base.errors import Refused
+from manyhands.base.identity import PeerId
+
+BELIEVE_BEHIND_S = 3.0
+"""For so long a peer that says that the run went on is believed although no record shows it: records take a moment."""
+MAX_MET = 4096
+MAX_SHOWN_REFUSALS = 3
+
+
+@functools.lru_cache(maxsize=MAX_MET)
+def short_id(peer_id: PeerId) -> bytes:
+    """Names a peer in few bytes, for those who may know it."""
+    return hashlib.sha256(peer_id.encode()).digest()[:SHORT_ID_BYTES]
+
+
+def short_ids(peer_ids: Iterable[PeerId]) -> bytes:
+    """End to end."""
+    return b"".join(short_id(peer_id) for peer_id in peer_ids)
+
+
+class View:
+    """Who should come to the next round, as this peer sees it.
+
+    Attributes:
+        refusals: who will not average with this peer, and why, in words; of one search for a group.
+    """
+
+    def __init__(self, roster: Roster) -> None:
+        self.roster = roster
+        self._ahead: dict[PeerId, tuple[Position, float]] = {}
+        self._met: set[bytes] = set()
+        self.refusals: dict[PeerId, str] = {}
+
+    def expected(self) -> Mapping[PeerId, bool]:
+        """As the roster says; without those who say that the run has gone on, where nobody knows of it."""
+        expected = self.roster.expected()
+        if not self._ahead:
+            return expected
+        position, believed_since = self.roster.position(), asyncio.get_running_loop().time() - BELIEVE_BEHIND_S
+        return {
+            peer_id: is_client
+            for peer_id, is_client in expected.items()
+            if peer_id not in self._ahead
+            or self._ahead[peer_id][0] != position
+            or self._ahead[peer_id][1] > believed_since
+        }
+
+    def report_missing(self, peer_id: PeerId) -> None:
+        """A peer does not come; others may expect it still."""
+        self._met.add(short_id(peer_id))
+        self.roster.report_missing(peer_id)
+
+    def note_refusal(self, peer_id: PeerId, refusal: Refused) -> None:
+        """A peer of another model or other settings is not asked again before a fresh record of it."""
+        self.refusals[peer_id] = str(refusal)
+        self.report_missing(peer_id)
+
+    def with_refusals(self, reason: str) -> str:
+        """Why there is no group, and who has said no."""
+        return "; ".join([reason, *list(self.refusals.values())[:MAX_SHOWN_REFUSALS]])
+
+    def note_ahead(self, peer_id: PeerId) -> None:
+        """A peer says that the run has gone on. The first time counts, as long as this peer stays where it is."""
+        position, now = self.roster.position(), asyncio.get_running_loop().time()
+        self._ahead = {other: said for other, said in self._ahead.items() if said[0] == position}
+        self._ahead.setdefault(peer_id, (position, now))
+
+    def unheard_of(self, expects: bytes, own_id: PeerId) -> set[bytes]:
+        """Of those whom another peer expects, the ones that this peer has never heard of; each is told once.
+
+        About the others it has an opinion of its own: it may know that one is gone.
+        """
+        if len(self._met) > MAX_MET:
+            self._met.clear()
+        self._met.add(short_id(own_id))
+        self._met.update(map(short_id, self.expected()))
+        starts = range(0, len(expects) - SHORT_ID_BYTES + 1, SHORT_ID_BYTES)
+        strangers = {expects[start : start + SHORT_ID_BYTES] for start in starts} - self._met
+        self._met |= strangers
+        return strangers

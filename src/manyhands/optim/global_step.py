@@ -1,0 +1,123 @@
+"""One attempt at a global step: averaging, and then the same update on every peer."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+
+from manyhands.averaging.messages import RoundManifest
+from manyhands.averaging.rounds import CommittedRound
+from manyhands.base.errors import ManyhandsError
+from manyhands.base.identity import PeerId
+from manyhands.optim.accumulator import Contribution
+from manyhands.optim.replica import Replica
+
+if TYPE_CHECKING:
+    from manyhands.optim.collaboration import Collaboration
+
+logger = logging.getLogger(__name__)
+
+
+class GlobalStep:
+    """What becomes of one contribution.
+
+    The training thread makes a step by itself, or leaves it to :meth:`run` and looks at :attr:`is_done`.
+
+    Attributes:
+        contribution: this peer's part.
+        manifest: of the round; None for a step made alone, or while there is none.
+        num_members: of the group.
+        averaging_s: seconds of the round, without the search for the group.
+        error: why there is no step; the contribution counts in the next attempt.
+        refusal: why the step left the parameters as they were; empty if it did not.
+        is_spoiled: the update failed, and the memory of the contribution was used for it.
+        has_moved: the replica is at the position after the step.
+        is_begun: it was left to the network thread.
+        is_done: nothing here changes any more.
+    """
+
+    def __init__(self, replica: Replica, contribution: Contribution) -> None:
+        self.contribution = contribution
+        self.manifest: RoundManifest | None = None
+        self.num_members = 1
+        self.averaging_s = 0.0
+        self.error: BaseException | None = None
+        self.refusal = ""
+        self.is_spoiled = False
+        self.has_moved = False
+        self.is_begun = False
+        self.is_done = False
+        self._replica = replica
+        self._averaged_N: torch.Tensor | None = None
+        self._lineage = b""
+        self._samples = 0
+
+    @property
+    def is_lost(self) -> bool:
+        """The others made the step, and this peer does not have its result."""
+        return self.manifest is not None and self._averaged_N is None and not self.has_moved
+
+    def is_without(self, own_id: PeerId) -> bool:
+        """Whether the group left out what this peer has contributed."""
+        if self.manifest is None or not self.contribution.weight > 0:
+            return False
+        return not self.manifest.weights[self.manifest.members.index(own_id)] > 0
+
+    def is_alone(self, own_id: PeerId) -> None:
+        """Nobody else is there: this peer's own gradient is the average."""
+        self._averaged_N = self.contribution.mean_N
+        self._lineage = hashlib.sha256(self._replica.position.lineage + b"alone" + own_id.encode()).digest()
+        self._samples = round(self.contribution.weight)
+
+    def committed(self, result: CommittedRound) -> None:
+        """The round is over, and its result counts."""
+        self.manifest = result.manifest
+        self.num_members = result.num_members
+        self.averaging_s = result.seconds - result.matchmaking_s
+        self._averaged_N = result.averaged_N
+        self._lineage = self._replica.position.after(result.manifest).lineage
+        self._samples = round(sum(result.manifest.weights))
+        logger.info("Averaged tensors successfully with %d peers", result.num_members)
+
+    def advance(self) -> None:
+        """Make the update, on any thread; what the optimizer raises passes through."""
+        averaged_N, self._averaged_N = self._averaged_N, None
+        assert averaged_N is not None, "a step follows a round that committed"
+        spare_N = self.contribution.mean_N if averaged_N is not self.contribution.mean_N else None
+        self.is_spoiled = True
+        self.refusal = self._replica.advance(averaged_N, self._lineage, self._samples, spare_N)
+        self.is_spoiled, self.has_moved = False, True
+
+    async def announce(self, collaboration: Collaboration) -> None:
+        """Have the network thread know where this peer, and the others of its round, are now."""
+        members = list(self.manifest.members) if self.manifest is not None else []
+        replica = self._replica
+        if self.is_lost:
+            assert self.manifest is not None
+            position = replica.position.after(self.manifest)
+            await collaboration.fall_behind(position, replica.lineage_samples + self._samples, members)
+        else:
+            await collaboration.move(replica.position, replica.lineage_samples, members)
+
+    async def run(self, collaboration: Collaboration) -> None:
+        """Do what is left of the step on the network thread; the update on a thread of its executor."""
+        try:
+            if self._averaged_N is None:
+                self.committed(await collaboration.average(self.contribution.mean_N, self.contribution.weight))
+            if self._averaged_N is not None:
+                await asyncio.get_running_loop().run_in_executor(None, self.advance)
+            await self.announce(collaboration)
+        except Exception as error:  # noqa: BLE001 (it is the training thread's, which raises it)
+            self.error = error
+        else:
+            self.is_done = True
+
+    def end(self) -> None:
+        """The network thread does nothing more for the step."""
+        if not self.is_done and self.error is None:
+            self.error = ManyhandsError("this peer left the run")
+        self.is_done = True

@@ -1,0 +1,73 @@
+"""Parameters and optimizer state on the host, while the model computes on its device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from manyhands.optim.state import parameters_of
+
+HOST = torch.device("cpu")
+
+
+class HostCopy:
+    """Has an optimizer work on copies of its parameters, on the host and at least in float32.
+
+    The model's own parameters may have less precision, and be on any device; they follow by :meth:`show`.
+
+    Args:
+        optimizer: from now on it holds the copies; what it knew of the parameters goes with them.
+
+    Attributes:
+        shown_groups: its parameter groups, with the model's parameters instead of the copies.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._model_parameters = parameters_of(optimizer)
+        self.shown_groups: list[dict[str, Any]] = [dict(group) for group in optimizer.param_groups]
+        copies = {parameter: _copy_of(parameter) for parameter in self._model_parameters}
+        for parameter, copy in copies.items():
+            if parameter in optimizer.state:
+                statistics = optimizer.state.pop(parameter)
+                optimizer.state[copy] = {name: _on_host(value) for name, value in statistics.items()}
+        for group in optimizer.param_groups:
+            group["params"] = [copies[parameter] for parameter in group["params"]]
+        self._copies = [copies[parameter] for parameter in self._model_parameters]
+
+    @torch.no_grad()
+    def show(self) -> None:
+        """Give the model the parameters that the optimizer holds, and the groups their options."""
+        for parameter, copy in zip(self._model_parameters, self._copies, strict=True):
+            parameter.copy_(copy)
+        _share_options(self._optimizer.param_groups, self.shown_groups)
+
+    @torch.no_grad()
+    def take_over(self) -> None:
+        """Give the optimizer the parameters that the model has, as after a checkpoint was loaded into it."""
+        for parameter, copy in zip(self._model_parameters, self._copies, strict=True):
+            if not torch.equal(copy.to(parameter), parameter):  # else the copy has them with more precision
+                copy.copy_(parameter)
+        _share_options(self._optimizer.param_groups, self.shown_groups)
+
+    def hear(self) -> None:
+        """Give the optimizer the options that somebody may have set in the groups that are shown."""
+        _share_options(self.shown_groups, self._optimizer.param_groups)
+
+
+def _copy_of(parameter: torch.Tensor) -> torch.Tensor:
+    dtype = torch.promote_types(parameter.dtype, torch.float32)
+    copy = parameter.detach().to(HOST, dtype, copy=True)
+    return torch.nn.Parameter(copy, requires_grad=parameter.requires_grad)
+
+
+def _on_host(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.to(HOST, torch.promote_types(value.dtype, torch.float32) if value.is_floating_point() else value.dtype)
+
+
+def _share_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
+    for here, there in zip(source, target, strict=True):
+        there.update({name: value for name, value in here.items() if name != "params"})

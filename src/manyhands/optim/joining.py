@@ -1,0 +1,34 @@
+"""What a peer says of itself when it joins a run."""
+
+from __future__ import annotations
+
+from manyhands.optim.replica import Replica
+from manyhands.optim.run_manifest import RunManifest
+from manyhands.optim.schedule import describe
+from manyhands.optim.state import hyper_parameters_of, names_of, parameters_of, specs_of
+
+PROTOCOL = "manyhands/1"
+
+
+def manifest_of(
+    replica: Replica, run_id: str, target_batch_size: int, codec: str, extra: dict[str, str]
+) -> RunManifest:
+    """The settings of this peer, as all others must have them."""
+    optimizer = replica.optimizer
+    groups = hyper_parameters_of(optimizer)
+    for group in groups:
+        group.pop("param_names", None)  # they are in the tensors' specs
+        group["lr"] = group.pop("initial_lr", group["lr"])
+    named = zip(names_of(optimizer), parameters_of(optimizer), strict=True)
+    return RunManifest(
+        protocol=PROTOCOL,
+        run_id=run_id,
+        target_batch_size=target_batch_size,
+        tensors=specs_of(optimizer),
+        frozen=[name for name, parameter in named if not parameter.requires_grad],
+        optimizer=type(optimizer).__name__,
+        hyper_parameters=groups,
+        scheduler=describe(replica.scheduler),
+        codec=codec,
+        extra=extra,
+    )

@@ -1,0 +1,161 @@
+"""What the training thread asks of the network thread, and how long it waits for the answers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from manyhands.averaging.config import AveragingConfig
+from manyhands.averaging.rounds import CommittedRound
+from manyhands.base.errors import Timeout, Unavailable
+from manyhands.optim.accumulator import Contribution
+from manyhands.optim.collaboration import Collaboration, Decision
+from manyhands.optim.global_step import GlobalStep
+from manyhands.optim.replica import Replica
+from manyhands.optim.speed import SpeedMeter
+from manyhands.optim.state_transfer import MAX_DOWNLOAD_S
+from manyhands.peer import BlockingPeer
+from manyhands.rpc.frames import readable
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+CALL_TIMEOUT_S = 15.0
+JOIN_ATTEMPTS = 3
+WAIT_PERIOD_S = 0.25
+TELL_ATTEMPTS = 4
+
+
+class Membership:
+    """One peer's place in a run, for blocking code.
+
+    Args:
+        replica: what the peer trains.
+    """
+
+    def __init__(
+        self, peer: BlockingPeer, collaboration: Collaboration, replica: Replica, averaging: AveragingConfig
+    ) -> None:
+        self._peer = peer
+        self._collaboration = collaboration
+        self._replica = replica
+        self._averaging = averaging
+
+    def join(self) -> bool:
+        """Join the run, with its state; returns whether that had to be loaded.
+
+        Raises:
+            ManifestMismatch: this peer does not fit the run.
+            Unavailable: the DHT, or every peer that could hand out the state, does not answer.
+        """
+        self._run(self._collaboration.start(), "joining the run", CALL_TIMEOUT_S * 2)
+        try:
+            is_loaded = self._catch_up()
+            beginning = self._collaboration.begin(self._replica.position, self._replica.lineage_samples)
+            self._run(beginning, "joining the run")
+        except BaseException:
+            self.leave()
+            raise
+        return is_loaded
+
+    def _catch_up(self) -> bool:
+        failures = []
+        while not self._run(self._collaboration.is_on_best_branch(), "joining the run"):
+            try:
+                self._download()
+            except Unavailable as error:
+                failures.append(error)
+            else:
+                return True
+            if len(failures) == JOIN_ATTEMPTS:
+                raise failures[0]  # it names all who were asked; later attempts skip those without news
+            self._run(self._collaboration.wait_for_news(), "joining the run")
+        return False
+
+    def leave(self) -> None:
+        """Leave the run; the peer stays."""
+        self._run(self._collaboration.close(), "leaving the run")
+
+    def wait_for_others(self, timeout_s: float) -> bool:
+        """Stay until all peers have reached this step; returns whether they have in time."""
+        deadline = self._peer.time() + timeout_s
+        while self._run(self._collaboration.is_ahead_of_somebody(), "looking at the others"):
+            if self._peer.time() > deadline:
+                return False
+            self._peer.sleep(WAIT_PERIOD_S)
+        return True
+
+    def decide(self, samples: int, speed: SpeedMeter) -> Decision:
+        """Report what this peer has accumulated; returns what to do next."""
+        try:
+            return self._run(self._collaboration.decide(samples, speed.samples_per_second, speed.batch_s), "deciding")
+        except Timeout as error:  # this machine was held up; training goes on
+            logger.warning("%s; going on with the next batch", error)
+            return Decision.ACCUMULATE
+
+    def report(self, samples: int, speed: SpeedMeter, step: GlobalStep) -> None:
+        """Report what this peer has accumulated beside a step that is made in the background."""
+        reporting = self._collaboration.report(samples, speed.samples_per_second, speed.batch_s, step)
+        try:
+            self._run(reporting, "reporting")
+        except Timeout as error:
+            logger.warning("%s; going on with the next batch", error)
+
+    def average(self, contribution: Contribution) -> CommittedRound:
+        """One attempt at a round.
+
+        Raises:
+            RoundAborted, Unavailable: it failed; nothing has changed.
+        """
+        config = self._averaging  # the round bounds itself; this is for a network thread that is held up
+        timeout_s = 2 * config.averaging_timeout_s + config.in_doubt_timeout_s + CALL_TIMEOUT_S
+        return self._run(self._collaboration.average(contribution.mean_N, contribution.weight), "averaging", timeout_s)
+
+    def leave_to_background(self, step: GlobalStep) -> None:
+        """Have the network thread make a step."""
+        self._tell(lambda: self._collaboration.begin_step(step))
+
+    def announce(self, step: GlobalStep) -> None:
+        """Tell the network thread what became of a step."""
+        self._tell(lambda: step.announce(self._collaboration))
+
+    def announce_position(self) -> None:
+        """Tell the network thread where this peer is now, other than by a step."""
+        self._tell(lambda: self._collaboration.move(self._replica.position, self._replica.lineage_samples, []))
+
+    def load_state(self) -> bool:
+        """Go to the leading branch of the run; returns whether its state could be had."""
+        logger.info("Peer is out of sync.")
+        try:
+            self._download()
+        except Unavailable as error:
+            logger.warning("%s; trying again after the next batch", error)
+            return False
+        self.announce_position()
+        return True
+
+    def _download(self) -> None:
+        started = self._peer.time()
+        state = self._run(self._collaboration.download(), "downloading the state", MAX_DOWNLOAD_S)
+        try:
+            self._replica.restore(state)
+        except ValueError as error:
+            raise Unavailable(f"the state that was sent cannot be loaded: {readable(str(error))}") from error
+        step = self._replica.position.step
+        logger.info("Loaded the state of step %d in %.2f s", step, self._peer.time() - started)
+
+    def _tell(self, what: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Have the network thread note something that has happened already; if it is held up, again."""
+        for attempt in range(TELL_ATTEMPTS):
+            try:
+                self._run(what(), "moving on")
+            except Timeout as error:
+                if attempt + 1 == TELL_ATTEMPTS:
+                    raise
+                logger.warning("%s; trying again", error)
+            else:
+                return
+
+    def _run(self, coro: Coroutine[Any, Any, T], phase: str, timeout_s: float = CALL_TIMEOUT_S) -> T:
+        return self._peer.run(coro, timeout_s, phase)

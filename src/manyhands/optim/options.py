@@ -1,0 +1,113 @@
+"""The options of the optimizer, checked once."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import torch
+
+from manyhands.averaging.config import AveragingConfig
+from manyhands.base.errors import ConfigError
+from manyhands.base.run_id import checked_run_id
+
+Delay = Literal["optimizer", "gradients"]
+DELAYS = ("optimizer", "gradients")
+OptimizerMaker = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """What a user chose; see :class:`manyhands.optim.optimizer.Optimizer`.
+
+    Raises:
+        ConfigError: a value breaks its rule.
+    """
+
+    run_id: str
+    target_batch_size: int
+    batch_size_per_step: int | None
+    batch_size_lead: int
+    max_grad_norm: float | None
+    delay: Delay | None
+    offload: bool | None
+    auxiliary: bool
+
+    def __post_init__(self) -> None:
+        checked_run_id(self.run_id)
+        target, lead = self.target_batch_size, self.batch_size_lead
+        if target < 1:
+            raise ConfigError(f"target_batch_size={target} must be at least 1; for example 4096")
+        if self.batch_size_per_step is not None and self.batch_size_per_step < 1:
+            raise ConfigError(f"batch_size_per_step={self.batch_size_per_step} must be at least 1; for example 32")
+        if not 0 <= lead < target:
+            raise ConfigError(
+                f"batch_size_lead={lead} must be from 0 to below target_batch_size={target}; for example {target // 16}"
+            )
+        if self.max_grad_norm is not None and not 0 < self.max_grad_norm < math.inf:
+            raise ConfigError(f"max_grad_norm={self.max_grad_norm} must be above 0; for example 1.0, or None")
+        if self.delay is not None and self.delay not in DELAYS:
+            raise ConfigError(f"delay={self.delay!r} is unknown; one of {', '.join(map(repr, DELAYS))}, or None")
+        if self.delay is not None and self.offload is False:
+            raise ConfigError(
+                f"delay={self.delay!r} needs a copy of the parameters to step on; leave offload out, or set it to True"
+            )
+        if self.auxiliary and self.batch_size_per_step is not None:
+            raise ConfigError("an auxiliary peer has no batches: leave batch_size_per_step out")
+
+    @property
+    def has_host_copy(self) -> bool:
+        """Whether the optimizer works on a copy of the parameters on the host."""
+        return bool(self.offload) or self.delay is not None
+
+    def facts(self) -> dict[str, str]:
+        """What all peers of a run must have alike."""
+        return {"max_grad_norm": str(float(self.max_grad_norm))} if self.max_grad_norm is not None else {}
+
+
+def averaging_of(
+    config: AveragingConfig | None, matchmaking_time_s: float | None, averaging_timeout_s: float | None
+) -> AveragingConfig:
+    """The settings of the rounds: the two times may be given by themselves.
+
+    Raises:
+        ConfigError: they do not fit together, or are given twice.
+    """
+    times: dict[str, Any] = {"matchmaking_time_s": matchmaking_time_s, "averaging_timeout_s": averaging_timeout_s}
+    given = {name: value for name, value in times.items() if value is not None}
+    if config is not None and given:
+        raise ConfigError(f"{' and '.join(given)} belong into averaging=AveragingConfig(...) when that is given too")
+    return dataclasses.replace(config or AveragingConfig(), **given)
+
+
+def made_optimizer(optimizer: OptimizerMaker, params: Iterable[Any] | None) -> torch.optim.Optimizer:
+    """The optimizer to wrap: as given, or made of ``params``.
+
+    Raises:
+        ConfigError: a function without parameters, or parameters without a function.
+    """
+    if isinstance(optimizer, torch.optim.Optimizer):
+        if params is not None:
+            raise ConfigError("params are for a function that makes the optimizer; this one has parameters already")
+        return optimizer
+    if params is None:
+        raise ConfigError("the optimizer is to be made by a function: give params=model.parameters() as well")
+    return optimizer(params)
+
+
+def checked_batch(batch_size: int | None, weight: float | None) -> int:
+    """The samples behind one call of ``step``.
+
+    Raises:
+        ConfigError: a value breaks its rule.
+    """
+    if batch_size is None or batch_size < 0:
+        raise ConfigError(
+            f"batch_size={batch_size}: step() needs to know how many samples are behind the gradients; "
+            "give batch_size_per_step=32 to the optimizer, or batch_size=32 to step()"
+        )
+    if weight is not None and not 0 <= weight < math.inf:
+        raise ConfigError(f"weight={weight} must be at least 0, such as the tokens over which the loss is a mean")
+    return batch_size

@@ -1,0 +1,158 @@
+"""What one peer trains: parameters, optimizer and schedule, and where in the run they stand."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from manyhands.averaging.messages import Position
+from manyhands.base.errors import ConfigError
+from manyhands.optim.flat import GradientLayout
+from manyhands.optim.host_copy import HostCopy
+from manyhands.optim.plain import merged, plain_part
+from manyhands.optim.state import State, capture, digest_of, parameters_of, restore, sealed, specs_of
+from manyhands.optim.update import guarded_step
+
+logger = logging.getLogger(__name__)
+
+SchedulerMaker = LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler]
+
+
+class Replica:
+    """One peer's parameters, optimizer and schedule; every peer of the run has the same at the same position.
+
+    A lock keeps the state whole while it is copied for a newcomer. Steps are made by one thread at a time.
+
+    Args:
+        scheduler: of ``optimizer``, or a function that makes it; stepped once for each global step.
+        offload: keep them on the host, and show the model their values.
+
+    Attributes:
+        position: of the parameters that the optimizer holds; those of the model may be a step behind.
+        lineage_samples: in all the steps that led there.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        scheduler: SchedulerMaker | None,
+        *,
+        max_grad_norm: float | None = None,
+        offload: bool = False,
+    ) -> None:
+        self.optimizer = optimizer
+        self.model_parameters = [parameter for parameter in parameters_of(optimizer) if parameter.requires_grad]
+        if scheduler is not None and not isinstance(scheduler, LRScheduler):
+            scheduler = scheduler(optimizer)
+        self.scheduler: LRScheduler | None = scheduler
+        if isinstance(self.scheduler, ReduceLROnPlateau):
+            raise ConfigError(
+                "ReduceLROnPlateau follows each peer's own loss; give a schedule by global step, LambdaLR say"
+            )
+        self.host_copy = HostCopy(optimizer) if offload else None  # with the options as the schedule begins
+        self._max_grad_norm = max_grad_norm
+        self._parameters = [parameter for parameter in parameters_of(optimizer) if parameter.requires_grad]
+        self._layout = GradientLayout(self._parameters)
+        self._lock = threading.Lock()
+        values = [tensor.detach().cpu().contiguous() for tensor in parameters_of(optimizer)]
+        self.position = Position(0, hashlib.sha256(digest_of(specs_of(optimizer), b"", values)).digest())
+        self.lineage_samples = 0
+
+    def advance(self, averaged_N: torch.Tensor, lineage: bytes, samples: int, spare_N: torch.Tensor | None) -> str:
+        """Make the next global step.
+
+        Args:
+            averaged_N: the averaged gradient; it is changed.
+            lineage: where the step leads.
+            samples: behind it, of all peers.
+            spare_N: memory of the same size whose values nobody needs.
+        Returns:
+            Why the update was refused, and the parameters are those of the step before; or nothing.
+        """
+        with self._lock:
+            reason = guarded_step(
+                self.optimizer, self._parameters, self._layout, averaged_N,
+                max_grad_norm=self._max_grad_norm, spare_N=spare_N,
+            )  # fmt: skip
+            self._advance_schedule(is_alone=bool(reason))
+            self.lineage_samples += samples
+            self.position = Position(self.position.step + 1, lineage)
+        return reason
+
+    def _advance_schedule(self, *, is_alone: bool) -> None:
+        if self.scheduler is None:
+            return
+        if not is_alone:
+            self.scheduler.step()
+            return
+        with warnings.catch_warnings():  # torch warns of a schedule that moves before the parameters have moved once
+            warnings.simplefilter("ignore", UserWarning)
+            self.scheduler.step()
+
+    def show(self) -> None:
+        """Have the model use the parameters at :attr:`position`."""
+        if self.host_copy is not None:
+            self.host_copy.show()
+
+    def hear(self) -> None:
+        """Use the options, such as a learning rate, that were set in the groups that are shown."""
+        if self.host_copy is not None:
+            self.host_copy.hear()
+
+    @property
+    def shown_groups(self) -> list[dict[str, Any]]:
+        """The parameter groups, with the model's own parameters."""
+        return self.optimizer.param_groups if self.host_copy is None else self.host_copy.shown_groups
+
+    def capture(self) -> State:
+        """Copy the state; safe to call from any thread."""
+        with self._lock:
+            schedule = self.scheduler.state_dict() if self.scheduler is not None else {}
+            state = capture(self.optimizer, schedule, self.position, self.lineage_samples)
+        return sealed(state)
+
+    def restore(self, state: State) -> None:
+        """Take over another peer's state.
+
+        Raises:
+            ValueError: it does not fit; nothing was changed.
+        """
+        with self._lock:
+            self._set_schedule(restore(state, self.optimizer))
+            self.position = state.header.position
+            self.lineage_samples = state.header.lineage_samples
+        self.show()
+
+    # checkpoints
+
+    def place(self) -> dict[str, Any]:
+        """Where in the run the parameters are, and the schedule: plain values for a checkpoint."""
+        schedule = plain_part(self.scheduler.state_dict()) if self.scheduler is not None else {}
+        return {
+            "step": self.position.step,
+            "lineage": self.position.lineage.hex(),
+            "lineage_samples": self.lineage_samples,
+            "scheduler": schedule,
+        }
+
+    def load(self, state_dict: dict[str, Any], place: dict[str, Any] | None) -> None:
+        """Load a checkpoint of the optimizer, and go to where it was taken."""
+        with self._lock:
+            self.optimizer.load_state_dict(state_dict)
+            if place is not None:
+                self._set_schedule(place["scheduler"])
+                self.position = Position(place["step"], bytes.fromhex(place["lineage"]))
+                self.lineage_samples = place["lineage_samples"]
+        if self.host_copy is not None:
+            self.host_copy.take_over()
+
+    def _set_schedule(self, schedule: dict[str, Any]) -> None:
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(merged(self.scheduler.state_dict(), schedule))

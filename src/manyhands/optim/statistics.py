@@ -1,0 +1,35 @@
+"""What an optimizer has done so far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class Statistics:
+    """Counts since an optimizer was made.
+
+    Attributes:
+        samples_computed: went through ``step`` on this peer.
+        samples_used: of these, in committed global steps.
+        samples_dropped: of these, thrown away: an overflow, a refused update, or the state of another branch was
+            loaded.
+        rounds_committed, rounds_aborted: averaging rounds that this peer took part in.
+        steps_alone: global steps made while nobody else was there.
+        updates_refused: global steps that left the parameters as they were, since the update was not finite.
+        states_loaded: how often the state was downloaded.
+    """
+
+    samples_computed: int = 0
+    samples_used: int = 0
+    samples_dropped: int = 0
+    rounds_committed: int = 0
+    rounds_aborted: int = 0
+    steps_alone: int = 0
+    updates_refused: int = 0
+    states_loaded: int = 0
+
+    def summary(self) -> str:
+        """For a log line."""
+        share = self.samples_used / self.samples_computed if self.samples_computed else 1.0
+        return f"{self.samples_computed} samples computed here so far, {self.samples_used} of them used ({share:.1%})"

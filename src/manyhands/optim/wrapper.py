@@ -1,0 +1,70 @@
+"""What torch expects of an optimizer, for one that wraps another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from manyhands.base.errors import ConfigError
+from manyhands.optim.replica import Replica
+
+PLACE = "manyhands"
+"""Key of a checkpoint's place in the run."""
+
+
+class OptimizerWrapper(torch.optim.Optimizer):
+    """Shows the groups and the state of another optimizer as its own.
+
+    With a copy on the host the groups have the model's parameters all the same, for ``zero_grad`` and gradient scalers.
+
+    Attributes:
+        inner: the wrapped optimizer.
+        scheduler: its schedule, by global step.
+    """
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, inner.defaults)
+        self.inner = inner
+
+    def wrap(self, replica: Replica) -> None:
+        """From now on show what the replica has."""
+        self._replica = replica
+        self.scheduler = replica.scheduler
+        self.share()
+
+    def share(self) -> None:
+        """Have the same groups and state as the wrapped optimizer, which replaces its own when it loads a state."""
+        self.param_groups, self.state = self._replica.shown_groups, self.inner.state
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused once the run is joined: all its peers must have the same parameters."""
+        if hasattr(self, "_replica"):
+            raise ConfigError("the parameters of a run are fixed; give all groups to the wrapped optimizer at first")
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the wrapped optimizer, and under ``manyhands`` where in the run it is, and the schedule."""
+        return {**self.inner.state_dict(), PLACE: self._replica.place()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` gave, or the state of an optimizer like the wrapped one."""
+        self._replica.load({name: state_dict[name] for name in ("state", "param_groups")}, state_dict.get(PLACE))
+        self.share()
+
+    def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:
+        """As for any optimizer; the hook gets this one."""
+        return self.inner.register_state_dict_pre_hook(lambda _: hook(self), prepend)
+
+    def register_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:
+        """As for any optimizer; the hook gets this one."""
+        return self.inner.register_state_dict_post_hook(lambda _, state: hook(self, state), prepend)
+
+    def register_load_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:
+        """As for any optimizer; the hook gets this one."""
+        return self.inner.register_load_state_dict_pre_hook(lambda _, state: hook(self, state), prepend)
+
+    def register_load_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:
+        """As for any optimizer; the hook gets this one."""
+        return self.inner.register_load_state_dict_post_hook(lambda _: hook(self), prepend)

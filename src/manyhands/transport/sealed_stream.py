@@ -1,0 +1,329 @@
+"""One bulk connection as a stream of bytes, after its TLS handshake.
+
+What is large moves on threads, one for each direction as long as it takes: they encrypt, decrypt and copy without
+Python's lock, straight from and into the caller's memory, and the loop stays free for everybody's control messages.
+What is small, such as the frames that open the stream, is read on the loop: who says nothing costs no thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from contextlib import suppress
+from typing import Any
+
+from manyhands.base.deadline import time_limit
+from manyhands.base.errors import PeerLost, Timeout
+from manyhands.base.identity import PeerId
+from manyhands.runtime.threads import BlockingThreads
+from manyhands.transport import tcp
+from manyhands.transport.chunks import CHUNK_BYTES, chunks_of
+from manyhands.transport.sealing import MAX_RECORD_BYTES, BadRecord, Opener, RecordBuffer, Sealer
+
+THREAD_BYTES = 64 * 1024
+"""A receive of at least this size moves on a thread."""
+
+DROPPED_BYTES = 1 << 16
+"""What is read at a time, and dropped, until the other end closes as well."""
+
+RECORDS_AT_ONCE = 64
+"""Records that are opened in one turn of the loop."""
+
+FAR_BYTES = 1 << 15
+"""Of a record on a long link: there progress is seen often, and what it costs does not matter."""
+
+IDLE_S = 0.2
+"""Whether the other end has closed the stream is watched on the loop when nobody has received for so long."""
+
+DO_NOT_WAIT = getattr(socket, "MSG_DONTWAIT", 0)
+
+ENDED = "connection closed"
+
+
+class SealedStream:
+    """A stream after its handshake.
+
+    Args:
+        sock: connected; it belongs to the stream from now on.
+        sealer, opener: of what is sent and received.
+        received: what came after the handshake already.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        sealer: Sealer,
+        opener: Opener,
+        remote: PeerId,
+        remote_host: str,
+        threads: BlockingThreads,
+        received: bytes = b"",
+    ) -> None:
+        self.is_bulk = True
+        self.remote = remote
+        self.remote_host = remote_host
+        self.bytes_sent = 0
+        self.bytes_received = 0
+        self._loop = asyncio.get_running_loop()
+        self.last_received = self._loop.time()
+        sock.setblocking(True)  # the threads wait in their calls; those of the loop do not wait
+        self._sock = sock
+        self._sealer = sealer
+        self._records = RecordBuffer(opener, received)
+        self._threads = threads
+        self._sealed = memoryview(b"")
+        self._max_plain = FAR_BYTES if tcp.is_long(sock) else CHUNK_BYTES
+        self._sending = asyncio.Lock()
+        self._closed: asyncio.Future[None] = self._loop.create_future()
+        self._why_closed = ENDED
+        self._readable: asyncio.Future[None] | None = None
+        self._idle: asyncio.TimerHandle | None = None
+        self._num_jobs = 0
+        self._is_received = self._is_watched = self._is_closing = False
+        self._loop.call_soon(self._watch)
+
+    # what the layers above call
+
+    async def send(self, *buffers: bytes | bytearray | memoryview) -> None:
+        views = [memoryview(buffer).cast("B") for buffer in buffers]
+        async with self._sending:
+            self._check_open()
+            await self._on_thread(self._send_all, views)
+
+    async def send_each(self, pieces: Iterator[memoryview]) -> None:
+        async with self._sending:
+            self._check_open()
+            await self._on_thread(self._send_all, pieces)
+
+    async def receive_into(self, view: memoryview) -> None:
+        if len(view) >= THREAD_BYTES and self.bytes_sent:  # who has not been welcomed yet gets no thread
+            await self._receive(self._receive_on_thread(iter([view])))
+        else:
+            await self._receive(self._receive_on_loop(view))
+
+    async def receive_each(self, views: Iterator[memoryview]) -> None:
+        await self._receive(self._receive_on_thread(views))
+
+    async def _receive_on_loop(self, view: memoryview) -> None:
+        while len(view := view[self._take_into(view) :]):
+            if self._is_ready():
+                await asyncio.sleep(0)  # many small records: the others have their turn
+                continue
+            self._check_open()
+            await self._wait_readable()
+
+    async def _receive_on_thread(self, views: Iterator[memoryview]) -> None:
+        self._unwatch()
+        await self._on_thread(self._receive_all, views)
+
+    async def _receive(self, receiving: Coroutine[Any, Any, None]) -> None:
+        if self._is_received:
+            receiving.close()
+            raise RuntimeError("two tasks receive from one stream")
+        self._is_received = True
+        try:
+            await receiving
+        except asyncio.CancelledError:  # nobody could tell where the next message begins
+            self.abort()
+            raise
+        finally:
+            self._is_received = False
+            self._watch_later()
+
+    async def close(self, timeout_s: float = 1.0) -> None:
+        try:
+            with suppress(Timeout, PeerLost):
+                async with time_limit(timeout_s, f"closing a stream to peer {self.remote}"), self._sending:
+                    self._say_goodbye()
+                    await self.wait_closed()
+        finally:
+            self.abort()
+
+    async def wait_closed(self) -> None:
+        await asyncio.wait([self._closed])
+
+    def abort(self) -> None:
+        self._end("the stream was aborted here")
+
+    # on the loop
+
+    def _watch(self) -> None:
+        """Read what comes, or that the other end has closed; no further than what nobody has taken yet."""
+        is_on_thread = self._is_received and self._readable is None
+        if not (self._closed.done() or self._is_watched or is_on_thread or self._is_full()):
+            self._is_watched = True
+            self._loop.add_reader(self._sock, self._on_readable)
+
+    def _watch_later(self) -> None:
+        """Watch once nobody has received for a while: what comes meanwhile is for the next one's thread."""
+        if self._idle is None and not self._closed.done():
+            self._idle = self._loop.call_later(IDLE_S, self._when_idle)
+
+    def _when_idle(self) -> None:
+        self._idle = None
+        self._watch()
+
+    def _unwatch(self) -> None:
+        if self._idle is not None:
+            self._idle.cancel()
+            self._idle = None
+        if self._is_watched:
+            self._is_watched = False
+            self._loop.remove_reader(self._sock)
+
+    def _is_full(self) -> bool:
+        return self._is_ready() and not self._is_closing
+
+    def _is_ready(self) -> bool:
+        try:
+            return self._records.is_ready
+        except BadRecord as error:
+            self._end(str(error))
+            return True
+
+    async def _wait_readable(self) -> None:
+        """Wait until there is something to take, or the stream is closed."""
+        self._readable = self._loop.create_future()
+        try:
+            self._watch()
+            await self._readable
+        finally:
+            self._readable = None
+
+    def _on_readable(self) -> None:
+        room = memoryview(bytearray(DROPPED_BYTES)) if self._is_closing else self._records.room()
+        try:
+            num_bytes = self._sock.recv_into(room, 0, DO_NOT_WAIT)
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as error:
+            self._end(_reason(error))
+            return
+        if num_bytes == 0:
+            self._end(ENDED)
+            return
+        self.last_received = self._loop.time()
+        if self._is_closing:
+            return
+        self._records.added(num_bytes)
+        if self._is_full():
+            self._unwatch()
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._readable is not None and not self._readable.done():
+            self._readable.set_result(None)
+
+    def _take_into(self, view: memoryview) -> int:
+        try:
+            return self._take(view, RECORDS_AT_ONCE)
+        except BadRecord as error:
+            self._end(str(error))
+            raise self._lost() from error
+
+    # on threads
+
+    async def _on_thread(self, job: Callable[..., None], *args: object) -> None:
+        """Run one direction on a thread to its end; it has let go of the caller's memory when this returns."""
+        try:
+            done = self._threads.start(job, *args)
+        except RuntimeError as no_thread:
+            self._end(f"this machine has no threads left ({no_thread})")
+            raise self._lost() from no_thread
+        self._num_jobs += 1
+        was_cancelled = False
+        while not done.done():
+            try:
+                await asyncio.wait([done])
+            except asyncio.CancelledError:
+                was_cancelled = True
+                self.abort()  # the thread notices at once
+        self._num_jobs -= 1
+        self._close_socket()
+        error = done.exception()
+        if was_cancelled:
+            raise asyncio.CancelledError
+        if isinstance(error, (_Gone, BadRecord)):
+            self._end(str(error))
+            raise self._lost() from error
+        if error is not None:
+            self._end(f"{type(error).__name__} here")
+            raise error
+
+    def _send_all(self, views: Iterable[memoryview]) -> None:
+        if not len(self._sealed):
+            self._sealed = memoryview(bytearray(MAX_RECORD_BYTES))
+        for chunk in chunks_of(views, self._max_plain):
+            num_bytes = self._sealer.seal_into(chunk, self._sealed)
+            try:
+                self._sock.sendall(self._sealed[:num_bytes])
+            except OSError as error:
+                raise _Gone(_reason(error)) from error
+            self.bytes_sent += len(chunk)
+
+    def _receive_all(self, views: Iterable[memoryview]) -> None:
+        for view in views:
+            left = view
+            while len(left := left[self._take(left) :]):
+                if self._closed.done():
+                    raise _Gone(ENDED)
+                try:
+                    num_bytes = self._sock.recv_into(self._records.room())
+                except OSError as error:
+                    raise _Gone(_reason(error)) from error
+                if num_bytes == 0:
+                    raise _Gone(ENDED)
+                self._records.added(num_bytes)
+                self.last_received = self._loop.time()
+
+    def _take(self, view: memoryview, max_records: int | None = None) -> int:
+        num_bytes = self._records.take_into(view, max_records)
+        self.bytes_received += num_bytes
+        return num_bytes
+
+    # the end
+
+    def _say_goodbye(self) -> None:
+        """Nothing more is sent; what still comes is read and dropped until the other end closes as well."""
+        self._check_open()
+        self._is_closing = True
+        try:
+            self._sock.shutdown(socket.SHUT_WR)
+        except OSError as error:
+            self._end(_reason(error))
+        self._wake()
+        self._watch()
+
+    def _check_open(self) -> None:
+        if self._closed.done():
+            raise self._lost()
+        if self._is_closing:
+            raise PeerLost(self.remote, "the stream was closed here")
+
+    def _lost(self) -> PeerLost:
+        return PeerLost(self.remote, self._why_closed)
+
+    def _end(self, reason: str) -> None:
+        if self._closed.done():
+            return
+        self._why_closed = reason
+        self._closed.set_result(None)
+        self._unwatch()
+        self._wake()
+        with suppress(OSError):  # it may not be connected any more
+            self._sock.shutdown(socket.SHUT_RDWR)  # wakes the threads that wait for it
+        self._close_socket()
+
+    def _close_socket(self) -> None:
+        """Let go of the socket once no thread uses it."""
+        if self._closed.done() and self._num_jobs == 0:
+            self._sock.close()
+
+
+class _Gone(Exception):
+    """The socket failed in a thread, or the other end has closed it."""
+
+
+def _reason(error: OSError) -> str:
+    return f"{ENDED} ({error.strerror or error})"

@@ -1,0 +1,107 @@
+"""One member of a round as a process of its own, which may kill or stop itself in a phase of it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+
+import torch
+
+from manyhands.averaging.config import AveragingConfig
+from manyhands.averaging.rounds import Phase, RoundRunner
+from manyhands.base.address import Address
+from manyhands.base.errors import RoundAborted
+from manyhands.base.identity import Identity, PeerId
+from manyhands.rpc import Endpoint
+from manyhands.transport import TlsTransport
+from tests.swarm import FixedRoster
+
+NUMEL = 4_000_000
+NUM_BYTES = 4 * NUMEL
+CONFIG = AveragingConfig(matchmaking_time_s=3.0, averaging_timeout_s=30.0, stream_timeout_s=5.0, codec="none")
+POLL_S = 0.0005
+STAY_S = 30.0
+PHASES = (
+    "before", "joining", "formed", "first chunk sent", "half sent", "reducing", "before commit", "after commit",
+)  # fmt: skip
+OF_THE_ROUND = {
+    Phase.JOINING: "joining",
+    Phase.FORMED: "formed",
+    Phase.VOTING: "before commit",
+    Phase.CONCLUDED: "after commit",
+}
+SENT = {"first chunk sent": 0.1, "half sent": 0.7}
+RECEIVED = {"reducing": 0.5}
+
+
+@dataclass(frozen=True)
+class Report:
+    """How a round ended for a member.
+
+    Attributes:
+        time: of the machine's monotonic clock, in seconds.
+        digest: of the mean that it holds; empty if it holds none.
+        reason: what went wrong, in words.
+    """
+
+    time: float
+    digest: bytes
+    reason: str
+
+
+def identity_of(number: int) -> Identity:
+    return Identity.from_seed(number.to_bytes(32, "big"))
+
+
+def run(number: int, phase: str, fault: signal.Signals | None, pipe: Connection) -> None:
+    """The process: it tells its addresses, is told those of all, makes one round, and reports."""
+    torch.set_num_threads(1)
+    asyncio.run(_run(number, phase, fault, pipe))
+
+
+async def _run(number: int, phase: str, fault: signal.Signals | None, pipe: Connection) -> None:
+    loop = asyncio.get_running_loop()
+    endpoint = Endpoint(TlsTransport(identity_of(number)))
+    await endpoint.listen([Address.parse("/ip4/127.0.0.1/tcp/0")])
+    pipe.send((endpoint.peer_id, [str(address) for address in endpoint.addresses]))
+    addresses: Mapping[PeerId, list[str]] = await loop.run_in_executor(None, pipe.recv)
+    for peer_id, texts in addresses.items():
+        endpoint.learn(peer_id, [Address.parse(text) for text in texts])
+    others = {peer_id: False for peer_id in addresses if peer_id != endpoint.peer_id}
+    runner = RoundRunner(endpoint, "faults", b"", FixedRoster(others), CONFIG, random.Random(number))
+    vector_N = torch.full((NUMEL,), float(number))
+
+    def fail_in(now: str) -> None:
+        if fault is not None and now == phase:
+            pipe.send(time.monotonic())
+            os.kill(os.getpid(), fault)
+
+    async def watch() -> None:
+        while True:
+            sent = endpoint.bytes_sent
+            received = sum(stream.bytes_received for stream in endpoint._streams._streams)
+            if sent >= SENT.get(phase, 9.0) * NUM_BYTES or received >= RECEIVED.get(phase, 9.0) * NUM_BYTES:
+                fail_in(phase)
+                return
+            await asyncio.sleep(POLL_S)
+
+    runner.on_phase.append(lambda entered: fail_in(OF_THE_ROUND[entered]))
+    fail_in("before")
+    watching = asyncio.create_task(watch())
+    try:
+        result = await runner.average(vector_N, 1.0)
+        digest = result.manifest.digest if result.averaged_N is not None else b""
+        report = Report(time.monotonic(), digest, result.reason)
+    except RoundAborted as error:
+        report = Report(time.monotonic(), b"", error.reason)
+    pipe.send(report)
+    await loop.run_in_executor(None, pipe.poll, STAY_S)  # whoever is in doubt may ask
+    watching.cancel()
+    await runner.close()
+    await endpoint.close()

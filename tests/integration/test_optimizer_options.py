@@ -1,0 +1,163 @@
+"""Every option of the optimizer reaches the part that it configures."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+import manyhands
+from manyhands.averaging import AveragingConfig
+from manyhands.base.errors import ManifestMismatch, Timeout
+from manyhands.optim import ProgressConfig
+from tests.trainers import new_model, peers
+
+OTHER_AVERAGING = AveragingConfig(
+    matchmaking_time_s=2.5, averaging_timeout_s=11.0, stream_timeout_s=3.5, in_doubt_timeout_s=1.5, chunk_bytes=4096,
+    codec="fp16", error_feedback=True, min_span_bytes=64, bandwidth_mbit_s=80.0, max_group_size=40,
+)  # fmt: skip
+OTHER_PROGRESS = ProgressConfig(
+    min_refresh_s=0.3, max_refresh_s=4.0, default_refresh_s=0.7, expected_drift_peers=5.0, expected_drift_rate=0.4,
+    ttl_s=12.0,
+)  # fmt: skip
+
+
+def make(peer: manyhands.Peer, **options: Any) -> manyhands.Optimizer:
+    inner = torch.optim.AdamW(new_model().parameters(), lr=0.01)
+    return manyhands.Optimizer(inner, peer=peer, run_id="options", **{"target_batch_size": 64, **options})
+
+
+def parts(optimizer: manyhands.Optimizer) -> dict[str, Any]:
+    rounds: Any = optimizer._collaboration._rounds
+    return {
+        "rounds": rounds, "matchmaker": rounds._matchmaker, "agreement": rounds._agreement, "inbox": rounds._inbox,
+    }  # fmt: skip
+
+
+def test_each_field_of_the_configs_differs_from_its_default() -> None:
+    """Else the tests below would not see that it is lost."""
+    for other, default in ((OTHER_AVERAGING, AveragingConfig()), (OTHER_PROGRESS, ProgressConfig())):
+        for field in dataclasses.fields(other):
+            assert getattr(other, field.name) != getattr(default, field.name), field.name
+
+
+def test_averaging_reaches_all_parts_of_a_round() -> None:
+    with peers(1) as (peer,):
+        optimizer = make(peer, averaging=OTHER_AVERAGING)
+        for name, part in parts(optimizer).items():
+            assert part._config == OTHER_AVERAGING, name
+        assert optimizer._collaboration._manifest.codec == "fp16"
+        assert parts(optimizer)["rounds"]._bandwidth.bandwidth == 10_000_000
+
+
+def test_the_times_reach_all_parts_of_a_round() -> None:
+    with peers(1) as (peer,):
+        optimizer = make(peer, matchmaking_time_s=2.0, averaging_timeout_s=9.0)
+        for name, part in parts(optimizer).items():
+            assert (part._config.matchmaking_time_s, part._config.averaging_timeout_s) == (2.0, 9.0), name
+
+
+def test_progress_reaches_the_tracker() -> None:
+    with peers(1) as (peer,):
+        tracker = make(peer, progress=OTHER_PROGRESS)._collaboration.tracker
+        assert tracker._config == OTHER_PROGRESS
+        assert tracker._own.ttl_s == 12.0
+
+
+def test_the_target_and_the_lead_reach_the_tracker() -> None:
+    with peers(1) as (peer,):
+        tracker = make(peer, target_batch_size=48, batch_size_lead=8)._collaboration.tracker
+        assert (tracker.target_batch_size, tracker._enough) == (48, 40)
+
+
+def test_auxiliary_peers_publish_nothing() -> None:
+    with peers(2) as (one, two):
+        make(one)
+        helper = make(two, auxiliary=True)
+        assert helper._collaboration.tracker._is_silent
+        helper.step()
+        assert helper.num_peers == 2
+
+
+def test_what_all_peers_need_alike_is_in_the_manifest() -> None:
+    with peers(2) as (one, two):
+        make(one, max_grad_norm=1.0, must_match={"tokenizer": "abc"})
+        with pytest.raises(ManifestMismatch, match=r"max_grad_norm is 2.0 here, 1.0 in the run"):
+            make(two, max_grad_norm=2.0, must_match={"tokenizer": "abc"})
+        with pytest.raises(ManifestMismatch, match="tokenizer is xyz here, abc in the run"):
+            make(two, max_grad_norm=1.0, must_match={"tokenizer": "xyz"})
+        assert make(two, max_grad_norm=1, must_match={"tokenizer": "abc"}, offload=True).num_peers >= 1
+
+
+def test_a_delayed_step_leaves_the_training_thread_alone() -> None:
+    """On real threads: the update hangs until the training thread has gone on with other batches."""
+    may_step = threading.Event()
+
+    class Slow(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            assert may_step.wait(20)
+            return super().step(closure)
+
+    model = new_model()
+    with peers(1) as (peer,):
+        optimizer = manyhands.Optimizer(
+            Slow(model.parameters(), lr=0.1), peer=peer, run_id="slow", target_batch_size=4, batch_size_per_step=4,
+            delay="optimizer",
+        )  # fmt: skip
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        for _ in range(5):
+            model(torch.ones(4, 5)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert optimizer.global_step == 0
+        assert optimizer.samples_accumulated == 20
+        assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+        may_step.set()
+        optimizer.settle()
+        assert optimizer.global_step == 1
+        assert not torch.equal(next(model.parameters()), before[0])
+        optimizer.step(batch_size=0)
+        optimizer.settle()
+        counts = optimizer.statistics
+        assert (optimizer.global_step, counts.samples_used, counts.samples_dropped) == (2, 20, 0)
+
+
+@pytest.mark.parametrize("delay", [None, "optimizer", "gradients"])
+def test_a_network_thread_that_is_held_up_in_mid_step_neither_loses_samples_nor_hangs_the_run(
+    delay: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = new_model()
+    with peers(1) as (peer,):
+        optimizer = manyhands.Optimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), peer=peer, run_id="held", target_batch_size=4,
+            batch_size_per_step=4, delay=delay,
+        )  # fmt: skip
+
+        def train() -> None:
+            model(torch.ones(4, 5)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            optimizer.settle()
+
+        run = peer.run
+
+        def held_up(coro: Any, timeout_s: float, phase: str) -> Any:
+            if phase != "moving on":
+                return run(coro, timeout_s, phase)
+            coro.close()
+            raise Timeout(phase, timeout_s)
+
+        monkeypatch.setattr(peer, "run", held_up)
+        with pytest.raises(Timeout):
+            train()
+        counts = optimizer.statistics
+        assert counts.samples_used + optimizer.samples_accumulated == counts.samples_computed == 4
+        monkeypatch.setattr(peer, "run", run)
+        for _ in range(3):
+            train()
+        assert counts.samples_used >= 12
+        assert optimizer.global_step >= 3
+        assert counts.samples_dropped == 0

@@ -1,0 +1,43 @@
+"""Rounds that are broken off over real sockets, again and again: no file and no task stays behind."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import psutil
+import torch
+
+from manyhands.averaging.config import AveragingConfig
+from manyhands.base.deadline import time_limit
+from tests.swarm import averagers
+
+CONFIG = AveragingConfig(
+    matchmaking_time_s=0.3, averaging_timeout_s=5.0, stream_timeout_s=0.2, in_doubt_timeout_s=0.1, chunk_bytes=4096
+)
+NUM_ROUNDS = 16
+WARM_UP = 4
+
+
+async def test_rounds_that_are_broken_off_leave_no_file_open() -> None:
+    rng = random.Random(3)
+    vector = torch.ones(5_000)
+    process = psutil.Process()
+    files = 0
+    async with averagers(3, kind="tls", config=CONFIG) as members:
+        for attempt in range(NUM_ROUNDS):
+            rounds = [asyncio.ensure_future(averager.average(vector, 1.0)) for averager, _, _ in members]
+            for _ in range(rng.randrange(250)):
+                await asyncio.sleep(0)
+            rng.choice(rounds).cancel()
+            async with time_limit(10.0, "waiting for the rounds to end"):
+                await asyncio.gather(*rounds, return_exceptions=True)
+                while any(len(endpoint._streams) > 4 or len(averager._tasks) for averager, _, endpoint in members):
+                    await asyncio.sleep(0.01)
+            for _, roster, _ in members:
+                roster.missing.clear()
+            if attempt == WARM_UP:
+                files = process.num_fds()
+        assert process.num_fds() <= files + 4
+        results = await asyncio.gather(*(averager.average(vector, 1.0) for averager, _, _ in members))
+        assert all(result.averaged_N is not None for result in results)

@@ -1,0 +1,188 @@
+"""Swarms that are too large for one group: averaging in virtual time without a DHT, and how far apart the peers get.
+
+Each peer has a vector of its own. Before each step all values drift apart: to each is added a number drawn from
+N(0, 1), as if each peer had trained alone for a while. Then all step, at about the same time. A peer may fail: it sits
+the step out, or its process is killed in its midst and started again; then it takes the values of another one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import statistics
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from manyhands.averaging.config import AveragingConfig
+from manyhands.averaging.participation import Participation
+from manyhands.averaging.tensor_list import TensorList
+from manyhands.base.address import Address
+from manyhands.dht import StoredValue
+from manyhands.dht.records import encode_value
+from manyhands.rpc import Endpoint
+from manyhands.testing import Host, World
+
+NUMEL = 8
+PERIOD_S = 20.0
+"""From the begin of one step to that of the next."""
+JITTER_S = 0.5
+TIMEOUT_S = 15.0
+MIN_TRIP_S = 0.02
+
+
+class SharedRecords:
+    """Stands where the DHT of each peer stands: what one stores, all read 20 ms later."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, StoredValue] = {}
+        self._stored_at: dict[str, float] = {}
+        self._num_stored = 0
+
+    def view(self, owner: str) -> Any:
+        async def store(key: str, value: Any, ttl_s: float, subkey: str = "") -> int:
+            await asyncio.sleep(MIN_TRIP_S)
+            self._num_stored += 1
+            self._values[subkey] = StoredValue(encode_value(value), self._num_stored, ttl_s, owner)
+            self._stored_at[subkey] = asyncio.get_running_loop().time()
+            return 1
+
+        async def get(key: str) -> dict[str, StoredValue]:
+            await asyncio.sleep(MIN_TRIP_S)
+            now = asyncio.get_running_loop().time()
+            for subkey in [
+                subkey for subkey, at in self._stored_at.items() if at + self._values[subkey].remaining_s < now
+            ]:
+                del self._values[subkey], self._stored_at[subkey]
+            return self._values
+
+        return SimpleNamespace(store=store, get=get, declare=lambda key, schema: None)
+
+
+@dataclass
+class Swarm:
+    """What is seen of a swarm.
+
+    Attributes:
+        values: of each peer that runs.
+        spreads: after each step, the root mean square distance of the values of all peers from their mean, which was
+            about 1 more before the step.
+        means: the mean of all values after each step; before_means, before it.
+        reported: the disagreement that the peers were told, relative to the mean; the median of each step.
+        num_failed: peers that sat out or were killed.
+        partial: how many peers had fewer rounds than the step has, by step.
+    """
+
+    values: dict[str, torch.Tensor] = field(default_factory=dict)
+    spreads: list[float] = field(default_factory=list)
+    before_means: list[float] = field(default_factory=list)
+    means: list[float] = field(default_factory=list)
+    reported: list[float | None] = field(default_factory=list)
+    step_s: list[float] = field(default_factory=list)
+    num_failed: int = 0
+    partial: list[int] = field(default_factory=list)
+    reasons: dict[str, int] = field(default_factory=dict)
+    group_sizes: list[int] = field(default_factory=list)
+
+
+def grid_world(
+    seed: int, num_peers: int, max_group_size: int, num_steps: int, p_fail: float, weights: tuple[float, ...] = (1.0,)
+) -> tuple[World, Swarm, float]:
+    """A swarm that takes so many steps; returns also how many virtual seconds that takes."""
+    world = World(seed)
+    world.network.default_link.latency_s = MIN_TRIP_S
+    world.network.default_link.jitter_s = 0.005
+    swarm, records, rng = Swarm(), SharedRecords(), world.rng("swarm")
+    names = [f"p{number}" for number in range(num_peers)]
+    weight_of = {name: weights[number % len(weights)] for number, name in enumerate(names)}
+    config = AveragingConfig(
+        matchmaking_time_s=3.0,
+        averaging_timeout_s=10.0,
+        stream_timeout_s=2.0,
+        in_doubt_timeout_s=2.0,
+        codec="none",
+        max_group_size=max_group_size,
+    )
+    disagreements: list[float] = []
+    sits_out: set[str] = set()
+
+    async def peer(host: Host) -> None:
+        own_rng = world.rng(f"{host.name} from {world.loop.time()}")
+        endpoint = Endpoint(world.transport(host))
+        presence: Any = SimpleNamespace(
+            endpoint=endpoint, dht=records.view(endpoint.peer_id), rng=own_rng, on_close=[], peer_id=endpoint.peer_id
+        )
+        await endpoint.listen([Address.of(host.ip, 0)])
+        values = swarm.values[host.name] = first_values(host.name, own_rng)
+        participation = Participation(presence, "grid", TensorList([values]), config)
+        await participation.start()
+        number = int(world.loop.time() // PERIOD_S) + 1
+        while True:
+            await asyncio.sleep(number * PERIOD_S + own_rng.uniform(0.0, JITTER_S) - world.loop.time())
+            number += 1
+            if host.name not in sits_out:
+                await take_step(host, participation, values)
+
+    def first_values(name: str, own_rng: random.Random) -> torch.Tensor:
+        others = [values for other, values in swarm.values.items() if other != name]
+        return own_rng.choice(others).clone() if others else torch.ones(NUMEL)
+
+    async def take_step(host: Host, participation: Participation, values: torch.Tensor) -> None:
+        began = world.loop.time()
+        attempts = await participation.step(values.clone(), weight_of[host.name], TIMEOUT_S)
+        swarm.step_s.append(world.loop.time() - began)
+        if attempts.committed is not None:
+            assert attempts.committed.averaged_N is not None
+            values.copy_(attempts.committed.averaged_N)
+            swarm.group_sizes.append(len(attempts.committed.manifest.members))
+        if attempts.disagreement is not None:
+            disagreements.append(attempts.disagreement)
+        if attempts.num_rounds_committed < attempts.num_rounds:
+            swarm.partial[-1] += 1
+            swarm.reasons[attempts.reason] = swarm.reasons.get(attempts.reason, 0) + 1
+
+    def before_step() -> None:
+        for values in swarm.values.values():
+            values += torch.tensor([rng.gauss(0.0, 1.0) for _ in range(NUMEL)])
+        swarm.before_means.append(mean_over(swarm.values, weight_of))
+        swarm.partial.append(0)
+        sits_out.clear()
+        for name in names:
+            if rng.random() < p_fail:
+                swarm.num_failed += 1
+                if rng.random() < 0.5:
+                    sits_out.add(name)
+                else:
+                    world.loop.call_later(0.25 + rng.uniform(0.0, 2.0), kill, name)
+
+    def kill(name: str) -> None:
+        world.kill(name)
+        del swarm.values[name]
+        world.loop.call_later(3.0, world.restart, name)
+
+    def after_step() -> None:
+        swarm.spreads.append(spread_of(swarm.values))
+        swarm.means.append(mean_over(swarm.values, weight_of))
+        swarm.reported.append(statistics.median(disagreements) if disagreements else None)
+        disagreements.clear()
+
+    for name in names:
+        world.start(name, peer)
+    for number in range(1, num_steps + 1):
+        world.loop.call_at(number * PERIOD_S - 0.1, before_step)
+        world.loop.call_at((number + 1) * PERIOD_S - 0.2, after_step)
+    return world, swarm, (num_steps + 1) * PERIOD_S
+
+
+def spread_of(values: dict[str, torch.Tensor]) -> float:
+    stacked = torch.stack(list(values.values())).double()
+    return math.sqrt(float(((stacked - stacked.mean(dim=0)) ** 2).mean()))
+
+
+def mean_over(values: dict[str, torch.Tensor], weight_of: dict[str, float]) -> float:
+    """The weighted mean of the first value."""
+    total = sum(weight_of[name] for name in values)
+    return sum(weight_of[name] * float(vector[0]) for name, vector in values.items()) / total

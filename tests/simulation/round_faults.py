@@ -1,0 +1,300 @@
+"""One round in the deterministic world, with a fault at a chosen phase of it."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+
+import numpy
+import torch
+
+from manyhands.averaging.config import AveragingConfig
+from manyhands.averaging.messages import Part
+from manyhands.averaging.rounds import CommittedRound, Phase, RoundRunner
+from manyhands.base.address import Address
+from manyhands.base.errors import RoundAborted
+from manyhands.base.identity import PeerId
+from manyhands.rpc import Endpoint
+from manyhands.testing import Host, World
+from tests.swarm import FixedRoster
+
+NUMEL = 60_000
+NUM_BYTES = 4 * NUMEL
+LINK_MBIT_S = 100.0
+START_S = 2.0
+LATE_S = 0.02
+"""The others begin so much later than the one that has a fault."""
+CONFIG = AveragingConfig(
+    matchmaking_time_s=4.0, averaging_timeout_s=30.0, stream_timeout_s=5.0, chunk_bytes=16384, codec="none"
+)
+BOUND_S = 40.0
+"""No call takes longer: the round's 30 s, and what the verdict may need afterwards."""
+
+ROLES = ("sender", "reducer", "leader", "client")
+PHASES = (
+    "before", "joining", "formed", "first chunk sent", "half sent", "reducing", "before commit", "after commit",
+)  # fmt: skip
+OF_THE_ROUND = {
+    "formed": Phase.FORMED,
+    "before commit": Phase.VOTING,
+    "after commit": Phase.CONCLUDED,
+}
+SENT = {"first chunk sent": 0.05, "half sent": 0.5}
+"""Of what a member sends to reducers, in vectors."""
+RECEIVED = {"reducing": 0.5}
+
+
+@dataclass
+class Outcome:
+    """How the call of one member ended.
+
+    Attributes:
+        time: virtual seconds since the start.
+        result: None if it did not end.
+    """
+
+    time: float
+    result: CommittedRound | RoundAborted | None
+
+    @property
+    def held(self) -> CommittedRound | None:
+        """The round, if it committed and this member holds the mean."""
+        is_held = isinstance(self.result, CommittedRound) and self.result.averaged_N is not None
+        return self.result if is_held and isinstance(self.result, CommittedRound) else None
+
+
+@dataclass
+class RoundWorld:
+    """Peers that make one round together; what must be true of it is an invariant of the world.
+
+    Attributes:
+        fault_s, victim: when the fault happened, and to whom.
+    """
+
+    num_peers: int
+    seed: int = 0
+    numel: int = NUMEL
+    config: AveragingConfig = CONFIG
+    latency_s: float = 0.005
+    slow: dict[str, float] = field(default_factory=dict)
+    fault_s: float | None = None
+    victim: str = ""
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    wrong: list[str] = field(default_factory=list)
+    runners: dict[str, RoundRunner] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.world = World(self.seed)
+        link = self.world.network.default_link
+        link.latency_s, link.jitter_s = self.latency_s, self.latency_s / 5
+        names = [f"p{number}" for number in range(self.num_peers)]
+        self.ids = {name: self.world.identity(name).peer_id for name in names}
+        self.names = sorted(names, key=lambda name: self.ids[name])
+        self.weights = {name: float(1 + number % 3) for number, name in enumerate(self.names)}
+        self.vectors = {
+            name: torch.randn(self.numel, generator=torch.Generator().manual_seed(number))
+            for number, name in enumerate(self.names)
+        }
+        self._addresses: dict[PeerId, list[Address]] = {}
+        self._begun: dict[str, float] = {}
+        self._committed: dict[bytes, CommittedRound] = {}
+        self._hooks: list[Callable[[str, Phase], None]] = []
+        self.world.invariant("no two members hold different results", lambda: not self.wrong, lambda: self.wrong)
+
+    def name_of(self, role: str) -> str:
+        """Who has a role; the others are reducers too."""
+        return {
+            "leader": self.names[0], "reducer": self.names[1], "sender": self.names[-2], "client": self.names[-1]
+        }[role]  # fmt: skip
+
+    def start(self, first: str = "") -> None:
+        """Start all peers; ``first`` begins its round before the others."""
+        for name in self.names:
+            host = self.world.host(name)
+            self.world.network.set_bandwidth(name, up_mbit_s=self.slow.get(name, LINK_MBIT_S), down_mbit_s=LINK_MBIT_S)
+            self._begun[name] = START_S if name == first else START_S + LATE_S * self.world.rng(f"late {name}").random()
+            assert host.name == name
+            self.world.start(name, self._program)
+
+    async def _program(self, host: Host) -> None:
+        is_client, is_sender = host.name == self.name_of("client"), host.name == self.name_of("sender")
+        endpoint = Endpoint(self.world.transport(host), client_mode=is_client)
+        others = {self.ids[name]: name == self.name_of("client") for name in self.names if name != host.name}
+        config = replace(self.config, bandwidth_mbit_s=0.1 if is_sender else self.slow.get(host.name, LINK_MBIT_S))
+        roster = FixedRoster(others)
+        runner = RoundRunner(endpoint, "simulated", b"", roster, config, self.world.rng(f"round of {host.name}"))
+        runner.on_phase.append(lambda phase: self._entered(host.name, phase))
+        self.runners[host.name] = runner
+        try:
+            if not is_client:
+                await endpoint.listen([Address.of(host.ip, 0)])
+                self._addresses[endpoint.peer_id] = endpoint.addresses
+            await asyncio.sleep(self._begun[host.name] - self.world.loop.time())
+            for other, where in self._addresses.items():
+                endpoint.learn(other, where)
+            self.outcomes[host.name] = Outcome(0.0, None)
+            await self._average(host.name, runner)
+            await asyncio.sleep(1e6)  # whoever is in doubt may ask
+        finally:
+            await runner.close()
+            await endpoint.close()
+
+    async def _average(self, name: str, runner: RoundRunner) -> None:
+        result: CommittedRound | RoundAborted
+        try:
+            result = await runner.average(self.vectors[name], self.weights[name])
+        except RoundAborted as error:
+            result = error
+        self.outcomes[name] = Outcome(self.world.loop.time(), result)
+        if isinstance(result, CommittedRound):
+            self._check(name, result)
+
+    def _check(self, name: str, result: CommittedRound) -> None:
+        first = self._committed.setdefault(result.manifest.group_id, result)
+        if first.manifest != result.manifest:
+            self.wrong.append(f"{name} committed another manifest")
+        if result.averaged_N is None:
+            return
+        if first.averaged_N is not None and not torch.equal(first.averaged_N, result.averaged_N):
+            self.wrong.append(f"{name} holds another mean")
+        if first.averaged_N is not None and first is not result:
+            return
+        error = numpy.abs(result.averaged_N.numpy() - self.mean_of(result))
+        if error.max() > 1e-6:  # of values of the order of 1
+            self.wrong.append(f"{name} holds a mean that is not that of its contributors")
+
+    def mean_of(self, result: CommittedRound) -> numpy.ndarray:
+        """What the members of a manifest should hold, in float64."""
+        manifest = result.manifest
+        name_of = {peer_id: name for name, peer_id in self.ids.items()}
+        names = [name_of[member] for member in manifest.members]
+        mean = numpy.zeros(self.numel)
+        for part in manifest.parts or [Part(0, self.numel, 0, [])]:
+            weights = {name: self.weights[name] for rank, name in enumerate(names) if rank not in part.absent}
+            total = sum(weights.values())
+            for name, weight in weights.items():
+                mean[part.start : part.stop] += self.vectors[name][part.start : part.stop].numpy() * (weight / total)
+        return mean
+
+    # faults
+
+    def _entered(self, name: str, phase: Phase) -> None:
+        for hook in list(self._hooks):
+            hook(name, phase)
+
+    def when(self, name: str, phase: str, act: Callable[[], None]) -> None:
+        """Call ``act`` once, outside of all hosts, when a member comes to a phase of its round."""
+        done: list[bool] = []
+
+        def once() -> None:
+            if not done:
+                done.append(True)
+                self.fault_s = self.world.loop.now
+                act()
+
+        if phase == "before":
+            self.world.loop.call_outside(START_S - 0.5, once)
+        elif phase == "joining":
+            self._hooks.append(
+                lambda who, entered: self._soon(once) if (who, entered) == (name, Phase.JOINING) else None
+            )
+        elif phase in OF_THE_ROUND:
+            self._hooks.append(lambda who, entered: once() if (who, entered) == (name, OF_THE_ROUND[phase]) else None)
+        else:
+            self.world.invariant(f"watch {name}", lambda: (self._has_moved(name, phase) and once()) or True)
+
+    def _soon(self, once: Callable[[], None]) -> None:
+        self.world.loop.call_outside(self.world.loop.now + 2.5 * self.latency_s, once)
+
+    def _has_moved(self, name: str, phase: str) -> bool:
+        if self.world.loop.now < START_S:
+            return False
+        streams = [stream for stream in self.world.network.streams if stream.host.name == name]
+        if phase in SENT:
+            return sum(stream.bytes_sent for stream in streams) >= SENT[phase] * 4 * self.numel
+        return sum(stream.bytes_received for stream in streams) >= RECEIVED[phase] * 4 * self.numel
+
+    def run(self, duration_s: float = BOUND_S + START_S) -> None:
+        """Run it; all programs must stop without a leak."""
+        self.world.run(duration_s, stop_within_s=20.0)
+
+    # what came of it
+
+    def survivors(self, dead: Iterable[str]) -> list[str]:
+        """Names of those who have no fault."""
+        gone = set(dead)
+        return [name for name in self.names if name not in gone]
+
+    def majority_holds(self, names: Iterable[str]) -> bool:
+        """Whether more than half of the group hold its result."""
+        held = [self.outcomes[name].held for name in names if name in self.outcomes]
+        rounds = [round_ for round_ in held if round_ is not None]
+        return bool(rounds) and 2 * len(rounds) > rounds[0].num_members
+
+    def committed(self, names: Iterable[str]) -> list[CommittedRound]:
+        """What these members committed, whether they hold it or not."""
+        results = [self.outcomes[name].result for name in names if name in self.outcomes]
+        return [result for result in results if isinstance(result, CommittedRound)]
+
+    def last_s(self, names: Iterable[str]) -> float:
+        """When the last of some members ended its call."""
+        return max(self.outcomes[name].time for name in names)
+
+
+def random_death(seed: int) -> RoundWorld:
+    """A round of 4 or 8 in which one of them, whoever it is, is killed at some moment after the group has formed."""
+    world = RoundWorld(4 + 4 * (seed % 2), seed, latency_s=(0.001, 0.005, 0.05)[seed % 3])
+    rng = world.world.rng("death")
+    victim = rng.choice(world.names)
+    delay_s = rng.uniform(0.0, 0.25 + 10 * world.latency_s)
+
+    def kill_soon() -> None:
+        world.fault_s = world.world.loop.now + delay_s
+        world.victim = victim
+        world.world.loop.call_outside(world.fault_s, world.world.kill, victim)
+
+    world.start()
+    world.when(victim, "formed", kill_soon)
+    world.run()
+    return world
+
+
+def main() -> None:
+    """Print in what share of rounds with one death the others commit, and how long after it."""
+    parser = argparse.ArgumentParser(description="one death in each of many simulated rounds")
+    parser.add_argument("--rounds", type=int, default=1000)
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    options = parser.parse_args()
+    logging.disable(logging.CRITICAL)
+    torch.set_num_threads(1)
+    num_rounds = num_committed = num_majority = num_all = 0
+    seconds = []
+    for seed in range(options.first, options.first + options.rounds):
+        world = random_death(seed)
+        others = world.survivors([world.victim])
+        groups = {len(result.manifest.members) for result in world.committed(others)}
+        if not world.victim or groups - {world.num_peers}:
+            continue  # no group of all has formed, so nobody died in it
+        num_rounds += 1
+        is_committed = 2 * len(world.committed(others)) > world.num_peers
+        num_committed += is_committed
+        num_majority += world.majority_holds(others)
+        num_all += all(world.outcomes[name].held for name in others)
+        if is_committed and world.fault_s is not None:
+            seconds.append(max(0.0, world.last_s(others) - world.fault_s))
+        else:
+            print(f"seed {seed}: {[str(outcome.result)[:80] for outcome in world.outcomes.values()]}")
+    seconds.sort()
+    print(
+        f"{num_rounds} rounds with one death: more than half committed in {num_committed / num_rounds:.2%}, and hold "
+        f"the mean in {num_majority / num_rounds:.2%}; all others hold it in {num_all / num_rounds:.2%}"
+    )
+    print(f"seconds from the death to the last commit: p50 {seconds[len(seconds) // 2]:.3f}, "
+          f"p99 {seconds[int(len(seconds) * 0.99)]:.3f}, most {seconds[-1]:.3f}")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""Swarms that are too large for one group, in virtual time; ``benchmarks/grid_swarm.py`` has the case of 256 peers."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+
+import pytest
+
+from tests.simulation.grids import Swarm, grid_world
+
+NUM_STEPS = 8
+FIRST_STEPS = 1
+"""Until all peers have read of each other's places."""
+ROUNDING = 1e-5
+
+
+def swarm_after(seed: int, num_peers: int, max_group_size: int, p_fail: float, **options: tuple[float, ...]) -> Swarm:
+    logging.getLogger("manyhands").setLevel(logging.ERROR)
+    world, swarm, seconds = grid_world(seed, num_peers, max_group_size, NUM_STEPS, p_fail, **options)
+    world.run(seconds)
+    assert len(swarm.spreads) == NUM_STEPS
+    return swarm
+
+
+@pytest.mark.parametrize(("num_peers", "max_group_size"), [(16, 4), (27, 4)])
+def test_in_a_full_grid_all_hold_the_mean_of_all_after_each_step(num_peers: int, max_group_size: int) -> None:
+    swarm = swarm_after(1, num_peers, max_group_size, 0.0)
+    assert max(swarm.spreads[FIRST_STEPS:]) < ROUNDING
+    for before, after in zip(swarm.before_means[FIRST_STEPS:], swarm.means[FIRST_STEPS:], strict=True):
+        assert abs(before - after) < ROUNDING
+    assert max(swarm.group_sizes) <= max_group_size
+    assert swarm.partial[FIRST_STEPS:] == [0] * (NUM_STEPS - FIRST_STEPS)
+    assert statistics.median(swarm.step_s) < 2.0, "a step waits for nobody if all are there"
+    told = swarm.reported[FIRST_STEPS + 1 :]
+    assert all(disagreement is not None and disagreement < ROUNDING for disagreement in told), told
+
+
+def test_the_mean_of_a_full_grid_is_weighted_whoever_meets_whom() -> None:
+    """Also auxiliary peers, whose weight is 0, count with none of their values, and hold the mean."""
+    swarm = swarm_after(2, 16, 4, 0.0, weights=(1.0, 5.0, 0.0, 100.0, 3.0))
+    for before, after in zip(swarm.before_means[FIRST_STEPS:], swarm.means[FIRST_STEPS:], strict=True):
+        assert abs(before - after) < ROUNDING
+    assert max(swarm.spreads[FIRST_STEPS:]) < ROUNDING
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_with_failures_the_peers_stay_near_each_other(seed: int) -> None:
+    """Each value drifts by 1 before each step (root mean square); without averaging it would be 2.8 in the end."""
+    swarm = swarm_after(seed, 32, 4, 0.02)
+    assert swarm.num_failed
+    assert max(swarm.spreads) < 0.6
+    assert statistics.median(swarm.spreads) < 0.25
+    assert max(swarm.group_sizes) <= 4
+    told = swarm.reported[1:]
+    assert all(disagreement is not None and disagreement > ROUNDING for disagreement in told), told
+    assert max(swarm.step_s) < 15.5, "what a step may take"

@@ -1,0 +1,58 @@
+"""How long connections are kept that are used now and then, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from manyhands.base.address import Address
+from manyhands.rpc import Endpoint
+from manyhands.testing import Host, World
+from tests.network import ECHO, Text, serve_echo
+
+
+def dials(pause_s: float, num_calls: int = 12) -> tuple[int, float]:
+    """How many connections so many calls take with pauses between them, and how long the last one is kept."""
+    world = World(1)
+    addresses: list[Address] = []
+    kept_s = 0.0
+
+    async def there(host: Host) -> None:
+        endpoint = Endpoint(world.transport(host))
+        serve_echo(endpoint)
+        await endpoint.listen([Address.of(host.ip, 0)])
+        addresses.extend(endpoint.addresses)
+        await asyncio.Event().wait()
+
+    async def here(host: Host) -> None:
+        nonlocal kept_s
+        endpoint = Endpoint(world.transport(host))
+        await endpoint.listen([Address.of(host.ip, 0)])
+        endpoint._pool._was_reached = True
+        await asyncio.sleep(1)
+        peer_id = await endpoint.connect(addresses[0])
+        for number in range(num_calls):
+            await asyncio.sleep(pause_s if number else 0.0)
+            await endpoint.call(peer_id, ECHO, Text("hi"))
+        called_at = world.loop.now
+        while endpoint.is_connected(peer_id):
+            await asyncio.sleep(0.5)
+        kept_s = world.loop.now - called_at
+        await endpoint.close()
+
+    world.start("there", there)
+    world.start("here", here)
+    world.run(2000)
+    return sum(line.endswith("opened") for line in world.trace.lines), kept_s
+
+
+@pytest.mark.parametrize(
+    ("pause_s", "num_dials", "kept_s"), [(2.0, 1, 21), (15.0, 1, 31), (28.0, 2, 57), (90.0, 12, 21)]
+)
+def test_a_connection_is_kept_for_as_long_as_it_is_likely_to_be_used_again(
+    pause_s: float, num_dials: int, kept_s: float
+) -> None:
+    num, seconds = dials(pause_s)
+    assert num == num_dials
+    assert abs(seconds - kept_s) <= 1.5

@@ -1,0 +1,212 @@
+"""Whatever the peers of a run know of each other, whoever dies or comes late: a group, or a reason in words, soon."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from manyhands.averaging.messages import Position
+from manyhands.testing import at, between
+from tests.simulation.groups import AT_ONCE_S, CONFIG, Seeker, everybody, search
+
+NOTICED_S = 8.5
+"""Heartbeats show so soon that a machine is gone."""
+DIAL_S = 6.0
+"""What a dial to a machine that is gone takes, and a little."""
+
+
+WAITED_S = CONFIG.matchmaking_time_s + 1.0
+
+
+def test_those_who_know_each_other_are_one_group_at_once() -> None:
+    world = search(everybody("abcdefgh", h={"is_client": True}))
+    world.run()
+    for name in "abcdefgh":
+        assert world.members(name) == set("abcdefgh")
+        assert world[name].took_s < AT_ONCE_S
+    world.check_that_groups_agree()
+
+
+@pytest.mark.parametrize("ahead_s", [-0.3, -0.03, 0.0, 0.03, 0.3])
+def test_two_would_be_leaders_settle_on_the_lower_whichever_began_first(ahead_s: float) -> None:
+    """c and d do not know of a, nor a of them; b knows all, so both have followers."""
+    world = search(
+        [
+            Seeker("a", "b", 2.0 + ahead_s),
+            Seeker("b", "acd", 2.0),
+            Seeker("c", "bd", 2.0),
+            Seeker("d", "bc", 2.0),
+        ]
+    )
+    world.run()
+    for name in "abcd":
+        assert world.members(name) == set("abcd"), world[name].reasons
+        assert world[name].took_s < AT_ONCE_S
+    world.check_that_groups_agree()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_two_who_lead_and_have_followers_each(seed: int) -> None:
+    """a leads d, b leads c; they hear of each other only when b is called."""
+    world = search(
+        [Seeker("a", "bd", 2.0), Seeker("b", "c", 1.0), Seeker("c", "b", 1.9), Seeker("d", "a", 1.0)], seed=seed
+    )
+    world.run()
+    for name in "abcd":
+        assert world[name].took_s < 2.0, "nobody waits for a timer"
+    world.check_that_groups_agree()
+    assert all(world.members(name) or world[name].reasons for name in "abcd")
+
+
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_a_leader_dies_after_it_has_promised_places(name: str) -> None:
+    """It has accepted those who came, and is killed before it closes the group; d is late, so all wait for it."""
+    world = search(everybody("abcd", d={"begins_s": 3.0}))
+    world.world.schedule(at(2.0).kill(name))
+    world.run()
+    rest = set("abcd") - {name}
+    for other in rest:
+        assert world.members(other) == rest, world[other].reasons
+    assert world["d"].took_s < AT_ONCE_S, "the others wait for d, and then for nothing"
+    world.check_that_groups_agree()
+
+
+def test_the_machine_of_a_leader_is_gone_after_it_has_promised_places() -> None:
+    world = search(everybody("abcd", d={"begins_s": 3.0}))
+    world.world.schedule(at(2.0).crash("a"))
+    world.run()
+    for other in "bcd":
+        assert world.members(other) == set("bcd"), world[other].reasons
+        assert world[other].took_s < NOTICED_S + DIAL_S
+    world.check_that_groups_agree()
+
+
+def test_leaders_die_one_after_the_other() -> None:
+    world = search(everybody("abcdef", f={"begins_s": 4.0}))
+    world.world.schedule(at(2.0).kill("a"), at(2.5).kill("b"), at(3.0).kill("c"))
+    world.run()
+    for other in "def":
+        assert world.members(other) == set("def"), world[other].reasons
+    assert world["f"].took_s < AT_ONCE_S
+
+
+def test_who_comes_late_but_in_time_is_in_the_group() -> None:
+    world = search(everybody("abc", c={"begins_s": 9.0}))
+    world.run()
+    for name in "abc":
+        assert world.members(name) == set("abc")
+    assert world["a"].took_s == pytest.approx(8.0, abs=0.5)
+
+
+def test_who_comes_too_late_is_told_so_at_once() -> None:
+    """The others have gone on with the round; and when it is over, to the next position."""
+    world = search(everybody("abc", c={"begins_s": 16.2}))
+    world.run()
+    assert world.members("a") == world.members("b") == set("ab")
+    assert world["a"].took_s == pytest.approx(CONFIG.matchmaking_time_s, abs=0.5)
+    assert world.members("c") == set()
+    assert world["c"].took_s < AT_ONCE_S
+    assert any("the run is at step 1, not 0" in reason for reason in world["c"].reasons), world["c"].reasons
+
+
+@pytest.mark.parametrize("name", ["a", "c"])
+def test_a_peer_of_another_step_hears_where_the_run_is(name: str) -> None:
+    ahead = {"position": Position(7, b"later")}
+    world = search(everybody("abc", **{other: ahead for other in "abc" if other != name}))
+    world.run()
+    assert any("the run is at step 7, not 0" in reason for reason in world[name].reasons), world[name].reasons
+    assert world[name].took_s < AT_ONCE_S
+    for other in set("abc") - {name}:
+        assert world.members(other) == set("abc") - {name}, world[other].reasons
+
+
+@pytest.mark.parametrize("name", ["a", "b", "c"])
+def test_a_peer_of_another_manifest_is_refused_in_words_and_waited_for_by_nobody(name: str) -> None:
+    world = search(everybody("abc", **{name: {"fingerprint": b"other"}}))
+    world.run()
+    rest = set("abc") - {name}
+    for other in rest:
+        assert world.members(other) == rest, world[other].reasons
+        assert world[other].took_s < AT_ONCE_S
+    assert any("the model or the settings differ" in reason for reason in world[name].reasons), world[name].reasons
+    assert world[name].took_s < AT_ONCE_S
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_swarm_that_each_sees_otherwise(seed: int) -> None:
+    """Each knows its neighbours in a ring, and some others. All find a group or a reason, none waits for a timer."""
+    rng = random.Random(seed)
+    names = "abcdefgh"
+    order = rng.sample(names, len(names))
+    knows = {
+        name: {order[index - 1], order[(index + 1) % len(order)], *rng.sample(names, 2)} - {name}
+        for index, name in enumerate(order)
+    }
+    world = search([Seeker(name, sorted(knows[name]), rng.uniform(1.0, 1.5), attempts=6) for name in names], seed=seed)
+    world.run()
+    world.check_that_groups_agree()
+    for name in names:
+        assert world.members(name) or world[name].reasons
+        assert world[name].took_s < 4.0, (name, world[name].reasons)
+    largest = max(len(world.members(name)) for name in names)
+    assert largest >= len(names) - 2
+
+
+def test_clients_only_say_so_at_once() -> None:
+    world = search(everybody("abc", a={"is_client": True}, b={"is_client": True}, c={"is_client": True}))
+    world.run()
+    for name in "abc":
+        (reason,) = world[name].reasons
+        assert reason == (
+            "all 3 peers are in client mode, so that nobody can be dialled; at least one peer must accept connections"
+        )
+        assert world[name].took_s == 0.0
+
+
+def test_one_host_is_enough_for_clients() -> None:
+    clients = {name: {"is_client": True} for name in "abd"}
+    world = search(everybody("abcd", **clients))
+    world.run()
+    for name in "abcd":
+        assert world.members(name) == set("abcd")
+        assert world[name].took_s < AT_ONCE_S
+
+
+@pytest.mark.parametrize("name", ["a", "c"])
+@pytest.mark.parametrize("is_client", [False, True])
+def test_a_peer_that_nobody_can_reach_says_so_and_holds_nobody_up(name: str, is_client: bool) -> None:
+    """A firewall drops what it sends and what is sent to it."""
+    world = search(everybody("abcde", **{name: {"is_client": is_client}}))
+    rest = set("abcde") - {name}
+    world.world.schedule(between(0.1, 110.0).partition({name}, rest))
+    world.run()
+    for other in rest:
+        assert world.members(other) == rest, world[other].reasons
+        assert world[other].took_s < (WAITED_S if is_client else DIAL_S), "nobody can ask a client where it is"
+    (reason,) = world[name].reasons
+    assert "can be reached" in reason or "expected peers" in reason
+    assert world[name].took_s < 2 * DIAL_S
+
+
+def test_a_peer_at_a_closed_port_is_left_out_at_once() -> None:
+    world = search(everybody("abc"))
+    world.world.schedule(at(0.9).kill("b"))
+    world.run()
+    for name in "ac":
+        assert world.members(name) == set("ac")
+        assert world[name].took_s < AT_ONCE_S
+
+
+def test_one_that_says_that_the_run_went_on_stops_the_others_only_for_seconds() -> None:
+    """No record shows the later position, so there is nothing to catch up with."""
+    config = replace(CONFIG, matchmaking_time_s=2.0)
+    liar = {"position": Position(7, b"made up"), "begins_s": None}
+    world = search(everybody("abc", a=liar, b={"attempts": 40}, c={"attempts": 40}), config=config)
+    world.run()
+    for name in "bc":
+        assert world.members(name) == {"b", "c"}, world[name].reasons
+        assert all("the run is at step 7" in reason for reason in world[name].reasons)
+    assert world["b"].group is not None
+    assert len(world["b"].reasons) < 25

@@ -1,0 +1,216 @@
+"""The fault matrix of a round: whoever dies, whenever, the others commit in their bound, and nobody disagrees."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from manyhands.averaging.rounds import CommittedRound
+from manyhands.base.errors import RoundAborted
+from tests.simulation.round_faults import BOUND_S, CONFIG, PHASES, ROLES, START_S, RoundWorld
+
+WITHIN_S = 1.0
+"""Of virtual time, from a death in a formed group to the commit."""
+FORMING_S = 6.0
+"""The same before the group has formed: who is expected is waited for."""
+SILENT_S = 13.0
+"""From a freeze, a crash or a cut to the commit."""
+SIZES = (4, 8)
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    logger = logging.getLogger("manyhands")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    yield
+    logger.setLevel(level)
+
+
+def with_fault(num_peers: int, role: str, phase: str, fault: str, seed: int = 0) -> tuple[RoundWorld, str]:
+    """A world in which a member has a fault when it comes to a phase; it has run to its end."""
+    world = RoundWorld(num_peers, seed)
+    victim = world.name_of(role)
+    world.start(first=victim if phase == "joining" else "")
+    world.when(victim, phase, lambda: getattr(world.world, fault)(victim))
+    world.run()
+    assert world.fault_s is not None, "the phase was never reached"
+    return world, victim
+
+
+def assert_all_hold_it(world: RoundWorld, names: list[str], within_s: float) -> None:
+    for name in names:
+        assert world.outcomes[name].held is not None, (name, world.outcomes[name])
+    assert world.fault_s is not None
+    assert world.last_s(names) - world.fault_s < within_s
+
+
+@pytest.mark.parametrize("num_peers", SIZES)
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("phase", PHASES)
+def test_one_is_killed_and_all_others_commit(phase: str, role: str, num_peers: int) -> None:
+    world, victim = with_fault(num_peers, role, phase, "kill")
+    is_forming = phase in ("before", "joining")
+    assert_all_hold_it(world, world.survivors([victim]), FORMING_S if is_forming else WITHIN_S)
+
+
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("phase", PHASES)
+def test_one_freezes_and_all_others_commit(phase: str, role: str) -> None:
+    world, victim = with_fault(4, role, phase, "freeze")
+    assert_all_hold_it(world, world.survivors([victim]), SILENT_S)
+
+
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("phase", PHASES[2:])
+def test_one_loses_its_power_and_all_others_commit(phase: str, role: str) -> None:
+    world, victim = with_fault(4, role, phase, "crash")
+    if (phase, role) != ("formed", "leader"):  # nobody was told of the group: the others look for another one
+        assert_all_hold_it(world, world.survivors([victim]), SILENT_S)
+
+
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("phase", ["first chunk sent", "half sent", "before commit"])
+def test_who_thaws_after_20_s_follows_the_others(phase: str, role: str) -> None:
+    world = RoundWorld(4)
+    victim = world.name_of(role)
+    world.start()
+
+    def freeze() -> None:
+        world.world.freeze(victim)
+        world.world.loop.call_outside(world.world.loop.now + 20.0, world.world.thaw, victim)
+
+    world.when(victim, phase, freeze)
+    world.run()
+    assert_all_hold_it(world, world.survivors([victim]), SILENT_S)
+    result = world.outcomes[victim].result
+    assert result is not None, "it hangs"
+
+
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("phase", ["first chunk sent", "half sent", "reducing"])
+def test_streams_that_end_in_the_middle(phase: str, role: str) -> None:
+    """All connections between two members are reset at once, while both live."""
+    world = RoundWorld(4)
+    victim = world.name_of(role)
+    other = world.name_of("reducer" if role != "reducer" else "leader")
+    world.start()
+    world.when(victim, phase, lambda: world.world.network.reset(victim, other))
+    world.run()
+    held = [name for name in world.names if world.outcomes[name].held]
+    assert len(held) >= 3
+    assert all(isinstance(outcome.result, CommittedRound) for outcome in world.outcomes.values())
+    assert world.last_s(world.names) - START_S < CONFIG.stream_timeout_s + WITHIN_S
+
+
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("is_outward", [False, True])
+def test_one_way_cut_off(role: str, is_outward: bool) -> None:
+    """Nothing reaches a member any more, or nothing comes from it; the others commit."""
+    world = RoundWorld(4)
+    victim = world.name_of(role)
+    others = world.survivors([victim])
+    pairs = [(victim, other) if is_outward else (other, victim) for other in others]
+    world.start()
+    world.when(victim, "half sent", lambda: world.world.block(pairs))
+    world.run(3 * BOUND_S)
+    assert_all_hold_it(world, others, SILENT_S)
+
+
+@pytest.mark.parametrize("phase", PHASES[2:7])
+@pytest.mark.parametrize("num_peers", SIZES)
+def test_a_split_in_halves_commits_on_neither_side_unless_it_had_before(phase: str, num_peers: int) -> None:
+    world = RoundWorld(num_peers)
+    left = world.names[: num_peers // 2]
+    pairs = [(a, b) for a in left for b in world.survivors(left)]
+    world.start()
+    world.when(world.names[0], phase, lambda: world.world.block([*pairs, *((b, a) for a, b in pairs)]))
+    world.run(3 * BOUND_S)
+    assert all(outcome.result is not None for outcome in world.outcomes.values()), "somebody hangs"
+    assert world.fault_s is not None
+    assert world.last_s(world.names) - world.fault_s < BOUND_S
+
+
+@pytest.mark.parametrize("phase", PHASES[3:7])
+@pytest.mark.parametrize("role", ROLES)
+def test_the_larger_part_of_three_to_one_commits(phase: str, role: str) -> None:
+    world = RoundWorld(4)
+    victim = world.name_of(role)
+    others = world.survivors([victim])
+    pairs = [(victim, other) for other in others]
+    world.start()
+    world.when(victim, phase, lambda: world.world.block([*pairs, *((b, a) for a, b in pairs)]))
+    world.run(3 * BOUND_S)
+    assert_all_hold_it(world, others, SILENT_S)
+    assert world.outcomes[victim].result is not None, "it hangs"
+
+
+@pytest.mark.parametrize("skew_s", [-60.0, 60.0])
+def test_clocks_that_differ_by_a_minute_change_nothing(skew_s: float) -> None:
+    world = RoundWorld(4)
+    world.start()
+    world.world.move_clock(world.names[1], skew_s)
+    world.when(world.names[0], "half sent", lambda: world.world.move_clock(world.names[2], -skew_s))
+    world.run()
+    assert_all_hold_it(world, world.names, WITHIN_S)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_two_faults_at_once(seed: int) -> None:
+    """Of eight, two die in phases of their own: the leader and the next coordinator, in a third of the cases."""
+    world = RoundWorld(8, seed)
+    rng = world.world.rng("two faults")
+    victims = world.names[:2] if seed % 3 == 0 else rng.sample(world.names, 2)
+    world.start()
+    for victim in victims:
+        fault = rng.choice(["kill", "kill", "freeze", "crash"])
+        world.when(
+            victim, rng.choice(PHASES[2:7]), lambda fault=fault, victim=victim: getattr(world.world, fault)(victim)
+        )
+    world.run(3 * BOUND_S)
+    assert_all_hold_it(world, world.survivors(victims), 2 * SILENT_S)
+
+
+def test_a_reducer_that_dies_again_and_again() -> None:
+    """One more goes each time the others begin to reduce its span again, until there is no majority."""
+    world = RoundWorld(8)
+    world.start()
+    for number, victim in enumerate(world.names[1:6]):
+        world.when(world.names[0], "half sent", lambda victim=victim: world.world.kill(victim)) if number == 0 else None
+        if number:
+            world.world.loop.call_outside(START_S + 0.25 + 0.1 * number, world.world.kill, victim)
+    world.run()
+    for name in world.survivors(world.names[1:6]):
+        result = world.outcomes[name].result
+        assert isinstance(result, (RoundAborted, CommittedRound)), "it hangs"
+
+
+def test_a_slow_but_steady_peer_is_waited_for() -> None:
+    """It sends twenty times slower than the others: the round takes as long as it needs, and all have its values."""
+    world = RoundWorld(4, numel=600_000)
+    slow = world.name_of("sender")
+    world.slow[slow] = 5.0
+    world.start()
+    world.run()
+    for name in world.names:
+        held = world.outcomes[name].held
+        assert held is not None
+        assert held.manifest.parts == []
+        assert held.blamed == ()
+    assert world.last_s(world.names) - START_S > 3.5, "or it was not slow"
+
+
+def test_a_silent_peer_is_dropped_within_seconds_and_blamed() -> None:
+    world, victim = with_fault(4, "sender", "first chunk sent", "freeze")
+    for name in world.survivors([victim]):
+        held = world.outcomes[name].held
+        assert held is not None
+        assert held.blamed == (world.ids[victim],)
+        assert world.ids[victim] in held.reason
+        assert world.outcomes[name].time - START_S < 8.0
+
+
+def test_the_round_ends_at_its_bound_whatever_happens() -> None:
+    assert CONFIG.averaging_timeout_s < BOUND_S

@@ -1,0 +1,218 @@
+"""What happens to a run when a peer is killed in any phase of a step, freezes, is told a wrong time, or is slow."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from manyhands.averaging.agreement import Agreement
+from manyhands.averaging.butterfly import Butterfly
+from manyhands.averaging.matchmaking import Matchmaker
+from manyhands.optim.collaboration import Collaboration
+from manyhands.optim.replica import Replica
+from manyhands.testing import at, between
+from tests.simulation.swarm_of_trainers import Member, Swarm, together
+from tests.simulation.test_delay import quadratic, sgd
+from tests.simulation.test_drop_in import new_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PHASES: dict[str, tuple[type, str]] = {
+    "deciding": (Collaboration, "decide"),
+    "looking for a group": (Matchmaker, "find_group"),
+    "averaging": (Butterfly, "run"),
+    "voting": (Agreement, "conclude"),
+    "updating": (Replica, "advance"),
+    "telling": (Collaboration, "move"),
+}
+LAST_STEP = 8
+WAIT_LIMIT_S = 75.0
+"""A round and its verdict take at most so long; no thread waits longer."""
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> None:
+    logging.getLogger("manyhands").setLevel(logging.CRITICAL)
+
+
+class Longest:
+    """How long a training thread waited at most."""
+
+    def __init__(self) -> None:
+        self.wait_s = 0.0
+
+    def train_until(self, member: Member, global_step: int, batch_s: float = 0.5) -> None:
+        while member.optimizer.global_step < global_step:
+            member.peer.sleep(batch_s)
+            quadratic(member.model).backward()
+            before = member.peer.time()
+            member.optimizer.step()
+            self.wait_s = max(self.wait_s, member.peer.time() - before)
+            member.optimizer.zero_grad()
+            member.check_samples()
+
+
+def assert_it_learns_and_agrees(swarm: Swarm, names: list[str]) -> None:
+    by_step: dict[int, set[str]] = {}
+    for name in names:
+        member = swarm.members[name]
+        by_step.setdefault(member.optimizer.global_step, set()).add(member.optimizer.state_digest())
+        assert quadratic(member.model) < 0.9 * quadratic(new_model()), name
+    assert all(len(digests) == 1 for digests in by_step.values()), by_step
+
+
+@pytest.mark.parametrize("delay", [None, "gradients"], ids=["synchronous", "delayed"])
+@pytest.mark.parametrize("rank", [0, 2], ids=["leader", "follower"])
+@pytest.mark.parametrize("phase", list(PHASES))
+def test_a_peer_killed_in_any_phase(phase: str, rank: int, delay: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    names, longest = ["p0", "p1", "p2"], Longest()
+    swarm = Swarm(seed=rank)
+    by_id = sorted(names, key=lambda name: swarm.world.identity(name).peer_id)
+    victim, others = by_id[rank], [name for name in names if name != by_id[rank]]
+    owner, method = PHASES[phase]
+    original: Callable[..., Any] = getattr(owner, method)
+
+    def deadly(self: Any, *args: Any, **kwargs: Any) -> Any:
+        member = swarm.members.get(victim)
+        if (
+            member is not None
+            and member.optimizer.global_step == 3
+            and victim not in swarm.done
+            and is_of(self, member)
+        ):
+            swarm.done.add(victim)
+            swarm.world.loop.call_soon(swarm.world.kill, victim)
+        return original(self, *args, **kwargs)
+
+    def is_of(part: Any, member: Member) -> bool:
+        collaboration: Any = member.optimizer._collaboration
+        rounds = collaboration._rounds
+        parts = [collaboration, rounds._matchmaker, rounds._agreement, member.optimizer._replica]
+        if isinstance(part, Butterfly):
+            return part._flat_N is not None and part._rank == rank
+        return any(part is one for one in parts)
+
+    monkeypatch.setattr(owner, method, deadly)
+
+    def train(member: Member) -> None:
+        together(3, member)
+        longest.train_until(member, LAST_STEP if member.name != victim else 10**6)
+        member.optimizer.settle()
+
+    for name in names:
+        swarm.start(name, new_model, sgd, train, target_batch_size=36, batch_size_per_step=4, delay=delay)
+    swarm.run()
+    assert victim in swarm.done
+    assert longest.wait_s < WAIT_LIMIT_S
+    assert_it_learns_and_agrees(swarm, others)
+    for name in others:
+        counts = swarm.members[name].optimizer.statistics
+        assert counts.samples_dropped == 0, (name, counts)
+
+
+def train_all(
+    swarm: Swarm, longest: Longest, names: list[str], until_step: int, *, batch_s: dict[str, float] | None = None,
+    **options: Any,
+) -> None:  # fmt: skip
+    """Each trains until the run has reached a step."""
+
+    def train(member: Member) -> None:
+        longest.train_until(member, until_step, (batch_s or {}).get(member.name, 0.5))
+        member.optimizer.settle()
+
+    for name in names:
+        swarm.start(name, new_model, sgd, train, **{"target_batch_size": 36, "batch_size_per_step": 4, **options})
+
+
+def test_a_peer_that_froze_for_half_a_minute_notices_reloads_and_goes_on() -> None:
+    swarm, longest = Swarm(seed=5), Longest()
+    train_all(swarm, longest, ["p0", "p1", "p2"], 30)
+    swarm.world.schedule(between(20.0, 50.0).freeze("p1"))
+    swarm.run()
+    counts = swarm.members["p1"].optimizer.statistics
+    assert counts.states_loaded >= 1
+    assert counts.rounds_committed >= 5, "it takes part again"
+    for name in ("p0", "p2"):
+        assert swarm.members[name].optimizer.statistics.samples_dropped == 0
+    assert_it_learns_and_agrees(swarm, ["p0", "p1", "p2"])
+
+
+@pytest.mark.parametrize("jump_s", [3600.0, -3600.0])
+def test_a_clock_that_jumps_by_an_hour_does_not_end_the_run(jump_s: float) -> None:
+    """Its records count nowhere then, so the peer is alone until its clock is right; the others go on without it."""
+    swarm, longest = Swarm(seed=6), Longest()
+    names = ["p0", "p1", "p2"]
+    train_all(swarm, longest, names, 50, batch_s=dict.fromkeys(names, 2.0))
+    swarm.world.schedule(at(20.0).clock("p1", jump_s), at(90.0).clock("p1", -jump_s))
+    swarm.run(900.0)
+    assert longest.wait_s < WAIT_LIMIT_S
+    assert_it_learns_and_agrees(swarm, names)
+    for name in ("p0", "p2"):
+        counts = swarm.members[name].optimizer.statistics
+        assert counts.samples_used >= 0.95 * counts.samples_computed, counts
+        assert counts.steps_alone == 0
+    assert swarm.members["p1"].optimizer.last_round is not None, "it is back in the end"
+
+
+def test_twenty_peers_that_join_at_once() -> None:
+    swarm, longest = Swarm(seed=7), Longest()
+    names = [f"p{number}" for number in range(21)]
+
+    def train(member: Member) -> None:
+        if member.name == "p0":
+            longest.train_until(member, 3)
+        longest.train_until(member, 12)
+
+    swarm.start("p0", new_model, sgd, train, target_batch_size=160, batch_size_per_step=4)
+
+    def all_at_once() -> None:
+        for name in names[1:]:
+            swarm.start(name, new_model, sgd, train, target_batch_size=160, batch_size_per_step=4)
+
+    swarm._started.update(names)
+    swarm.world.schedule(at(30.0).call(all_at_once))
+    swarm.run(900.0)
+    assert longest.wait_s < WAIT_LIMIT_S
+    sizes = [len(swarm.members[name].optimizer.last_round.members) for name in names]  # type: ignore[union-attr]
+    assert min(sizes) >= 19, sizes
+    assert_it_learns_and_agrees(swarm, names)
+
+
+def test_a_target_that_a_fast_peer_reaches_before_the_first_batch_of_a_slow_one() -> None:
+    """The slow one is waited for, and its samples count in each step: it is not left to load states for ever."""
+    swarm, longest = Swarm(seed=8), Longest()
+    train_all(swarm, longest, ["fast", "slow"], 12, batch_s={"fast": 0.1, "slow": 6.0}, target_batch_size=8)
+    swarm.run(900.0)
+    slow = swarm.members["slow"].optimizer.statistics
+    assert slow.samples_used >= 8 * 4, slow
+    assert slow.states_loaded <= 2
+    assert swarm.members["fast"].optimizer.statistics.samples_dropped == 0
+    assert longest.wait_s < WAIT_LIMIT_S
+    assert_it_learns_and_agrees(swarm, ["fast", "slow"])
+
+
+def test_a_newcomer_whose_download_takes_longer_than_a_step_of_a_lone_peer() -> None:
+    """The lone peer goes on computing, but does not step away from who comes."""
+    swarm, longest = Swarm(seed=9), Longest()
+
+    def big_model() -> torch.nn.Module:
+        torch.manual_seed(1)
+        return torch.nn.Linear(300, 300)
+
+    def train(member: Member) -> None:
+        longest.train_until(member, 120, 0.2)
+
+    for name in ("early", "late"):
+        swarm.start(name, big_model, sgd, train, target_batch_size=4, batch_size_per_step=4)
+    swarm.world.network.set_bandwidth("late", up_mbit_s=2.0, down_mbit_s=2.0)  # its download takes 1.4 s
+    swarm.world.schedule(at(0.05).kill("late"), at(6.0).restart("late"))
+    swarm.run(900.0)
+    early, late = (swarm.members[name].optimizer.statistics for name in ("early", "late"))
+    assert late.rounds_committed >= 20, late
+    assert late.states_loaded <= 3, late
+    assert early.samples_dropped == 0
+    assert early.steps_alone >= 10

@@ -1,0 +1,126 @@
+"""Who waits for the others goes on computing, and a round begins early where that was asked for."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from tests.simulation.swarm_of_trainers import Member, Swarm, together
+from tests.simulation.test_delay import quadratic, sgd
+from tests.simulation.test_drop_in import new_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> None:
+    logging.getLogger("manyhands").setLevel(logging.ERROR)
+
+
+def train_until(member: Member, global_step: int, batch_s: float) -> None:
+    while member.optimizer.global_step < global_step:
+        member.step(quadratic(member.model), batch_s=batch_s)
+        member.check_samples()
+
+
+def test_fast_peers_go_on_while_a_slow_one_finishes_its_batch() -> None:
+    """A batch takes them 0.2 s and 4 s: waiting in step() would be for 2 s on average, 10 batches of the fast one."""
+    waits: list[float] = []
+
+    def train(member: Member) -> None:
+        together(2, member)
+        if member.name == "slow":
+            train_until(member, 8, 4.0)
+            return
+        while member.optimizer.global_step < 8:
+            member.peer.sleep(0.2)
+            quadratic(member.model).backward()
+            before, step = member.peer.time(), member.optimizer.global_step
+            member.optimizer.step()
+            member.optimizer.zero_grad()
+            if member.optimizer.global_step > step > 1:  # the speeds are known by then
+                waits.append(member.peer.time() - before)
+
+    swarm = Swarm()
+    for name in ("fast", "slow"):
+        swarm.start(name, new_model, sgd, train, target_batch_size=100, batch_size_per_step=2)
+    swarm.run()
+    assert len(waits) >= 5
+    assert sum(waits) / len(waits) < 0.9
+    for member in swarm.members.values():
+        counts = member.optimizer.statistics
+        assert counts.samples_dropped == counts.rounds_aborted == counts.states_loaded == 0
+    used = sum(member.optimizer.statistics.samples_used for member in swarm.members.values())
+    assert used >= 8 * 100
+
+
+@pytest.mark.parametrize("lead", [0, 16])
+def test_with_a_lead_a_round_begins_so_many_samples_early(lead: int) -> None:
+    sizes: list[float] = []
+
+    def train(member: Member) -> None:
+        together(4, member)
+        for step in range(1, 9):
+            train_until(member, step, 1.0)
+            manifest = member.optimizer.last_round
+            if member.name == "p0" and manifest is not None:
+                sizes.append(sum(manifest.weights))
+
+    swarm = Swarm()
+    for number in range(4):
+        swarm.start(
+            f"p{number}", new_model, sgd, train, target_batch_size=64, batch_size_per_step=4, batch_size_lead=lead
+        )
+    swarm.run()
+    assert len(sizes) == 8
+    assert all(64 - lead <= size <= 64 - lead + 1.5 * 16 for size in sizes), sizes
+
+
+def test_an_auxiliary_peer_helps_to_average_and_nobody_waits_for_it() -> None:
+    helped: set[str] = set()
+
+    def train(member: Member) -> None:
+        together(2, member)
+        for step in range(1, 13):
+            train_until(member, step, 1.0)
+            manifest = member.optimizer.last_round
+            if manifest is not None and len(manifest.members) == 3:
+                assert min(manifest.weights) == 0.0
+                helped.add(member.name)
+        assert member.optimizer.num_peers == 2
+        assert member.optimizer.statistics.rounds_aborted == 0
+
+    def help_out(member: Member) -> None:
+        while {"p0", "p1"} - swarm.done:
+            member.optimizer.step()
+        assert member.optimizer.statistics.samples_computed == 0
+        assert member.optimizer.statistics.rounds_committed > 0
+
+    swarm = Swarm()
+    for name in ("p0", "p1"):
+        swarm.start(name, new_model, sgd, train, target_batch_size=32, batch_size_per_step=4)
+    swarm.start("helper", new_model, sgd, help_out, target_batch_size=32, auxiliary=True)
+    swarm.run()
+    assert helped == {"p0", "p1"}
+
+
+def test_batches_that_take_long_and_steps_that_average_for_longer_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    logging.getLogger("manyhands").setLevel(logging.INFO)
+
+    def train(member: Member) -> None:
+        together(2, member)
+        train_until(member, 6, 3.0)
+
+    swarm = Swarm()
+    for name in ("p0", "p1"):
+        swarm.start(name, lambda: torch.nn.Linear(600, 600), sgd, train, target_batch_size=4, batch_size_per_step=2)
+        swarm.world.network.set_bandwidth(name, up_mbit_s=0.5, down_mbit_s=2.0)  # averaging takes longer than a step
+    swarm.run(4000.0)
+    hints = [record.message for record in caplog.records if "A micro-batch of 2 samples takes" in record.message]
+    words = [record.message for record in caplog.records if "the run waits more than it trains" in record.message]
+    assert len(hints) == 2, "once for each peer"
+    assert len(words) == 2
+    assert "instead of 4" in words[0]
+    assert any("samples computed here so far" in record.message for record in caplog.records)

@@ -1,0 +1,143 @@
+"""Where peers stand in the grid, as far as one of them knows."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from manyhands.averaging.grid import Layout, group_of
+from manyhands.averaging.places import MAX_ROUNDS_AGO, Said, Seat, Step, next_step
+
+MAX_GROUP_SIZE = 4
+NOBODY_YET = Said(0, Seat())
+
+
+def names(number: int) -> list[str]:
+    return [f"peer {index:03}" for index in range(number)]
+
+
+def steps_of(said: dict[str, Said], leading_round: int, max_group_size: int = MAX_GROUP_SIZE) -> dict[str, Step]:
+    """What each peer does next, if all know all."""
+    rng = random.Random(1)
+    return {
+        peer: next_step(
+            peer,
+            own,
+            {other: its for other, its in said.items() if other != peer},
+            max_group_size,
+            leading_round,
+            rng,
+        )
+        for peer, own in said.items()
+    }
+
+
+def after(step: Step, number: int) -> Said:
+    return Said(number, Seat(step.layout, step.own_cell(number)))
+
+
+@settings(max_examples=30)
+@given(st.integers(5, 40), st.integers(0, 50))
+def test_those_who_know_the_same_expect_exactly_those_who_come(num_peers: int, leading_round: int) -> None:
+    """In the step in which a grid is laid out, and in the next one."""
+    said = dict.fromkeys(names(num_peers), Said(leading_round, Seat()))
+    for _ in range(2):
+        steps = steps_of(said, max(its.round_number for its in said.values()))
+        assert len({(step.layout, step.first_round) for step in steps.values()}) == 1
+        assert len({step.cell for step in steps.values()}) == num_peers
+        step = next(iter(steps.values()))
+        for number in range(step.first_round, step.end):
+            groups = defaultdict(set)
+            for peer, its in steps.items():
+                groups[its.key(number)].add(peer)
+            for peer, its in steps.items():
+                mates = {other for other in said if other != peer and its.is_mate(other, said[other], number)}
+                assert mates == groups[its.key(number)] - {peer}
+                assert len(mates) < MAX_GROUP_SIZE
+        said = {peer: after(its, its.end) for peer, its in steps.items()}
+
+
+def test_a_peer_is_reckoned_on_from_whatever_round_it_has_published() -> None:
+    steps = steps_of(dict.fromkeys(names(16), NOBODY_YET), 0)
+    here, other = steps["peer 000"], steps["peer 001"]
+    for published in range(here.first_round, here.end):
+        said = after(other, published)
+        for number in range(published, here.end):
+            is_mate = other.key(number) == here.key(number)
+            assert here.is_mate("peer 001", said, number) == is_mate
+            assert not here.is_mate("peer 001", after(other, number + 1), number), "it is further already"
+
+
+def test_a_newcomer_joins_the_step_that_has_just_begun_and_takes_a_free_cell() -> None:
+    layout = Layout((4, 4))
+    step = Step(6, layout, 3)
+    said = {peer: Said(6, Seat(layout, cell)) for cell, peer in enumerate(names(15))}
+    said["peer 000"] = Said(7, Seat(layout, Step(6, layout, 0).own_cell(7)))
+    new = next_step("peer 999", NOBODY_YET, said, MAX_GROUP_SIZE, 7, random.Random(1))
+    assert (new.first_round, new.layout, new.cell) == (6, layout, 15)
+    done = next_step("peer 003", after(step, step.end), said, MAX_GROUP_SIZE, 8, random.Random(1))
+    assert done.first_round == 8, "who has made the step begins the next one"
+
+
+def test_of_two_in_one_cell_the_higher_id_moves() -> None:
+    layout = Layout((3, 2))
+    said = {peer: Said(4, Seat(layout, cell)) for peer, cell in zip(names(5), [0, 1, 2, 2, 4], strict=True)}
+    steps = steps_of(said, 4)
+    assert [steps[peer].cell for peer in names(5)][:3] == [0, 1, 2]
+    assert steps["peer 003"].cell in (3, 5)
+    assert steps["peer 004"].cell == 4
+
+
+def test_who_was_away_for_long_takes_a_new_cell() -> None:
+    layout = Layout((3, 2))
+    others = {peer: Said(2 * MAX_ROUNDS_AGO, Seat(layout, cell)) for cell, peer in enumerate(names(5))}
+    step = next_step("late", Said(0, Seat(layout, 0)), others, MAX_GROUP_SIZE, 2 * MAX_ROUNDS_AGO, random.Random(1))
+    assert step.cell == 5
+    assert not step.is_mate("silent", Said(0, Seat(layout, 0)), step.first_round)
+
+
+def test_a_swarm_that_shrinks_becomes_one_group_again() -> None:
+    layout = Layout((3, 2))
+    said = {peer: Said(4, Seat(layout, cell)) for cell, peer in enumerate(names(3))}
+    assert {step.layout.sides for step in steps_of(said, 4).values()} == {()}
+
+
+def test_one_that_names_another_grid_convinces_nobody() -> None:
+    layout = Layout((4, 4))
+    said = {peer: Said(4, Seat(layout, cell)) for cell, peer in enumerate(names(15))}
+    said["liar"] = Said(4, Seat(Layout((4096, 256)), 77))
+    for peer, step in steps_of(said, 4).items():
+        assert step.layout == layout, peer
+
+
+@given(st.integers(5, 24), st.integers(0, 9), st.data())
+def test_views_that_differ_never_put_more_into_one_group_than_the_grid_has_room_for(
+    num_peers: int, num_unknown: int, data: st.DataObject
+) -> None:
+    """Nor does anybody stand outside: at the next step all go by one layout again."""
+    peers = names(num_peers)
+    rng, steps = random.Random(data.draw(st.integers(0, 99))), {}
+    for peer in peers:
+        known = [other for other in peers if other != peer]
+        for _ in range(min(num_unknown, num_peers - 2)):
+            known.remove(rng.choice(known))
+        steps[peer] = next_step(peer, NOBODY_YET, dict.fromkeys(known, NOBODY_YET), MAX_GROUP_SIZE, 0, rng)
+    said = {peer: after(step, step.end) for peer, step in steps.items()}
+    again = steps_of(said, max(its.round_number for its in said.values()))
+    assert len({step.layout for step in again.values()}) == 1
+
+
+@pytest.mark.parametrize("seat", [{"cell": 1}, {"layout": {"sides": [3, 2]}, "cell": 6}, {"cell": -1}])
+def test_seats_outside_the_grid_are_not_decoded(seat: dict[str, object]) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert(seat, Seat)
+
+
+def test_the_name_of_a_group() -> None:
+    layout = Layout((3, 2))
+    assert Step(0, layout, 5).key(0) == f"3x2 {group_of(layout, 5, 0)}"

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from manyhands.optim.host_copy import HostCopy
+from manyhands.optim.replica import Replica
+
+
+def new_parameters(dtype: torch.dtype) -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(torch.ones(3, dtype=dtype)), torch.nn.Parameter(torch.ones(2), requires_grad=False)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_small_updates_add_up_on_the_host(dtype: torch.dtype) -> None:
+    """In half precision each of them would be lost."""
+    parameters = new_parameters(dtype)
+    replica = Replica(torch.optim.SGD(parameters, lr=1.0), None, offload=True)
+    for _ in range(100):
+        averaged_N = torch.cat([torch.full((3,), 1e-4), torch.ones(1)])
+        assert not replica.advance(averaged_N, b"next", 1, None)
+    assert torch.equal(parameters[0].detach(), torch.ones(3, dtype=dtype)), "the model is shown nothing yet"
+    replica.show()
+    torch.testing.assert_close(parameters[0].detach(), torch.full((3,), 0.99, dtype=dtype), rtol=5e-3, atol=0)
+    (own, frozen) = replica.optimizer.param_groups[0]["params"]
+    assert own.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    torch.testing.assert_close(own.detach().float(), torch.full((3,), 0.99), rtol=1e-5, atol=0)
+    assert not frozen.requires_grad
+    assert replica.position.step == 100
+
+
+def test_what_an_optimizer_knows_goes_to_the_host_with_it() -> None:
+    parameters = new_parameters(torch.bfloat16)
+    optimizer = torch.optim.AdamW(parameters, lr=0.1)
+    parameters[0].grad = torch.ones(3, dtype=torch.bfloat16)
+    optimizer.step()
+    before = optimizer.state[parameters[0]]["exp_avg"].clone()
+    copy = HostCopy(optimizer)
+    own = optimizer.param_groups[0]["params"][0]
+    assert set(optimizer.state) == {own}
+    assert torch.equal(optimizer.state[own]["exp_avg"], before.float())
+    assert copy.shown_groups[0]["params"][0] is parameters[0]
+
+
+def test_options_go_both_ways() -> None:
+    optimizer = torch.optim.SGD(new_parameters(torch.float32), lr=0.1)
+    copy = HostCopy(optimizer)
+    copy.shown_groups[0]["lr"] = 0.5
+    copy.hear()
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    optimizer.param_groups[0]["lr"] = 0.25
+    copy.show()
+    assert copy.shown_groups[0]["lr"] == 0.25
+
+
+def test_a_checkpoint_of_the_model_is_taken_over_without_losing_precision() -> None:
+    parameters = new_parameters(torch.bfloat16)
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    copy = HostCopy(optimizer)
+    own = optimizer.param_groups[0]["params"][0]
+    with torch.no_grad():
+        own.fill_(1 / 3)
+    copy.show()
+    copy.take_over()
+    assert own[0].item() == pytest.approx(1 / 3, abs=1e-7), "the model has the same, with fewer bits"
+    with torch.no_grad():
+        parameters[0].fill_(2.0)
+    copy.take_over()
+    assert own.tolist() == [2.0, 2.0, 2.0]

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from manyhands.averaging.config import AveragingConfig
+from manyhands.base.errors import ConfigError
+from manyhands.optim.options import Options, averaging_of, checked_batch
+
+GOOD: dict[str, Any] = {
+    "run_id": "run", "target_batch_size": 64, "batch_size_per_step": None, "batch_size_lead": 0, "max_grad_norm": None,
+    "delay": None, "offload": None, "auxiliary": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"run_id": "my.run"}, "run_id"),
+        ({"target_batch_size": 0}, "target_batch_size=0"),
+        ({"batch_size_per_step": 0}, "batch_size_per_step=0"),
+        ({"batch_size_lead": 64}, "batch_size_lead=64 must be from 0 to below target_batch_size=64; for example 4"),
+        ({"batch_size_lead": -1}, "batch_size_lead=-1"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm=0.0"),
+        ({"max_grad_norm": float("nan")}, "max_grad_norm=nan"),
+        ({"delay": "everything"}, "delay='everything' is unknown; one of 'optimizer', 'gradients', or None"),
+        ({"delay": "gradients", "offload": False}, "leave offload out"),
+        ({"auxiliary": True, "batch_size_per_step": 4}, "an auxiliary peer has no batches"),
+    ],
+)
+def test_bad_values_are_named_with_a_good_one(change: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        Options(**GOOD | change)
+
+
+def test_a_host_copy_is_kept_where_it_is_asked_for_or_needed() -> None:
+    assert not Options(**GOOD).has_host_copy
+    assert not Options(**GOOD | {"offload": False}).has_host_copy
+    assert Options(**GOOD | {"offload": True}).has_host_copy
+    assert Options(**GOOD | {"delay": "optimizer"}).has_host_copy
+    assert Options(**GOOD | {"delay": "gradients", "offload": True}).has_host_copy
+
+
+def test_what_changes_the_update_must_be_alike_on_all_peers() -> None:
+    assert Options(**GOOD).facts() == {}
+    assert Options(**GOOD | {"max_grad_norm": 1}).facts() == Options(**GOOD | {"max_grad_norm": 1.0}).facts() != {}
+
+
+def test_the_times_of_a_round_may_be_given_by_themselves() -> None:
+    config = averaging_of(None, 3.0, 20.0)
+    assert config == dataclasses.replace(AveragingConfig(), matchmaking_time_s=3.0, averaging_timeout_s=20.0)
+    given = AveragingConfig(codec="fp16")
+    assert averaging_of(given, None, None) == given
+    with pytest.raises(ConfigError, match="matchmaking_time_s belong into averaging"):
+        averaging_of(given, 3.0, None)
+    with pytest.raises(ConfigError, match="a round needs time"):
+        averaging_of(None, 70.0, None)
+
+
+@pytest.mark.parametrize("bad", [{"batch_size": None}, {"batch_size": -1}, {"weight": -1.0}, {"weight": float("nan")}])
+def test_a_batch_needs_its_size(bad: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"batch_size=|weight="):
+        checked_batch(**{"batch_size": 4, "weight": None} | bad)
+    assert checked_batch(4, 120.0) == 4
