@@ -107,12 +107,11 @@ class Findings:
         Returns:
             What became of it.
         """
-        record = aged.record
-        subkey = record.subkey
-        shown, checked, num_bytes = self.found.get(subkey), self._checked.get(subkey), None
-        if checked is not None and checked[0] == record:
-            record, _, num_bytes = checked
-        elif shown is None or shown[0] != record:
+        record, num_bytes = aged.record, None
+        known = self._checked.get(record.subkey) or self.found.get(record.subkey)
+        if known is not None and known[0] == record:
+            record, _, num_bytes = known
+        else:
             if record.key != self._key:
                 return Reason.MALFORMED
             record, fault = examined_under(self._schema, record, self._config)

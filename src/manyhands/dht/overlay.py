@@ -60,9 +60,7 @@ class Overlay:
     def seen(self, peer_id: PeerId) -> None:
         """Enter a peer that asked or answered; not one in client mode, which nobody could ask."""
         now = asyncio.get_running_loop().time()
-        if self.table.was_heard_since(now - HEARD_PERIOD_S, peer_id):
-            return
-        if self.table.is_heard_again(peer_id, now - SAME_ADDRESSES_S, now):
+        if self.table.is_heard_again(peer_id, now - HEARD_PERIOD_S, now - SAME_ADDRESSES_S, now):
             return
         addresses = self._endpoint.addresses_of(peer_id)
         if addresses and not self._endpoint.is_client(peer_id):

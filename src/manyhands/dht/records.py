@@ -91,11 +91,6 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         num_bytes += len(subkey) if subkey.isascii() else len(subkey.encode())
         return num_bytes + len(self.value) + OVERHEAD_BYTES
 
-    @property
-    def is_tombstone(self) -> bool:
-        """Whether it says that there is no value."""
-        return self.value == TOMBSTONE
-
     def supersedes(self, other: Record) -> bool:
         """Whether this record counts rather than ``other``, which has the same key and subkey.
 

@@ -91,22 +91,27 @@ class RoutingTable:
         entry = self._live_entry(peer_id)
         return entry is not None and not entry.num_failures and not entry.is_silent
 
-    def was_heard_since(self, since: float, peer_id: PeerId) -> bool:
-        """Whether a peer was seen then or later, and nothing has been wrong with it since."""
-        entry = self._entry(peer_id)
-        return entry is not None and entry.heard_at >= since and not entry.num_failures and not entry.is_silent
-
-    def is_heard_again(self, peer_id: PeerId, since: float, now: float) -> bool:
-        """As :meth:`seen` of a contact with the addresses that it has; False if it was not heard since then, or if
-        something has been wrong with it."""
+    def is_heard_again(self, peer_id: PeerId, just_now: float, since: float, now: float) -> bool:
+        """As :meth:`seen` of a contact with the addresses that it has, if it was heard of ``since`` then, and nothing
+        has been wrong with it; else False. One that was heard of ``just_now`` is left as it is.
+        """
         point = node_id(peer_id)
         bucket = self._buckets.get((point ^ self._own_point).bit_length())
-        entry = bucket.live.get(point) if bucket is not None else None
-        if bucket is None or entry is None or entry.heard_at < since or entry.num_failures or entry.is_silent:
+        if bucket is None:
             return False
-        entry.heard_at = now
-        del bucket.live[point]
-        bucket.live[point] = entry
+        live = bucket.live
+        entry = live.get(point)
+        if entry is None:
+            waiting = bucket.waiting.get(point)
+            return (
+                waiting is not None and waiting.heard_at >= just_now and not (waiting.num_failures or waiting.is_silent)
+            )
+        if entry.heard_at < since or entry.num_failures or entry.is_silent:
+            return False
+        if entry.heard_at < just_now:
+            entry.heard_at = now
+            del live[point]
+            live[point] = entry
         return True
 
     def heard_at(self, peer_id: PeerId) -> float:

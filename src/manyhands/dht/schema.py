@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from manyhands.dht.config import DhtConfig
-from manyhands.dht.records import Reason, Record, examined
+from manyhands.dht.records import TOMBSTONE, Reason, Record, examined
 
 REMEMBERED_BYTES = 512
 """Values up to this size are remembered as decoded: each comes from several holders, and several times."""
@@ -46,10 +46,11 @@ class Schema:
         """Why a record, otherwise sound, does not belong under the key; None if it does."""
         if record.ttl_s > self.max_ttl_s or (self.is_owned and not record.owner):
             return Reason.OTHER_SCHEMA
-        if record.is_tombstone:
+        value = record.value
+        if value == TOMBSTONE:
             return None
         try:
-            self.decode(record.value)
+            self.decode(value)
         except (msgspec.DecodeError, ValueError, RecursionError):
             return Reason.OTHER_SCHEMA
         return None

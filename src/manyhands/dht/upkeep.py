@@ -20,7 +20,8 @@ from manyhands.dht.storage import Storage
 from manyhands.dht.writer import Writer
 
 MAX_DOUBTED = 2
-"""Far contacts that a round of upkeep asks if they are there: a lookup that meets a dead one goes on without."""
+"""Far contacts that a round of upkeep asks if they are there, if one of the last ones was not, else half as many: a
+lookup that meets a dead one goes on without, and a dial for a ping is most of what an idle peer does."""
 
 NEWCOMERS_ASKED = 3
 """New neighbours that are asked whom else they know."""
@@ -58,6 +59,7 @@ class Upkeep:
         self._handover = Handover()
         self._neighbours_seen: list[PeerId] = []
         self._quiet_rounds = 0
+        self._num_doubted = MAX_DOUBTED
         self._num_partners = min(2 * config.replicas, config.k)  # those with which this node shares keys, and more
 
     def pause_s(self) -> float:
@@ -74,7 +76,7 @@ class Upkeep:
         As long as the nearest peers stay the same, looking around finds what is known: it is done ever more seldom.
         Those that came have made themselves known to all near them, unless they come from another part of the swarm.
         """
-        await asyncio.gather(*(self._overlay.ask(peer_id, PING, PingRequest()) for peer_id in self._doubted()))
+        await self._ping_doubted()
         before, self._neighbours_seen = self._neighbours_seen, self._neighbours()
         has_lost = any(peer_id not in self._overlay.table for peer_id in before[: self._num_partners])
         self._quiet_rounds = 0 if has_lost else self._quiet_rounds + 1
@@ -100,12 +102,17 @@ class Upkeep:
     def _neighbours(self) -> list[PeerId]:
         return [contact.peer_id for contact in self._overlay.table.nearest(node_id(self._own_id), self._config.k)]
 
+    async def _ping_doubted(self) -> None:
+        """Make sure of the life of all that should hold what is held here, and of a few of the rest."""
+        peers = self._doubted()
+        answers = await asyncio.gather(*(self._overlay.ask(peer_id, PING, PingRequest()) for peer_id in peers))
+        self._num_doubted = MAX_DOUBTED if None in answers else MAX_DOUBTED // 2
+
     def _doubted(self) -> list[PeerId]:
-        """Whose life to make sure of: all that should hold what is held here, and a few of the rest."""
         keys = self._storage.keys(asyncio.get_running_loop().time())
         partners = self._overlay.doubtful(peer_id for key in keys for peer_id in self._other_replicas(key))
         rest = self._overlay.doubtful(contact.peer_id for contact in self._overlay.table.least_recently_seen())
-        return list(dict.fromkeys([*partners, *rest[:MAX_DOUBTED]]))
+        return list(dict.fromkeys([*partners, *rest[: self._num_doubted]]))
 
     def _other_replicas(self, key: str) -> list[PeerId]:
         return [peer_id for peer_id in self._replicas.known(key) if peer_id != self._own_id]

@@ -81,17 +81,18 @@ class ProgressReader:
             Unavailable: the DHT does not answer; what was read before counts until it expires.
         """
         answer = await self._dht.get(self._key, quickly=quickly)
+        now = asyncio.get_running_loop().time()
         sequences, own_id, num_shown = self._sequences, self._endpoint.peer_id, 0
         for subkey, stored in answer.items():
             if stored.owner == subkey != own_id:
                 num_shown += 1
                 if stored.sequence > sequences.get(subkey, -1):
-                    self._take_in(PeerId(subkey), stored)
+                    self._take_in(PeerId(subkey), stored, now)
         if len(sequences) > num_shown:  # not all of them were shown
             current = answer.keys() | self.observed().keys()
             self._sequences = {peer_id: sequence for peer_id, sequence in sequences.items() if peer_id in current}
 
-    def _take_in(self, peer_id: PeerId, stored: StoredValue) -> None:
+    def _take_in(self, peer_id: PeerId, stored: StoredValue, now: float) -> None:
         self._sequences[peer_id] = stored.sequence
         try:
             record = PROGRESS.decode(stored.raw)
@@ -103,12 +104,11 @@ class ProgressReader:
             self._observed.pop(peer_id, None)
             self.version += 1
             return
-        now = asyncio.get_running_loop().time()
-        known = self._observed.get(peer_id)
-        issued_at = now + stored.remaining_s - record.ttl_s
-        if known is None or known.is_outdated_by(record, issued_at):
-            remaining_s = min(stored.remaining_s, record.ttl_s)
-            reckoning = Reckoning.of(record, now + remaining_s - record.ttl_s)
+        known, ttl_s, remaining_s = self._observed.get(peer_id), record.ttl_s, stored.remaining_s
+        if known is None or known.is_outdated_by(record, now + remaining_s - ttl_s):
+            if remaining_s > ttl_s:
+                remaining_s = ttl_s
+            reckoning = Reckoning.of(record, now + remaining_s - ttl_s)
             self._observe(peer_id, Observed(record, stored.sequence, now + remaining_s, reckoning))
             if known is None or known.record.addresses != record.addresses:
                 self._endpoint.learn(peer_id, readable_addresses(record.addresses))

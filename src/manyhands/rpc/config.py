@@ -20,7 +20,7 @@ class RpcConfig:
         max_requests_per_connection: calls of one peer that are served at once; more are refused.
         idle_timeout_s: a control connection that nobody used for so long is closed, by both ends in agreement. By then
             its heartbeats have cost about as much as dialling anew. One that is used again and again is kept for twice
-            the longest pause so far, three times this at most. Those of peers in client mode are kept, as nobody
+            the longest pause so far, four times this at most. Those of peers in client mode are kept, as nobody
             could dial them.
         max_connections: open control connections; above it the one that was unused for longest makes room, and without
             one the next peer is turned down.

@@ -189,7 +189,7 @@ class ControlConnection:
         """Give the connection up; all its calls fail."""
         if self.lost is not None:
             return
-        self.lost = error
+        self.lost = error.with_traceback(None)  # which would keep all that its frames know as long as the connection
         self._stream.abort()
         self._calls.end(error)
         self._serving.end()

@@ -28,7 +28,7 @@ LOOKS_IN_A_PERIOD = 4
 PAUSES_KEPT = 2.0
 """A connection that was used again after a pause is kept for so many times the longest one ..."""
 
-MOST_IDLE = 3.0
+MOST_IDLE = 4.0
 """... but for so many times the idle timeout at most."""
 
 MAX_RETIRED = 1024
@@ -60,6 +60,7 @@ class ConnectionPool:
         self._own_id = own_id
         self._config = config
         self._connections: dict[PeerId, list[ControlConnection]] = {}
+        self._num_connections = 0
         self._looks: list[tuple[float, int, ControlConnection]] = []  # a heap: when to look at each
         self._numbers = itertools.count()
         self._held: Counter[PeerId] = Counter()
@@ -69,7 +70,7 @@ class ConnectionPool:
         self._upkeep: asyncio.Task[None] | None = None
 
     def __len__(self) -> int:
-        return sum(len(group) for group in self._connections.values())
+        return self._num_connections
 
     async def close(self) -> None:
         """End the upkeep; the connections themselves belong to the endpoint."""
@@ -141,6 +142,7 @@ class ConnectionPool:
         self._was_reached = self._was_reached or not connection.is_dialled
         group = self._connections.setdefault(connection.remote, [])
         group.append(connection)
+        self._num_connections += 1
         self._recall_pauses(connection)
         heapq.heappush(self._looks, (0.0, next(self._numbers), connection))
         for oldest in group[:-MAX_OF_ONE_PEER]:
@@ -157,6 +159,7 @@ class ConnectionPool:
         remote = connection.remote
         group = self._connections[remote]
         group.remove(connection)
+        self._num_connections -= 1
         if group:
             return
         del self._connections[remote]

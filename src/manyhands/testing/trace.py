@@ -6,9 +6,15 @@ import hashlib
 from collections import deque
 from typing import TextIO
 
+import msgspec
+
 REMEMBERED_LINES = 2000  # formatted when somebody looks
 FLUSH_AT = 1000  # events: hashing many at once costs half of one by one
 
+_HEADER_BYTES = (1, 3)
+"""What msgpack writes before up to 15 elements, and before up to 65,535."""
+
+_encoder = msgspec.msgpack.Encoder()
 
 Event = tuple[float, str] | tuple[float, str, str, int, int, int]
 
@@ -58,7 +64,8 @@ class Trace:
         if not self._new:
             return
         self._last.extend(self._new)
-        self._sha256.update(repr(self._new)[1:-1].encode() + b", ")  # the same, however often it is flushed
+        encoded = _encoder.encode(self._new)
+        self._sha256.update(encoded[_HEADER_BYTES[len(self._new) > 15] :])  # the same, however often it is flushed
         if self.log is not None:
             self.log.write("".join(_line(event) + "\n" for event in self._new))
         self._new.clear()

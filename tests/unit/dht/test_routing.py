@@ -134,16 +134,18 @@ def test_who_is_heard_again_moves_to_the_end_unless_something_was_wrong_with_it(
     table = RoutingTable(OWN_ID, k=2, max_failures=2)
     table.seen(first, 1.0)
     table.seen(second, 2.0)
-    assert not table.is_heard_again(PeerId("nobody"), 0.0, 3.0)
-    assert not table.is_heard_again(first.peer_id, 2.0, 3.0), "not heard for long: it may have other addresses"
+    assert not table.is_heard_again(PeerId("nobody"), 2.0, 0.0, 3.0)
+    assert not table.is_heard_again(first.peer_id, 2.0, 2.0, 3.0), "not heard for long: it may have other addresses"
     assert table.least_recently_seen() == [first]
-    assert table.is_heard_again(first.peer_id, 1.0, 3.0)
+    assert table.is_heard_again(first.peer_id, 1.0, 1.0, 3.0)
+    assert table.least_recently_seen() == [first], "it was heard of just now"
+    assert table.is_heard_again(first.peer_id, 2.0, 1.0, 3.0)
     assert table.heard_at(first.peer_id) == 3.0
     assert table.least_recently_seen() == [second]
     table.lost(first.peer_id)
-    assert not table.is_heard_again(first.peer_id, 1.0, 4.0)
+    assert not table.is_heard_again(first.peer_id, 1.0, 1.0, 4.0)
     table.failed(second.peer_id)
-    assert not table.is_heard_again(second.peer_id, 1.0, 4.0)
+    assert not table.is_heard_again(second.peer_id, 1.0, 1.0, 4.0)
 
 
 def test_the_node_itself_is_never_in_its_table() -> None:
@@ -219,8 +221,9 @@ def test_it_tells_since_when_nothing_was_wrong_with_a_peer() -> None:
     table.seen(waiting, 11.0)
     for someone, heard_at in ((first, 10.0), (waiting, 11.0)):
         assert table.heard_at(someone.peer_id) == heard_at
-        assert table.was_heard_since(heard_at, someone.peer_id)
-        assert not table.was_heard_since(heard_at + 1, someone.peer_id)
+        assert table.is_heard_again(someone.peer_id, heard_at, heard_at, 20.0)
+        assert not table.is_heard_again(someone.peer_id, heard_at + 1, heard_at + 1, 20.0)
+        assert table.heard_at(someone.peer_id) == heard_at
     table.lost(first.peer_id)
-    assert not table.was_heard_since(10.0, first.peer_id)
-    assert not table.was_heard_since(0.0, PeerId("a stranger"))
+    assert not table.is_heard_again(first.peer_id, 10.0, 10.0, 20.0)
+    assert not table.is_heard_again(PeerId("a stranger"), 0.0, 0.0, 20.0)

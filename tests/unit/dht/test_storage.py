@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from manyhands.base.identity import Identity
 from manyhands.dht.config import DhtConfig
-from manyhands.dht.records import AgedRecord, Reason, Record, digest_of
+from manyhands.dht.records import TOMBSTONE, AgedRecord, Reason, Record, digest_of
 from manyhands.dht.storage import Storage
 from tests.unit.dht.examples import ALICE, MALLORY, WALL_NOW, open_record, owned_record
 
@@ -127,7 +127,7 @@ def test_a_tombstone_is_held_like_any_record() -> None:
     storage.put(open_record("value", sequence=1), NOW + 60, NOW)
     assert storage.put(open_record(None, sequence=2), NOW + 60, NOW) is Reason.ACCEPTED
     assert storage.put(open_record("value", sequence=1), NOW + 60, NOW) is Reason.STALE
-    assert [held.record.is_tombstone for held in storage.get("key", NOW)] == [True]
+    assert [held.record.value == TOMBSTONE for held in storage.get("key", NOW)] == [True]
 
 
 @pytest.mark.parametrize(
