@@ -36,7 +36,7 @@ from manyhands.runtime.tasks import TaskOwner
 logger = logging.getLogger(__name__)
 
 FIRST_WAIT_S = 2.0
-NOTE_PERIOD_S = 60.0
+NOTE_PERIOD_S = 180.0
 MOST_WAIT_S = 24.0
 """Parts of a swarm are to merge within a minute: so long until a dial, and the rest to look around."""
 

@@ -43,6 +43,10 @@ FILL_PERIOD_S = 300.0
 """Between two attempts to find more contacts for one bucket."""
 
 
+FAR_CONTACTS = 3
+"""Of each region of which few are known, so many are looked for: those who answer on the way are entered as well."""
+
+
 class Overlay:
     """Calls and lookups of one node.
 
@@ -205,7 +209,7 @@ class Overlay:
         ]
         self._filled_at |= dict.fromkeys(thin, now)
         points = [self._own_point ^ 1 << (index - 1) for index in thin]
-        await asyncio.gather(*(self.lookup(point, deadline - now, self._config.replicas) for point in points))
+        await asyncio.gather(*(self.lookup(point, deadline - now, FAR_CONTACTS) for point in points))
 
     async def _ask_on_the_way(
         self, lookup: Lookup, contact: Contact, request: FindRequest, on_answer: OnAnswer | None

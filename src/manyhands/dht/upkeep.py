@@ -81,17 +81,17 @@ class Upkeep:
         has_lost = any(peer_id not in self._overlay.table for peer_id in before[: self._num_partners])
         self._quiet_rounds = 0 if has_lost else self._quiet_rounds + 1
         overlay, config, own_point = self._overlay, self._config, node_id(self._own_id)
+        is_time = self._quiet_rounds % MAX_QUIET_ROUNDS == 0  # 0 is just after a loss
         news: list[Contact] = []
-        if self._quiet_rounds > 1 and self._quiet_rounds % MAX_QUIET_ROUNDS:
+        if not is_time:
             newcomers = [peer_id for peer_id in self._neighbours_seen if peer_id not in before][:NEWCOMERS_ASKED]
             news = await tell_news(overlay, self._own_id, self._num_partners, newcomers) if newcomers else []
-            if not news:
-                return
-        seeds = [*overlay.table.nearest(own_point, config.k), *news]
-        await overlay.lookup(own_point, config.lookup_timeout_s, self._num_partners, seeds=seeds)
-        if self._quiet_rounds:
+        if is_time or news:
+            seeds = [*overlay.table.nearest(own_point, config.k), *news]
+            await overlay.lookup(own_point, config.lookup_timeout_s, self._num_partners, seeds=seeds)
+            self._neighbours_seen = self._neighbours()
+        if self._quiet_rounds == 1 or (is_time and self._quiet_rounds):
             await overlay.lookup(self._rng.getrandbits(ID_BITS), config.lookup_timeout_s, config.replicas)
-        self._neighbours_seen = self._neighbours()
 
     async def hand_over(self) -> None:
         """Give the records held here to peers that should hold them since others came or went."""
@@ -104,15 +104,12 @@ class Upkeep:
 
     async def _ping_doubted(self) -> None:
         """Make sure of the life of all that should hold what is held here, and of a few of the rest."""
-        peers = self._doubted()
-        answers = await asyncio.gather(*(self._overlay.ask(peer_id, PING, PingRequest()) for peer_id in peers))
-        self._num_doubted = MAX_DOUBTED if None in answers else MAX_DOUBTED // 2
-
-    def _doubted(self) -> list[PeerId]:
-        keys = self._storage.keys(asyncio.get_running_loop().time())
-        partners = self._overlay.doubtful(peer_id for key in keys for peer_id in self._other_replicas(key))
-        rest = self._overlay.doubtful(contact.peer_id for contact in self._overlay.table.least_recently_seen())
-        return list(dict.fromkeys([*partners, *rest[: self._num_doubted]]))
+        overlay, keys = self._overlay, self._storage.keys(asyncio.get_running_loop().time())
+        partners = overlay.doubtful(peer_id for key in keys for peer_id in self._other_replicas(key))
+        rest = overlay.doubtful(contact.peer_id for contact in overlay.table.least_recently_seen())
+        rest = [peer_id for peer_id in rest if peer_id not in partners][: self._num_doubted]
+        answers = await asyncio.gather(*(overlay.ask(peer_id, PING, PingRequest()) for peer_id in [*partners, *rest]))
+        self._num_doubted = MAX_DOUBTED if None in answers[len(partners) :] else MAX_DOUBTED // 2
 
     def _other_replicas(self, key: str) -> list[PeerId]:
         return [peer_id for peer_id in self._replicas.known(key) if peer_id != self._own_id]
