@@ -9,6 +9,7 @@ import torch
 from _roster import Everybody
 
 from manyhands import Peer
+from manyhands.averaging.codecs import prepare_kernels
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.rounds import RoundRunner
 from manyhands.base.address import Address
@@ -23,6 +24,7 @@ class System:
     def __init__(
         self, rank: int, num_peers: int, numel: int, codecs: Sequence[str], folder: str, *, host: str = "127.0.0.1"
     ) -> None:
+        prepare_kernels(numel)
         self._vector_N = torch.zeros(numel)
         self._result_N: torch.Tensor | None = None
         self._peers = {codec: Peer(listen=[f"/ip4/{host}/tcp/0"]) for codec in codecs}

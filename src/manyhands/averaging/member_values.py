@@ -74,6 +74,34 @@ class MemberValues:
         except BadEncoding as error:
             raise self._spoiled(rank, f"cannot be decoded: {error}") from error
 
+    def requantize(self, values: torch.Tensor, chunk: slice, out: torch.Tensor, feedback: ErrorFeedback | None) -> None:
+        """Encode values of this member, and replace them with what everybody decodes.
+
+        Raises:
+            Spoiled: they are not finite.
+        """
+        if feedback is not None:
+            self.encode(values, chunk, out, feedback)
+            self.decode(self._rank, out, chunk, values)
+            return
+        try:
+            self._plan.requantize(values, chunk.start, out)
+        except NotFinite as error:
+            raise self._spoiled(self._rank, f"are not finite: {error}") from error
+
+    def add(
+        self, rank: int, encoded: torch.Tensor, chunk: slice, weight: float, total: torch.Tensor, *, is_first: bool
+    ) -> None:
+        """Add what a member has sent, times a weight, to ``total``, or write it if it is the first.
+
+        Raises:
+            Spoiled: no member that follows the rules sends this.
+        """
+        try:
+            self._plan.add(encoded, chunk.start, weight, total, is_first=is_first)
+        except BadEncoding as error:
+            raise self._spoiled(rank, f"cannot be decoded: {error}") from error
+
     def check_finite(self, rank: int, values: torch.Tensor) -> None:
         """Raises Spoiled if a value is infinite or NaN."""
         if not is_finite(values):

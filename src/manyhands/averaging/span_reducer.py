@@ -71,8 +71,6 @@ class SpanReducer:
             self._encoded = averaged_N[span].view(torch.uint8)
         else:
             self._encoded = empty_vector(sum(sizes), torch.uint8)
-            longest = max((chunk.stop - chunk.start for chunk in self.chunks), default=0)
-            self._scratch = empty_vector(longest, flat_N.dtype)
         senders = [other for other, weight in enumerate(weights) if other != rank and weight > 0]
         self.inboxes = {other: Inbox(max(sizes)) for other in senders} if self.chunks else {}
 
@@ -129,8 +127,7 @@ class SpanReducer:
             present.remove(rank)
         if not self._codec.is_exact:
             mean = self._averaged_N[chunk]
-            self._codec.encode(mean, chunk, encoded, self._feedback)
-            self._codec.decode(self._rank, encoded, chunk, mean)
+            self._codec.requantize(mean, chunk, encoded, self._feedback)
         self.hasher.update(bytes_of(encoded))
         return present, spoilt
 
@@ -144,31 +141,31 @@ class SpanReducer:
         mean = self._averaged_N[chunk]
         total = sum(self._weights[rank] for rank in ranks)
         for rank in ranks:
+            share, is_first = self._weights[rank] / total, rank == ranks[0]
+            values = self._plain_values_of(rank, received, chunk)
             try:
-                values = self._values_of(rank, received, chunk)
+                if values is None:
+                    self._codec.add(rank, received[rank], chunk, share, mean, is_first=is_first)
+                elif is_first:
+                    torch.mul(values, share, out=mean)
+                else:
+                    mean.add_(values, alpha=share)
             except Spoiled as error:
                 return rank, error.reason
-            if rank == ranks[0]:
-                torch.mul(values, self._weights[rank] / total, out=mean)
-            else:
-                mean.add_(values, alpha=self._weights[rank] / total)
         if is_finite(mean):
             return None
         for rank in ranks:
-            if rank != self._rank:
+            values = self._plain_values_of(rank, received, chunk)
+            if rank != self._rank and values is not None:  # what a codec decodes is finite
                 try:
-                    self._codec.check_finite(rank, self._values_of(rank, received, chunk))
+                    self._codec.check_finite(rank, values)
                 except Spoiled as error:
                     return rank, error.reason
         self._codec.check_finite(self._rank, mean)
         return None
 
-    def _values_of(self, rank: int, received: Mapping[int, torch.Tensor], chunk: slice) -> torch.Tensor:
-        """What a member gave for a chunk, until the next call."""
+    def _plain_values_of(self, rank: int, received: Mapping[int, torch.Tensor], chunk: slice) -> torch.Tensor | None:
+        """What a member gave for a chunk, unless it is encoded."""
         if rank == self._rank:
             return self._flat_N[chunk]
-        if self._codec.is_exact:
-            return received[rank].view(self._flat_N.dtype)
-        values = self._scratch[: chunk.stop - chunk.start]
-        self._codec.decode(rank, received[rank], chunk, values)
-        return values
+        return received[rank].view(self._flat_N.dtype) if self._codec.is_exact else None

@@ -11,6 +11,7 @@ from types import TracebackType
 
 import torch
 
+from manyhands.averaging.codecs import prepare_kernels
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import MAX_WEIGHT
 from manyhands.averaging.participation import Attempts, Participation
@@ -105,6 +106,7 @@ class Averager:
         self._is_closed = False
         self._is_stepping = threading.Lock()
         config = averaging or AveragingConfig()
+        prepare_kernels(self._tensors.numel)
         self._participation = Participation(peer.presence, run_id, self._tensors, config)
         peer.run(self._participation.start(), START_TIMEOUT_S, "joining the averaging")
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from manyhands.averaging.codecs import prepare_kernels
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import RoundManifest
 from manyhands.base.errors import ConfigError, RoundAborted, Timeout, Unavailable
@@ -111,6 +112,7 @@ class Optimizer(OptimizerWrapper):
         self._advice = Advice(target_batch_size)
         self._failures = 0
         self._was_alone = False
+        prepare_kernels(sum(parameter.numel() for parameter in self._replica.model_parameters))
         extra = dict(must_match or {}) | options.facts()
         manifest = manifest_of(self._replica, run_id, target_batch_size, averaging.codec, extra)
         self._collaboration = Collaboration(

@@ -2,6 +2,7 @@
 
 from manyhands.averaging.codecs.codec import BadEncoding, Codec, NotFinite, check_finite, largest_magnitude
 from manyhands.averaging.codecs.error_feedback import ErrorFeedback, Feedbacks
+from manyhands.averaging.codecs.kernels import prepare as prepare_kernels
 from manyhands.averaging.codecs.plan import EXACT_BELOW_NUMEL, Plan, Segment, plan_of
 from manyhands.averaging.codecs.registry import (
     BF16,
@@ -36,4 +37,5 @@ __all__ = [
     "codec_of_code",
     "largest_magnitude",
     "plan_of",
+    "prepare_kernels",
 ]

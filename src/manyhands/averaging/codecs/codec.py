@@ -22,6 +22,7 @@ from typing import ClassVar
 
 import torch
 
+from manyhands.averaging.codecs.kernels import kernel
 from manyhands.base.errors import ConfigError, ManyhandsError
 
 
@@ -42,6 +43,7 @@ class Codec(abc.ABC):
         dtype: of the values that are encoded and decoded.
         piece_numel: values in a piece; the last piece of a slice may have fewer.
         num_at_once: pieces that are worked on in one go.
+        unit_numel: values of a row, say, that a compiled kernel takes as a whole.
     """
 
     name: ClassVar[str]
@@ -49,6 +51,7 @@ class Codec(abc.ABC):
     dtype: ClassVar[torch.dtype] = torch.float32
     piece_numel: ClassVar[int]
     num_at_once: ClassVar[int] = 1
+    unit_numel: ClassVar[int] = 1
 
     def num_bytes(self, numel: int) -> int:
         """How many bytes ``numel`` values take, whatever they are."""
@@ -73,6 +76,7 @@ class Codec(abc.ABC):
                 f"the place for {values_N.numel()} values in {self.name} is {_named(out)}, but has to be uint8 of "
                 f"shape [{self.num_bytes(values_N.numel())}], contiguous"
             )
+        values_N, out = self._after_kernel("encode", values_N, out)
         for start, stop, place in self._pieces(values_N.numel(), out):
             self._encode_piece(values_N[start:stop].detach().to(self.dtype).contiguous(), place)
 
@@ -98,8 +102,54 @@ class Codec(abc.ABC):
                 f"{encoded.numel()}"
             )
         encoded = encoded.to(out_N.device)
+        out_N, encoded = self._after_kernel("decode", out_N, encoded)
         for start, stop, place in self._pieces(out_N.numel(), encoded):
             self._decode_piece(place, out_N[start:stop])
+
+    def requantize(self, values_N: torch.Tensor, out: torch.Tensor) -> None:
+        """Encode values, and replace them with what is decoded of them.
+
+        Args:
+            values_N: of the dtype of the codec, contiguous.
+            out: as in :meth:`encode`.
+        Raises:
+            NotFinite, ConfigError: as there; what ``values_N`` holds then is undefined, too.
+        """
+        values_N, out = self._after_kernel("requantize", values_N, out)
+        if values_N.numel():
+            self.encode(values_N, out)
+            self.decode(out, values_N)
+
+    def add(self, encoded: torch.Tensor, weight: float, total_N: torch.Tensor, *, is_first: bool) -> None:
+        """Decode, and add the values times ``weight`` to ``total_N``, or write them there if they are the first.
+
+        Args:
+            encoded, total_N: as in :meth:`decode`.
+        Raises:
+            BadEncoding, ConfigError: as there; what ``total_N`` holds then is undefined.
+        """
+        total_N, encoded = self._after_kernel("add", total_N, encoded, weight, is_first)
+        if not total_N.numel():
+            return
+        values = torch.empty_like(total_N)
+        self.decode(encoded, values)
+        if is_first:
+            torch.mul(values, weight, out=total_N)
+        else:
+            total_N.add_(values, alpha=weight)
+
+    def _after_kernel(
+        self, name: str, values_N: torch.Tensor, encoded: torch.Tensor, *more: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Have a compiled kernel do what it can; the values and the bytes that are left to torch: all, or a few."""
+        num_units = values_N.numel() // self.unit_numel
+        numel = num_units * self.unit_numel
+        whole_N, whole_encoded = values_N[:numel], encoded[: self.num_bytes(numel)]
+        run = kernel(self.name, name, whole_N, whole_encoded)
+        if run is None:
+            return values_N, encoded
+        done = self.unit_numel * run(whole_N.detach().numpy(), whole_encoded.numpy(), *more)
+        return values_N[done:], encoded[self.num_bytes(done) :]
 
     def _pieces(self, numel: int, encoded: torch.Tensor) -> list[tuple[int, int, torch.Tensor]]:
         """Runs of whole pieces, and the last piece if it is shorter."""

@@ -25,17 +25,18 @@ import math
 import torch
 
 from manyhands.averaging.codecs.codec import BadEncoding, Codec, check_finite, viewed_as
+from manyhands.averaging.codecs.int8_rows import (
+    HEADER_BYTES,
+    HUGE_BIAS,
+    HUGE_SCALE,
+    KERNEL_EPSILON,
+    LEVELS,
+    ROW_NUMEL,
+    SMALL_SCALE,
+    UNUSED_SCALE_BITS,
+)
 
-ROW_NUMEL = 216
-"""With more values in a row, the squared error on N(0,1) is above 4e-5; with fewer, there are more than 8.3 bits."""
-HEADER_BYTES = 8
-LEVELS = 255
-KERNEL_EPSILON = 1e-8
-SMALL_SCALE = 2.0**-30
-HUGE_SCALE = 2.0**118
-HUGE_BIAS = 2.0**126
 LARGEST_FLOAT32 = float(torch.finfo(torch.float32).max)
-UNUSED_SCALE_BITS = 0xFF
 SIGN_BIT = -(1 << 31)
 
 _HAS_KERNELS = all(
@@ -53,6 +54,7 @@ class Int8(Codec):
     name = "int8"
     code = 4
     piece_numel = 1024 * ROW_NUMEL
+    unit_numel = ROW_NUMEL
 
     def _piece_bytes(self, numel: int) -> int:
         return numel + HEADER_BYTES * -(-numel // ROW_NUMEL)

@@ -127,6 +127,22 @@ class Plan:
         for codec, some_values, place in self._parts(out, start, encoded):
             codec.decode(place, some_values)
 
+    def requantize(self, values: torch.Tensor, start: int, out: torch.Tensor) -> None:
+        """As :meth:`encode`, and ``values`` become what is decoded of them; contiguous, of the plan's dtype."""
+        for codec, some_values, place in self._parts(values, start, out):
+            codec.requantize(some_values, place)
+
+    def add(self, encoded: torch.Tensor, start: int, weight: float, total: torch.Tensor, *, is_first: bool) -> None:
+        """As :meth:`decode`, but the values times ``weight`` are added to ``total``, or written if they are the first.
+
+        Raises:
+            BadEncoding, ConfigError: as there; what ``total`` holds then is undefined.
+        """
+        if encoded.shape != (self.num_bytes(start, start + total.numel()),):
+            raise BadEncoding(f"{total.numel()} values from {start} on are not {encoded.numel()} bytes")
+        for codec, some_total, place in self._parts(total, start, encoded):
+            codec.add(place, weight, some_total, is_first=is_first)
+
     def _parts(
         self, values: torch.Tensor, start: int, encoded: torch.Tensor
     ) -> Iterator[tuple[Codec, torch.Tensor, torch.Tensor]]:

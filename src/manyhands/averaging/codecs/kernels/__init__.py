@@ -1,0 +1,61 @@
+"""Kernels of the codecs that Numba compiles, where there is a Numba; torch does the same without, more slowly.
+
+:func:`prepare` compiles or loads them before they are needed: 3 s in all once for an installation, then half a second.
+They write the same bits as torch does, so it does not matter which peers have them, nor from when on.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import time
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+MIN_NUMEL = 1 << 14
+"""Fewer values are not worth preparing for."""
+
+SLOW_S = 1.0
+
+_modules: dict[str, ModuleType | None] = {}
+
+
+def prepare(numel: int) -> None:
+    """Make the kernels ready for vectors of so many values; any thread may call it.
+
+    Nothing is done if they are ready, cannot be had on this machine, or there is nothing to gain.
+    """
+    if _modules or numel < MIN_NUMEL:
+        return
+    began = time.monotonic()
+    loaded = {codec: _load(codec) for codec in ("int8", "fp16")}
+    if time.monotonic() - began > SLOW_S:
+        logger.info("the kernels of the codecs were compiled, once for this installation")
+    _modules.update(loaded)
+
+
+def _load(codec: str) -> ModuleType | None:
+    try:
+        return importlib.import_module(f"{__name__}.{codec}")
+    except ImportError as error:
+        logger.debug("torch does without compiled kernels: %s", error)
+    except Exception as error:  # noqa: BLE001 (whatever a compiler has against this machine, torch can do the work)
+        logger.warning("the kernels of %s cannot be compiled here, so torch does their work: %s", codec, error)
+    return None
+
+
+def kernel(codec: str, name: str, values_N: torch.Tensor, encoded: torch.Tensor) -> Callable[..., Any] | None:
+    """A kernel for these values, if there is one: they are many, float32, on the CPU, and at addresses for it."""
+    loaded = _modules.get(codec)
+    if loaded is None or values_N.numel() < MIN_NUMEL or values_N.dtype != torch.float32:
+        return None
+    tensors = (values_N, encoded)
+    if not all(one.device.type == "cpu" and one.is_contiguous() and one.data_ptr() % 4 == 0 for one in tensors):
+        return None
+    found: Callable[..., Any] = getattr(loaded, name)
+    return found

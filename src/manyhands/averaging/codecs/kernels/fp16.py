@@ -1,0 +1,147 @@
+"""What fp16 does to whole pieces. The same in every bit as what torch does to them.
+
+Each function stops at the first piece that it leaves to torch: one with values that are not finite, or that may be
+after a multiplication.
+"""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+import numpy as np
+from llvmlite import binding, ir
+from numba.core import types
+from numba.extending import intrinsic
+
+from manyhands.averaging.codecs.kernels.compiling import Bytes, Floats, compiled, part
+
+PIECE_NUMEL = 1 << 16
+SCALE_BYTES = 4
+PIECE_BYTES = SCALE_BYTES + 2 * PIECE_NUMEL
+ALL_BUT_SIGN = np.int32(0x7FFFFFFF)
+HIGHEST_FINITE = np.int32(0x7F7FFFFF)
+HIGHEST_EXPONENT = 111
+"""Of a scale with which no product can overflow."""
+HALF_INFINITY = np.uint16(0x7C00)
+HALF_BUT_SIGN = np.uint16(0x7FFF)
+
+if not (binding.get_host_cpu_features().get("f16c") or platform.machine().lower() in ("arm64", "aarch64")):
+    raise ImportError("this processor has no instructions for float16")
+
+
+def _narrow(typing_context: Any, value: Any) -> Any:
+    """The bits of a float32 rounded to float16, to nearest, ties to even."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.bitcast(builder.fptrunc(arguments[0], ir.HalfType()), ir.IntType(16))
+
+    return types.uint16(types.float32), generate
+
+
+def _widen(typing_context: Any, bits: Any) -> Any:
+    """The float32 with the value of a float16 that has these bits."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.fpext(builder.bitcast(arguments[0], ir.HalfType()), ir.FloatType())
+
+    return types.float32(types.uint16), generate
+
+
+_to_half: Any = intrinsic(_narrow)
+_from_half: Any = intrinsic(_widen)
+
+
+@part()
+def _write_piece(values: Floats, bits: Any, piece: int, halves: Any, scales: Floats) -> bool:
+    """Write one piece; False if it is not an ordinary one."""
+    start, scale_at = piece * PIECE_NUMEL, piece * (PIECE_BYTES // 4)
+    place = 2 * scale_at + SCALE_BYTES // 2
+    largest = np.int32(0)
+    for i in range(PIECE_NUMEL):
+        magnitude = np.int32(bits[start + i] & ALL_BUT_SIGN)
+        largest = max(largest, magnitude)
+    if largest > HIGHEST_FINITE:
+        return False
+    exponent = max((largest >> 23) - 141, -126) if largest > 0 else 0
+    if exponent > HIGHEST_EXPONENT:
+        return False
+    scales[scale_at] = np.int32((exponent + 127) << 23).view(np.float32)
+    factor = np.int32((127 - exponent) << 23).view(np.float32)
+    for i in range(PIECE_NUMEL):
+        halves[place + i] = _to_half(values[start + i] * factor)
+    return True
+
+
+@part()
+def _is_ordinary(scale: np.float32, halves: Any, place: int) -> bool:
+    """Whether a piece is what an encoder writes, and no product with its scale can overflow."""
+    bits = np.float32(scale).view(np.int32)
+    exponent = (bits >> 23) - 127
+    if bits & np.int32(0x7FFFFF) or not -126 <= exponent <= HIGHEST_EXPONENT:
+        return False
+    largest = np.uint16(0)
+    for i in range(PIECE_NUMEL):
+        magnitude = np.uint16(halves[place + i] & HALF_BUT_SIGN)
+        largest = max(largest, magnitude)
+    return bool(largest < HALF_INFINITY)
+
+
+@compiled("int64(float32[::1], uint8[::1])")
+def encode(values: Floats, encoded: Bytes) -> int:
+    """Write whole pieces; returns how many are done."""
+    bits, halves, scales = values.view(np.int32), encoded.view(np.uint16), encoded.view(np.float32)
+    num_pieces = values.size // PIECE_NUMEL
+    for piece in range(num_pieces):
+        if not _write_piece(values, bits, piece, halves, scales):
+            return piece
+    return num_pieces
+
+
+@compiled("int64(float32[::1], uint8[::1])")
+def requantize(values: Floats, encoded: Bytes) -> int:
+    """The same, and ``values`` become what is decoded of them; returns how many pieces are done."""
+    bits, halves, scales = values.view(np.int32), encoded.view(np.uint16), encoded.view(np.float32)
+    num_pieces = values.size // PIECE_NUMEL
+    for piece in range(num_pieces):
+        if not _write_piece(values, bits, piece, halves, scales):
+            return piece
+        start, scale_at = piece * PIECE_NUMEL, piece * (PIECE_BYTES // 4)
+        scale, place = scales[scale_at], 2 * scale_at + SCALE_BYTES // 2
+        for i in range(PIECE_NUMEL):
+            values[start + i] = _from_half(halves[place + i]) * scale
+    return num_pieces
+
+
+@compiled("int64(float32[::1], uint8[::1])")
+def decode(values: Floats, encoded: Bytes) -> int:
+    """The values of whole pieces; returns how many are done."""
+    halves, scales = encoded.view(np.uint16), encoded.view(np.float32)
+    num_pieces = values.size // PIECE_NUMEL
+    for piece in range(num_pieces):
+        start, scale_at = piece * PIECE_NUMEL, piece * (PIECE_BYTES // 4)
+        scale, place = scales[scale_at], 2 * scale_at + SCALE_BYTES // 2
+        if not _is_ordinary(scale, halves, place):
+            return piece
+        for i in range(PIECE_NUMEL):
+            values[start + i] = _from_half(halves[place + i]) * scale
+    return num_pieces
+
+
+@compiled("int64(float32[::1], uint8[::1], float32, boolean)")
+def add(total: Floats, encoded: Bytes, weight: np.float32, is_first: bool) -> int:
+    """Add the weighted values of whole pieces to ``total``, or write them if they are the first; how many are done."""
+    halves, scales = encoded.view(np.uint16), encoded.view(np.float32)
+    num_pieces = total.size // PIECE_NUMEL
+    for piece in range(num_pieces):
+        start, scale_at = piece * PIECE_NUMEL, piece * (PIECE_BYTES // 4)
+        scale, place = scales[scale_at], 2 * scale_at + SCALE_BYTES // 2
+        if not _is_ordinary(scale, halves, place):
+            return piece
+        if is_first:
+            for i in range(PIECE_NUMEL):
+                total[start + i] = _from_half(halves[place + i]) * scale * weight
+        else:
+            for i in range(PIECE_NUMEL):
+                total[start + i] += _from_half(halves[place + i]) * scale * weight
+    return num_pieces
