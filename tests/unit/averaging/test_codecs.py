@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -23,6 +23,7 @@ from manyhands.averaging.codecs import (
     codec_named,
     codec_of_code,
     int8,
+    kernels,
 )
 from manyhands.base.errors import ConfigError
 
@@ -41,6 +42,17 @@ GOLDEN = {
 }
 names = pytest.mark.parametrize("codec", ALL, ids=lambda codec: codec.name)
 lossy = pytest.mark.parametrize("codec", LOSSY, ids=lambda codec: codec.name)
+
+
+@pytest.fixture(autouse=True, params=["torch", "compiled"], scope="module")
+def who_works(request: pytest.FixtureRequest) -> Iterator[None]:
+    """All of it with torch alone, and with the compiled kernels wherever there is one, however short the vector."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "_modules", {})
+        if request.param == "compiled":
+            kernels.prepare(kernels.MIN_NUMEL)
+            patch.setattr(kernels, "MIN_NUMEL", 1)
+        yield
 
 
 def encoded(codec: Codec, values_N: torch.Tensor) -> torch.Tensor:

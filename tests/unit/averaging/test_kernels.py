@@ -1,0 +1,130 @@
+"""The compiled kernels against torch, bit for bit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from manyhands.averaging.codecs import FP16, INT8, BadEncoding, Codec, NotFinite, kernels, plan_of
+
+CODECS = pytest.mark.parametrize("codec", [INT8, FP16], ids=lambda codec: codec.name)
+NUMEL = 3 * 65_536 + 216 * 5 + 100
+"""Whole units of both codecs, and some values that are left to torch."""
+ODD_ONES = {"huge": 3e38, "tiny": 1e-40, "zero": 0.0, "minus zero": -0.0, "large": 1e36}
+
+
+@pytest.fixture(autouse=True)
+def ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_modules", {})
+    kernels.prepare(NUMEL)
+
+
+def values(scale: float = 1.0, numel: int = NUMEL) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(numel)
+    return torch.randn(numel, generator=generator) * scale
+
+
+def encoded(codec: Codec, values_N: torch.Tensor) -> torch.Tensor:
+    out = torch.full((codec.num_bytes(values_N.numel()),), 0xA5, dtype=torch.uint8)
+    codec.encode(values_N, out)
+    return out
+
+
+def decoded(codec: Codec, data: torch.Tensor, numel: int) -> torch.Tensor:
+    out_N = torch.full((numel,), math.nan)
+    codec.decode(data, out_N)
+    return out_N
+
+
+def test_they_are_there_and_used() -> None:
+    for codec in (INT8, FP16):
+        for name in ("encode", "decode", "requantize", "add"):
+            assert kernels.kernel(codec.name, name, values(), encoded(codec, values())) is not None
+
+
+def test_short_vectors_do_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_modules", {})
+    kernels.prepare(kernels.MIN_NUMEL - 1)
+    assert kernels.kernel("int8", "encode", values(), encoded(INT8, values())) is None
+
+
+def cases() -> Iterator[tuple[str, torch.Tensor]]:
+    for exponent in range(-44, 38, 3):
+        yield f"1e{exponent}", values(10.0**exponent)
+    yield "equal", torch.full((NUMEL,), -3.7)
+    yield "steps of one row", torch.arange(NUMEL, dtype=torch.float32)
+    for name, odd in ODD_ONES.items():
+        with_odd = values()
+        with_odd[70_000] = odd
+        yield name, with_odd
+
+
+@CODECS
+@pytest.mark.parametrize(("name", "values_N"), [pytest.param(*case, id=case[0]) for case in cases()])
+def test_the_same_bits_as_torch(
+    codec: Codec, name: str, values_N: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = encoded(codec, values_N)
+    read = decoded(codec, written, NUMEL)
+    requantized, place = values_N.clone(), torch.empty_like(written)
+    codec.requantize(requantized, place)
+    total = values(0.1)
+    codec.add(written, 0.3, total, is_first=False)
+    first = values()
+    codec.add(written, 0.3, first, is_first=True)
+
+    monkeypatch.setattr(kernels, "_modules", {})
+    assert torch.equal(encoded(codec, values_N), written)
+    assert torch.equal(decoded(codec, written, NUMEL), read)
+    assert torch.equal(first, read * 0.3)
+    before, more = values(0.1), read * 0.3
+    error = (total - (before + more)).abs()
+    assert bool((error <= (before.abs() + more.abs()) * 2.0**-23).all()), "torch may round once less in the last values"
+    if name not in ("huge", "tiny", "large"):  # else what the kernels had done is done again, within the same bounds
+        assert torch.equal(place, written)
+    assert torch.equal(requantized, decoded(codec, place, NUMEL))
+
+
+@CODECS
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("place", [0, 70_000, NUMEL - 1])
+def test_what_is_not_finite_is_refused(codec: Codec, bad: float, place: int) -> None:
+    values_N = values()
+    values_N[place] = bad
+    with pytest.raises(NotFinite):
+        encoded(codec, values_N)
+    with pytest.raises(NotFinite):
+        codec.requantize(values_N, torch.empty(codec.num_bytes(NUMEL), dtype=torch.uint8))
+
+
+@CODECS
+def test_what_no_encoder_writes_is_refused(codec: Codec) -> None:
+    data = encoded(codec, values())
+    data[-300:] = 0xFF
+    with pytest.raises(BadEncoding):
+        codec.add(data, 0.5, values(), is_first=True)
+    with pytest.raises(BadEncoding):
+        codec.add(data[:-1], 0.5, values(), is_first=True)
+
+
+def test_a_plan_adds_and_requantizes_part_by_part() -> None:
+    shapes = [(300, 300), (7,), (250, 300)]
+    for codec in (INT8, FP16):
+        plan = plan_of(shapes, codec)
+        values_N = values(numel=plan.numel)
+        written = torch.empty(plan.num_bytes(0, plan.numel), dtype=torch.uint8)
+        plan.encode(values_N, 0, written)
+        read = torch.empty_like(values_N)
+        plan.decode(written, 0, read)
+        requantized, place = values_N.clone(), torch.empty_like(written)
+        plan.requantize(requantized, 0, place)
+        assert torch.equal(place, written)
+        assert torch.equal(requantized, read)
+        total = values_N.clone()
+        plan.add(written, 0, 0.5, total, is_first=False)
+        torch.testing.assert_close(total, values_N + 0.5 * read, rtol=0, atol=1e-6)
+        with pytest.raises(BadEncoding):
+            plan.add(written[1:], 0, 0.5, total, is_first=False)
