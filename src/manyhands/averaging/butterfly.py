@@ -38,8 +38,10 @@ from manyhands.transport.api import Stream
 MAX_CHUNKS = 1 << 14
 """Of one vector; a leader that wants smaller chunks does not get them."""
 
-CHUNKS_OF_SPAN = 8
-"""About as many chunks has a span, unless they would be small: while one is reduced, others come and go."""
+CHUNKS_OF_VECTOR = 16
+MIN_CHUNKS_OF_SPAN = 3
+"""About as many chunks has a vector, unless they would be small: while one is reduced, others come and go. More of them
+cost more calls, fewer leave too little to do meanwhile."""
 
 ROWS_NUMEL = 864
 """Whole rows of all codecs."""
@@ -275,7 +277,8 @@ class Butterfly:
 
     def _usual_chunk_numel(self, max_numel: int, numel: int) -> int:
         """The same on all members; a multiple of the rows of all codecs, unless the leader wants less than that."""
-        num_chunks = CHUNKS_OF_SPAN * max(1, sum(map(self._is_reducer, range(len(self._members)))))
+        num_spans = sum(map(self._is_reducer, range(len(self._members))))
+        num_chunks = max(CHUNKS_OF_VECTOR, MIN_CHUNKS_OF_SPAN * num_spans)
         usual = max(MIN_CHUNK_NUMEL, numel // num_chunks // ROWS_NUMEL * ROWS_NUMEL)
         return max(min(max_numel, usual), math.ceil(numel / MAX_CHUNKS))
 
