@@ -27,7 +27,7 @@ from _command_line import Parser, json_path, positive_int, progress_of, run, wri
 from rich.console import Console
 from rich.table import Table
 
-from manyhands.averaging.codecs import CODECS, Codec
+from manyhands.averaging.codecs import CODECS, Codec, prepare_kernels
 
 Row = dict[str, Any]
 
@@ -116,6 +116,7 @@ def main() -> None:
     parser.add_argument("--json", type=json_path, metavar="FILE", help="write the figures there, too")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    prepare_kernels(arguments.numel)
     values_N = torch.randn(arguments.numel, generator=torch.Generator().manual_seed(1))
     results = []
     subjects: dict[str, Codec | None] = {"memcpy": None, **CODECS}
