@@ -226,6 +226,11 @@ class Collaboration:
         """This peer's parameters are at ``position`` now."""
         self.tracker.move(position, lineage_samples, together_with)
 
+    async def move_elsewhere(self, position: Position, lineage_samples: int) -> None:
+        """This peer has loaded a state; what its gradients were before is of no use there."""
+        self._rounds.forget_errors()
+        self.tracker.move(position, lineage_samples, [])
+
     async def fall_behind(self, position: Position, lineage_samples: int, members: list[PeerId]) -> None:
         """The other members of a round are at ``position`` now, and this peer is not."""
         self.tracker.others_moved(position, lineage_samples, members)
