@@ -216,3 +216,42 @@ def test_a_newcomer_whose_download_takes_longer_than_a_step_of_a_lone_peer() -> 
     assert late.states_loaded <= 3, late
     assert early.samples_dropped == 0
     assert early.steps_alone >= 10
+
+
+@pytest.mark.parametrize("delay", [None, "gradients"], ids=["synchronous", "delayed"])
+def test_a_lone_survivor_goes_on_before_the_record_of_the_dead_one_expires(delay: str | None) -> None:
+    swarm, longest = Swarm(seed=12), Longest()
+    killed_s, first_alone_s = 30.0, []
+
+    def train(member: Member) -> None:
+        together(2, member)
+        while not first_alone_s:
+            longest.train_until(member, member.optimizer.global_step + 1)
+            member.optimizer.settle()
+            if member.optimizer.statistics.steps_alone:
+                first_alone_s.append(member.peer.time())
+        longest.train_until(member, member.optimizer.global_step + 10)
+        member.optimizer.settle()
+
+    for name in ("p0", "p1"):
+        swarm.start(name, new_model, sgd, train, target_batch_size=36, batch_size_per_step=4, delay=delay)
+    swarm.world.schedule(at(killed_s).kill("p1"), at(killed_s).call(lambda: swarm.done.add("p1")))
+    swarm.run()
+    assert longest.wait_s < WAIT_LIMIT_S
+    assert first_alone_s[0] - killed_s < 20.0, "its record lives for 30 s, and is renewed each 10 s"
+    assert swarm.members["p0"].optimizer.statistics.samples_dropped == 0
+    assert_it_learns_and_agrees(swarm, ["p0"])
+
+
+@pytest.mark.parametrize("fault", ["partition", "freeze"])
+def test_who_may_still_be_there_is_not_taken_for_dead_before_its_record_expires(fault: str) -> None:
+    """No machine says that it is gone: the peer pauses, and when the cut is over they go on together."""
+    swarm, longest = Swarm(seed=13), Longest()
+    train_all(swarm, longest, ["p0", "p1"], 25)
+    during = between(30.0, 48.0)
+    swarm.world.schedule(during.partition({"p0"}, {"p1"}) if fault == "partition" else during.freeze("p1"))
+    swarm.run()
+    for member in swarm.members.values():
+        counts = member.optimizer.statistics
+        assert (counts.steps_alone, counts.samples_dropped) == (0, 0), (member.name, counts)
+    assert_it_learns_and_agrees(swarm, ["p0", "p1"])

@@ -19,6 +19,7 @@ from manyhands.base.errors import ManyhandsError, RoundAborted, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.optim.accumulator import Contribution
 from manyhands.optim.config import ProgressConfig
+from manyhands.optim.departures import Departures
 from manyhands.optim.progress import Progress, describe_progress
 from manyhands.optim.run_manifest import ManifestKeeper, RunManifest
 from manyhands.optim.run_records import declare_run
@@ -120,6 +121,7 @@ class Collaboration:
             batch_size_lead=self._batch_size_lead,
             is_silent=self._is_silent,
         )
+        self._departures = Departures(presence.endpoint, self.tracker, self._tasks)
         async with AsyncExitStack() as parts:
             self._rounds = RoundRunner(
                 presence.endpoint,
@@ -164,6 +166,7 @@ class Collaboration:
         if self.tracker.can_meet_somebody():
             return Decision.ACCUMULATE if self._has_time_for(batch_s) else Decision.AVERAGE
         if not self._is_alone():  # but those who are there cannot be reached now
+            self._departures.look()
             return Decision.ACCUMULATE
         await self._look_again()  # before a step that nobody else makes
         if not self._is_alone() or self.tracker.can_meet_somebody():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -49,6 +50,6 @@ def _is_wild(group: dict[str, object]) -> bool:
 def _largest_norm(tensors: Sequence[torch.Tensor]) -> float:
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in tensors:
-        norm = torch.linalg.vector_norm(tensor.detach(), float("inf"), dtype=torch.float32)
-        by_device.setdefault(tensor.device, []).append(norm)
+        if tensor.numel() > 0:
+            by_device.setdefault(tensor.device, []).append(torch.linalg.vector_norm(tensor.detach(), math.inf).float())
     return max((torch.stack(norms).max().item() for norms in by_device.values()), default=0.0)

@@ -174,6 +174,12 @@ def test_an_ordinary_step_of_a_known_optimizer_needs_no_copy_of_its_statistics(m
     assert may_overflow(optimizer, optimizer.param_groups[0]["params"], LARGE_NORM * 2)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_only_half_precision_is_always_saved(dtype: torch.dtype) -> None:
+    parameters = [*new_parameters(dtype), torch.nn.Parameter(torch.empty(0, dtype=dtype))]
+    assert may_overflow(torch.optim.AdamW(parameters), parameters, 1.0) == (dtype == torch.float16)
+
+
 def test_the_gradients_together_are_clipped_as_torch_does() -> None:
     ours, plain = new_parameters(), new_parameters()
     generator = torch.Generator().manual_seed(1)
