@@ -74,6 +74,7 @@ class AlbertTrainer:
             batch_size_per_step=recipe.batch_size,
             max_grad_norm=MAX_GRAD_NORM,
             scheduler=lambda inner: torch.optim.lr_scheduler.LambdaLR(inner, schedule),
+            allow_solo=settings.allow_solo,
             must_match=_facts(recipe, tokenizer_digest(tokenizer)),
         )
         self._losses: list[float] = []
