@@ -17,7 +17,7 @@ from manyhands.optim.replica import Replica
 from manyhands.testing import at, between
 from tests.simulation.swarm_of_trainers import Member, Swarm, together
 from tests.simulation.test_delay import quadratic, sgd
-from tests.simulation.test_drop_in import new_model
+from tests.simulation.test_drop_in import adam, new_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -138,6 +138,7 @@ def test_a_peer_that_froze_for_half_a_minute_notices_reloads_and_goes_on() -> No
     assert counts.rounds_committed >= 5, "it takes part again"
     for name in ("p0", "p2"):
         assert swarm.members[name].optimizer.statistics.samples_dropped == 0
+    assert longest.wait_s < WAIT_LIMIT_S
     assert_it_learns_and_agrees(swarm, ["p0", "p1", "p2"])
 
 
@@ -255,3 +256,54 @@ def test_who_may_still_be_there_is_not_taken_for_dead_before_its_record_expires(
         counts = member.optimizer.statistics
         assert (counts.steps_alone, counts.samples_dropped) == (0, 0), (member.name, counts)
     assert_it_learns_and_agrees(swarm, ["p0", "p1"])
+
+
+def test_a_newcomer_whose_download_takes_longer_than_a_step_of_a_group() -> None:
+    """When it comes too late it says so, and the one who hands out the state holds the next step up for a moment."""
+    swarm, longest = Swarm(seed=14), Longest()
+
+    def big_model() -> torch.nn.Module:
+        torch.manual_seed(1)
+        return torch.nn.Linear(300, 300)
+
+    def train(member: Member) -> None:
+        longest.train_until(member, 60)
+
+    for name in ("p0", "p1", "late"):
+        swarm.start(name, big_model, adam, train, target_batch_size=48, batch_size_per_step=4)
+    swarm.world.network.set_bandwidth("late", up_mbit_s=2.0, down_mbit_s=2.0)  # 1.1 MB take 4.4 s, and a step 3 s
+    swarm.world.schedule(at(0.05).kill("late"), at(20.0).restart("late"))
+    swarm.run(1200.0)
+    late = swarm.members["late"].optimizer.statistics
+    assert late.rounds_committed >= 20, late
+    assert late.states_loaded <= 4, late
+    assert longest.wait_s < WAIT_LIMIT_S
+    for name in ("p0", "p1"):
+        counts = swarm.members[name].optimizer.statistics
+        assert (counts.samples_dropped, counts.steps_alone, counts.states_loaded) == (0, 0, 0), (name, counts)
+
+
+def test_a_newcomer_that_cannot_keep_up_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    logging.getLogger("manyhands").setLevel(logging.WARNING)
+    swarm, longest = Swarm(seed=15), Longest()
+
+    def big_model() -> torch.nn.Module:
+        torch.manual_seed(1)
+        return torch.nn.Linear(300, 300)
+
+    def train(member: Member) -> None:
+        if member.name == "late":
+            while True:
+                member.step(quadratic(member.model))
+        longest.train_until(member, 60)
+
+    for name in ("p0", "p1", "late"):
+        swarm.start(name, big_model, adam, train, target_batch_size=48, batch_size_per_step=4)
+    swarm.world.network.set_bandwidth("late", up_mbit_s=0.2, down_mbit_s=0.2)  # 44 s
+    swarm.world.schedule(at(0.05).kill("late"), at(20.0).restart("late"))
+    swarm.done.add("late")
+    swarm.run(1200.0)
+    assert "this peer cannot keep up with the run" in caplog.text
+    for name in ("p0", "p1"):
+        counts = swarm.members[name].optimizer.statistics
+        assert (counts.samples_dropped, counts.steps_alone, counts.states_loaded) == (0, 0, 0), (name, counts)
