@@ -18,6 +18,7 @@ import manyhands
 from manyhands.averaging.agreement import Agreement
 from manyhands.averaging.butterfly import Butterfly
 from manyhands.averaging.matchmaking import Matchmaker
+from manyhands.optim import ProgressConfig
 from manyhands.optim.collaboration import Collaboration
 from manyhands.optim.replica import Replica
 from manyhands.rpc import RpcConfig
@@ -69,7 +70,7 @@ def train(trainer: Trainer, until: Callable[[], bool], timeout_s: float = 70.0) 
 def live(phase: str, initial_peers: list[str]) -> None:
     """The victim: it kills itself in a phase of its step, or trains on for ever."""
     with manyhands.Peer(initial_peers=initial_peers, listen=LISTEN, rpc_config=RPC) as peer:
-        trainer = Trainer(peer, "faults", TARGET, make=sgd)
+        trainer = Trainer(peer, "faults", TARGET, make=sgd, progress=ProgressConfig())  # whose records live for long
         train(trainer, lambda: trainer.optimizer.global_step >= LAST_STEP_OF_VICTIM)
         if phase in PHASES:
             owner, method = PHASES[phase]
@@ -129,6 +130,28 @@ def test_a_process_killed_in_a_phase_of_a_step(phase: str) -> None:
 
         in_threads([watch, *(lambda t=trainer: go_on(t) for trainer in trainers)], timeout_s=90.0)
         assert_they_learnt_and_agree(trainers)
+
+
+def test_who_is_left_alone_by_a_kill_goes_on_before_the_record_of_the_dead_one_expires() -> None:
+    with (
+        manyhands.Peer(listen=LISTEN, rpc_config=RPC) as peer,
+        victim("averaging", peer.addresses) as command,
+    ):
+        trainer = Trainer(peer, "faults", TARGET, make=sgd)
+        counts, died_at, alone_before = trainer.optimizer.statistics, [], []
+
+        def watch() -> None:
+            command.wait_for("ready")
+            assert command.wait(60.0) == -signal.SIGKILL
+            alone_before.append(counts.steps_alone)
+            died_at.append(time.monotonic())
+
+        def go_on() -> None:
+            train(trainer, lambda: bool(died_at) and counts.steps_alone > alone_before[0])
+
+        in_threads([watch, go_on], timeout_s=90.0)
+        assert time.monotonic() - died_at[0] < ProgressConfig().ttl_s * 0.6
+        assert counts.samples_dropped == 0
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGSTOP")
