@@ -86,3 +86,23 @@ async def test_error_feedback_loses_nothing_in_the_long_run(with_feedback: bool)
         await close_all(averagers)
     error = ((total / num_rounds - right).norm() / right.norm()).item()
     assert (error < 0.01) == with_feedback, error
+
+
+async def test_error_feedback_counts_by_the_weight_of_each_round() -> None:
+    """The weights differ in each round, by up to a hundred times."""
+    config = dataclasses.replace(CONFIG, codec="int4", error_feedback=True)
+    sources = [tensors_of(rank)[:1] for rank in range(3)]
+    error = torch.zeros_like(sources[0][0]).double()
+    async with sim_peers(3) as peers:
+        lists = [[tensor.clone() for tensor in tensors] for tensors in sources]
+        averagers = [await join(peer, tensors, averaging=config) for peer, tensors in zip(peers, lists, strict=True)]
+        for number in range(24):
+            weights = [100.0 if number % 3 == rank else 1.0 for rank in range(3)]
+            for tensors, values in zip(lists, sources, strict=True):
+                tensors[0].copy_(values[0])
+            results = await step_all(averagers, weights)
+            assert all(result.committed for result in results), [result.reason for result in results]
+            error += lists[0][0] - weighted_mean([tensors[0] for tensors in sources], weights)
+        await close_all(averagers)
+    one_round = weighted_mean([tensors[0] for tensors in sources], [1.0, 1.0, 1.0])
+    assert (error.norm() / one_round.norm()).item() < 0.5, "about what the last rounds lost"

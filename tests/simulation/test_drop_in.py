@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from manyhands.averaging import AveragingConfig
 from manyhands.base.errors import ConfigError
 from manyhands.optim.optimizer import Optimizer
 from tests.simulation.swarm_of_trainers import Member, Swarm, assert_equal_parameters, together
@@ -292,6 +293,43 @@ def test_who_loads_an_old_checkpoint_follows_the_run() -> None:
         swarm.start(name, new_model, adam, train, target_batch_size=8, batch_size_per_step=4)
     swarm.run()
     assert len({member.optimizer.state_digest() for member in swarm.members.values()}) == 1
+    assert swarm.members["p1"].optimizer.statistics.states_loaded >= 1
+
+
+def test_what_codecs_lost_is_forgotten_with_the_parameters_that_it_belongs_to() -> None:
+    logging.getLogger("manyhands").setLevel(logging.ERROR)
+    swarm, forgotten = Swarm(), []
+
+    def wide_model() -> torch.nn.Module:
+        torch.manual_seed(1)
+        return torch.nn.Sequential(torch.nn.Linear(4, 2048), torch.nn.Tanh(), torch.nn.Linear(2048, 2))
+
+    def residuals(member: Member) -> Any:
+        collaboration: Any = member.optimizer._collaboration
+        return collaboration._rounds._feedbacks
+
+    def train(member: Member) -> None:
+        together(2, member)
+        saved = copy.deepcopy(member.optimizer.state_dict())
+        for step in range(2):
+            member.step(loss_of(member.model, step))
+            member.wait_for(step + 1)
+        assert residuals(member) is not None
+        if member.name == "p1":
+            member.optimizer.load_state_dict(saved)
+            forgotten.append(residuals(member) is None)
+            member.wait_for(2)
+            forgotten.append(residuals(member) is None)
+        for step in (2, 3):
+            member.step(loss_of(member.model, step))
+            member.wait_for(step + 1)
+        assert residuals(member) is not None
+
+    averaging = AveragingConfig(codec="int4", error_feedback=True, matchmaking_time_s=10.0, averaging_timeout_s=40.0)
+    for name in ("p0", "p1"):
+        swarm.start(name, wide_model, adam, train, target_batch_size=8, batch_size_per_step=4, averaging=averaging)
+    swarm.run()
+    assert forgotten == [True, True]
     assert swarm.members["p1"].optimizer.statistics.states_loaded >= 1
 
 

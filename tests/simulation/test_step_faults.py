@@ -17,7 +17,7 @@ from manyhands.optim.replica import Replica
 from manyhands.testing import at, between
 from tests.simulation.swarm_of_trainers import Member, Swarm, together
 from tests.simulation.test_delay import quadratic, sgd
-from tests.simulation.test_drop_in import new_model
+from tests.simulation.test_drop_in import adam, new_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -138,6 +138,7 @@ def test_a_peer_that_froze_for_half_a_minute_notices_reloads_and_goes_on() -> No
     assert counts.rounds_committed >= 5, "it takes part again"
     for name in ("p0", "p2"):
         assert swarm.members[name].optimizer.statistics.samples_dropped == 0
+    assert longest.wait_s < WAIT_LIMIT_S
     assert_it_learns_and_agrees(swarm, ["p0", "p1", "p2"])
 
 
@@ -216,3 +217,93 @@ def test_a_newcomer_whose_download_takes_longer_than_a_step_of_a_lone_peer() -> 
     assert late.states_loaded <= 3, late
     assert early.samples_dropped == 0
     assert early.steps_alone >= 10
+
+
+@pytest.mark.parametrize("delay", [None, "gradients"], ids=["synchronous", "delayed"])
+def test_a_lone_survivor_goes_on_before_the_record_of_the_dead_one_expires(delay: str | None) -> None:
+    swarm, longest = Swarm(seed=12), Longest()
+    killed_s, first_alone_s = 30.0, []
+
+    def train(member: Member) -> None:
+        together(2, member)
+        while not first_alone_s:
+            longest.train_until(member, member.optimizer.global_step + 1)
+            member.optimizer.settle()
+            if member.optimizer.statistics.steps_alone:
+                first_alone_s.append(member.peer.time())
+        longest.train_until(member, member.optimizer.global_step + 10)
+        member.optimizer.settle()
+
+    for name in ("p0", "p1"):
+        swarm.start(name, new_model, sgd, train, target_batch_size=36, batch_size_per_step=4, delay=delay)
+    swarm.world.schedule(at(killed_s).kill("p1"), at(killed_s).call(lambda: swarm.done.add("p1")))
+    swarm.run()
+    assert longest.wait_s < WAIT_LIMIT_S
+    assert first_alone_s[0] - killed_s < 20.0, "its record lives for 30 s, and is renewed each 10 s"
+    assert swarm.members["p0"].optimizer.statistics.samples_dropped == 0
+    assert_it_learns_and_agrees(swarm, ["p0"])
+
+
+@pytest.mark.parametrize("fault", ["partition", "freeze"])
+def test_who_may_still_be_there_is_not_taken_for_dead_before_its_record_expires(fault: str) -> None:
+    """No machine says that it is gone: the peer pauses, and when the cut is over they go on together."""
+    swarm, longest = Swarm(seed=13), Longest()
+    train_all(swarm, longest, ["p0", "p1"], 25)
+    during = between(30.0, 48.0)
+    swarm.world.schedule(during.partition({"p0"}, {"p1"}) if fault == "partition" else during.freeze("p1"))
+    swarm.run()
+    for member in swarm.members.values():
+        counts = member.optimizer.statistics
+        assert (counts.steps_alone, counts.samples_dropped) == (0, 0), (member.name, counts)
+    assert_it_learns_and_agrees(swarm, ["p0", "p1"])
+
+
+def test_a_newcomer_whose_download_takes_longer_than_a_step_of_a_group() -> None:
+    """When it comes too late it says so, and the one who hands out the state holds the next step up for a moment."""
+    swarm, longest = Swarm(seed=14), Longest()
+
+    def big_model() -> torch.nn.Module:
+        torch.manual_seed(1)
+        return torch.nn.Linear(300, 300)
+
+    def train(member: Member) -> None:
+        longest.train_until(member, 60)
+
+    for name in ("p0", "p1", "late"):
+        swarm.start(name, big_model, adam, train, target_batch_size=48, batch_size_per_step=4)
+    swarm.world.network.set_bandwidth("late", up_mbit_s=2.0, down_mbit_s=2.0)  # 1.1 MB take 4.4 s, and a step 3 s
+    swarm.world.schedule(at(0.05).kill("late"), at(20.0).restart("late"))
+    swarm.run(1200.0)
+    late = swarm.members["late"].optimizer.statistics
+    assert late.rounds_committed >= 20, late
+    assert late.states_loaded <= 4, late
+    assert longest.wait_s < WAIT_LIMIT_S
+    for name in ("p0", "p1"):
+        counts = swarm.members[name].optimizer.statistics
+        assert (counts.samples_dropped, counts.steps_alone, counts.states_loaded) == (0, 0, 0), (name, counts)
+
+
+def test_a_newcomer_that_cannot_keep_up_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    logging.getLogger("manyhands").setLevel(logging.WARNING)
+    swarm, longest = Swarm(seed=15), Longest()
+
+    def big_model() -> torch.nn.Module:
+        torch.manual_seed(1)
+        return torch.nn.Linear(300, 300)
+
+    def train(member: Member) -> None:
+        if member.name == "late":
+            while True:
+                member.step(quadratic(member.model))
+        longest.train_until(member, 60)
+
+    for name in ("p0", "p1", "late"):
+        swarm.start(name, big_model, adam, train, target_batch_size=48, batch_size_per_step=4)
+    swarm.world.network.set_bandwidth("late", up_mbit_s=0.2, down_mbit_s=0.2)  # 44 s
+    swarm.world.schedule(at(0.05).kill("late"), at(20.0).restart("late"))
+    swarm.done.add("late")
+    swarm.run(1200.0)
+    assert "this peer cannot keep up with the run" in caplog.text
+    for name in ("p0", "p1"):
+        counts = swarm.members[name].optimizer.statistics
+        assert (counts.samples_dropped, counts.steps_alone, counts.states_loaded) == (0, 0, 0), (name, counts)

@@ -160,6 +160,10 @@ class RoundRunner:
         """A result is not needed any more: the next round writes into its memory."""
         self._spare_N = averaged_N
 
+    def forget_errors(self) -> None:
+        """What codecs lost so far belongs to values that this peer does not have any more."""
+        self._feedbacks = None
+
     async def close(self) -> None:
         await self._matchmaker.close()
         self._agreement.close()
@@ -258,6 +262,8 @@ class RoundRunner:
             self._feedbacks = feedbacks = Feedbacks.of(plan)
         else:
             feedbacks = self._feedbacks
+        if feedbacks is not None and (weight := group.members[voter.rank].weight) > 0:
+            feedbacks.sent.share = weight / sum(member.weight for member in group.members)
         exchange = functools.partial(self._exchange, group, voter.rank)
         return Recovery(group, flat_N, plan, exchange, voter, mean_N=spare_N, feedbacks=feedbacks)
 

@@ -8,6 +8,8 @@ SHORTEST_BATCH_S = 0.2
 LONGEST_BATCH_S = 2.0
 WARM_UP_BATCHES = 3
 """The first batches take longer than the others."""
+BATCHES_IN_A_STEP = 8
+"""At least so many, of all peers together: else steps have many more samples than their target."""
 NUM_STEPS = 3
 """In a row, before anything is said about them."""
 
@@ -31,7 +33,7 @@ class Advice:
         if self._outside_in_a_row < NUM_STEPS or self._has_spoken_of_batches:
             return ""
         self._has_spoken_of_batches = True
-        return describe_batch(batch_s, samples)
+        return describe_batch(batch_s, samples, self._target_batch_size // BATCHES_IN_A_STEP)
 
     def after_step(self, computing_s: float, averaging_s: float) -> str:
         """Look at one global step: seconds from the last one to the round, and of averaging without the search."""
@@ -42,16 +44,17 @@ class Advice:
         return describe_step(computing_s, averaging_s, self._target_batch_size)
 
 
-def describe_batch(batch_s: float, samples: int) -> str:
-    """The hint for a micro-batch that is too short or too long."""
+def describe_batch(batch_s: float, samples: int, most: float = math.inf) -> str:
+    """The hint for a micro-batch that is too short or too long; a size above ``most`` would leave a step too few."""
     if batch_s < SHORTEST_BATCH_S:
         what, how = "shorter", "a larger batch, or several backward passes before each step(), have less overhead"
     else:
         what, how = "longer", "a smaller batch lets the others wait less for this peer"
-    best = max(round(samples * math.sqrt(SHORTEST_BATCH_S * LONGEST_BATCH_S) / max(batch_s, 1e-3)), 1)
+    best = samples * math.sqrt(SHORTEST_BATCH_S * LONGEST_BATCH_S) / max(batch_s, 1e-3)
+    best = float(f"{min(best, max(most, samples)):.2g}")
     return (
         f"A micro-batch of {samples} samples takes {batch_s:.3g} s here, {what} than the {SHORTEST_BATCH_S} to "
-        f"{LONGEST_BATCH_S:.0f} s that suit a swarm: {how}; about {best} samples would do"
+        f"{LONGEST_BATCH_S:.0f} s that suit a swarm: {how}; about {max(round(best), 1)} samples would do"
     )
 
 

@@ -19,6 +19,7 @@ from manyhands.base.errors import ManyhandsError, RoundAborted, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.optim.accumulator import Contribution
 from manyhands.optim.config import ProgressConfig
+from manyhands.optim.departures import Departures
 from manyhands.optim.progress import Progress, describe_progress
 from manyhands.optim.run_manifest import ManifestKeeper, RunManifest
 from manyhands.optim.run_records import declare_run
@@ -36,6 +37,7 @@ NEAR_TIMEOUT_S = 1.0
 NEWS_PERIOD_S = 1.0
 NEWCOMER_S = 3.0
 """Who has downloaded the state is given so long to show itself, before a lone peer moves on from it."""
+LOADS_UNTIL_ADVICE = 4
 BATCH_MARGIN = 1.25
 """Another batch is begun before a round when it would end before the others' even if it took so much longer."""
 
@@ -95,6 +97,7 @@ class Collaboration:
         self._batch_size_lead = batch_size_lead
         self._is_silent = is_silent
         self._due_at: tuple[Position, float] | None = None  # since when (loop time)
+        self._num_vain_loads = 0  # since this peer took part in a round
         self._rng = presence.rng
         self._parts = AsyncExitStack()
         self._tasks = TaskOwner("collaboration")
@@ -120,6 +123,7 @@ class Collaboration:
             batch_size_lead=self._batch_size_lead,
             is_silent=self._is_silent,
         )
+        self._departures = Departures(presence.endpoint, self.tracker, self._tasks)
         async with AsyncExitStack() as parts:
             self._rounds = RoundRunner(
                 presence.endpoint,
@@ -162,8 +166,10 @@ class Collaboration:
         if not self.tracker.is_due():
             return Decision.ACCUMULATE
         if self.tracker.can_meet_somebody():
-            return Decision.ACCUMULATE if self._has_time_for(batch_s) else Decision.AVERAGE
+            is_time = self._has_time_for(batch_s) or self._holds_for_latecomers()
+            return Decision.ACCUMULATE if is_time else Decision.AVERAGE
         if not self._is_alone():  # but those who are there cannot be reached now
+            self._departures.look()
             return Decision.ACCUMULATE
         await self._look_again()  # before a step that nobody else makes
         if not self._is_alone() or self.tracker.can_meet_somebody():
@@ -180,6 +186,15 @@ class Collaboration:
         """Whether somebody is about to join a lone peer, which would be gone from where the newcomer comes to."""
         waited_s = asyncio.get_running_loop().time() - self._due_since()
         return waited_s < self._averaging.averaging_timeout_s and self._server.is_followed(NEWCOMER_S)
+
+    def _holds_for_latecomers(self) -> bool:
+        """Whether to let somebody catch up whose last download took longer than a step; the others wait for this peer.
+
+        Else it would load one state after the other, and never take part. Bounded as any wait for a peer that computes.
+        """
+        waited_s = asyncio.get_running_loop().time() - self._due_since()
+        limit_s = self._averaging.matchmaking_time_s / 2
+        return waited_s < limit_s and self._server.is_followed(NEWCOMER_S, by_latecomers=True)
 
     def _due_since(self) -> float:
         """When a step from here was due at first, as far as anybody has asked (loop time)."""
@@ -219,12 +234,18 @@ class Collaboration:
             self.tracker.refresh_soon()  # the run may have gone on without this peer
             raise
         if result.averaged_N is not None:
+            self._num_vain_loads = 0
             self.tracker.expect_move()
         return result
 
     async def move(self, position: Position, lineage_samples: int, together_with: list[PeerId]) -> None:
         """This peer's parameters are at ``position`` now."""
         self.tracker.move(position, lineage_samples, together_with)
+
+    async def move_elsewhere(self, position: Position, lineage_samples: int) -> None:
+        """This peer has loaded a state; what its gradients were before is of no use there."""
+        self._rounds.forget_errors()
+        self.tracker.move(position, lineage_samples, [])
 
     async def fall_behind(self, position: Position, lineage_samples: int, members: list[PeerId]) -> None:
         """The other members of a round are at ``position`` now, and this peer is not."""
@@ -253,12 +274,25 @@ class Collaboration:
         branch = self.tracker.leading_branch()
         donors = [peer_id for peer_id in branch.holders if peer_id != self._presence.peer_id]
         self._rng.shuffle(donors)  # so that newcomers do not all ask the same one
+        loop, is_late = asyncio.get_running_loop(), self._num_vain_loads > 0
+        started = loop.time()
         try:
-            return await download_state(self._presence.endpoint, self._manifest, donors, branch.position)
+            state = await download_state(
+                self._presence.endpoint, self._manifest, donors, branch.position, is_late=is_late
+            )
         except Unavailable:
             for donor in donors:
                 self.tracker.report_without_state(donor)
             raise
+        self._num_vain_loads += 1
+        if self._num_vain_loads == LOADS_UNTIL_ADVICE:
+            logger.warning(
+                "%d states in a row were out of date when they were here: this peer cannot keep up with the run. The "
+                "last one took %.3g s. A faster link would do, or a larger target_batch_size on all peers",
+                self._num_vain_loads,
+                loop.time() - started,
+            )
+        return state
 
     async def is_ahead_of_somebody(self) -> bool:
         """Whether a peer of the run has yet to reach this position."""

@@ -122,7 +122,8 @@ class Membership:
 
     def announce_position(self) -> None:
         """Tell the network thread where this peer is now, other than by a step."""
-        self._tell(lambda: self._collaboration.move(self._replica.position, self._replica.lineage_samples, []))
+        replica = self._replica
+        self._tell(lambda: self._collaboration.move_elsewhere(replica.position, replica.lineage_samples))
 
     def load_state(self) -> bool:
         """Go to the leading branch of the run; returns whether its state could be had."""

@@ -59,6 +59,8 @@ class Optimizer(OptimizerWrapper):
         offload: keep optimizer state and float32 parameters on the host; the model's own may be of half precision.
             By default only where ``delay`` needs it.
         auxiliary: this peer has no data, and helps to average.
+        allow_solo: when other peers are seen, but several rounds with them have failed in a row, go on alone instead of
+            waiting; the run may split, and what the branch with fewer steps has done is lost when they meet again.
         must_match: further facts that all peers must agree on, such as ``{"tokenizer": digest}``.
         averaging: times and sizes of the averaging rounds.
         progress: periods of the progress records.
@@ -88,6 +90,7 @@ class Optimizer(OptimizerWrapper):
         delay: Delay | None = None,
         offload: bool | None = None,
         auxiliary: bool = False,
+        allow_solo: bool = False,
         must_match: Mapping[str, str] | None = None,
         averaging: AveragingConfig | None = None,
         progress: ProgressConfig | None = None,
@@ -95,7 +98,7 @@ class Optimizer(OptimizerWrapper):
         self._options = options = Options(
             run_id=run_id, target_batch_size=target_batch_size, batch_size_per_step=batch_size_per_step,
             batch_size_lead=batch_size_lead, max_grad_norm=max_grad_norm, delay=delay, offload=offload,
-            auxiliary=auxiliary,
+            auxiliary=auxiliary, allow_solo=allow_solo,
         )  # fmt: skip
         averaging = averaging_of(averaging, matchmaking_time_s, averaging_timeout_s)
         super().__init__(made_optimizer(optimizer, params))
@@ -257,7 +260,10 @@ class Optimizer(OptimizerWrapper):
                 self.statistics.states_loaded += 1
                 self._moved_elsewhere("they were computed on other parameters")
         elif decision is Decision.AVERAGE:
-            self._average()
+            if self._options.allow_solo and self._failures >= FAILURES_UNTIL_ADVICE and self._accumulator.samples:
+                self._step_alone()
+            else:
+                self._average()
         elif decision is Decision.GO_ALONE:
             self._step_alone()
 
@@ -370,9 +376,10 @@ class Optimizer(OptimizerWrapper):
                        error, self._accumulator.samples)  # fmt: skip
         if self._failures % FAILURES_UNTIL_ADVICE == 0:
             logger.warning(
-                "%d attempts failed in a row: other peers of the run are seen, but no round with them succeeds. "
-                "This peer does not step alone; check that it can reach them, and that they can reach it",
+                "%d attempts failed in a row: other peers of the run are seen, but no round with them succeeds. %s; "
+                "manyhands doctor --initial-peers ... says whether it can reach them, and they can reach it",
                 self._failures,
+                "It goes on alone" if self._options.allow_solo else "This peer does not step alone",
             )
 
     def _moved_elsewhere(self, reason: str) -> None:

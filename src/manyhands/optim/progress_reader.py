@@ -118,6 +118,13 @@ class ProgressReader:
         self._first_expiry = min(self._first_expiry, seen.expires_at)
         self.version += 1
 
+    def forget(self, peer_id: PeerId, sequence: int) -> None:
+        """What a peer has said so far, up to this record, does not count any more."""
+        seen = self._observed.get(peer_id)
+        if seen is not None and seen.sequence <= sequence:
+            del self._observed[peer_id]
+            self.version += 1
+
     def observed(self) -> Mapping[PeerId, Observed]:
         """The records of the other peers that still count."""
         now = asyncio.get_running_loop().time()

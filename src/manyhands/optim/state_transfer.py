@@ -6,7 +6,8 @@ import asyncio
 import logging
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 
 import msgspec
 
@@ -34,9 +35,14 @@ MAX_HEADER_BYTES = 1 << 24
 
 
 class StateRequest(msgspec.Struct):
-    """Opens the stream: asks for a run's current state."""
+    """Opens the stream: asks for a run's current state.
+
+    Attributes:
+        is_late: the state that the peer got last was out of date when it was there.
+    """
 
     run_id: str
+    is_late: bool = False
 
 
 class StateAnswer(msgspec.Struct):
@@ -63,17 +69,20 @@ class StateServer:
         self._position = position
         self._captured: weakref.ref[State] | None = None  # lives as long as somebody downloads it
         self._capturing = asyncio.Lock()
-        self._num_downloads = 0
-        self._last_download_ended_at = -math.inf  # loop time
+        self._downloads = _Downloads()
+        self._late_downloads = _Downloads()
         endpoint.accept_bulk(STREAM_KIND, self._on_stream)
 
     def close(self) -> None:
         self._endpoint.refuse_bulk(STREAM_KIND)
 
-    def is_followed(self, patience_s: float) -> bool:
-        """Whether somebody downloads the state, or has it for at most ``patience_s`` seconds."""
-        now = asyncio.get_running_loop().time()
-        return self._num_downloads > 0 or now - self._last_download_ended_at <= patience_s
+    def is_followed(self, patience_s: float, *, by_latecomers: bool = False) -> bool:
+        """Whether somebody downloads the state, or has it for at most ``patience_s`` seconds.
+
+        Args:
+            by_latecomers: only those count whose last download took longer than a step of the run.
+        """
+        return (self._late_downloads if by_latecomers else self._downloads).are_recent(patience_s)
 
     async def _on_stream(self, remote: PeerId, header: bytes, stream: Stream) -> None:
         try:
@@ -81,12 +90,12 @@ class StateServer:
         except UNREADABLE as error:
             raise ProtocolViolation(remote, "a stream header that cannot be read") from error
         if request.run_id == self._run_id:
-            self._num_downloads += 1
-            try:
+            with ExitStack() as counting:
+                counting.enter_context(self._downloads.one_more())
+                if request.is_late:
+                    counting.enter_context(self._late_downloads.one_more())
                 await self._send_state(stream)
-            finally:
-                self._num_downloads -= 1
-                self._last_download_ended_at = asyncio.get_running_loop().time()
+                await _wait_until_taken(stream)
         else:
             await _send(stream, _encoded(StateAnswer(reason=f"this peer trains {self._run_id!r}")))
         await stream.close(STALL_TIMEOUT_S)
@@ -107,8 +116,28 @@ class StateServer:
             return state
 
 
+class _Downloads:
+    """How many are under way, and when the last one ended."""
+
+    def __init__(self) -> None:
+        self._num = 0
+        self._ended_at = -math.inf  # loop time
+
+    @contextmanager
+    def one_more(self) -> Iterator[None]:
+        self._num += 1
+        try:
+            yield
+        finally:
+            self._num -= 1
+            self._ended_at = asyncio.get_running_loop().time()
+
+    def are_recent(self, patience_s: float) -> bool:
+        return self._num > 0 or asyncio.get_running_loop().time() - self._ended_at <= patience_s
+
+
 async def download_state(
-    endpoint: Endpoint, manifest: RunManifest, donors: Sequence[PeerId], wanted: Position
+    endpoint: Endpoint, manifest: RunManifest, donors: Sequence[PeerId], wanted: Position, *, is_late: bool = False
 ) -> State:
     """Get the state of a run from the first donor that hands it out whole.
 
@@ -116,21 +145,24 @@ async def download_state(
         manifest: of the run; what the state must fit.
         donors: peers to ask, in this order.
         wanted: an earlier global step than this one is refused.
+        is_late: the state that this peer got last was out of date when it was there.
     Raises:
         Unavailable: no donor could; it names each with its reason.
     """
     failures = []
     for donor in donors:
         try:
-            return await _download_from(endpoint, manifest, donor, wanted)
+            return await _download_from(endpoint, manifest, donor, wanted, is_late)
         except (Unavailable, PeerError) as error:
             logger.warning("the state cannot be loaded from peer %s: %s", donor, error)
             failures.append(f"{donor}: {error}")
     raise Unavailable("no peer could hand out the state of the run: " + ("; ".join(failures) or "none is known"))
 
 
-async def _download_from(endpoint: Endpoint, manifest: RunManifest, donor: PeerId, wanted: Position) -> State:
-    request = msgspec.msgpack.encode(StateRequest(manifest.run_id))
+async def _download_from(
+    endpoint: Endpoint, manifest: RunManifest, donor: PeerId, wanted: Position, is_late: bool
+) -> State:
+    request = msgspec.msgpack.encode(StateRequest(manifest.run_id, is_late))
     size_bytes = sum(4 * math.prod(spec.shape) for spec in manifest.tensors)  # about; more with the optimizer's state
     stream = await endpoint.open_bulk(donor, STREAM_KIND, request, size_bytes=size_bytes)
     try:
@@ -181,6 +213,13 @@ def _check_header(donor: PeerId, header: StateHeader, manifest: RunManifest, wan
 def _encoded(answer: StateAnswer) -> bytes:
     encoded = msgspec.msgpack.encode(answer)
     return len(encoded).to_bytes(4, "big") + encoded
+
+
+async def _wait_until_taken(stream: Stream) -> None:
+    """Much of what was sent may still be on its way; the other end closes the stream when it has all."""
+    with suppress(PeerError, Unavailable):
+        async with time_limit(STALL_TIMEOUT_S, f"for peer {stream.remote} to have the rest of the state"):
+            await stream.receive_into(memoryview(bytearray(1)))
 
 
 async def _send(stream: Stream, data: bytes | memoryview) -> None:

@@ -32,4 +32,10 @@ class Statistics:
     def summary(self) -> str:
         """For a log line."""
         share = self.samples_used / self.samples_computed if self.samples_computed else 1.0
-        return f"{self.samples_computed} samples computed here so far, {self.samples_used} of them used ({share:.1%})"
+        counts = [
+            f"{self.samples_computed} samples computed here so far",
+            f"{self.samples_used} of them used ({share:.1%})",
+        ]
+        if self.samples_dropped:
+            counts.append(f"{self.samples_dropped} dropped")
+        return ", ".join(counts)

@@ -273,6 +273,19 @@ class ProgressTracker:
         if seen is not None:
             self._missing[peer_id] = seen.sequence
 
+    def unmet(self) -> Mapping[PeerId, Observed]:
+        """Those who say that they are there, but came to no round, or could not hand out their state."""
+        return {
+            peer_id: seen
+            for peer_id, seen in self.reader.observed().items()
+            if self._is_missing(peer_id, seen) or seen.sequence <= self._without_state.get(peer_id, -1)
+        }
+
+    def report_gone(self, peer_id: PeerId, sequence: int) -> None:
+        """A peer is not there any more, though its last record, of this sequence, has not expired."""
+        self.reader.forget(peer_id, sequence)
+        self._update_progress()
+
     def call_to_round(self) -> None:
         self._is_called = True
 

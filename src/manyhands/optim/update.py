@@ -8,12 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from manyhands.optim.flat import GradientLayout, are_finite
-
-LARGE_NORM = 1e10
-"""From a gradient of this norm on, an optimizer's statistics may overflow: they are saved before the step.
-
-Squares stay finite in float32 far above it, but that leaves room for the factors of any optimizer.
-"""
+from manyhands.optim.risk import may_overflow, statistics_of
 
 
 def guarded_step(
@@ -37,9 +32,7 @@ def guarded_step(
         max_grad_norm: bound of the norm of all gradients together.
         spare_N: memory like that of ``averaged_N``, to remember the parameters in; without it more is taken.
     Returns:
-        Why the step was refused, in which case nothing has changed; or nothing. One thing is kept: when the parameters,
-        but not the gradient, are out of bounds, the optimizer's statistics have counted a gradient below
-        :data:`LARGE_NORM`.
+        Why the step was refused, in which case nothing has changed; or nothing.
     """
     values_N = averaged_N[: layout.num_values]
     norm = global_norm([values_N])
@@ -49,8 +42,7 @@ def guarded_step(
         values_N.mul_(max_grad_norm / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_ does
         norm = max_grad_norm
     before = _remembered(parameters, layout, spare_N)
-    may_overflow = norm > LARGE_NORM or any(parameter.dtype == torch.float16 for parameter in parameters)
-    statistics = _copied(optimizer) if may_overflow else None
+    statistics = _copied(optimizer) if may_overflow(optimizer, parameters, norm) else None
 
     def take_back() -> None:
         with torch.no_grad():
@@ -66,7 +58,7 @@ def guarded_step(
     except BaseException:
         take_back()
         raise
-    if are_finite(parameters) and (statistics is None or are_finite(_tensors_of(optimizer))):
+    if are_finite(parameters) and (statistics is None or are_finite(statistics_of(optimizer))):
         return ""
     take_back()
     return "with it, the parameters or the optimizer's statistics would not be finite"
@@ -89,11 +81,6 @@ def _remembered(
         else parameter.detach().clone()
         for view, parameter in zip(views, parameters, strict=True)
     ]
-
-
-def _tensors_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    values = [value for statistics in optimizer.state.values() for value in statistics.values()]
-    return [value for value in values if isinstance(value, torch.Tensor) and value.is_floating_point()]
 
 
 def _copied(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, dict[str, object]]:

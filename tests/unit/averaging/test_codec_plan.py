@@ -199,14 +199,37 @@ def test_a_slice_that_was_not_sent_keeps_its_residual() -> None:
     assert torch.equal(torch.cat([second[:320], middle, second[320:]]), both)
 
 
-def test_reset_forgets() -> None:
+def test_what_is_lost_counts_by_the_share_of_its_vector() -> None:
+    """Over many rounds of any shares the sum of share times decoded is that of share times values."""
     plan = plan_of([(20, 50)], INT4, exact_below_numel=0)
     feedback = ErrorFeedback(plan)
-    first = send(feedback, plan, vector(1000))
+    generator = torch.Generator().manual_seed(1)
+    error, largest = torch.zeros(1000, dtype=torch.float64), 0.0
+    for share in [0.5, 0.01, 0.9, 0.2, 0.03] * 20:
+        feedback.share = share
+        values = torch.randn(1000, generator=generator)
+        error += share * (send(feedback, plan, values).double() - values)
+        largest = max(largest, share)
+        feedback.commit()
+    assert error.abs().max().item() < 1.0 * largest, "not more than one round loses"
+    without = torch.zeros(1000, dtype=torch.float64)
+    generator.manual_seed(1)
+    for share in [0.5, 0.01, 0.9, 0.2, 0.03] * 20:
+        values = torch.randn(1000, generator=generator)
+        without += share * (send(ErrorFeedback(plan), plan, values).double() - values)
+    assert without.norm() > 5 * error.norm()
+
+
+def test_a_tiny_share_sends_nothing_huge() -> None:
+    plan = plan_of([(20, 50)], INT4, exact_below_numel=0)
+    feedback = ErrorFeedback(plan)
+    send(feedback, plan, vector(1000))
     feedback.commit()
-    assert not torch.equal(send(feedback, plan, vector(1000)), first)
-    feedback.reset()
-    assert torch.equal(send(feedback, plan, vector(1000)), first)
+    feedback.share = 1e-38
+    assert send(feedback, plan, vector(1000)).abs().max().item() < 2048 * vector(1000).abs().max().item()
+    feedback.commit()
+    feedback.share = 1.0
+    assert (send(feedback, plan, vector(1000)) - vector(1000)).abs().max() < vector(1000).abs().max()
 
 
 def test_bad_values_leave_the_residual_as_it_was() -> None:

@@ -28,6 +28,15 @@ def test_the_hint_names_a_size_that_would_do() -> None:
     assert "about 1 samples" in describe_batch(60.0, 8)
 
 
+def test_the_hint_names_a_round_size_of_which_several_make_a_step() -> None:
+    assert "about 2400 samples" in describe_batch(0.01, 38)
+    assert "about 510 samples" in describe_batch(0.0004, 32, most=512)
+    assert "about 32 samples" in describe_batch(0.0004, 32, most=8), "no smaller than the short one"
+    advice = Advice(4096)
+    said = [advice.after_batch(0.0004, 32) for _ in range(10)]
+    assert "about 510 samples" in "".join(said)
+
+
 def test_a_batch_now_and_then_is_no_habit() -> None:
     advice = Advice(256)
     assert not any(advice.after_batch(9.0 if number % 2 else 1.0, 8) for number in range(40))

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from manyhands.optim.flat import GradientLayout, are_finite
-from manyhands.optim.update import LARGE_NORM, global_norm, guarded_step
+from manyhands.optim.lamb import Lamb
+from manyhands.optim.risk import LARGE_NORM, may_overflow
+from manyhands.optim.update import global_norm, guarded_step
 
 
 class Spoiler(torch.optim.SGD):
@@ -93,6 +95,89 @@ def test_statistics_of_a_refused_large_gradient_are_taken_back() -> None:
     optimizer.param_groups[0]["lr"] = 1e30
     assert step(optimizer, flat(new_parameters(), 10 * LARGE_NORM))
     assert_same(before, values_of(optimizer))
+
+
+class Careless(torch.optim.AdamW):
+    """Spoils a parameter after a step like any other."""
+
+    is_careless = False
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        if self.is_careless:
+            with torch.no_grad():
+                self.param_groups[0]["params"][1][0] = float("nan")
+
+
+@pytest.mark.parametrize("has_spare", [True, False])
+def test_statistics_of_any_refused_update_are_taken_back(has_spare: bool) -> None:
+    optimizer = Careless(new_parameters(), lr=0.1)
+    averaged_N = flat(new_parameters(), 1.0)
+    assert not step(optimizer, averaged_N.clone())
+    before = values_of(optimizer)
+    optimizer.is_careless = True
+    spare_N = torch.full_like(averaged_N, float("nan")) if has_spare else None
+    assert "would not be finite" in step(optimizer, averaged_N.clone(), spare_N=spare_N)
+    assert_same(before, values_of(optimizer))
+    optimizer.is_careless = False
+    undisturbed = torch.optim.AdamW(new_parameters(), lr=0.1)
+    for _ in range(2):
+        assert not step(undisturbed, averaged_N.clone())
+    assert not step(optimizer, averaged_N.clone())
+    assert_same(values_of(undisturbed), values_of(optimizer))
+
+
+@pytest.mark.parametrize(
+    ("make", "option", "value"),
+    [
+        (torch.optim.AdamW, "lr", 1e39),
+        (torch.optim.AdamW, "lr", float("nan")),
+        (torch.optim.Adam, "eps", 0.0),
+        (torch.optim.Adam, "weight_decay", 1e39),
+        (torch.optim.SGD, "lr", 1e39),
+        (torch.optim.RMSprop, "lr", 1e39),
+        (Lamb, "lr", 1e39),
+    ],
+)
+def test_options_with_which_an_update_is_not_finite_spoil_no_statistics(make: Any, option: str, value: float) -> None:
+    optimizer = make(new_parameters(), lr=0.1)
+    averaged_N = flat(new_parameters(), 1.0)
+    averaged_N[0] = 0.0
+    assert not step(optimizer, averaged_N.clone())
+    before = values_of(optimizer)
+    optimizer.param_groups[0][option] = value
+    try:
+        assert "would not be finite" in step(optimizer, averaged_N.clone())
+    except RuntimeError as error:  # torch refuses some numbers itself, half-way
+        assert "overflow" in str(error)  # noqa: PT017
+    assert_same(before, values_of(optimizer))
+
+
+def test_parameters_and_statistics_near_the_bound_are_saved() -> None:
+    for large in (1e38, 3e38):
+        optimizer = torch.optim.SGD(new_parameters(), lr=1e3, momentum=0.9, weight_decay=1e3)
+        assert not may_overflow(optimizer, optimizer.param_groups[0]["params"], 1.0)
+        assert not step(optimizer, flat(new_parameters(), 1.0))
+        with torch.no_grad():
+            optimizer.param_groups[0]["params"][0][0, 0] = large
+        before = values_of(optimizer)
+        assert step(optimizer, flat(new_parameters(), 1.0))
+        assert_same(before, values_of(optimizer))
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, Lamb])
+def test_an_ordinary_step_of_a_known_optimizer_needs_no_copy_of_its_statistics(make: Any) -> None:
+    optimizer = make(new_parameters(), lr=0.1)
+    for _ in range(2):
+        assert not may_overflow(optimizer, optimizer.param_groups[0]["params"], LARGE_NORM / 2)
+        assert not step(optimizer, flat(new_parameters(), 1.0))
+    assert may_overflow(optimizer, optimizer.param_groups[0]["params"], LARGE_NORM * 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_only_half_precision_is_always_saved(dtype: torch.dtype) -> None:
+    parameters = [*new_parameters(dtype), torch.nn.Parameter(torch.empty(0, dtype=dtype))]
+    assert may_overflow(torch.optim.AdamW(parameters), parameters, 1.0) == (dtype == torch.float16)
 
 
 def test_the_gradients_together_are_clipped_as_torch_does() -> None:

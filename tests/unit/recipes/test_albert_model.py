@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import islice
 
 import pytest
 import torch
 
+from manyhands.optim import Lamb
 from manyhands.recipes.albert.batches import Batches, heldout_batch
 from manyhands.recipes.albert.model import build_model, heldout_loss, loss_of, parameter_groups, warmup_linear
+from manyhands.recipes.albert.optimizer import build_optimizer
 
 
 @pytest.fixture
@@ -69,6 +72,22 @@ def test_heldout_loss_changes_nothing(model, samples, recipe):
 def test_training_lowers_the_heldout_loss(model, samples, recipe):
     held_out = heldout_batch(samples, recipe)
     optimizer = torch.optim.AdamW(parameter_groups(model, recipe.weight_decay), lr=1e-2)
+    before = heldout_loss(model, held_out)
+    for batch in islice(Batches(samples, recipe, "peer"), 30):
+        loss_of(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert heldout_loss(model, held_out) < before - 0.3
+
+
+def test_the_recipe_trains_with_lamb_as_collaborative_albert_does(model, samples, recipe):
+    held_out, recipe = heldout_batch(samples, recipe), replace(recipe, learning_rate=0.03, weight_decay=0.02)
+    optimizer = build_optimizer(model, recipe)
+    assert isinstance(optimizer, Lamb)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.02, 0.0]
+    for group in optimizer.param_groups:
+        settings = {name: group[name] for name in ("lr", "betas", "eps", "clamp_value", "debias")}
+        assert settings == {"lr": 0.03, "betas": (0.9, 0.999), "eps": 1e-6, "clamp_value": 10_000.0, "debias": True}
     before = heldout_loss(model, held_out)
     for batch in islice(Batches(samples, recipe, "peer"), 30):
         loss_of(model, batch).backward()

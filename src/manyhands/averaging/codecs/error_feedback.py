@@ -1,8 +1,10 @@
 """Error feedback: what a lossy codec lost of this peer's values in one round is added to them in the next.
 
-With it the sum of what was decoded over many rounds is that of the values, but for the residual of the last one (if the
-weights of the members stay as they are, and rounds that this peer did not see committed do not count); so
-training with it converges as fast as without a codec (up to constants), and without it need not converge at all.
+With it the sum of the means over many rounds is that of exact ones, but for the residuals of the last one (if no member
+is lost on the way, and rounds that this peer did not see committed do not count); so training with it converges as fast
+as without a codec (up to constants), and without it need not converge at all. What is lost of a vector is lost to the
+mean by the share that the vector has in it, so it is added by that share too: twice as much of it when the share of the
+next vector is half as large.
 
 Sources: Seide et al., 1-bit stochastic gradient descent, Interspeech 2014; Karimireddy et al., Error feedback fixes
 SignSGD, arXiv:1901.09847; Tang et al., DoubleSqueeze, arXiv:1905.05957 (feedback at the reducer as well).
@@ -15,6 +17,9 @@ from dataclasses import dataclass
 import torch
 
 from manyhands.averaging.codecs.plan import Plan
+
+MAX_SCALE = 1024.0
+"""Residuals are enlarged by no more than this, so that what a tiny share sends stays finite. The rest is lost."""
 
 
 class ErrorFeedback:
@@ -29,9 +34,14 @@ class ErrorFeedback:
     Args:
         plan: of the vector.
         device: of the values.
+
+    Attributes:
+        share: of the vectors in the mean, from the next round on; above 0 whenever there is something to encode.
     """
 
     def __init__(self, plan: Plan, device: torch.device | str = "cpu") -> None:
+        self.share = 1.0
+        self._kept_share = 1.0  # for which the residuals are scaled
         self._plan = plan
         self._residual_N = torch.zeros(plan.numel, dtype=plan.dtype, device=device)
         self._pending: list[tuple[slice, torch.Tensor]] = []
@@ -46,7 +56,7 @@ class ErrorFeedback:
             ConfigError: a shape or a dtype is another one.
         """
         part = slice(start, start + values.numel())
-        corrected = values + self._residual_N[part]
+        corrected = torch.add(values, self._residual_N[part], alpha=min(self._kept_share / self.share, MAX_SCALE))
         self._plan.encode(corrected, start, out)
         decoded = torch.empty_like(corrected)
         self._plan.decode(out, start, decoded)
@@ -55,6 +65,9 @@ class ErrorFeedback:
 
     def commit(self) -> None:
         """The round counts: what it lost is added in the next one."""
+        if self._pending and self.share != self._kept_share:
+            self._residual_N.mul_(min(self._kept_share / self.share, MAX_SCALE))  # also of what was not encoded
+            self._kept_share = self.share
         for part, residual in self._pending:
             self._residual_N[part] = residual
         self._pending.clear()
@@ -62,11 +75,6 @@ class ErrorFeedback:
     def abort(self) -> None:
         """The round does not count: the residuals are those from before it."""
         self._pending.clear()
-
-    def reset(self) -> None:
-        """Forget all residuals: the values are no longer those of before, as after loading another peer's state."""
-        self._pending.clear()
-        self._residual_N.zero_()
 
 
 @dataclass(frozen=True)

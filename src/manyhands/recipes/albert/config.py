@@ -50,8 +50,8 @@ class AlbertRecipe:
     batch_size: int = 8
     """Samples in one local step of this peer."""
 
-    learning_rate: float = 2e-3
-    """Learning rate at the end of the warm-up."""
+    learning_rate: float = 0.01
+    """Learning rate of LAMB at the end of the warm-up; 0.00176 for weeks with a target batch size of 4096."""
 
     weight_decay: float = 0.01
     """Decoupled weight decay; biases and LayerNorm weights have none."""
@@ -94,7 +94,7 @@ class AlbertRecipe:
 
     def _check_rates(self) -> None:
         if not 0 < self.learning_rate < math.inf:
-            raise ConfigError(f"learning_rate is {self.learning_rate}; it must be above 0 and finite, for example 2e-3")
+            raise ConfigError(f"learning_rate is {self.learning_rate}; it must be above 0 and finite, for example 0.01")
         if not 0 <= self.weight_decay < math.inf:
             raise ConfigError(f"weight_decay is {self.weight_decay}; it must be 0 or more and finite, for example 0.01")
         if not 0 < self.mask_probability <= 0.5:

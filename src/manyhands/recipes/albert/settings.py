@@ -28,6 +28,9 @@ class TrainingSettings:
     linger_s: float = 30.0
     """At the end, stay at most this many seconds for peers that still need to load the state."""
 
+    allow_solo: bool = False
+    """Go on alone when other peers are seen, but no round with them succeeds; the run may split."""
+
     threads: int | None = None
     """CPU threads that torch may use; by default as many as it likes."""
 

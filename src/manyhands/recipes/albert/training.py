@@ -15,7 +15,8 @@ from manyhands.recipes.albert.batches import Batches, heldout_batch
 from manyhands.recipes.albert.config import AlbertRecipe
 from manyhands.recipes.albert.corpus import load_documents
 from manyhands.recipes.albert.events import BatchDone, Counts, Event, Finished, Joined, StepDone
-from manyhands.recipes.albert.model import build_model, heldout_loss, loss_of, parameter_groups, warmup_linear
+from manyhands.recipes.albert.model import build_model, heldout_loss, loss_of, warmup_linear
+from manyhands.recipes.albert.optimizer import MAX_GRAD_NORM, build_optimizer
 from manyhands.recipes.albert.packages import torch
 from manyhands.recipes.albert.samples import make_samples
 from manyhands.recipes.albert.settings import TrainingSettings
@@ -66,12 +67,14 @@ class AlbertTrainer:
         self._heldout = heldout_batch(samples, recipe)
         schedule = warmup_linear(recipe.total_steps, recipe.warmup_steps)
         self._optimizer = Optimizer(
-            torch.optim.AdamW(parameter_groups(self._model, recipe.weight_decay), lr=recipe.learning_rate),
+            build_optimizer(self._model, recipe),
             peer=peer,
             run_id=run_id,
             target_batch_size=settings.target_batch_size,
             batch_size_per_step=recipe.batch_size,
+            max_grad_norm=MAX_GRAD_NORM,
             scheduler=lambda inner: torch.optim.lr_scheduler.LambdaLR(inner, schedule),
+            allow_solo=settings.allow_solo,
             must_match=_facts(recipe, tokenizer_digest(tokenizer)),
         )
         self._losses: list[float] = []

@@ -1,0 +1,72 @@
+"""Without faults nearly all samples are used, however long a run goes on and however unlike its peers are."""
+
+from __future__ import annotations
+
+import logging
+import random
+
+import pytest
+import torch
+
+from manyhands.optim.statistics import Statistics
+from manyhands.testing import at
+from tests.simulation.swarm_of_trainers import Member, Swarm
+from tests.simulation.test_delay import quadratic, sgd
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+NUM_PEERS = 16
+PACES_S = (0.5, 1.0, 2.0, 4.0)
+NUM_STEPS = 50
+
+
+@pytest.mark.parametrize("delay", [None, "gradients"], ids=["synchronous", "delayed"])
+@pytest.mark.parametrize("join_period_s", [0.0, 9.0], ids=["together", "one after the other"])
+def test_of_fifty_steps_of_unlike_peers(delay: str | None, join_period_s: float) -> None:
+    logging.getLogger("manyhands").setLevel(logging.ERROR)
+    swarm = Swarm(seed=11)
+    link = swarm.world.network.default_link
+    link.latency_s, link.jitter_s = 0.05, 0.02
+    names = [f"p{number}" for number in range(NUM_PEERS)]
+    counts: dict[str, Statistics] = {}
+
+    def make_model() -> torch.nn.Module:
+        torch.manual_seed(1)
+        return torch.nn.Linear(100, 100)
+
+    def train(member: Member) -> None:
+        pace_s, rng = PACES_S[int(member.name[1:]) % len(PACES_S)], random.Random(member.name)
+        while member.optimizer.global_step < NUM_STEPS:
+            member.step(quadratic(member.model), batch_s=pace_s * rng.uniform(0.8, 1.2))
+            member.check_samples()
+        member.optimizer.settle()
+        counts[member.name] = member.optimizer.statistics
+
+    def start(name: str) -> None:
+        swarm.start(name, make_model, sgd, train, target_batch_size=384, batch_size_per_step=4, delay=delay)
+
+    for number, name in enumerate(names):
+        if number == 0 or join_period_s == 0:
+            start(name)
+        else:
+            swarm.world.schedule(at(join_period_s * number).call(lambda name=name: start(name)))
+    swarm._started.update(names)
+    swarm.run(2000.0)
+
+    used = sum(one.samples_used for one in counts.values())
+    dropped = sum(one.samples_dropped for one in counts.values())
+    assert used >= 384 * NUM_STEPS
+    assert dropped <= 0.001 * used, {name: one for name, one in counts.items() if one.samples_dropped}
+    waiting = sum(one.samples_computed for one in counts.values()) - used - dropped
+    assert waiting <= 2 * 384, "what waits for the step after the last one"
+    assert all(one.steps_alone == 0 for name, one in counts.items() if name != "p0")
+    if join_period_s == 0:
+        assert dropped == 0
+    assert f"{counts['p0'].samples_used} of them used" in counts["p0"].summary()
+
+
+def test_the_summary_says_what_was_dropped() -> None:
+    counts = Statistics(samples_computed=200, samples_used=196)
+    assert counts.summary() == "200 samples computed here so far, 196 of them used (98.0%)"
+    counts.samples_dropped = 4
+    assert counts.summary() == "200 samples computed here so far, 196 of them used (98.0%), 4 dropped"

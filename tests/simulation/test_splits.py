@@ -1,0 +1,137 @@
+"""Alone, paused or forked: what peers do that cannot see, or cannot reach, the others of their run."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import pytest
+
+from manyhands.base.address import Address
+from manyhands.optim.optimizer import FAILURES_UNTIL_ADVICE
+from manyhands.peer import Presence
+from manyhands.testing import Host, between
+from tests.simulation.swarm_of_trainers import Member, Swarm
+from tests.simulation.test_delay import sgd
+from tests.simulation.test_drop_in import new_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+END_S = 400.0
+TARGET = 48
+IN_THE_CUT = "no more than what was in a round that the cut went through"
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> None:
+    logging.getLogger("manyhands").setLevel(logging.ERROR)
+
+
+def start(swarm: Swarm, names: list[str], seen: dict[str, list[tuple[float, int]]], **options: Any) -> None:
+    """Trainers that note when they were at which step."""
+
+    def train(member: Member) -> None:
+        while member.peer.time() < END_S:
+            member.peer.sleep(0.5)
+            (sum(parameter.square().sum() for parameter in member.model.parameters())).backward()  # type: ignore[union-attr]
+            member.optimizer.step()
+            member.optimizer.zero_grad()
+            member.check_samples()
+            seen.setdefault(member.name, []).append((member.peer.time(), member.optimizer.global_step))
+        member.wait_for(max(steps[-1][1] for steps in seen.values()))
+
+    for name in names:
+        swarm.start(name, new_model, sgd, train, target_batch_size=TARGET, batch_size_per_step=4, **options)
+
+
+def start_coordinator(swarm: Swarm) -> None:
+    """A peer without a run, which hands on what others say."""
+
+    async def coordinate(host: Host) -> None:
+        presence = Presence(swarm.world.transport(host), rng=swarm.world.rng("c"), wall_clock=host.wall_clock)
+        try:
+            await presence.endpoint.listen([Address.of(host.ip, 0)])
+            swarm._initial_peers.extend(presence.endpoint.addresses)
+            await asyncio.sleep(10 * END_S)
+        finally:
+            await presence.stop()
+
+    swarm.world.start("c", coordinate)
+
+
+def step_at(steps: list[tuple[float, int]], time: float) -> int:
+    return max((step for when, step in steps if when <= time), default=0)
+
+
+def assert_one_branch(swarm: Swarm) -> None:
+    by_step: dict[int, set[str]] = {}
+    for member in swarm.members.values():
+        by_step.setdefault(member.optimizer.global_step, set()).add(member.optimizer.state_digest())
+    assert all(len(digests) == 1 for digests in by_step.values()), by_step
+    assert max(by_step) - min(by_step) <= 1
+
+
+def test_of_two_halves_that_both_went_on_the_branch_with_more_steps_wins() -> None:
+    swarm, seen = Swarm(seed=21), {}
+    many, few = ["p0", "p1", "p2"], ["p3", "p4"]
+    start(swarm, [*many, *few], seen)
+    swarm.world.schedule(between(60.0, 200.0).partition(many, few))
+    swarm.run(END_S + 60)
+    for name in (*many, *few):
+        assert step_at(seen[name], 195.0) > step_at(seen[name], 65.0) + 5, "both go on"
+    assert step_at(seen["p0"], 195.0) > step_at(seen["p3"], 195.0)
+    assert sum(swarm.members[name].optimizer.statistics.samples_dropped for name in many) <= TARGET, IN_THE_CUT
+    for name in few:
+        assert swarm.members[name].optimizer.statistics.states_loaded >= 1
+        steps = [step for _, step in seen[name]]
+        assert steps == sorted(steps)
+    assert_one_branch(swarm)
+
+
+def test_a_peer_that_sees_nobody_goes_on_alone_and_comes_back_to_the_others() -> None:
+    swarm, seen = Swarm(seed=22), {}
+    others, lonely = ["p0", "p1", "p2"], "p3"
+    start(swarm, [*others, lonely], seen)
+    swarm.world.schedule(between(60.0, 200.0).partition(others, [lonely]))
+    swarm.run(END_S + 60)
+    counts = swarm.members[lonely].optimizer.statistics
+    assert counts.steps_alone >= 5
+    assert step_at(seen[lonely], 88.0) <= step_at(seen[lonely], 62.0) + 1, "not before their records have expired"
+    assert counts.states_loaded >= 1
+    assert sum(swarm.members[name].optimizer.statistics.samples_dropped for name in others) <= TARGET, IN_THE_CUT
+    assert_one_branch(swarm)
+
+
+def test_a_peer_that_sees_others_but_reaches_none_pauses_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    """A coordinator hands the records on. No branch is made, and no sample is lost."""
+    logging.getLogger("manyhands").setLevel(logging.WARNING)
+    swarm, seen = Swarm(seed=23), {}
+
+    start_coordinator(swarm)
+    start(swarm, ["p0", "p1"], seen)
+    swarm.world.schedule(between(60.0, 250.0).partition({"p0"}, {"p1"}))
+    swarm.run(END_S + 60)
+    for name in ("p0", "p1"):
+        counts = swarm.members[name].optimizer.statistics
+        assert (counts.steps_alone, counts.samples_dropped, counts.states_loaded) == (0, 0, 0), (name, counts)
+        assert step_at(seen[name], 245.0) <= step_at(seen[name], 62.0) + 1, "it pauses"
+        assert step_at(seen[name], END_S) > step_at(seen[name], 245.0) + 5, "and goes on"
+        assert counts.rounds_aborted >= FAILURES_UNTIL_ADVICE
+    assert "This peer does not step alone" in caplog.text
+    assert_one_branch(swarm)
+
+
+def test_with_allow_solo_such_a_peer_goes_on_alone() -> None:
+    swarm, seen = Swarm(seed=24), {}
+    start_coordinator(swarm)
+    start(swarm, ["p0"], seen, allow_solo=True)
+    start(swarm, ["p1"], seen)
+    swarm.world.schedule(between(60.0, 250.0).partition({"p0"}, {"p1"}))
+    swarm.run(END_S + 60)
+    bold, patient = (swarm.members[name].optimizer.statistics for name in ("p0", "p1"))
+    assert bold.steps_alone >= 5
+    assert (bold.samples_dropped, bold.states_loaded) == (0, 0)
+    assert patient.steps_alone == 0
+    assert patient.states_loaded == 1, "it follows"
+    assert_one_branch(swarm)
