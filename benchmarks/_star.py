@@ -10,26 +10,25 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
-import heapq
 import multiprocessing
 import os
-import random
-import select
 import shutil
 import struct
 import subprocess
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+
+import numpy as np
+from _hub import forward
 
 TUNSETIFF = 0x400454CA
 IFF_TUN, IFF_NO_PI = 1, 0x1000
 MTU = 1500
 CLONE_NEWNET = 0x40000000
 NAMESPACES = Path("/run/netns")
-START_TIMEOUT_S = 10.0
+START_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -104,45 +103,9 @@ def _ip(*arguments: str) -> None:
 
 def _hub(pipe: Connection, names: list[str], line: Line) -> None:
     lines = [_open_tun(number, name) for number, name in enumerate(names)]
+    forward.compile("void(int64[::1], float64, float64, float64, float64)")
     pipe.send("ready")
-    numbers = {fd: number for number, fd in enumerate(lines)}
-    poll = select.poll()
-    for fd in lines:
-        poll.register(fd, select.POLLIN)
-    rng = random.Random(0)
-    up_free, down_free = [0.0] * len(lines), [0.0] * len(lines)
-    count = 0
-    flying: list[tuple[float, int, int, bytes]] = []  # at the receiver's line
-    landing: list[tuple[float, int, int, bytes]] = []  # at the receiver
-    while True:
-        due = min((queue[0][0] for queue in (flying, landing) if queue), default=time.monotonic() + 1.0)
-        ready = poll.poll(max(0.0, 1000 * (due - time.monotonic())))
-        now = time.monotonic()
-        for fd, _ in ready:
-            sender = numbers[fd]
-            for _ in range(32):
-                try:
-                    packet = os.read(fd, 2048)
-                except BlockingIOError:
-                    break
-                receiver = packet[19] - 1 if packet[0] >> 4 == 4 else -1  # the last byte of the IPv4 destination
-                if not 0 <= receiver < len(lines) or rng.random() < line.loss:
-                    continue
-                if up_free[sender] - now > line.queue_s:
-                    continue
-                up_free[sender] = max(now, up_free[sender]) + len(packet) / line.bytes_per_s
-                count += 1
-                heapq.heappush(flying, (up_free[sender] + line.delay_s, count, receiver, packet))
-        while flying and flying[0][0] <= now:
-            at, number, receiver, packet = heapq.heappop(flying)
-            if down_free[receiver] - at > line.queue_s:
-                continue
-            down_free[receiver] = max(at, down_free[receiver]) + len(packet) / line.bytes_per_s
-            heapq.heappush(landing, (down_free[receiver], number, receiver, packet))
-        while landing and landing[0][0] <= now:
-            _, _, receiver, packet = heapq.heappop(landing)
-            with contextlib.suppress(BlockingIOError):
-                os.write(lines[receiver], packet)
+    forward(np.array(lines), line.bytes_per_s, line.delay_s, line.loss, line.queue_s)
 
 
 def _open_tun(number: int, name: str) -> int:
