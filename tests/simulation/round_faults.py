@@ -146,6 +146,9 @@ class RoundWorld:
         result: CommittedRound | RoundAborted
         try:
             result = await runner.average(self.vectors[name], self.weights[name])
+            if result.averaged_N is not None:
+                memory_N, result = result.averaged_N, replace(result, averaged_N=result.averaged_N.clone())
+                memory_N.zero_()  # it is the caller's now, which may do with it what it likes
         except RoundAborted as error:
             result = error
         self.outcomes[name] = Outcome(self.world.loop.time(), result)

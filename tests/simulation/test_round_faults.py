@@ -9,7 +9,7 @@ import pytest
 
 from manyhands.averaging.rounds import CommittedRound
 from manyhands.base.errors import RoundAborted
-from tests.simulation.round_faults import BOUND_S, CONFIG, PHASES, ROLES, START_S, RoundWorld
+from tests.simulation.round_faults import BOUND_S, CONFIG, PHASES, ROLES, START_S, RoundWorld, random_death
 
 WITHIN_S = 1.0
 """Of virtual time, from a death in a formed group to the commit."""
@@ -54,6 +54,12 @@ def test_one_is_killed_and_all_others_commit(phase: str, role: str, num_peers: i
     world, victim = with_fault(num_peers, role, phase, "kill")
     is_forming = phase in ("before", "joining")
     assert_all_hold_it(world, world.survivors([victim]), FORMING_S if is_forming else WITHIN_S)
+
+
+@pytest.mark.parametrize("seed", [6, 12, 86, 158, 176])
+def test_who_lacks_the_means_of_a_dead_reducer_when_the_others_commit_fetches_them(seed: int) -> None:
+    world = random_death(seed)
+    assert_all_hold_it(world, world.survivors([world.victim]), 2.0)
 
 
 @pytest.mark.parametrize("role", ROLES)

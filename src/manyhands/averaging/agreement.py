@@ -133,6 +133,10 @@ class Agreement:
             await asyncio.gather(*asking.values(), return_exceptions=True)
         return answer
 
+    def has_lost(self, group: Group) -> bool:
+        """Whether a member of a round that is open here cannot be heard any more."""
+        return bool(self._rounds[group.group_id].lost)
+
     async def decided(self, group: Group, on_lost: Callable[[PeerId], None]) -> Verdict:
         """Wait for the verdict of the others, for a member that still averages. No bound: put one around it.
 

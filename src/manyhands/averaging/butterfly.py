@@ -27,6 +27,7 @@ from blake3 import blake3
 
 from manyhands.averaging.codecs import Feedbacks, Plan
 from manyhands.averaging.contributions import BadRecord, Contributions
+from manyhands.averaging.means import Means, digest_of_all
 from manyhands.averaging.member_values import MemberValues, Spoiled, bytes_of
 from manyhands.averaging.memory import empty_vector
 from manyhands.averaging.messages import MAX_REASON_LENGTH, Accusation, Group
@@ -112,11 +113,20 @@ class Butterfly:
         self._hashers = {other: blake3(max_threads=1) for other in range(len(self._spans))}
         self._hashers[rank] = self._reducer.hasher
         self._told: dict[int, list[list[int]]] = {}  # by reducer, of all its chunks
+        self._encoded: dict[int, torch.Tensor] = {}  # means as they travelled, by reducer, unless they are exact
         self._conversations: dict[int, asyncio.Task[None]] = {}
 
     def digest(self) -> bytes:
         """BLAKE3 of the digests of all spans, by rank, of the means as they travelled; once nothing is missing."""
-        return blake3(b"".join(self._hashers[rank].digest() for rank in range(len(self._spans)))).digest()
+        return digest_of_all(False, [self._hashers[rank].digest() for rank in range(len(self._spans))])
+
+    def means(self) -> Means:
+        """The means as they travelled, by reducer, as far as they are there; for a butterfly that has ended."""
+        if self._codec.is_exact:
+            pieces = [self.averaged_N[span].view(torch.uint8) for span in self._spans]
+        else:
+            pieces = [self._encoded_means(rank) for rank in range(len(self._spans))]
+        return Means(self.averaged_N, False, pieces, self._decode_all)
 
     def partners(self) -> list[int]:
         """Ranks with which values are exchanged; two members that own no span have nothing to say to each other."""
@@ -153,6 +163,9 @@ class Butterfly:
         """
         reducing = self._reducer.run(lambda rank, reason: self.lose(rank, reason, is_violation=True))
         await _all_or_none([reducing, *(self._exchange_with(rank, connect) for rank in self.partners())])
+        if self._reducer.chunks and not self._codec.is_exact:
+            _, means = await self._reducer.done(0)
+            self._encoded[self._rank] = torch.frombuffer(means, dtype=torch.uint8)
         return self.averaged_N
 
     def lose(self, rank: int, reason: str, *, is_violation: bool = False) -> None:
@@ -258,17 +271,37 @@ class Butterfly:
 
     def _views_of_averaged(self, rank: int) -> Iterator[memoryview]:
         """Memory for one averaged chunk after the other, which is taken over as soon as it has come."""
-        chunks = self._chunks(rank)
-        buffer = self._buffer_for([] if self._codec.is_exact else chunks)
-        for chunk in chunks:
+        for chunk, encoded in self._encoded_chunks(rank):
             averaged = self.averaged_N[chunk]
-            encoded = averaged.view(torch.uint8) if self._codec.is_exact else buffer[: self._codec.num_bytes(chunk)]
             yield bytes_of(encoded)
             if self._codec.is_exact:
                 self._codec.check_finite(rank, averaged)
             else:
                 self._codec.decode(rank, encoded, chunk, averaged)
             self._hashers[rank].update(bytes_of(encoded))
+
+    def _encoded_chunks(self, rank: int) -> Iterator[tuple[slice, torch.Tensor]]:
+        """The chunks of a reducer's span, each with the memory for its means as they travel."""
+        at = 0
+        for chunk in self._chunks(rank):
+            if self._codec.is_exact:
+                yield chunk, self.averaged_N[chunk].view(torch.uint8)
+            else:
+                num_bytes = self._codec.num_bytes(chunk)
+                yield chunk, self._encoded_means(rank)[at : at + num_bytes]
+                at += num_bytes
+
+    def _encoded_means(self, rank: int) -> torch.Tensor:
+        if rank not in self._encoded:
+            num_bytes = sum(map(self._codec.num_bytes, self._chunks(rank)))
+            self._encoded[rank] = empty_vector(num_bytes, torch.uint8)
+        return self._encoded[rank]
+
+    def _decode_all(self) -> None:
+        for rank in range(len(self._spans)):
+            for chunk, encoded in self._encoded_chunks(rank):
+                if not self._codec.is_exact:
+                    self._codec.decode(rank, encoded, chunk, self.averaged_N[chunk])
 
     def _chunks(self, rank: int) -> list[slice]:
         return chunks_of(self._spans[rank], self._chunk_numel)

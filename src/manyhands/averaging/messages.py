@@ -129,7 +129,7 @@ class RoundManifest(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         members, weights: by rank; a weight of 0 means that the member contributed nothing.
-        digest: BLAKE3 of the means as they travelled (docs/wire.md); after a recovery, of the averaged vector.
+        digest: BLAKE3 of the means as they travelled, or of the vector after a recovery; see docs/wire.md.
         parts: of the whole vector, in order, if not all who have a weight contributed to all of it; else empty.
     """
 

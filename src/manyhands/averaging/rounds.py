@@ -22,6 +22,7 @@ from manyhands.averaging.bandwidth import BandwidthMeter, Send
 from manyhands.averaging.butterfly import Butterfly
 from manyhands.averaging.codecs import Feedbacks, codec_of_code, plan_of
 from manyhands.averaging.config import AveragingConfig
+from manyhands.averaging.fetching import Fetching
 from manyhands.averaging.matchmaking import Matchmaker
 from manyhands.averaging.messages import (
     ASK_VERDICT,
@@ -92,8 +93,8 @@ class CommittedRound:
 
     Attributes:
         averaged_N: the weighted mean, on the CPU, in the dtype of the vectors, bit-identical on all members. None when
-            most members hold it and this one does not: its vector counted, but to follow the others it must load
-            their state.
+            most members hold it and this one does not, and could not fetch it from one of them: to follow the others it
+            must load their state.
         manifest: who contributed, by which weights.
         seconds: from the call to the verdict.
         matchmaking_s: the part of it that was spent looking for the group.
@@ -142,6 +143,7 @@ class RoundRunner:
         self._matchmaker = Matchmaker(endpoint, run_id, run_fingerprint, roster, config, rng)
         self._agreement = Agreement(endpoint, config)
         self._inbox = StreamInbox(endpoint, config)
+        self._fetching = Fetching(endpoint, config)
         declared = config.bandwidth_mbit_s
         self._bandwidth = BandwidthMeter(declared * BYTES_PER_MBIT if declared is not None else None)
         self._sends: list[Send] = []  # of the round that is under way
@@ -164,6 +166,7 @@ class RoundRunner:
         await self._matchmaker.close()
         self._agreement.close()
         self._inbox.close()
+        self._fetching.close()
         await self._tasks.close()
 
     async def average(
@@ -208,11 +211,11 @@ class RoundRunner:
         self._sends = []
         self._enter(Phase.FORMED)
         async with self._keeping_errors():
-            with self._matchmaker.in_round(group), self._agreement.of(group):
+            with self._matchmaker.in_round(group), self._agreement.of(group), ExitStack() as held:
                 rank = group.rank_of(self._endpoint.peer_id)
                 assert rank is not None
                 voter = Voter(group, rank, flat_N.numel())
-                recovery = self._recovery(group, voter, flat_N)
+                recovery = held.enter_context(self._fetching.of(group, self._recovery(group, voter, flat_N)))
                 await self._average(group, recovery.first, deadline - loop.time())
                 began_vote = loop.time()
                 self._enter(Phase.VOTING)
@@ -234,8 +237,14 @@ class RoundRunner:
                     if not any(member.weight > 0 for member in group.members):
                         raise NothingToAverage(verdict.reason, verdict.blamed)
                     raise RoundAborted(verdict.reason, verdict.blamed)
+                averaged_N = recovery.result_of(verdict.manifest)
+                if averaged_N is None:
+                    averaged_N = await self._fetching.fetch(
+                        group, verdict.manifest, recovery, verdict.blamed, self._late_s()
+                    )
+                if averaged_N is not None and (verdict.blamed or self._agreement.has_lost(group)):
+                    await self._fetching.keep(recovery, verdict.manifest)
         seconds = loop.time() - started
-        averaged_N = recovery.result_of(verdict.manifest)
         if averaged_N is not None and not verdict.blamed:  # else waiting for the lost one is in the time
             self._bandwidth.add_round(self._sends, seconds - matchmaking_s)
         return CommittedRound(
