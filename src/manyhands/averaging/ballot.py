@@ -61,19 +61,21 @@ def coordinators(group: Group) -> list[int]:
 def dropped(accusations: Iterable[tuple[int, Accusation]], coordinator: int) -> dict[int, str]:
     """Who must go, by rank, with the reason, so that nobody is left who accuses somebody that is left.
 
-    Who is in most of the quarrels goes first; of two, the one that sent what it must not, then not the coordinator,
-    then the higher rank. One that accuses itself goes.
+    Who is in most of the quarrels goes first; of two, the one that sent what it must not, then the one that sent
+    nothing, then not the coordinator, then the higher rank. One that accuses itself goes.
     """
     pairs = {(accuser, said.accused): said for accuser, said in accusations}
     gone: dict[int, str] = {}
     while pairs:
         score: Counter[int] = Counter()
         violations: Counter[int] = Counter()
+        stalls: Counter[int] = Counter()
         for (accuser, accused), said in pairs.items():
             for rank in {accuser, accused}:
                 score[rank] += len(pairs) + 1 if accuser == accused else 1
             violations[accused] += said.is_violation
-        worst = max(score, key=lambda rank: (score[rank], violations[rank], rank != coordinator, rank))
+            stalls[accused] += said.is_stalled
+        worst = max(score, key=lambda rank: (score[rank], violations[rank], stalls[rank], rank != coordinator, rank))
         reasons = [said.reason for (_, accused), said in pairs.items() if accused == worst]
         gone[worst] = reasons[0] if reasons else "it does not reach the others"
         pairs = {pair: said for pair, said in pairs.items() if worst not in pair}
@@ -128,12 +130,20 @@ class Count:
         """Members of whom others say that they are lost, and that have not voted."""
         return {said.accused for vote in self.votes.values() for said in vote.accusations} & self._open()
 
+    def only_stalled(self) -> set[int]:
+        """Members that others got nothing from, if these are the only ones that have not voted."""
+        stalled = {said.accused for vote in self.votes.values() for said in vote.accusations if said.is_stalled}
+        return self._open() if self._open() <= stalled else set()
+
     def decide(self) -> Verdict | Order | None:
         """What follows from the votes, or None while more are needed; after an order the next ballot has begun."""
         if self.verdict is not None:
             return self.verdict
         decision = self._read() if self._is_reading() else self._count()
         if isinstance(decision, Order):
+            for said in (said for vote in self.votes.values() for said in vote.accusations):
+                if said.accused in self.lost and (said.is_stalled or said.is_violation):
+                    self.faults.setdefault(said.accused, said.reason)
             self.ballot, self.order, self.votes = decision.ballot, decision, {}
             self._members = set(decision.members)
         elif decision is not None:

@@ -147,6 +147,11 @@ class Butterfly:
             for chunk, present in zip(self._chunks(rank), presents, strict=True)
         ]
 
+    @property
+    def num_averaged(self) -> int:
+        """Chunks that this member has averaged."""
+        return len(self._reducer.presents)
+
     def num_bytes_with(self, rank: int) -> int:
         """About what each way of the stream to a partner carries, in bytes."""
         return self._codec.num_bytes(self._spans[rank]) + self._codec.num_bytes(self._spans[self._rank])
@@ -168,11 +173,11 @@ class Butterfly:
             self._encoded[self._rank] = torch.frombuffer(means, dtype=torch.uint8)
         return self.averaged_N
 
-    def lose(self, rank: int, reason: str, *, is_violation: bool = False) -> None:
+    def lose(self, rank: int, reason: str, *, is_violation: bool = False, is_stalled: bool = False) -> None:
         """Go on without a member; what it has delivered counts, unless that was the fault."""
         if rank in self.faults or rank not in self._conversations:
             return
-        self.faults[rank] = Accusation(rank, reason[:MAX_REASON_LENGTH], is_violation)
+        self.faults[rank] = Accusation(rank, reason[:MAX_REASON_LENGTH], is_violation, is_stalled)
         self._reducer.lose(rank, is_violation=is_violation)
         self._conversations[rank].cancel()
 

@@ -97,6 +97,11 @@ class Group(msgspec.Struct, frozen=True):
         usual = statistics.median_low(known) if known else 1
         return [0 if member.is_client else member.bandwidth or usual for member in self.members]
 
+    def link_rates(self, rank: int) -> list[int]:
+        """Bytes per second that the link from one member to each carries, by what both know; 0 if neither knows."""
+        own = self.members[rank].bandwidth
+        return [min(filter(None, (own, member.bandwidth)), default=0) for member in self.members]
+
     def manifest(self, digest: bytes, parts: Sequence[Part] = ()) -> RoundManifest:
         """What this group commits, if it commits the vector with this digest."""
         absent = set.intersection(*(set(part.absent) for part in parts)) if parts else set()
@@ -193,11 +198,13 @@ class Accusation(msgspec.Struct, frozen=True):
 
     Attributes:
         is_violation: it sent what it must not, rather than too little.
+        is_stalled: it sent nothing although the connection stood; else it may have been the one that was given up.
     """
 
     accused: Rank
     reason: Annotated[str, msgspec.Meta(max_length=MAX_REASON_LENGTH)]
     is_violation: bool = False
+    is_stalled: bool = False
 
 
 class Vote(msgspec.Struct):

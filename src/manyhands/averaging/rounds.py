@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import torch
 
-from manyhands.averaging.agreement import MIN_VOTING_S, NOBODY, PROBE_S, Agreement
+from manyhands.averaging.agreement import MIN_VOTING_S, NOBODY, Agreement
 from manyhands.averaging.ballot import Voter
 from manyhands.averaging.bandwidth import BandwidthMeter, Send
 from manyhands.averaging.butterfly import Butterfly
@@ -37,6 +37,7 @@ from manyhands.averaging.messages import (
 )
 from manyhands.averaging.metered import MeteredStream
 from manyhands.averaging.patience import Patience
+from manyhands.averaging.probing import Probing
 from manyhands.averaging.recovery import Recovery
 from manyhands.averaging.roster import Roster
 from manyhands.averaging.stream_inbox import StreamInbox
@@ -144,6 +145,7 @@ class RoundRunner:
         self._agreement = Agreement(endpoint, config)
         self._inbox = StreamInbox(endpoint, config)
         self._fetching = Fetching(endpoint, config)
+        self._probing = Probing(endpoint)
         declared = config.bandwidth_mbit_s
         self._bandwidth = BandwidthMeter(declared * BYTES_PER_MBIT if declared is not None else None)
         self._sends: list[Send] = []  # of the round that is under way
@@ -167,6 +169,7 @@ class RoundRunner:
         self._agreement.close()
         self._inbox.close()
         self._fetching.close()
+        self._probing.close()
         await self._tasks.close()
 
     async def average(
@@ -325,14 +328,14 @@ class RoundRunner:
                 stream.abort()
             return MeteredStream(stream, other, self._sends)
 
-        async def probe(other: int) -> None:
-            await self._endpoint.call(group.members[other].peer_id, ASK_VERDICT, VerdictQuery(NOBODY), PROBE_S)
+        def moved() -> int:
+            return butterfly.num_averaged + sum(one.bytes_sent + one.bytes_received for one in streams.values())
 
-        patience = Patience(butterfly, streams, probe)
+        patience = Patience(butterfly, streams, group.link_rates(rank), functools.partial(self._probing.ask, group))
         watching = asyncio.get_running_loop().create_task(patience.watch())
         self._endpoint.on_lost.append(on_lost)
         try:
-            with ExitStack() as held:
+            with self._probing.of(group, moved), ExitStack() as held:
                 for other in butterfly.partners():
                     held.enter_context(self._endpoint.held(group.members[other].peer_id))
                 return await butterfly.run(connect)
