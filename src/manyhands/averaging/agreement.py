@@ -135,6 +135,10 @@ class Agreement:
             await asyncio.gather(*asking.values(), return_exceptions=True)
         return answer
 
+    def is_in(self, group_id: bytes) -> bool:
+        """Whether this peer is in the round of a group now."""
+        return group_id in self._rounds
+
     def has_lost(self, group: Group) -> bool:
         """Whether a member of a round that is open here cannot be heard any more."""
         return bool(self._rounds[group.group_id].lost)

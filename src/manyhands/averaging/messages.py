@@ -155,6 +155,7 @@ class JoinRequest(msgspec.Struct):
 
     Attributes:
         expects: whom the asking peer expects, by the first bytes of the SHA-256 of each peer id, end to end.
+        clients: likewise, peers in client mode that are connected to it, as only such a peer knows that they are there.
     """
 
     run_id: str
@@ -162,6 +163,7 @@ class JoinRequest(msgspec.Struct):
     position: Position
     member: Member
     expects: Annotated[bytes, msgspec.Meta(max_length=SHORT_ID_BYTES * MAX_EXPECTED)] = b""
+    clients: Annotated[bytes, msgspec.Meta(max_length=SHORT_ID_BYTES * MAX_EXPECTED)] = b""
 
 
 class JoinResponse(msgspec.Struct):

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from manyhands.averaging.butterfly import Butterfly, Wanted
-from manyhands.averaging.probing import answer_time_s
+from manyhands.averaging.probing import Moved, answer_time_s
 from manyhands.base.errors import PeerError, Unavailable
 from manyhands.transport.api import Stream
 
@@ -20,8 +20,8 @@ for somebody's values: it must have had the time to find out that these do not c
 STUCK_S = 15.0
 """One that sends none of its own values for so long is not waited for, whatever it says."""
 
-Probe = Callable[[int, float], Awaitable[int]]
-"""How far a member is, by rank, asked with a timeout in seconds: a number that grows as long as it gets on.
+Probe = Callable[[int, float], Awaitable[Moved]]
+"""How far a member is, by rank, asked with a timeout in seconds.
 
 Raises ``Unavailable`` or ``PeerError`` if it does not answer."""
 
@@ -100,13 +100,15 @@ class Patience:
         before, loop = stream.bytes_received, asyncio.get_running_loop()
         timeout_s = answer_time_s(self._bytes_per_s[rank], self._rate_of(rank, stream))
         try:
-            amount = await self._probe(rank, timeout_s)
+            moved = await self._probe(rank, timeout_s)
         except (Unavailable, PeerError):
             if stream.bytes_received == before:
                 self._lose(rank, f"peer {stream.remote} sends nothing, and does not answer")
             return
-        if amount != progress.amount or stream.bytes_received != before:
-            progress.amount, progress.moved_at = amount, loop.time()
+        if moved.is_gone and stream.bytes_received == before:
+            self._lose(rank, f"peer {stream.remote} has given the round up")
+        if moved.amount != progress.amount or stream.bytes_received != before:
+            progress.amount, progress.moved_at = moved.amount, loop.time()
         still_s = loop.time() - progress.moved_at
         if still_s >= STILL_S[progress.wanted]:
             owed = progress.wanted.value

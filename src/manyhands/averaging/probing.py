@@ -32,19 +32,30 @@ class MovedQuery(msgspec.Struct):
 
 
 class Moved(msgspec.Struct):
-    """Grows as long as a member gets on: bytes that it has sent and received in this exchange, and chunks averaged."""
+    """How far a member is.
+
+    Attributes:
+        amount: grows as long as it gets on: bytes that it has sent and received in this exchange, and chunks averaged.
+        is_gone: it is not in this round, and looks for no group either.
+    """
 
     amount: Count = 0
+    is_gone: bool = False
 
 
 ASK_MOVED = Method("averaging.ask_moved", MovedQuery, Moved)
 
 
 class Probing:
-    """Asks others how far they are, and tells them how far this peer is."""
+    """Asks others how far they are, and tells them how far this peer is.
 
-    def __init__(self, endpoint: Endpoint) -> None:
+    Args:
+        is_here: whether this peer is in the round of a group, or may come to it still.
+    """
+
+    def __init__(self, endpoint: Endpoint, is_here: Callable[[bytes], bool]) -> None:
         self._endpoint = endpoint
+        self._is_here = is_here
         self._amounts: dict[bytes, Callable[[], int]] = {}
         endpoint.handle(ASK_MOVED, self._on_ask)
 
@@ -60,15 +71,15 @@ class Probing:
         finally:
             del self._amounts[group.group_id]
 
-    async def ask(self, group: Group, rank: int, timeout_s: float) -> int:
+    async def ask(self, group: Group, rank: int, timeout_s: float) -> Moved:
         """How far a member is.
 
         Raises:
             Unavailable, PeerError: it does not answer.
         """
         query = MovedQuery(group.group_id)
-        return (await self._endpoint.call(group.members[rank].peer_id, ASK_MOVED, query, timeout_s)).amount
+        return await self._endpoint.call(group.members[rank].peer_id, ASK_MOVED, query, timeout_s)
 
     def _on_ask(self, remote: PeerId, query: MovedQuery) -> Moved:
         amount = self._amounts.get(query.group_id)
-        return Moved(amount() if amount is not None else 0)
+        return Moved(amount() if amount is not None else 0, is_gone=not self._is_here(query.group_id))

@@ -145,7 +145,7 @@ class RoundRunner:
         self._agreement = Agreement(endpoint, config)
         self._inbox = StreamInbox(endpoint, config)
         self._fetching = Fetching(endpoint, config)
-        self._probing = Probing(endpoint)
+        self._probing = Probing(endpoint, lambda id_: self._matchmaker.is_seeking or self._agreement.is_in(id_))
         declared = config.bandwidth_mbit_s
         self._bandwidth = BandwidthMeter(declared * BYTES_PER_MBIT if declared is not None else None)
         self._sends: list[Send] = []  # of the round that is under way

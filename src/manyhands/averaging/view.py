@@ -29,6 +29,11 @@ def short_ids(peer_ids: Iterable[PeerId]) -> bytes:
     return b"".join(short_id(peer_id) for peer_id in peer_ids)
 
 
+def split_ids(ids: bytes) -> set[bytes]:
+    """What :func:`short_ids` has put together."""
+    return {ids[start : start + SHORT_ID_BYTES] for start in range(0, len(ids) - SHORT_ID_BYTES + 1, SHORT_ID_BYTES)}
+
+
 class View:
     """Who should come to the next round, as this peer sees it.
 
@@ -85,7 +90,6 @@ class View:
             self._met.clear()
         self._met.add(short_id(own_id))
         self._met.update(map(short_id, self.expected()))
-        starts = range(0, len(expects) - SHORT_ID_BYTES + 1, SHORT_ID_BYTES)
-        strangers = {expects[start : start + SHORT_ID_BYTES] for start in starts} - self._met
+        strangers = split_ids(expects) - self._met
         self._met |= strangers
         return strangers
