@@ -323,6 +323,9 @@ class Agreement:
         ranks = coordinators(this.group)
         if not 0 <= term < len(ranks) or ranks[term] != this.rank:
             raise Refused(me, "not_coordinator", f"this peer does not count the votes of term {term}")
+        if vote.ballot > this.count(term).ballot:
+            this.lose(rank, f"{remote} voted in a ballot that has not begun")
+            raise Refused(me, "too_early", "that ballot has not begun")
         vote.reason = readable(vote.reason)
         vote.accusations = [msgspec.structs.replace(said, reason=readable(said.reason)) for said in vote.accusations]
         this.add(rank, vote)

@@ -76,8 +76,9 @@ def dropped(accusations: Iterable[tuple[int, Accusation]], coordinator: int) -> 
             violations[accused] += said.is_violation
             stalls[accused] += said.is_stalled
         worst = max(score, key=lambda rank: (score[rank], violations[rank], stalls[rank], rank != coordinator, rank))
-        reasons = [said.reason for (_, accused), said in pairs.items() if accused == worst]
-        gone[worst] = reasons[0] if reasons else "it does not reach the others"
+        against = [said for (_, accused), said in pairs.items() if accused == worst]
+        most = max(against, key=lambda said: (said.is_violation, said.is_stalled), default=None)
+        gone[worst] = most.reason if most is not None else "it does not reach the others"
         pairs = {pair: said for pair, said in pairs.items() if worst not in pair}
     return gone
 
@@ -170,7 +171,7 @@ class Count:
             return self._commit(most)
         if not self._can_average(here) or (self.order is not None and self.order.adopted is not None):
             return self._commit(most) if is_won else self._abort()
-        if len(by_result) > 1:
+        if sum(not here.isdisjoint(ranks) for ranks in by_result.values()) > 1:
             return self._commit(most) if is_won else self._abort(DIFFERENT)
         return self._again(here) or (self._commit(most) if is_won else self._abort())
 
@@ -228,9 +229,19 @@ class Count:
     def _who_hear_each_other(self) -> set[int]:
         here = self._live() & self.votes.keys()
         said = [(rank, one) for rank in here for one in self.votes[rank].accusations if one.accused in here]
-        gone = dropped(said, self._coordinator)
+        gone = dropped(said, self._coordinator) | self._misfits(here)
         self.faults |= gone
         return here - gone.keys()
+
+    def _misfits(self, here: set[int]) -> dict[int, str]:
+        """Whose vector is not as long as that of most, by rank, with the reason."""
+        numels = {rank: self.votes[rank].numel for rank in sorted(here)}
+        usual = max(Counter(numels.values()).items(), key=lambda pair: pair[1], default=(0, 0))[0]
+        return {
+            rank: f"the vector of peer {self.group.members[rank].peer_id} has {numel} values, not {usual}"
+            for rank, numel in numels.items()
+            if numel != usual
+        }
 
     def _can_average(self, here: set[int]) -> bool:
         members = [self.group.members[rank] for rank in here]

@@ -240,3 +240,17 @@ def test_a_member_follows_no_coordinator_that_it_has_left() -> None:
 
 def test_a_new_member_lacks_everything() -> None:
     assert Voter(group_of(2), 1, NUMEL).vote().missing == ALL
+
+
+@pytest.mark.parametrize("odd", [0, 3])
+def test_whose_vector_has_another_length_goes_whatever_it_holds(odd: int) -> None:
+    count = Count(group_of(4))
+    for rank in range(4):
+        assert count.decide() is None
+        vote = lacking(0, 10)
+        if rank == odd:
+            vote = vote_of(b"of another vector")
+            vote.numel = NUMEL + 1
+        count.add(rank, vote)
+    assert count.decide() == Order(1, [rank for rank in range(4) if rank != odd], 0, 10)
+    assert count.faults == {odd: f"the vector of peer {peer(odd)} has {NUMEL + 1} values, not {NUMEL}"}
