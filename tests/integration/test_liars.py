@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
@@ -17,10 +17,11 @@ from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import VOTE, Group, Vote
 from manyhands.averaging.rounds import CommittedRound, RoundRunner
 from manyhands.base.deadline import time_limit
-from manyhands.base.errors import Refused
+from manyhands.base.errors import NothingToAverage, Refused
 from manyhands.base.identity import PeerId
 from manyhands.rpc import Endpoint
 from manyhands.transport import Stream
+from manyhands.transport.passing import PassingStream
 from tests.swarm import FixedRoster, averagers
 
 CONFIG = AveragingConfig(
@@ -241,3 +242,78 @@ async def test_who_votes_too_early_is_refused_and_left_out(rank: int) -> None:
             torch.testing.assert_close(result.averaged_N.double(), mean, rtol=0, atol=1e-6)
             assert result.blamed == (peers[rank][2].peer_id,)
             assert f"{peers[rank][2].peer_id} voted in a ballot that has not begun" in result.reason
+
+
+class Spy(PassingStream):
+    """Keeps what is sent."""
+
+    def __init__(self, stream: Stream, sent: list[bytearray]) -> None:
+        super().__init__(stream)
+        self._sent = sent
+
+    async def send(self, *buffers: bytes | bytearray | memoryview) -> None:
+        self._sent += map(bytearray, buffers)
+        await super().send(*buffers)
+
+    async def send_each(self, pieces: Iterator[memoryview]) -> None:
+        def kept() -> Iterator[memoryview]:
+            for piece in pieces:
+                self._sent.append(bytearray(piece))
+                yield piece
+
+        await super().send_each(kept())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("numel", [NUMEL, 40 * NUMEL])
+@pytest.mark.parametrize("at", [0, 1, 2, 3])
+async def test_ones_own_values_that_are_not_finite_never_leave(value: float, numel: int, at: int) -> None:
+    """Wherever they are: in its own span, or in that of another member, which it does not reduce itself."""
+    async with averagers(4, kind="tls", config=CONFIG) as members:
+        peers = by_id(members)
+        for runner, _, _ in peers:
+            runner.shapes = [(numel,)]
+        vectors = [torch.ones(numel) for _ in peers]
+        vectors[2][at * numel // 4 + numel // 5] = value
+        sent: list[bytearray] = []
+        connect = peers[2][0]._connect
+
+        async def spied(*args: Any) -> Stream:
+            return Spy(await connect(*args), sent)
+
+        peers[2][0]._connect = spied  # type: ignore[method-assign]
+        rounds = (runner.average(vector_N, 1.0) for (runner, _, _), vector_N in zip(peers, vectors, strict=True))
+        async with time_limit(20.0, "waiting for the rounds"):
+            results = await asyncio.gather(*rounds)
+        for result in results:
+            assert result.averaged_N is not None
+            assert torch.equal(result.averaged_N, torch.ones(numel))
+            assert result.blamed == (peers[2][2].peer_id,)
+            assert f"the values of peer {peers[2][2].peer_id} are not finite" in result.reason
+        chunks = [torch.frombuffer(piece, dtype=torch.float32) for piece in sent if len(piece) % 4 == 0]
+        assert all(bool(chunk.isfinite().all()) for chunk in chunks)
+
+
+async def test_if_nobody_has_a_weight_there_is_no_mean() -> None:
+    async with averagers(3, kind="tls", config=CONFIG) as members:
+        rounds = (runner.average(torch.full((NUMEL,), float("nan")), 0.0) for runner, _, _ in by_id(members))
+        async with time_limit(10.0, "waiting for the rounds"):
+            outcomes = await asyncio.gather(*rounds, return_exceptions=True)
+        for outcome in outcomes:
+            assert isinstance(outcome, NothingToAverage)
+            assert outcome.reason == "no member has any samples"
+
+
+async def test_who_was_left_out_is_expected_less() -> None:
+    """Nobody waits for it in the next round; only a fresh record of it makes it expected again."""
+    async with averagers(4, kind="tls", config=CONFIG) as members:
+        peers = by_id(members)
+        liar, _ = await round_with(peers, 2, spoil(float("nan")))
+        honest = [peers[0], peers[1], peers[3]]
+        for _, roster, _ in honest:
+            assert roster.missing == [liar]
+            assert liar not in roster.expected()
+        async with time_limit(5.0, "waiting for a round without it"):  # half of the matchmaking time
+            results = await asyncio.gather(*(runner.average(values_of(0), 1.0) for runner, _, _ in honest))
+        assert [result.num_members for result in results] == [3, 3, 3]
+        assert all(result.blamed == () for result in results)

@@ -226,20 +226,24 @@ class Butterfly:
 
     async def _send_values(self, span: slice, stream: Stream) -> None:
         """This member's values of a span."""
-        if self._codec.is_exact:
-            await stream.send(self._label_of(span), bytes_of(self._flat_N[span]))
-        elif span.stop - span.start < INLINE_NUMEL:
+        if span.stop - span.start >= INLINE_NUMEL:
+            await stream.send_each(self._encoded_values(span))
+        elif self._codec.is_exact:
+            await stream.send(*self._encoded_values(span))
+        else:
             for encoded in self._encoded_values(span):
                 await stream.send(encoded)
-        else:
-            await stream.send_each(self._encoded_values(span))
 
     def _encoded_values(self, span: slice) -> Iterator[memoryview]:
         """Encoded chunk by chunk; each is valid until the next one is asked for."""
         chunks = chunks_of(span, self._chunk_numel)
-        buffer = self._buffer_for(chunks)
+        buffer = self._buffer_for([] if self._codec.is_exact else chunks)
         yield memoryview(self._label_of(span))
         for chunk in chunks:
+            if self._codec.is_exact:
+                self._codec.check_finite(self._rank, self._flat_N[chunk])
+                yield bytes_of(self._flat_N[chunk])
+                continue
             encoded = buffer[: self._codec.num_bytes(chunk)]
             self._codec.encode(self._flat_N[chunk], chunk, encoded, self._feedback)
             yield bytes_of(encoded)
