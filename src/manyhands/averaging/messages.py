@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated
 
 import msgspec
@@ -145,9 +145,25 @@ class RoundManifest(msgspec.Struct, frozen=True, omit_defaults=True):
     digest: Digest
     parts: Annotated[list[Part], msgspec.Meta(max_length=MAX_PARTS)] = []
 
+    def cut(self) -> dict[PeerId, list[tuple[int, int]]]:
+        """Whose values count in some parts only: start and stop of each, in elements of the vector."""
+        spans: dict[PeerId, list[tuple[int, int]]] = {}
+        for rank, (peer_id, weight) in enumerate(zip(self.members, self.weights, strict=True)):
+            if weight > 0 and any(rank in part.absent for part in self.parts):
+                spans[peer_id] = _joined((part.start, part.stop) for part in self.parts if rank not in part.absent)
+        return spans
+
     def fingerprint(self) -> bytes:
         """SHA-256 of the whole manifest."""
         return hashlib.sha256(msgspec.msgpack.encode(self)).digest()
+
+
+def _joined(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Neighbours as one."""
+    joined: list[tuple[int, int]] = []
+    for start, stop in spans:
+        joined.append((joined.pop()[0] if joined and joined[-1][1] == start else start, stop))
+    return joined
 
 
 class JoinRequest(msgspec.Struct):
