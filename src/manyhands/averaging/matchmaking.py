@@ -21,7 +21,7 @@ import asyncio
 import logging
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 from manyhands.averaging.admission import (
@@ -127,6 +127,11 @@ class Matchmaker:
         except BaseException:
             self._busy_at = None
             raise
+
+    def note_round(self, group: Group, blamed: Collection[PeerId], *, is_committed: bool) -> None:
+        """A round of a group is over; who is to blame for what went wrong in it is expected less."""
+        others = (member.peer_id for member in group.members if member.peer_id != self._endpoint.peer_id)
+        self._view.note_round(others, blamed, is_committed=is_committed)
 
     @property
     def is_seeking(self) -> bool:

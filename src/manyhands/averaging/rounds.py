@@ -139,7 +139,6 @@ class RoundRunner:
     ) -> None:
         self._endpoint = endpoint
         self._config = config
-        self._roster = roster
         self.shapes = shapes
         self._matchmaker = Matchmaker(endpoint, run_id, run_fingerprint, roster, config, rng)
         self._agreement = Agreement(endpoint, config)
@@ -233,9 +232,7 @@ class RoundRunner:
                 finally:
                     meter.vote_s += loop.time() - began_vote
                 self._enter(Phase.CONCLUDED)
-                for peer_id in verdict.blamed:
-                    if peer_id != self._endpoint.peer_id:
-                        self._roster.report_missing(peer_id)
+                self._matchmaker.note_round(group, verdict.blamed, is_committed=verdict.manifest is not None)
                 if verdict.manifest is None:
                     if not any(member.weight > 0 for member in group.members):
                         raise NothingToAverage(verdict.reason, verdict.blamed)
