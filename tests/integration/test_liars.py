@@ -286,8 +286,9 @@ async def test_ones_own_values_that_are_not_finite_never_leave(value: float, num
         async with time_limit(20.0, "waiting for the rounds"):
             results = await asyncio.gather(*rounds)
         for result in results:
-            assert result.averaged_N is not None
-            assert torch.equal(result.averaged_N, torch.ones(numel))
+            if result is not results[2]:
+                assert result.averaged_N is not None
+                assert torch.equal(result.averaged_N, torch.ones(numel))
             assert result.blamed == (peers[2][2].peer_id,)
             assert f"the values of peer {peers[2][2].peer_id} are not finite" in result.reason
         chunks = [torch.frombuffer(piece, dtype=torch.float32) for piece in sent if len(piece) % 4 == 0]

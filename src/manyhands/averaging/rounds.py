@@ -94,8 +94,8 @@ class CommittedRound:
 
     Attributes:
         averaged_N: the weighted mean, on the CPU, in the dtype of the vectors, bit-identical on all members. None when
-            most members hold it and this one does not, and could not fetch it from one of them: to follow the others it
-            must load their state.
+            most members hold it and this one does not: it was left out, or could not fetch what it lacks. To follow the
+            others it must load their state.
         manifest: who contributed, by which weights.
         seconds: from the call to the verdict.
         matchmaking_s: the part of it that was spent looking for the group.
@@ -238,7 +238,7 @@ class RoundRunner:
                         raise NothingToAverage(verdict.reason, verdict.blamed)
                     raise RoundAborted(verdict.reason, verdict.blamed)
                 averaged_N = recovery.result_of(verdict.manifest)
-                if averaged_N is None:
+                if averaged_N is None and (weight == 0 or verdict.manifest.weights[rank] > 0):  # else it was left out
                     averaged_N = await self._fetching.fetch(
                         group, verdict.manifest, recovery, verdict.blamed, self._late_s()
                     )
