@@ -33,6 +33,7 @@ class Seeker:
         name: of its host. Of two peers, that with the lower name has the lower id.
         knows: whom it expects.
         begins_s: when it begins to look; None if it never does.
+        guest_of: to whom it is connected before.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Seeker:
     position: Position = START
     fingerprint: bytes = b"same"
     attempts: int = 1
+    guest_of: str = ""
     group: Group | None = None
     reasons: list[str] = field(default_factory=list)
     took_s: float = -1.0
@@ -107,6 +109,8 @@ def search(seekers: Iterable[Seeker], seed: int = 1, config: AveragingConfig = C
             await asyncio.sleep(0.5)
             for name in seeker.knows:
                 endpoint.learn(ids[name], addresses.get(name, []))
+            if seeker.guest_of:
+                await endpoint.connect(addresses[seeker.guest_of][0])
             if seeker.begins_s is not None:
                 await asyncio.sleep(seeker.begins_s - world.loop.time())
                 await seek(seeker, seeker.matchmaker)

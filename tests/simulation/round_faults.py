@@ -11,8 +11,9 @@ from dataclasses import dataclass, field, replace
 import numpy
 import torch
 
+from manyhands.averaging.butterfly import Butterfly
 from manyhands.averaging.config import AveragingConfig
-from manyhands.averaging.messages import Part
+from manyhands.averaging.messages import Group, Part
 from manyhands.averaging.rounds import CommittedRound, Phase, RoundRunner
 from manyhands.base.address import Address
 from manyhands.base.errors import RoundAborted
@@ -71,6 +72,8 @@ class RoundWorld:
     """Peers that make one round together; what must be true of it is an invariant of the world.
 
     Attributes:
+        slow: by name, what a host sends, in megabits per second.
+        stuck: by name, what a member does not do while it still answers calls: ``send`` its values, or ``reduce``.
         fault_s, victim: when the fault happened, and to whom.
     """
 
@@ -80,6 +83,7 @@ class RoundWorld:
     config: AveragingConfig = CONFIG
     latency_s: float = 0.005
     slow: dict[str, float] = field(default_factory=dict)
+    stuck: dict[str, str] = field(default_factory=dict)
     fault_s: float | None = None
     victim: str = ""
     outcomes: dict[str, Outcome] = field(default_factory=dict)
@@ -128,6 +132,8 @@ class RoundWorld:
         runner = RoundRunner(endpoint, "simulated", b"", roster, config, self.world.rng(f"round of {host.name}"))
         runner.on_phase.append(lambda phase: self._entered(host.name, phase))
         self.runners[host.name] = runner
+        if host.name in self.stuck:
+            get_stuck(runner, self.stuck[host.name])
         try:
             if not is_client:
                 await endpoint.listen([Address.of(host.ip, 0)])
@@ -146,6 +152,9 @@ class RoundWorld:
         result: CommittedRound | RoundAborted
         try:
             result = await runner.average(self.vectors[name], self.weights[name])
+            if result.averaged_N is not None:
+                memory_N, result = result.averaged_N, replace(result, averaged_N=result.averaged_N.clone())
+                memory_N.zero_()  # it is the caller's now, which may do with it what it likes
         except RoundAborted as error:
             result = error
         self.outcomes[name] = Outcome(self.world.loop.time(), result)
@@ -242,6 +251,23 @@ class RoundWorld:
     def last_s(self, names: Iterable[str]) -> float:
         """When the last of some members ended its call."""
         return max(self.outcomes[name].time for name in names)
+
+
+def get_stuck(runner: RoundRunner, what: str) -> None:
+    """Have a member stand still in its exchange, where it answers calls all the same."""
+    exchange = runner._exchange
+
+    async def stand_still(*_: object) -> None:
+        await asyncio.Event().wait()
+
+    async def exchange_in_part(group: Group, rank: int, butterfly: Butterfly, stream_id: bytes) -> torch.Tensor:
+        if what == "send":
+            butterfly._send_values = stand_still  # type: ignore[assignment,method-assign]
+        else:
+            butterfly._reducer.run = stand_still  # type: ignore[assignment,method-assign]
+        return await exchange(group, rank, butterfly, stream_id)
+
+    runner._exchange = exchange_in_part  # type: ignore[method-assign]
 
 
 def random_death(seed: int) -> RoundWorld:

@@ -17,9 +17,6 @@ DIAL_S = 6.0
 """What a dial to a machine that is gone takes, and a little."""
 
 
-WAITED_S = CONFIG.matchmaking_time_s + 1.0
-
-
 def test_those_who_know_each_other_are_one_group_at_once() -> None:
     world = search(everybody("abcdefgh", h={"is_client": True}))
     world.run()
@@ -184,10 +181,28 @@ def test_a_peer_that_nobody_can_reach_says_so_and_holds_nobody_up(name: str, is_
     world.run()
     for other in rest:
         assert world.members(other) == rest, world[other].reasons
-        assert world[other].took_s < (WAITED_S if is_client else DIAL_S), "nobody can ask a client where it is"
+        assert world[other].took_s < DIAL_S, "nobody can ask a client where it is, but it is connected to nobody"
     (reason,) = world[name].reasons
     assert "can be reached" in reason or "expected peers" in reason
-    assert world[name].took_s < 2 * DIAL_S
+    assert world[name].took_s < DIAL_S
+
+
+@pytest.mark.parametrize("host", ["a", "c"])
+def test_a_client_that_comes_late_is_waited_for_as_long_as_it_is_connected_to_somebody(host: str) -> None:
+    """It may still compute; the leader hears of it from a member, if it is not its own guest."""
+    world = search(everybody("abcd", d={"is_client": True, "begins_s": 9.0, "guest_of": host}))
+    world.run()
+    for name in "abcd":
+        assert world.members(name) == set("abcd"), world[name].reasons
+    assert world["a"].took_s == pytest.approx(8.0, abs=0.5)
+
+
+def test_who_expects_only_a_client_that_is_gone_says_so_soon() -> None:
+    world = search(everybody("ab", b={"is_client": True, "begins_s": None}))
+    world.run()
+    (reason,) = world["a"].reasons
+    assert reason == "no other peer can be reached"
+    assert world["a"].took_s < DIAL_S
 
 
 def test_a_peer_at_a_closed_port_is_left_out_at_once() -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
 from manyhands.averaging.rounds import CommittedRound
 from manyhands.base.errors import RoundAborted
-from tests.simulation.round_faults import BOUND_S, CONFIG, PHASES, ROLES, START_S, RoundWorld
+from manyhands.testing import links, stream
+from tests.simulation.round_faults import BOUND_S, CONFIG, PHASES, ROLES, START_S, RoundWorld, random_death
 
 WITHIN_S = 1.0
 """Of virtual time, from a death in a formed group to the commit."""
@@ -17,6 +19,8 @@ FORMING_S = 6.0
 """The same before the group has formed: who is expected is waited for."""
 SILENT_S = 13.0
 """From a freeze, a crash or a cut to the commit."""
+STUCK_S = 18.0
+"""From the begin of a round to the commit without a member that answers calls and does nothing else."""
 SIZES = (4, 8)
 
 
@@ -54,6 +58,12 @@ def test_one_is_killed_and_all_others_commit(phase: str, role: str, num_peers: i
     world, victim = with_fault(num_peers, role, phase, "kill")
     is_forming = phase in ("before", "joining")
     assert_all_hold_it(world, world.survivors([victim]), FORMING_S if is_forming else WITHIN_S)
+
+
+@pytest.mark.parametrize("seed", [6, 12, 86, 158, 176])
+def test_who_lacks_the_means_of_a_dead_reducer_when_the_others_commit_fetches_them(seed: int) -> None:
+    world = random_death(seed)
+    assert_all_hold_it(world, world.survivors([world.victim]), 2.0)
 
 
 @pytest.mark.parametrize("role", ROLES)
@@ -210,6 +220,61 @@ def test_a_silent_peer_is_dropped_within_seconds_and_blamed() -> None:
         assert held.blamed == (world.ids[victim],)
         assert world.ids[victim] in held.reason
         assert world.outcomes[name].time - START_S < 8.0
+
+
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("what", ["send", "reduce"])
+def test_who_answers_but_gets_nothing_done_is_dropped_within_seconds_and_blamed(what: str, role: str) -> None:
+    """Not those who owe means since they wait for it themselves."""
+    world = RoundWorld(4)
+    stuck = world.name_of(role)
+    world.stuck[stuck] = what
+    world.start()
+    world.run()
+    owes_means = role in ("leader", "reducer")
+    owed = "values" if what == "send" else "means"
+    for name in world.survivors([stuck]):
+        held = world.outcomes[name].held
+        assert held is not None, (name, world.outcomes[name])
+        if what == "reduce" and not owes_means:
+            assert held.blamed == ()
+            continue
+        assert held.blamed == (world.ids[stuck],), held.reason
+        assert f"peer {world.ids[stuck]} answers, but sends no {owed}, and moved nothing for" in held.reason
+        assert world.outcomes[name].time - START_S < STUCK_S
+
+
+def test_a_reducer_that_waits_for_a_slow_peer_is_not_stuck() -> None:
+    """The others get no means for most of the round: they ask those who owe them, and these get on."""
+    world = RoundWorld(4, numel=600_000, config=replace(CONFIG, chunk_bytes=4 * 300_000))
+    slow = world.name_of("sender")
+    world.slow[slow] = 1.0
+    world.start()
+    world.run()
+    for name in world.names:
+        held = world.outcomes[name].held
+        assert held is not None
+        assert held.manifest.parts == []
+        assert held.blamed == ()
+    assert world.last_s(world.names) - START_S > 15.0, "or it was not slow"
+
+
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("kbit_s", [10, 20, 100])
+def test_on_a_very_slow_link_who_is_busy_is_not_silent(kbit_s: int, role: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packets of all its streams take turns: a call takes seconds beside a round."""
+    monkeypatch.setattr(links, "TURN_BYTES", 1400)
+    monkeypatch.setattr(stream, "TURN_BYTES", 1400)
+    world = RoundWorld(4, numel=8_000, config=replace(CONFIG, averaging_timeout_s=120.0))
+    slow = world.name_of(role)
+    world.slow[slow] = kbit_s / 1000
+    world.start()
+    world.run(140.0)
+    for name in world.names:
+        held = world.outcomes[name].held
+        assert held is not None, (name, world.outcomes[name])
+        assert held.manifest.parts == []
+        assert held.blamed == ()
 
 
 def test_the_round_ends_at_its_bound_whatever_happens() -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -40,6 +41,7 @@ from manyhands.averaging.messages import (
     readable_addresses,
 )
 from manyhands.averaging.open_round import OpenRound
+from manyhands.averaging.probing import PROBE_S, answer_time_s
 from manyhands.base.errors import PeerError, ProtocolViolation, Refused, Timeout, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.rpc import Endpoint
@@ -53,8 +55,8 @@ MIN_VOTING_S = 1.0
 """A coordinator whose round is over waits at least so long for the votes of the others."""
 LATENCY_S = 2.0
 """What a verdict may take to arrive."""
-PROBE_S = 2.0
-"""Who does not answer a question for so long is not there."""
+STALLED_S = 3.0
+"""One that answers, but from which others got nothing, is waited for so long when all others have voted."""
 VOTES_TO_ONE = 3
 """A coordinator that breaks off so often is lost too."""
 NOBODY = b""
@@ -133,6 +135,14 @@ class Agreement:
             await asyncio.gather(*asking.values(), return_exceptions=True)
         return answer
 
+    def is_in(self, group_id: bytes) -> bool:
+        """Whether this peer is in the round of a group now."""
+        return group_id in self._rounds
+
+    def has_lost(self, group: Group) -> bool:
+        """Whether a member of a round that is open here cannot be heard any more."""
+        return bool(self._rounds[group.group_id].lost)
+
     async def decided(self, group: Group, on_lost: Callable[[PeerId], None]) -> Verdict:
         """Wait for the verdict of the others, for a member that still averages. No bound: put one around it.
 
@@ -189,25 +199,36 @@ class Agreement:
     ) -> Verdict:
         """Vote at this peer itself; whoever is said to be lost is asked whether it is still there."""
         vote, loop = voter.vote(), asyncio.get_running_loop()
-        deadline = loop.time() + timeout_s
+        deadline, stalled_until = loop.time() + timeout_s, math.inf
         this.add(this.rank, vote)
         while (answer := this.now(this.rank, vote)) is None:
-            self._ask_all(this, this.count(voter.term).suspects(), asking)
-            left_s = deadline - loop.time()
-            if left_s <= 0:
+            count = this.count(voter.term)
+            self._ask_all(this, count.suspects(), asking)
+            stalled = count.only_stalled()
+            stalled_until = min(stalled_until, loop.time() + STALLED_S) if stalled else math.inf
+            left_s = min(deadline, stalled_until) - loop.time()
+            if left_s > 0:
+                await asyncio.wait([this.changed], timeout=left_s)
+            elif deadline <= loop.time():
                 this.close(voter.term, f"no vote within {timeout_s:.3g} s")
             else:
-                await asyncio.wait([this.changed], timeout=left_s)
+                for rank in stalled:
+                    this.lose(rank, f"{this.group.members[rank].peer_id} answers, but does not vote")
         return answer
 
     async def _vote(self, this: OpenRound, coordinator: int, vote: Vote) -> Verdict:
         group, peer_id = this.group, this.group.members[coordinator].peer_id
         timeout_s = self._config.averaging_timeout_s + MIN_VOTING_S + LATENCY_S
+        if any(said.accused == coordinator and said.is_stalled for said in vote.accusations):
+            timeout_s = STALLED_S
         reason = ""
         for _ in range(VOTES_TO_ONE):
             try:
                 return checked(
-                    group, await self._while_it_answers(peer_id, self._endpoint.call(peer_id, VOTE, vote, timeout_s))
+                    group,
+                    await self._while_it_answers(
+                        this, coordinator, self._endpoint.call(peer_id, VOTE, vote, timeout_s)
+                    ),
                 )
             except (ProtocolViolation, Timeout) as error:
                 reason = str(error)
@@ -215,24 +236,28 @@ class Agreement:
             except (Unavailable, PeerError) as error:
                 reason = str(error)
             try:
-                await self._probe(peer_id)
+                await self._probe(this, coordinator)
             except (Unavailable, PeerError):
                 break
         return Verdict(False, None, f"the leader was lost ({reason})", [peer_id])
 
-    async def _while_it_answers(self, peer_id: PeerId, call: Coroutine[Any, Any, Verdict]) -> Verdict:
+    async def _while_it_answers(self, this: OpenRound, rank: int, call: Coroutine[Any, Any, Verdict]) -> Verdict:
         """Wait for a verdict, which may take as long as the round; but not from one that has fallen silent."""
         calling = asyncio.get_running_loop().create_task(call)
         try:
             while not (await asyncio.wait([calling], timeout=PROBE_S))[0]:
-                await self._probe(peer_id)
+                await self._probe(this, rank)
             return calling.result()
         finally:
             calling.cancel()
             await asyncio.gather(calling, return_exceptions=True)
 
-    async def _probe(self, peer_id: PeerId) -> None:
-        await self._endpoint.call(peer_id, ASK_VERDICT, VerdictQuery(NOBODY), PROBE_S)
+    async def _probe(self, this: OpenRound, rank: int) -> None:
+        peer_id = this.group.members[rank].peer_id
+        await self._endpoint.call(peer_id, ASK_VERDICT, VerdictQuery(NOBODY), self._answer_time_s(this, rank))
+
+    def _answer_time_s(self, this: OpenRound, rank: int) -> float:
+        return answer_time_s(this.group.link_rates(this.rank)[rank])
 
     def _step_up(self, this: OpenRound, voter: Voter) -> bool:
         """Promise the next coordinator; False if there is none."""
@@ -264,10 +289,10 @@ class Agreement:
     async def _ask(self, this: OpenRound, rank: int) -> None:
         """Ask a member again and again what it knows, as long as it is in this round and can be reached."""
         peer_id = this.group.members[rank].peer_id
-        query = VerdictQuery(this.group.group_id)
+        query, timeout_s = VerdictQuery(this.group.group_id), self._answer_time_s(this, rank)
         while True:
             try:
-                answer = checked(this.group, await self._endpoint.call(peer_id, ASK_VERDICT, query, PROBE_S))
+                answer = checked(this.group, await self._endpoint.call(peer_id, ASK_VERDICT, query, timeout_s))
             except (Unavailable, PeerError) as error:
                 this.lose(rank, f"{peer_id} cannot be asked: {error}")
                 return
@@ -298,6 +323,9 @@ class Agreement:
         ranks = coordinators(this.group)
         if not 0 <= term < len(ranks) or ranks[term] != this.rank:
             raise Refused(me, "not_coordinator", f"this peer does not count the votes of term {term}")
+        if vote.ballot > this.count(term).ballot:
+            this.lose(rank, f"{remote} voted in a ballot that has not begun")
+            raise Refused(me, "too_early", "that ballot has not begun")
         vote.reason = readable(vote.reason)
         vote.accusations = [msgspec.structs.replace(said, reason=readable(said.reason)) for said in vote.accusations]
         this.add(rank, vote)

@@ -61,21 +61,24 @@ def coordinators(group: Group) -> list[int]:
 def dropped(accusations: Iterable[tuple[int, Accusation]], coordinator: int) -> dict[int, str]:
     """Who must go, by rank, with the reason, so that nobody is left who accuses somebody that is left.
 
-    Who is in most of the quarrels goes first; of two, the one that sent what it must not, then not the coordinator,
-    then the higher rank. One that accuses itself goes.
+    Who is in most of the quarrels goes first; of two, the one that sent what it must not, then the one that sent
+    nothing, then not the coordinator, then the higher rank. One that accuses itself goes.
     """
     pairs = {(accuser, said.accused): said for accuser, said in accusations}
     gone: dict[int, str] = {}
     while pairs:
         score: Counter[int] = Counter()
         violations: Counter[int] = Counter()
+        stalls: Counter[int] = Counter()
         for (accuser, accused), said in pairs.items():
             for rank in {accuser, accused}:
                 score[rank] += len(pairs) + 1 if accuser == accused else 1
             violations[accused] += said.is_violation
-        worst = max(score, key=lambda rank: (score[rank], violations[rank], rank != coordinator, rank))
-        reasons = [said.reason for (_, accused), said in pairs.items() if accused == worst]
-        gone[worst] = reasons[0] if reasons else "it does not reach the others"
+            stalls[accused] += said.is_stalled
+        worst = max(score, key=lambda rank: (score[rank], violations[rank], stalls[rank], rank != coordinator, rank))
+        against = [said for (_, accused), said in pairs.items() if accused == worst]
+        most = max(against, key=lambda said: (said.is_violation, said.is_stalled), default=None)
+        gone[worst] = most.reason if most is not None else "it does not reach the others"
         pairs = {pair: said for pair, said in pairs.items() if worst not in pair}
     return gone
 
@@ -128,12 +131,20 @@ class Count:
         """Members of whom others say that they are lost, and that have not voted."""
         return {said.accused for vote in self.votes.values() for said in vote.accusations} & self._open()
 
+    def only_stalled(self) -> set[int]:
+        """Members that others got nothing from, if these are the only ones that have not voted."""
+        stalled = {said.accused for vote in self.votes.values() for said in vote.accusations if said.is_stalled}
+        return self._open() if self._open() <= stalled else set()
+
     def decide(self) -> Verdict | Order | None:
         """What follows from the votes, or None while more are needed; after an order the next ballot has begun."""
         if self.verdict is not None:
             return self.verdict
         decision = self._read() if self._is_reading() else self._count()
         if isinstance(decision, Order):
+            for said in (said for vote in self.votes.values() for said in vote.accusations):
+                if said.accused in self.lost and (said.is_stalled or said.is_violation):
+                    self.faults.setdefault(said.accused, said.reason)
             self.ballot, self.order, self.votes = decision.ballot, decision, {}
             self._members = set(decision.members)
         elif decision is not None:
@@ -160,7 +171,7 @@ class Count:
             return self._commit(most)
         if not self._can_average(here) or (self.order is not None and self.order.adopted is not None):
             return self._commit(most) if is_won else self._abort()
-        if len(by_result) > 1:
+        if sum(not here.isdisjoint(ranks) for ranks in by_result.values()) > 1:
             return self._commit(most) if is_won else self._abort(DIFFERENT)
         return self._again(here) or (self._commit(most) if is_won else self._abort())
 
@@ -218,9 +229,19 @@ class Count:
     def _who_hear_each_other(self) -> set[int]:
         here = self._live() & self.votes.keys()
         said = [(rank, one) for rank in here for one in self.votes[rank].accusations if one.accused in here]
-        gone = dropped(said, self._coordinator)
+        gone = dropped(said, self._coordinator) | self._misfits(here)
         self.faults |= gone
         return here - gone.keys()
+
+    def _misfits(self, here: set[int]) -> dict[int, str]:
+        """Whose vector is not as long as that of most, by rank, with the reason."""
+        numels = {rank: self.votes[rank].numel for rank in sorted(here)}
+        usual = max(Counter(numels.values()).items(), key=lambda pair: pair[1], default=(0, 0))[0]
+        return {
+            rank: f"the vector of peer {self.group.members[rank].peer_id} has {numel} values, not {usual}"
+            for rank, numel in numels.items()
+            if numel != usual
+        }
 
     def _can_average(self, here: set[int]) -> bool:
         members = [self.group.members[rank] for rank in here]

@@ -2,9 +2,10 @@
 
 Each reducer owns a span of the vector; two members that own none have no stream. On the stream between two members,
 each sends its part of the other's span, then the averaged chunks of its own span as they get ready, and in the end a
-record of who contributed to each; both sides know all sizes, so nothing else travels. A reducer adds in the order of
-ranks, so the result does not depend on who is faster. What it sends, encoded once, is what everybody applies, the
-reducer included: all decode the same bytes.
+record of who contributed to each. Both sides know all sizes; each says what it is about to send, so that a member with
+another vector is found out before its values count. A reducer adds in the order of ranks, so the result does not
+depend on who is faster. What it sends, encoded once, is what everybody applies, the reducer included: all decode the
+same bytes.
 
 A member that is lost ends nothing: the chunks that it had delivered count, the later ones are the mean of the others,
 and its own span is missing. What is missing is reduced again (:mod:`manyhands.averaging.recovery`).
@@ -19,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import math
+import struct
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
 from typing import Any
 
@@ -27,10 +29,11 @@ from blake3 import blake3
 
 from manyhands.averaging.codecs import Feedbacks, Plan
 from manyhands.averaging.contributions import BadRecord, Contributions
+from manyhands.averaging.means import Means, digest_of_all
 from manyhands.averaging.member_values import MemberValues, Spoiled, bytes_of
 from manyhands.averaging.memory import empty_vector
 from manyhands.averaging.messages import MAX_REASON_LENGTH, Accusation, Group
-from manyhands.averaging.span_reducer import INLINE_NUMEL, SpanReducer
+from manyhands.averaging.span_reducer import GONE, INLINE_NUMEL, SpanReducer
 from manyhands.averaging.spans import chunks_of, owned_spans
 from manyhands.base.errors import PeerLost, RoundAborted
 from manyhands.transport.api import Stream
@@ -48,6 +51,9 @@ ROWS_NUMEL = 864
 
 MIN_CHUNK_NUMEL = 256 * ROWS_NUMEL
 """Less is not worth the calls."""
+
+_LABEL = struct.Struct("<QQ")
+"""Goes before the values, and before the means, of a span: elements of the vector, and bytes that follow."""
 
 
 class Wanted(enum.Enum):
@@ -114,11 +120,20 @@ class Butterfly:
         self._hashers = {other: blake3(max_threads=1) for other in range(len(self._spans))}
         self._hashers[rank] = self._reducer.hasher
         self._told: dict[int, list[list[int]]] = {}  # by reducer, of all its chunks
+        self._encoded: dict[int, torch.Tensor] = {}  # means as they travelled, by reducer, unless they are exact
         self._conversations: dict[int, asyncio.Task[None]] = {}
 
     def digest(self) -> bytes:
         """BLAKE3 of the digests of all spans, by rank, of the means as they travelled; once nothing is missing."""
-        return blake3(b"".join(self._hashers[rank].digest() for rank in range(len(self._spans)))).digest()
+        return digest_of_all(False, [self._hashers[rank].digest() for rank in range(len(self._spans))])
+
+    def means(self) -> Means:
+        """The means as they travelled, by reducer, as far as they are there; for a butterfly that has ended."""
+        if self._codec.is_exact:
+            pieces = [self.averaged_N[span].view(torch.uint8) for span in self._spans]
+        else:
+            pieces = [self._encoded_means(rank) for rank in range(len(self._spans))]
+        return Means(self.averaged_N, False, pieces, self._decode_all)
 
     def partners(self) -> list[int]:
         """Ranks with which values are exchanged; two members that own no span have nothing to say to each other."""
@@ -139,6 +154,11 @@ class Butterfly:
             for chunk, present in zip(self._chunks(rank), presents, strict=True)
         ]
 
+    @property
+    def num_averaged(self) -> int:
+        """Chunks that this member has averaged."""
+        return len(self._reducer.presents)
+
     def num_bytes_with(self, rank: int) -> int:
         """About what each way of the stream to a partner carries, in bytes."""
         return self._codec.num_bytes(self._spans[rank]) + self._codec.num_bytes(self._spans[self._rank])
@@ -155,14 +175,20 @@ class Butterfly:
         """
         reducing = self._reducer.run(lambda rank, reason: self.lose(rank, reason, is_violation=True))
         await _all_or_none([reducing, *(self._exchange_with(rank, connect) for rank in self.partners())])
+        if self._reducer.chunks and not self._codec.is_exact:
+            _, means = await self._reducer.done(0)
+            self._encoded[self._rank] = torch.frombuffer(means, dtype=torch.uint8)
         return self.averaged_N
 
-    def lose(self, rank: int, reason: str, *, is_violation: bool = False) -> None:
+    def lose(self, rank: int, reason: str, *, is_violation: bool = False, is_stalled: bool = False) -> None:
         """Go on without a member; what it has delivered counts, unless that was the fault."""
         if rank in self.faults or rank not in self._conversations:
             return
-        self.faults[rank] = Accusation(rank, reason[:MAX_REASON_LENGTH], is_violation)
+        self.faults[rank] = Accusation(rank, reason[:MAX_REASON_LENGTH], is_violation, is_stalled)
+        inbox = self._reducer.inboxes.get(rank)
         self._reducer.lose(rank, is_violation=is_violation)
+        if is_violation and inbox is not None:
+            inbox.put(GONE)  # the reducer may be waiting for it
         self._conversations[rank].cancel()
 
     async def _exchange_with(self, rank: int, connect: Callable[[int], Awaitable[Stream]]) -> None:
@@ -194,29 +220,42 @@ class Butterfly:
             await self._send_values(self._spans[rank], stream)
         num_sent = 0
         while num_sent < len(self._reducer.chunks):
+            is_first = num_sent == 0
             num_sent, means = await self._reducer.done(num_sent)
-            await stream.send(means)
+            await stream.send(*([self._label_of(self._spans[self._rank])] if is_first else []), means)
         if self._reducer.chunks:
             await stream.send(self._records.record(self._reducer.presents))
 
     async def _send_values(self, span: slice, stream: Stream) -> None:
         """This member's values of a span."""
-        if self._codec.is_exact:
-            await stream.send(bytes_of(self._flat_N[span]))
-        elif span.stop - span.start < INLINE_NUMEL:
+        if span.stop - span.start >= INLINE_NUMEL:
+            await stream.send_each(self._encoded_values(span))
+        elif self._codec.is_exact:
+            await stream.send(*self._encoded_values(span))
+        else:
             for encoded in self._encoded_values(span):
                 await stream.send(encoded)
-        else:
-            await stream.send_each(self._encoded_values(span))
 
     def _encoded_values(self, span: slice) -> Iterator[memoryview]:
         """Encoded chunk by chunk; each is valid until the next one is asked for."""
         chunks = chunks_of(span, self._chunk_numel)
-        buffer = self._buffer_for(chunks)
+        buffer = self._buffer_for([] if self._codec.is_exact else chunks)
+        yield memoryview(self._label_of(span))
         for chunk in chunks:
+            if self._codec.is_exact:
+                self._codec.check_finite(self._rank, self._flat_N[chunk])
+                yield bytes_of(self._flat_N[chunk])
+                continue
             encoded = buffer[: self._codec.num_bytes(chunk)]
             self._codec.encode(self._flat_N[chunk], chunk, encoded, self._feedback)
             yield bytes_of(encoded)
+
+    def _label_of(self, span: slice) -> bytes:
+        """What goes before the values or the means of a span."""
+        return _LABEL.pack(self._flat_N.numel(), self._num_bytes_of(span))
+
+    def _num_bytes_of(self, span: slice) -> int:
+        return sum(map(self._codec.num_bytes, chunks_of(span, self._chunk_numel)))
 
     def _buffer_for(self, chunks: Sequence[slice]) -> torch.Tensor:
         """Memory for any one of some encoded chunks."""
@@ -227,6 +266,8 @@ class Butterfly:
     async def _receive_from(self, rank: int, stream: Stream) -> None:
         if rank in self._reducer.inboxes:
             inbox = self._reducer.inboxes[rank]
+            self.wanted[rank] = Wanted.VALUES
+            await self._receive_label(rank, stream, self._spans[self._rank])
             for chunk in self._reducer.chunks:
                 encoded = await inbox.room(self._codec.num_bytes(chunk))
                 self.wanted[rank] = Wanted.VALUES
@@ -235,10 +276,20 @@ class Butterfly:
                 inbox.put(encoded)
         if self._is_reducer(rank):
             self.wanted[rank] = Wanted.MEANS
-        await self._receive_averaged(rank, stream)
-        if self._is_reducer(rank):
+            await self._receive_label(rank, stream, self._spans[rank])
+            await self._receive_averaged(rank, stream)
             await self._receive_record(rank, stream)
             del self.wanted[rank]
+
+    async def _receive_label(self, rank: int, stream: Stream, span: slice) -> None:
+        label = bytearray(_LABEL.size)
+        await stream.receive_into(memoryview(label))
+        numel, num_bytes = _LABEL.unpack(label)
+        peer_id, what = self._members[rank].peer_id, self.wanted[rank].value
+        if numel != self._flat_N.numel():
+            raise Spoiled(f"the vector of peer {peer_id} has {numel} values, not {self._flat_N.numel()}", [peer_id])
+        if num_bytes != (due := self._num_bytes_of(span)):
+            raise Spoiled(f"peer {peer_id} sends {num_bytes} bytes of {what}, and {due} are due", [peer_id])
 
     async def _receive_record(self, rank: int, stream: Stream) -> None:
         record = bytearray(self._records.record_bytes(len(self._chunks(rank))))
@@ -260,17 +311,36 @@ class Butterfly:
 
     def _views_of_averaged(self, rank: int) -> Iterator[memoryview]:
         """Memory for one averaged chunk after the other, which is taken over as soon as it has come."""
-        chunks = self._chunks(rank)
-        buffer = self._buffer_for([] if self._codec.is_exact else chunks)
-        for chunk in chunks:
+        for chunk, encoded in self._encoded_chunks(rank):
             averaged = self.averaged_N[chunk]
-            encoded = averaged.view(torch.uint8) if self._codec.is_exact else buffer[: self._codec.num_bytes(chunk)]
             yield bytes_of(encoded)
             if self._codec.is_exact:
                 self._codec.check_finite(rank, averaged)
             else:
                 self._codec.decode(rank, encoded, chunk, averaged)
             self._hashers[rank].update(bytes_of(encoded))
+
+    def _encoded_chunks(self, rank: int) -> Iterator[tuple[slice, torch.Tensor]]:
+        """The chunks of a reducer's span, each with the memory for its means as they travel."""
+        at = 0
+        for chunk in self._chunks(rank):
+            if self._codec.is_exact:
+                yield chunk, self.averaged_N[chunk].view(torch.uint8)
+            else:
+                num_bytes = self._codec.num_bytes(chunk)
+                yield chunk, self._encoded_means(rank)[at : at + num_bytes]
+                at += num_bytes
+
+    def _encoded_means(self, rank: int) -> torch.Tensor:
+        if rank not in self._encoded:
+            self._encoded[rank] = empty_vector(self._num_bytes_of(self._spans[rank]), torch.uint8)
+        return self._encoded[rank]
+
+    def _decode_all(self) -> None:
+        for rank in range(len(self._spans)):
+            for chunk, encoded in self._encoded_chunks(rank):
+                if not self._codec.is_exact:
+                    self._codec.decode(rank, encoded, chunk, self.averaged_N[chunk])
 
     def _chunks(self, rank: int) -> list[slice]:
         return chunks_of(self._spans[rank], self._chunk_numel)

@@ -21,7 +21,7 @@ from manyhands.averaging.messages import (
     Position,
     readable_addresses,
 )
-from manyhands.averaging.view import View
+from manyhands.averaging.view import View, short_id, split_ids
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ManyhandsError, PeerError, Refused, RoundAborted, Unavailable
 from manyhands.base.identity import PeerId
@@ -34,6 +34,8 @@ ROSTER_POLL_S = 0.2
 LOOK_TIMEOUT_S = 1.0
 HEARSAY_S = 2.0
 """For so long those are waited for of whom only a member knows."""
+CLIENT_S = 5.0
+"""For so long a peer in client mode is waited for that is connected to nobody who has come: as long as a dial takes."""
 FLOAT_BYTES = 4
 
 
@@ -76,8 +78,12 @@ class Convener:
         finally:
             gathering.remove(own)
 
-    async def take_in(self, member: Member, expects: bytes) -> JoinResponse:
-        """Give another peer a place; wait for the end."""
+    async def take_in(self, member: Member, expects: bytes, clients: bytes) -> JoinResponse:
+        """Give another peer a place; wait for the end.
+
+        Args:
+            expects, clients: see :class:`manyhands.averaging.messages.JoinRequest`.
+        """
         gathering = self.open()
         if member.peer_id not in gathering.joined and self._is_full(gathering):
             size = self._config.max_group_size
@@ -85,6 +91,7 @@ class Convener:
         until = asyncio.get_running_loop().time() + HEARSAY_S
         for stranger in self._view.unheard_of(expects, self._endpoint.peer_id):
             gathering.hearsay[stranger] = until
+        gathering.seen |= split_ids(clients)
         gathering.add(member)
         try:
             return await asyncio.shield(gathering.answer)
@@ -163,7 +170,7 @@ class Convener:
         loop = asyncio.get_running_loop()
         while not gathering.answer.done() and gathering.position == self._roster.position():
             left_s = gathering.deadline - loop.time()
-            expected = self._view.expected()
+            expected = self._without_lost_clients(gathering)
             awaited = expected.keys() - gathering.absent | {self._endpoint.peer_id}
             are_all_here = awaited <= gathering.joined.keys() and not gathering.waits_for_hearsay(loop.time())
             if left_s <= 0 or are_all_here or self._is_full(gathering):
@@ -173,6 +180,24 @@ class Convener:
             waiter = loop.create_task(gathering.changed.wait())
             await asyncio.wait([waiter], timeout=min(left_s, ROSTER_POLL_S))
             waiter.cancel()
+
+    def _without_lost_clients(self, gathering: Gathering) -> Mapping[PeerId, bool]:
+        """Who is expected; nobody can ask a client that is connected to none of those who are here."""
+        expected = self._view.expected()
+        if asyncio.get_running_loop().time() < gathering.began + CLIENT_S:
+            return expected
+        lost = [
+            peer_id
+            for peer_id, is_client in expected.items()
+            if is_client
+            and peer_id not in gathering.joined
+            and short_id(peer_id) not in gathering.seen
+            and not self._endpoint.is_connected(peer_id)
+        ]
+        for peer_id in lost:
+            logger.info("peer %s is in client mode, is connected to nobody here, and is not waited for", peer_id)
+            self._view.report_missing(peer_id)
+        return self._view.expected() if lost else expected
 
     def _is_full(self, gathering: Gathering) -> bool:
         """Whether there is no place left in a group of a grid; the last one is this peer's own."""

@@ -17,12 +17,16 @@ class Gathering:
     Attributes:
         joined: who has come.
         absent: who has said that it does not come: it is in another group, or at a later round of the grid.
+        began: loop time.
+        seen: clients that are connected to a member, by short id.
         hearsay: those of whom only members know, by short id, and until when (loop time) they are waited for.
     """
 
     def __init__(self, position: Position, deadline: float) -> None:
         self.position = position
         self.deadline = deadline
+        self.began = asyncio.get_running_loop().time()
+        self.seen: set[bytes] = set()
         self.joined: dict[PeerId, Member] = {}
         self.absent: set[PeerId] = set()
         self._ask_again_at: dict[PeerId, float] = {}

@@ -21,7 +21,7 @@ import asyncio
 import logging
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 from manyhands.averaging.admission import (
@@ -66,6 +66,8 @@ MOVE_POLL_S = 0.05
 ANSWER_TIMEOUT_S = 5.0
 """What a leader's answer may take beyond the time that it gathers for, at most."""
 MAX_REDIRECTS = 8
+DOUBT_S = 0.5
+"""A leader that is not connected by then may not be reachable: find out who else is."""
 ROUND_GAP_S = 1.0
 """Between two attempts of one step in a grid."""
 
@@ -126,6 +128,16 @@ class Matchmaker:
             self._busy_at = None
             raise
 
+    def note_round(self, group: Group, blamed: Collection[PeerId], *, is_committed: bool) -> None:
+        """A round of a group is over; who is to blame for what went wrong in it is expected less."""
+        others = (member.peer_id for member in group.members if member.peer_id != self._endpoint.peer_id)
+        self._view.note_round(others, blamed, is_committed=is_committed)
+
+    @property
+    def is_seeking(self) -> bool:
+        """Whether this peer looks for a group now."""
+        return self._sought_at == math.inf
+
     async def find_group(self, weight: float, bandwidth: int, gather_s: float | None = None) -> Group:
         """Wait for the group of the next round at this peer's position.
 
@@ -159,7 +171,7 @@ class Matchmaker:
                 if leader == own.peer_id:
                     response = await self._convener.lead(own, self._gather_s)
                 else:
-                    response = await self._follow(leader, own)
+                    response = await self._follow(leader, own, unreachable)
             except (Unavailable, PeerError) as error:
                 logger.info("peer %s cannot lead this round: %s", leader, error)
                 if isinstance(error, Refused):
@@ -170,7 +182,7 @@ class Matchmaker:
                     self._view.report_missing(leader)
                 unreachable.add(leader)
                 if isinstance(error, Unavailable):
-                    await self._try_the_others(unreachable)
+                    await self._try_the_others(unreachable, leader)
                 leader = None
                 continue
             if response.group is not None:
@@ -182,7 +194,7 @@ class Matchmaker:
             leader = self._redirected(response, unreachable)
         raise RoundAborted("no leader was found: the peers send this one in circles")
 
-    async def _try_the_others(self, unreachable: set[PeerId]) -> None:
+    async def _try_the_others(self, unreachable: set[PeerId], leader: PeerId) -> None:
         """One leader cannot be reached: find out at once, not one after the other, who else cannot be."""
 
         async def reach(peer_id: PeerId) -> None:
@@ -197,7 +209,9 @@ class Matchmaker:
 
         hosts = [peer_id for peer_id, is_client in self._view.expected().items() if not is_client]
         others = [
-            peer_id for peer_id in hosts if peer_id not in unreachable and not self._endpoint.is_connected(peer_id)
+            peer_id
+            for peer_id in hosts
+            if peer_id not in unreachable and peer_id != leader and not self._endpoint.is_connected(peer_id)
         ]
         await asyncio.gather(*(reach(peer_id) for peer_id in others))
 
@@ -241,23 +255,40 @@ class Matchmaker:
             "at least one peer must accept connections"
         )
 
-    async def _follow(self, leader: PeerId, own: Member) -> JoinResponse:
+    async def _follow(self, leader: PeerId, own: Member, unreachable: set[PeerId]) -> JoinResponse:
         """Ask a leader for a place, unless a better one calls meanwhile."""
         loop = asyncio.get_running_loop()
-        expects = short_ids(self._view.expected())[: SHORT_ID_BYTES * MAX_EXPECTED]
-        request = JoinRequest(self._run_id, self._run_fingerprint, self._roster.position(), own, expects)
+        expected = self._view.expected()
+        clients = (peer for peer, is_client in expected.items() if is_client and self._endpoint.is_connected(peer))
+        request = JoinRequest(
+            self._run_id,
+            self._run_fingerprint,
+            self._roster.position(),
+            own,
+            short_ids(expected)[: SHORT_ID_BYTES * MAX_EXPECTED],
+            short_ids(clients)[: SHORT_ID_BYTES * MAX_EXPECTED],
+        )
         self._following = leader
         self._better = better = loop.create_future()
         self._convener.send_to(leader)
         timeout_s = self._gather_s + min(self._gather_s, ANSWER_TIMEOUT_S)
         asking = loop.create_task(self._endpoint.call(leader, JOIN, request, timeout_s))
+        trying = loop.create_task(self._doubt(leader, unreachable))
         try:
             await asyncio.wait([asking, better], return_when=asyncio.FIRST_COMPLETED)
+            if asking.done() and isinstance(asking.exception(), Unavailable):
+                await trying
             return await asking if asking.done() else JoinResponse(leader=better.result())
         finally:
             self._following = self._better = None
             asking.cancel()
-            await asyncio.gather(asking, return_exceptions=True)
+            trying.cancel()
+            await asyncio.gather(asking, trying, return_exceptions=True)
+
+    async def _doubt(self, leader: PeerId, unreachable: set[PeerId]) -> None:
+        await asyncio.sleep(DOUBT_S)
+        if not self._endpoint.is_connected(leader):
+            await self._try_the_others(unreachable, leader)
 
     def _redirected(self, response: JoinResponse, unreachable: set[PeerId]) -> PeerId | None:
         if not response.leader or response.leader in unreachable:
@@ -317,7 +348,7 @@ class Matchmaker:
             return self._convener.redirect(self._following)
         self._endpoint.learn(remote, readable_addresses(request.member.addresses))
         self._roster.call_to_round()
-        return await self._convener.take_in(request.member, request.expects)
+        return await self._convener.take_in(request.member, request.expects, request.clients)
 
     async def _catch_up(self, position: Position) -> None:
         """Others may have heard a verdict, or applied it, a moment before this peer: let it come after them."""

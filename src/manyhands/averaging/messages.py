@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated
 
 import msgspec
@@ -97,6 +97,11 @@ class Group(msgspec.Struct, frozen=True):
         usual = statistics.median_low(known) if known else 1
         return [0 if member.is_client else member.bandwidth or usual for member in self.members]
 
+    def link_rates(self, rank: int) -> list[int]:
+        """Bytes per second that the link from one member to each carries, by what both know; 0 if neither knows."""
+        own = self.members[rank].bandwidth
+        return [min(filter(None, (own, member.bandwidth)), default=0) for member in self.members]
+
     def manifest(self, digest: bytes, parts: Sequence[Part] = ()) -> RoundManifest:
         """What this group commits, if it commits the vector with this digest."""
         absent = set.intersection(*(set(part.absent) for part in parts)) if parts else set()
@@ -129,7 +134,7 @@ class RoundManifest(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         members, weights: by rank; a weight of 0 means that the member contributed nothing.
-        digest: BLAKE3 of the means as they travelled (docs/wire.md); after a recovery, of the averaged vector.
+        digest: BLAKE3 of the means as they travelled, or of the vector after a recovery; see docs/wire.md.
         parts: of the whole vector, in order, if not all who have a weight contributed to all of it; else empty.
     """
 
@@ -140,9 +145,25 @@ class RoundManifest(msgspec.Struct, frozen=True, omit_defaults=True):
     digest: Digest
     parts: Annotated[list[Part], msgspec.Meta(max_length=MAX_PARTS)] = []
 
+    def cut(self) -> dict[PeerId, list[tuple[int, int]]]:
+        """Whose values count in some parts only: start and stop of each, in elements of the vector."""
+        spans: dict[PeerId, list[tuple[int, int]]] = {}
+        for rank, (peer_id, weight) in enumerate(zip(self.members, self.weights, strict=True)):
+            if weight > 0 and any(rank in part.absent for part in self.parts):
+                spans[peer_id] = _joined((part.start, part.stop) for part in self.parts if rank not in part.absent)
+        return spans
+
     def fingerprint(self) -> bytes:
         """SHA-256 of the whole manifest."""
         return hashlib.sha256(msgspec.msgpack.encode(self)).digest()
+
+
+def _joined(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Neighbours as one."""
+    joined: list[tuple[int, int]] = []
+    for start, stop in spans:
+        joined.append((joined.pop()[0] if joined and joined[-1][1] == start else start, stop))
+    return joined
 
 
 class JoinRequest(msgspec.Struct):
@@ -150,6 +171,7 @@ class JoinRequest(msgspec.Struct):
 
     Attributes:
         expects: whom the asking peer expects, by the first bytes of the SHA-256 of each peer id, end to end.
+        clients: likewise, peers in client mode that are connected to it, as only such a peer knows that they are there.
     """
 
     run_id: str
@@ -157,6 +179,7 @@ class JoinRequest(msgspec.Struct):
     position: Position
     member: Member
     expects: Annotated[bytes, msgspec.Meta(max_length=SHORT_ID_BYTES * MAX_EXPECTED)] = b""
+    clients: Annotated[bytes, msgspec.Meta(max_length=SHORT_ID_BYTES * MAX_EXPECTED)] = b""
 
 
 class JoinResponse(msgspec.Struct):
@@ -193,11 +216,13 @@ class Accusation(msgspec.Struct, frozen=True):
 
     Attributes:
         is_violation: it sent what it must not, rather than too little.
+        is_stalled: it sent nothing although the connection stood; else it may have been the one that was given up.
     """
 
     accused: Rank
     reason: Annotated[str, msgspec.Meta(max_length=MAX_REASON_LENGTH)]
     is_violation: bool = False
+    is_stalled: bool = False
 
 
 class Vote(msgspec.Struct):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 
 import msgspec
@@ -13,11 +12,13 @@ from manyhands.averaging.ballot import Held, Voter, held_of
 from manyhands.averaging.butterfly import Butterfly
 from manyhands.averaging.codecs import Feedbacks, Plan
 from manyhands.averaging.contributions import Contributions
-from manyhands.averaging.member_values import Spoiled, bytes_of
+from manyhands.averaging.means import Means, again, digest_of_all
+from manyhands.averaging.member_values import Spoiled
 from manyhands.averaging.memory import empty_vector
 from manyhands.averaging.messages import MAX_REASON_LENGTH, Accusation, Group, Order, RoundManifest
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import RoundAborted, Timeout
+from manyhands.runtime.executor import run_to_end
 
 NO_WEIGHT = "no member has any samples"
 
@@ -57,7 +58,8 @@ class Recovery:
         self._feedbacks = feedbacks
         contributors = (rank for rank, member in enumerate(group.members) if member.weight > 0)
         self._contributions = Contributions(flat_N.numel(), len(group.members), contributors)
-        self._results: list[tuple[Held, torch.Tensor]] = []
+        self._first: Means | None = None
+        self._results: list[tuple[Held, Means]] = []
 
     async def first(self, timeout_s: float) -> None:
         """Average the vector, among all members."""
@@ -66,7 +68,7 @@ class Recovery:
 
     async def follow(self, order: Order, timeout_s: float) -> None:
         """Average a part of the vector again among those who are left; the voter has the outcome then."""
-        if any(self._mean_N is mean_N for _, mean_N in self._results):
+        if any(self._mean_N is means.averaged_N for _, means in self._results):
             self._mean_N = self._mean_N.clone()  # that result may still be the one that is committed
         region = slice(order.start, order.stop)
         self._contributions.drop(order.start, order.stop)
@@ -84,6 +86,9 @@ class Recovery:
             reason = (error.reason if isinstance(error, RoundAborted) else str(error))[:MAX_REASON_LENGTH]
             if isinstance(error, Spoiled):  # its own values: no stream carries them
                 own_fault = [Accusation(self._rank, reason, is_violation=True)]
+        means = butterfly.means() if order.ballot == 0 else again(self._mean_N)
+        if order.ballot == 0:
+            self._first = means
         for chunk, reducer, present in butterfly.held():
             self._contributions.add(chunk.start, chunk.stop, reducer, present)
         accusations = [*butterfly.faults.values(), *own_fault]
@@ -92,17 +97,32 @@ class Recovery:
         if missing[0] < missing[1] or own_fault:
             self._voter.averaged(None, missing, reason, accusations)
             return
-        if order.ballot == 0:
-            digest = butterfly.digest()
-        else:  # a part of it came before
-            digest = await asyncio.get_running_loop().run_in_executor(None, _digest, self._mean_N)
+        is_again = order.ballot > 0  # a part of it came before, so that no butterfly has seen it all
+        digest = digest_of_all(True, await run_to_end(means.digests)) if is_again else butterfly.digest()
         held = Held(digest, self._contributions.parts())
-        self._results.append((held, self._mean_N))
+        self._results.append((held, means))
         self._voter.averaged(held, (0, 0), "", accusations)
 
     def result_of(self, manifest: RoundManifest) -> torch.Tensor | None:
         """The averaged vector that a manifest commits, if this member holds it."""
-        return next((mean_N for held, mean_N in self._results if held == held_of(manifest)), None)
+        means = self.means_of(manifest.digest)
+        return means.averaged_N if means is not None else None
+
+    def means_of(self, digest: bytes) -> Means | None:
+        """The result with a digest, if this member holds it."""
+        return next((means for held, means in self._results if held.digest == digest), None)
+
+    def incomplete(self, is_again: bool) -> Means | None:
+        """What this member has of a result that it does not hold.
+
+        Args:
+            is_again: whether it was averaged in more than one ballot.
+        """
+        return again(self._mean_N) if is_again else self._first
+
+    def complete(self, manifest: RoundManifest, means: Means) -> None:
+        """What this member lacked of a committed result has come."""
+        self._results.append((held_of(manifest), means))
 
 
 def stream_id(group: Group, ballot: int) -> bytes:
@@ -110,8 +130,3 @@ def stream_id(group: Group, ballot: int) -> bytes:
     if ballot == 0:
         return group.group_id
     return blake3(msgspec.msgpack.encode((group.group_id, ballot))).digest(16)
-
-
-def _digest(vector_N: torch.Tensor) -> bytes:
-    """BLAKE3, which reads memory nearly three times as fast as SHA-256 here."""
-    return blake3(bytes_of(vector_N), max_threads=1).digest()

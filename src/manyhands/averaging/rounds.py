@@ -16,12 +16,13 @@ from typing import Any
 import msgspec
 import torch
 
-from manyhands.averaging.agreement import MIN_VOTING_S, NOBODY, PROBE_S, Agreement
+from manyhands.averaging.agreement import MIN_VOTING_S, NOBODY, Agreement
 from manyhands.averaging.ballot import Voter
 from manyhands.averaging.bandwidth import BandwidthMeter, Send
 from manyhands.averaging.butterfly import Butterfly
 from manyhands.averaging.codecs import Feedbacks, codec_of_code, plan_of
 from manyhands.averaging.config import AveragingConfig
+from manyhands.averaging.fetching import Fetching
 from manyhands.averaging.matchmaking import Matchmaker
 from manyhands.averaging.messages import (
     ASK_VERDICT,
@@ -36,6 +37,7 @@ from manyhands.averaging.messages import (
 )
 from manyhands.averaging.metered import MeteredStream
 from manyhands.averaging.patience import Patience
+from manyhands.averaging.probing import Probing
 from manyhands.averaging.recovery import Recovery
 from manyhands.averaging.roster import Roster
 from manyhands.averaging.stream_inbox import StreamInbox
@@ -92,8 +94,8 @@ class CommittedRound:
 
     Attributes:
         averaged_N: the weighted mean, on the CPU, in the dtype of the vectors, bit-identical on all members. None when
-            most members hold it and this one does not: its vector counted, but to follow the others it must load
-            their state.
+            most members hold it and this one does not: it was left out, or could not fetch what it lacks. To follow the
+            others it must load their state.
         manifest: who contributed, by which weights.
         seconds: from the call to the verdict.
         matchmaking_s: the part of it that was spent looking for the group.
@@ -137,11 +139,12 @@ class RoundRunner:
     ) -> None:
         self._endpoint = endpoint
         self._config = config
-        self._roster = roster
         self.shapes = shapes
         self._matchmaker = Matchmaker(endpoint, run_id, run_fingerprint, roster, config, rng)
         self._agreement = Agreement(endpoint, config)
         self._inbox = StreamInbox(endpoint, config)
+        self._fetching = Fetching(endpoint, config)
+        self._probing = Probing(endpoint, lambda id_: self._matchmaker.is_seeking or self._agreement.is_in(id_))
         declared = config.bandwidth_mbit_s
         self._bandwidth = BandwidthMeter(declared * BYTES_PER_MBIT if declared is not None else None)
         self._sends: list[Send] = []  # of the round that is under way
@@ -168,6 +171,8 @@ class RoundRunner:
         await self._matchmaker.close()
         self._agreement.close()
         self._inbox.close()
+        self._fetching.close()
+        self._probing.close()
         await self._tasks.close()
 
     async def average(
@@ -212,11 +217,11 @@ class RoundRunner:
         self._sends = []
         self._enter(Phase.FORMED)
         async with self._keeping_errors():
-            with self._matchmaker.in_round(group), self._agreement.of(group):
+            with self._matchmaker.in_round(group), self._agreement.of(group), ExitStack() as held:
                 rank = group.rank_of(self._endpoint.peer_id)
                 assert rank is not None
                 voter = Voter(group, rank, flat_N.numel())
-                recovery = self._recovery(group, voter, flat_N)
+                recovery = held.enter_context(self._fetching.of(group, self._recovery(group, voter, flat_N)))
                 await self._average(group, recovery.first, deadline - loop.time())
                 began_vote = loop.time()
                 self._enter(Phase.VOTING)
@@ -231,15 +236,19 @@ class RoundRunner:
                 finally:
                     meter.vote_s += loop.time() - began_vote
                 self._enter(Phase.CONCLUDED)
-                for peer_id in verdict.blamed:
-                    if peer_id != self._endpoint.peer_id:
-                        self._roster.report_missing(peer_id)
+                self._matchmaker.note_round(group, verdict.blamed, is_committed=verdict.manifest is not None)
                 if verdict.manifest is None:
                     if not any(member.weight > 0 for member in group.members):
                         raise NothingToAverage(verdict.reason, verdict.blamed)
                     raise RoundAborted(verdict.reason, verdict.blamed)
+                averaged_N = recovery.result_of(verdict.manifest)
+                if averaged_N is None and (weight == 0 or verdict.manifest.weights[rank] > 0):  # else it was left out
+                    averaged_N = await self._fetching.fetch(
+                        group, verdict.manifest, recovery, verdict.blamed, self._late_s()
+                    )
+                if averaged_N is not None and (verdict.blamed or self._agreement.has_lost(group)):
+                    await self._fetching.keep(recovery, verdict.manifest)
         seconds = loop.time() - started
-        averaged_N = recovery.result_of(verdict.manifest)
         if averaged_N is not None and not verdict.blamed:  # else waiting for the lost one is in the time
             self._bandwidth.add_round(self._sends, seconds - matchmaking_s)
         return CommittedRound(
@@ -322,14 +331,14 @@ class RoundRunner:
                 stream.abort()
             return MeteredStream(stream, other, self._sends)
 
-        async def probe(other: int) -> None:
-            await self._endpoint.call(group.members[other].peer_id, ASK_VERDICT, VerdictQuery(NOBODY), PROBE_S)
+        def moved() -> int:
+            return butterfly.num_averaged + sum(one.bytes_sent + one.bytes_received for one in streams.values())
 
-        patience = Patience(butterfly, streams, probe)
+        patience = Patience(butterfly, streams, group.link_rates(rank), functools.partial(self._probing.ask, group))
         watching = asyncio.get_running_loop().create_task(patience.watch())
         self._endpoint.on_lost.append(on_lost)
         try:
-            with ExitStack() as held:
+            with self._probing.of(group, moved), ExitStack() as held:
                 for other in butterfly.partners():
                     held.enter_context(self._endpoint.held(group.members[other].peer_id))
                 return await butterfly.run(connect)

@@ -73,6 +73,14 @@ class StreamInbox:
             if awaited == peer_id and not future.done():
                 future.set_exception(PeerLost(peer_id, "it was lost before it opened its stream"))
 
+    def _check_is_awaited(self, key: tuple[bytes, PeerId]) -> None:
+        """A member that has gone to another round does not come to this one any more."""
+        if key in self._waiting:
+            return
+        for (_, awaited), future in self._waiting.items():
+            if awaited == key[1] and not future.done():
+                future.set_exception(ProtocolViolation(awaited, "it opened a stream for another round"))
+
     def _future(self, key: tuple[bytes, PeerId]) -> asyncio.Future[Stream]:
         if key not in self._waiting:
             self._waiting[key] = asyncio.get_running_loop().create_future()
@@ -85,6 +93,7 @@ class StreamInbox:
             raise ProtocolViolation(remote, "a stream header that cannot be read") from error
         if key[0] in self._ended:
             return
+        self._check_is_awaited(key)
         future = self._future(key)
         if future.done():
             raise ProtocolViolation(remote, "a second stream for one round")

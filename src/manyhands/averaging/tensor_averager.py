@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
 
 import torch
@@ -40,6 +40,8 @@ class RoundResult:
         round_id: of the committed round, the same for all its members; empty without one.
         group: peer ids of the members, in the order of ranks; empty without a committed round.
         contributors: weight of each member that gave values.
+        cut: of these, whose values count in some parts only, as it was lost or left out in mid-round: start and stop of
+            each part, in elements of the vector in which all tensors lie end to end.
         num_bytes_sent, num_bytes_received: values on the way from and to the other members, all attempts together.
         seconds: spent in each phase, all attempts together: ``matchmaking``, ``averaging`` and ``vote``.
         num_rounds: of the step: 1, but in a swarm larger than ``max_group_size`` one for each axis of the grid. There
@@ -60,6 +62,7 @@ class RoundResult:
     num_rounds: int = 1
     num_rounds_committed: int = 0
     disagreement: float | None = None
+    cut: Mapping[PeerId, Sequence[tuple[int, int]]] = field(default_factory=dict)
 
 
 class Averager:
@@ -195,10 +198,12 @@ def _result_of(attempts: Attempts) -> RoundResult:
     reason, round_id = attempts.reason, ""
     group: tuple[PeerId, ...] = ()
     contributors: dict[PeerId, float] = {}
+    cut: Mapping[PeerId, Sequence[tuple[int, int]]] = {}
     if committed is not None:
         manifest = committed.manifest
         round_id, group = manifest.group_id.hex(), tuple(manifest.members)
         contributors = {peer_id: weight for peer_id, weight in zip(group, manifest.weights, strict=True) if weight > 0}
+        cut = manifest.cut()
         is_held = committed.averaged_N is not None
         reason = attempts.reason if is_held and attempts.num_rounds > 1 else ""
         if not is_held:
@@ -215,4 +220,5 @@ def _result_of(attempts: Attempts) -> RoundResult:
         num_rounds=attempts.num_rounds,
         num_rounds_committed=attempts.num_rounds_committed,
         disagreement=attempts.disagreement,
+        cut=cut,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from manyhands.averaging.messages import SHORT_ID_BYTES, Position
 from manyhands.averaging.roster import Roster
@@ -14,6 +14,10 @@ from manyhands.base.identity import PeerId
 
 BELIEVE_BEHIND_S = 3.0
 """For so long a peer that says that the run went on is believed although no record shows it: records take a moment."""
+OFFENCE_S = 2.0
+"""Who was to blame in two rounds in a row is not expected for so long, however fresh its record; then twice as long,"""
+MAX_OFFENCE_S = 60.0
+"""but not longer than that."""
 MAX_MET = 4096
 MAX_SHOWN_REFUSALS = 3
 
@@ -29,6 +33,11 @@ def short_ids(peer_ids: Iterable[PeerId]) -> bytes:
     return b"".join(short_id(peer_id) for peer_id in peer_ids)
 
 
+def split_ids(ids: bytes) -> set[bytes]:
+    """What :func:`short_ids` has put together."""
+    return {ids[start : start + SHORT_ID_BYTES] for start in range(0, len(ids) - SHORT_ID_BYTES + 1, SHORT_ID_BYTES)}
+
+
 class View:
     """Who should come to the next round, as this peer sees it.
 
@@ -40,11 +49,19 @@ class View:
         self.roster = roster
         self._ahead: dict[PeerId, tuple[Position, float]] = {}
         self._met: set[bytes] = set()
+        self._offences: dict[PeerId, tuple[int, float]] = {}  # how often in a row; until when it is not expected
         self.refusals: dict[PeerId, str] = {}
 
     def expected(self) -> Mapping[PeerId, bool]:
-        """As the roster says; without those who say that the run has gone on, where nobody knows of it."""
+        """As the roster says; without those who say that the run has gone on, where nobody knows of it.
+
+        Nor those who have spoilt one round after the other.
+        """
         expected = self.roster.expected()
+        if self._offences:
+            now = asyncio.get_running_loop().time()
+            shunned = {peer_id for peer_id, (_, until) in self._offences.items() if until > now}
+            expected = {peer_id: is_client for peer_id, is_client in expected.items() if peer_id not in shunned}
         if not self._ahead:
             return expected
         position, believed_since = self.roster.position(), asyncio.get_running_loop().time() - BELIEVE_BEHIND_S
@@ -60,6 +77,24 @@ class View:
         """A peer does not come; others may expect it still."""
         self._met.add(short_id(peer_id))
         self.roster.report_missing(peer_id)
+
+    def note_round(self, members: Iterable[PeerId], blamed: Collection[PeerId], *, is_committed: bool) -> None:
+        """A round is over: who is to blame in it is not expected before a fresh record; the next time, longer.
+
+        But if the others cannot do without it, they shall find each other as soon as they can.
+        """
+        now = asyncio.get_running_loop().time()
+        for peer_id in members:
+            if peer_id in blamed:
+                self.report_missing(peer_id)
+            if not is_committed:
+                continue
+            num_before, _ = self._offences.pop(peer_id, (0, 0.0))
+            if peer_id in blamed:
+                longer_s = min(OFFENCE_S * 2 ** (num_before - 1), MAX_OFFENCE_S) if num_before else 0.0
+                self._offences[peer_id] = (num_before + 1, now + longer_s)
+        while len(self._offences) > MAX_MET:
+            del self._offences[next(iter(self._offences))]
 
     def note_refusal(self, peer_id: PeerId, refusal: Refused) -> None:
         """A peer of another model or other settings is not asked again before a fresh record of it."""
@@ -85,7 +120,6 @@ class View:
             self._met.clear()
         self._met.add(short_id(own_id))
         self._met.update(map(short_id, self.expected()))
-        starts = range(0, len(expects) - SHORT_ID_BYTES + 1, SHORT_ID_BYTES)
-        strangers = {expects[start : start + SHORT_ID_BYTES] for start in starts} - self._met
+        strangers = split_ids(expects) - self._met
         self._met |= strangers
         return strangers

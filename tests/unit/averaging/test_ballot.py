@@ -174,8 +174,8 @@ def test_a_round_ends_though_every_averaging_fails() -> None:
 # who must go
 
 
-def say(accuser: int, accused: int, *, is_violation: bool = False) -> tuple[int, Accusation]:
-    return accuser, Accusation(accused, f"{accuser} of {accused}", is_violation)
+def say(accuser: int, accused: int, *, is_violation: bool = False, is_stalled: bool = False) -> tuple[int, Accusation]:
+    return accuser, Accusation(accused, f"{accuser} of {accused}", is_violation, is_stalled)
 
 
 @pytest.mark.parametrize(
@@ -189,6 +189,9 @@ def say(accuser: int, accused: int, *, is_violation: bool = False) -> tuple[int,
         ([say(1, 2), say(2, 1)], {2}),
         ([say(2, 1, is_violation=True)], {1}),
         ([say(1, 2), say(3, 4)], {2, 4}),
+        ([say(1, 0, is_stalled=True), say(0, 1)], {0}),  # it was given up, and lost its connection by that
+        ([say(1, 2, is_stalled=True), say(2, 1, is_violation=True)], {1}),
+        ([say(1, 0, is_stalled=True), say(0, 1, is_stalled=True)], {1}),
     ],
 )
 def test_who_must_go(accusations: list[tuple[int, Accusation]], gone: set[int]) -> None:
@@ -199,6 +202,21 @@ def test_who_must_go(accusations: list[tuple[int, Accusation]], gone: set[int]) 
 def test_nobody_is_left_who_accuses_somebody_that_is_left(accusations: list[tuple[int, Accusation]]) -> None:
     gone = dropped(accusations, 0)
     assert all(accuser in gone or said.accused in gone for accuser, said in accusations)
+
+
+def test_one_that_sent_nothing_and_does_not_vote_is_named_once_all_others_have_voted() -> None:
+    count = Count(group_of(4))
+    _, stalled = say(0, 3, is_stalled=True)
+    for rank in range(3):
+        assert count.only_stalled() == set()
+        vote = lacking(0, 10)
+        vote.accusations = [stalled] if rank == 0 else []
+        count.add(rank, vote)
+        assert count.decide() is None
+    assert count.only_stalled() == {3}
+    count.lose(3, "it does not vote")
+    assert count.decide() == Order(1, [0, 1, 2], 0, 10)
+    assert count.faults == {3: "0 of 3"}, "what it did says more than that it is gone"
 
 
 # a member
@@ -222,3 +240,17 @@ def test_a_member_follows_no_coordinator_that_it_has_left() -> None:
 
 def test_a_new_member_lacks_everything() -> None:
     assert Voter(group_of(2), 1, NUMEL).vote().missing == ALL
+
+
+@pytest.mark.parametrize("odd", [0, 3])
+def test_whose_vector_has_another_length_goes_whatever_it_holds(odd: int) -> None:
+    count = Count(group_of(4))
+    for rank in range(4):
+        assert count.decide() is None
+        vote = lacking(0, 10)
+        if rank == odd:
+            vote = vote_of(b"of another vector")
+            vote.numel = NUMEL + 1
+        count.add(rank, vote)
+    assert count.decide() == Order(1, [rank for rank in range(4) if rank != odd], 0, 10)
+    assert count.faults == {odd: f"the vector of peer {peer(odd)} has {NUMEL + 1} values, not {NUMEL}"}

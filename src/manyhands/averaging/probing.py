@@ -1,0 +1,85 @@
+"""Asking a member of a round whether it is there, and whether it gets on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import msgspec
+
+from manyhands.averaging.messages import Count, Digest, Group
+from manyhands.base.identity import PeerId
+from manyhands.rpc import Endpoint, Method
+
+PROBE_S = 2.0
+"""Who does not answer a question for so long is not there,"""
+MAX_PROBE_S = 8.0
+"""or for so long on a slow link: then heartbeats end the connection anyway."""
+QUEUED_BYTES = 16 * 1024
+"""So much of a round may be on its way before an answer."""
+
+
+def answer_time_s(*bytes_per_s: float) -> float:
+    """How long an answer may take beside a round, over a link that carries at least so much; 0 if that is unknown."""
+    slowest = min((rate for rate in bytes_per_s if rate > 0), default=float("inf"))
+    return min(max(PROBE_S, QUEUED_BYTES / slowest), MAX_PROBE_S)
+
+
+class MovedQuery(msgspec.Struct):
+    """Asks a member how far its exchange is."""
+
+    group_id: Digest
+
+
+class Moved(msgspec.Struct):
+    """How far a member is.
+
+    Attributes:
+        amount: grows as long as it gets on: bytes that it has sent and received in this exchange, and chunks averaged.
+        is_gone: it is not in this round, and looks for no group either.
+    """
+
+    amount: Count = 0
+    is_gone: bool = False
+
+
+ASK_MOVED = Method("averaging.ask_moved", MovedQuery, Moved)
+
+
+class Probing:
+    """Asks others how far they are, and tells them how far this peer is.
+
+    Args:
+        is_here: whether this peer is in the round of a group, or may come to it still.
+    """
+
+    def __init__(self, endpoint: Endpoint, is_here: Callable[[bytes], bool]) -> None:
+        self._endpoint = endpoint
+        self._is_here = is_here
+        self._amounts: dict[bytes, Callable[[], int]] = {}
+        endpoint.handle(ASK_MOVED, self._on_ask)
+
+    def close(self) -> None:
+        self._endpoint.unhandle(ASK_MOVED)
+
+    @contextmanager
+    def of(self, group: Group, amount: Callable[[], int]) -> Iterator[None]:
+        """Tell the members of a group what ``amount`` says, while the block runs."""
+        self._amounts[group.group_id] = amount
+        try:
+            yield
+        finally:
+            del self._amounts[group.group_id]
+
+    async def ask(self, group: Group, rank: int, timeout_s: float) -> Moved:
+        """How far a member is.
+
+        Raises:
+            Unavailable, PeerError: it does not answer.
+        """
+        query = MovedQuery(group.group_id)
+        return await self._endpoint.call(group.members[rank].peer_id, ASK_MOVED, query, timeout_s)
+
+    def _on_ask(self, remote: PeerId, query: MovedQuery) -> Moved:
+        amount = self._amounts.get(query.group_id)
+        return Moved(amount() if amount is not None else 0, is_gone=not self._is_here(query.group_id))

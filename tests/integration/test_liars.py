@@ -1,0 +1,320 @@
+"""A member that sends what it must not is left out of its round, over real sockets; the others commit without it."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from manyhands.averaging import patience
+from manyhands.averaging.butterfly import Butterfly, Wanted
+from manyhands.averaging.config import AveragingConfig
+from manyhands.averaging.messages import VOTE, Group, Vote
+from manyhands.averaging.rounds import CommittedRound, RoundRunner
+from manyhands.base.deadline import time_limit
+from manyhands.base.errors import NothingToAverage, Refused
+from manyhands.base.identity import PeerId
+from manyhands.rpc import Endpoint
+from manyhands.transport import Stream
+from manyhands.transport.passing import PassingStream
+from tests.swarm import FixedRoster, averagers
+
+CONFIG = AveragingConfig(
+    matchmaking_time_s=10.0, averaging_timeout_s=30.0, stream_timeout_s=5.0, chunk_bytes=4096, codec="none"
+)
+NUMEL = 20_000
+SHAPE = (200, 100)
+RANKS = [0, 2]
+"""The leader, and another one."""
+
+Member = tuple[RoundRunner, FixedRoster, Endpoint]
+Lie = Callable[[RoundRunner], torch.Tensor]
+"""Has a peer lie in its next round, and gives it its values."""
+
+
+def values_of(rank: int) -> torch.Tensor:
+    return torch.randn(NUMEL, generator=torch.Generator().manual_seed(rank))
+
+
+def with_butterfly(runner: RoundRunner, change: Callable[[Butterfly], None]) -> None:
+    exchange = runner._exchange
+
+    async def changed(group: Group, rank: int, butterfly: Butterfly, stream_id: bytes) -> torch.Tensor:
+        change(butterfly)
+        return await exchange(group, rank, butterfly, stream_id)
+
+    runner._exchange = changed  # type: ignore[method-assign]
+
+
+def spoil(value: float) -> Lie:
+    """It sends values that are not finite, without a look at them."""
+
+    def lie(runner: RoundRunner) -> torch.Tensor:
+        def be_blind(butterfly: Butterfly) -> None:
+            butterfly._codec.check_finite = lambda *_: None  # type: ignore[method-assign]
+
+        with_butterfly(runner, be_blind)
+        values_N = values_of(7)
+        values_N[::100] = value
+        return values_N
+
+    return lie
+
+
+def another_vector(numel: int) -> Lie:
+    """Its tensors have other shapes, though it says that it has the same model."""
+
+    def lie(runner: RoundRunner) -> torch.Tensor:
+        runner.shapes = [(numel // 100, 100)]
+        return torch.ones(numel)
+
+    return lie
+
+
+def another_size(factor: float) -> Lie:
+    """It sends more or fewer values for each span than are due."""
+
+    def lie(runner: RoundRunner) -> torch.Tensor:
+        def resize(butterfly: Butterfly) -> None:
+            async def send_values(span: slice, stream: Stream) -> None:
+                num_bytes = int(4 * (span.stop - span.start) * factor)
+                await stream.send(struct.pack("<QQ", NUMEL, num_bytes), bytes(num_bytes))
+
+            butterfly._send_values = send_values  # type: ignore[method-assign]
+
+        with_butterfly(runner, resize)
+        return values_of(7)
+
+    return lie
+
+
+def another_round(runner: RoundRunner) -> torch.Tensor:
+    """It opens its streams for another round than the one it is in."""
+    connect = runner._connect
+
+    async def connect_elsewhere(group: Group, rank: int, other: int, num_bytes: int, stream_id: bytes) -> Stream:
+        return await connect(group, rank, other, num_bytes, b"another round")
+
+    runner._connect = connect_elsewhere  # type: ignore[method-assign]
+    return values_of(7)
+
+
+def by_id(members: list[Member]) -> list[Member]:
+    for runner, _, _ in members:
+        runner.shapes = [SHAPE]
+    return sorted(members, key=lambda member: member[2].peer_id)
+
+
+async def round_with(members: list[Member], liar: int, lie: Lie) -> tuple[PeerId, list[CommittedRound]]:
+    """One round; the results of the honest members, who must hold their own mean."""
+    vectors = [lie(runner) if rank == liar else values_of(rank) for rank, (runner, _, _) in enumerate(members)]
+    rounds = [
+        asyncio.ensure_future(runner.average(vector_N, 1.0))
+        for (runner, _, _), vector_N in zip(members, vectors, strict=True)
+    ]
+    honest = [rank for rank in range(len(members)) if rank != liar]
+    async with time_limit(20.0, "waiting for the honest ones"):
+        results = await asyncio.gather(*(rounds[rank] for rank in honest))
+    rounds[liar].cancel()
+    await asyncio.gather(rounds[liar], return_exceptions=True)
+    mean = torch.stack([vectors[rank].double() for rank in honest]).mean(dim=0)
+    for result in results:
+        assert result.averaged_N is not None
+        assert torch.equal(result.averaged_N, results[0].averaged_N)
+        torch.testing.assert_close(result.averaged_N.double(), mean, rtol=0, atol=1e-6)
+        assert result.manifest.weights == [float(rank != liar) for rank in range(len(members))]
+    return members[liar][2].peer_id, list(results)
+
+
+@pytest.mark.parametrize("rank", RANKS)
+@pytest.mark.parametrize(
+    ("lie", "reason"),
+    [
+        (spoil(float("nan")), "the values of peer {} are not finite"),
+        (spoil(float("inf")), "the values of peer {} are not finite"),
+        (spoil(float("-inf")), "the values of peer {} are not finite"),
+        (another_vector(NUMEL // 2), "the vector of peer {} has 10000 values, not 20000"),
+        (another_vector(NUMEL * 2), "the vector of peer {} has 40000 values, not 20000"),
+        (another_vector(NUMEL + 400), "the vector of peer {} has 20400 values, not 20000"),
+        (another_size(0.5), "peer {} sends 10000 bytes of values, and 20000 are due"),
+        (another_size(0.0), "peer {} sends 0 bytes of values, and 20000 are due"),
+        (another_size(3.0), "peer {} sends 60000 bytes of values, and 20000 are due"),
+    ],
+    ids=["nan", "inf", "-inf", "half a vector", "two vectors", "more rows", "too short", "nothing", "too much"],
+)
+async def test_who_sends_what_it_must_not_is_left_out(lie: Lie, reason: str, rank: int) -> None:
+    async with averagers(4, kind="tls", config=CONFIG) as members:
+        liar, results = await round_with(by_id(members), rank, lie)
+        for result in results:
+            assert result.blamed == (liar,)
+            assert reason.format(liar) in result.reason
+
+
+async def test_one_value_that_is_not_finite_spoils_what_comes_after_it() -> None:
+    """Chunks that the same member had delivered before are good, and count; the manifest says which."""
+
+    def lie(runner: RoundRunner) -> torch.Tensor:
+        values_N = spoil(float("nan"))(runner)
+        values_N[:7500] = 1.0
+        return values_N
+
+    async with averagers(4, kind="tls", config=CONFIG) as members:
+        peers = by_id(members)
+        vectors = [lie(peers[0][0]), *map(values_of, range(1, 4))]
+        rounds = [
+            asyncio.ensure_future(runner.average(vector_N, 1.0))
+            for (runner, _, _), vector_N in zip(peers, vectors, strict=True)
+        ]
+        async with time_limit(20.0, "waiting for the honest ones"):
+            results = await asyncio.gather(*rounds)
+        for result in results[1:]:
+            assert result.averaged_N is not None
+            assert result.blamed == (peers[0][2].peer_id,)
+            counted = [(part.start, part.stop) for part in result.manifest.parts if 0 not in part.absent]
+            assert counted == [(5000, 7048)], "two chunks of 1024 values, of the span of another member"
+            for part in result.manifest.parts:
+                ranks = [rank for rank in range(4) if rank not in part.absent]
+                mean = torch.stack([vectors[rank][part.start : part.stop].double() for rank in ranks]).mean(dim=0)
+                averaged = result.averaged_N[part.start : part.stop].double()
+                torch.testing.assert_close(averaged, mean, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("rank", RANKS)
+async def test_who_opens_its_streams_for_another_round_is_left_out(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it should be dialled it takes no stream of this round: it is stuck, to those who have dialled it."""
+    monkeypatch.setattr(patience, "SILENT_S", 0.2)
+    monkeypatch.setattr(patience, "STILL_S", {Wanted.VALUES: 0.5, Wanted.MEANS: 2.0})
+    async with averagers(4, kind="tls", config=CONFIG) as members:
+        liar, results = await round_with(by_id(members), rank, another_round)
+        for result in results:
+            assert result.blamed == (liar,)
+            is_named = "it opened a stream for another round" in result.reason
+            assert is_named or f"peer {liar} answers, but sends no" in result.reason
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+async def test_who_votes_too_early_is_refused_and_left_out(rank: int) -> None:
+    """It votes in a ballot that has not begun."""
+
+    def lie(runner: RoundRunner) -> torch.Tensor:
+        vote_of_its_own = runner._agreement._vote
+
+        async def vote_early(this: Any, coordinator: int, vote: Vote) -> Any:
+            return await vote_of_its_own(this, coordinator, msgspec.structs.replace(vote, ballot=vote.ballot + 1))
+
+        runner._agreement._vote = vote_early  # type: ignore[method-assign]
+        return values_of(7)
+
+    async with averagers(4, kind="tls", config=CONFIG) as members:
+        peers = by_id(members)
+        vectors = [lie(runner) if number == rank else values_of(number) for number, (runner, _, _) in enumerate(peers)]
+        has_voted, refusals = asyncio.Event(), list[str]()
+        serve = peers[0][0]._agreement._on_vote
+
+        async def note(remote: PeerId, vote: Vote) -> Any:
+            if remote != peers[rank][2].peer_id:
+                await has_voted.wait()  # else the others have committed before
+            try:
+                return await serve(remote, vote)
+            except Refused as refusal:
+                refusals.append(refusal.code)
+                raise
+            finally:
+                has_voted.set()
+
+        peers[0][2].unhandle(VOTE)
+        peers[0][2].handle(VOTE, note)
+        rounds = [
+            asyncio.ensure_future(runner.average(vector_N, 1.0))
+            for (runner, _, _), vector_N in zip(peers, vectors, strict=True)
+        ]
+        async with time_limit(20.0, "waiting for the rounds"):
+            results = await asyncio.gather(*rounds)
+        assert refusals[0] == "too_early"
+        mean = torch.stack([vector_N.double() for vector_N in vectors]).mean(dim=0)
+        for result in results:
+            assert result.averaged_N is not None, "its values were good, and count"
+            torch.testing.assert_close(result.averaged_N.double(), mean, rtol=0, atol=1e-6)
+            assert result.blamed == (peers[rank][2].peer_id,)
+            assert f"{peers[rank][2].peer_id} voted in a ballot that has not begun" in result.reason
+
+
+class Spy(PassingStream):
+    """Keeps what is sent."""
+
+    def __init__(self, stream: Stream, sent: list[bytearray]) -> None:
+        super().__init__(stream)
+        self._sent = sent
+
+    async def send(self, *buffers: bytes | bytearray | memoryview) -> None:
+        self._sent += map(bytearray, buffers)
+        await super().send(*buffers)
+
+    async def send_each(self, pieces: Iterator[memoryview]) -> None:
+        def kept() -> Iterator[memoryview]:
+            for piece in pieces:
+                self._sent.append(bytearray(piece))
+                yield piece
+
+        await super().send_each(kept())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("numel", [NUMEL, 40 * NUMEL])
+@pytest.mark.parametrize("at", [0, 1, 2, 3])
+async def test_ones_own_values_that_are_not_finite_never_leave(value: float, numel: int, at: int) -> None:
+    """Wherever they are: in its own span, or in that of another member, which it does not reduce itself."""
+    async with averagers(4, kind="tls", config=CONFIG) as members:
+        peers = by_id(members)
+        for runner, _, _ in peers:
+            runner.shapes = [(numel,)]
+        vectors = [torch.ones(numel) for _ in peers]
+        vectors[2][at * numel // 4 + numel // 5] = value
+        sent: list[bytearray] = []
+        connect = peers[2][0]._connect
+
+        async def spied(*args: Any) -> Stream:
+            return Spy(await connect(*args), sent)
+
+        peers[2][0]._connect = spied  # type: ignore[method-assign]
+        rounds = (runner.average(vector_N, 1.0) for (runner, _, _), vector_N in zip(peers, vectors, strict=True))
+        async with time_limit(20.0, "waiting for the rounds"):
+            results = await asyncio.gather(*rounds)
+        for result in results:
+            if result is not results[2]:
+                assert result.averaged_N is not None
+                assert torch.equal(result.averaged_N, torch.ones(numel))
+            assert result.blamed == (peers[2][2].peer_id,)
+            assert f"the values of peer {peers[2][2].peer_id} are not finite" in result.reason
+        chunks = [torch.frombuffer(piece, dtype=torch.float32) for piece in sent if len(piece) % 4 == 0]
+        assert all(bool(chunk.isfinite().all()) for chunk in chunks)
+
+
+async def test_if_nobody_has_a_weight_there_is_no_mean() -> None:
+    async with averagers(3, kind="tls", config=CONFIG) as members:
+        rounds = (runner.average(torch.full((NUMEL,), float("nan")), 0.0) for runner, _, _ in by_id(members))
+        async with time_limit(10.0, "waiting for the rounds"):
+            outcomes = await asyncio.gather(*rounds, return_exceptions=True)
+        for outcome in outcomes:
+            assert isinstance(outcome, NothingToAverage)
+            assert outcome.reason == "no member has any samples"
+
+
+async def test_who_was_left_out_is_expected_less() -> None:
+    """Nobody waits for it in the next round; only a fresh record of it makes it expected again."""
+    async with averagers(4, kind="tls", config=CONFIG) as members:
+        peers = by_id(members)
+        liar, _ = await round_with(peers, 2, spoil(float("nan")))
+        honest = [peers[0], peers[1], peers[3]]
+        for _, roster, _ in honest:
+            assert roster.missing == [liar]
+            assert liar not in roster.expected()
+        async with time_limit(5.0, "waiting for a round without it"):  # half of the matchmaking time
+            results = await asyncio.gather(*(runner.average(values_of(0), 1.0) for runner, _, _ in honest))
+        assert [result.num_members for result in results] == [3, 3, 3]
+        assert all(result.blamed == () for result in results)

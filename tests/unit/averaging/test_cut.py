@@ -1,0 +1,33 @@
+"""What a result says of contributions that were cut off."""
+
+from __future__ import annotations
+
+import torch
+
+from manyhands.averaging.messages import Part
+from manyhands.averaging.participation import Attempts
+from manyhands.averaging.rounds import CommittedRound
+from manyhands.averaging.tensor_averager import _result_of
+from tests.unit.averaging.groups import group_of, peer
+
+PARTS = [Part(0, 10, 0, [3]), Part(10, 20, 1, []), Part(20, 30, 2, [3]), Part(30, 40, 0, [1, 3]), Part(40, 50, 1, [3])]
+
+
+def test_a_manifest_says_to_which_parts_a_member_contributed_whose_values_were_cut() -> None:
+    manifest = group_of(4, weights=[1.0, 2.0, 3.0, 4.0]).manifest(b"digest", PARTS)
+    assert manifest.weights == [1.0, 2.0, 3.0, 4.0]
+    assert manifest.cut() == {peer(1): [(0, 30), (40, 50)], peer(3): [(10, 20)]}
+
+
+def test_who_contributed_nothing_or_everything_is_not_cut() -> None:
+    group = group_of(3, weights=[1.0, 0.0, 1.0])
+    assert group.manifest(b"digest").cut() == {}
+    assert group.manifest(b"digest", [Part(0, 10, 0, [1, 2]), Part(10, 20, 0, [1, 2])]).cut() == {}
+
+
+def test_a_result_says_it() -> None:
+    manifest = group_of(4).manifest(b"digest", PARTS)
+    result = _result_of(Attempts(CommittedRound(torch.zeros(50), manifest, 1.0, 0.5)))
+    assert result.contributors == {peer(rank): 1.0 for rank in range(4)}
+    assert result.cut == {peer(1): [(0, 30), (40, 50)], peer(3): [(10, 20)]}
+    assert _result_of(Attempts()).cut == {}
