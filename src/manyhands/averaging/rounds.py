@@ -39,6 +39,7 @@ from manyhands.averaging.patience import Patience
 from manyhands.averaging.recovery import Recovery
 from manyhands.averaging.roster import Roster
 from manyhands.averaging.stream_inbox import StreamInbox
+from manyhands.averaging.warm_streams import WarmStreams
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import (
     ConfigError,
@@ -57,6 +58,8 @@ from manyhands.transport.api import Stream
 logger = logging.getLogger(__name__)
 
 BYTES_PER_MBIT = 125_000
+UNUSED_S = 1.0
+"""Streams that were opened ahead are kept for so long after the search, unless a round has begun."""
 PROBE_AFTER_S = 0.3
 """A partner that has not opened its stream by then is looked for."""
 
@@ -149,6 +152,8 @@ class RoundRunner:
         self._deadline = 0.0  # of the round that is under way
         self._spare_N: torch.Tensor | None = None
         self._feedbacks: Feedbacks | None = None
+        self._warm = WarmStreams(endpoint, config, self._make_sure_of)
+        self._is_averaging = False
         self._tasks = TaskOwner("rounds")
         self.on_phase: list[Callable[[Phase], None]] = []
 
@@ -160,10 +165,38 @@ class RoundRunner:
         """A result is not needed any more: the next round writes into its memory."""
         self._spare_N = averaged_N
 
+    async def hold_place(self) -> None:
+        """Have a place in the group of the next round, until this is cancelled or this peer goes elsewhere.
+
+        :meth:`average` comes to that group then, with the values and their weight.
+        """
+        warming = asyncio.get_running_loop().create_task(self._warm.keep(self._roster.expected))
+        try:
+            await self._matchmaker.hold_place()
+        finally:
+            warming.cancel()
+            await asyncio.gather(warming, return_exceptions=True)
+            asyncio.get_running_loop().call_later(UNUSED_S, self._cool_down)
+
+    def _cool_down(self) -> None:
+        if not self._is_averaging and not self._matchmaker.is_holding:
+            self._warm.drop_all()
+
+    @property
+    def group_stands(self) -> bool:
+        """Whether all who are expected in the next round hold places, and this peer too."""
+        return self._matchmaker.group_stands
+
+    @property
+    def on_called_ahead(self) -> list[Callable[[], None]]:
+        """Called when another peer begins to form the group of a round that has not begun."""
+        return self._matchmaker.on_called_ahead
+
     async def close(self) -> None:
         await self._matchmaker.close()
         self._agreement.close()
         self._inbox.close()
+        self._warm.drop_all()
         await self._tasks.close()
 
     async def average(
@@ -189,9 +222,19 @@ class RoundRunner:
             NothingToAverage: likewise, as all members gave a weight of 0.
             ConfigError: the weight breaks its rule.
         """
-        meter = self._meter = meter if meter is not None else RoundMeter()
         if not 0 <= weight <= MAX_WEIGHT:
             raise ConfigError(f"weight={weight} must be from 0 to {MAX_WEIGHT:.0f}; for example 32.0")
+        self._is_averaging = True
+        try:
+            return await self._round(flat_N, weight, timeout_s, gather_s, meter if meter is not None else RoundMeter())
+        finally:
+            self._is_averaging = False
+            self._warm.drop_all()
+
+    async def _round(
+        self, flat_N: torch.Tensor, weight: float, timeout_s: float, gather_s: float | None, meter: RoundMeter
+    ) -> CommittedRound:
+        self._meter = meter
         loop = asyncio.get_running_loop()
         started = loop.time()
         timeout_s = min(timeout_s, self._config.averaging_timeout_s)
@@ -360,6 +403,9 @@ class RoundRunner:
             if not is_dialler:
                 return await self._await_stream(member, stream_id)
             await self._make_sure_of(member.peer_id)
+            self._warm.size_bytes = num_bytes
+            if (warm := await self._warm.take(member.peer_id, stream_id)) is not None:
+                return warm
             header = msgspec.msgpack.encode(StreamHeader(stream_id))
             return await self._endpoint.open_bulk(
                 member.peer_id, STREAM_KIND, header, self._config.stream_timeout_s, size_bytes=num_bytes

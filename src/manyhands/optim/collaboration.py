@@ -19,6 +19,7 @@ from manyhands.base.errors import ManyhandsError, RoundAborted, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.optim.accumulator import Contribution
 from manyhands.optim.config import ProgressConfig
+from manyhands.optim.foresight import Foresight
 from manyhands.optim.progress import Progress, describe_progress
 from manyhands.optim.run_manifest import ManifestKeeper, RunManifest
 from manyhands.optim.run_records import declare_run
@@ -84,7 +85,7 @@ class Collaboration:
         averaging: AveragingConfig,
         progress: ProgressConfig,
         *,
-        batch_size_lead: int = 0,
+        batch_size_lead: int | None = None,
         is_silent: bool = False,
     ) -> None:
         self._presence = presence
@@ -117,7 +118,6 @@ class Collaboration:
             self._local.position,
             self._progress_config,
             on_update=log_progress,
-            batch_size_lead=self._batch_size_lead,
             is_silent=self._is_silent,
         )
         async with AsyncExitStack() as parts:
@@ -132,6 +132,9 @@ class Collaboration:
             )
             parts.push_async_callback(self._rounds.close)
             parts.push_async_callback(self._tasks.close)
+            lead = 0 if self._is_silent else self._batch_size_lead  # nobody waits for a silent peer
+            self._foresight = Foresight(self._rounds, self.tracker, self._tasks, self._averaging, lead)
+            parts.callback(self._foresight.close)
             self._server = server = StateServer(
                 presence.endpoint, manifest.run_id, self._local.capture, lambda: self._local.position
             )
@@ -171,9 +174,13 @@ class Collaboration:
         return Decision.GO_ALONE if samples and not self._is_followed() else Decision.ACCUMULATE
 
     def _has_time_for(self, batch_s: float) -> bool:
-        """Whether this peer can compute another batch before the others, who still compute, come to the round."""
+        """Whether this peer can compute another batch before the others, who still compute, come to the round.
+
+        Or before a search that is held up has found out who does not come.
+        """
         now, due_at = asyncio.get_running_loop().time(), self._due_since()
-        until = min(self.tracker.others_busy_until(due_at), due_at + self._averaging.matchmaking_time_s / 2)
+        until = max(self.tracker.others_busy_until(due_at), self._foresight.search_lasts_until())
+        until = min(until, due_at + self._averaging.matchmaking_time_s / 2)
         return batch_s > 0 and now + BATCH_MARGIN * batch_s <= until
 
     def _is_followed(self) -> bool:
@@ -214,7 +221,7 @@ class Collaboration:
         """One attempt at a round; see :meth:`manyhands.averaging.rounds.RoundRunner.average`."""
         self.tracker.answer_call()
         try:
-            result = await self._rounds.average(flat_N, weight)
+            result = await self._foresight.average(flat_N, weight)
         except RoundAborted:
             self.tracker.refresh_soon()  # the run may have gone on without this peer
             raise

@@ -50,8 +50,8 @@ class Optimizer(OptimizerWrapper):
         batch_size_per_step: samples behind each call of :meth:`step`; or give ``batch_size`` to each call.
         scheduler: a torch scheduler of ``optimizer``, or a function that makes one; stepped once for each global step.
         max_grad_norm: the averaged gradient is clipped to this norm, of all parameters together.
-        batch_size_lead: begin rounds so many samples before the target, which are expected from the batches that the
-            peers compute by then.
+        batch_size_lead: look for the group of a step so many samples before the target, while the next batches are
+            computed; 0: only once the target is reached. By default 6 s before the predicted time of the target.
         matchmaking_time_s, averaging_timeout_s: as in ``averaging``.
         delay: ``"optimizer"`` to make the update in the background, ``"gradients"`` to average there too, while the
             next batches are computed on parameters that are one step old. None for exact, synchronous steps.
@@ -81,7 +81,7 @@ class Optimizer(OptimizerWrapper):
         batch_size_per_step: int | None = None,
         scheduler: SchedulerMaker | None = None,
         max_grad_norm: float | None = None,
-        batch_size_lead: int = 0,
+        batch_size_lead: int | None = None,
         matchmaking_time_s: float | None = None,
         averaging_timeout_s: float | None = None,
         delay: Delay | None = None,
