@@ -198,9 +198,11 @@ class Convener:
             expected = self._view.expected()
             have_places = gathering.have_places(loop.time())
             waits_for_hearsay = gathering.waits_for_hearsay(loop.time())
-            awaited = expected.keys() - gathering.absent | have_places | {self._endpoint.peer_id}
+            own_id = self._endpoint.peer_id
+            awaited = expected.keys() - gathering.absent | have_places | {own_id}
             are_all_here = awaited <= gathering.joined.keys() and not waits_for_hearsay
-            if left_s <= 0 or are_all_here or self._is_full(gathering) or (left_s == math.inf and not have_places):
+            is_full = own_id in gathering.joined and self._is_full(gathering)
+            if left_s <= 0 or are_all_here or is_full or (left_s == math.inf and not have_places):
                 return
             gathering.note_standing(awaited <= have_places and not waits_for_hearsay)
             self._invite_all(expected, gathering, invitations)

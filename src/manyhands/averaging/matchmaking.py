@@ -160,16 +160,16 @@ class Matchmaker:
         return Member(self._endpoint.peer_id, addresses, is_client, weight, 0 if is_client else bandwidth)
 
     async def hold_place(self) -> None:
-        """Have a place in the next group at this position, until this is cancelled or the position is another one.
+        """Have a place in the next group here, until this is cancelled or the lineage is another one.
 
         So the group has its leader, its connections and nobody to wait for when :meth:`find_group` is called: who is
         gone was found out before. Others go on without a peer that gives its place up.
         """
-        own, position = self._member(0.0, 0), self._roster.position()
+        own, lineage = self._member(0.0, 0), self._roster.position().lineage
         unreachable: set[PeerId] = set()
         self.group_stands, self.is_holding = False, True
         try:
-            while not self._is_closed and self._roster.position() == position:
+            while not self._is_closed and self._roster.position().lineage == lineage:
                 try:
                     await self._hold(own, unreachable)
                 except (Unavailable, PeerError, RoundAborted) as error:

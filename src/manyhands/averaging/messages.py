@@ -16,7 +16,9 @@ from manyhands.base.identity import PeerId
 from manyhands.rpc import Method
 
 MAX_WEIGHT = 2.0**32
-"""Samples behind one vector: sums of many stay finite, and whole numbers stay exact."""
+"""Samples behind the vector of one peer: sums of many stay finite, and whole numbers stay exact."""
+MAX_SUM_WEIGHT = 2.0**52
+"""And behind the mean of many, in a grid of groups."""
 MAX_BANDWIDTH = 10**12
 """Bytes per second; far above any link."""
 DEFAULT_CHUNK_NUMEL = 864 * 1024  # whole rows of all codecs
@@ -28,7 +30,7 @@ NAME_BYTES = 16
 MAX_EXPECTED = 4096
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
-Weight = Annotated[float, msgspec.Meta(ge=0, le=MAX_WEIGHT)]
+Weight = Annotated[float, msgspec.Meta(ge=0, le=MAX_SUM_WEIGHT)]
 Bandwidth = Annotated[int, msgspec.Meta(ge=0, le=MAX_BANDWIDTH)]
 AddressText = Annotated[str, msgspec.Meta(max_length=400)]  # a host name of 253 characters, a port and a peer id fit
 PeerIdText = Annotated[PeerId, msgspec.Meta(max_length=64)]

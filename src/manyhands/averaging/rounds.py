@@ -25,7 +25,7 @@ from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.matchmaking import Matchmaker
 from manyhands.averaging.messages import (
     ASK_VERDICT,
-    MAX_WEIGHT,
+    MAX_SUM_WEIGHT,
     STREAM_KIND,
     Group,
     Member,
@@ -222,8 +222,8 @@ class RoundRunner:
             NothingToAverage: likewise, as all members gave a weight of 0.
             ConfigError: the weight breaks its rule.
         """
-        if not 0 <= weight <= MAX_WEIGHT:
-            raise ConfigError(f"weight={weight} must be from 0 to {MAX_WEIGHT:.0f}; for example 32.0")
+        if not 0 <= weight <= MAX_SUM_WEIGHT:
+            raise ConfigError(f"weight={weight} must be from 0 to {MAX_SUM_WEIGHT:.0f}; for example 32.0")
         self._is_averaging = True
         try:
             return await self._round(flat_N, weight, timeout_s, gather_s, meter if meter is not None else RoundMeter())

@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import asyncio
 import math
-
-import torch
+from collections.abc import Callable, Coroutine
+from typing import Any, Generic, TypeVar
 
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import Position
 from manyhands.averaging.round_trigger import RoundTrigger, Stage
-from manyhands.averaging.rounds import CommittedRound, RoundRunner
+from manyhands.averaging.rounds import RoundRunner
 from manyhands.base.errors import RoundAborted
 from manyhands.optim.tracker import ProgressTracker
 from manyhands.runtime import TaskOwner
+
+T = TypeVar("T")
 
 AHEAD_S = 6.0
 """So long before the predicted target the search begins by itself: a dial to a machine that is gone takes 5 s."""
@@ -29,8 +31,8 @@ SLACK_S = 10.0
 """Beyond what a round bounds itself to."""
 
 
-class Foresight:
-    """Plans the next round of one peer. Lives on the network thread.
+class Foresight(Generic[T]):
+    """Plans the next round of one peer, or the next rounds in a grid. Lives on the network thread.
 
     Args:
         tasks: owns the search and the round.
@@ -51,11 +53,10 @@ class Foresight:
         self._tasks = tasks
         self._lead = batch_size_lead
         self._bound_s = 2 * config.averaging_timeout_s + config.in_doubt_timeout_s + SLACK_S
-        self._trigger: RoundTrigger[CommittedRound] | None = None
+        self._trigger: RoundTrigger[T] | None = None
         self._planned_at: Position | None = None
         self._is_closed = False
         rounds.on_called_ahead.append(self._called_ahead)
-        tracker.on_outlook = self.look_ahead
 
     def close(self) -> None:
         """Plan nothing more."""
@@ -81,9 +82,11 @@ class Foresight:
         is_held_up = now - trigger.searching_since >= HELD_UP_S and not self._rounds.group_stands
         return trigger.searching_since + AHEAD_S if is_held_up and not self._tracker.is_called else -math.inf
 
-    async def average(self, flat_N: torch.Tensor, weight: float) -> CommittedRound:
-        """One attempt at a round, in the group that was found ahead if there is one.
+    async def begin(self, attempt: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """One attempt, in the group that was found ahead if there is one.
 
+        Args:
+            attempt: at a round, such as :meth:`manyhands.averaging.rounds.RoundRunner.average` with its vector.
         Raises:
             RoundAborted: no value was changed.
         """
@@ -92,7 +95,7 @@ class Foresight:
             self._trigger, self._planned_at = None, None
             trigger = self._plan()
         trigger.schedule(asyncio.get_running_loop().time())
-        trigger.allow(lambda: self._rounds.average(flat_N, weight))
+        trigger.allow(attempt)
         try:
             return await trigger.result(self._bound_s)
         except asyncio.TimeoutError as error:
@@ -105,7 +108,7 @@ class Foresight:
             trigger.cancel()
             await trigger.over()
 
-    def _plan(self) -> RoundTrigger[CommittedRound]:
+    def _plan(self) -> RoundTrigger[T]:
         if self._trigger is None:
             search = self._rounds.hold_place if self._lead != 0 else None
             self._trigger, self._planned_at = RoundTrigger(self._tasks, search), self._tracker.position()

@@ -339,7 +339,7 @@ class Optimizer(OptimizerWrapper):
             counts.samples_dropped += contribution.samples
             logger.warning("Global step %d changes nothing: %s. All its samples are dropped", self.global_step,
                            step.refusal)  # fmt: skip
-        elif step.is_without(self._peer.peer_id):
+        elif step.is_left_out:
             counts.samples_dropped += contribution.samples
             logger.warning("The group made global step %d without this peer; its %d samples are dropped",
                            self.global_step, contribution.samples)  # fmt: skip

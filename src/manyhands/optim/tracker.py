@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from manyhands.averaging.messages import Position
+from manyhands.averaging.places import Seat
+from manyhands.averaging.sketch import disagreement_of
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ManyhandsError
 from manyhands.base.identity import PeerId
@@ -125,6 +127,25 @@ class ProgressTracker:
             self._own, samples=samples, samples_per_second=samples_per_second, batch_s=batch_s
         )
         self._update(own)
+
+    def seat(self) -> tuple[int, Seat]:
+        """This peer's place among the groups of a large run, and as of which round."""
+        return self._own.seat_round, self._own.seat
+
+    def sit(self, round_number: int, seat: Seat) -> None:
+        """Take a place among the groups of a large run."""
+        if (round_number, seat) != self.seat():
+            self._update(msgspec.structs.replace(self._own, seat=seat, seat_round=round_number))
+
+    def tell(self, sketch: bytes) -> None:
+        """In a grid: these are some of the parameters that this peer holds at its position."""
+        self._own = msgspec.structs.replace(self._own, sketch=sketch, sketch_step=self._own.position.step)
+
+    def disagreement(self) -> float | None:
+        """How far apart the parameters of the peers were after this peer's last step in a grid, as far as is known."""
+        own, records = self._own, self.reader.records().values()
+        others = [record.sketch for record in records if record.sketch_step == own.sketch_step]
+        return disagreement_of([own.sketch, *others])
 
     def expect_move(self) -> None:
         """A round committed, and its result is being applied: where this peer was is not published any more."""
