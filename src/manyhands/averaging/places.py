@@ -143,7 +143,7 @@ def step_from(
     """The step that begins at a round, in a layout; ``named`` is what most go by so far."""
     if not layout.sides:
         return Step(first_round)
-    if layout.sides != named.sides:
+    if layout.sides != named.sides and own.seat.layout.sides != layout.sides:
         dealt = dealt_cells(layout, [own_id, *others], first_round)
         return Step(first_round, layout, dealt.pop(own_id), dealt)
     cell = cell_at(own, first_round) if own.seat.layout.sides == layout.sides else None

@@ -28,6 +28,8 @@ class Averaged:
         members: who makes the same step.
         is_left_out: what this peer brought is not in it.
         num_rounds, num_committed: of the step, and of these how many committed here.
+        disagreement: in a grid, how far apart the parameters of the peers were before the step, if that is known: the
+            root mean square distance from their mean, as a fraction of its size.
     """
 
     mean_N: torch.Tensor | None
@@ -41,6 +43,7 @@ class Averaged:
     is_left_out: bool = False
     num_rounds: int = 1
     num_committed: int = 1
+    disagreement: float | None = None
 
 
 def averaged_in_one_group(result: CommittedRound, position: Position, own_id: PeerId, weight: float) -> Averaged:
@@ -65,6 +68,7 @@ def averaged_in_grid(
     samples: int,
     members: list[PeerId],
     averaging_s: float,
+    disagreement: float | None,
 ) -> Averaged:
     """The outcome of the rounds of a step in a grid, from a position.
 
@@ -89,4 +93,5 @@ def averaged_in_grid(
         is_left_out=outcome.is_left_out,
         num_rounds=outcome.num_rounds,
         num_committed=outcome.num_committed,
+        disagreement=disagreement,
     )

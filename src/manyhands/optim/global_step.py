@@ -31,6 +31,7 @@ class GlobalStep:
         contribution: this peer's part.
         manifest: of the round, in a grid of the last one; None for a step made alone, or while there is none.
         is_left_out: the group left out what this peer has contributed.
+        disagreement: see :class:`manyhands.optim.averaged.Averaged`.
         averaging_s: seconds of the round, without the search for the group.
         error: why there is no step; the contribution counts in the next attempt.
         refusal: why the step left the parameters as they were; empty if it did not.
@@ -44,6 +45,7 @@ class GlobalStep:
         self.contribution = contribution
         self.manifest: RoundManifest | None = None
         self.is_left_out = False
+        self.disagreement: float | None = None
         self.averaging_s = 0.0
         self.error: BaseException | None = None
         self.refusal = ""
@@ -73,7 +75,7 @@ class GlobalStep:
     def committed(self, averaged: Averaged) -> None:
         """The averaging is over, and its result counts."""
         self.manifest = averaged.manifest
-        self.is_left_out = averaged.is_left_out
+        self.is_left_out, self.disagreement = averaged.is_left_out, averaged.disagreement
         self.averaging_s = averaged.averaging_s
         self._averaged_N, self._parameters_N = averaged.mean_N, averaged.parameters_N
         self._lineage, self._samples, self._members = averaged.lineage, averaged.samples, averaged.members

@@ -112,7 +112,7 @@ class Optimizer(OptimizerWrapper):
         self._failures = 0
         self._was_alone = False
         extra = dict(must_match or {}) | options.facts()
-        manifest = manifest_of(self._replica, run_id, target_batch_size, averaging.codec, extra)
+        manifest = manifest_of(self._replica, run_id, target_batch_size, averaging, extra)
         self._collaboration = Collaboration(
             peer.presence, manifest, self._replica, averaging, progress or ProgressConfig(),
             batch_size_lead=batch_size_lead, is_silent=auxiliary,
@@ -333,6 +333,7 @@ class Optimizer(OptimizerWrapper):
         self._failures = 0
         self._accumulator.recycle(contribution)
         counts.rounds_committed += step.manifest is not None
+        counts.disagreement = step.disagreement
         counts.steps_alone += step.manifest is None
         if step.refusal:
             counts.updates_refused += 1

@@ -2,8 +2,8 @@
 
 A global step is a round along each axis of the grid (:mod:`manyhands.averaging.grid`). Rounds are numbered through:
 step s in a grid of d axes has the rounds s x d to s x d + d - 1, so whoever knows the step and a peer's seat knows in
-which group it is. Each peer publishes its seat with its progress; up to ``max_group_size`` peers nobody has one, and all is
-as if there were no grid.
+which group it is. Each peer publishes its seat with its progress; up to ``max_group_size`` peers nobody has one, and
+all is as if there were no grid.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class Seating:
 
     Attributes:
         called: set when another peer begins a round here, or wants to join one.
+        is_settled: as far as is known, all have seats, and no two the same.
     """
 
     def __init__(self, tracker: ProgressTracker, own_id: PeerId, max_group_size: int, rng: random.Random) -> None:
@@ -53,6 +54,7 @@ class Seating:
         self._stepping_from: Position | None = None
         self._num_left = 0
         self.called = asyncio.Event()
+        self.is_settled = True
 
     # the roster
 
@@ -140,6 +142,7 @@ class Seating:
         own = Said(*self._tracker.seat())
         is_grid = own.seat.layout.sides or any(record.seat.layout.sides for record in records.values())
         if not is_grid and len(records) < self._max_group_size:
+            self.is_settled = True
             return None
         others: dict[str, Said] = {peer_id: said_by(record) for peer_id, record in records.items()}
         named, layout = chosen_layouts(own, others, self._max_group_size)
@@ -147,6 +150,8 @@ class Seating:
             self._tracker.sit(0, NO_SEAT)
             return None
         first_round = here.step * layout.num_rounds
+        seated = [said for said in (own, *others.values()) if said.seat.layout.sides == layout.sides]
+        self.is_settled = len({cell_at(said, first_round) for said in seated}) == len(records) + 1
         step = step_from(self._own_id, own, others, named, layout, first_round, self._rng)
         is_old = first_round - own.round_number > MAX_ROUNDS_AGO // 2
         if is_old or own.seat.layout != layout or cell_at(own, first_round) != step.cell:

@@ -81,6 +81,9 @@ class StepRounds:
 
     async def _attempt(self, mean_N: torch.Tensor, weight: float) -> Averaged:
         position = self._local.position
+        self._seating.position()
+        if not self._seating.is_settled:
+            await self._look()
         if not self._seating.begin_step():
             result = await self._rounds.average(mean_N, weight)
             return averaged_in_one_group(result, position, self._own_id, weight)
@@ -108,8 +111,15 @@ class StepRounds:
             logger.warning("%d of the %d rounds of this step committed here: %s", outcome.num_committed,
                            outcome.num_rounds, outcome.reason)  # fmt: skip
         members = [self._own_id, *self._tracker.expected()]
-        samples, seconds = self._tracker.target_batch_size, meter.averaging_s + meter.vote_s
-        return averaged_in_grid(outcome, position, mean_N.numel(), samples, members, seconds)
+        return averaged_in_grid(
+            outcome,
+            position,
+            mean_N.numel(),
+            self._tracker.target_batch_size,
+            members,
+            meter.averaging_s + meter.vote_s,
+            self._tracker.disagreement(),
+        )
 
     async def _look(self) -> None:
         try:
