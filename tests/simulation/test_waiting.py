@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from manyhands.averaging.rounds import RoundRunner
-from manyhands.optim.tracker import ProgressTracker
+from manyhands.optim.seating import Seating
 from tests.simulation.swarm_of_trainers import Member, Swarm, together
 from tests.simulation.test_delay import quadratic, sgd
 from tests.simulation.test_drop_in import new_model
@@ -69,10 +69,9 @@ def test_the_lead_says_when_the_group_is_looked_for_and_not_what_is_in_a_step(
     hold_place = RoundRunner.hold_place
 
     async def noted(self: RoundRunner) -> None:
-        tracker = self._roster
-        assert isinstance(tracker, ProgressTracker)
+        assert isinstance(self._roster, Seating)
         if len(sizes) >= 2:  # the speeds are known by then
-            ahead.append(64 - tracker.outlook.samples)
+            ahead.append(64 - self._roster._tracker.outlook.samples)
         await hold_place(self)
 
     monkeypatch.setattr(RoundRunner, "hold_place", noted)

@@ -113,10 +113,10 @@ class Seating:
 
     def next_round(self) -> None:
         """A round is over for this peer; after the last one it stays where it is until the step is made."""
-        self._num_left -= 1
-        if self._num_left:
+        if self._num_left > 1:
             self._number += 1
             self.called.clear()
+        self._num_left = max(self._num_left - 1, 0)
 
     def is_left_behind(self) -> bool:
         """Whether others have made the step."""
