@@ -76,8 +76,7 @@ class Matchmaker:
     """Finds the group of one run for this peer, as follower or leader.
 
     Attributes:
-        is_holding: whether :meth:`hold_place` runs.
-        group_stands: while it does, whether all who are expected hold places.
+        group_stands: while :meth:`hold_place` runs, whether all who are expected hold places.
         on_called_ahead: called when another peer begins to form the group of a round that has not begun.
     """
 
@@ -106,7 +105,7 @@ class Matchmaker:
         self._sought_at = -math.inf  # loop time; infinite while it seeks
         self._is_closed = False
         self._held: tuple[PeerId, Position] | None = None  # the leader with which this peer has had a place
-        self.group_stands = self.is_holding = False
+        self.group_stands = False
         self.on_called_ahead: list[Callable[[], None]] = []
         endpoint.handle(JOIN, self._on_join)
         endpoint.handle(INVITE, self._on_invite)
@@ -167,7 +166,7 @@ class Matchmaker:
         """
         own, lineage = self._member(0.0, 0), self._roster.position().lineage
         unreachable: set[PeerId] = set()
-        self.group_stands, self.is_holding = False, True
+        self.group_stands = False
         try:
             while not self._is_closed and self._roster.position().lineage == lineage:
                 try:
@@ -178,7 +177,7 @@ class Matchmaker:
                     await asyncio.sleep(HOLD_AGAIN_S)
                     unreachable.clear()
         finally:
-            self.group_stands = self.is_holding = False
+            self.group_stands = False
 
     async def _hold(self, own: Member, unreachable: set[PeerId]) -> None:
         """Hold a place with one leader after the other, as they send this peer on.

@@ -58,8 +58,6 @@ from manyhands.transport.api import Stream
 logger = logging.getLogger(__name__)
 
 BYTES_PER_MBIT = 125_000
-UNUSED_S = 1.0
-"""Streams that were opened ahead are kept for so long after the search, unless a round has begun."""
 PROBE_AFTER_S = 0.3
 """A partner that has not opened its stream by then is looked for."""
 
@@ -153,7 +151,6 @@ class RoundRunner:
         self._spare_N: torch.Tensor | None = None
         self._feedbacks: Feedbacks | None = None
         self._warm = WarmStreams(endpoint, config, self._make_sure_of)
-        self._is_averaging = False
         self._tasks = TaskOwner("rounds")
         self.on_phase: list[Callable[[Phase], None]] = []
 
@@ -170,17 +167,8 @@ class RoundRunner:
 
         :meth:`average` comes to that group then, with the values and their weight.
         """
-        warming = asyncio.get_running_loop().create_task(self._warm.keep(self._roster.expected))
-        try:
+        async with self._warm.kept(self._roster.expected):
             await self._matchmaker.hold_place()
-        finally:
-            warming.cancel()
-            await asyncio.gather(warming, return_exceptions=True)
-            asyncio.get_running_loop().call_later(UNUSED_S, self._cool_down)
-
-    def _cool_down(self) -> None:
-        if not self._is_averaging and not self._matchmaker.is_holding:
-            self._warm.drop_all()
 
     @property
     def group_stands(self) -> bool:
@@ -224,12 +212,8 @@ class RoundRunner:
         """
         if not 0 <= weight <= MAX_SUM_WEIGHT:
             raise ConfigError(f"weight={weight} must be from 0 to {MAX_SUM_WEIGHT:.0f}; for example 32.0")
-        self._is_averaging = True
-        try:
+        with self._warm.in_use():
             return await self._round(flat_N, weight, timeout_s, gather_s, meter if meter is not None else RoundMeter())
-        finally:
-            self._is_averaging = False
-            self._warm.drop_all()
 
     async def _round(
         self, flat_N: torch.Tensor, weight: float, timeout_s: float, gather_s: float | None, meter: RoundMeter

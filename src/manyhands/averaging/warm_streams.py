@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 
 import msgspec
 
@@ -25,6 +26,8 @@ MAX_WARM = 16
 """With more peers than that nobody knows with whom each will exchange values."""
 PERIOD_S = 1.0
 """Who has come since is dialled then."""
+UNUSED_S = 1.0
+"""After the search the streams are kept for so long, unless a round has begun."""
 KEPT_S = 60.0
 """A stream that was not used for so long is closed; the other end waits for longer."""
 
@@ -46,14 +49,42 @@ class WarmStreams:
         self._config = config
         self._prepare = prepare
         self._open: dict[PeerId, tuple[Stream, float]] = {}  # and since when
+        self._num_users = 0
         self.size_bytes = 0
 
-    async def keep(self, expected: Callable[[], Mapping[PeerId, bool]]) -> None:
-        """Have streams to those that this peer would dial in a round, until this is cancelled.
+    @asynccontextmanager
+    async def kept(self, expected: Callable[[], Mapping[PeerId, bool]]) -> AsyncIterator[None]:
+        """Within the block, and a moment longer, have streams to those that this peer would dial in a round.
 
         Args:
             expected: who should come to it, and whether each is in client mode.
         """
+        loop = asyncio.get_running_loop()
+        self._num_users += 1
+        opening = loop.create_task(self._keep(expected))
+        try:
+            yield
+        finally:
+            self._num_users -= 1
+            opening.cancel()
+            await asyncio.gather(opening, return_exceptions=True)
+            loop.call_later(UNUSED_S, self._drop_unused)
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """A round takes streams within the block; those that it has not taken are closed then."""
+        self._num_users += 1
+        try:
+            yield
+        finally:
+            self._num_users -= 1
+            self._drop_unused()
+
+    def _drop_unused(self) -> None:
+        if not self._num_users:
+            self.drop_all()
+
+    async def _keep(self, expected: Callable[[], Mapping[PeerId, bool]]) -> None:
         own_id, is_client = self._endpoint.peer_id, self._endpoint.client_mode
         while True:
             others = expected()
