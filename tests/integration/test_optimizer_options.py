@@ -67,10 +67,10 @@ def test_progress_reaches_the_tracker() -> None:
         assert tracker._own.ttl_s == 12.0
 
 
-def test_the_target_and_the_lead_reach_the_tracker() -> None:
+def test_the_target_reaches_the_tracker_and_the_lead_what_looks_ahead() -> None:
     with peers(1) as (peer,):
-        tracker = make(peer, target_batch_size=48, batch_size_lead=8)._collaboration.tracker
-        assert (tracker.target_batch_size, tracker._enough) == (48, 40)
+        collaboration = make(peer, target_batch_size=48, batch_size_lead=8)._collaboration
+        assert (collaboration.tracker.target_batch_size, collaboration._foresight._lead) == (48, 8)
 
 
 def test_auxiliary_peers_publish_nothing() -> None:

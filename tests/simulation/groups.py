@@ -34,6 +34,9 @@ class Seeker:
         knows: whom it expects.
         begins_s: when it begins to look; None if it never does.
         guest_of: to whom it is connected before.
+        holds_s: when it begins to hold a place; None if it does not.
+        gives_up_s: until when it holds it; until it looks, if that is None.
+        stood_s: when it was told first that the group stands.
     """
 
     name: str
@@ -49,6 +52,9 @@ class Seeker:
     took_s: float = -1.0
     roster: FixedRoster = field(default_factory=lambda: FixedRoster({}))
     matchmaker: Matchmaker | None = None
+    holds_s: float | None = None
+    gives_up_s: float | None = None
+    stood_s: float | None = None
 
 
 @dataclass
@@ -111,6 +117,8 @@ def search(seekers: Iterable[Seeker], seed: int = 1, config: AveragingConfig = C
                 endpoint.learn(ids[name], addresses.get(name, []))
             if seeker.guest_of:
                 await endpoint.connect(addresses[seeker.guest_of][0])
+            if seeker.holds_s is not None:
+                await hold(seeker, seeker.matchmaker, seeker.holds_s)
             if seeker.begins_s is not None:
                 await asyncio.sleep(seeker.begins_s - world.loop.time())
                 await seek(seeker, seeker.matchmaker)
@@ -118,6 +126,19 @@ def search(seekers: Iterable[Seeker], seed: int = 1, config: AveragingConfig = C
         finally:
             await seeker.matchmaker.close()
             await endpoint.close()
+
+    async def hold(seeker: Seeker, matchmaker: Matchmaker, holds_s: float) -> None:
+        await asyncio.sleep(holds_s - world.loop.time())
+        holding = asyncio.get_running_loop().create_task(matchmaker.hold_place())
+        until = seeker.gives_up_s if seeker.gives_up_s is not None else seeker.begins_s
+        try:
+            while until is None or world.loop.time() < until:
+                if matchmaker.group_stands and seeker.stood_s is None:
+                    seeker.stood_s = world.loop.time()
+                await asyncio.sleep(0.01)
+        finally:
+            holding.cancel()
+            await asyncio.gather(holding, return_exceptions=True)
 
     async def seek(seeker: Seeker, matchmaker: Matchmaker) -> None:
         loop = asyncio.get_running_loop()

@@ -108,6 +108,17 @@ def test_who_comes_too_late_is_told_so_at_once() -> None:
     assert any("the run is at step 1, not 0" in reason for reason in world["c"].reasons), world["c"].reasons
 
 
+def test_the_last_place_of_a_full_group_is_the_leaders_own() -> None:
+    """It comes after the others, and they wait for it."""
+    in_a_row = {"position": Position(0, b"start", "3x3 0")}
+    changes = dict.fromkeys("bc", in_a_row) | {"a": in_a_row | {"begins_s": 3.0}}
+    world = search(everybody("abc", **changes), config=replace(CONFIG, max_group_size=3))
+    world.run()
+    for name in "abc":
+        assert world.members(name) == set("abc"), world[name].reasons
+    assert world["a"].took_s < AT_ONCE_S
+
+
 @pytest.mark.parametrize("name", ["a", "c"])
 def test_a_peer_of_another_step_hears_where_the_run_is(name: str) -> None:
     ahead = {"position": Position(7, b"later")}

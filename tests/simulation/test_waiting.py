@@ -1,12 +1,15 @@
-"""Who waits for the others goes on computing, and a round begins early where that was asked for."""
+"""Who waits for the others goes on computing, and the group of a step is found while its samples are computed."""
 
 from __future__ import annotations
 
 import logging
+import statistics
 
 import pytest
 import torch
 
+from manyhands.averaging.rounds import RoundRunner
+from manyhands.optim.seating import Seating
 from tests.simulation.swarm_of_trainers import Member, Swarm, together
 from tests.simulation.test_delay import quadratic, sgd
 from tests.simulation.test_drop_in import new_model
@@ -56,9 +59,22 @@ def test_fast_peers_go_on_while_a_slow_one_finishes_its_batch() -> None:
     assert used >= 8 * 100
 
 
-@pytest.mark.parametrize("lead", [0, 16])
-def test_with_a_lead_a_round_begins_so_many_samples_early(lead: int) -> None:
+@pytest.mark.parametrize("lead", [0, 16, None])
+def test_the_lead_says_when_the_group_is_looked_for_and_not_what_is_in_a_step(
+    lead: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four peers compute 16 samples a second, in batches of 4."""
     sizes: list[float] = []
+    ahead: list[int] = []
+    hold_place = RoundRunner.hold_place
+
+    async def noted(self: RoundRunner) -> None:
+        assert isinstance(self._roster, Seating)
+        if len(sizes) >= 2:  # the speeds are known by then
+            ahead.append(64 - self._roster._tracker.outlook.samples)
+        await hold_place(self)
+
+    monkeypatch.setattr(RoundRunner, "hold_place", noted)
 
     def train(member: Member) -> None:
         together(4, member)
@@ -67,6 +83,7 @@ def test_with_a_lead_a_round_begins_so_many_samples_early(lead: int) -> None:
             manifest = member.optimizer.last_round
             if member.name == "p0" and manifest is not None:
                 sizes.append(sum(manifest.weights))
+        assert member.optimizer.statistics.samples_dropped == 0
 
     swarm = Swarm()
     for number in range(4):
@@ -75,7 +92,49 @@ def test_with_a_lead_a_round_begins_so_many_samples_early(lead: int) -> None:
         )
     swarm.run()
     assert len(sizes) == 8
-    assert all(64 - lead <= size <= 64 - lead + 1.5 * 16 for size in sizes), sizes
+    assert all(64 <= size <= 64 + 1.5 * 16 for size in sizes), sizes
+    if lead == 0:
+        assert not ahead, "nothing is done ahead of the target"
+    else:
+        usual = statistics.median(ahead)
+        assert 8 <= usual <= 16 + 4 if lead == 16 else usual >= 48, (usual, "a step takes less than 6 s here")
+
+
+def waits_with(lead: int | None, latency_s: float) -> list[float]:
+    """Seconds that the training threads of four peers wait in a step; nothing is dropped, and nothing left out."""
+    waits: list[float] = []
+
+    def train(member: Member) -> None:
+        together(4, member)
+        while member.optimizer.global_step < 10:
+            member.peer.sleep(0.5)
+            quadratic(member.model).backward()
+            before, step = member.peer.time(), member.optimizer.global_step
+            member.optimizer.step()
+            member.optimizer.zero_grad()
+            member.check_samples()
+            if member.optimizer.global_step > step > 1:
+                waits.append(member.peer.time() - before)
+
+    swarm = Swarm()
+    swarm.world.network.default_link.latency_s = latency_s
+    for number in range(4):
+        swarm.start(
+            f"p{number}", new_model, sgd, train, target_batch_size=160, batch_size_per_step=4, batch_size_lead=lead
+        )
+    swarm.run()
+    for member in swarm.members.values():
+        counts = member.optimizer.statistics
+        assert counts.samples_dropped == counts.rounds_aborted == counts.states_loaded == 0
+        assert counts.samples_used == counts.samples_computed - member.optimizer.samples_accumulated
+    return waits
+
+
+@pytest.mark.parametrize(("latency_s", "without_s", "with_s"), [(0.02, 0.2, 0.13), (0.1, 1.25, 0.85), (0.2, 2.8, 1.3)])
+def test_a_group_that_is_found_ahead_shortens_the_wait(latency_s: float, without_s: float, with_s: float) -> None:
+    """Connections and streams are there, and the leader knows all, before the target is reached."""
+    assert statistics.mean(waits_with(0, latency_s)) == pytest.approx(without_s, rel=0.1)
+    assert statistics.mean(waits_with(None, latency_s)) == pytest.approx(with_s, rel=0.1)
 
 
 def test_an_auxiliary_peer_helps_to_average_and_nobody_waits_for_it() -> None:

@@ -33,7 +33,6 @@ from manyhands.averaging.attendance_record import (
     GOODBYE,
     LAST_ROUND,
     MAX_TTL_S,
-    NO_SEAT,
     AttendanceRecord,
     attendance_key,
     first_position,
@@ -42,7 +41,7 @@ from manyhands.averaging.attendance_record import (
     rank_of,
 )
 from manyhands.averaging.messages import MAX_ADDRESSES, Position, RoundManifest, readable_addresses
-from manyhands.averaging.places import Said, Seat, Step, next_step
+from manyhands.averaging.places import NO_SEAT, Said, Seat, Step, next_step
 from manyhands.averaging.sketch import disagreement_of
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ManifestMismatch, ManyhandsError
@@ -261,6 +260,10 @@ class Attendance:
         number = min(self._own.position.step + 1, self._step.end)
         seat = Seat(self._step.layout, self._step.own_cell(number))
         self._go_to(Position(number, self._own.position.lineage), seat)
+
+    def is_left_behind(self) -> bool:
+        """Whether others are at a later round."""
+        return self.leading().step > self._own.position.step
 
     def tell(self, sketch: bytes) -> None:
         """In a grid: these are some of the values that this peer holds after its step."""

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from manyhands.averaging.messages import MAX_ADDRESSES, AddressText, Count, Digest, Position, RoundManifest
-from manyhands.averaging.places import Seat
+from manyhands.averaging.places import NO_SEAT, Seat
 from manyhands.averaging.sketch import MAX_SKETCH_BYTES
 from manyhands.dht import Schema
 
@@ -16,7 +16,6 @@ LAST_ROUND = 2**48
 """Round numbers go up to here: 8,900 years of a thousand rounds a second."""
 MAX_TTL_S = 3600.0
 GOODBYE = "goodbye"
-NO_SEAT = Seat()
 
 
 class AttendanceRecord(msgspec.Struct, frozen=True):

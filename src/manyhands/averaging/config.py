@@ -37,8 +37,8 @@ class AveragingConfig:
             Below it, opening a stream takes longer than what is sent over it.
         bandwidth_mbit_s: what this machine can send, in megabits per second: a first guess, until rounds have shown it.
             Who has more reduces more. By default, as much as the others.
-        max_group_size: a :class:`manyhands.Averager` whose swarm has more peers than this averages in a grid of groups.
-            All peers of a run must have the same setting.
+        max_group_size: a swarm of more peers than this averages in a grid of groups. All peers of a run must have the
+            same setting.
     """
 
     matchmaking_time_s: float = 15.0

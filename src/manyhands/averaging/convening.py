@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 from collections.abc import Collection, Mapping
 
@@ -13,6 +14,7 @@ from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.gathering import Gathering
 from manyhands.averaging.messages import (
     INVITE,
+    NAME_BYTES,
     Group,
     InviteRequest,
     InviteResponse,
@@ -36,6 +38,10 @@ HEARSAY_S = 2.0
 """For so long those are waited for of whom only a member knows."""
 CLIENT_S = 5.0
 """For so long a peer in client mode is waited for that is connected to nobody who has come: as long as a dial takes."""
+HOLD_S = 10.0
+"""Who holds a place asks for it again after so long."""
+HELD_S = 1.0
+"""So long its place is kept for it then."""
 FLOAT_BYTES = 4
 
 
@@ -70,8 +76,9 @@ class Convener:
 
     async def lead(self, own: Member, gather_s: float) -> JoinResponse:
         """Have this peer's own place in the group that forms here; wait for its end."""
-        gathering = self.open()
-        gathering.deadline = min(gathering.deadline, asyncio.get_running_loop().time() + gather_s)
+        gathering, now = self.open(), asyncio.get_running_loop().time()
+        gathering.begin(now + self._config.matchmaking_time_s)
+        gathering.deadline = min(gathering.deadline, now + gather_s)
         gathering.add(own)
         try:
             return await asyncio.shield(gathering.answer)
@@ -88,15 +95,39 @@ class Convener:
         if member.peer_id not in gathering.joined and self._is_full(gathering):
             size = self._config.max_group_size
             raise Refused(self._endpoint.peer_id, FULL, f"the group has its {size} members; try the next round")
-        until = asyncio.get_running_loop().time() + HEARSAY_S
-        for stranger in self._view.unheard_of(expects, self._endpoint.peer_id):
-            gathering.hearsay[stranger] = until
+        gathering.begin(asyncio.get_running_loop().time() + self._config.matchmaking_time_s)
+        self._note_hearsay(gathering, expects)
         gathering.seen |= split_ids(clients)
         gathering.add(member)
         try:
             return await asyncio.shield(gathering.answer)
         finally:
             gathering.remove(member)
+
+    async def reserve(self, peer_id: PeerId, expects: bytes, knows_it_stands: bool) -> JoinResponse:
+        """Hold a place for a peer, which may be this one; wait for news of whether the group stands."""
+        gathering = self.open()
+        self._note_hearsay(gathering, expects)
+        gathering.hearsay.pop(short_id(peer_id), None)
+        gathering.reserved[peer_id] = math.inf
+        gathering.changed.set()
+        try:
+            return await gathering.news(knows_it_stands, HOLD_S)
+        finally:  # it asks again or comes at once, unless it has called its round off
+            gathering.reserved[peer_id] = asyncio.get_running_loop().time() + HELD_S
+            if peer_id != self._endpoint.peer_id and not self._endpoint.is_connected(peer_id):
+                self.lose(peer_id)
+
+    def lose(self, peer_id: PeerId) -> None:
+        """A peer's connection was lost: its place is free."""
+        if self.gathering is not None:
+            self.gathering.reserved.pop(peer_id, None)
+            self.gathering.changed.set()
+
+    def _note_hearsay(self, gathering: Gathering, expects: bytes) -> None:
+        until = asyncio.get_running_loop().time() + HEARSAY_S
+        for stranger in self._view.unheard_of(expects, self._endpoint.peer_id):
+            gathering.hearsay[stranger] = until
 
     def send_to(self, leader: PeerId) -> None:
         """Those who have come here shall go to another leader."""
@@ -110,8 +141,7 @@ class Convener:
     def open(self) -> Gathering:
         position, gathering = self._roster.position(), self.gathering
         if gathering is None or gathering.position != position or gathering.answer.done():
-            now = asyncio.get_running_loop().time()
-            gathering = self.gathering = Gathering(position, now + self._config.matchmaking_time_s)
+            gathering = self.gathering = Gathering(position, math.inf)
             self._tasks.spawn(self._gather(gathering), name="gathering a group")
         return gathering
 
@@ -142,6 +172,8 @@ class Convener:
         own_id = self._endpoint.peer_id
         if gathering.position != self._roster.position():
             return Refused(own_id, "other_position", "this peer has gone to another position meanwhile")
+        if gathering.deadline == math.inf:
+            return RoundAborted("those who held places have all gone")
         late = self._view.expected().keys() - gathering.joined.keys() - gathering.absent
         for peer_id in late:
             self._view.report_missing(peer_id)
@@ -157,7 +189,7 @@ class Convener:
         own_id, config = self._endpoint.peer_id, self._config
         rtts_s = [self._endpoint.rtt_s(member.peer_id) for member in members if member.peer_id != own_id]
         return Group(
-            self._rng.randbytes(16),
+            self._rng.randbytes(NAME_BYTES),
             own_id,
             position,
             members,
@@ -171,10 +203,15 @@ class Convener:
         while not gathering.answer.done() and gathering.position == self._roster.position():
             left_s = gathering.deadline - loop.time()
             expected = self._without_lost_clients(gathering)
-            awaited = expected.keys() - gathering.absent | {self._endpoint.peer_id}
-            are_all_here = awaited <= gathering.joined.keys() and not gathering.waits_for_hearsay(loop.time())
-            if left_s <= 0 or are_all_here or self._is_full(gathering):
+            have_places = gathering.have_places(loop.time())
+            waits_for_hearsay = gathering.waits_for_hearsay(loop.time())
+            own_id = self._endpoint.peer_id
+            awaited = expected.keys() - gathering.absent | have_places | {own_id}
+            are_all_here = awaited <= gathering.joined.keys() and not waits_for_hearsay
+            is_full = own_id in gathering.joined and self._is_full(gathering)
+            if left_s <= 0 or are_all_here or is_full or (left_s == math.inf and not have_places):
                 return
+            gathering.note_standing(awaited <= have_places and not waits_for_hearsay)
             self._invite_all(expected, gathering, invitations)
             gathering.changed.clear()
             waiter = loop.create_task(gathering.changed.wait())
@@ -208,14 +245,15 @@ class Convener:
         self, expected: Mapping[PeerId, bool], gathering: Gathering, invitations: dict[PeerId, asyncio.Task[None]]
     ) -> None:
         """Call the expected peers, so that they need not find out by themselves; and learn who is gone."""
-        now = asyncio.get_running_loop().time()
+        now, is_early = asyncio.get_running_loop().time(), gathering.deadline == math.inf
         for peer_id, is_client in expected.items():
             is_reachable = not is_client or self._endpoint.is_connected(peer_id)
-            if not is_reachable or peer_id in gathering.joined or not gathering.is_to_be_asked(peer_id, now):
+            has_come = peer_id in gathering.joined or (is_early and peer_id in gathering.reserved)
+            if not is_reachable or has_come or not gathering.is_to_be_asked(peer_id, now):
                 continue
             if peer_id in invitations and not invitations[peer_id].done():
                 continue
-            request = InviteRequest(self._run_id, gathering.position, self._run_fingerprint)
+            request = InviteRequest(self._run_id, gathering.position, self._run_fingerprint, is_early)
             invitation = self._invite(peer_id, request, gathering)
             invitations[peer_id] = self._tasks.spawn(invitation, name=f"inviting {peer_id}")
 

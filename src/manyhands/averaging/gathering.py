@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+from typing import Any
 
 from manyhands.averaging.messages import JoinResponse, Member, Position
 from manyhands.averaging.view import short_id
@@ -16,6 +18,8 @@ class Gathering:
 
     Attributes:
         joined: who has come.
+        reserved: who holds a place, and comes once its values are there; until when (loop time).
+        stands: all who are expected hold places, or have come.
         absent: who has said that it does not come: it is in another group, or at a later round of the grid.
         began: loop time.
         seen: clients that are connected to a member, by short id.
@@ -28,6 +32,9 @@ class Gathering:
         self.began = asyncio.get_running_loop().time()
         self.seen: set[bytes] = set()
         self.joined: dict[PeerId, Member] = {}
+        self.reserved: dict[PeerId, float] = {}
+        self.stands = False
+        self._turned = asyncio.Event()
         self.absent: set[PeerId] = set()
         self._ask_again_at: dict[PeerId, float] = {}
         self.hearsay: dict[bytes, float] = {}
@@ -46,6 +53,42 @@ class Gathering:
             del self.joined[member.peer_id]
             self._ask_again_at.pop(member.peer_id, None)
             self.changed.set()
+
+    def begin(self, deadline: float) -> None:
+        """Somebody's values are there: from now on there is a bound, and those who hold places are called."""
+        if self.deadline == math.inf:
+            self.deadline = deadline
+            self._ask_again_at.clear()
+
+    def have_places(self, now: float) -> set[PeerId]:
+        """Who has come, or will."""
+        self.reserved = {peer_id: until for peer_id, until in self.reserved.items() if until > now}
+        return self.joined.keys() | self.reserved.keys()
+
+    def note_standing(self, stands: bool) -> None:
+        """Tell those who hold places whether all who are expected do."""
+        if stands != self.stands:
+            self.stands = stands
+            turned, self._turned = self._turned, asyncio.Event()
+            turned.set()
+
+    async def news(self, knows_it_stands: bool, timeout_s: float) -> JoinResponse:
+        """Wait until the group stands, or does not any more, or there is an end; at most so long.
+
+        Raises:
+            PeerError, RoundAborted: why there is no group here.
+        """
+        if self.stands == knows_it_stands and not self.answer.done():
+            turning = asyncio.get_running_loop().create_task(self._turned.wait())
+            either: list[asyncio.Future[Any]] = [turning, self.answer]
+            try:
+                await asyncio.wait(either, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                turning.cancel()
+        if not self.answer.done():
+            return JoinResponse(stands=self.stands)
+        end = self.answer.result()
+        return JoinResponse(leader=end.leader, leader_addresses=end.leader_addresses)
 
     def is_to_be_asked(self, peer_id: PeerId, now: float) -> bool:
         """Whether it is time to invite a peer; who does not come may have gone to another group meanwhile."""

@@ -21,7 +21,7 @@ import asyncio
 import logging
 import math
 import random
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
 from manyhands.averaging.admission import (
@@ -35,7 +35,7 @@ from manyhands.averaging.admission import (
     is_later_round,
 )
 from manyhands.averaging.config import AveragingConfig
-from manyhands.averaging.convening import Convener
+from manyhands.averaging.convening import HOLD_S, Convener
 from manyhands.averaging.messages import (
     ASK_VERDICT,
     INVITE,
@@ -68,12 +68,19 @@ ANSWER_TIMEOUT_S = 5.0
 MAX_REDIRECTS = 8
 DOUBT_S = 0.5
 """A leader that is not connected by then may not be reachable: find out who else is."""
+HOLD_AGAIN_S = 1.0
+"""After a leader could not give this peer a place."""
 ROUND_GAP_S = 1.0
 """Between two attempts of one step in a grid."""
 
 
 class Matchmaker:
-    """Finds the group of one run for this peer, as follower or leader."""
+    """Finds the group of one run for this peer, as follower or leader.
+
+    Attributes:
+        group_stands: while :meth:`hold_place` runs, whether all who are expected hold places.
+        on_called_ahead: called when another peer begins to form the group of a round that has not begun.
+    """
 
     def __init__(
         self,
@@ -99,6 +106,9 @@ class Matchmaker:
         self._gather_s = config.matchmaking_time_s
         self._sought_at = -math.inf  # loop time; infinite while it seeks
         self._is_closed = False
+        self._held: tuple[PeerId, Position] | None = None  # the leader with which this peer has had a place
+        self.group_stands = False
+        self.on_called_ahead: list[Callable[[], None]] = []
         endpoint.handle(JOIN, self._on_join)
         endpoint.handle(INVITE, self._on_invite)
         endpoint.on_lost.append(self._on_lost)
@@ -115,8 +125,7 @@ class Matchmaker:
         """A peer whose connection was lost is not waited for, also if it has accepted an invitation."""
         if peer_id in self._roster.expected():
             self._view.report_missing(peer_id)
-            if self._convener.gathering is not None:
-                self._convener.gathering.changed.set()
+        self._convener.lose(peer_id)
 
     @contextmanager
     def in_round(self, group: Group) -> Iterator[None]:
@@ -148,9 +157,7 @@ class Matchmaker:
         Raises:
             RoundAborted: no group was found; the reason says why.
         """
-        addresses = [str(address) for address in self._endpoint.addresses[:MAX_ADDRESSES]]
-        is_client = self._endpoint.client_mode
-        own = Member(self._endpoint.peer_id, addresses, is_client, weight, 0 if is_client else bandwidth)
+        own = self._member(weight, bandwidth)
         self._gather_s = self._config.matchmaking_time_s if gather_s is None else gather_s
         self._sought_at = math.inf
         try:
@@ -158,11 +165,63 @@ class Matchmaker:
         finally:
             self._sought_at = asyncio.get_running_loop().time()
 
+    def _member(self, weight: float, bandwidth: int) -> Member:
+        addresses = [str(address) for address in self._endpoint.addresses[:MAX_ADDRESSES]]
+        is_client = self._endpoint.client_mode
+        return Member(self._endpoint.peer_id, addresses, is_client, weight, 0 if is_client else bandwidth)
+
+    async def hold_place(self) -> None:
+        """Have a place in the next group here, until this is cancelled or the lineage is another one.
+
+        So the group has its leader, its connections and nobody to wait for when :meth:`find_group` is called: who is
+        gone was found out before. Others go on without a peer that gives its place up.
+        """
+        own, lineage = self._member(0.0, 0), self._roster.position().lineage
+        unreachable: set[PeerId] = set()
+        self.group_stands = False
+        try:
+            while not self._is_closed and self._roster.position().lineage == lineage:
+                try:
+                    await self._hold(own, unreachable)
+                except (Unavailable, PeerError, RoundAborted) as error:
+                    logger.info("no place in a group yet: %s", error)
+                    self.group_stands = False
+                    await asyncio.sleep(HOLD_AGAIN_S)
+                    unreachable.clear()
+        finally:
+            self.group_stands = False
+
+    async def _hold(self, own: Member, unreachable: set[PeerId]) -> None:
+        """Hold a place with one leader after the other, as they send this peer on.
+
+        Raises:
+            Unavailable, PeerError, RoundAborted: there is no place to be had now.
+        """
+        leader: PeerId | None = None
+        while True:
+            position = self._roster.position()
+            leader = leader or self._invitation() or self._choose_leader(unreachable)
+            self._held = (leader, position)
+            try:
+                if leader == own.peer_id:
+                    response = await self._convener.reserve(leader, b"", self.group_stands)
+                else:
+                    response = await self._follow(leader, own, unreachable, is_early=True)
+            except Unavailable:
+                self._view.report_missing(leader)
+                unreachable.add(leader)
+                await self._try_the_others(unreachable, leader)
+                leader = None
+                continue
+            self.group_stands = response.stands
+            if response.leader:
+                leader = self._redirected(response, unreachable)
+
     async def _find(self, own: Member) -> Group:
         unreachable: set[PeerId] = set()
         self._convener.shunned = unreachable
         self._view.refusals.clear()
-        leader: PeerId | None = None
+        leader = self._first_leader()
         for _ in range(MAX_REDIRECTS):
             if self._is_closed:
                 raise RoundAborted("this peer leaves the run")
@@ -193,6 +252,12 @@ class Matchmaker:
                 raise RoundAborted(fault, [leader])
             leader = self._redirected(response, unreachable)
         raise RoundAborted("no leader was found: the peers send this one in circles")
+
+    def _first_leader(self) -> PeerId | None:
+        """Where this peer has had a place, unless a better leader has called meanwhile; None if there is neither."""
+        held, self._held = self._held, None
+        known = [self._invitation(), held[0] if held is not None and held[1] == self._roster.position() else None]
+        return min((peer_id for peer_id in known if peer_id is not None), default=None)
 
     async def _try_the_others(self, unreachable: set[PeerId], leader: PeerId) -> None:
         """One leader cannot be reached: find out at once, not one after the other, who else cannot be."""
@@ -255,7 +320,9 @@ class Matchmaker:
             "at least one peer must accept connections"
         )
 
-    async def _follow(self, leader: PeerId, own: Member, unreachable: set[PeerId]) -> JoinResponse:
+    async def _follow(
+        self, leader: PeerId, own: Member, unreachable: set[PeerId], *, is_early: bool = False
+    ) -> JoinResponse:
         """Ask a leader for a place, unless a better one calls meanwhile."""
         loop = asyncio.get_running_loop()
         expected = self._view.expected()
@@ -267,11 +334,14 @@ class Matchmaker:
             own,
             short_ids(expected)[: SHORT_ID_BYTES * MAX_EXPECTED],
             short_ids(clients)[: SHORT_ID_BYTES * MAX_EXPECTED],
+            is_early,
+            self.group_stands,
         )
         self._following = leader
         self._better = better = loop.create_future()
         self._convener.send_to(leader)
-        timeout_s = self._gather_s + min(self._gather_s, ANSWER_TIMEOUT_S)
+        gather_s = HOLD_S if is_early else self._gather_s
+        timeout_s = gather_s + min(gather_s, ANSWER_TIMEOUT_S)
         asking = loop.create_task(self._endpoint.call(leader, JOIN, request, timeout_s))
         trying = loop.create_task(self._doubt(leader, unreachable))
         try:
@@ -310,7 +380,7 @@ class Matchmaker:
             return InviteResponse()
         if self._busy_at == request.position:
             return InviteResponse(is_busy=True)
-        self._roster.call_to_round()
+        self._call(is_early=request.is_early)
         if self._following is not None:
             return self._answer_as_follower(remote, request.position)
         self._inviter = (remote, request.position)
@@ -347,8 +417,18 @@ class Matchmaker:
         if self._following is not None:
             return self._convener.redirect(self._following)
         self._endpoint.learn(remote, readable_addresses(request.member.addresses))
-        self._roster.call_to_round()
+        self._call(is_early=request.is_early)
+        if request.is_early:
+            return await self._convener.reserve(remote, request.expects, request.knows_it_stands)
         return await self._convener.take_in(request.member, request.expects, request.clients)
+
+    def _call(self, *, is_early: bool) -> None:
+        """Another peer has begun a round, or to form its group."""
+        if not is_early:
+            self._roster.call_to_round()
+            return
+        for notify in self.on_called_ahead:
+            notify()
 
     async def _catch_up(self, position: Position) -> None:
         """Others may have heard a verdict, or applied it, a moment before this peer: let it come after them."""

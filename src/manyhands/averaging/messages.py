@@ -16,17 +16,21 @@ from manyhands.base.identity import PeerId
 from manyhands.rpc import Method
 
 MAX_WEIGHT = 2.0**32
-"""Samples behind one vector: sums of many stay finite, and whole numbers stay exact."""
+"""Samples behind the vector of one peer: sums of many stay finite, and whole numbers stay exact."""
+MAX_SUM_WEIGHT = 2.0**52
+"""And behind the mean of many, in a grid of groups."""
 MAX_BANDWIDTH = 10**12
 """Bytes per second; far above any link."""
 DEFAULT_CHUNK_NUMEL = 864 * 1024  # whole rows of all codecs
 MAX_ADDRESSES = 8
 MAX_REASON_LENGTH = 500
 SHORT_ID_BYTES = 8
+NAME_BYTES = 16
+"""Of what names a round on a stream."""
 MAX_EXPECTED = 4096
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
-Weight = Annotated[float, msgspec.Meta(ge=0, le=MAX_WEIGHT)]
+Weight = Annotated[float, msgspec.Meta(ge=0, le=MAX_SUM_WEIGHT)]
 Bandwidth = Annotated[int, msgspec.Meta(ge=0, le=MAX_BANDWIDTH)]
 AddressText = Annotated[str, msgspec.Meta(max_length=400)]  # a host name of 253 characters, a port and a peer id fit
 PeerIdText = Annotated[PeerId, msgspec.Meta(max_length=64)]
@@ -166,12 +170,15 @@ def _joined(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return joined
 
 
-class JoinRequest(msgspec.Struct):
+class JoinRequest(msgspec.Struct, omit_defaults=True):
     """Asks the supposed leader for a place in its group; answered when the group closes.
 
     Attributes:
         expects: whom the asking peer expects, by the first bytes of the SHA-256 of each peer id, end to end.
         clients: likewise, peers in client mode that are connected to it, as only such a peer knows that they are there.
+        is_early: only hold a place: another request follows once the values, and so the weight, are there. Answered
+            when there is news of whether the group stands.
+        knows_it_stands: what the asking peer has heard of that.
     """
 
     run_id: str
@@ -180,22 +187,34 @@ class JoinRequest(msgspec.Struct):
     member: Member
     expects: Annotated[bytes, msgspec.Meta(max_length=SHORT_ID_BYTES * MAX_EXPECTED)] = b""
     clients: Annotated[bytes, msgspec.Meta(max_length=SHORT_ID_BYTES * MAX_EXPECTED)] = b""
+    is_early: bool = False
+    knows_it_stands: bool = False
 
 
-class JoinResponse(msgspec.Struct):
-    """The formed group, or the leader that the asked peer itself follows."""
+class JoinResponse(msgspec.Struct, omit_defaults=True):
+    """The formed group, or the leader that the asked peer itself follows.
+
+    Attributes:
+        stands: to an early request: all who are expected have a place.
+    """
 
     group: Group | None = None
     leader: PeerIdText = PeerId("")
     leader_addresses: list[AddressText] = []
+    stands: bool = False
 
 
-class InviteRequest(msgspec.Struct):
-    """Tells an expected peer that a round has begun at its position."""
+class InviteRequest(msgspec.Struct, omit_defaults=True):
+    """Tells an expected peer that a round has begun at its position.
+
+    Attributes:
+        is_early: not yet, but its group forms.
+    """
 
     run_id: str
     position: Position
     run_fingerprint: Digest = b""
+    is_early: bool = False
 
 
 class InviteResponse(msgspec.Struct):
@@ -299,7 +318,11 @@ class Verdict(msgspec.Struct):
 
 
 class StreamHeader(msgspec.Struct):
-    """Opens a bulk stream between two members."""
+    """Opens a bulk stream between two members.
+
+    Attributes:
+        group_id: of the round; empty for a stream that is opened ahead, whose first ``NAME_BYTES`` bytes say it.
+    """
 
     group_id: Digest
 

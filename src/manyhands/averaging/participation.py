@@ -13,6 +13,7 @@ from manyhands.averaging.attendance import Attendance
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.grid_step import GATHER_SHARE, MIN_ATTEMPT_S, GridOutcome, GridSteps
 from manyhands.averaging.rounds import CommittedRound, RoundMeter, RoundRunner
+from manyhands.averaging.sketch import packed, sketched_indices
 from manyhands.averaging.tensor_list import TensorList
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ConfigError, ManyhandsError, NothingToAverage, RoundAborted, Unavailable
@@ -183,23 +184,31 @@ class Participation:
     async def _try_in_grid(
         self, attempts: Attempts, flat_N: torch.Tensor, weight: float, deadline: float, look_timeout_s: float
     ) -> None:
+        attendance = self.attendance
         steps = GridSteps(
-            self.attendance,
+            attendance,
+            self._presence.peer_id,
             self._rounds,
             self._config,
-            self._tensors.shapes,
             lambda: self._look(look_timeout_s),
             self._wait_for_call,
         )
         outcome = GridOutcome()
         try:
             while True:
-                await steps.take(outcome, flat_N, weight, deadline, attempts.meter)
+                try:
+                    await steps.take(outcome, flat_N, weight, deadline, attempts.meter)
+                finally:
+                    outcome.disagreement = attendance.disagreement()  # by what was read meanwhile
+                    if outcome.committed is not None and outcome.committed.averaged_N is not None:
+                        mean_N = outcome.committed.averaged_N
+                        indices = sketched_indices(mean_N.numel(), attendance.position().step)
+                        attendance.tell(packed(mean_N[indices].tolist()))
                 left_s = deadline - asyncio.get_running_loop().time()
                 if outcome.committed is not None or left_s < MIN_ATTEMPT_S:
                     break
                 await self._look(look_timeout_s)  # the others were done with this step; there is a next one
-                self.attendance.begin_step()
+                attendance.begin_step()
         finally:
             attempts.committed, attempts.reason = outcome.committed, outcome.reason
             attempts.num_rounds, attempts.num_rounds_committed = outcome.num_rounds, outcome.num_committed

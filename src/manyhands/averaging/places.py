@@ -46,6 +46,9 @@ class Seat(msgspec.Struct, frozen=True):
             raise ValueError(f"a grid of {self.layout} has no cell {self.cell}")
 
 
+NO_SEAT = Seat()
+
+
 @dataclass(frozen=True)
 class Said:
     """What another peer has published of itself."""
@@ -96,7 +99,7 @@ class Step:
             return None
         cell = self.dealt.get(peer_id)
         if said.seat.layout.sides == self.layout.sides:
-            cell = _cell_at(said, self.first_round)
+            cell = cell_at(said, self.first_round)
         return None if cell is None else _moved(self.layout, cell, self.first_round, round_number)
 
 
@@ -114,29 +117,49 @@ def next_step(
         others: who is alive, but for this peer.
         leading_round: the highest round number of all.
     """
-    named = agreed_layout([own.seat.layout, *(said.seat.layout for said in others.values())])
-    layout = next_layout(named, len(others) + 1, max_group_size)
+    named, layout = chosen_layouts(own, others, max_group_size)
     num_rounds = layout.num_rounds
     first_round = leading_round - leading_round % num_rounds  # of the step that others may have begun just now
     if first_round < own.round_number:
         first_round = -(-own.round_number // num_rounds) * num_rounds
+    return step_from(own_id, own, others, named, layout, first_round, rng)
+
+
+def chosen_layouts(own: Said, others: Mapping[str, Said], max_group_size: int) -> tuple[Layout, Layout]:
+    """What most peers name, and what fits their number."""
+    named = agreed_layout([own.seat.layout, *(said.seat.layout for said in others.values())])
+    return named, next_layout(named, len(others) + 1, max_group_size)
+
+
+def step_from(
+    own_id: str,
+    own: Said,
+    others: Mapping[str, Said],
+    named: Layout,
+    layout: Layout,
+    first_round: int,
+    rng: random.Random,
+) -> Step:
+    """The step that begins at a round, in a layout; ``named`` is what most go by so far."""
     if not layout.sides:
         return Step(first_round)
-    if layout.sides != named.sides:
+    if layout.sides != named.sides and own.seat.layout.sides != layout.sides:
         dealt = dealt_cells(layout, [own_id, *others], first_round)
         return Step(first_round, layout, dealt.pop(own_id), dealt)
-    cell = _cell_at(own, first_round) if own.seat.layout.sides == layout.sides else None
+    cell = cell_at(own, first_round) if own.seat.layout.sides == layout.sides else None
     taken = {
         peer_id: place
         for peer_id, said in others.items()
-        if said.seat.layout.sides == layout.sides and (place := _cell_at(said, first_round)) is not None
+        if said.seat.layout.sides == layout.sides and (place := cell_at(said, first_round)) is not None
     }
-    if cell is None or any(place == cell and peer_id < own_id for peer_id, place in taken.items()):
+    if cell is None:  # what those have found for this peer who laid the grid out a moment ago
+        cell = dealt_cells(layout, [own_id, *others], first_round)[own_id]
+    if any(place == cell and peer_id < own_id for peer_id, place in taken.items()):
         cell = free_cell(layout, set(taken.values()), rng)
     return Step(first_round, layout, cell)
 
 
-def _cell_at(said: Said, round_number: int) -> int | None:
+def cell_at(said: Said, round_number: int) -> int | None:
     """Where a peer is at a later round, or was at an earlier one, if that can be reckoned."""
     if abs(round_number - said.round_number) > MAX_ROUNDS_AGO:
         return None

@@ -1,4 +1,4 @@
-"""A round that is planned ahead of time, and begins once its values are there."""
+"""A round that is planned ahead of time: its group is looked for first, and it begins once its values are there."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ T = TypeVar("T")
 class Stage(enum.Enum):
     """Where a planned round is. From each stage one may only go on to later ones."""
 
-    PLANNED = "waiting for its time and for leave to begin"
+    PLANNED = "waiting for its time"
+    SEARCHING = "its group is looked for; it waits for leave to begin"
     RUNNING = "under way"
     DONE = "over; it has a result, or a reason why it has none"
     CANCELLED = "called off by this peer; the others go on without it"
@@ -31,23 +32,29 @@ class RoundTrigger(Generic[T]):
 
     Args:
         tasks: owns the round while it is under way.
+        search: looks for the group from the planned time on, until it is cancelled, such as
+            :meth:`manyhands.averaging.rounds.RoundRunner.hold_place`; without it nothing is done ahead.
 
     Attributes:
         stage: where it is.
+        searching_since: when the search began (loop time); None before that.
     """
 
-    def __init__(self, tasks: TaskOwner) -> None:
+    def __init__(self, tasks: TaskOwner, search: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
         self._tasks = tasks
+        self._search = search
         self._begin: Callable[[], Coroutine[Any, Any, T]] | None = None
+        self._searching: asyncio.Task[None] | None = None
         self._running: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._is_due = False
         self.stage = Stage.PLANNED
+        self.searching_since: float | None = None
         self._result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._result.add_done_callback(lambda result: result.cancelled() or result.exception())
 
     def schedule(self, at: float) -> None:
-        """Begin at this time (of the loop), if it has leave by then, else when it gets it; may be moved until then."""
+        """Look for the group from this time (of the loop) on, and begin with leave; may be moved until then."""
         if self.stage is not Stage.PLANNED or self._is_due:
             return
         if self._timer is not None:
@@ -61,7 +68,7 @@ class RoundTrigger(Generic[T]):
             begin: makes the attempt, such as :meth:`manyhands.averaging.rounds.RoundRunner.average` with its vector; it
                 bounds itself.
         """
-        if self.stage is Stage.PLANNED and self._begin is None:
+        if self.stage in (Stage.PLANNED, Stage.SEARCHING) and self._begin is None:
             self._begin = begin
             self._go_on()
 
@@ -72,8 +79,9 @@ class RoundTrigger(Generic[T]):
         self.stage = Stage.CANCELLED
         if self._timer is not None:
             self._timer.cancel()
-        if self._running is not None:
-            self._tasks.cancel(self._running)
+        for task in (self._searching, self._running):
+            if task is not None:
+                self._tasks.cancel(task)
         if not self._result.done():
             self._result.set_exception(RoundAborted("this peer called the round off"))
 
@@ -86,17 +94,33 @@ class RoundTrigger(Generic[T]):
         """
         return await asyncio.wait_for(asyncio.shield(self._result), timeout_s)
 
+    async def over(self) -> None:
+        """Once it is over or called off: wait until nothing of it runs any more, which has been cancelled."""
+        tasks = [task for task in (self._searching, self._running) if task is not None]
+        if tasks:
+            await asyncio.wait(tasks)
+
     def _due(self) -> None:
         self._is_due = True
         self._go_on()
 
     def _go_on(self) -> None:
-        if self.stage is Stage.PLANNED and self._is_due and self._begin is not None:
+        if not self._is_due or self.stage not in (Stage.PLANNED, Stage.SEARCHING):
+            return
+        if self._begin is not None:
             self.stage = Stage.RUNNING
             self._running = self._tasks.spawn(self._run(self._begin), name="a planned round")
+        elif self.stage is Stage.PLANNED:
+            self.stage = Stage.SEARCHING
+            self.searching_since = asyncio.get_running_loop().time()
+            if self._search is not None:
+                self._searching = self._tasks.spawn(self._search(), name="looking for a group ahead of time")
 
     async def _run(self, begin: Callable[[], Coroutine[Any, Any, T]]) -> None:
         try:
+            if self._searching is not None:
+                self._tasks.cancel(self._searching)
+                await asyncio.wait([self._searching])
             outcome = await begin()
         except asyncio.CancelledError:
             self.cancel()

@@ -26,7 +26,7 @@ from manyhands.averaging.fetching import Fetching
 from manyhands.averaging.matchmaking import Matchmaker
 from manyhands.averaging.messages import (
     ASK_VERDICT,
-    MAX_WEIGHT,
+    MAX_SUM_WEIGHT,
     STREAM_KIND,
     Group,
     Member,
@@ -41,6 +41,7 @@ from manyhands.averaging.probing import Probing
 from manyhands.averaging.recovery import Recovery
 from manyhands.averaging.roster import Roster
 from manyhands.averaging.stream_inbox import StreamInbox
+from manyhands.averaging.warm_streams import WarmStreams
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import (
     ConfigError,
@@ -139,6 +140,7 @@ class RoundRunner:
     ) -> None:
         self._endpoint = endpoint
         self._config = config
+        self._roster = roster
         self.shapes = shapes
         self._matchmaker = Matchmaker(endpoint, run_id, run_fingerprint, roster, config, rng)
         self._agreement = Agreement(endpoint, config)
@@ -152,6 +154,7 @@ class RoundRunner:
         self._deadline = 0.0  # of the round that is under way
         self._spare_N: torch.Tensor | None = None
         self._feedbacks: Feedbacks | None = None
+        self._warm = WarmStreams(endpoint, config, self._make_sure_of)
         self._tasks = TaskOwner("rounds")
         self.on_phase: list[Callable[[Phase], None]] = []
 
@@ -167,12 +170,31 @@ class RoundRunner:
         """What codecs lost so far belongs to values that this peer does not have any more."""
         self._feedbacks = None
 
+    async def hold_place(self) -> None:
+        """Have a place in the group of the next round, until this is cancelled or this peer goes elsewhere.
+
+        :meth:`average` comes to that group then, with the values and their weight.
+        """
+        async with self._warm.kept(self._roster.expected):
+            await self._matchmaker.hold_place()
+
+    @property
+    def group_stands(self) -> bool:
+        """Whether all who are expected in the next round hold places, and this peer too."""
+        return self._matchmaker.group_stands
+
+    @property
+    def on_called_ahead(self) -> list[Callable[[], None]]:
+        """Called when another peer begins to form the group of a round that has not begun."""
+        return self._matchmaker.on_called_ahead
+
     async def close(self) -> None:
         await self._matchmaker.close()
         self._agreement.close()
         self._inbox.close()
         self._fetching.close()
         self._probing.close()
+        self._warm.drop_all()
         await self._tasks.close()
 
     async def average(
@@ -198,9 +220,15 @@ class RoundRunner:
             NothingToAverage: likewise, as all members gave a weight of 0.
             ConfigError: the weight breaks its rule.
         """
-        meter = self._meter = meter if meter is not None else RoundMeter()
-        if not 0 <= weight <= MAX_WEIGHT:
-            raise ConfigError(f"weight={weight} must be from 0 to {MAX_WEIGHT:.0f}; for example 32.0")
+        if not 0 <= weight <= MAX_SUM_WEIGHT:
+            raise ConfigError(f"weight={weight} must be from 0 to {MAX_SUM_WEIGHT:.0f}; for example 32.0")
+        with self._warm.in_use():
+            return await self._round(flat_N, weight, timeout_s, gather_s, meter if meter is not None else RoundMeter())
+
+    async def _round(
+        self, flat_N: torch.Tensor, weight: float, timeout_s: float, gather_s: float | None, meter: RoundMeter
+    ) -> CommittedRound:
+        self._meter = meter
         loop = asyncio.get_running_loop()
         started = loop.time()
         timeout_s = min(timeout_s, self._config.averaging_timeout_s)
@@ -375,6 +403,9 @@ class RoundRunner:
             if not is_dialler:
                 return await self._await_stream(member, stream_id)
             await self._make_sure_of(member.peer_id)
+            self._warm.size_bytes = num_bytes
+            if (warm := await self._warm.take(member.peer_id, stream_id)) is not None:
+                return warm
             header = msgspec.msgpack.encode(StreamHeader(stream_id))
             return await self._endpoint.open_bulk(
                 member.peer_id, STREAM_KIND, header, self._config.stream_timeout_s, size_bytes=num_bytes

@@ -8,7 +8,7 @@ from collections import deque
 import msgspec
 
 from manyhands.averaging.config import AveragingConfig
-from manyhands.averaging.messages import STREAM_KIND, StreamHeader
+from manyhands.averaging.messages import NAME_BYTES, STREAM_KIND, StreamHeader
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import PeerLost, ProtocolViolation
 from manyhands.base.identity import PeerId
@@ -17,6 +17,9 @@ from manyhands.rpc.frames import UNREADABLE
 from manyhands.transport.api import Stream
 
 REMEMBERED_GROUPS = 16
+MAX_UNNAMED = 64
+"""Streams that were opened ahead and say no round yet; one of each peer."""
+UNNAMED_S = 120.0
 
 
 class StreamInbox:
@@ -26,6 +29,7 @@ class StreamInbox:
         self._endpoint = endpoint
         self._config = config
         self._waiting: dict[tuple[bytes, PeerId], asyncio.Future[Stream]] = {}
+        self._unnamed: dict[PeerId, Stream] = {}
         self._ended: deque[bytes] = deque(maxlen=REMEMBERED_GROUPS)
         endpoint.accept_bulk(STREAM_KIND, self._on_stream)
         endpoint.on_lost.append(self._on_lost)
@@ -81,6 +85,22 @@ class StreamInbox:
             if awaited == key[1] and not future.done():
                 future.set_exception(ProtocolViolation(awaited, "it opened a stream for another round"))
 
+    async def _name_of(self, remote: PeerId, stream: Stream) -> bytes:
+        """What a stream that was opened ahead is for, as soon as its owner knows."""
+        if (former := self._unnamed.pop(remote, None)) is not None:
+            former.abort()
+        if len(self._unnamed) >= MAX_UNNAMED:
+            raise ProtocolViolation(remote, "a stream ahead of its round, and there are too many of them")
+        self._unnamed[remote] = stream
+        name = bytearray(NAME_BYTES)
+        try:
+            async with time_limit(UNNAMED_S, "learning what a stream is for"):
+                await stream.receive_into(memoryview(name))
+        finally:
+            if self._unnamed.get(remote) is stream:
+                del self._unnamed[remote]
+        return bytes(name)
+
     def _future(self, key: tuple[bytes, PeerId]) -> asyncio.Future[Stream]:
         if key not in self._waiting:
             self._waiting[key] = asyncio.get_running_loop().create_future()
@@ -88,9 +108,10 @@ class StreamInbox:
 
     async def _on_stream(self, remote: PeerId, header: bytes, stream: Stream) -> None:
         try:
-            key = (msgspec.msgpack.decode(header, type=StreamHeader).group_id, remote)
+            name = msgspec.msgpack.decode(header, type=StreamHeader).group_id
         except UNREADABLE as error:
             raise ProtocolViolation(remote, "a stream header that cannot be read") from error
+        key = (name or await self._name_of(remote, stream), remote)
         if key[0] in self._ended:
             return
         self._check_is_awaited(key)

@@ -13,18 +13,22 @@ import torch
 
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import Position
-from manyhands.averaging.rounds import CommittedRound, RoundRunner
+from manyhands.averaging.rounds import RoundRunner
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ManyhandsError, RoundAborted, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.optim.accumulator import Contribution
+from manyhands.optim.averaged import Averaged
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.departures import Departures
+from manyhands.optim.foresight import Foresight
 from manyhands.optim.progress import Progress, describe_progress
 from manyhands.optim.run_manifest import ManifestKeeper, RunManifest
 from manyhands.optim.run_records import declare_run
+from manyhands.optim.seating import Seating
 from manyhands.optim.state import State
 from manyhands.optim.state_transfer import StateServer, download_state
+from manyhands.optim.step_rounds import StepRounds
 from manyhands.optim.tracker import ProgressTracker
 from manyhands.peer import Presence
 from manyhands.runtime import TaskOwner
@@ -60,6 +64,9 @@ class LocalState(Protocol):
     def capture(self) -> State:
         """Copy the state; safe to call from any thread."""
 
+    def flat_parameters(self) -> torch.Tensor:
+        """The trained parameters end to end, copied; safe to call from any thread."""
+
 
 class BackgroundStep(Protocol):
     """A global step that is made in the background: :class:`manyhands.optim.global_step.GlobalStep`."""
@@ -86,7 +93,7 @@ class Collaboration:
         averaging: AveragingConfig,
         progress: ProgressConfig,
         *,
-        batch_size_lead: int = 0,
+        batch_size_lead: int | None = None,
         is_silent: bool = False,
     ) -> None:
         self._presence = presence
@@ -120,22 +127,29 @@ class Collaboration:
             self._local.position,
             self._progress_config,
             on_update=log_progress,
-            batch_size_lead=self._batch_size_lead,
             is_silent=self._is_silent,
         )
         self._departures = Departures(presence.endpoint, self.tracker, self._tasks)
+        seating = Seating(self.tracker, presence.peer_id, self._averaging.max_group_size, self._rng)
         async with AsyncExitStack() as parts:
             self._rounds = RoundRunner(
                 presence.endpoint,
                 manifest.run_id,
                 manifest.fingerprint(),
-                self.tracker,
+                seating,
                 self._averaging,
                 self._rng,
                 shapes=_shapes_of(manifest),
             )
             parts.push_async_callback(self._rounds.close)
             parts.push_async_callback(self._tasks.close)
+            lead = 0 if self._is_silent else self._batch_size_lead  # nobody waits for a silent peer
+            self._foresight = Foresight[Averaged](self._rounds, self.tracker, self._tasks, self._averaging, lead)
+            parts.callback(self._foresight.close)
+            self.tracker.on_outlook = self._look_ahead
+            self._step_rounds = StepRounds(
+                presence.peer_id, self._rounds, seating, self.tracker, self._foresight, self._local, self._averaging
+            )
             self._server = server = StateServer(
                 presence.endpoint, manifest.run_id, self._local.capture, lambda: self._local.position
             )
@@ -147,6 +161,11 @@ class Collaboration:
             await self.tracker.refresh()
             self._parts = parts.pop_all()
         presence.on_close.append(self.close)
+
+    def _look_ahead(self) -> None:
+        """There is news of the others."""
+        self._step_rounds.look_ahead()
+        self._foresight.look_ahead()
 
     async def close(self) -> None:
         """Leave the run. May be called twice."""
@@ -177,9 +196,13 @@ class Collaboration:
         return Decision.GO_ALONE if samples and not self._is_followed() else Decision.ACCUMULATE
 
     def _has_time_for(self, batch_s: float) -> bool:
-        """Whether this peer can compute another batch before the others, who still compute, come to the round."""
+        """Whether this peer can compute another batch before the others, who still compute, come to the round.
+
+        Or before a search that is held up has found out who does not come.
+        """
         now, due_at = asyncio.get_running_loop().time(), self._due_since()
-        until = min(self.tracker.others_busy_until(due_at), due_at + self._averaging.matchmaking_time_s / 2)
+        until = max(self.tracker.others_busy_until(due_at), self._foresight.search_lasts_until())
+        until = min(until, due_at + self._averaging.matchmaking_time_s / 2)
         return batch_s > 0 and now + BATCH_MARGIN * batch_s <= until
 
     def _is_followed(self) -> bool:
@@ -225,22 +248,26 @@ class Collaboration:
             task = self._tasks.spawn(step.run(self), name="a global step")
             task.add_done_callback(lambda _: step.end())
 
-    async def average(self, flat_N: torch.Tensor, weight: float) -> CommittedRound:
-        """One attempt at a round; see :meth:`manyhands.averaging.rounds.RoundRunner.average`."""
+    async def average(self, mean_N: torch.Tensor, weight: float) -> Averaged:
+        """One attempt at averaging a gradient; see :meth:`manyhands.optim.step_rounds.StepRounds.average`."""
         self.tracker.answer_call()
         try:
-            result = await self._rounds.average(flat_N, weight)
+            result = await self._step_rounds.average(mean_N, weight)
         except RoundAborted:
             self.tracker.refresh_soon()  # the run may have gone on without this peer
             raise
-        if result.averaged_N is not None:
+        if result.mean_N is not None:
             self._num_vain_loads = 0
             self.tracker.expect_move()
         return result
 
-    async def move(self, position: Position, lineage_samples: int, together_with: list[PeerId]) -> None:
-        """This peer's parameters are at ``position`` now."""
+    async def move(
+        self, position: Position, lineage_samples: int, together_with: list[PeerId], sketch: bytes = b""
+    ) -> None:
+        """This peer's parameters are at ``position`` now; after a step in a grid this is a sketch of them."""
         self.tracker.move(position, lineage_samples, together_with)
+        if sketch:
+            self.tracker.tell(sketch)
 
     async def move_elsewhere(self, position: Position, lineage_samples: int) -> None:
         """This peer has loaded a state; what its gradients were before is of no use there."""

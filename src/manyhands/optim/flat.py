@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -48,6 +50,28 @@ class GradientLayout:
         finally:
             for parameter, gradient in zip(parameters, before, strict=True):
                 parameter.grad = gradient
+
+
+def flattened(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """All values end to end, in float32 on the host, copied."""
+    return torch.cat([tensor.detach().reshape(-1).to("cpu", torch.float32) for tensor in tensors])
+
+
+@torch.no_grad()
+def assign_flat(tensors: Sequence[torch.Tensor], flat_N: torch.Tensor) -> None:
+    """Write what :func:`flattened` has read, or the like."""
+    for tensor, values in zip(tensors, torch.split(flat_N, [tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(values.view(tensor.shape))
+
+
+def values_at(tensors: Sequence[torch.Tensor], indices: Sequence[int]) -> list[float]:
+    """Single values, by their place in :func:`flattened`."""
+    stops = list(itertools.accumulate(tensor.numel() for tensor in tensors))
+    values = []
+    for index in indices:
+        number = bisect.bisect_right(stops, index)
+        values.append(float(tensors[number].detach().reshape(-1)[index - stops[number]]))
+    return values
 
 
 def are_finite(tensors: Sequence[torch.Tensor]) -> bool:

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from manyhands.averaging.messages import RoundManifest
-from manyhands.averaging.rounds import CommittedRound
+from manyhands.averaging.messages import Position, RoundManifest
 from manyhands.base.errors import ManyhandsError
 from manyhands.base.identity import PeerId
 from manyhands.optim.accumulator import Contribution
+from manyhands.optim.averaged import Averaged
 from manyhands.optim.replica import Replica
 
 if TYPE_CHECKING:
@@ -29,8 +29,9 @@ class GlobalStep:
 
     Attributes:
         contribution: this peer's part.
-        manifest: of the round; None for a step made alone, or while there is none.
-        num_members: of the group.
+        manifest: of the round, in a grid of the last one; None for a step made alone, or while there is none.
+        is_left_out: the group left out what this peer has contributed.
+        disagreement: see :class:`manyhands.optim.averaged.Averaged`.
         averaging_s: seconds of the round, without the search for the group.
         error: why there is no step; the contribution counts in the next attempt.
         refusal: why the step left the parameters as they were; empty if it did not.
@@ -43,7 +44,8 @@ class GlobalStep:
     def __init__(self, replica: Replica, contribution: Contribution) -> None:
         self.contribution = contribution
         self.manifest: RoundManifest | None = None
-        self.num_members = 1
+        self.is_left_out = False
+        self.disagreement: float | None = None
         self.averaging_s = 0.0
         self.error: BaseException | None = None
         self.refusal = ""
@@ -53,6 +55,9 @@ class GlobalStep:
         self.is_done = False
         self._replica = replica
         self._averaged_N: torch.Tensor | None = None
+        self._parameters_N: torch.Tensor | None = None
+        self._members: list[PeerId] = []
+        self._is_in_grid = False
         self._lineage = b""
         self._samples = 0
 
@@ -61,27 +66,21 @@ class GlobalStep:
         """The others made the step, and this peer does not have its result."""
         return self.manifest is not None and self._averaged_N is None and not self.has_moved
 
-    def is_without(self, own_id: PeerId) -> bool:
-        """Whether the group left out what this peer has contributed."""
-        if self.manifest is None or not self.contribution.weight > 0:
-            return False
-        return not self.manifest.weights[self.manifest.members.index(own_id)] > 0
-
     def is_alone(self, own_id: PeerId) -> None:
         """Nobody else is there: this peer's own gradient is the average."""
         self._averaged_N = self.contribution.mean_N
         self._lineage = hashlib.sha256(self._replica.position.lineage + b"alone" + own_id.encode()).digest()
         self._samples = round(self.contribution.weight)
 
-    def committed(self, result: CommittedRound) -> None:
-        """The round is over, and its result counts."""
-        self.manifest = result.manifest
-        self.num_members = result.num_members
-        self.averaging_s = result.seconds - result.matchmaking_s
-        self._averaged_N = result.averaged_N
-        self._lineage = self._replica.position.after(result.manifest).lineage
-        self._samples = round(sum(result.manifest.weights))
-        logger.info("Averaged tensors successfully with %d peers", result.num_members)
+    def committed(self, averaged: Averaged) -> None:
+        """The averaging is over, and its result counts."""
+        self.manifest = averaged.manifest
+        self.is_left_out, self.disagreement = averaged.is_left_out, averaged.disagreement
+        self.averaging_s = averaged.averaging_s
+        self._averaged_N, self._parameters_N = averaged.mean_N, averaged.parameters_N
+        self._lineage, self._samples, self._members = averaged.lineage, averaged.samples, averaged.members
+        self._is_in_grid = averaged.num_rounds > 1
+        logger.info("Averaged tensors successfully with %d peers", averaged.num_peers)
 
     def advance(self) -> None:
         """Make the update, on any thread; what the optimizer raises passes through."""
@@ -89,19 +88,19 @@ class GlobalStep:
         assert averaged_N is not None, "a step follows a round that committed"
         spare_N = self.contribution.mean_N if averaged_N is not self.contribution.mean_N else None
         self.is_spoiled = True
-        self.refusal = self._replica.advance(averaged_N, self._lineage, self._samples, spare_N)
+        parameters_N, self._parameters_N = self._parameters_N, None
+        self.refusal = self._replica.advance(averaged_N, self._lineage, self._samples, spare_N, parameters_N)
         self.is_spoiled, self.has_moved = False, True
 
     async def announce(self, collaboration: Collaboration) -> None:
         """Have the network thread know where this peer, and the others of its round, are now."""
-        members = list(self.manifest.members) if self.manifest is not None else []
         replica = self._replica
         if self.is_lost:
-            assert self.manifest is not None
-            position = replica.position.after(self.manifest)
-            await collaboration.fall_behind(position, replica.lineage_samples + self._samples, members)
+            position = Position(replica.position.step + 1, self._lineage)
+            await collaboration.fall_behind(position, replica.lineage_samples + self._samples, self._members)
         else:
-            await collaboration.move(replica.position, replica.lineage_samples, members)
+            sketch = replica.sketch() if self._is_in_grid else b""
+            await collaboration.move(replica.position, replica.lineage_samples, self._members, sketch)
 
     async def run(self, collaboration: Collaboration) -> None:
         """Do what is left of the step on the network thread; the update on a thread of its executor."""

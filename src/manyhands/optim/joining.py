@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from manyhands.averaging.config import AveragingConfig
 from manyhands.optim.replica import Replica
 from manyhands.optim.run_manifest import RunManifest
 from manyhands.optim.schedule import describe
@@ -11,9 +12,11 @@ PROTOCOL = "manyhands/1"
 
 
 def manifest_of(
-    replica: Replica, run_id: str, target_batch_size: int, codec: str, extra: dict[str, str]
+    replica: Replica, run_id: str, target_batch_size: int, averaging: AveragingConfig, extra: dict[str, str]
 ) -> RunManifest:
     """The settings of this peer, as all others must have them."""
+    if averaging.max_group_size != AveragingConfig.max_group_size:
+        extra = extra | {"max_group_size": str(averaging.max_group_size)}
     optimizer = replica.optimizer
     groups = hyper_parameters_of(optimizer)
     for group in groups:
@@ -29,6 +32,6 @@ def manifest_of(
         optimizer=type(optimizer).__name__,
         hyper_parameters=groups,
         scheduler=describe(replica.scheduler),
-        codec=codec,
+        codec=averaging.codec,
         extra=extra,
     )

@@ -7,9 +7,9 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from manyhands.averaging.config import AveragingConfig
-from manyhands.averaging.rounds import CommittedRound
 from manyhands.base.errors import Timeout, Unavailable
 from manyhands.optim.accumulator import Contribution
+from manyhands.optim.averaged import Averaged
 from manyhands.optim.collaboration import Collaboration, Decision
 from manyhands.optim.global_step import GlobalStep
 from manyhands.optim.replica import Replica
@@ -102,8 +102,8 @@ class Membership:
         except Timeout as error:
             logger.warning("%s; going on with the next batch", error)
 
-    def average(self, contribution: Contribution) -> CommittedRound:
-        """One attempt at a round.
+    def average(self, contribution: Contribution) -> Averaged:
+        """One attempt at averaging.
 
         Raises:
             RoundAborted, Unavailable: it failed; nothing has changed.

@@ -51,8 +51,8 @@ class Optimizer(OptimizerWrapper):
         batch_size_per_step: samples behind each call of :meth:`step`; or give ``batch_size`` to each call.
         scheduler: a torch scheduler of ``optimizer``, or a function that makes one; stepped once for each global step.
         max_grad_norm: the averaged gradient is clipped to this norm, of all parameters together.
-        batch_size_lead: begin rounds so many samples before the target, which are expected from the batches that the
-            peers compute by then.
+        batch_size_lead: look for the group of a step so many samples before the target, while the next batches are
+            computed; 0: only once the target is reached. By default 6 s before the predicted time of the target.
         matchmaking_time_s, averaging_timeout_s: as in ``averaging``.
         delay: ``"optimizer"`` to make the update in the background, ``"gradients"`` to average there too, while the
             next batches are computed on parameters that are one step old. None for exact, synchronous steps.
@@ -84,7 +84,7 @@ class Optimizer(OptimizerWrapper):
         batch_size_per_step: int | None = None,
         scheduler: SchedulerMaker | None = None,
         max_grad_norm: float | None = None,
-        batch_size_lead: int = 0,
+        batch_size_lead: int | None = None,
         matchmaking_time_s: float | None = None,
         averaging_timeout_s: float | None = None,
         delay: Delay | None = None,
@@ -117,7 +117,7 @@ class Optimizer(OptimizerWrapper):
         self._was_alone = False
         prepare_kernels(sum(parameter.numel() for parameter in self._replica.model_parameters))
         extra = dict(must_match or {}) | options.facts()
-        manifest = manifest_of(self._replica, run_id, target_batch_size, averaging.codec, extra)
+        manifest = manifest_of(self._replica, run_id, target_batch_size, averaging, extra)
         self._collaboration = Collaboration(
             peer.presence, manifest, self._replica, averaging, progress or ProgressConfig(),
             batch_size_lead=batch_size_lead, is_silent=auxiliary,
@@ -341,13 +341,14 @@ class Optimizer(OptimizerWrapper):
         self._failures = 0
         self._accumulator.recycle(contribution)
         counts.rounds_committed += step.manifest is not None
+        counts.disagreement = step.disagreement
         counts.steps_alone += step.manifest is None
         if step.refusal:
             counts.updates_refused += 1
             counts.samples_dropped += contribution.samples
             logger.warning("Global step %d changes nothing: %s. All its samples are dropped", self.global_step,
                            step.refusal)  # fmt: skip
-        elif step.is_without(self._peer.peer_id):
+        elif step.is_left_out:
             counts.samples_dropped += contribution.samples
             logger.warning("The group made global step %d without this peer; its %d samples are dropped",
                            self.global_step, contribution.samples)  # fmt: skip

@@ -29,7 +29,7 @@ class Options:
     run_id: str
     target_batch_size: int
     batch_size_per_step: int | None
-    batch_size_lead: int
+    batch_size_lead: int | None
     max_grad_norm: float | None
     delay: Delay | None
     offload: bool | None
@@ -43,7 +43,7 @@ class Options:
             raise ConfigError(f"target_batch_size={target} must be at least 1; for example 4096")
         if self.batch_size_per_step is not None and self.batch_size_per_step < 1:
             raise ConfigError(f"batch_size_per_step={self.batch_size_per_step} must be at least 1; for example 32")
-        if not 0 <= lead < target:
+        if lead is not None and not 0 <= lead < target:
             raise ConfigError(
                 f"batch_size_lead={lead} must be from 0 to below target_batch_size={target}; for example {target // 16}"
             )

@@ -19,10 +19,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Annotated
 
 import msgspec
 
 from manyhands.averaging.messages import Count, Position
+from manyhands.averaging.places import NO_SEAT, Seat
+from manyhands.averaging.sketch import MAX_SKETCH_BYTES
 from manyhands.base.identity import PeerId
 from manyhands.optim.config import ProgressConfig
 
@@ -41,7 +44,7 @@ MAX_SPEED = 1e9
 """Samples per second that are believed: sums of what strangers say stay exact."""
 
 
-class ProgressRecord(msgspec.Struct, frozen=True, gc=False):
+class ProgressRecord(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """What one peer says of itself; published under its own signature.
 
     Attributes:
@@ -54,6 +57,9 @@ class ProgressRecord(msgspec.Struct, frozen=True, gc=False):
         ttl_s: the record counts for so long.
         counted_s_ago: when it was published, so long ago were the samples counted.
         batch_s: seconds that the peer takes for a batch; 0: it does not know yet.
+        seat: its place among the groups of a run that is too large for one, as of the round ``seat_round``.
+        sketch: some of the parameters that it held after its last step in a grid, as float32.
+        sketch_step: the global step that this led to; 0 without one.
     """
 
     position: Position
@@ -65,6 +71,10 @@ class ProgressRecord(msgspec.Struct, frozen=True, gc=False):
     ttl_s: float
     counted_s_ago: float = 0.0
     batch_s: float = 0.0
+    seat: Seat = NO_SEAT
+    seat_round: Count = 0
+    sketch: Annotated[bytes, msgspec.Meta(max_length=MAX_SKETCH_BYTES)] = b""
+    sketch_step: Count = 0
 
     def __post_init__(self) -> None:
         if not (
@@ -183,7 +193,11 @@ def is_news(
         target_batch_size: samples of a global step, of all ``num_peers`` together.
         is_near: the target may be reached before this peer's next batch; then exact numbers count.
     """
-    if own.position != published.position or (is_near and own.samples != published.samples):
+    is_moved = own.position != published.position or (own.seat, own.seat_round) != (
+        published.seat,
+        published.seat_round,
+    )
+    if is_moved or (is_near and own.samples != published.samples):
         return True
     leeway = math.sqrt(stretch(num_peers))
     if abs(own.samples_per_second - published.samples_per_second) > NEWS_SPEED * leeway * published.samples_per_second:

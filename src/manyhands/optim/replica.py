@@ -13,8 +13,9 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from manyhands.averaging.messages import Position
+from manyhands.averaging.sketch import packed, sketched_indices
 from manyhands.base.errors import ConfigError
-from manyhands.optim.flat import GradientLayout
+from manyhands.optim.flat import GradientLayout, assign_flat, flattened, values_at
 from manyhands.optim.host_copy import HostCopy
 from manyhands.optim.plain import merged, plain_part
 from manyhands.optim.state import State, capture, digest_of, parameters_of, restore, sealed, specs_of
@@ -65,7 +66,14 @@ class Replica:
         self.position = Position(0, hashlib.sha256(digest_of(specs_of(optimizer), b"", values)).digest())
         self.lineage_samples = 0
 
-    def advance(self, averaged_N: torch.Tensor, lineage: bytes, samples: int, spare_N: torch.Tensor | None) -> str:
+    def advance(
+        self,
+        averaged_N: torch.Tensor,
+        lineage: bytes,
+        samples: int,
+        spare_N: torch.Tensor | None,
+        parameters_N: torch.Tensor | None = None,
+    ) -> str:
         """Make the next global step.
 
         Args:
@@ -73,10 +81,13 @@ class Replica:
             lineage: where the step leads.
             samples: behind it, of all peers.
             spare_N: memory of the same size whose values nobody needs.
+            parameters_N: averaged parameters to make the step from, as :meth:`flat_parameters` has them.
         Returns:
             Why the update was refused, and the parameters are those of the step before; or nothing.
         """
         with self._lock:
+            if parameters_N is not None:
+                assign_flat(self._parameters, parameters_N)
             reason = guarded_step(
                 self.optimizer, self._parameters, self._layout, averaged_N,
                 max_grad_norm=self._max_grad_norm, spare_N=spare_N,
@@ -95,6 +106,17 @@ class Replica:
         with warnings.catch_warnings():  # torch warns of a schedule that moves before the parameters have moved once
             warnings.simplefilter("ignore", UserWarning)
             self.scheduler.step()
+
+    def flat_parameters(self) -> torch.Tensor:
+        """The trained parameters end to end, in float32 on the host, copied; safe to call from any thread."""
+        with self._lock:
+            return flattened(self._parameters)
+
+    def sketch(self) -> bytes:
+        """Some of the parameters, the same ones on all peers at this step, for comparing."""
+        with self._lock:
+            indices = sketched_indices(self._layout.num_values, self.position.step)
+            return packed(values_at(self._parameters, indices))
 
     def show(self) -> None:
         """Have the model use the parameters at :attr:`position`."""

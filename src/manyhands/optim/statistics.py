@@ -18,6 +18,8 @@ class Statistics:
         steps_alone: global steps made while nobody else was there.
         updates_refused: global steps that left the parameters as they were, since the update was not finite.
         states_loaded: how often the state was downloaded.
+        disagreement: in a run of several groups, how far apart the parameters of the peers were before the last step,
+            as a fraction of their size, by what they published; else None.
     """
 
     samples_computed: int = 0
@@ -28,6 +30,7 @@ class Statistics:
     steps_alone: int = 0
     updates_refused: int = 0
     states_loaded: int = 0
+    disagreement: float | None = None
 
     def summary(self) -> str:
         """For a log line."""

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from manyhands.averaging.messages import Position
+from manyhands.averaging.places import Seat
+from manyhands.averaging.sketch import disagreement_of
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ManyhandsError
 from manyhands.base.identity import PeerId
@@ -45,10 +47,10 @@ class ProgressTracker:
     It is the :class:`manyhands.averaging.matchmaking.Roster` of the run's rounds.
 
     Args:
-        batch_size_lead: begin rounds so many samples before the target.
         is_silent: publish nothing, for a peer that nobody should wait for.
 
     Attributes:
+        on_outlook: called whenever the outlook may have changed, also by a step.
         progress: of the collaboration, as the peers have said; this decides whether a global step is due.
         outlook: as it must be by now, reckoned from what they have said; this decides when to publish and to read.
     """
@@ -63,11 +65,10 @@ class ProgressTracker:
         config: ProgressConfig,
         on_update: Callable[[Progress, float], None] | None = None,
         *,
-        batch_size_lead: int = 0,
         is_silent: bool = False,
     ) -> None:
         self.target_batch_size = target_batch_size
-        self._batch_size_lead = batch_size_lead
+        self.on_outlook: Callable[[], None] | None = None
         self._is_silent = is_silent
         self.reader = ProgressReader(endpoint, dht, run_id)
         self._endpoint = endpoint
@@ -90,7 +91,7 @@ class ProgressTracker:
         self._has_moved = Bell()
         self._refresh_wanted = Bell()
         self._tasks = TaskOwner("progress")
-        self.progress = self.outlook = sum_up(self._own, 0, 0, 0.0, self._enough)
+        self.progress = self.outlook = sum_up(self._own, 0, 0, 0.0, target_batch_size)
         self._branch: tuple[tuple[object, ...], Branch] | None = None  # and from what it follows
 
     def start(self) -> None:
@@ -111,11 +112,6 @@ class ProgressTracker:
         except ManyhandsError as error:
             logger.debug("the others are not told that this peer left: %s", error)
 
-    @property
-    def _enough(self) -> int:
-        """Samples with which a round begins."""
-        return self.target_batch_size - self._batch_size_lead
-
     # where this peer stands
 
     def position(self) -> Position:
@@ -131,6 +127,25 @@ class ProgressTracker:
             self._own, samples=samples, samples_per_second=samples_per_second, batch_s=batch_s
         )
         self._update(own)
+
+    def seat(self) -> tuple[int, Seat]:
+        """This peer's place among the groups of a large run, and as of which round."""
+        return self._own.seat_round, self._own.seat
+
+    def sit(self, round_number: int, seat: Seat) -> None:
+        """Take a place among the groups of a large run."""
+        if (round_number, seat) != self.seat():
+            self._update(msgspec.structs.replace(self._own, seat=seat, seat_round=round_number))
+
+    def tell(self, sketch: bytes) -> None:
+        """In a grid: these are some of the parameters that this peer holds at its position."""
+        self._own = msgspec.structs.replace(self._own, sketch=sketch, sketch_step=self._own.position.step)
+
+    def disagreement(self) -> float | None:
+        """How far apart the parameters of the peers were after this peer's last step in a grid, as far as is known."""
+        own, records = self._own, self.reader.records().values()
+        others = [record.sketch for record in records if record.sketch_step == own.sketch_step]
+        return disagreement_of([own.sketch, *others])
 
     def expect_move(self) -> None:
         """A round committed, and its result is being applied: where this peer was is not published any more."""
@@ -178,15 +193,27 @@ class ProgressTracker:
         self._refresh_wanted.ring()
 
     def _update_progress(self) -> None:
-        crowd, own, enough = self.reader.at(self._own.position), self._own, self._enough
+        crowd, own, enough = self.reader.at(self._own.position), self._own, self.target_batch_size
         reckoned = crowd.reckoned_samples(asyncio.get_running_loop().time())
         num_others, speed = crowd.num_peers, crowd.samples_per_second
         self.progress = sum_up(own, num_others, crowd.samples, speed, enough)
         self.outlook = sum_up(own, num_others, reckoned, speed, enough)
+        if self.on_outlook is not None:
+            self.on_outlook()
+
+    def seconds_until(self, samples: int) -> float:
+        """Until the peers together must have so many samples; infinite when nobody computes."""
+        missing, speed = samples - self.outlook.samples, self.outlook.samples_per_second
+        return 0.0 if missing <= 0 else missing / speed if speed > 0 else math.inf
+
+    @property
+    def is_called(self) -> bool:
+        """Whether another peer has begun a round here."""
+        return self._is_called
 
     def is_due(self) -> bool:
-        """Whether the collaboration has reached its target, less the lead, or another peer says so."""
-        return self._is_called or self.progress.samples >= self._enough
+        """Whether the collaboration has reached its target, or another peer says so."""
+        return self._is_called or self.progress.samples >= self.target_batch_size
 
     def others_busy_until(self, instant: float) -> float:
         """When the last of the others here must have finished the batch that it computes at an instant (loop time)."""
@@ -205,7 +232,7 @@ class ProgressTracker:
 
         Whoever leads looks first; the others are called.
         """
-        surplus = self.outlook.samples - self._enough
+        surplus = self.outlook.samples - self.target_batch_size
         if self.is_due() or surplus < 0:
             return False
         patience_s = self._patience_s()
@@ -336,7 +363,7 @@ class ProgressTracker:
     def _next_read_s(self, last_s: float) -> float:
         """When to read again. At the target there is nothing left to predict: the next batch of somebody looks."""
         patience_s = self._patience_s()
-        if self.is_due() or self.outlook.samples >= self._enough:
+        if self.is_due() or self.outlook.samples >= self.target_batch_size:
             max_s = self._config.max_refresh_s * stretch(self.outlook.num_peers)
             return min(max(2 * last_s, self._config.min_refresh_s, patience_s), max_s)
         return max(next_refresh_s(self.outlook, self._config), patience_s)

@@ -80,6 +80,50 @@ async def test_called_off_before_it_begins_it_never_does(tasks: TaskOwner) -> No
     assert (attempt.num_begun, trigger.stage) == (0, Stage.CANCELLED)
 
 
+class Searching:
+    """Notes when a search begins and ends."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    async def __call__(self) -> None:
+        self.events.append("began")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.events.append("ended")
+
+
+async def test_the_group_is_looked_for_from_its_time_on_until_the_values_are_there(tasks: TaskOwner) -> None:
+    search, attempt = Searching(), Attempt()
+    attempt.go_on.set()
+    trigger: RoundTrigger[str] = RoundTrigger(tasks, search)
+    trigger.schedule(now() + 1000.0)
+    await asyncio.sleep(0.0)
+    assert trigger.stage is Stage.PLANNED
+    for _ in range(3):
+        trigger.schedule(now())
+        await asyncio.sleep(0.01)
+    assert (trigger.stage, search.events, attempt.num_begun) == (Stage.SEARCHING, ["began"], 0)
+    for _ in range(2):
+        trigger.allow(attempt)
+    assert await trigger.result(SOON_S) == "the mean"
+    assert (search.events, attempt.num_begun) == (["began", "ended"], 1)
+
+
+async def test_who_calls_off_looks_for_nobody_any_more(tasks: TaskOwner) -> None:
+    search = Searching()
+    trigger: RoundTrigger[str] = RoundTrigger(tasks, search)
+    trigger.schedule(now())
+    await asyncio.sleep(0.01)
+    for _ in range(2):
+        trigger.cancel()
+    await trigger.over()
+    assert (trigger.stage, search.events) == (Stage.CANCELLED, ["began", "ended"])
+    with pytest.raises(RoundAborted, match="called the round off"):
+        await trigger.result(SOON_S)
+
+
 async def test_whatever_the_attempt_raises_is_the_result(tasks: TaskOwner) -> None:
     trigger: RoundTrigger[str] = RoundTrigger(tasks)
 

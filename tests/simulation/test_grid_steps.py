@@ -1,0 +1,281 @@
+"""Global steps of runs that are too large for one group, in virtual time: several rounds, and one update for all."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from manyhands.averaging.agreement import Agreement
+from manyhands.averaging.butterfly import Butterfly
+from manyhands.averaging.matchmaking import Matchmaker
+from manyhands.base.errors import ManifestMismatch
+from manyhands.optim.replica import Replica
+from manyhands.optim.step_rounds import PARAMETERS_EVERY
+from manyhands.testing import at
+from tests.simulation.swarm_of_trainers import (
+    PLAIN,
+    Member,
+    Swarm,
+    assert_equal_parameters,
+    cut,
+    together,
+)
+from tests.simulation.test_exactness import MAKERS, Model, data_of_step, loss_of, schedule
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+NUM_STEPS = 10
+TARGET = 24
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> None:
+    logging.getLogger("manyhands").setLevel(logging.ERROR)
+
+
+def plain_steps(name: str, num_steps: int, batches: int) -> Model:
+    """What one process finds that has all samples; ``batches`` of ``TARGET`` in a step."""
+    model = Model()
+    optimizer = MAKERS[name](model)
+    scheduler = schedule(optimizer)
+    for step in range(num_steps):
+        for number in range(batches):
+            (loss_of(model, data_of_step(100 * step + number)) / batches).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    return model
+
+
+def in_grid(member: Member, num_peers: int) -> None:
+    """Wait until all are seen, and have read of each other's seats."""
+    together(num_peers, member)
+    for _ in range(20):
+        member.peer.sleep(0.5)
+        member.optimizer.step(batch_size=0)
+
+
+@pytest.mark.parametrize(("num_peers", "max_group_size", "num_rounds"), [(12, 4, 2), (12, 3, 3)])
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+def test_twelve_peers_in_groups_make_the_steps_of_one_process(
+    name: str, num_peers: int, max_group_size: int, num_rounds: int
+) -> None:
+    """In a grid of 4x3 and of 3x2x2 cells, all of which are taken; each peer has other numbers of samples."""
+    swarm = Swarm(seed=num_rounds)
+    sizes = [1, 2, 3] * (num_peers // 3)
+    keys: set[str] = set()
+
+    def train(member: Member) -> None:
+        own = int(member.name[1:])
+        in_grid(member, num_peers)
+        for step in range(NUM_STEPS):
+            batch = cut(data_of_step(100 * step), sizes)[own]
+            member.step(loss_of(member.model, batch), batch_size=len(batch[0]))
+            member.wait_for(step + 1)
+            member.check_samples()
+            manifest = member.optimizer.last_round
+            assert manifest is not None
+            keys.add(manifest.position.group_key)
+            assert len(manifest.members) <= max_group_size
+            assert sum(manifest.weights) == TARGET, "all know how many samples were in the step"
+
+    for number in range(num_peers):
+        swarm.start(
+            f"p{number}", Model, MAKERS[name], train, target_batch_size=TARGET, scheduler=schedule,
+            averaging=replace(PLAIN, max_group_size=max_group_size),
+        )  # fmt: skip
+    swarm.run()
+    plain = plain_steps(name, NUM_STEPS, 1)
+    for member in swarm.members.values():
+        assert_equal_parameters(member.model, plain)
+        counts = member.optimizer.statistics
+        assert (counts.samples_used, counts.samples_dropped) == (counts.samples_computed, 0)
+        assert (counts.rounds_committed, counts.states_loaded) == (NUM_STEPS, 0), counts
+    assert len({member.optimizer._collaboration.tracker.position() for member in swarm.members.values()}) == 1
+    assert all(key.startswith({2: "4x3 ", 3: "3x2x2 "}[num_rounds]) for key in keys), keys
+
+
+def test_sixty_four_peers_in_groups_of_eight_make_the_steps_of_one_process() -> None:
+    num_peers, num_steps, batches = 64, 4, 8  # three samples each
+    swarm = Swarm(seed=64)
+
+    def train(member: Member) -> None:
+        own = int(member.name[1:])
+        in_grid(member, num_peers)
+        for step in range(num_steps):
+            batch = cut(data_of_step(100 * step + own // 8), [3] * 8)[own % 8]
+            member.step(loss_of(member.model, batch), batch_size=3)
+            member.wait_for(step + 1)
+            manifest = member.optimizer.last_round
+            assert manifest is not None
+            assert (len(manifest.members), sum(manifest.weights)) == (8, num_peers * 3)
+            assert manifest.position.group_key.startswith("8x8 ")
+
+    for number in range(num_peers):
+        swarm.start(
+            f"p{number}", Model, MAKERS["AdamW"], train, target_batch_size=3 * num_peers, scheduler=schedule,
+            averaging=replace(PLAIN, max_group_size=8),
+        )  # fmt: skip
+    swarm.run()
+    plain = plain_steps("AdamW", num_steps, batches)
+    for member in swarm.members.values():
+        assert_equal_parameters(member.model, plain)
+        counts = member.optimizer.statistics
+        assert (counts.samples_used, counts.rounds_committed) == (3 * num_steps, num_steps), counts
+
+
+PHASES: dict[str, tuple[type, str]] = {
+    "looking for a group": (Matchmaker, "find_group"),
+    "averaging": (Butterfly, "run"),
+    "voting": (Agreement, "conclude"),
+    "updating": (Replica, "advance"),
+}
+LAST_STEP = 11
+STATED = 0.01
+"""Relative to the size of the parameters; what they are apart with one cell of twelve empty, and AdamW at lr 0.01."""
+
+
+def flat(model: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters() if parameter.requires_grad])
+
+
+def apart(vectors: list[torch.Tensor]) -> float:
+    """The root mean square distance from their mean, as a fraction of its size."""
+    stacked = torch.stack(vectors).double()
+    mean = stacked.mean(dim=0)
+    return float((stacked - mean).square().sum(dim=1).mean().sqrt() / mean.norm())
+
+
+@pytest.mark.parametrize(
+    ("phase", "number", "delay"),
+    [*((phase, number, None) for phase in PHASES for number in (0, 1)), ("averaging", 0, "gradients")],
+)
+def test_a_peer_killed_in_the_midst_of_a_step(
+    phase: str, number: int, delay: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others make this step and the next ones together, lose no sample, and stay near each other."""
+    names, victim = [f"p{number}" for number in range(12)], "p5"
+    swarm = Swarm(seed=number)
+    owner, method = PHASES[phase]
+    original: Callable[..., Any] = getattr(owner, method)
+    held: dict[int, dict[str, torch.Tensor]] = {}
+    told: list[float] = []
+    longest = {"s": 0.0}
+
+    def deadly(self: Any, *args: Any, **kwargs: Any) -> Any:
+        member = swarm.members.get(victim)
+        if member is not None and victim not in swarm.done and member.optimizer.global_step == 3:
+            collaboration: Any = member.optimizer._collaboration
+            rounds, seating = collaboration._rounds, collaboration._step_rounds._seating
+            parts = [rounds._matchmaker, rounds._agreement, member.optimizer._replica]
+            is_its = any(self is part for part in parts)
+            if isinstance(self, Butterfly):
+                is_its = self._members[self._rank].peer_id == member.peer.peer_id
+            if is_its and (seating._number % 2 == number or phase == "updating"):
+                swarm.done.add(victim)
+                swarm.world.loop.call_soon(swarm.world.kill, victim)
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(owner, method, deadly)
+
+    def train(member: Member) -> None:
+        generator = torch.Generator().manual_seed(int(member.name[1:]))
+        in_grid(member, 12)
+        last = 0
+        while member.optimizer.global_step < LAST_STEP or member.name == victim:
+            words = torch.randint(11, (4,), generator=generator)
+            member.peer.sleep(0.5)
+            loss_of(member.model, (words, (3 * words + 1) % 11)).backward()  # type: ignore[no-untyped-call]
+            before = member.peer.time()
+            member.optimizer.step()
+            longest["s"] = max(longest["s"], member.peer.time() - before)
+            member.optimizer.zero_grad()
+            member.check_samples()
+            if member.optimizer.global_step > last:
+                last = member.optimizer.global_step
+                held.setdefault(last, {})[member.name] = flat(member.model)
+                if member.optimizer.statistics.disagreement is not None:
+                    told.append(member.optimizer.statistics.disagreement)
+        member.optimizer.settle()
+
+    for name in names:
+        swarm.start(
+            name, Model, MAKERS["AdamW"], train, target_batch_size=96, batch_size_per_step=4, delay=delay,
+            averaging=replace(PLAIN, max_group_size=4),
+        )  # fmt: skip
+    swarm.run()
+    others = [swarm.members[name].optimizer for name in names if name != victim]
+    assert all(optimizer.statistics.samples_dropped == 0 for optimizer in others)
+    assert longest["s"] < 10.0
+    spreads = {step: apart(list(vectors.values())) for step, vectors in held.items()}
+    assert all(len(held[step]) == 11 for step in range(5, LAST_STEP)), {step: len(held[step]) for step in held}
+    assert max(spreads.values()) < STATED
+    assert spreads[PARAMETERS_EVERY + 1] < spreads[PARAMETERS_EVERY] / 2, (
+        "averaging the parameters brings them together"
+    )
+    assert 0 < max(told) < 10 * STATED, "and they are told how far apart they are"
+
+
+def test_a_run_that_outgrows_one_group_and_shrinks_again() -> None:
+    """Four peers are one group of four; with eight more they stand in a grid; then the eight say goodbye.
+
+    When the eight come, a peer may find its cell taken as the step begins: then that step is made without it.
+    """
+    swarm, early = Swarm(seed=1), ["p0", "p1", "p2", "p3"]
+    late = [f"p{number}" for number in range(4, 12)]
+    keys: dict[int, set[str]] = {}
+    longest = {"s": 0.0}
+
+    def train(member: Member) -> None:
+        generator = torch.Generator().manual_seed(int(member.name[1:]))
+        last = 0
+        while member.optimizer.global_step < 30:
+            if member.name in late and member.optimizer.global_step >= 18:
+                member.optimizer.close()
+                return
+            words = torch.randint(11, (4,), generator=generator)
+            member.peer.sleep(0.5)
+            loss_of(member.model, (words, (3 * words + 1) % 11)).backward()  # type: ignore[no-untyped-call]
+            before = member.peer.time()
+            member.optimizer.step()
+            longest["s"] = max(longest["s"], member.peer.time() - before)
+            member.optimizer.zero_grad()
+            member.check_samples()
+            if member.optimizer.global_step > last and member.optimizer.last_round is not None:
+                last = member.optimizer.global_step
+                keys.setdefault(last, set()).add(member.optimizer.last_round.position.group_key.partition(" ")[0])
+
+    def start(names: list[str]) -> None:
+        for name in names:
+            swarm.start(
+                name, Model, MAKERS["SGD"], train, target_batch_size=96, batch_size_per_step=4,
+                averaging=replace(PLAIN, max_group_size=4),
+            )  # fmt: skip
+
+    start(early)
+    swarm._started.update(late)
+    swarm.world.schedule(at(20.0).call(lambda: start(late)))
+    swarm.run()
+    assert keys[3] == {""}, "one group"
+    assert keys[15] == {"4x3"}
+    assert longest["s"] < 3.0
+    counts = [swarm.members[name].optimizer.statistics for name in early]
+    assert sum(count.states_loaded for count in counts) <= 1
+    assert sum(count.samples_dropped for count in counts) <= 0.02 * sum(count.samples_computed for count in counts)
+    assert apart([flat(swarm.members[name].model) for name in early]) < 1e-5
+
+
+def test_all_must_have_the_same_size_of_groups() -> None:
+    def train(member: Member) -> None:
+        member.peer.sleep(5.0)
+
+    swarm = Swarm()
+    swarm.start("p0", Model, MAKERS["SGD"], train, target_batch_size=24, averaging=replace(PLAIN, max_group_size=4))
+    swarm.start("p1", Model, MAKERS["SGD"], train, target_batch_size=24)
+    with pytest.raises(ManifestMismatch, match="max_group_size"):
+        swarm.run()
