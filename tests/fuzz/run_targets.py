@@ -33,6 +33,7 @@ from manyhands.averaging.messages import (
     Vote,
     readable_addresses,
 )
+from manyhands.averaging.probing import ASK_MOVED, Moved, MovedQuery
 from manyhands.averaging.spans import owned_spans
 from manyhands.base.errors import PeerLost, ProtocolViolation, Refused
 from manyhands.base.identity import PeerId
@@ -238,6 +239,8 @@ TARGETS = [
     Target(name=f"{VOTE.name}.response", seeds=_VERDICTS, run=_verdict, errors=_VIOLATION),
     _decoder(f"{ASK_VERDICT.name}.request", VerdictQuery, VerdictQuery(GROUP.group_id)),
     Target(name=f"{ASK_VERDICT.name}.response", seeds=_VERDICTS, run=_verdict, errors=_VIOLATION, weight=0.5),
+    _decoder(f"{ASK_MOVED.name}.request", MovedQuery, MovedQuery(GROUP.group_id)),
+    _decoder(f"{ASK_MOVED.name}.response", Moved, Moved(3), Moved(is_gone=True)),
     _decoder("averaging.stream-header", StreamHeader, StreamHeader(GROUP.group_id)),
     Target(name="averaging.round-manifest", seeds=_messages(MANIFEST), run=_round_manifest, errors=_VIOLATION),
     Target(name="run.progress-record", seeds=_values(*RECORDS), run=_progress_record, errors=(ValueError,)),
