@@ -44,8 +44,9 @@ def pretend_long_link(here: Endpoint, rtt_s: float = 0.1) -> None:
     ("rtt_s", "size_bytes", "expected"),
     [
         (0.0001, 1 << 30, 1),
-        (0.02, 1 << 30, 2),
-        (0.1, 1 << 30, 8),
+        (0.02, 1 << 30, 1),
+        (0.05, 1 << 30, 2),
+        (0.1, 1 << 30, 4),
         (10.0, 1 << 30, MAX_STRIPES),
         (float("inf"), 1 << 30, 1),
         (0.1, 100_000, 1),

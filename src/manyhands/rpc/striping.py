@@ -22,7 +22,7 @@ from manyhands.transport.piecewise import Piecewise
 
 BLOCK_BYTES = 1 << 18
 
-RTT_OF_ONE_S = 0.0125
+RTT_OF_ONE_S = 0.025
 """A connection is added for each so many seconds of round trip."""
 
 BYTES_OF_ONE = 1 << 20
