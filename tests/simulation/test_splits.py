@@ -81,7 +81,7 @@ def test_of_two_halves_that_both_went_on_the_branch_with_more_steps_wins() -> No
     for name in (*many, *few):
         assert step_at(seen[name], 195.0) > step_at(seen[name], 65.0) + 5, "both go on"
     assert step_at(seen["p0"], 195.0) > step_at(seen["p3"], 195.0)
-    assert sum(swarm.members[name].optimizer.statistics.samples_dropped for name in many) <= TARGET, IN_THE_CUT
+    assert sum(swarm.members[name].optimizer.statistics.samples_dropped for name in many) == 0
     for name in few:
         assert swarm.members[name].optimizer.statistics.states_loaded >= 1
         steps = [step for _, step in seen[name]]

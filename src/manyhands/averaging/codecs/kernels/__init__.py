@@ -34,8 +34,8 @@ def prepare(numel: int) -> None:
         return
     began = time.monotonic()
     loaded = {codec: _load(codec) for codec in ("int8", "fp16")}
-    if time.monotonic() - began > SLOW_S:
-        logger.info("the kernels of the codecs were compiled, once for this installation")
+    if (seconds := time.monotonic() - began) > SLOW_S:
+        logger.info("making the kernels of the codecs ready took %.1f s; the next time they are only loaded", seconds)
     _modules.update(loaded)
 
 
