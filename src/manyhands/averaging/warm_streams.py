@@ -67,7 +67,9 @@ class WarmStreams:
         finally:
             self._num_users -= 1
             opening.cancel()
-            await asyncio.gather(opening, return_exceptions=True)
+            [outcome] = await asyncio.gather(opening, return_exceptions=True)
+            if isinstance(outcome, Exception):  # rounds dial for themselves then, but somebody should know
+                logger.error("no streams were opened ahead of a round", exc_info=outcome)
             loop.call_later(UNUSED_S, self._drop_unused)
 
     @contextmanager
