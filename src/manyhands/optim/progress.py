@@ -11,7 +11,8 @@ In a crowd each peer counts for less, so less is told and read of each:
   as many records a minute whatever the size of the swarm;
 * the errors of many who were reckoned average out, so each may be wrong by the square root of their number more;
 * at the target not all need to look: who leads the round calls the others. A peer looks ``RANK_DELAY_S`` later for each
-  one that would lead before it, and not at all once it is called.
+  one that would lead before it, and not at all once it is called; nor during a round of all peers, which tells where
+  they are.
 """
 
 from __future__ import annotations

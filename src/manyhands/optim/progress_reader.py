@@ -70,6 +70,8 @@ class ProgressReader:
         self._first_expiry = math.inf
         self._crowd: Crowd | None = None
         self._crowd_of: tuple[Position, int] | None = None
+        self._here: Mapping[PeerId, Observed] = {}
+        self._here_of: tuple[Position, int] | None = None
         self._sequences: dict[str, int] = {}  # by peer id
 
     async def refresh(self, *, quickly: bool = False) -> None:
@@ -144,18 +146,20 @@ class ProgressReader:
         now = asyncio.get_running_loop().time()
         return {peer_id: seen.reckoning.at(now) for peer_id, seen in self.observed().items()}
 
-    def at(self, position: Position) -> Crowd:
-        """Those at a position."""
+    def here(self, position: Position) -> Mapping[PeerId, Observed]:
+        """The records of those at a position; looked for once, however often one position is asked for."""
         observed = self.observed()
-        if self._crowd is None or self._crowd_of != (position, self.version):
-            self._crowd = Crowd(
-                {
-                    peer_id: (seen.record, seen.reckoning)
-                    for peer_id, seen in observed.items()
-                    if seen.record.position == position
-                }
-            )
-            self._crowd_of = (position, self.version)
+        if self._here_of != (position, self.version):
+            self._here = {peer_id: seen for peer_id, seen in observed.items() if seen.record.position == position}
+            self._here_of = (position, self.version)
+        return self._here
+
+    def at(self, position: Position) -> Crowd:
+        """Those at a position, summed up."""
+        here = self.here(position)
+        if self._crowd is None or self._crowd_of != self._here_of:
+            self._crowd = Crowd({peer_id: (seen.record, seen.reckoning) for peer_id, seen in here.items()})
+            self._crowd_of = self._here_of
         return self._crowd
 
     def moved(self, peer_ids: list[PeerId], position: Position, lineage_samples: int) -> None:

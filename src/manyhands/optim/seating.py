@@ -126,13 +126,14 @@ class Seating:
 
     def _current(self) -> Step | None:
         """The step that comes next, by what is known now; within a step that one."""
-        here, observed = self._tracker.position(), self._tracker.reader.observed()
+        here, reader = self._tracker.position(), self._tracker.reader
+        at_here = reader.here(here)  # and forgets what has expired
         if self._stepping_from == here:
             return self._step
-        basis = (self._tracker.reader.version, here)
+        basis = (reader.version, here)
         if basis != self._basis:
             self._basis, self._stepping_from = basis, None
-            records = {peer_id: seen.record for peer_id, seen in observed.items() if seen.record.position == here}
+            records = {peer_id: seen.record for peer_id, seen in at_here.items()}
             self._step = self._step_among(here, records)
             if self._step is not None:
                 self._number = self._step.first_round

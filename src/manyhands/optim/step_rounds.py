@@ -85,7 +85,8 @@ class StepRounds:
         if not self._seating.is_settled:
             await self._look()
         if not self._seating.begin_step():
-            result = await self._rounds.average(mean_N, weight)
+            with self._tracker.in_round():
+                result = await self._rounds.average(mean_N, weight)
             return averaged_in_one_group(result, position, self._own_id, weight)
         try:
             return await self._in_grid(position, mean_N, weight)

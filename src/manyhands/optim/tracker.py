@@ -6,7 +6,8 @@ import asyncio
 import bisect
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 import msgspec
 
@@ -86,13 +87,16 @@ class ProgressTracker:
         self._without_state: dict[PeerId, int] = {}
         self._is_called = False
         self._is_moving = False
+        self._is_in_round = False
         self._is_started = False
         self._changed = Bell()
         self._has_moved = Bell()
-        self._refresh_wanted = Bell()
+        self._is_read_wanted = False
+        self._stirred = Bell()  # there is something to read, or reading has to be planned anew
         self._tasks = TaskOwner("progress")
         self.progress = self.outlook = sum_up(self._own, 0, 0, 0.0, target_batch_size)
         self._branch: tuple[tuple[object, ...], Branch] | None = None  # and from what it follows
+        self._expected: tuple[tuple[int, Position], Mapping[PeerId, bool]] | None = None  # likewise
 
     def start(self) -> None:
         """Begin to publish and to read."""
@@ -156,6 +160,7 @@ class ProgressTracker:
         self.others_moved(position, lineage_samples, together_with)
         self._is_called = self._is_moving = False
         self._has_moved.ring()
+        self._stirred.ring()
         self._update(msgspec.structs.replace(self._own, position=position, samples=0, lineage_samples=lineage_samples))
 
     def others_moved(self, position: Position, lineage_samples: int, members: list[PeerId]) -> None:
@@ -163,6 +168,7 @@ class ProgressTracker:
         self.reader.moved(members, position, lineage_samples)
         for peer_id in members:
             self._missing.pop(peer_id, None)
+        self._expected = None
 
     def _update(self, own: ProgressRecord) -> None:
         now = asyncio.get_running_loop().time()
@@ -190,7 +196,8 @@ class ProgressTracker:
 
     def refresh_soon(self) -> None:
         """Something has happened that the others' records will explain."""
-        self._refresh_wanted.ring()
+        self._is_read_wanted = True
+        self._stirred.ring()
 
     def _update_progress(self) -> None:
         crowd, own, enough = self.reader.at(self._own.position), self._own, self.target_batch_size
@@ -217,12 +224,11 @@ class ProgressTracker:
 
     def others_busy_until(self, instant: float) -> float:
         """When the last of the others here must have finished the batch that it computes at an instant (loop time)."""
-        own = self._own.position
         return max(
             (
                 busy_until(seen.record, seen.reckoning, instant)
-                for peer_id, seen in self.reader.observed().items()
-                if seen.record.position == own and not self._is_missing(peer_id, seen)
+                for peer_id, seen in self.reader.here(self._own.position).items()
+                if not self._is_missing(peer_id, seen)
             ),
             default=instant,
         )
@@ -286,11 +292,16 @@ class ProgressTracker:
 
     def expected(self) -> Mapping[PeerId, bool]:
         own, missing = self._own.position, self._missing
-        return {
-            peer_id: seen.record.is_client
-            for peer_id, seen in self.reader.observed().items()
-            if seen.record.position == own and (not missing or not self._is_missing(peer_id, seen))
-        }
+        here = self.reader.here(own)
+        basis = (self.reader.version, own)
+        if self._expected is None or self._expected[0] != basis:
+            expected = {
+                peer_id: seen.record.is_client
+                for peer_id, seen in here.items()
+                if not missing or not self._is_missing(peer_id, seen)
+            }
+            self._expected = (basis, expected)
+        return self._expected[1]
 
     def _is_missing(self, peer_id: PeerId, seen: Observed) -> bool:
         return seen.sequence <= self._missing.get(peer_id, -1)
@@ -299,6 +310,7 @@ class ProgressTracker:
         seen = self.reader.observed().get(peer_id)
         if seen is not None:
             self._missing[peer_id] = seen.sequence
+            self._expected = None
 
     def unmet(self) -> Mapping[PeerId, Observed]:
         """Those who say that they are there, but came to no round, or could not hand out their state."""
@@ -319,6 +331,15 @@ class ProgressTracker:
     def answer_call(self) -> None:
         """This peer comes to a round now; who begins another one calls again."""
         self._is_called = self._is_moving = False
+
+    @contextmanager
+    def in_round(self) -> Iterator[None]:
+        """Within the block this peer is in a round with all others: it will tell what has become of them."""
+        self._is_in_round = True
+        try:
+            yield
+        finally:
+            self._is_in_round = False
 
     # background
 
@@ -349,7 +370,7 @@ class ProgressTracker:
     async def _read_forever(self) -> None:
         last_samples, delay_s = -1, 0.0
         while True:
-            self._refresh_wanted.silence()
+            self._is_read_wanted = False
             try:
                 await self.refresh(quickly=True)
             except ManyhandsError as error:
@@ -358,12 +379,33 @@ class ProgressTracker:
             if self._on_update is not None and self.outlook.samples != last_samples:
                 self._on_update(self.outlook, delay_s)
                 last_samples = self.outlook.samples
-            await self._refresh_wanted.wait(delay_s)
+            await self._rest(delay_s)
+
+    async def _rest(self, delay_s: float) -> None:
+        """Read nothing for so long; in a crowd not during a round, which tells more, and anew from its end on."""
+        loop, position = asyncio.get_running_loop(), self._own.position
+        since = loop.time()
+        while not self._is_read_wanted and (left_s := since + delay_s - loop.time()) > 0:
+            self._stirred.silence()
+            await self._stirred.wait(left_s)
+            if not self._is_led():
+                continue
+            if self._is_called or self._is_in_round or self._is_moving:
+                delay_s = self._longest_read_s()
+            elif position != self._own.position:
+                since, position = loop.time(), self._own.position
+                delay_s = self._next_read_s(0.0)
 
     def _next_read_s(self, last_s: float) -> float:
         """When to read again. At the target there is nothing left to predict: the next batch of somebody looks."""
-        patience_s = self._patience_s()
         if self.is_due() or self.outlook.samples >= self.target_batch_size:
-            max_s = self._config.max_refresh_s * stretch(self.outlook.num_peers)
-            return min(max(2 * last_s, self._config.min_refresh_s, patience_s), max_s)
-        return max(next_refresh_s(self.outlook, self._config), patience_s)
+            return min(max(2 * last_s, self._config.min_refresh_s, self._patience_s()), self._longest_read_s())
+        predicted_s, patience_s = next_refresh_s(self.outlook, self._config), self._patience_s()
+        return predicted_s + patience_s if self._is_led() else max(predicted_s, patience_s)
+
+    def _is_led(self) -> bool:
+        """Whether this peer may rely on those who look first: in a crowd whose rounds show where all of it is."""
+        return stretch(self.outlook.num_peers) > 1.0 and not self._own.seat.layout.sides
+
+    def _longest_read_s(self) -> float:
+        return self._config.max_refresh_s * stretch(self.outlook.num_peers)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from typing import Any
 
 import msgspec
@@ -424,3 +424,40 @@ async def test_a_round_that_commits_during_a_read_is_not_undone_by_it() -> None:
         run.dht.gate.set()
         await reading
         assert run.position_of(BOB) == NEXT
+
+
+@pytest.mark.parametrize("what", ["called", "in a round"])
+async def test_in_a_crowd_nobody_reads_during_a_round(what: str) -> None:
+    config = ProgressConfig(min_refresh_s=0.001, max_refresh_s=20.0)
+    async with run_of_one(config) as run:
+        for number in range(60):  # no id is higher than this: the others would look later
+            await run.hears(PeerId(f"zz{number}"), samples=0, samples_per_second=0.001)
+        run.tracker.target_batch_size = 1
+        run.tracker.report(1, 1.0)
+        run.tracker.start()
+        await until(lambda: run.dht.num_reads >= 62)
+        with run.tracker.in_round() if what == "in a round" else nullcontext():
+            if what == "called":
+                run.tracker.call_to_round()
+            await asyncio.sleep(0.02)  # a read that was under way
+            num_before = run.dht.num_reads
+            await asyncio.sleep(0.2)
+            assert run.dht.num_reads == num_before
+        run.tracker.refresh_soon()
+        await until(lambda: run.dht.num_reads > num_before)
+
+
+async def test_in_a_crowd_the_first_read_after_a_step_is_planned_from_its_end_on() -> None:
+    config = ProgressConfig(min_refresh_s=0.001, max_refresh_s=20.0)
+    async with run_of_one(config) as run:
+        others = [PeerId(f"zz{number}") for number in range(60)]
+        for other in others:
+            await run.hears(other, samples=0, samples_per_second=10.0)
+        run.tracker.target_batch_size = 10**6
+        run.tracker.report(1, 1.0)
+        run.tracker.start()
+        await until(lambda: run.dht.num_reads >= 61)
+        run.tracker.target_batch_size = 300  # half a second's work of all
+        num_before = run.dht.num_reads
+        run.tracker.move(NEXT, 20, others)
+        await until(lambda: run.dht.num_reads > num_before)
