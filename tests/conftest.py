@@ -1,8 +1,9 @@
-"""What holds for every test: nothing is left running after it."""
+"""What holds for every test: nothing is left running after it, and none finds the log quieter than it was."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import threading
@@ -35,6 +36,15 @@ def nothing_left_running(request: pytest.FixtureRequest) -> Iterator[None]:
     left += [f"process {child.pid}: {line}" for child, line in _end_children(children_before)]
     if left:
         pytest.fail("left running after the test: " + "; ".join(left), pytrace=False)
+
+
+@pytest.fixture(autouse=True)
+def the_log_as_before() -> Iterator[None]:
+    """Many tests silence the warnings of what they do on purpose; others read them."""
+    logger = logging.getLogger("manyhands")
+    level = logger.level
+    yield
+    logger.setLevel(level)
 
 
 @pytest.fixture
