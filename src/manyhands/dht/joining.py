@@ -183,7 +183,7 @@ class InitialPeers:
         """Look around this node, beginning at each of these peers, if it is of another part than those known so far."""
         own_id, k = self._endpoint.peer_id, self._config.k
         for peer_id in peers:
-            contact = self._overlay.table.contact_of(peer_id)
+            contact = self._overlay.contact_of(peer_id)
             if contact is None or asyncio.get_running_loop().time() >= deadline:
                 continue
             if await tell_news(self._overlay, own_id, k, [peer_id]):
@@ -210,7 +210,8 @@ class InitialPeers:
             return True
         answered_at = self._answered_at.get(peer_id, -math.inf)
         is_recent = asyncio.get_running_loop().time() - answered_at < ANSWER_COUNTS_S
-        return is_recent and self._overlay.table.is_waiting(peer_id)
+        cannot_be_dialled = self._endpoint.is_connected(peer_id) and not self._endpoint.has_reached(peer_id)
+        return is_recent and (cannot_be_dialled or self._overlay.table.is_waiting(peer_id))
 
     def _lost_known(self, *, are_all_lost: bool) -> list[Contact]:
         """Of the peers seen before those to try now."""
