@@ -27,7 +27,7 @@ HOLE = "hole"
 
 
 class Swarm:
-    """Peers that publish what time it is and read what the others say, every few seconds.
+    """Peers that publish what time it is and read what the others say, every few seconds; or do nothing.
 
     Attributes:
         named_after_s: who was named by whom, and how long after it had asked it for the first time; just the last time.
@@ -35,7 +35,8 @@ class Swarm:
         ages_s: of the values that a reader saw last, and quickly, by writer.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, is_idle: bool = False) -> None:
+        self.is_idle = is_idle
         self.world = World(seed)
         self.world.network.default_link.latency_s = 0.02
         self.named_after_s: dict[tuple[str, str], float] = {}
@@ -86,6 +87,8 @@ class Swarm:
             await join(node, self._initial_peers)
             if not self._initial_peers:
                 self._initial_peers += endpoint.addresses
+            while self.is_idle:
+                await asyncio.sleep(PERIOD_S)
             while True:
                 await node.store(KEY, [name, world.loop.time()], TTL_S, subkey=endpoint.peer_id)
                 started = world.loop.time()
@@ -185,6 +188,18 @@ def test_a_peer_whose_firewall_opens_is_found_by_the_others() -> None:
     swarm.world.schedule(at(100.0).call(swarm.open_firewalls))
     swarm.world.run(310.0)
     assert known_by == [[], ordinary]
+
+
+def test_a_peer_that_starts_again_is_reached_again() -> None:
+    """Those that have dialled it before need no proof, but it does: it cannot know."""
+    swarm = Swarm(seed=5, is_idle=True)
+    names = ["p0", "p1", "p2", "p3"]
+    swarm.start(names, [])
+    swarm.world.schedule(at(100.0).kill("p3"), at(100.5).restart("p3"))
+    are_clients: list[bool] = []
+    swarm.world.schedule(at(130.0).call(lambda: are_clients.extend(swarm.nodes[n]._overlay.is_client() for n in names)))
+    swarm.world.run(131.0)
+    assert are_clients == [False] * 4
 
 
 def test_the_second_newcomer_hears_of_the_first_at_once() -> None:

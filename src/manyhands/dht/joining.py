@@ -26,7 +26,7 @@ from manyhands.base.identity import PeerId
 from manyhands.dht.config import DhtConfig
 from manyhands.dht.ids import node_id
 from manyhands.dht.known_peers import MAX_PEERS, KnownPeers
-from manyhands.dht.messages import PING, PingRequest
+from manyhands.dht.messages import PING
 from manyhands.dht.news import tell_news
 from manyhands.dht.overlay import Overlay
 from manyhands.dht.routing import Contact
@@ -239,7 +239,7 @@ class InitialPeers:
                 self._tried_at[contact.peer_id] = now
                 if contact.peer_id == self._endpoint.peer_id:
                     continue
-                if await self._overlay.ask_contact(contact, PING, PingRequest()) is not None:
+                if await self._overlay.ask_contact(contact, PING, self._overlay.greeting()) is not None:
                     answered.append(contact.peer_id)
 
         await asyncio.gather(*(ask_next() for _ in range(min(KNOWN_AT_ONCE, len(untried)))))
@@ -252,7 +252,7 @@ class InitialPeers:
         try:
             async with time_limit(self._config.join_timeout_s, f"dialling {address}"):
                 peer_id = await self._endpoint.connect(address, self._config.join_timeout_s)
-                await self._endpoint.call(peer_id, PING, PingRequest(), self._config.request_timeout_s)
+                await self._endpoint.call(peer_id, PING, self._overlay.greeting(), self._config.request_timeout_s)
         except DialFailed as error:
             return self._failed(address, error)
         except Unavailable as error:

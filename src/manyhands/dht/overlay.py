@@ -19,7 +19,7 @@ from manyhands.base.identity import PeerId
 from manyhands.dht.config import DhtConfig
 from manyhands.dht.ids import ID_BITS, digest_of_distances, distance, id_to_bytes, node_id
 from manyhands.dht.lookup import Lookup
-from manyhands.dht.messages import FIND, TOO_MANY_REQUESTS, FindRequest, FindResponse, Nearest
+from manyhands.dht.messages import FIND, PING, TOO_MANY_REQUESTS, FindRequest, FindResponse, Nearest, PingRequest
 from manyhands.dht.proving import Prover
 from manyhands.dht.routing import MAX_ADDRESSES, Contact, RoutingTable
 from manyhands.rpc.endpoint import Endpoint
@@ -81,8 +81,8 @@ class Overlay:
             self._is_told = True
             where = ", ".join(str(address) for address in self._endpoint.addresses)
             logger.warning(
-                "nobody has reached this peer at %s: it seems to be behind a firewall or a router; it reads and writes, "
-                "but is told to nobody: open the port, announce the address that leads to it, or use client mode",
+                "no peer could dial this one at %s: it reads and writes, but holds nothing for others and is named to "
+                "nobody; open the port, announce the address that leads to it, or use client mode",
                 where or "any address",
             )
         return True
@@ -98,6 +98,11 @@ class Overlay:
         contact = self.contact_of(peer_id)
         if contact is not None and (is_reached or self._prover.meet(peer_id)):
             self.table.seen(contact, now)
+
+    def doubt(self, peer_id: PeerId) -> None:
+        """Dial a peer that nobody has reached since it began, though it was reached before that."""
+        if self.contact_of(peer_id) is not None:
+            self._prover.meet(peer_id)
 
     def contact_of(self, peer_id: PeerId) -> Contact | None:
         """A peer as it is told to others; None if it cannot be dialled, as far as is known."""
@@ -146,6 +151,14 @@ class Overlay:
             self._answered_at = loop.time()
         self.seen(peer_id)
         return response
+
+    async def ping(self, peer_id: PeerId) -> bool:
+        """Whether a peer is there; it is told if nobody has reached this one yet."""
+        return await self.ask(peer_id, PING, self.greeting()) is not None
+
+    def greeting(self) -> PingRequest:
+        """What to say to a peer, whoever it is."""
+        return PingRequest(was_reached=self._endpoint.was_reached or self._endpoint.client_mode)
 
     async def ask_contact(self, contact: Contact, method: Method[Req, Res], request: Req) -> Res | None:
         """The same, of a peer of which the endpoint may know nothing yet."""

@@ -5,7 +5,8 @@ nobody gets through. That it answers over these connections proves nothing.
 
 Rules:
     * whom this node has dialled is reached, until a dial to it fails;
-    * a stranger, whoever else asks or answers, is dialled once, over a connection that is closed at once;
+    * a stranger, whoever else asks or answers, is dialled once, over a connection that is closed at once; so is who
+      says that nobody has reached it since it began;
     * it is entered when it comes, so that those who come at the same time hear of each other, and taken out again
       after :data:`DOUBTED_AFTER_S` if it was not reached by then;
     * who was dialled in vain is entered no more until it is reached, and dialled ever more seldom;
@@ -31,7 +32,7 @@ AT_ONCE = 8
 MAX_STRANGERS = 128
 
 DOUBTED_AFTER_S = 1.0
-"""A dial takes five trips."""
+"""A dial takes four trips."""
 
 FIRST_WAIT_S = 30.0
 MOST_WAIT_S = 480.0
@@ -100,8 +101,7 @@ class Prover:
     async def _dial(self, peer_id: PeerId) -> None:
         async with self._room:
             try:
-                if not self._endpoint.has_reached(peer_id):  # meanwhile
-                    await self._endpoint.reach(peer_id, self._timeout_s)
+                await self._endpoint.reach(peer_id, self._timeout_s)
             except (Unavailable, PeerError) as error:
                 self._failed(peer_id, error)
                 return
