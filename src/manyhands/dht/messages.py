@@ -3,7 +3,7 @@
 ==========  ==================================================  ====================================================
 method      request                                             response
 ==========  ==================================================  ====================================================
-dht.ping    whether anybody has dialled the asker                nothing: I am here, and a DHT node
+dht.ping    whether anybody has dialled the asker               nothing: I am here, and a DHT node
 dht.find    a point, perhaps a key and where to read on         contacts nearest to the point, a page of the records
 dht.store   records with their ages                             for each what became of it
 ==========  ==================================================  ====================================================
