@@ -63,7 +63,8 @@ class Overlay:
         self._config = config
         self._own_point = node_id(endpoint.peer_id)
         self._filled_at: dict[int, float] = {}  # loop time, by bucket
-        self._prover = Prover(endpoint, self.seen, self.table.drop, config.request_timeout_s)
+        table = self.table
+        self._prover = Prover(endpoint, self.seen, table.failed, table.drop, config.request_timeout_s)
         self._answered_at: float | None = None  # loop time of the first answer
         self._is_told = False
 

@@ -53,7 +53,8 @@ class Prover:
 
     Args:
         on_reached: called with each that was reached.
-        on_doubted: called with each that takes its time.
+        on_failed: called with each that was not reached, or not soon.
+        on_doubted: called with each of these that is there nevertheless.
         timeout_s: for one dial.
     """
 
@@ -61,11 +62,13 @@ class Prover:
         self,
         endpoint: Endpoint,
         on_reached: Callable[[PeerId], None],
+        on_failed: Callable[[PeerId], None],
         on_doubted: Callable[[PeerId], None],
         timeout_s: float,
     ) -> None:
         self._endpoint = endpoint
         self._on_reached = on_reached
+        self._on_failed = on_failed
         self._on_doubted = on_doubted
         self._timeout_s = timeout_s
         self._strangers: set[PeerId] = set()
@@ -89,30 +92,42 @@ class Prover:
         return in_vain is None
 
     async def _prove(self, peer_id: PeerId) -> None:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
         try:
             dial = self._tasks.spawn(self._dial(peer_id), name=f"dialling {peer_id}")
             await asyncio.wait([dial], timeout=DOUBTED_AFTER_S)
-            if not dial.done():
+            if dial.done() and dial.result():
+                return
+            self._on_failed(peer_id)
+            await asyncio.sleep(began + DOUBTED_AFTER_S - loop.time())  # it may be leaving, and come back
+            if self._is_out_of_reach(peer_id):
                 self._on_doubted(peer_id)
-                await asyncio.wait([dial])
+            await asyncio.wait([dial])
+            if not dial.result() and self._is_out_of_reach(peer_id):
+                self._leave_alone(peer_id, began)
         finally:
             self._strangers.discard(peer_id)
 
-    async def _dial(self, peer_id: PeerId) -> None:
+    def _is_out_of_reach(self, peer_id: PeerId) -> bool:
+        """Whether a peer is there, and only over connections of its own."""
+        return self._endpoint.is_connected(peer_id) and not self._endpoint.has_reached(peer_id)
+
+    async def _dial(self, peer_id: PeerId) -> bool:
+        """Whether it was reached."""
         async with self._room:
             try:
                 await self._endpoint.reach(peer_id, self._timeout_s)
             except (Unavailable, PeerError) as error:
-                self._failed(peer_id, error)
-                return
+                logger.debug("peer %s came, but cannot be dialled: %s", peer_id, error)
+                return False
         self._in_vain.pop(peer_id, None)
         self._on_reached(peer_id)
+        return True
 
-    def _failed(self, peer_id: PeerId, error: Exception) -> None:
-        logger.debug("peer %s came, but cannot be dialled: %s", peer_id, error)
+    def _leave_alone(self, peer_id: PeerId, since: float) -> None:
         before = self._in_vain.pop(peer_id, None)
         wait_s = min(2 * before.wait_s, MOST_WAIT_S) if before is not None else FIRST_WAIT_S
-        self._in_vain[peer_id] = _InVain(wait_s, asyncio.get_running_loop().time() + wait_s)
+        self._in_vain[peer_id] = _InVain(wait_s, since + wait_s)
         if len(self._in_vain) > MAX_IN_VAIN:
             self._in_vain.popitem(last=False)
-        self._on_doubted(peer_id)

@@ -26,11 +26,15 @@ class Dials:
         self.begun: list[float] = []
         self.most = 0
         self.is_reached = is_reached
+        self.is_here = True
         self._seconds = seconds
         self._num = 0
 
     def has_reached(self, peer_id: PeerId) -> bool:
         return False
+
+    def is_connected(self, peer_id: PeerId) -> bool:
+        return self.is_here
 
     async def reach(self, peer_id: PeerId, timeout_s: float) -> None:
         self.begun.append(now())
@@ -56,6 +60,7 @@ def story(dials: Dials, tell: Callable[[Prover], Coroutine[Any, Any, None]]) -> 
         prover = Prover(
             cast(Endpoint, dials),
             lambda peer_id: said.append((now(), "reached", peer_id)),
+            lambda peer_id: said.append((now(), "failed", peer_id)),
             lambda peer_id: said.append((now(), "doubted", peer_id)),
             3.0,
         )
@@ -73,7 +78,12 @@ def test_a_stranger_is_trusted_until_its_dial_takes_long_and_again_when_it_was_r
         await asyncio.sleep(10.0)
 
     assert story(Dials(0.3, is_reached=True), tell) == [(0.3, "reached", "near")]
-    assert story(Dials(2.0, is_reached=True), tell) == [(DOUBTED_AFTER_S, "doubted", "near"), (2.0, "reached", "near")]
+    assert story(Dials(2.0, is_reached=True), tell) == [
+        (DOUBTED_AFTER_S, "failed", "near"),
+        (DOUBTED_AFTER_S, "doubted", "near"),
+        (2.0, "reached", "near"),
+    ]
+    assert story(Dials(0.3, is_reached=False), tell) == [(0.3, "failed", "near"), (DOUBTED_AFTER_S, "doubted", "near")]
 
 
 def test_who_was_dialled_in_vain_is_trusted_no_more_and_dialled_ever_more_seldom() -> None:
@@ -95,7 +105,19 @@ def test_who_was_dialled_in_vain_is_trusted_no_more_and_dialled_ever_more_seldom
     said = story(dials, tell)
     waits = [FIRST_WAIT_S, 60.0, 120.0, 240.0, MOST_WAIT_S, MOST_WAIT_S, MOST_WAIT_S]
     assert dials.begun[:8] == [sum(waits[:num]) for num in range(8)]
-    assert [what for _, what, _ in said] == ["doubted"] * 8 + ["reached"] * 2
+    assert [what for _, what, _ in said] == ["failed", "doubted"] * 8 + ["reached"] * 2
+
+
+def test_who_left_meanwhile_is_trusted_when_it_comes_back() -> None:
+    dials = Dials(0.5, is_reached=False)
+    dials.is_here = False
+
+    async def tell(prover: Prover) -> None:
+        for _ in range(2):
+            assert prover.meet(PeerId("restarted"))
+            await asyncio.sleep(5.0)
+
+    assert story(dials, tell) == [(0.5, "failed", "restarted"), (5.5, "failed", "restarted")]
 
 
 def test_so_many_are_dialled_at_a_time_and_so_many_wait() -> None:
