@@ -80,7 +80,7 @@ class Lookup:
         self._states = {node_id(own_id) ^ target: _State.OWN}  # by distance, which no two peers have in common
         self._contacts: dict[int, Contact] = {}  # likewise
         self._hopeful: list[int] = []  # distances of those that did not fail, nearest first
-        self._named_by: dict[int, int | None] = {}  # both distances; None if several did
+        self._named_by: dict[int, int | None] = dict.fromkeys(self._states)  # both distances; None if several did
         self._num_bad: Counter[int] = Counter()  # by who named them
         self._num_good: Counter[int] = Counter()  # likewise
         self._learn(seeds, None)
@@ -122,7 +122,7 @@ class Lookup:
             self._states[distance] = _State.SLOW
             self._num_asked -= 1
             self._num_slow += 1
-            self._note(distance, num_bad=1)
+            self._note(self._num_bad, distance, 1)
 
     def is_slow(self, peer_id: PeerId) -> bool:
         """Whether a peer has not answered for long, and still has not."""
@@ -132,13 +132,13 @@ class Lookup:
         """Note the answer of a peer that was asked: the contacts nearest to the target that it knows."""
         distance = self._end(peer_id, _State.ANSWERED)
         self._has_answer = True
-        self._note(distance, num_good=1)
+        self._note(self._num_good, distance, 1)
         self._learn(contacts, distance)
 
     def failed(self, peer_id: PeerId) -> None:
         """Note that a peer that was asked did not answer."""
         distance = self._end(peer_id, _State.FAILED)
-        self._note(distance, num_bad=1)
+        self._note(self._num_bad, distance, 1)
         del self._hopeful[bisect.bisect_left(self._hopeful, distance)]
 
     def nearest(self) -> list[Contact]:
@@ -153,19 +153,18 @@ class Lookup:
             self._num_asked -= 1
         else:
             self._num_slow -= 1
-            self._note(distance, num_bad=-1)
+            self._note(self._num_bad, distance, -1)
         self._states[distance] = state
         return distance
 
-    def _note(self, distance: int, *, num_good: int = 0, num_bad: int = 0) -> None:
+    def _note(self, counts: Counter[int], distance: int, num: int) -> None:
         """Count what became of a contact for the one peer that named it, if it is one."""
         named_by = self._named_by[distance]
         if named_by is not None:
-            self._num_good[named_by] += num_good
-            self._num_bad[named_by] += num_bad
+            counts[named_by] += num
 
     def _learn(self, contacts: Iterable[Contact], named_by: int | None) -> None:
-        states, target = self._states, self._target
+        states, target, names = self._states, self._target, self._named_by
         named = list(contacts)
         if len(named) > self._k:
             named = heapq.nsmallest(self._k, named, key=lambda contact: node_id(contact.peer_id) ^ target)
@@ -173,11 +172,11 @@ class Lookup:
             distance = node_id(contact.peer_id) ^ target
             if distance not in states:
                 states[distance] = _State.KNOWN
-                self._named_by[distance] = named_by
+                names[distance] = named_by
                 self._contacts[distance] = contact
                 bisect.insort(self._hopeful, distance)
-            elif states[distance] is _State.KNOWN and self._named_by[distance] != named_by:
-                self._named_by[distance] = None
+            elif names[distance] is not None and names[distance] != named_by and states[distance] is _State.KNOWN:
+                names[distance] = None
 
     def _shortlist(self) -> list[int]:
         """The distances of the nearest that count."""

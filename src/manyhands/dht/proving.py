@@ -94,20 +94,25 @@ class Prover:
     async def _prove(self, peer_id: PeerId) -> None:
         loop = asyncio.get_running_loop()
         began = loop.time()
+        late = loop.call_later(DOUBTED_AFTER_S, self._doubt, peer_id)
         try:
-            dial = self._tasks.spawn(self._dial(peer_id), name=f"dialling {peer_id}")
-            await asyncio.wait([dial], timeout=DOUBTED_AFTER_S)
-            if dial.done() and dial.result():
+            if await self._dial(peer_id):
                 return
+            late.cancel()
             self._on_failed(peer_id)
             await asyncio.sleep(began + DOUBTED_AFTER_S - loop.time())  # it may be leaving, and come back
             if self._is_out_of_reach(peer_id):
                 self._on_doubted(peer_id)
-            await asyncio.wait([dial])
-            if not dial.result() and self._is_out_of_reach(peer_id):
                 self._leave_alone(peer_id, began)
         finally:
+            late.cancel()
             self._strangers.discard(peer_id)
+
+    def _doubt(self, peer_id: PeerId) -> None:
+        """Its dial takes long."""
+        self._on_failed(peer_id)
+        if self._is_out_of_reach(peer_id):
+            self._on_doubted(peer_id)
 
     def _is_out_of_reach(self, peer_id: PeerId) -> bool:
         """Whether a peer is there, and only over connections of its own."""
