@@ -181,6 +181,8 @@ class LightEndpoint:
         self._used_at: dict[LightEndpoint, float] = {}  # by the other end of a link
         self._look_at = 64
         self._backoff = Backoff(rng)
+        self.was_reached = False
+        self._reached: set[PeerId] = set()
 
     # what the DHT calls
 
@@ -206,12 +208,20 @@ class LightEndpoint:
     def is_client(self, peer_id: PeerId) -> bool:
         return False
 
+    def has_reached(self, peer_id: PeerId) -> bool:
+        return peer_id in self._reached
+
+    async def reach(self, peer_id: PeerId, timeout_s: float) -> None:
+        await self._dial(self._network.of(peer_id), timeout_s)
+
     async def connect(self, address: Address, timeout_s: float | None = None) -> PeerId:
         other = self._network.at(address)
         if other is self:
             raise DialFailed(str(address), DialReason.ITSELF)
         if not self._is_linked(other):
             await self._dial(other, timeout_s or RPC.dial_timeout_s)
+            if other.is_alive:
+                self.link(other)
         return other.peer_id
 
     async def call(self, peer_id: PeerId, method: Method[Any, Any], request: Any, timeout_s: float = 5.0) -> Any:
@@ -235,7 +245,12 @@ class LightEndpoint:
         outcome = await answered
         if isinstance(outcome, Exception):
             network.num_failed += 1
+            if is_dial:
+                self._reached.discard(peer_id)
             raise outcome
+        if is_dial:
+            self._reached.add(peer_id)
+            other.was_reached = True
         if watch is not None:
             watch.hears(peer_id, outcome)
         return outcome
@@ -282,8 +297,10 @@ class LightEndpoint:
         if other.is_alive:
             await asyncio.sleep(DIAL_TRIPS * trip_s)
         if other.is_alive:
-            self.link(other)
+            self._reached.add(other.peer_id)
+            other.was_reached = True
             return
+        self._reached.discard(other.peer_id)
         await asyncio.sleep(min(timeout_s, RPC.dial_timeout_s) if other.is_vanished else 2 * trip_s)
         reason = DialReason.TIMED_OUT if other.is_vanished else DialReason.REFUSED
         self._backoff.failed(other.peer_id, self._loop.now, reason.value)

@@ -109,6 +109,8 @@ class Holder:
 
     def _on_ping(self, remote: PeerId, request: PingRequest) -> PingResponse:
         self._let_in(remote)
+        if not request.was_reached:
+            self._overlay.doubt(remote)
         return PingResponse()
 
     def _on_find(self, remote: PeerId, request: FindRequest) -> FindResponse:

@@ -26,7 +26,7 @@ from manyhands.base.identity import PeerId
 from manyhands.dht.config import DhtConfig
 from manyhands.dht.ids import node_id
 from manyhands.dht.known_peers import MAX_PEERS, KnownPeers
-from manyhands.dht.messages import PING, PingRequest
+from manyhands.dht.messages import PING
 from manyhands.dht.news import tell_news
 from manyhands.dht.overlay import Overlay
 from manyhands.dht.routing import Contact
@@ -183,7 +183,7 @@ class InitialPeers:
         """Look around this node, beginning at each of these peers, if it is of another part than those known so far."""
         own_id, k = self._endpoint.peer_id, self._config.k
         for peer_id in peers:
-            contact = self._overlay.table.contact_of(peer_id)
+            contact = self._overlay.contact_of(peer_id)
             if contact is None or asyncio.get_running_loop().time() >= deadline:
                 continue
             if await tell_news(self._overlay, own_id, k, [peer_id]):
@@ -210,7 +210,8 @@ class InitialPeers:
             return True
         answered_at = self._answered_at.get(peer_id, -math.inf)
         is_recent = asyncio.get_running_loop().time() - answered_at < ANSWER_COUNTS_S
-        return is_recent and self._overlay.table.is_waiting(peer_id)
+        cannot_be_dialled = self._endpoint.is_connected(peer_id) and not self._endpoint.has_reached(peer_id)
+        return is_recent and (cannot_be_dialled or self._overlay.table.is_waiting(peer_id))
 
     def _lost_known(self, *, are_all_lost: bool) -> list[Contact]:
         """Of the peers seen before those to try now."""
@@ -238,7 +239,7 @@ class InitialPeers:
                 self._tried_at[contact.peer_id] = now
                 if contact.peer_id == self._endpoint.peer_id:
                     continue
-                if await self._overlay.ask_contact(contact, PING, PingRequest()) is not None:
+                if await self._overlay.ask_contact(contact, PING, self._overlay.greeting()) is not None:
                     answered.append(contact.peer_id)
 
         await asyncio.gather(*(ask_next() for _ in range(min(KNOWN_AT_ONCE, len(untried)))))
@@ -251,7 +252,7 @@ class InitialPeers:
         try:
             async with time_limit(self._config.join_timeout_s, f"dialling {address}"):
                 peer_id = await self._endpoint.connect(address, self._config.join_timeout_s)
-                await self._endpoint.call(peer_id, PING, PingRequest(), self._config.request_timeout_s)
+                await self._endpoint.call(peer_id, PING, self._overlay.greeting(), self._config.request_timeout_s)
         except DialFailed as error:
             return self._failed(address, error)
         except Unavailable as error:

@@ -8,6 +8,10 @@ wants ``k``.
 A slow one is out of consideration until it answers: others are asked in its place, and nobody waits for it, as long as
 only a minority of the nearest is slow. If most are, it is this peer or its link that is slow, and all are waited for.
 
+Somebody may name peers that do not exist, nearer to the point than all others. So when most of those that one peer
+named, and nobody else, were slow or failed, and at least ``NUM_BAD`` of them, the rest of these is asked only if there
+are too few others.
+
 Source: Maymounkov & Mazieres, Kademlia, 2002, section 2.3.
 """
 
@@ -17,12 +21,16 @@ import bisect
 import enum
 import heapq
 import itertools
+from collections import Counter
 from collections.abc import Iterable
 
 from manyhands.base.identity import PeerId
 from manyhands.dht.ids import digest_of_distances, node_id
 from manyhands.dht.messages import Nearest
 from manyhands.dht.routing import Contact
+
+NUM_BAD = 3
+"""Of the contacts of one peer; an honest one may know a dead one or two."""
 
 
 class _State(enum.Enum):
@@ -72,7 +80,10 @@ class Lookup:
         self._states = {node_id(own_id) ^ target: _State.OWN}  # by distance, which no two peers have in common
         self._contacts: dict[int, Contact] = {}  # likewise
         self._hopeful: list[int] = []  # distances of those that did not fail, nearest first
-        self._learn(seeds)
+        self._named_by: dict[int, int | None] = dict.fromkeys(self._states)  # both distances; None if several did
+        self._num_bad: Counter[int] = Counter()  # by who named them
+        self._num_good: Counter[int] = Counter()  # likewise
+        self._learn(seeds, None)
 
     @property
     def is_finished(self) -> bool:
@@ -111,6 +122,7 @@ class Lookup:
             self._states[distance] = _State.SLOW
             self._num_asked -= 1
             self._num_slow += 1
+            self._note(self._num_bad, distance, 1)
 
     def is_slow(self, peer_id: PeerId) -> bool:
         """Whether a peer has not answered for long, and still has not."""
@@ -118,13 +130,15 @@ class Lookup:
 
     def answered(self, peer_id: PeerId, contacts: Iterable[Contact]) -> None:
         """Note the answer of a peer that was asked: the contacts nearest to the target that it knows."""
-        self._end(peer_id, _State.ANSWERED)
+        distance = self._end(peer_id, _State.ANSWERED)
         self._has_answer = True
-        self._learn(contacts)
+        self._note(self._num_good, distance, 1)
+        self._learn(contacts, distance)
 
     def failed(self, peer_id: PeerId) -> None:
         """Note that a peer that was asked did not answer."""
         distance = self._end(peer_id, _State.FAILED)
+        self._note(self._num_bad, distance, 1)
         del self._hopeful[bisect.bisect_left(self._hopeful, distance)]
 
     def nearest(self) -> list[Contact]:
@@ -139,11 +153,18 @@ class Lookup:
             self._num_asked -= 1
         else:
             self._num_slow -= 1
+            self._note(self._num_bad, distance, -1)
         self._states[distance] = state
         return distance
 
-    def _learn(self, contacts: Iterable[Contact]) -> None:
-        states, target = self._states, self._target
+    def _note(self, counts: Counter[int], distance: int, num: int) -> None:
+        """Count what became of a contact for the one peer that named it, if it is one."""
+        named_by = self._named_by[distance]
+        if named_by is not None:
+            counts[named_by] += num
+
+    def _learn(self, contacts: Iterable[Contact], named_by: int | None) -> None:
+        states, target, names = self._states, self._target, self._named_by
         named = list(contacts)
         if len(named) > self._k:
             named = heapq.nsmallest(self._k, named, key=lambda contact: node_id(contact.peer_id) ^ target)
@@ -151,16 +172,29 @@ class Lookup:
             distance = node_id(contact.peer_id) ^ target
             if distance not in states:
                 states[distance] = _State.KNOWN
+                names[distance] = named_by
                 self._contacts[distance] = contact
                 bisect.insort(self._hopeful, distance)
+            elif names[distance] is not None and names[distance] != named_by and states[distance] is _State.KNOWN:
+                names[distance] = None
 
     def _shortlist(self) -> list[int]:
         """The distances of the nearest that count."""
-        nearest = self._hopeful[: self._num]
+        hopeful = self._trusted() if self._num_bad else self._hopeful
+        nearest = hopeful[: self._num]
         if not self._num_slow:
             return nearest
         num_slow = sum(self._states[distance] is _State.SLOW for distance in nearest)
         if not 0 < 2 * num_slow < len(nearest):
             return nearest
-        others = (distance for distance in self._hopeful if self._states[distance] is not _State.SLOW)
+        others = (distance for distance in hopeful if self._states[distance] is not _State.SLOW)
         return list(itertools.islice(others, self._num))
+
+    def _trusted(self) -> list[int]:
+        """Those that did not fail, but for those whom only peers with bad contacts named if there are enough others."""
+        liars = {peer for peer, num_bad in self._num_bad.items() if num_bad >= max(NUM_BAD, self._num_good[peer] + 1)}
+        if not liars:
+            return self._hopeful
+        named_by, states = self._named_by, self._states
+        trusted = [one for one in self._hopeful if named_by[one] not in liars or states[one] is _State.ANSWERED]
+        return trusted if len(trusted) >= self._num else self._hopeful

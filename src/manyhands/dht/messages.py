@@ -3,7 +3,7 @@
 ==========  ==================================================  ====================================================
 method      request                                             response
 ==========  ==================================================  ====================================================
-dht.ping    nothing                                             nothing: I am here, and a DHT node
+dht.ping    whether anybody has dialled the asker               nothing: I am here, and a DHT node
 dht.find    a point, perhaps a key and where to read on         contacts nearest to the point, a page of the records
 dht.store   records with their ages                             for each what became of it
 ==========  ==================================================  ====================================================
@@ -24,8 +24,14 @@ from manyhands.dht.routing import Contact
 from manyhands.rpc.method import Method
 
 
-class PingRequest(msgspec.Struct, frozen=True):
-    """Are you there?"""
+class PingRequest(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Are you there?
+
+    Attributes:
+        was_reached: False of who listens, and was dialled by nobody since it began: please try.
+    """
+
+    was_reached: bool = True
 
 
 class PingResponse(msgspec.Struct, frozen=True):

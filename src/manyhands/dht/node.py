@@ -62,7 +62,7 @@ class DhtNode:
         self._schemas: dict[str, Schema] = {}
         self._storage = storage = Storage(config, self._schemas)
         own_id = endpoint.peer_id
-        replicas = Replicas(None if endpoint.client_mode else own_id, overlay.table, config)
+        replicas = Replicas(own_id, overlay.table, config, overlay.is_client)
         self._holder = holder = Holder(endpoint, config, overlay, storage, replicas, wall_clock)
         self._reader = Reader(own_id, config, overlay, storage, replicas, holder, self._schemas, rng, wall_clock)
         issuer = Issuer(endpoint.identity, config, wall_clock, self._schemas)
@@ -204,6 +204,7 @@ class DhtNode:
         self._holder.close()
         if self._on_lost in self._endpoint.on_lost:
             self._endpoint.on_lost.remove(self._on_lost)
+        await self._overlay.close()
         await self._tasks.close()
 
     def _on_lost(self, peer_id: PeerId) -> None:

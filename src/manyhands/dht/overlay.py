@@ -19,7 +19,8 @@ from manyhands.base.identity import PeerId
 from manyhands.dht.config import DhtConfig
 from manyhands.dht.ids import ID_BITS, digest_of_distances, distance, id_to_bytes, node_id
 from manyhands.dht.lookup import Lookup
-from manyhands.dht.messages import FIND, TOO_MANY_REQUESTS, FindRequest, FindResponse, Nearest
+from manyhands.dht.messages import FIND, PING, TOO_MANY_REQUESTS, FindRequest, FindResponse, Nearest, PingRequest
+from manyhands.dht.proving import Prover
 from manyhands.dht.routing import MAX_ADDRESSES, Contact, RoutingTable
 from manyhands.rpc.endpoint import Endpoint
 from manyhands.rpc.method import Method
@@ -42,6 +43,8 @@ TOO_MANY_PAUSE_S = 0.1
 FILL_PERIOD_S = 300.0
 """Between two attempts to find more contacts for one bucket."""
 
+REACHED_WITHIN_S = 15.0
+"""Of the first answer to a question of its own, a peer that can be dialled was dialled by one of those it asked."""
 
 FAR_CONTACTS = 3
 """Of each region of which few are known, so many are looked for: those who answer on the way are entered as well."""
@@ -51,7 +54,7 @@ class Overlay:
     """Calls and lookups of one node.
 
     Attributes:
-        table: the known peers; who answers or asks is entered, who fails is dropped in the end.
+        table: the known peers; who answers or asks is entered, who fails or cannot be dialled is dropped.
     """
 
     def __init__(self, endpoint: Endpoint, config: DhtConfig) -> None:
@@ -60,15 +63,54 @@ class Overlay:
         self._config = config
         self._own_point = node_id(endpoint.peer_id)
         self._filled_at: dict[int, float] = {}  # loop time, by bucket
+        table = self.table
+        self._prover = Prover(endpoint, self.seen, table.failed, table.drop, config.request_timeout_s)
+        self._answered_at: float | None = None  # loop time of the first answer
+        self._is_told = False
+
+    async def close(self) -> None:
+        """Dial nobody by itself any more."""
+        await self._prover.close()
+
+    def is_client(self) -> bool:
+        """Whether this node is in nobody's table: it says so itself, or those it asked have not reached it."""
+        if self._endpoint.client_mode or self._endpoint.was_reached or self._answered_at is None:
+            return self._endpoint.client_mode
+        if asyncio.get_running_loop().time() - self._answered_at < REACHED_WITHIN_S:
+            return False
+        if not self._is_told:
+            self._is_told = True
+            where = ", ".join(str(address) for address in self._endpoint.addresses)
+            logger.warning(
+                "no peer could dial this one at %s: it reads and writes, but holds nothing for others and is named to "
+                "nobody; open the port, announce the address that leads to it, or use client mode",
+                where or "any address",
+            )
+        return True
 
     def seen(self, peer_id: PeerId) -> None:
-        """Enter a peer that asked or answered; not one in client mode, which nobody could ask."""
+        """Enter a peer that asked or answered; not one that nobody could ask, in client mode or behind a firewall."""
         now = asyncio.get_running_loop().time()
         if self.table.is_heard_again(peer_id, now - HEARD_PERIOD_S, now - SAME_ADDRESSES_S, now):
             return
+        is_reached = self._endpoint.has_reached(peer_id)
+        if not is_reached and not self.table.has_room(peer_id):
+            return
+        contact = self.contact_of(peer_id)
+        if contact is not None and (is_reached or self._prover.meet(peer_id)):
+            self.table.seen(contact, now)
+
+    def doubt(self, peer_id: PeerId) -> None:
+        """Dial a peer that nobody has reached since it began, though it was reached before that."""
+        if self.contact_of(peer_id) is not None:
+            self._prover.meet(peer_id)
+
+    def contact_of(self, peer_id: PeerId) -> Contact | None:
+        """A peer as it is told to others; None if it cannot be dialled, as far as is known."""
         addresses = self._endpoint.addresses_of(peer_id)
-        if addresses and not self._endpoint.is_client(peer_id):
-            self.table.seen(Contact(peer_id, [_text_of(address) for address in addresses[:MAX_ADDRESSES]]), now)
+        if not addresses or self._endpoint.is_client(peer_id):
+            return None
+        return Contact(peer_id, [_text_of(address) for address in addresses[:MAX_ADDRESSES]])
 
     def doubtful(self, peers: Iterable[PeerId]) -> list[PeerId]:
         """Of these peers those whom nothing shows to be there: no connection, no recent call, or a loss since then.
@@ -106,8 +148,18 @@ class Overlay:
                 logger.debug("%s to peer %s: it is asked too often", method.name, peer_id)
                 return None
             await asyncio.sleep(TOO_MANY_PAUSE_S)
+        if self._answered_at is None:
+            self._answered_at = loop.time()
         self.seen(peer_id)
         return response
+
+    async def ping(self, peer_id: PeerId) -> bool:
+        """Whether a peer is there; it is told if nobody has reached this one yet."""
+        return await self.ask(peer_id, PING, self.greeting()) is not None
+
+    def greeting(self) -> PingRequest:
+        """What to say to a peer, whoever it is."""
+        return PingRequest(was_reached=self._endpoint.was_reached or self._endpoint.client_mode)
 
     async def ask_contact(self, contact: Contact, method: Method[Req, Res], request: Req) -> Res | None:
         """The same, of a peer of which the endpoint may know nothing yet."""
@@ -116,7 +168,7 @@ class Overlay:
     def nearest_known(self, target: int, num: int) -> tuple[list[PeerId], Nearest]:
         """The peers nearest to a point as far as this node knows, itself among them, nearest first."""
         peers = {node_id(contact.peer_id) ^ target: contact.peer_id for contact in self.table.nearest(target, num)}
-        if not self._endpoint.client_mode:
+        if not self.is_client():
             peers[self._own_point ^ target] = self._endpoint.peer_id
         distances = sorted(peers)[:num]
         return [peers[one] for one in distances], Nearest(num, digest_of_distances(distances))
@@ -159,7 +211,6 @@ class Overlay:
             if len(seeds) < num:  # then also those that failed, but not often enough to be dropped
                 seeds = self.table.nearest(target, config.k, with_failed=True)
         may_know_all = num <= config.replicas and self.table.may_hold_all()
-        is_client = self._endpoint.client_mode
         own_id = self._endpoint.peer_id
         lookup = Lookup(
             target,
@@ -168,7 +219,7 @@ class Overlay:
             k=config.k,
             alpha=max(config.alpha, num) if may_know_all else config.alpha,  # all of these will be asked in any case
             num=num,
-            is_client=is_client,
+            is_client=self.is_client(),
             may_know_all=may_know_all,
         )
         point = id_to_bytes(target)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from manyhands.base.identity import PeerId
@@ -38,41 +38,51 @@ class Replicas:
     """Which peers should hold a key, and which of them were found.
 
     Args:
-        own_id: this node's, None if it holds nothing for others.
+        own_id: this node's.
         table: the peers that this node knows.
+        is_client: whether it is in nobody's table, and so holds nothing for others; that may change.
     """
 
-    def __init__(self, own_id: PeerId | None, table: RoutingTable, config: DhtConfig) -> None:
+    def __init__(
+        self,
+        own_id: PeerId,
+        table: RoutingTable,
+        config: DhtConfig,
+        is_client: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._own_id = own_id
+        self._is_client = is_client
         self._table = table
         self._num = config.replicas
         self._memory_s = REMEMBERED_PERIODS * config.refresh_period_s
-        self._known: dict[str, tuple[int, list[PeerId]]] = {}  # and for how many changes of the table that holds
+        self._known: dict[str, tuple[tuple[int, bool], list[PeerId]]] = {}  # and for which state of the table
         self._is_own: dict[str, tuple[tuple[int, int], bool]] = {}  # likewise
         self._found: OrderedDict[str, _Found] = OrderedDict()
 
     def among(self, key: str, peers: Iterable[PeerId]) -> list[PeerId]:
         """Of these peers and this one those that should hold a key, nearest first."""
-        candidates = [*peers, self._own_id] if self._own_id is not None else list(peers)
+        candidates = list(peers) if self._is_client() else [*peers, self._own_id]
         target = key_id(key)
         return heapq.nsmallest(self._num, candidates, key=lambda peer: distance(node_id(peer), target))
 
     def known(self, key: str) -> list[PeerId]:
         """Of all known peers, those that should hold a key."""
-        num_changes, peers = self._known.get(key, (-1, []))
-        if num_changes != self._table.num_changes:
+        version, peers = self._known.get(key, ((-1, False), []))
+        if version != (now := (self._table.num_changes, self._is_client())):
             nearest = self._table.nearest(key_id(key), self._num, with_failed=True)  # one failure may be the network's
             peers = self.among(key, (contact.peer_id for contact in nearest))
             if len(self._known) >= REMEMBERED_KEYS:
                 self._known.clear()
-            self._known[key] = (self._table.num_changes, peers)
+            self._known[key] = (now, peers)
         return peers
 
     def is_own(self, key: str) -> bool:
         """Whether this node should hold a key, as far as it knows."""
+        if self._is_client():
+            return False
         version, is_own = self._is_own.get(key, ((-1, -1), False))
         if version != (now := (self._table.num_changes, self._table.num_silences)):
-            is_own = self._own_id is not None and self._table.num_nearer(key_id(key)) < self._num
+            is_own = self._table.num_nearer(key_id(key)) < self._num
             if len(self._is_own) >= REMEMBERED_KEYS:
                 self._is_own.clear()
             self._is_own[key] = (now, is_own)
@@ -82,6 +92,8 @@ class Replicas:
         """The holders of a key, if they are remembered; else none."""
         found = self._found.get(key)
         if found is None or found.until <= now or self._knows_nearer(key, found.holders):
+            return ()
+        if self._own_id in found.holders and self._is_client():  # since then
             return ()
         return found.holders
 

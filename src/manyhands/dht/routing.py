@@ -123,10 +123,13 @@ class RoutingTable:
         """Whether a peer is known, but there is no room for it."""
         return self._entry(peer_id) is not None and peer_id not in self
 
-    def contact_of(self, peer_id: PeerId) -> Contact | None:
-        """A peer that is in the table, or waits to be."""
-        entry = self._entry(peer_id)
-        return entry.contact if entry is not None else None
+    def has_room(self, peer_id: PeerId) -> bool:
+        """Whether a peer has a place in the table, or would be given one now."""
+        point = node_id(peer_id)
+        bucket = self._buckets.get((point ^ self._own_point).bit_length())
+        if bucket is None or len(bucket.live) < self._k or point in bucket.live:
+            return True
+        return any(entry.num_failures for entry in bucket.live.values())
 
     def latest(self, num: int) -> list[Contact]:
         """The ``num`` contacts that were seen last, the latest first."""
@@ -187,11 +190,17 @@ class RoutingTable:
         if entry is None:
             return
         entry.num_failures += 1
-        if entry.num_failures < self._max_failures:
-            return
-        self._drop(bucket, point)
-        if bucket.waiting:
-            self._enter(bucket, *bucket.waiting.popitem())
+        if entry.num_failures >= self._max_failures:
+            self.drop(peer_id)
+
+    def drop(self, peer_id: PeerId) -> None:
+        """Take a peer out of the table; the newest replacement moves up."""
+        point = node_id(peer_id)
+        bucket = self._buckets.get((point ^ self._own_point).bit_length())
+        if bucket is not None and point in bucket.live:
+            self._drop(bucket, point)
+            if bucket.waiting:
+                self._enter(bucket, *bucket.waiting.popitem())
 
     def num_nearer(self, target: int) -> int:
         """How many contacts are nearer to a point than this node, but for those who fell silent."""

@@ -20,6 +20,9 @@ async def leads_to(endpoint: Endpoint, config: DhtConfig, start: PeerId, wanted:
             both.
     """
     overlay = Overlay(endpoint, config)
-    overlay.seen(start)
-    nearest = await overlay.lookup(node_id(wanted), timeout_s, config.replicas)
+    try:
+        overlay.seen(start)
+        nearest = await overlay.lookup(node_id(wanted), timeout_s, config.replicas)
+    finally:
+        await overlay.close()
     return any(contact.peer_id == wanted for contact in nearest)

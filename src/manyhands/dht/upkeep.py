@@ -11,7 +11,6 @@ from manyhands.dht.config import MAX_STORED_RECORDS, DhtConfig
 from manyhands.dht.handover import Handover
 from manyhands.dht.holder import Holder
 from manyhands.dht.ids import ID_BITS, node_id
-from manyhands.dht.messages import PING, PingRequest
 from manyhands.dht.news import tell_news
 from manyhands.dht.overlay import Overlay
 from manyhands.dht.replicas import Replicas
@@ -108,8 +107,8 @@ class Upkeep:
         partners = overlay.doubtful(peer_id for key in keys for peer_id in self._other_replicas(key))
         rest = overlay.doubtful(contact.peer_id for contact in overlay.table.least_recently_seen())
         rest = [peer_id for peer_id in rest if peer_id not in partners][: self._num_doubted]
-        answers = await asyncio.gather(*(overlay.ask(peer_id, PING, PingRequest()) for peer_id in [*partners, *rest]))
-        self._num_doubted = MAX_DOUBTED if None in answers[len(partners) :] else MAX_DOUBTED // 2
+        answers = await asyncio.gather(*(overlay.ping(peer_id) for peer_id in [*partners, *rest]))
+        self._num_doubted = MAX_DOUBTED // 2 if all(answers[len(partners) :]) else MAX_DOUBTED
 
     def _other_replicas(self, key: str) -> list[PeerId]:
         return [peer_id for peer_id in self._replicas.known(key) if peer_id != self._own_id]

@@ -64,6 +64,10 @@ class AddressBook:
         """The best first; none if the peer is not known."""
         return list(self._known.get(peer_id, {}))
 
+    def is_reached(self, peer_id: PeerId) -> bool:
+        """Whether one of its addresses worked the last time."""
+        return peer_id in self._by_best_source[Source.WORKED]
+
     def _enter(self, peer_id: PeerId, addresses: dict[Address, Source]) -> None:
         best_first = sorted(addresses.items(), key=lambda entry: -entry[1])
         self._known[peer_id] = dict(best_first[:MAX_ADDRESSES_PER_PEER])

@@ -90,6 +90,16 @@ class Dialler:
             raise
         return Opened(stream, answer, address, rtt_s)
 
+    async def probe(self, addresses: Sequence[Address], timeout_s: float) -> Address:
+        """The first address at which the peer is found, over a connection that is closed at once, without a hello.
+
+        Raises:
+            Unavailable: none answers.
+        """
+        stream, address = await self._dial_first(addresses, timeout_s, is_bulk=False)
+        self._streams.release(stream)
+        return address
+
     async def _dial_first(self, addresses: Sequence[Address], timeout_s: float, *, is_bulk: bool) -> Answer:
         """Dial the addresses, the best first; the first that answers is kept, the others are closed unused.
 

@@ -167,6 +167,15 @@ class Endpoint:
         """Whether the peer is connected and cannot be dialled."""
         return self._pool.is_client(peer_id)
 
+    @property
+    def was_reached(self) -> bool:
+        """Whether anybody has ever dialled this peer; else it may sit behind a firewall without knowing."""
+        return self._pool.was_reached
+
+    def has_reached(self, peer_id: PeerId) -> bool:
+        """Whether this peer has dialled another one, and not in vain the last time."""
+        return self._book.is_reached(peer_id)
+
     def host_of(self, peer_id: PeerId) -> str:
         """The IP address that a connected peer is seen at; empty if it is not connected."""
         return self._pool.host_of(peer_id)
@@ -214,6 +223,22 @@ class Endpoint:
         self._dialler.check_open()
         stream = await self._transport.dial(address, timeout_s)
         stream.abort()
+
+    async def reach(self, peer_id: PeerId, timeout_s: float) -> None:
+        """Make sure that a peer can be dialled, whoever dialled the connections that there are; as :meth:`probe`.
+
+        Raises:
+            Unavailable: none of its addresses answers, or it is too early for another dial.
+        """
+        addresses, now = self._addresses_to_dial(peer_id), asyncio.get_running_loop().time()
+        self._backoff.check(peer_id, now)
+        try:
+            address = await self._dialler.probe(addresses, timeout_s)
+        except Unavailable as error:
+            self._dial_failed(peer_id, error)
+            raise
+        self._backoff.forget(peer_id)
+        self.learn(peer_id, [address], Source.WORKED)
 
     async def call(
         self, peer_id: PeerId, method: Method[Request, Response], request: Request, timeout_s: float = 5.0
@@ -308,9 +333,12 @@ class Endpoint:
             addresses, hello = self._addresses_to_dial(peer_id), self._hello(CONTROL)
             return self._opened(await self._dialler.open(addresses, hello, self._config.dial_timeout_s))
         except (Unavailable, PeerError) as error:
-            self._backoff.failed(peer_id, asyncio.get_running_loop().time(), str(error))
-            self._book.failed(peer_id)
+            self._dial_failed(peer_id, error)
             return error
+
+    def _dial_failed(self, peer_id: PeerId, error: Exception) -> None:
+        self._backoff.failed(peer_id, asyncio.get_running_loop().time(), str(error))
+        self._book.failed(peer_id)
 
     def _addresses_to_dial(self, peer_id: PeerId) -> list[Address]:
         addresses = self._book.addresses_of(peer_id)
@@ -333,6 +361,7 @@ class Endpoint:
 
     async def _accepted(self, stream: Stream) -> None:
         self._streams.add(stream)
+        self._pool.reached()
         try:
             async with time_limit(self._config.hello_timeout_s, "waiting for a hello"):
                 hello = await receive_frame(stream)

@@ -137,9 +137,17 @@ class ConnectionPool:
         min(unused, key=lambda c: (-num_of_host[c.remote_host], c.last_used)).retire()
         return True
 
+    @property
+    def was_reached(self) -> bool:
+        """Whether anybody has ever dialled this end."""
+        return self._was_reached
+
+    def reached(self) -> None:
+        """Somebody has dialled this end."""
+        self._was_reached = True
+
     def enter(self, connection: ControlConnection) -> None:
         """A connection was made."""
-        self._was_reached = self._was_reached or not connection.is_dialled
         group = self._connections.setdefault(connection.remote, [])
         group.append(connection)
         self._num_connections += 1

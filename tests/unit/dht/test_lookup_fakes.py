@@ -1,0 +1,62 @@
+"""A lookup does not follow a peer most of whose contacts are bad."""
+
+from __future__ import annotations
+
+import pytest
+
+from manyhands.base.identity import PeerId
+from manyhands.dht.ids import distance, node_id
+from manyhands.dht.lookup import NUM_BAD, Lookup
+from manyhands.dht.routing import Contact
+from tests.unit.dht.examples import contact
+
+TARGET = 0
+NUM = 3
+
+
+def begun(num_seeds: int, *, named_twice: int | None = None) -> tuple[Lookup, list[Contact], list[Contact]]:
+    """A lookup of which the first seed has answered; the contacts that it named, and the other seeds: all in order."""
+    contacts = sorted(map(contact, range(40)), key=lambda one: distance(node_id(one.peer_id), TARGET))
+    named, seeds = contacts[:20], contacts[20 : 20 + num_seeds]
+    lookup = Lookup(TARGET, seeds, own_id=PeerId("own"), k=20, alpha=NUM_BAD, num=NUM)
+    assert lookup.to_ask() == seeds[:NUM_BAD]
+    lookup.answered(seeds[0].peer_id, named)
+    for seed in seeds[1:NUM_BAD]:
+        lookup.answered(seed.peer_id, [] if named_twice is None else [named[named_twice]])
+    assert lookup.to_ask() == named[:NUM_BAD]
+    return lookup, named, seeds
+
+
+@pytest.mark.parametrize("is_slow", [True, False])
+def test_who_named_so_many_bad_ones_is_followed_no_further(is_slow: bool) -> None:
+    lookup, named, seeds = begun(5)
+    for one in named[:NUM_BAD]:
+        assert not lookup.is_finished
+        (lookup.slow if is_slow else lookup.failed)(one.peer_id)
+    assert lookup.is_finished
+    assert lookup.nearest() == seeds[:NUM]
+
+
+def test_it_is_followed_where_too_few_others_are_known() -> None:
+    lookup, named, _ = begun(NUM - 1)
+    for one in named[:NUM_BAD]:
+        lookup.failed(one.peer_id)
+    assert lookup.to_ask() == named[NUM_BAD : 2 * NUM_BAD]
+
+
+def test_whom_another_one_names_as_well_is_asked() -> None:
+    lookup, named, _ = begun(5, named_twice=10)
+    for one in named[:NUM_BAD]:
+        lookup.failed(one.peer_id)
+    assert lookup.to_ask() == [named[10]]
+
+
+def test_it_is_followed_again_when_those_who_were_slow_answer() -> None:
+    lookup, named, _ = begun(5)
+    for one in named[:NUM_BAD]:
+        lookup.slow(one.peer_id)
+    assert lookup.is_finished
+    for one in named[:2]:
+        lookup.answered(one.peer_id, [])
+    assert lookup.nearest()[:2] == named[:2]
+    assert lookup.to_ask() == [named[NUM_BAD]]
