@@ -49,10 +49,7 @@ MIN_CHUNKS_OF_SPAN = 3
 """About as many chunks has a vector, unless they would be small: while one is reduced, others come and go. More of them
 cost more calls, fewer leave too little to do meanwhile."""
 
-ROWS_NUMEL = 864
-"""Whole rows of all codecs."""
-
-MIN_CHUNK_NUMEL = 256 * ROWS_NUMEL
+MIN_CHUNK_NUMEL = 1 << 18
 """Less is not worth the calls."""
 
 _LABEL = struct.Struct("<QQ")
@@ -117,7 +114,7 @@ class Butterfly:
         ]
         self._weights = [member.weight if number in here else 0.0 for number, member in enumerate(group.members)]
         self._records = Contributions(flat_N.numel(), len(group.members), self._contributors())
-        self._chunk_numel = self._usual_chunk_numel(group.chunk_numel, numel)
+        self._max_chunk_numel = self._usual_chunk_numel(group.chunk_numel, numel)
         reduced_feedback = feedbacks.reduced if feedbacks is not None else None
         self._memory = memory if memory is not None else Memory()
         self._encoded = self._memory_of_means()
@@ -249,7 +246,7 @@ class Butterfly:
 
     def _encoded_values(self, span: slice) -> Iterator[memoryview]:
         """Encoded chunk by chunk; each is valid until the next one is asked for."""
-        chunks = chunks_of(span, self._chunk_numel)
+        chunks = self._cut(span)
         buffer = self._buffer_for([] if self._codec.is_exact else chunks)
         yield memoryview(self._label_of(span))
         for chunk in chunks:
@@ -266,7 +263,7 @@ class Butterfly:
         return _LABEL.pack(self._flat_N.numel(), self._num_bytes_of(span))
 
     def _num_bytes_of(self, span: slice) -> int:
-        return sum(map(self._codec.num_bytes, chunks_of(span, self._chunk_numel)))
+        return sum(map(self._codec.num_bytes, self._cut(span)))
 
     def _buffer_for(self, chunks: Sequence[slice]) -> torch.Tensor:
         """Memory for any one of some encoded chunks."""
@@ -373,14 +370,19 @@ class Butterfly:
         return bool(self._spans[reducer].stop - self._spans[reducer].start < INLINE_NUMEL)
 
     def _chunks(self, rank: int) -> list[slice]:
-        return chunks_of(self._spans[rank], self._chunk_numel)
+        return self._cut(self._spans[rank])
+
+    def _cut(self, span: slice) -> list[slice]:
+        """Into chunks, the same on all members: about equal, and whole units of the codecs if that is possible."""
+        numel, unit = span.stop - span.start, self._codec.unit_numel
+        most = self._max_chunk_numel // unit * unit or self._max_chunk_numel
+        each = math.ceil(numel / max(1, math.ceil(numel / most)))
+        return chunks_of(span, max(1, min(most, math.ceil(each / unit) * unit)))
 
     def _usual_chunk_numel(self, max_numel: int, numel: int) -> int:
-        """The same on all members; a multiple of the rows of all codecs, unless the leader wants less than that."""
         num_spans = sum(map(self._is_reducer, range(len(self._members))))
         num_chunks = max(CHUNKS_OF_VECTOR, MIN_CHUNKS_OF_SPAN * num_spans)
-        usual = max(MIN_CHUNK_NUMEL, numel // num_chunks // ROWS_NUMEL * ROWS_NUMEL)
-        return max(min(max_numel, usual), math.ceil(numel / MAX_CHUNKS))
+        return max(min(max_numel, max(MIN_CHUNK_NUMEL, numel // num_chunks)), math.ceil(numel / MAX_CHUNKS))
 
     def _contributors(self) -> list[int]:
         return [rank for rank, weight in enumerate(self._weights) if weight > 0]
