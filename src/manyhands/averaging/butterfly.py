@@ -217,9 +217,9 @@ class Butterfly:
 
     async def _send_means(self, stream: Stream) -> None:
         """The means of this member's span, as they get ready, and who contributed to them."""
-        means = Pausing(self._outgoing_means(), self._reducer.has_more_than(0))
+        means = Pausing(self._outgoing_means(), self._reducer.progress, self._reducer.has_more_than(0))
         while not means.is_over:
-            await self._reducer.progress.wait_until(means.goes_on_when)
+            await means.wait()
             if self._is_small(self._rank):
                 await stream.send(*means)
             else:
@@ -273,9 +273,9 @@ class Butterfly:
 
     async def _receive_from(self, rank: int, stream: Stream) -> None:
         if rank in self._reducer.inboxes:
-            values = Pausing(self._rooms_for_values(rank, self._reducer.inboxes[rank]))
+            values = Pausing(self._rooms_for_values(rank, self._reducer.inboxes[rank]), self._reducer.progress)
             while not values.is_over:
-                await self._reducer.progress.wait_until(values.goes_on_when)
+                await values.wait()
                 self.wanted[rank] = Wanted.VALUES
                 await self._receive_each(values, stream, self._rank)
                 del self.wanted[rank]
