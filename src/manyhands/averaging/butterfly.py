@@ -373,11 +373,9 @@ class Butterfly:
         return self._cut(self._spans[rank])
 
     def _cut(self, span: slice) -> list[slice]:
-        """Into chunks, the same on all members: about equal, and whole units of the codecs if that is possible."""
-        numel, unit = span.stop - span.start, self._codec.unit_numel
-        most = self._max_chunk_numel // unit * unit or self._max_chunk_numel
-        each = math.ceil(numel / max(1, math.ceil(numel / most)))
-        return chunks_of(span, max(1, min(most, math.ceil(each / unit) * unit)))
+        """Into chunks, the same on all members: whole units of the codecs, unless the leader wants less than one."""
+        unit, most = self._codec.unit_numel, self._max_chunk_numel
+        return chunks_of(span, most // unit * unit or most)
 
     def _usual_chunk_numel(self, max_numel: int, numel: int) -> int:
         num_spans = sum(map(self._is_reducer, range(len(self._members))))
