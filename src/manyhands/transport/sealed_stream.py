@@ -27,6 +27,9 @@ THREAD_BYTES = 64 * 1024
 AT_ONCE_BYTES = 16 * 1024
 """A message of at most this size is sent on the loop, as far as the system takes it: a thread would cost more."""
 
+HELD_BACK_BYTES = 512
+"""So much is sent together with what a thread sends next."""
+
 DROPPED_BYTES = 1 << 16
 """What is read at a time, and dropped, until the other end closes as well."""
 
@@ -282,13 +285,20 @@ class SealedStream:
 
     def _send_all(self, views: Iterable[memoryview]) -> None:
         if not len(self._sealed):
-            self._sealed = memoryview(bytearray(MAX_RECORD_BYTES))
+            self._sealed = memoryview(bytearray(HELD_BACK_BYTES + MAX_RECORD_BYTES))
+        num_sealed = num_plain = 0
         for chunk in chunks_of(views, self._max_plain):
-            num_bytes = self._sealer.seal_into(chunk, self._sealed)
-            self._send_sealed(self._sealed[:num_bytes])
-            self.bytes_sent += len(chunk)
+            num_sealed += self._sealer.seal_into(chunk, self._sealed[num_sealed:])
+            num_plain += len(chunk)
+            if num_sealed > HELD_BACK_BYTES:  # what is small goes with what follows it
+                self._send_sealed(self._sealed[:num_sealed])
+                self.bytes_sent += num_plain
+                num_sealed = num_plain = 0
+        self._send_sealed(self._sealed[:num_sealed])
+        self.bytes_sent += num_plain
 
     def _receive_all(self, views: Iterable[memoryview]) -> None:
+        self._records.expect_long()
         for view in views:
             left = view
             while len(left := left[self._take(left) :]):

@@ -121,16 +121,21 @@ class RecordBuffer:
         """
         return bool(len(self._opened)) or self._stop - self._start >= self._record_bytes()
 
+    def expect_long(self) -> None:
+        """Long records will come: have the memory for them."""
+        if len(self._memory) < MAX_RECORD_BYTES:
+            memory = memoryview(bytearray(MAX_RECORD_BYTES))
+            memory[: len(self._memory)] = self._memory
+            self._memory = memory
+
     def room(self) -> memoryview:
         """Memory for what comes next, not empty; call it when nothing is ready to be taken."""
         num_received = self._stop - self._start
         if self._start + self._record_bytes() > len(self._memory):
             rest = self._memory[self._start : self._stop]
             if self._record_bytes() > len(self._memory):
-                self._memory = memoryview(bytearray(MAX_RECORD_BYTES))
-                self._memory[:num_received] = rest
-            else:
-                self._memory[:num_received] = bytes(rest)
+                self.expect_long()
+            self._memory[:num_received] = bytes(rest)
             self._start, self._stop = 0, num_received
         return self._memory[self._stop :]
 
