@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import itertools
 import math
 import struct
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
@@ -29,11 +30,13 @@ from blake3 import blake3
 
 from manyhands.averaging.codecs import Feedbacks, Plan
 from manyhands.averaging.contributions import BadRecord, Contributions
+from manyhands.averaging.inbox import Inbox
 from manyhands.averaging.means import Means, digest_of_all
 from manyhands.averaging.member_values import MemberValues, Spoiled, bytes_of
-from manyhands.averaging.memory import empty_vector
+from manyhands.averaging.memory import Memory, empty_vector, whole_lines
 from manyhands.averaging.messages import MAX_REASON_LENGTH, Accusation, Group
-from manyhands.averaging.span_reducer import GONE, INLINE_NUMEL, SpanReducer
+from manyhands.averaging.pausing import Condition, Pausing
+from manyhands.averaging.span_reducer import INLINE_NUMEL, SpanReducer
 from manyhands.averaging.spans import chunks_of, owned_spans
 from manyhands.base.errors import PeerLost, RoundAborted
 from manyhands.transport.api import Stream
@@ -46,10 +49,7 @@ MIN_CHUNKS_OF_SPAN = 3
 """About as many chunks has a vector, unless they would be small: while one is reduced, others come and go. More of them
 cost more calls, fewer leave too little to do meanwhile."""
 
-ROWS_NUMEL = 864
-"""Whole rows of all codecs."""
-
-MIN_CHUNK_NUMEL = 256 * ROWS_NUMEL
+MIN_CHUNK_NUMEL = 1 << 18
 """Less is not worth the calls."""
 
 _LABEL = struct.Struct("<QQ")
@@ -74,6 +74,7 @@ class Butterfly:
         members: ranks of those that take part; all by default.
         region: what is averaged; all of the vector by default.
         averaged_N: where the means go; only ``region`` is written.
+        memory: where what is encoded goes, for one round after the other.
         feedbacks: what earlier rounds lost of this member's values and means; None to do without.
 
     Attributes:
@@ -91,6 +92,7 @@ class Butterfly:
         members: Collection[int] | None = None,
         region: slice | None = None,
         averaged_N: torch.Tensor | None = None,
+        memory: Memory | None = None,
         feedbacks: Feedbacks | None = None,
     ) -> None:
         here = range(len(group.members)) if members is None else members
@@ -112,15 +114,17 @@ class Butterfly:
         ]
         self._weights = [member.weight if number in here else 0.0 for number, member in enumerate(group.members)]
         self._records = Contributions(flat_N.numel(), len(group.members), self._contributors())
-        self._chunk_numel = self._usual_chunk_numel(group.chunk_numel, numel)
+        self._max_chunk_numel = self._usual_chunk_numel(group.chunk_numel, numel)
         reduced_feedback = feedbacks.reduced if feedbacks is not None else None
+        self._memory = memory if memory is not None else Memory()
+        self._encoded = self._memory_of_means()
         self._reducer = SpanReducer(
-            self._codec, rank, self._chunks(rank), self._weights, flat_N, self.averaged_N, reduced_feedback
-        )
+            self._codec, rank, self._chunks(rank), self._weights, flat_N, self.averaged_N, self._encoded[rank],
+            self._memory, reduced_feedback,
+        )  # fmt: skip
         self._hashers = {other: blake3(max_threads=1) for other in range(len(self._spans))}
         self._hashers[rank] = self._reducer.hasher
         self._told: dict[int, list[list[int]]] = {}  # by reducer, of all its chunks
-        self._encoded: dict[int, torch.Tensor] = {}  # means as they travelled, by reducer, unless they are exact
         self._conversations: dict[int, asyncio.Task[None]] = {}
 
     def digest(self) -> bytes:
@@ -129,11 +133,7 @@ class Butterfly:
 
     def means(self) -> Means:
         """The means as they travelled, by reducer, as far as they are there; for a butterfly that has ended."""
-        if self._codec.is_exact:
-            pieces = [self.averaged_N[span].view(torch.uint8) for span in self._spans]
-        else:
-            pieces = [self._encoded_means(rank) for rank in range(len(self._spans))]
-        return Means(self.averaged_N, False, pieces, self._decode_all)
+        return Means(self.averaged_N, False, self._encoded, self._decode_all)
 
     def partners(self) -> list[int]:
         """Ranks with which values are exchanged; two members that own no span have nothing to say to each other."""
@@ -175,9 +175,6 @@ class Butterfly:
         """
         reducing = self._reducer.run(lambda rank, reason: self.lose(rank, reason, is_violation=True))
         await _all_or_none([reducing, *(self._exchange_with(rank, connect) for rank in self.partners())])
-        if self._reducer.chunks and not self._codec.is_exact:
-            _, means = await self._reducer.done(0)
-            self._encoded[self._rank] = torch.frombuffer(means, dtype=torch.uint8)
         return self.averaged_N
 
     def lose(self, rank: int, reason: str, *, is_violation: bool = False, is_stalled: bool = False) -> None:
@@ -185,10 +182,7 @@ class Butterfly:
         if rank in self.faults or rank not in self._conversations:
             return
         self.faults[rank] = Accusation(rank, reason[:MAX_REASON_LENGTH], is_violation, is_stalled)
-        inbox = self._reducer.inboxes.get(rank)
         self._reducer.lose(rank, is_violation=is_violation)
-        if is_violation and inbox is not None:
-            inbox.put(GONE)  # the reducer may be waiting for it
         self._conversations[rank].cancel()
 
     async def _exchange_with(self, rank: int, connect: Callable[[int], Awaitable[Stream]]) -> None:
@@ -218,13 +212,27 @@ class Butterfly:
     async def _send_to(self, rank: int, stream: Stream) -> None:
         if self._weights[self._rank] > 0 and self._is_reducer(rank):
             await self._send_values(self._spans[rank], stream)
+        if self._reducer.chunks:
+            await self._send_means(stream)
+
+    async def _send_means(self, stream: Stream) -> None:
+        """The means of this member's span, as they get ready, and who contributed to them."""
+        means = Pausing(self._outgoing_means(), self._reducer.progress, self._reducer.has_more_than(0))
+        while not means.is_over:
+            await means.wait()
+            if self._is_small(self._rank):
+                await stream.send(*means)
+            else:
+                await stream.send_each(means)
+
+    def _outgoing_means(self) -> Iterator[memoryview | Condition]:
+        yield memoryview(self._label_of(self._spans[self._rank]))
         num_sent = 0
         while num_sent < len(self._reducer.chunks):
-            is_first = num_sent == 0
-            num_sent, means = await self._reducer.done(num_sent)
-            await stream.send(*([self._label_of(self._spans[self._rank])] if is_first else []), means)
-        if self._reducer.chunks:
-            await stream.send(self._records.record(self._reducer.presents))
+            num_done, means = self._reducer.done(num_sent)
+            yield means if num_done > num_sent else self._reducer.has_more_than(num_sent)
+            num_sent = num_done
+        yield memoryview(self._records.record(self._reducer.presents))
 
     async def _send_values(self, span: slice, stream: Stream) -> None:
         """This member's values of a span."""
@@ -238,7 +246,7 @@ class Butterfly:
 
     def _encoded_values(self, span: slice) -> Iterator[memoryview]:
         """Encoded chunk by chunk; each is valid until the next one is asked for."""
-        chunks = chunks_of(span, self._chunk_numel)
+        chunks = self._cut(span)
         buffer = self._buffer_for([] if self._codec.is_exact else chunks)
         yield memoryview(self._label_of(span))
         for chunk in chunks:
@@ -255,7 +263,7 @@ class Butterfly:
         return _LABEL.pack(self._flat_N.numel(), self._num_bytes_of(span))
 
     def _num_bytes_of(self, span: slice) -> int:
-        return sum(map(self._codec.num_bytes, chunks_of(span, self._chunk_numel)))
+        return sum(map(self._codec.num_bytes, self._cut(span)))
 
     def _buffer_for(self, chunks: Sequence[slice]) -> torch.Tensor:
         """Memory for any one of some encoded chunks."""
@@ -265,52 +273,46 @@ class Butterfly:
 
     async def _receive_from(self, rank: int, stream: Stream) -> None:
         if rank in self._reducer.inboxes:
-            inbox = self._reducer.inboxes[rank]
-            self.wanted[rank] = Wanted.VALUES
-            await self._receive_label(rank, stream, self._spans[self._rank])
-            for chunk in self._reducer.chunks:
-                encoded = await inbox.room(self._codec.num_bytes(chunk))
+            values = Pausing(self._rooms_for_values(rank, self._reducer.inboxes[rank]), self._reducer.progress)
+            while not values.is_over:
+                await values.wait()
                 self.wanted[rank] = Wanted.VALUES
-                await stream.receive_into(bytes_of(encoded))
+                await self._receive_each(values, stream, self._rank)
                 del self.wanted[rank]
-                inbox.put(encoded)
         if self._is_reducer(rank):
             self.wanted[rank] = Wanted.MEANS
-            await self._receive_label(rank, stream, self._spans[rank])
             await self._receive_averaged(rank, stream)
-            await self._receive_record(rank, stream)
             del self.wanted[rank]
-
-    async def _receive_label(self, rank: int, stream: Stream, span: slice) -> None:
-        label = bytearray(_LABEL.size)
-        await stream.receive_into(memoryview(label))
-        numel, num_bytes = _LABEL.unpack(label)
-        peer_id, what = self._members[rank].peer_id, self.wanted[rank].value
-        if numel != self._flat_N.numel():
-            raise Spoiled(f"the vector of peer {peer_id} has {numel} values, not {self._flat_N.numel()}", [peer_id])
-        if num_bytes != (due := self._num_bytes_of(span)):
-            raise Spoiled(f"peer {peer_id} sends {num_bytes} bytes of {what}, and {due} are due", [peer_id])
-
-    async def _receive_record(self, rank: int, stream: Stream) -> None:
-        record = bytearray(self._records.record_bytes(len(self._chunks(rank))))
-        await stream.receive_into(memoryview(record))
-        try:
-            self._told[rank] = self._records.read_record(bytes(record))
-        except BadRecord as error:
-            peer_id = self._members[rank].peer_id
-            raise Spoiled(f"the record of peer {peer_id} cannot be: {error}", [peer_id]) from error
 
     async def _receive_averaged(self, rank: int, stream: Stream) -> None:
         """The averaged chunks of another reducer."""
-        views = self._views_of_averaged(rank)
-        if self._spans[rank].stop - self._spans[rank].start < INLINE_NUMEL:
+        await self._receive_each(self._rooms_for_means(rank), stream, rank)
+
+    async def _receive_each(self, views: Iterator[memoryview], stream: Stream, reducer: int) -> None:
+        """Something of the span of a reducer."""
+        if self._is_small(reducer):
             for view in views:
                 await stream.receive_into(view)
         else:
             await stream.receive_each(views)
 
-    def _views_of_averaged(self, rank: int) -> Iterator[memoryview]:
+    def _rooms_for_values(self, rank: int, inbox: Inbox) -> Iterator[memoryview | Condition]:
+        """Memory for one chunk of a member's values after the other; averaged with the others' as soon as it can be."""
+        label = bytearray(_LABEL.size)
+        yield memoryview(label)
+        self._check_label(label, rank, self._spans[self._rank], Wanted.VALUES)
+        for chunk in self._reducer.chunks:
+            if not inbox.has_room:
+                yield lambda: inbox.has_room
+            encoded = inbox.room(self._codec.num_bytes(chunk))
+            yield bytes_of(encoded)
+            self._reducer.put(rank, encoded)
+
+    def _rooms_for_means(self, rank: int) -> Iterator[memoryview]:
         """Memory for one averaged chunk after the other, which is taken over as soon as it has come."""
+        label = bytearray(_LABEL.size)
+        yield memoryview(label)
+        self._check_label(label, rank, self._spans[rank], Wanted.MEANS)
         for chunk, encoded in self._encoded_chunks(rank):
             averaged = self.averaged_N[chunk]
             yield bytes_of(encoded)
@@ -319,22 +321,43 @@ class Butterfly:
             else:
                 self._codec.decode(rank, encoded, chunk, averaged)
             self._hashers[rank].update(bytes_of(encoded))
+        record = bytearray(self._records.record_bytes(len(self._chunks(rank))))
+        yield memoryview(record)
+        self._read_record(record, rank)
+
+    def _check_label(self, label: bytes | bytearray, rank: int, span: slice, wanted: Wanted) -> None:
+        numel, num_bytes = _LABEL.unpack(label)
+        peer_id = self._members[rank].peer_id
+        if numel != self._flat_N.numel():
+            raise Spoiled(f"the vector of peer {peer_id} has {numel} values, not {self._flat_N.numel()}", [peer_id])
+        if num_bytes != (due := self._num_bytes_of(span)):
+            raise Spoiled(f"peer {peer_id} sends {num_bytes} bytes of {wanted.value}, and {due} are due", [peer_id])
+
+    def _read_record(self, record: bytes | bytearray, rank: int) -> None:
+        try:
+            self._told[rank] = self._records.read_record(bytes(record))
+        except BadRecord as error:
+            peer_id = self._members[rank].peer_id
+            raise Spoiled(f"the record of peer {peer_id} cannot be: {error}", [peer_id]) from error
+
+    # memory
+
+    def _memory_of_means(self) -> list[torch.Tensor]:
+        """Of the means as they travel, by reducer, uint8: their own, unless they are encoded."""
+        if self._codec.is_exact:
+            return [self.averaged_N[span].view(torch.uint8) for span in self._spans]
+        sizes = [self._num_bytes_of(span) for span in self._spans]
+        starts = [0, *itertools.accumulate(map(whole_lines, sizes))]
+        means = self._memory.vector(starts[-1], torch.uint8)
+        return [means[start : start + size] for start, size in zip(starts, sizes, strict=False)]
 
     def _encoded_chunks(self, rank: int) -> Iterator[tuple[slice, torch.Tensor]]:
         """The chunks of a reducer's span, each with the memory for its means as they travel."""
         at = 0
         for chunk in self._chunks(rank):
-            if self._codec.is_exact:
-                yield chunk, self.averaged_N[chunk].view(torch.uint8)
-            else:
-                num_bytes = self._codec.num_bytes(chunk)
-                yield chunk, self._encoded_means(rank)[at : at + num_bytes]
-                at += num_bytes
-
-    def _encoded_means(self, rank: int) -> torch.Tensor:
-        if rank not in self._encoded:
-            self._encoded[rank] = empty_vector(self._num_bytes_of(self._spans[rank]), torch.uint8)
-        return self._encoded[rank]
+            num_bytes = self._codec.num_bytes(chunk)
+            yield chunk, self._encoded[rank][at : at + num_bytes]
+            at += num_bytes
 
     def _decode_all(self) -> None:
         for rank in range(len(self._spans)):
@@ -342,15 +365,22 @@ class Butterfly:
                 if not self._codec.is_exact:
                     self._codec.decode(rank, encoded, chunk, self.averaged_N[chunk])
 
+    def _is_small(self, reducer: int) -> bool:
+        """Whether a span is worked on at once, on the loop."""
+        return bool(self._spans[reducer].stop - self._spans[reducer].start < INLINE_NUMEL)
+
     def _chunks(self, rank: int) -> list[slice]:
-        return chunks_of(self._spans[rank], self._chunk_numel)
+        return self._cut(self._spans[rank])
+
+    def _cut(self, span: slice) -> list[slice]:
+        """Into chunks, the same on all members: whole units of the codecs, unless the leader wants less than one."""
+        unit, most = self._codec.unit_numel, self._max_chunk_numel
+        return chunks_of(span, most // unit * unit or most)
 
     def _usual_chunk_numel(self, max_numel: int, numel: int) -> int:
-        """The same on all members; a multiple of the rows of all codecs, unless the leader wants less than that."""
         num_spans = sum(map(self._is_reducer, range(len(self._members))))
         num_chunks = max(CHUNKS_OF_VECTOR, MIN_CHUNKS_OF_SPAN * num_spans)
-        usual = max(MIN_CHUNK_NUMEL, numel // num_chunks // ROWS_NUMEL * ROWS_NUMEL)
-        return max(min(max_numel, usual), math.ceil(numel / MAX_CHUNKS))
+        return max(min(max_numel, max(MIN_CHUNK_NUMEL, numel // num_chunks)), math.ceil(numel / MAX_CHUNKS))
 
     def _contributors(self) -> list[int]:
         return [rank for rank, weight in enumerate(self._weights) if weight > 0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import deque
 
 import torch
@@ -14,35 +13,47 @@ QUEUED_CHUNKS = 3
 class Inbox:
     """The chunks of one sender on their way to the reducer, in memory that is used again and again.
 
+    One thread puts, another may take.
+
     Args:
-        chunk_bytes: of the largest chunk.
+        memory: uint8, for ``QUEUED_CHUNKS`` of the largest chunk.
+
+    Attributes:
+        num_received: chunks that have come in.
+        is_ended: whether nothing comes after those.
     """
 
-    def __init__(self, chunk_bytes: int) -> None:
-        self._chunk_bytes = chunk_bytes
-        self._free: asyncio.Queue[torch.Tensor] = asyncio.Queue()
-        self._full: asyncio.Queue[torch.Tensor] = asyncio.Queue()
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.num_received = 0
+        self.is_ended = False
+        self._free = list(memory.view(QUEUED_CHUNKS, -1))
         self._lent: deque[torch.Tensor] = deque()
-        self._num_made = 0
+        self._full: deque[torch.Tensor] = deque()
 
-    async def room(self, num_bytes: int) -> torch.Tensor:
-        """Memory for a chunk, uint8, shape [num_bytes]; waits while the sender is too far ahead."""
-        if self._free.empty() and self._num_made < QUEUED_CHUNKS:
-            self._num_made += 1
-            buffer = torch.empty(self._chunk_bytes, dtype=torch.uint8)
-        else:
-            buffer = await self._free.get()
-        self._lent.append(buffer)
-        return buffer[:num_bytes]
+    @property
+    def has_room(self) -> bool:
+        """Whether the sender is not too far ahead."""
+        return bool(self._free)
+
+    def room(self, num_bytes: int) -> torch.Tensor:
+        """Memory for the next chunk, uint8, shape [num_bytes]; call it when there is room."""
+        self._lent.append(self._free.pop())  # what was used last is in the processor's cache
+        return self._lent[-1][:num_bytes]
 
     def put(self, encoded: torch.Tensor) -> None:
         """A chunk has come in."""
-        self._full.put_nowait(encoded)
+        self._full.append(encoded)
+        self.num_received += 1
 
-    async def take(self) -> torch.Tensor:
-        """The next chunk."""
-        return await self._full.get()
+    @property
+    def is_ready(self) -> bool:
+        """Whether it is known what the next chunk is: it has come, or never will."""
+        return bool(self._full) or self.is_ended
+
+    def take(self) -> torch.Tensor | None:
+        """The next chunk, when it is ready; None if it never comes."""
+        return self._full.popleft() if self._full else None
 
     def give_back(self) -> None:
         """The chunk that was taken last is not needed any more."""
-        self._free.put_nowait(self._lent.popleft())
+        self._free.append(self._lent.popleft())

@@ -37,10 +37,12 @@ class MemberValues:
 
     Attributes:
         is_exact: whether values in the region travel as they are.
+        unit_numel: chunks of a multiple of it are whole rows or pieces of all codecs.
     """
 
     def __init__(self, plan: Plan, members: Sequence[Member], rank: int, region: slice) -> None:
         self.is_exact = plan.is_exact(region.start, region.stop)
+        self.unit_numel = math.lcm(*(segment.codec.unit_numel for segment in plan.segments))
         self._plan = plan
         self._members = members
         self._rank = rank

@@ -14,7 +14,7 @@ from manyhands.averaging.codecs import Feedbacks, Plan
 from manyhands.averaging.contributions import Contributions
 from manyhands.averaging.means import Means, again, digest_of_all
 from manyhands.averaging.member_values import Spoiled
-from manyhands.averaging.memory import empty_vector
+from manyhands.averaging.memory import Memory, empty_vector
 from manyhands.averaging.messages import MAX_REASON_LENGTH, Accusation, Group, Order, RoundManifest
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import RoundAborted, Timeout
@@ -34,6 +34,7 @@ class Recovery:
         exchange: connects a butterfly with the other members.
         voter: is told what came of it.
         mean_N: memory for the means, as that of the values.
+        memory: for what is encoded.
         feedbacks: what earlier rounds lost of this member's values and means.
     """
 
@@ -46,6 +47,7 @@ class Recovery:
         voter: Voter,
         *,
         mean_N: torch.Tensor | None = None,
+        memory: Memory | None = None,
         feedbacks: Feedbacks | None = None,
     ) -> None:
         self._group = group
@@ -55,6 +57,7 @@ class Recovery:
         self._exchange = exchange
         self._voter = voter
         self._mean_N = mean_N if mean_N is not None else empty_vector(flat_N.numel(), flat_N.dtype)
+        self._memory = memory if memory is not None else Memory()
         self._feedbacks = feedbacks
         contributors = (rank for rank, member in enumerate(group.members) if member.weight > 0)
         self._contributions = Contributions(flat_N.numel(), len(group.members), contributors)
@@ -74,7 +77,8 @@ class Recovery:
         self._contributions.drop(order.start, order.stop)
         butterfly = Butterfly(
             self._group, self._rank, self._flat_N, self._plan,
-            members=order.members, region=region, averaged_N=self._mean_N, feedbacks=self._feedbacks,
+            members=order.members, region=region, averaged_N=self._mean_N, memory=self._memory,
+            feedbacks=self._feedbacks,
         )  # fmt: skip
         reason, own_fault = "", []
         try:

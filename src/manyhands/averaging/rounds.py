@@ -24,6 +24,7 @@ from manyhands.averaging.codecs import Feedbacks, codec_of_code, plan_of
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.fetching import Fetching
 from manyhands.averaging.matchmaking import Matchmaker
+from manyhands.averaging.memory import Memory
 from manyhands.averaging.messages import (
     ASK_VERDICT,
     MAX_SUM_WEIGHT,
@@ -153,6 +154,7 @@ class RoundRunner:
         self._meter = RoundMeter()
         self._deadline = 0.0  # of the round that is under way
         self._spare_N: torch.Tensor | None = None
+        self._memory = Memory()
         self._feedbacks: Feedbacks | None = None
         self._warm = WarmStreams(endpoint, config, self._make_sure_of)
         self._tasks = TaskOwner("rounds")
@@ -302,7 +304,7 @@ class RoundRunner:
         if feedbacks is not None and (weight := group.members[voter.rank].weight) > 0:
             feedbacks.sent.share = weight / sum(member.weight for member in group.members)
         exchange = functools.partial(self._exchange, group, voter.rank)
-        return Recovery(group, flat_N, plan, exchange, voter, mean_N=spare_N, feedbacks=feedbacks)
+        return Recovery(group, flat_N, plan, exchange, voter, mean_N=spare_N, memory=self._memory, feedbacks=feedbacks)
 
     @asynccontextmanager
     async def _keeping_errors(self) -> AsyncIterator[None]:

@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from blake3 import blake3
 
 from manyhands.averaging.codecs import ErrorFeedback
-from manyhands.averaging.inbox import Inbox
+from manyhands.averaging.inbox import QUEUED_CHUNKS, Inbox
 from manyhands.averaging.member_values import MemberValues, Spoiled, bytes_of, is_finite
-from manyhands.averaging.memory import empty_vector
+from manyhands.averaging.memory import Memory, whole_lines
 from manyhands.base.errors import RoundAborted
+from manyhands.runtime.bell import Bell
 from manyhands.runtime.executor import run_to_end
 
 INLINE_NUMEL = 1 << 14
 """Work on fewer elements is done sooner than another thread could be asked to."""
 
-GONE = torch.empty(0, dtype=torch.uint8)
-"""In an inbox: nothing comes after it."""
 NO_VALUES = "nobody's values came for a chunk"
 
 
 class SpanReducer:
     """Averages the chunks of the span that this member owns.
+
+    Whoever brings the last that was missing for a chunk averages it, on the thread on which it came: nobody else has to
+    be woken for it. One thread does so at a time, chunk after chunk.
 
     Args:
         codec: how they travel.
@@ -34,6 +36,8 @@ class SpanReducer:
         weights: by rank; 0 for those that do not take part.
         flat_N: this member's values.
         averaged_N: where the means go.
+        encoded: memory for the means as they travel, uint8; with an exact codec that of the means themselves.
+        memory: for what comes.
         feedback: what earlier rounds lost of the means that this member reduced.
 
     Attributes:
@@ -41,6 +45,7 @@ class SpanReducer:
         inboxes: what comes from each other member with a weight, by rank.
         presents: ranks that contributed, for each chunk that is averaged.
         hasher: of the means as they travel.
+        progress: rings when something was averaged, and there is room for more.
     """
 
     def __init__(
@@ -51,43 +56,62 @@ class SpanReducer:
         weights: Sequence[float],
         flat_N: torch.Tensor,
         averaged_N: torch.Tensor,
+        encoded: torch.Tensor,
+        memory: Memory,
         feedback: ErrorFeedback | None,
     ) -> None:
         self.chunks = list(chunks)
         self.presents: list[list[int]] = []
         self.hasher = blake3(max_threads=1)
+        self.progress = Bell()
         self._codec = codec
         self._rank = rank
         self._weights = weights
         self._flat_N = flat_N
         self._averaged_N = averaged_N
+        self._encoded = encoded
         self._feedback = feedback
-        self._is_done = [asyncio.Event() for _ in self.chunks]
         sizes = [codec.num_bytes(chunk) for chunk in self.chunks]
         stops = list(itertools.accumulate(sizes))
         self._places = [slice(stop - size, stop) for stop, size in zip(stops, sizes, strict=True)]
-        if codec.is_exact:
-            span = slice(self.chunks[0].start, self.chunks[-1].stop) if self.chunks else slice(0, 0)
-            self._encoded = averaged_N[span].view(torch.uint8)
-        else:
-            self._encoded = empty_vector(sum(sizes), torch.uint8)
-        senders = [other for other, weight in enumerate(weights) if other != rank and weight > 0]
-        self.inboxes = {other: Inbox(max(sizes)) for other in senders} if self.chunks else {}
+        senders = [other for other, weight in enumerate(weights) if other != rank and weight > 0 and self.chunks]
+        room = QUEUED_CHUNKS * whole_lines(max(sizes, default=0))
+        received = memory.vector(len(senders) * room, torch.uint8)
+        self.inboxes = {other: Inbox(received[at * room : (at + 1) * room]) for at, other in enumerate(senders)}
+        self._lock = threading.Lock()
+        self._may_reduce = self._is_reducing = False
+        self._spoilt: dict[int, str] = {}  # whose values cannot be averaged, and why; not told yet
+        self._error: Exception | None = None
+        self._to_look = Bell()  # for run()
+
+    def put(self, rank: int, encoded: torch.Tensor) -> None:
+        """A chunk of a member has come, into the room of its inbox; averages what there is to average now."""
+        inbox = self.inboxes.get(rank)
+        if inbox is not None:
+            inbox.put(encoded)
+            self._reduce_all()
 
     def lose(self, rank: int, *, is_violation: bool) -> None:
         """Nothing more comes from a member; what it has delivered counts, unless that was the fault."""
+        inbox = self.inboxes.get(rank)
+        if inbox is None:
+            return
         if is_violation:
-            self.inboxes.pop(rank, None)
-        elif rank in self.inboxes:
-            self.inboxes[rank].put(GONE)
+            with self._lock:
+                self.inboxes.pop(rank, None)
+        inbox.is_ended = True
+        self._to_look.ring()
 
-    async def done(self, num_before: int) -> tuple[int, memoryview]:
-        """Wait for chunk number ``num_before``; how many are averaged then, and the new ones as they travel."""
-        await self._is_done[num_before].wait()
-        waiting = (number for number in range(num_before, len(self.chunks)) if not self._is_done[number].is_set())
-        num_done = next(waiting, len(self.chunks))
-        ready = slice(self._places[num_before].start, self._places[num_done - 1].stop)
+    def done(self, num_before: int) -> tuple[int, memoryview]:
+        """How many chunks are averaged, and as they travel those after the first ``num_before``."""
+        num_done = len(self.presents)
+        start = self._places[num_before].start if num_before < len(self.chunks) else 0
+        ready = slice(start, self._places[num_done - 1].stop if num_done > num_before else start)
         return num_done, bytes_of(self._encoded[ready])
+
+    def has_more_than(self, num_chunks: int) -> Callable[[], bool]:
+        """Asks whether more chunks than these are averaged."""
+        return lambda: len(self.presents) > num_chunks
 
     async def run(self, blame: Callable[[int, str], None]) -> None:
         """Average all chunks.
@@ -97,25 +121,64 @@ class SpanReducer:
         Raises:
             RoundAborted: nobody's values came for a chunk, or this member's own are not finite.
         """
-        for number, chunk in enumerate(self.chunks):
-            received: dict[int, torch.Tensor] = {}
-            for rank, inbox in list(self.inboxes.items()):
-                encoded = await inbox.take()
-                if encoded is GONE:
-                    self.inboxes.pop(rank, None)
-                elif rank in self.inboxes:
-                    received[rank] = encoded
-            if chunk.stop - chunk.start >= INLINE_NUMEL:
-                present, spoilt = await run_to_end(self._reduce, number, received)
+        self._may_reduce = True
+        while len(self.presents) < len(self.chunks):
+            if self._is_due() and self.chunks[0].stop - self.chunks[0].start >= INLINE_NUMEL:
+                await run_to_end(self._reduce_all)
             else:
-                present, spoilt = self._reduce(number, received)
-            for rank, reason in spoilt.items():
-                blame(rank, reason)
-            for rank in received:
-                if rank in self.inboxes:
-                    self.inboxes[rank].give_back()
-            self.presents.append(present)
-            self._is_done[number].set()
+                self._reduce_all()
+            await self._to_look.wait_until(self._must_look)
+            for rank in list(self._spoilt):
+                blame(rank, self._spoilt.pop(rank))
+            if self._error is not None:
+                raise self._error
+
+    def _is_due(self) -> bool:
+        """Whether there is a chunk to average that nobody averages."""
+        with self._lock:
+            return not self._is_reducing and self._is_next_ready()
+
+    def _must_look(self) -> bool:
+        is_over = self._error is not None or len(self.presents) == len(self.chunks)
+        return is_over or bool(self._spoilt) or self._is_due()
+
+    def _is_next_ready(self) -> bool:
+        is_possible = self._may_reduce and self._error is None and len(self.presents) < len(self.chunks)
+        return is_possible and all(inbox.is_ready for inbox in self.inboxes.values())
+
+    def _reduce_all(self) -> None:
+        """Average what has come, unless somebody does so already, who will not overlook it."""
+        while (received := self._begin()) is not None:
+            spoilt: dict[int, str] = {}
+            try:
+                present, spoilt = self._reduce(len(self.presents), received)
+            except Exception as error:  # noqa: BLE001 (it ends the round, not the stream on which the last values came)
+                self._error = error
+            with self._lock:
+                for rank in spoilt:
+                    self.inboxes.pop(rank, None)
+                for rank in received:
+                    if rank in self.inboxes:
+                        self.inboxes[rank].give_back()
+                self._spoilt |= spoilt
+                if self._error is None:
+                    self.presents.append(present)
+                self._is_reducing = False
+            self.progress.ring()
+            if spoilt or self._error is not None or len(self.presents) == len(self.chunks):
+                self._to_look.ring()
+
+    def _begin(self) -> dict[int, torch.Tensor] | None:
+        """What has come for the next chunk, by rank, if it is due; it is the caller's to average then."""
+        with self._lock:
+            if self._is_reducing or not self._is_next_ready():
+                return None
+            self._is_reducing = True
+            taken = {rank: inbox.take() for rank, inbox in self.inboxes.items()}
+            for rank, encoded in taken.items():
+                if encoded is None:
+                    del self.inboxes[rank]
+            return {rank: encoded for rank, encoded in taken.items() if encoded is not None}
 
     def _reduce(self, number: int, received: Mapping[int, torch.Tensor]) -> tuple[list[int], dict[int, str]]:
         """The weighted mean, in the order of ranks, as everybody will decode it; returns who is in it, and who not."""
@@ -152,7 +215,7 @@ class SpanReducer:
                     mean.add_(values, alpha=share)
             except Spoiled as error:
                 return rank, error.reason
-        if is_finite(mean):
+        if not self._codec.is_exact or is_finite(mean):  # what a codec decodes is finite; what it encodes is looked at
             return None
         for rank in ranks:
             values = self._plain_values_of(rank, received, chunk)

@@ -52,7 +52,7 @@ class Stream(Protocol):
         """Fill the whole of ``view`` (format ``B``, writable) with the next bytes."""
 
     async def send_each(self, pieces: Iterator[memoryview]) -> None:
-        """Send what an iterator makes; it works beside the loop, and makes the next piece when the last was sent.
+        """Send what an iterator makes; it works beside the loop. A piece may change when the next one is asked for.
 
         What it raises ends the stream, and is raised here.
         """

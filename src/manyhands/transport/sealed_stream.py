@@ -19,10 +19,16 @@ from manyhands.base.identity import PeerId
 from manyhands.runtime.threads import BlockingThreads
 from manyhands.transport import tcp
 from manyhands.transport.chunks import CHUNK_BYTES, chunks_of
-from manyhands.transport.sealing import MAX_RECORD_BYTES, BadRecord, Opener, RecordBuffer, Sealer
+from manyhands.transport.sealing import MAX_RECORD_BYTES, RECORD_EXTRA_BYTES, BadRecord, Opener, RecordBuffer, Sealer
 
 THREAD_BYTES = 64 * 1024
 """A receive of at least this size moves on a thread."""
+
+AT_ONCE_BYTES = 16 * 1024
+"""A message of at most this size is sent on the loop, as far as the system takes it: a thread would cost more."""
+
+HELD_BACK_BYTES = 512
+"""So much is sent together with what a thread sends next."""
 
 DROPPED_BYTES = 1 << 16
 """What is read at a time, and dropped, until the other end closes as well."""
@@ -89,7 +95,10 @@ class SealedStream:
         views = [memoryview(buffer).cast("B") for buffer in buffers]
         async with self._sending:
             self._check_open()
-            await self._on_thread(self._send_all, views)
+            if sum(map(len, views)) > AT_ONCE_BYTES:
+                await self._on_thread(self._send_all, views)
+            elif len(rest := self._send_at_once(views)):
+                await self._on_thread(self._send_sealed, rest)
 
     async def send_each(self, pieces: Iterator[memoryview]) -> None:
         async with self._sending:
@@ -251,18 +260,45 @@ class SealedStream:
             self._end(f"{type(error).__name__} here")
             raise error
 
+    def _send_at_once(self, views: Iterable[memoryview]) -> memoryview:
+        """Send a small message without waiting; what the system does not take, sealed."""
+        plain = b"".join(views)
+        if not plain:
+            return memoryview(b"")
+        record = memoryview(bytearray(len(plain) + RECORD_EXTRA_BYTES))
+        self._sealer.seal_into(memoryview(plain), record)
+        try:
+            num_sent = self._sock.send(record, DO_NOT_WAIT)
+        except (BlockingIOError, InterruptedError):
+            num_sent = 0
+        except OSError as error:
+            self._end(_reason(error))
+            raise self._lost() from error
+        self.bytes_sent += len(plain)
+        return record[num_sent:]
+
+    def _send_sealed(self, record: memoryview) -> None:
+        try:
+            self._sock.sendall(record)
+        except OSError as error:
+            raise _Gone(_reason(error)) from error
+
     def _send_all(self, views: Iterable[memoryview]) -> None:
         if not len(self._sealed):
-            self._sealed = memoryview(bytearray(MAX_RECORD_BYTES))
+            self._sealed = memoryview(bytearray(HELD_BACK_BYTES + MAX_RECORD_BYTES))
+        num_sealed = num_plain = 0
         for chunk in chunks_of(views, self._max_plain):
-            num_bytes = self._sealer.seal_into(chunk, self._sealed)
-            try:
-                self._sock.sendall(self._sealed[:num_bytes])
-            except OSError as error:
-                raise _Gone(_reason(error)) from error
-            self.bytes_sent += len(chunk)
+            num_sealed += self._sealer.seal_into(chunk, self._sealed[num_sealed:])
+            num_plain += len(chunk)
+            if num_sealed > HELD_BACK_BYTES:  # what is small goes with what follows it
+                self._send_sealed(self._sealed[:num_sealed])
+                self.bytes_sent += num_plain
+                num_sealed = num_plain = 0
+        self._send_sealed(self._sealed[:num_sealed])
+        self.bytes_sent += num_plain
 
     def _receive_all(self, views: Iterable[memoryview]) -> None:
+        self._records.expect_long()
         for view in views:
             left = view
             while len(left := left[self._take(left) :]):

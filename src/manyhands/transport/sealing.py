@@ -23,7 +23,8 @@ from manyhands.transport.chunks import CHUNK_BYTES
 
 HEADER_BYTES = 4
 TAG_BYTES = 16
-MAX_RECORD_BYTES = HEADER_BYTES + CHUNK_BYTES + TAG_BYTES
+RECORD_EXTRA_BYTES = HEADER_BYTES + TAG_BYTES
+MAX_RECORD_BYTES = CHUNK_BYTES + RECORD_EXTRA_BYTES
 SECRET_BYTES = 32
 RECORDS_OF_ONE_KEY = 1 << 14
 FIRST_BYTES = 4096
@@ -109,6 +110,7 @@ class RecordBuffer:
         self._memory[: len(received)] = received
         self._start, self._stop = 0, len(received)
         self._scratch = self._opened = memoryview(b"")
+        self._known_bytes = 0  # of the record that comes, once its header has come
 
     @property
     def is_ready(self) -> bool:
@@ -119,16 +121,21 @@ class RecordBuffer:
         """
         return bool(len(self._opened)) or self._stop - self._start >= self._record_bytes()
 
+    def expect_long(self) -> None:
+        """Long records will come: have the memory for them."""
+        if len(self._memory) < MAX_RECORD_BYTES:
+            memory = memoryview(bytearray(MAX_RECORD_BYTES))
+            memory[: len(self._memory)] = self._memory
+            self._memory = memory
+
     def room(self) -> memoryview:
         """Memory for what comes next, not empty; call it when nothing is ready to be taken."""
         num_received = self._stop - self._start
         if self._start + self._record_bytes() > len(self._memory):
             rest = self._memory[self._start : self._stop]
             if self._record_bytes() > len(self._memory):
-                self._memory = memoryview(bytearray(MAX_RECORD_BYTES))
-                self._memory[:num_received] = rest
-            else:
-                self._memory[:num_received] = bytes(rest)
+                self.expect_long()
+            self._memory[:num_received] = bytes(rest)
             self._start, self._stop = 0, num_received
         return self._memory[self._stop :]
 
@@ -160,13 +167,14 @@ class RecordBuffer:
     def _open(self, view: memoryview) -> int:
         """Open a record into ``view`` if there is room for all of it, else into memory of its own."""
         record = self._memory[self._start : self._start + self._record_bytes()]
-        num_plain = len(record) - HEADER_BYTES - TAG_BYTES
+        num_plain = len(record) - RECORD_EXTRA_BYTES
         is_whole = num_plain <= len(view)
         if not is_whole and len(self._scratch) < num_plain:
             self._scratch = memoryview(bytearray(num_plain))
         out = view[:num_plain] if is_whole else self._scratch[:num_plain]
         self._opener.open_into(record, out)
         self._start += len(record)
+        self._known_bytes = 0
         if self._start == self._stop:
             self._start = self._stop = 0
         if is_whole:
@@ -176,6 +184,8 @@ class RecordBuffer:
 
     def _record_bytes(self) -> int:
         """Of the record that comes; of its header, while that has not come."""
+        if self._known_bytes:
+            return self._known_bytes
         if self._stop - self._start < HEADER_BYTES:
             return HEADER_BYTES
         num_plain = int.from_bytes(self._memory[self._start : self._start + HEADER_BYTES], "big")
@@ -183,4 +193,5 @@ class RecordBuffer:
             raise BadRecord("the other end refused the TLS handshake")
         if not 1 <= num_plain <= CHUNK_BYTES:
             raise BadRecord(f"a record of {num_plain} bytes")
-        return HEADER_BYTES + num_plain + TAG_BYTES
+        self._known_bytes = RECORD_EXTRA_BYTES + num_plain
+        return self._known_bytes

@@ -38,6 +38,7 @@ class Int4(Codec):
     name = "int4"
     code = 5
     piece_numel = 1 << 17
+    unit_numel = BLOCK_NUMEL
 
     def _piece_bytes(self, numel: int) -> int:
         return 2 * _num_blocks(numel) + (numel + 1) // 2

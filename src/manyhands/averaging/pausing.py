@@ -1,0 +1,58 @@
+"""Pieces of a stream that are not all there when the first of them move."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+
+from manyhands.runtime.bell import Bell
+
+Condition = Callable[[], bool]
+
+SOON_S = 0.02
+"""A thread waits for so long: starting another one later costs more."""
+
+
+class Pausing(Iterator[memoryview]):
+    """Ends where its source gives a condition that does not hold soon, and goes on there when it is asked again.
+
+    So no thread waits for what may never come: it ends, and the loop waits until the condition holds.
+
+    Args:
+        source: gives pieces and conditions.
+        bell: rings when a condition may have begun to hold.
+        begins_when: the first condition.
+
+    Attributes:
+        is_over: whether the source has ended.
+    """
+
+    def __init__(
+        self, source: Iterator[memoryview | Condition], bell: Bell, begins_when: Condition = lambda: True
+    ) -> None:
+        self.is_over = False
+        self._source = source
+        self._bell = bell
+        self._condition = begins_when
+
+    async def wait(self) -> None:
+        """Wait until it can go on. No bound: put one around it."""
+        await self._bell.wait_until(self._condition)
+
+    def __next__(self) -> memoryview:
+        for piece in self._source:
+            if isinstance(piece, memoryview):
+                return piece
+            self._condition = piece
+            if _is_on_loop() or not self._bell.block_until(piece, SOON_S):
+                raise StopIteration
+        self.is_over = True
+        raise StopIteration
+
+
+def _is_on_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
