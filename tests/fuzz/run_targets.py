@@ -239,7 +239,7 @@ TARGETS = [
     Target(name=f"{VOTE.name}.response", seeds=_VERDICTS, run=_verdict, errors=_VIOLATION),
     _decoder(f"{ASK_VERDICT.name}.request", VerdictQuery, VerdictQuery(GROUP.group_id)),
     Target(name=f"{ASK_VERDICT.name}.response", seeds=_VERDICTS, run=_verdict, errors=_VIOLATION, weight=0.5),
-    _decoder(f"{ASK_MOVED.name}.request", MovedQuery, MovedQuery(GROUP.group_id)),
+    _decoder(f"{ASK_MOVED.name}.request", MovedQuery, MovedQuery(GROUP.group_id, GROUP.leader)),
     _decoder(f"{ASK_MOVED.name}.response", Moved, Moved(3), Moved(is_gone=True)),
     _decoder("averaging.stream-header", StreamHeader, StreamHeader(GROUP.group_id)),
     Target(name="averaging.round-manifest", seeds=_messages(MANIFEST), run=_round_manifest, errors=_VIOLATION),

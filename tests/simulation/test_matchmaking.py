@@ -89,6 +89,36 @@ def test_leaders_die_one_after_the_other() -> None:
     assert world["f"].took_s < AT_ONCE_S
 
 
+def test_those_whose_round_may_fail_are_waited_for() -> None:
+    """b and c do not know of a, and are in a round of their own when it leads; without them it would go on alone."""
+    world = search(
+        [
+            Seeker("a", "bcd", 1.2),
+            Seeker("b", "c", 1.0, attempts=2, failures=1),
+            Seeker("c", "b", 1.0, attempts=2, failures=1),
+            Seeker("d", "a", 1.2),
+        ]
+    )
+    world.run()
+    for name in "abcd":
+        assert world.members(name) == set("abcd"), (name, world[name].reasons)
+        assert world[name].took_s < 2.0
+    world.check_that_groups_agree()
+
+
+def test_who_is_in_a_round_that_commits_says_that_it_is_ahead() -> None:
+    """Nobody makes a second branch from the position that it comes from."""
+    world = search(
+        [Seeker("a", "bcd", 1.2), Seeker("b", "c", 1.0), Seeker("c", "b", 1.0), Seeker("d", "a", 1.2)],
+    )
+    world.run()
+    assert world.members("b") == world.members("c") == set("bc")
+    for name in "ad":
+        assert world.members(name) == set()
+        assert world[name].took_s < 2.0
+        assert any("the run is at step 1, not 0" in reason for reason in world[name].reasons), world[name].reasons
+
+
 def test_who_comes_late_but_in_time_is_in_the_group() -> None:
     world = search(everybody("abc", c={"begins_s": 9.0}))
     world.run()

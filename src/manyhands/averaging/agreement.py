@@ -41,7 +41,7 @@ from manyhands.averaging.messages import (
     readable_addresses,
 )
 from manyhands.averaging.open_round import OpenRound
-from manyhands.averaging.probing import PROBE_S, answer_time_s
+from manyhands.averaging.probing import PROBE_S, Probing, answer_time_s
 from manyhands.base.errors import PeerError, ProtocolViolation, Refused, Timeout, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.rpc import Endpoint
@@ -67,11 +67,16 @@ Follow = Callable[[Order], Awaitable[None]]
 
 
 class Agreement:
-    """Votes, and counts votes, in the rounds of one run."""
+    """Votes, and counts votes, in the rounds of one run.
 
-    def __init__(self, endpoint: Endpoint, config: AveragingConfig) -> None:
+    Args:
+        probing: asks who does not vote whether it is in the round at all.
+    """
+
+    def __init__(self, endpoint: Endpoint, config: AveragingConfig, probing: Probing) -> None:
         self._endpoint = endpoint
         self._config = config
+        self._probing = probing
         self._rounds: dict[bytes, OpenRound] = {}
         self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
         endpoint.handle(VOTE, self._on_vote)
@@ -198,6 +203,16 @@ class Agreement:
         self, this: OpenRound, voter: Voter, asking: dict[int, asyncio.Task[None]], timeout_s: float
     ) -> Verdict:
         """Vote at this peer itself; whoever is said to be lost is asked whether it is still there."""
+        missing = asyncio.get_running_loop().create_task(self._ask_the_missing(this, voter.term))
+        try:
+            return await self._count_to_end(this, voter, asking, timeout_s)
+        finally:
+            missing.cancel()
+            await asyncio.gather(missing, return_exceptions=True)
+
+    async def _count_to_end(
+        self, this: OpenRound, voter: Voter, asking: dict[int, asyncio.Task[None]], timeout_s: float
+    ) -> Verdict:
         vote, loop = voter.vote(), asyncio.get_running_loop()
         deadline, stalled_until = loop.time() + timeout_s, math.inf
         this.add(this.rank, vote)
@@ -215,6 +230,22 @@ class Agreement:
                 for rank in stalled:
                     this.lose(rank, f"{this.group.members[rank].peer_id} answers, but does not vote")
         return answer
+
+    async def _ask_the_missing(self, this: OpenRound, term: int) -> None:
+        """Who does not vote may never have come to this round, and nobody else may need anything from it."""
+        while True:
+            await asyncio.sleep(PROBE_S)
+            await asyncio.gather(*(self._miss(this, rank) for rank in this.count(term).missing() - {this.rank}))
+
+    async def _miss(self, this: OpenRound, rank: int) -> None:
+        peer_id = this.group.members[rank].peer_id
+        try:
+            moved = await self._probing.ask(this.group, rank, self._answer_time_s(this, rank))
+        except (Unavailable, PeerError) as error:
+            this.lose(rank, f"{peer_id} cannot be asked: {error}")
+        else:
+            if moved.is_gone:
+                this.lose(rank, f"{peer_id} is in another round, or in none")
 
     async def _vote(self, this: OpenRound, coordinator: int, vote: Vote) -> Verdict:
         group, peer_id = this.group, this.group.members[coordinator].peer_id

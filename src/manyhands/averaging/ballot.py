@@ -131,6 +131,10 @@ class Count:
         """Members of whom others say that they are lost, and that have not voted."""
         return {said.accused for vote in self.votes.values() for said in vote.accusations} & self._open()
 
+    def missing(self) -> set[int]:
+        """Members that may still vote in this ballot."""
+        return self._open()
+
     def only_stalled(self) -> set[int]:
         """Members that others got nothing from, if these are the only ones that have not voted."""
         stalled = {said.accused for vote in self.votes.values() for said in vote.accusations if said.is_stalled}

@@ -142,10 +142,9 @@ class Matchmaker:
         others = (member.peer_id for member in group.members if member.peer_id != self._endpoint.peer_id)
         self._view.note_round(others, blamed, is_committed=is_committed)
 
-    @property
-    def is_seeking(self) -> bool:
-        """Whether this peer looks for a group now."""
-        return self._sought_at == math.inf
+    def follows(self, leader: PeerId) -> bool:
+        """Whether this peer waits for the group of a leader; who goes to another one does not get it any more."""
+        return self._sought_at == math.inf and self._following == leader
 
     async def find_group(self, weight: float, bandwidth: int, gather_s: float | None = None) -> Group:
         """Wait for the group of the next round at this peer's position.
@@ -350,10 +349,10 @@ class Matchmaker:
                 await trying
             return await asking if asking.done() else JoinResponse(leader=better.result())
         finally:
-            self._following = self._better = None
             asking.cancel()
             trying.cancel()
             await asyncio.gather(asking, trying, return_exceptions=True)
+            self._following = self._better = None  # last: until its round begins here nobody finds that it has gone
 
     async def _doubt(self, leader: PeerId, unreachable: set[PeerId]) -> None:
         await asyncio.sleep(DOUBT_S)
@@ -379,7 +378,8 @@ class Matchmaker:
         if request.position != self._roster.position():
             return InviteResponse()
         if self._busy_at == request.position:
-            return InviteResponse(is_busy=True)
+            self._inviter = (remote, request.position)  # it comes if that round fails, and else is ahead soon
+            return InviteResponse()
         self._call(is_early=request.is_early)
         if self._following is not None:
             return self._answer_as_follower(remote, request.position)

@@ -143,10 +143,10 @@ class RoundRunner:
         self._roster = roster
         self.shapes = shapes
         self._matchmaker = Matchmaker(endpoint, run_id, run_fingerprint, roster, config, rng)
-        self._agreement = Agreement(endpoint, config)
+        self._probing = Probing(endpoint, self._may_be_in)
+        self._agreement = Agreement(endpoint, config, self._probing)
         self._inbox = StreamInbox(endpoint, config)
         self._fetching = Fetching(endpoint, config)
-        self._probing = Probing(endpoint, lambda id_: self._matchmaker.is_seeking or self._agreement.is_in(id_))
         declared = config.bandwidth_mbit_s
         self._bandwidth = BandwidthMeter(declared * BYTES_PER_MBIT if declared is not None else None)
         self._sends: list[Send] = []  # of the round that is under way
@@ -157,6 +157,10 @@ class RoundRunner:
         self._warm = WarmStreams(endpoint, config, self._make_sure_of)
         self._tasks = TaskOwner("rounds")
         self.on_phase: list[Callable[[Phase], None]] = []
+
+    def _may_be_in(self, group_id: bytes, leader: PeerId) -> bool:
+        """Whether this peer is in the round of a group, or the leader's answer may still send it there."""
+        return self._agreement.is_in(group_id) or self._matchmaker.follows(leader)
 
     def _enter(self, phase: Phase) -> None:
         for notify in self.on_phase:
