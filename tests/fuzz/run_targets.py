@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 import torch
 
-from manyhands.averaging.agreement import checked as checked_verdict
 from manyhands.averaging.attendance_record import ATTENDANCE, AttendanceRecord, next_position
 from manyhands.averaging.ballot import STAGES, Count
 from manyhands.averaging.messages import (
@@ -35,6 +34,7 @@ from manyhands.averaging.messages import (
 )
 from manyhands.averaging.probing import ASK_MOVED, Moved, MovedQuery
 from manyhands.averaging.spans import owned_spans
+from manyhands.averaging.verdict_checks import checked as checked_verdict
 from manyhands.base.errors import PeerLost, ProtocolViolation, Refused
 from manyhands.base.identity import PeerId
 from manyhands.dht.records import decode_value, encode_value
