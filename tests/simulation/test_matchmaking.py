@@ -80,6 +80,19 @@ def test_the_machine_of_a_leader_is_gone_after_it_has_promised_places() -> None:
     world.check_that_groups_agree()
 
 
+def test_who_learns_first_that_the_leader_is_dead_is_not_sent_in_circles_by_who_learns_it_last() -> None:
+    """c hears of it 0.3 s before b does, which follows a until then; the two are 1 ms apart."""
+    world = search(everybody("abcd", d={"begins_s": 4.0}))
+    world.world.schedule(at(2.0).kill("a"))
+    for source, destination, latency_s in (("a", "b", 0.3), ("b", "a", 0.3), ("b", "c", 0.0005), ("c", "b", 0.0005)):
+        link = world.world.network.link(source, destination)
+        link.latency_s, link.jitter_s = latency_s, 0.0
+    world.run()
+    for name in "bcd":
+        assert world.members(name) == set("bcd"), world[name].reasons
+        assert world[name].reasons == []
+
+
 def test_leaders_die_one_after_the_other() -> None:
     world = search(everybody("abcdef", f={"begins_s": 4.0}))
     world.world.schedule(at(2.0).kill("a"), at(2.5).kill("b"), at(3.0).kill("c"))

@@ -64,6 +64,8 @@ ANSWER_TIMEOUT_S = 5.0
 MAX_REDIRECTS = 8
 DOUBT_S = 0.5
 """A leader that is not connected by then may not be reachable: find out who else is."""
+REDIRECT_AGAIN_S = 0.2
+"""After this peer was sent to a leader that it cannot reach."""
 HOLD_AGAIN_S = 1.0
 """After a leader could not give this peer a place."""
 
@@ -204,7 +206,7 @@ class Matchmaker:
                 continue
             self.group_stands = response.stands
             if response.leader:
-                leader = self._redirected(response, unreachable)
+                leader = await self._redirected(response, unreachable)
 
     async def _find(self, own: Member) -> Group:
         unreachable: set[PeerId] = set()
@@ -239,7 +241,7 @@ class Matchmaker:
                     return response.group
                 self._view.report_missing(leader)
                 raise RoundAborted(fault, [leader])
-            leader = self._redirected(response, unreachable)
+            leader = await self._redirected(response, unreachable)
         raise RoundAborted("no leader was found: the peers send this one in circles")
 
     def _first_leader(self) -> PeerId | None:
@@ -326,6 +328,7 @@ class Matchmaker:
             either: list[asyncio.Future[Any]] = [asking, better]
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if asking.done() and isinstance(asking.exception(), Unavailable):
+                self._standing.unfollow()  # nobody shall be sent there any more
                 await trying
             return await asking if asking.done() else JoinResponse(leader=better.result())
         finally:
@@ -339,8 +342,11 @@ class Matchmaker:
         if not self._endpoint.is_connected(leader):
             await self._try_the_others(unreachable, leader)
 
-    def _redirected(self, response: JoinResponse, unreachable: set[PeerId]) -> PeerId | None:
-        if not response.leader or response.leader in unreachable:
+    async def _redirected(self, response: JoinResponse, unreachable: set[PeerId]) -> PeerId | None:
+        if not response.leader:
+            return None
+        if response.leader in unreachable:  # who sends this peer there finds that out soon, too
+            await asyncio.sleep(REDIRECT_AGAIN_S)
             return None
         self._endpoint.learn(response.leader, readable_addresses(response.leader_addresses))
         return response.leader
