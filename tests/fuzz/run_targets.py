@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 import torch
 
-from manyhands.averaging.agreement import checked as checked_verdict
 from manyhands.averaging.attendance_record import ATTENDANCE, AttendanceRecord, next_position
 from manyhands.averaging.ballot import STAGES, Count
 from manyhands.averaging.messages import (
@@ -35,6 +34,7 @@ from manyhands.averaging.messages import (
 )
 from manyhands.averaging.probing import ASK_MOVED, Moved, MovedQuery
 from manyhands.averaging.spans import owned_spans
+from manyhands.averaging.verdict_checks import checked as checked_verdict
 from manyhands.base.errors import PeerLost, ProtocolViolation, Refused
 from manyhands.base.identity import PeerId
 from manyhands.dht.records import decode_value, encode_value
@@ -239,7 +239,7 @@ TARGETS = [
     Target(name=f"{VOTE.name}.response", seeds=_VERDICTS, run=_verdict, errors=_VIOLATION),
     _decoder(f"{ASK_VERDICT.name}.request", VerdictQuery, VerdictQuery(GROUP.group_id)),
     Target(name=f"{ASK_VERDICT.name}.response", seeds=_VERDICTS, run=_verdict, errors=_VIOLATION, weight=0.5),
-    _decoder(f"{ASK_MOVED.name}.request", MovedQuery, MovedQuery(GROUP.group_id)),
+    _decoder(f"{ASK_MOVED.name}.request", MovedQuery, MovedQuery(GROUP.group_id, GROUP.leader)),
     _decoder(f"{ASK_MOVED.name}.response", Moved, Moved(3), Moved(is_gone=True)),
     _decoder("averaging.stream-header", StreamHeader, StreamHeader(GROUP.group_id)),
     Target(name="averaging.round-manifest", seeds=_messages(MANIFEST), run=_round_manifest, errors=_VIOLATION),

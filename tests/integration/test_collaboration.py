@@ -42,8 +42,8 @@ def test_a_trainer_killed_in_mid_round_costs_the_others_no_sample() -> None:
                 await asyncio.Event().wait()
             return await connect(group, rank, other, *more)
 
-        connect = averager_of(victim)._connect
-        averager_of(victim)._connect = stop_at_the_second_stream
+        connect = averager_of(victim)._streams.connect
+        averager_of(victim)._streams.connect = stop_at_the_second_stream
 
         def train_and_die() -> None:
             with pytest.raises((ManyhandsError, concurrent.futures.CancelledError)):

@@ -95,12 +95,12 @@ def another_size(factor: float) -> Lie:
 
 def another_round(runner: RoundRunner) -> torch.Tensor:
     """It opens its streams for another round than the one it is in."""
-    connect = runner._connect
+    connect = runner._streams.connect
 
     async def connect_elsewhere(group: Group, rank: int, other: int, num_bytes: int, stream_id: bytes) -> Stream:
         return await connect(group, rank, other, num_bytes, b"another round")
 
-    runner._connect = connect_elsewhere  # type: ignore[method-assign]
+    runner._streams.connect = connect_elsewhere  # type: ignore[method-assign]
     return values_of(7)
 
 
@@ -276,12 +276,12 @@ async def test_ones_own_values_that_are_not_finite_never_leave(value: float, num
         vectors = [torch.ones(numel) for _ in peers]
         vectors[2][at * numel // 4 + numel // 5] = value
         sent: list[bytearray] = []
-        connect = peers[2][0]._connect
+        connect = peers[2][0]._streams.connect
 
         async def spied(*args: Any) -> Stream:
             return Spy(await connect(*args), sent)
 
-        peers[2][0]._connect = spied  # type: ignore[method-assign]
+        peers[2][0]._streams.connect = spied  # type: ignore[method-assign]
         rounds = (runner.average(vector_N, 1.0) for (runner, _, _), vector_N in zip(peers, vectors, strict=True))
         async with time_limit(20.0, "waiting for the rounds"):
             results = await asyncio.gather(*rounds)

@@ -567,7 +567,7 @@ async def test_a_member_that_freezes_is_noticed_by_whoever_waits_for_it(ice: Ice
     client = sorted(range(3), key=lambda number: identity_of(number).peer_id)[1]
     async with averagers(3, clients=(client,), config=PATIENT, rpc_config=HEARTBEATS) as members:
         leader, waiting, victim = peers = by_id(members)
-        connect = victim.averager._connect
+        connect = victim.averager._streams.connect
 
         async def connect_and_freeze(group: Group, rank: int, other: int, *more: Any) -> Any:
             stream = await connect(group, rank, other, *more)
@@ -575,7 +575,7 @@ async def test_a_member_that_freezes_is_noticed_by_whoever_waits_for_it(ice: Ice
                 ice.freeze(victim, towards=waiting, bulk_only=True)
             return stream
 
-        victim.averager._connect = connect_and_freeze  # type: ignore[method-assign]
+        victim.averager._streams.connect = connect_and_freeze  # type: ignore[method-assign]
         tasks = start(peers)
         await until(lambda: leader.averager._agreement._rounds)
         (this,) = leader.averager._agreement._rounds.values()
@@ -600,7 +600,7 @@ async def test_a_member_does_not_wait_for_what_the_others_have_given_up(rank: in
         peers = by_id(members)
         for peer in peers:
             if peer is not peers[rank]:
-                peer.averager._connect = give_up  # type: ignore[method-assign]
+                peer.averager._streams.connect = give_up  # type: ignore[method-assign]
         for result in await outcomes(start(peers), 5.0):
             assert isinstance(result, RoundAborted)
             assert "it gave up" in result.reason
@@ -784,7 +784,7 @@ async def test_a_verdict_about_something_else_commits_nothing(forge: Callable[[G
     async with averagers(3, config=replace(PATIENT, in_doubt_timeout_s=0.1)) as members:
         liar, *others = by_id(members)
         groups: list[Group] = []
-        join = liar.averager._matchmaker._on_join
+        join = liar.averager._matchmaker._reception._on_join
 
         async def remember(remote: PeerId, request: JoinRequest) -> JoinResponse:
             response = await join(remote, request)

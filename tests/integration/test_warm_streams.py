@@ -36,7 +36,7 @@ async def standing(num_peers: int, kind: str = "memory") -> AsyncIterator[Member
         holding = [asyncio.ensure_future(runner.hold_place()) for runner, _, _ in members]
         await until(lambda: all(runner.group_stands for runner, _, _ in members))
         num_pairs = num_peers * (num_peers - 1) // 2
-        await until(lambda: sum(len(runner._warm._open) for runner, _, _ in members) == num_pairs)
+        await until(lambda: sum(len(runner._streams.warm._open) for runner, _, _ in members) == num_pairs)
         await until(lambda: sum(len(runner._inbox._unnamed) for runner, _, _ in members) == num_pairs)
         for task in holding:
             task.cancel()
@@ -61,20 +61,20 @@ async def test_a_round_after_that_dials_no_stream(kind: str, monkeypatch: pytest
         for _, _, endpoint in members:
             monkeypatch.setattr(endpoint, "open_bulk", refuse)
         assert await mean_of(members) == [1.0] * 3
-        assert not any(runner._warm._open or runner._inbox._unnamed for runner, _, _ in members)
+        assert not any(runner._streams.warm._open or runner._inbox._unnamed for runner, _, _ in members)
 
 
 async def test_a_stream_that_has_died_is_dialled_again() -> None:
     async with standing(3) as members:
         for runner, _, _ in members:
-            for stream, _ in runner._warm._open.values():
+            for stream, _ in runner._streams.warm._open.values():
                 stream.abort()
         assert await mean_of(members) == [1.0] * 3
 
 
 async def test_streams_that_no_round_uses_are_closed_soon() -> None:
     async with standing(2) as members:
-        await until(lambda: not any(runner._warm._open or runner._inbox._unnamed for runner, _, _ in members))
+        await until(lambda: not any(runner._streams.warm._open or runner._inbox._unnamed for runner, _, _ in members))
 
 
 async def test_a_peer_has_one_stream_without_a_name_and_a_newer_one_replaces_it() -> None:

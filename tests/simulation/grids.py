@@ -32,6 +32,9 @@ PERIOD_S = 20.0
 JITTER_S = 0.5
 TIMEOUT_S = 15.0
 MIN_TRIP_S = 0.02
+FIRST_STEPS = 1
+"""Until all peers have read of each other's places."""
+ROUNDING = 1e-5
 
 
 class SharedRecords:
@@ -72,7 +75,7 @@ class Swarm:
             about 1 more before the step.
         means: the mean of all values after each step; before_means, before it.
         reported: the disagreement that the peers were told, relative to the mean; the median of each step.
-        num_failed: peers that sat out or were killed.
+        failures: peers that sat out or were killed, by step.
         partial: how many peers had fewer rounds than the step has, by step.
     """
 
@@ -82,10 +85,23 @@ class Swarm:
     means: list[float] = field(default_factory=list)
     reported: list[float | None] = field(default_factory=list)
     step_s: list[float] = field(default_factory=list)
-    num_failed: int = 0
+    failures: list[int] = field(default_factory=list)
     partial: list[int] = field(default_factory=list)
     reasons: dict[str, int] = field(default_factory=dict)
     group_sizes: list[int] = field(default_factory=list)
+
+    def bounds(self, num_peers: int) -> list[float]:
+        """What docs/averaging.md says of the spread after each step: the square root of twice the share that failed.
+
+        Of those who failed in the step or in the one before. Who sits out stays about 1 from the others; who is killed
+        leaves the mates of its groups with means of less, which together is as far; and the second failure of a step is
+        in the way of the first one's return.
+        """
+        before = [0, *self.failures]
+        return [
+            math.sqrt(2 * (failed + earlier) / num_peers) + ROUNDING
+            for failed, earlier in zip(self.failures, before, strict=False)
+        ]
 
 
 def grid_world(
@@ -149,10 +165,11 @@ def grid_world(
             values += torch.tensor([rng.gauss(0.0, 1.0) for _ in range(NUMEL)])
         swarm.before_means.append(mean_over(swarm.values, weight_of))
         swarm.partial.append(0)
+        swarm.failures.append(0)
         sits_out.clear()
         for name in names:
             if rng.random() < p_fail:
-                swarm.num_failed += 1
+                swarm.failures[-1] += 1
                 if rng.random() < 0.5:
                     sits_out.add(name)
                 else:

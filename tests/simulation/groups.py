@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from manyhands.averaging.config import AveragingConfig
@@ -37,6 +38,7 @@ class Seeker:
         holds_s: when it begins to hold a place; None if it does not.
         gives_up_s: until when it holds it; until it looks, if that is None.
         stood_s: when it was told first that the group stands.
+        failures: so many of its rounds fail, and it looks again.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Seeker:
     holds_s: float | None = None
     gives_up_s: float | None = None
     stood_s: float | None = None
+    failures: int = 0
 
 
 @dataclass
@@ -152,6 +155,12 @@ def search(seekers: Iterable[Seeker], seed: int = 1, config: AveragingConfig = C
                 await asyncio.sleep(0.2)
                 continue
             seeker.took_s = loop.time() - began
+            if len(seeker.reasons) < seeker.failures:
+                with suppress(RoundAborted), matchmaker.in_round(seeker.group):
+                    await asyncio.sleep(ROUND_S)
+                    seeker.reasons.append("the round failed")
+                    raise RoundAborted(seeker.reasons[-1])
+                continue
             with matchmaker.in_round(seeker.group):
                 await asyncio.sleep(ROUND_S)
             seeker.roster.at = Position(seeker.position.step + 1, b"after the round")

@@ -80,6 +80,19 @@ def test_the_machine_of_a_leader_is_gone_after_it_has_promised_places() -> None:
     world.check_that_groups_agree()
 
 
+def test_who_learns_first_that_the_leader_is_dead_is_not_sent_in_circles_by_who_learns_it_last() -> None:
+    """c hears of it 0.3 s before b does, which follows a until then; the two are 1 ms apart."""
+    world = search(everybody("abcd", d={"begins_s": 4.0}))
+    world.world.schedule(at(2.0).kill("a"))
+    for source, destination, latency_s in (("a", "b", 0.3), ("b", "a", 0.3), ("b", "c", 0.0005), ("c", "b", 0.0005)):
+        link = world.world.network.link(source, destination)
+        link.latency_s, link.jitter_s = latency_s, 0.0
+    world.run()
+    for name in "bcd":
+        assert world.members(name) == set("bcd"), world[name].reasons
+        assert world[name].reasons == []
+
+
 def test_leaders_die_one_after_the_other() -> None:
     world = search(everybody("abcdef", f={"begins_s": 4.0}))
     world.world.schedule(at(2.0).kill("a"), at(2.5).kill("b"), at(3.0).kill("c"))
@@ -87,6 +100,36 @@ def test_leaders_die_one_after_the_other() -> None:
     for other in "def":
         assert world.members(other) == set("def"), world[other].reasons
     assert world["f"].took_s < AT_ONCE_S
+
+
+def test_those_whose_round_may_fail_are_waited_for() -> None:
+    """b and c do not know of a, and are in a round of their own when it leads; without them it would go on alone."""
+    world = search(
+        [
+            Seeker("a", "bcd", 1.2),
+            Seeker("b", "c", 1.0, attempts=2, failures=1),
+            Seeker("c", "b", 1.0, attempts=2, failures=1),
+            Seeker("d", "a", 1.2),
+        ]
+    )
+    world.run()
+    for name in "abcd":
+        assert world.members(name) == set("abcd"), (name, world[name].reasons)
+        assert world[name].took_s < 2.0
+    world.check_that_groups_agree()
+
+
+def test_who_is_in_a_round_that_commits_says_that_it_is_ahead() -> None:
+    """Nobody makes a second branch from the position that it comes from."""
+    world = search(
+        [Seeker("a", "bcd", 1.2), Seeker("b", "c", 1.0), Seeker("c", "b", 1.0), Seeker("d", "a", 1.2)],
+    )
+    world.run()
+    assert world.members("b") == world.members("c") == set("bc")
+    for name in "ad":
+        assert world.members(name) == set()
+        assert world[name].took_s < 2.0
+        assert any("the run is at step 1, not 0" in reason for reason in world[name].reasons), world[name].reasons
 
 
 def test_who_comes_late_but_in_time_is_in_the_group() -> None:

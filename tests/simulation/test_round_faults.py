@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,6 +20,8 @@ FORMING_S = 6.0
 """The same before the group has formed: who is expected is waited for."""
 SILENT_S = 13.0
 """From a freeze, a crash or a cut to the commit."""
+GONE_S = 10.0
+"""From the begin of a round to its end, when too many of those who should be in it are in another one."""
 STUCK_S = 18.0
 """From the begin of a round to the commit without a member that answers calls and does nothing else."""
 SIZES = (4, 8)
@@ -113,6 +116,28 @@ def test_streams_that_end_in_the_middle(phase: str, role: str) -> None:
     assert len(held) >= 3
     assert all(isinstance(outcome.result, CommittedRound) for outcome in world.outcomes.values())
     assert world.last_s(world.names) - START_S < CONFIG.stream_timeout_s + WITHIN_S
+
+
+@pytest.mark.parametrize("numel", [100, 60_000])
+@pytest.mark.parametrize("gone", list(itertools.combinations(ROLES, 2)), ids="-".join)
+def test_two_of_four_have_gone_to_another_group_and_the_others_do_not_wait(gone: tuple[str, str], numel: int) -> None:
+    """They were called by another leader while the answer of this one was on its way; they live, and answer calls.
+
+    A short vector has one owner: a member that exchanges nothing with the coordinator is missed by nobody else.
+    """
+    world = RoundWorld(4, numel=numel)
+    for role in gone:
+        world.when(world.name_of(role), "formed", leave)
+    world.start()
+    world.run()
+    assert world.fault_s is not None
+    for name in world.names:
+        assert isinstance(world.outcomes[name].result, RoundAborted), "two are not more than half"
+    assert world.last_s(world.names) - world.fault_s < GONE_S
+
+
+def leave() -> None:
+    raise RoundAborted("this peer has gone elsewhere")
 
 
 @pytest.mark.parametrize("role", ROLES)

@@ -20,7 +20,7 @@ import asyncio
 import logging
 import math
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,15 +33,14 @@ from manyhands.averaging.messages import (
     VOTE,
     Group,
     Order,
-    Part,
-    RoundManifest,
     Verdict,
     VerdictQuery,
     Vote,
     readable_addresses,
 )
 from manyhands.averaging.open_round import OpenRound
-from manyhands.averaging.probing import PROBE_S, answer_time_s
+from manyhands.averaging.probing import PROBE_S, Probing, answer_time_s
+from manyhands.averaging.verdict_checks import checked
 from manyhands.base.errors import PeerError, ProtocolViolation, Refused, Timeout, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.rpc import Endpoint
@@ -67,11 +66,16 @@ Follow = Callable[[Order], Awaitable[None]]
 
 
 class Agreement:
-    """Votes, and counts votes, in the rounds of one run."""
+    """Votes, and counts votes, in the rounds of one run.
 
-    def __init__(self, endpoint: Endpoint, config: AveragingConfig) -> None:
+    Args:
+        probing: asks who does not vote whether it is in the round at all.
+    """
+
+    def __init__(self, endpoint: Endpoint, config: AveragingConfig, probing: Probing) -> None:
         self._endpoint = endpoint
         self._config = config
+        self._probing = probing
         self._rounds: dict[bytes, OpenRound] = {}
         self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
         endpoint.handle(VOTE, self._on_vote)
@@ -198,6 +202,16 @@ class Agreement:
         self, this: OpenRound, voter: Voter, asking: dict[int, asyncio.Task[None]], timeout_s: float
     ) -> Verdict:
         """Vote at this peer itself; whoever is said to be lost is asked whether it is still there."""
+        missing = asyncio.get_running_loop().create_task(self._ask_the_missing(this, voter.term))
+        try:
+            return await self._count_to_end(this, voter, asking, timeout_s)
+        finally:
+            missing.cancel()
+            await asyncio.gather(missing, return_exceptions=True)
+
+    async def _count_to_end(
+        self, this: OpenRound, voter: Voter, asking: dict[int, asyncio.Task[None]], timeout_s: float
+    ) -> Verdict:
         vote, loop = voter.vote(), asyncio.get_running_loop()
         deadline, stalled_until = loop.time() + timeout_s, math.inf
         this.add(this.rank, vote)
@@ -215,6 +229,22 @@ class Agreement:
                 for rank in stalled:
                     this.lose(rank, f"{this.group.members[rank].peer_id} answers, but does not vote")
         return answer
+
+    async def _ask_the_missing(self, this: OpenRound, term: int) -> None:
+        """Who does not vote may never have come to this round, and nobody else may need anything from it."""
+        while True:
+            await asyncio.sleep(PROBE_S)
+            await asyncio.gather(*(self._miss(this, rank) for rank in this.count(term).missing() - {this.rank}))
+
+    async def _miss(self, this: OpenRound, rank: int) -> None:
+        peer_id = this.group.members[rank].peer_id
+        try:
+            moved = await self._probing.ask(this.group, rank, self._answer_time_s(this, rank))
+        except (Unavailable, PeerError) as error:
+            this.lose(rank, f"{peer_id} cannot be asked: {error}")
+        else:
+            if moved.is_gone:
+                this.lose(rank, f"{peer_id} is in another round, or in none")
 
     async def _vote(self, this: OpenRound, coordinator: int, vote: Vote) -> Verdict:
         group, peer_id = this.group, this.group.members[coordinator].peer_id
@@ -349,48 +379,3 @@ class Agreement:
             rank = this.group.rank_of(peer_id)
             if rank is not None:
                 this.lose(rank, f"{peer_id} was lost before it voted")
-
-
-def checked(group: Group, verdict: Verdict) -> Verdict:
-    """A verdict as it came from another peer: it must be about this group, and nothing else can have been committed.
-
-    Raises:
-        ProtocolViolation: it is not.
-    """
-    order = verdict.order
-    adopted = order.adopted if order is not None else None
-    for manifest in (verdict.manifest, adopted):
-        if manifest is not None and not _is_of(group, manifest):
-            raise ProtocolViolation(group.leader, "a verdict that is not about the group it was asked about")
-    is_clear = not verdict.is_known or order is None
-    if not is_clear or (verdict.manifest is not None and not verdict.is_known):
-        raise ProtocolViolation(group.leader, "a verdict that is not about the group: it is known and open at once")
-    if order is not None and not _is_possible(group, order):
-        raise ProtocolViolation(group.leader, "an order that nobody could follow")
-    blamed = [peer_id for peer_id in verdict.blamed if group.rank_of(peer_id) is not None]
-    return Verdict(verdict.is_known, verdict.manifest, readable(verdict.reason), blamed, order, verdict.is_open)
-
-
-def _is_of(group: Group, manifest: RoundManifest) -> bool:
-    return manifest == group.manifest(manifest.digest, manifest.parts) and _are_whole(group, manifest.parts)
-
-
-def _are_whole(group: Group, parts: Sequence[Part]) -> bool:
-    """Whether parts lie end to end, and speak of members."""
-    num_members, at = len(group.members), 0
-    for part in parts:
-        ranks = [part.reducer, *part.absent]
-        if part.start != at or part.stop <= at or max(ranks) >= num_members or part.absent != sorted(set(part.absent)):
-            return False
-        at = part.stop
-    return True
-
-
-def _is_possible(group: Group, order: Order) -> bool:
-    ranks = order.members
-    is_sound = bool(ranks) and ranks == sorted(set(ranks)) and ranks[-1] < len(group.members)
-    if order.adopted is not None:
-        return is_sound
-    members = [group.members[rank] for rank in ranks] if is_sound else []
-    can_average = any(not member.is_client for member in members) and any(member.weight > 0 for member in members)
-    return can_average and order.start < order.stop

@@ -129,12 +129,16 @@ class Count:
 
     def suspects(self) -> set[int]:
         """Members of whom others say that they are lost, and that have not voted."""
-        return {said.accused for vote in self.votes.values() for said in vote.accusations} & self._open()
+        return {said.accused for vote in self.votes.values() for said in vote.accusations} & self.missing()
+
+    def missing(self) -> set[int]:
+        """Members that may still vote in this ballot."""
+        return self._live() - self.votes.keys()
 
     def only_stalled(self) -> set[int]:
         """Members that others got nothing from, if these are the only ones that have not voted."""
         stalled = {said.accused for vote in self.votes.values() for said in vote.accusations if said.is_stalled}
-        return self._open() if self._open() <= stalled else set()
+        return self.missing() if self.missing() <= stalled else set()
 
     def decide(self) -> Verdict | Order | None:
         """What follows from the votes, or None while more are needed; after an order the next ballot has begun."""
@@ -159,7 +163,7 @@ class Count:
     def _count(self) -> Verdict | Order | None:
         by_result, most = self._by_result()
         is_won = self._is_majority(len(most))
-        num_open = len(self._open())
+        num_open = len(self.missing())
         if is_won and len(most) == len(self.votes) and not (self.lost and num_open):  # they may lack what was lost
             return self._commit(most)
         if not is_won and not self._is_majority(len(most) + num_open) and not self._is_majority(len(self._live())):
@@ -177,8 +181,8 @@ class Count:
 
     def _read(self) -> Verdict | Order | None:
         if not self.has_majority():
-            return None if self._is_majority(len(self.votes) + len(self._open())) else self._abort()
-        if self._open():
+            return None if self._is_majority(len(self.votes) + len(self.missing())) else self._abort()
+        if self.missing():
             return None
         latest = max(vote.accepted for vote in self.votes.values())
         by_result, most = self._by_result(latest)
@@ -222,9 +226,6 @@ class Count:
 
     def _live(self) -> set[int]:
         return self._members - self.lost.keys()
-
-    def _open(self) -> set[int]:
-        return self._live() - self.votes.keys()
 
     def _who_hear_each_other(self) -> set[int]:
         here = self._live() & self.votes.keys()

@@ -285,8 +285,6 @@ class Convener:
     def _heard(self, peer_id: PeerId, response: InviteResponse, gathering: Gathering) -> None:
         """An invited peer comes, or says with whom it is."""
         leader = response.leader
-        if response.is_busy:
-            gathering.leave_out(peer_id)
-        elif leader and leader < self._endpoint.peer_id and leader not in self.shunned:
+        if leader and leader < self._endpoint.peer_id and leader not in self.shunned:
             self._endpoint.learn(leader, readable_addresses(response.leader_addresses))
             gathering.close(self.redirect(leader))

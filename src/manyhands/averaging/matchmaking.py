@@ -21,31 +21,26 @@ import asyncio
 import logging
 import math
 import random
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from manyhands.averaging.admission import (
     BEHIND,
     FULL,
     OTHER_MANIFEST,
     TOLD_BEHIND,
-    check_ahead,
-    check_join,
     fault_of,
-    is_later_round,
 )
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.convening import HOLD_S, Convener
 from manyhands.averaging.messages import (
     ASK_VERDICT,
-    INVITE,
     JOIN,
     MAX_ADDRESSES,
     MAX_EXPECTED,
     SHORT_ID_BYTES,
     Group,
-    InviteRequest,
-    InviteResponse,
     JoinRequest,
     JoinResponse,
     Member,
@@ -53,7 +48,9 @@ from manyhands.averaging.messages import (
     VerdictQuery,
     readable_addresses,
 )
+from manyhands.averaging.reception import Reception
 from manyhands.averaging.roster import Roster
+from manyhands.averaging.standing import Standing
 from manyhands.averaging.view import View, short_ids
 from manyhands.base.errors import PeerError, Refused, RoundAborted, Unavailable
 from manyhands.base.identity import PeerId
@@ -62,16 +59,15 @@ from manyhands.runtime import TaskOwner
 
 logger = logging.getLogger(__name__)
 
-MOVE_POLL_S = 0.05
 ANSWER_TIMEOUT_S = 5.0
 """What a leader's answer may take beyond the time that it gathers for, at most."""
 MAX_REDIRECTS = 8
 DOUBT_S = 0.5
 """A leader that is not connected by then may not be reachable: find out who else is."""
+REDIRECT_AGAIN_S = 0.2
+"""After this peer was sent to a leader that it cannot reach."""
 HOLD_AGAIN_S = 1.0
 """After a leader could not give this peer a place."""
-ROUND_GAP_S = 1.0
-"""Between two attempts of one step in a grid."""
 
 
 class Matchmaker:
@@ -99,24 +95,20 @@ class Matchmaker:
         self._view = View(roster)
         self._tasks = TaskOwner("matchmaking")
         self._convener = Convener(endpoint, run_id, run_fingerprint, self._view, config, rng, self._tasks)
-        self._following: PeerId | None = None
-        self._inviter: tuple[PeerId, Position] | None = None
-        self._busy_at: Position | None = None
-        self._better: asyncio.Future[PeerId] | None = None
+        self._standing = Standing(endpoint, self._view)
+        self._reception = Reception(
+            endpoint, run_id, run_fingerprint, self._view, self._convener, self._standing, config
+        )
         self._gather_s = config.matchmaking_time_s
-        self._sought_at = -math.inf  # loop time; infinite while it seeks
         self._is_closed = False
         self._held: tuple[PeerId, Position] | None = None  # the leader with which this peer has had a place
         self.group_stands = False
-        self.on_called_ahead: list[Callable[[], None]] = []
-        endpoint.handle(JOIN, self._on_join)
-        endpoint.handle(INVITE, self._on_invite)
+        self.on_called_ahead = self._reception.on_called_ahead
         endpoint.on_lost.append(self._on_lost)
 
     async def close(self) -> None:
         self._is_closed = True
-        self._endpoint.unhandle(JOIN)
-        self._endpoint.unhandle(INVITE)
+        self._reception.close()
         if self._on_lost in self._endpoint.on_lost:
             self._endpoint.on_lost.remove(self._on_lost)
         await self._tasks.close()
@@ -130,11 +122,11 @@ class Matchmaker:
     @contextmanager
     def in_round(self, group: Group) -> Iterator[None]:
         """A round runs within the block. If it commits, this peer is busy until its position has changed."""
-        self._busy_at = group.position
+        self._standing.busy_at = group.position
         try:
             yield
         except BaseException:
-            self._busy_at = None
+            self._standing.busy_at = None
             raise
 
     def note_round(self, group: Group, blamed: Collection[PeerId], *, is_committed: bool) -> None:
@@ -142,10 +134,9 @@ class Matchmaker:
         others = (member.peer_id for member in group.members if member.peer_id != self._endpoint.peer_id)
         self._view.note_round(others, blamed, is_committed=is_committed)
 
-    @property
-    def is_seeking(self) -> bool:
-        """Whether this peer looks for a group now."""
-        return self._sought_at == math.inf
+    def follows(self, leader: PeerId) -> bool:
+        """Whether this peer waits for the group of a leader; who goes to another one does not get it any more."""
+        return self._standing.seeks_with(leader)
 
     async def find_group(self, weight: float, bandwidth: int, gather_s: float | None = None) -> Group:
         """Wait for the group of the next round at this peer's position.
@@ -159,11 +150,11 @@ class Matchmaker:
         """
         own = self._member(weight, bandwidth)
         self._gather_s = self._config.matchmaking_time_s if gather_s is None else gather_s
-        self._sought_at = math.inf
+        self._standing.sought_at = math.inf
         try:
             return await self._find(own)
         finally:
-            self._sought_at = asyncio.get_running_loop().time()
+            self._standing.sought_at = asyncio.get_running_loop().time()
 
     def _member(self, weight: float, bandwidth: int) -> Member:
         addresses = [str(address) for address in self._endpoint.addresses[:MAX_ADDRESSES]]
@@ -200,7 +191,7 @@ class Matchmaker:
         leader: PeerId | None = None
         while True:
             position = self._roster.position()
-            leader = leader or self._invitation() or self._choose_leader(unreachable)
+            leader = leader or self._standing.invitation() or self._choose_leader(unreachable)
             self._held = (leader, position)
             try:
                 if leader == own.peer_id:
@@ -215,7 +206,7 @@ class Matchmaker:
                 continue
             self.group_stands = response.stands
             if response.leader:
-                leader = self._redirected(response, unreachable)
+                leader = await self._redirected(response, unreachable)
 
     async def _find(self, own: Member) -> Group:
         unreachable: set[PeerId] = set()
@@ -225,7 +216,7 @@ class Matchmaker:
         for _ in range(MAX_REDIRECTS):
             if self._is_closed:
                 raise RoundAborted("this peer leaves the run")
-            leader = leader or self._invitation() or self._choose_leader(unreachable)
+            leader = leader or self._standing.invitation() or self._choose_leader(unreachable)
             try:
                 if leader == own.peer_id:
                     response = await self._convener.lead(own, self._gather_s)
@@ -250,13 +241,15 @@ class Matchmaker:
                     return response.group
                 self._view.report_missing(leader)
                 raise RoundAborted(fault, [leader])
-            leader = self._redirected(response, unreachable)
+            leader = await self._redirected(response, unreachable)
         raise RoundAborted("no leader was found: the peers send this one in circles")
 
     def _first_leader(self) -> PeerId | None:
         """Where this peer has had a place, unless a better leader has called meanwhile; None if there is neither."""
         held, self._held = self._held, None
-        known = [self._invitation(), held[0] if held is not None and held[1] == self._roster.position() else None]
+        known = [self._standing.invitation()]
+        if held is not None and held[1] == self._roster.position():
+            known.append(held[0])
         return min((peer_id for peer_id in known if peer_id is not None), default=None)
 
     async def _try_the_others(self, unreachable: set[PeerId], leader: PeerId) -> None:
@@ -292,18 +285,6 @@ class Matchmaker:
         if refusal.code == FULL:
             raise RoundAborted(refusal.message) from refusal
 
-    def _invitation(self) -> PeerId | None:
-        """The peer that invited this one to a group, if it should follow; each invitation counts once."""
-        inviter, self._inviter = self._inviter, None
-        if inviter is None or inviter[1] != self._roster.position() or not self._is_led_by(inviter[0]):
-            return None
-        return inviter[0]
-
-    def _is_led_by(self, inviter: PeerId) -> bool:
-        """Whether this peer should follow who invited it, rather than lead."""
-        own_id = self._endpoint.peer_id
-        return self._endpoint.client_mode or inviter < own_id or inviter not in self._view.expected()
-
     def _choose_leader(self, unreachable: set[PeerId]) -> PeerId:
         expected = self._view.expected()
         candidates = [peer_id for peer_id, is_client in expected.items() if not is_client]
@@ -337,106 +318,35 @@ class Matchmaker:
             is_early,
             self.group_stands,
         )
-        self._following = leader
-        self._better = better = loop.create_future()
+        better = self._standing.follow(leader)
         self._convener.send_to(leader)
         gather_s = HOLD_S if is_early else self._gather_s
         timeout_s = gather_s + min(gather_s, ANSWER_TIMEOUT_S)
         asking = loop.create_task(self._endpoint.call(leader, JOIN, request, timeout_s))
         trying = loop.create_task(self._doubt(leader, unreachable))
         try:
-            await asyncio.wait([asking, better], return_when=asyncio.FIRST_COMPLETED)
+            either: list[asyncio.Future[Any]] = [asking, better]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if asking.done() and isinstance(asking.exception(), Unavailable):
+                self._standing.unfollow()  # nobody shall be sent there any more
                 await trying
             return await asking if asking.done() else JoinResponse(leader=better.result())
         finally:
-            self._following = self._better = None
             asking.cancel()
             trying.cancel()
             await asyncio.gather(asking, trying, return_exceptions=True)
+            self._standing.unfollow()  # last: until its round begins here nobody finds that it has gone
 
     async def _doubt(self, leader: PeerId, unreachable: set[PeerId]) -> None:
         await asyncio.sleep(DOUBT_S)
         if not self._endpoint.is_connected(leader):
             await self._try_the_others(unreachable, leader)
 
-    def _redirected(self, response: JoinResponse, unreachable: set[PeerId]) -> PeerId | None:
-        if not response.leader or response.leader in unreachable:
+    async def _redirected(self, response: JoinResponse, unreachable: set[PeerId]) -> PeerId | None:
+        if not response.leader:
+            return None
+        if response.leader in unreachable:  # who sends this peer there finds that out soon, too
+            await asyncio.sleep(REDIRECT_AGAIN_S)
             return None
         self._endpoint.learn(response.leader, readable_addresses(response.leader_addresses))
         return response.leader
-
-    # what others ask
-
-    async def _on_invite(self, remote: PeerId, request: InviteRequest) -> InviteResponse:
-        await self._catch_up(request.position)
-        if request.run_id != self._run_id:
-            return InviteResponse()
-        me = self._endpoint.peer_id
-        if request.run_fingerprint not in (b"", self._run_fingerprint):
-            raise Refused(me, OTHER_MANIFEST, "the model or the settings differ from those of this peer")
-        check_ahead(me, self._roster.position(), request.position)
-        if request.position != self._roster.position():
-            return InviteResponse()
-        if self._busy_at == request.position:
-            return InviteResponse(is_busy=True)
-        self._call(is_early=request.is_early)
-        if self._following is not None:
-            return self._answer_as_follower(remote, request.position)
-        self._inviter = (remote, request.position)
-        gathering = self._convener.gathering
-        if gathering is not None and self._is_led_by(remote):
-            self._convener.send_to(remote)
-        elif gathering is not None and me in gathering.joined:
-            return self._follows(me)
-        return InviteResponse()
-
-    def _answer_as_follower(self, remote: PeerId, position: Position) -> InviteResponse:
-        """Of two leaders the lower one is the better."""
-        assert self._following is not None
-        if self._following <= remote:
-            return self._follows(self._following) if self._following != remote else InviteResponse()
-        if self._better is not None and not self._better.done():
-            self._inviter = (remote, position)
-            self._better.set_result(remote)
-        return InviteResponse()
-
-    def _follows(self, leader: PeerId) -> InviteResponse:
-        redirect = self._convener.redirect(leader)
-        return InviteResponse(redirect.leader, redirect.leader_addresses)
-
-    async def _on_join(self, remote: PeerId, request: JoinRequest) -> JoinResponse:
-        await self._catch_up(request.position)
-        me, is_client, here = self._endpoint.peer_id, self._endpoint.client_mode, self._roster.position()
-        try:
-            check_join(me, is_client, self._run_id, self._run_fingerprint, here, remote, request)
-        except Refused as refusal:
-            if refusal.code == OTHER_MANIFEST and remote in self._view.expected():
-                self._view.note_refusal(remote, refusal)  # it cannot come
-            raise
-        if self._following is not None:
-            return self._convener.redirect(self._following)
-        self._endpoint.learn(remote, readable_addresses(request.member.addresses))
-        self._call(is_early=request.is_early)
-        if request.is_early:
-            return await self._convener.reserve(remote, request.expects, request.knows_it_stands)
-        return await self._convener.take_in(request.member, request.expects, request.clients)
-
-    def _call(self, *, is_early: bool) -> None:
-        """Another peer has begun a round, or to form its group."""
-        if not is_early:
-            self._roster.call_to_round()
-            return
-        for notify in self.on_called_ahead:
-            notify()
-
-    async def _catch_up(self, position: Position) -> None:
-        """Others may have heard a verdict, or applied it, a moment before this peer: let it come after them."""
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._config.matchmaking_time_s
-        while (here := self._roster.position()).step < position.step:
-            now, is_later = loop.time(), is_later_round(position, here)
-            is_coming = self._busy_at == here or (is_later and now < self._sought_at + ROUND_GAP_S)
-            if not is_coming or now > deadline:
-                return
-            await asyncio.sleep(MOVE_POLL_S)

@@ -222,12 +222,10 @@ class InviteResponse(msgspec.Struct):
 
     Attributes:
         leader: whom the invited peer follows, if it is not the one that invited it; the lower of the two leads on.
-        is_busy: the invited peer is in a round at this position already, and does not come.
     """
 
     leader: PeerIdText = PeerId("")
     leader_addresses: list[AddressText] = []
-    is_busy: bool = False
 
 
 class Accusation(msgspec.Struct, frozen=True):

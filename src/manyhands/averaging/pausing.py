@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 
-from manyhands.runtime.bell import Bell
+from manyhands.runtime.waker import Waker
 
 Condition = Callable[[], bool]
 
@@ -20,7 +20,7 @@ class Pausing(Iterator[memoryview]):
 
     Args:
         source: gives pieces and conditions.
-        bell: rings when a condition may have begun to hold.
+        waker: wakes when a condition may have begun to hold.
         begins_when: the first condition.
 
     Attributes:
@@ -28,23 +28,23 @@ class Pausing(Iterator[memoryview]):
     """
 
     def __init__(
-        self, source: Iterator[memoryview | Condition], bell: Bell, begins_when: Condition = lambda: True
+        self, source: Iterator[memoryview | Condition], waker: Waker, begins_when: Condition = lambda: True
     ) -> None:
         self.is_over = False
         self._source = source
-        self._bell = bell
+        self._waker = waker
         self._condition = begins_when
 
     async def wait(self) -> None:
         """Wait until it can go on. No bound: put one around it."""
-        await self._bell.wait_until(self._condition)
+        await self._waker.wait_until(self._condition)
 
     def __next__(self) -> memoryview:
         for piece in self._source:
             if isinstance(piece, memoryview):
                 return piece
             self._condition = piece
-            if _is_on_loop() or not self._bell.block_until(piece, SOON_S):
+            if _is_on_loop() or not self._waker.block_until(piece, SOON_S):
                 raise StopIteration
         self.is_over = True
         raise StopIteration

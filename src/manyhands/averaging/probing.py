@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import msgspec
 
-from manyhands.averaging.messages import Count, Digest, Group
+from manyhands.averaging.messages import Count, Digest, Group, PeerIdText
 from manyhands.base.identity import PeerId
 from manyhands.rpc import Endpoint, Method
 
@@ -26,9 +26,14 @@ def answer_time_s(*bytes_per_s: float) -> float:
 
 
 class MovedQuery(msgspec.Struct):
-    """Asks a member how far its exchange is."""
+    """Asks a member how far its exchange is.
+
+    Attributes:
+        leader: of the group.
+    """
 
     group_id: Digest
+    leader: PeerIdText
 
 
 class Moved(msgspec.Struct):
@@ -36,7 +41,7 @@ class Moved(msgspec.Struct):
 
     Attributes:
         amount: grows as long as it gets on: bytes that it has sent and received in this exchange, and chunks averaged.
-        is_gone: it is not in this round, and looks for no group either.
+        is_gone: it is not in this round, and waits for no group of that leader.
     """
 
     amount: Count = 0
@@ -50,10 +55,10 @@ class Probing:
     """Asks others how far they are, and tells them how far this peer is.
 
     Args:
-        is_here: whether this peer is in the round of a group, or may come to it still.
+        is_here: whether this peer is in the round of a group that a leader has formed, or may come to it still.
     """
 
-    def __init__(self, endpoint: Endpoint, is_here: Callable[[bytes], bool]) -> None:
+    def __init__(self, endpoint: Endpoint, is_here: Callable[[bytes, PeerId], bool]) -> None:
         self._endpoint = endpoint
         self._is_here = is_here
         self._amounts: dict[bytes, Callable[[], int]] = {}
@@ -77,9 +82,9 @@ class Probing:
         Raises:
             Unavailable, PeerError: it does not answer.
         """
-        query = MovedQuery(group.group_id)
+        query = MovedQuery(group.group_id, group.leader)
         return await self._endpoint.call(group.members[rank].peer_id, ASK_MOVED, query, timeout_s)
 
     def _on_ask(self, remote: PeerId, query: MovedQuery) -> Moved:
         amount = self._amounts.get(query.group_id)
-        return Moved(amount() if amount is not None else 0, is_gone=not self._is_here(query.group_id))
+        return Moved(amount() if amount is not None else 0, is_gone=not self._is_here(query.group_id, query.leader))

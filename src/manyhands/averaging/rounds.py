@@ -13,10 +13,9 @@ from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import torch
 
-from manyhands.averaging.agreement import MIN_VOTING_S, NOBODY, Agreement
+from manyhands.averaging.agreement import MIN_VOTING_S, Agreement
 from manyhands.averaging.ballot import Voter
 from manyhands.averaging.bandwidth import BandwidthMeter, Send
 from manyhands.averaging.butterfly import Butterfly
@@ -25,33 +24,16 @@ from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.fetching import Fetching
 from manyhands.averaging.matchmaking import Matchmaker
 from manyhands.averaging.memory import Memory
-from manyhands.averaging.messages import (
-    ASK_VERDICT,
-    MAX_SUM_WEIGHT,
-    STREAM_KIND,
-    Group,
-    Member,
-    Order,
-    RoundManifest,
-    StreamHeader,
-    VerdictQuery,
-)
+from manyhands.averaging.messages import MAX_SUM_WEIGHT, Group, Order, RoundManifest, Verdict
 from manyhands.averaging.metered import MeteredStream
+from manyhands.averaging.partner_streams import PartnerStreams
 from manyhands.averaging.patience import Patience
 from manyhands.averaging.probing import Probing
 from manyhands.averaging.recovery import Recovery
 from manyhands.averaging.roster import Roster
 from manyhands.averaging.stream_inbox import StreamInbox
-from manyhands.averaging.warm_streams import WarmStreams
 from manyhands.base.deadline import time_limit
-from manyhands.base.errors import (
-    ConfigError,
-    NothingToAverage,
-    PeerError,
-    RoundAborted,
-    Timeout,
-    Unavailable,
-)
+from manyhands.base.errors import ConfigError, NothingToAverage, PeerError, RoundAborted, Timeout
 from manyhands.base.identity import PeerId
 from manyhands.rpc import Endpoint
 from manyhands.runtime import TaskOwner
@@ -61,8 +43,6 @@ from manyhands.transport.api import Stream
 logger = logging.getLogger(__name__)
 
 BYTES_PER_MBIT = 125_000
-PROBE_AFTER_S = 0.3
-"""A partner that has not opened its stream by then is looked for."""
 
 
 class Phase(enum.Enum):
@@ -144,10 +124,10 @@ class RoundRunner:
         self._roster = roster
         self.shapes = shapes
         self._matchmaker = Matchmaker(endpoint, run_id, run_fingerprint, roster, config, rng)
-        self._agreement = Agreement(endpoint, config)
+        self._probing = Probing(endpoint, self._may_be_in)
+        self._agreement = Agreement(endpoint, config, self._probing)
         self._inbox = StreamInbox(endpoint, config)
         self._fetching = Fetching(endpoint, config)
-        self._probing = Probing(endpoint, lambda id_: self._matchmaker.is_seeking or self._agreement.is_in(id_))
         declared = config.bandwidth_mbit_s
         self._bandwidth = BandwidthMeter(declared * BYTES_PER_MBIT if declared is not None else None)
         self._sends: list[Send] = []  # of the round that is under way
@@ -156,9 +136,13 @@ class RoundRunner:
         self._spare_N: torch.Tensor | None = None
         self._memory = Memory()
         self._feedbacks: Feedbacks | None = None
-        self._warm = WarmStreams(endpoint, config, self._make_sure_of)
         self._tasks = TaskOwner("rounds")
+        self._streams = PartnerStreams(endpoint, self._inbox, config, self._tasks)
         self.on_phase: list[Callable[[Phase], None]] = []
+
+    def _may_be_in(self, group_id: bytes, leader: PeerId) -> bool:
+        """Whether this peer is in the round of a group, or the leader's answer may still send it there."""
+        return self._agreement.is_in(group_id) or self._matchmaker.follows(leader)
 
     def _enter(self, phase: Phase) -> None:
         for notify in self.on_phase:
@@ -177,7 +161,7 @@ class RoundRunner:
 
         :meth:`average` comes to that group then, with the values and their weight.
         """
-        async with self._warm.kept(self._roster.expected):
+        async with self._streams.warm.kept(self._roster.expected):
             await self._matchmaker.hold_place()
 
     @property
@@ -196,7 +180,7 @@ class RoundRunner:
         self._inbox.close()
         self._fetching.close()
         self._probing.close()
-        self._warm.drop_all()
+        self._streams.warm.drop_all()
         await self._tasks.close()
 
     async def average(
@@ -224,7 +208,7 @@ class RoundRunner:
         """
         if not 0 <= weight <= MAX_SUM_WEIGHT:
             raise ConfigError(f"weight={weight} must be from 0 to {MAX_SUM_WEIGHT:.0f}; for example 32.0")
-        with self._warm.in_use():
+        with self._streams.warm.in_use():
             return await self._round(flat_N, weight, timeout_s, gather_s, meter if meter is not None else RoundMeter())
 
     async def _round(
@@ -234,7 +218,7 @@ class RoundRunner:
         loop = asyncio.get_running_loop()
         started = loop.time()
         timeout_s = min(timeout_s, self._config.averaging_timeout_s)
-        deadline = self._deadline = started + timeout_s
+        self._deadline = started + timeout_s
         self._enter(Phase.JOINING)
         try:
             async with time_limit(timeout_s, "looking for a group"):
@@ -247,43 +231,54 @@ class RoundRunner:
         self._sends = []
         self._enter(Phase.FORMED)
         async with self._keeping_errors():
-            with self._matchmaker.in_round(group), self._agreement.of(group), ExitStack() as held:
-                rank = group.rank_of(self._endpoint.peer_id)
-                assert rank is not None
-                voter = Voter(group, rank, flat_N.numel())
-                recovery = held.enter_context(self._fetching.of(group, self._recovery(group, voter, flat_N)))
-                await self._average(group, recovery.first, deadline - loop.time())
-                began_vote = loop.time()
-                self._enter(Phase.VOTING)
-
-                async def follow(order: Order) -> None:
-                    left_s = max(deadline - loop.time(), MIN_VOTING_S)
-                    await self._average(group, functools.partial(recovery.follow, order), left_s)
-
-                try:
-                    voting_s = max(deadline - loop.time(), MIN_VOTING_S)
-                    verdict = await self._agreement.conclude(group, voter, follow, voting_s)
-                finally:
-                    meter.vote_s += loop.time() - began_vote
-                self._enter(Phase.CONCLUDED)
-                self._matchmaker.note_round(group, verdict.blamed, is_committed=verdict.manifest is not None)
-                if verdict.manifest is None:
-                    if not any(member.weight > 0 for member in group.members):
-                        raise NothingToAverage(verdict.reason, verdict.blamed)
-                    raise RoundAborted(verdict.reason, verdict.blamed)
-                averaged_N = recovery.result_of(verdict.manifest)
-                if averaged_N is None and (weight == 0 or verdict.manifest.weights[rank] > 0):  # else it was left out
-                    averaged_N = await self._fetching.fetch(
-                        group, verdict.manifest, recovery, verdict.blamed, self._late_s()
-                    )
-                if averaged_N is not None and (verdict.blamed or self._agreement.has_lost(group)):
-                    await self._fetching.keep(recovery, verdict.manifest)
+            averaged_N, manifest, verdict = await self._in_group(group, flat_N)
         seconds = loop.time() - started
         if averaged_N is not None and not verdict.blamed:  # else waiting for the lost one is in the time
             self._bandwidth.add_round(self._sends, seconds - matchmaking_s)
-        return CommittedRound(
-            averaged_N, verdict.manifest, seconds, matchmaking_s, verdict.reason, tuple(verdict.blamed)
-        )
+        return CommittedRound(averaged_N, manifest, seconds, matchmaking_s, verdict.reason, tuple(verdict.blamed))
+
+    async def _in_group(self, group: Group, flat_N: torch.Tensor) -> tuple[torch.Tensor | None, RoundManifest, Verdict]:
+        """Average in a group that has formed: what it committed, if this peer holds it, and how.
+
+        Raises:
+            RoundAborted: it did not commit.
+        """
+        with self._matchmaker.in_round(group), self._agreement.of(group), ExitStack() as held:
+            rank = group.rank_of(self._endpoint.peer_id)
+            assert rank is not None
+            voter = Voter(group, rank, flat_N.numel())
+            recovery = held.enter_context(self._fetching.of(group, self._recovery(group, voter, flat_N)))
+            await self._average(group, recovery.first, self._left_s())
+            verdict = await self._conclude(group, voter, recovery)
+            manifest = verdict.manifest
+            self._matchmaker.note_round(group, verdict.blamed, is_committed=manifest is not None)
+            if manifest is None:
+                if not any(member.weight > 0 for member in group.members):
+                    raise NothingToAverage(verdict.reason, verdict.blamed)
+                raise RoundAborted(verdict.reason, verdict.blamed)
+            averaged_N = recovery.result_of(manifest)
+            if averaged_N is None and (group.members[rank].weight == 0 or manifest.weights[rank] > 0):  # else left out
+                averaged_N = await self._fetching.fetch(group, manifest, recovery, verdict.blamed, self._late_s())
+            if averaged_N is not None and (verdict.blamed or self._agreement.has_lost(group)):
+                await self._fetching.keep(recovery, manifest)
+            return averaged_N, manifest, verdict
+
+    async def _conclude(self, group: Group, voter: Voter, recovery: Recovery) -> Verdict:
+        """Vote, and reduce again what the coordinator orders, until it is known how the round ends."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        self._enter(Phase.VOTING)
+
+        async def follow(order: Order) -> None:
+            work = functools.partial(recovery.follow, order)
+            await self._average(group, work, max(self._left_s(), MIN_VOTING_S))
+
+        try:
+            verdict = await self._agreement.conclude(group, voter, follow, max(self._left_s(), MIN_VOTING_S))
+        finally:
+            self._meter.vote_s += loop.time() - began
+        self._enter(Phase.CONCLUDED)
+        return verdict
 
     def _recovery(self, group: Group, voter: Voter, flat_N: torch.Tensor) -> Recovery:
         shapes = self.shapes if self.shapes is not None else [flat_N.shape]
@@ -339,9 +334,13 @@ class RoundRunner:
                 task.cancel()
             await asyncio.gather(working, deciding, return_exceptions=True)
 
+    def _left_s(self) -> float:
+        """Until the round's time is over, in seconds."""
+        return self._deadline - asyncio.get_running_loop().time()
+
     def _late_s(self) -> float:
         """What a member that is late may still take when the others are done, in seconds."""
-        return max(self._deadline - asyncio.get_running_loop().time(), self._config.stream_timeout_s)
+        return max(self._left_s(), self._config.stream_timeout_s)
 
     async def _exchange(self, group: Group, rank: int, butterfly: Butterfly, stream_id: bytes) -> torch.Tensor:
         """Run the all-reduce; a member whose control connection is lost (frozen, cut off) is lost to it."""
@@ -355,7 +354,7 @@ class RoundRunner:
                     stream.abort()
 
         async def connect(other: int) -> Stream:
-            stream = await self._connect(group, rank, other, butterfly.num_bytes_with(other), stream_id)
+            stream = await self._streams.connect(group, rank, other, butterfly.num_bytes_with(other), stream_id)
             streams[other] = stream
             if stream.remote in lost:
                 stream.abort()
@@ -380,56 +379,4 @@ class RoundRunner:
             for stream in streams.values():
                 self._meter.num_bytes_sent += stream.bytes_sent
                 self._meter.num_bytes_received += stream.bytes_received
-                self._let_go(stream)
-
-    def _let_go(self, stream: Stream) -> None:
-        """Close a stream in the background, so that what was sent still arrives."""
-        closing = self._close_stream(stream)
-        try:
-            self._tasks.spawn(closing, name=f"closing a stream to {stream.remote}")
-        except RuntimeError:  # this runner is closed, or its loop
-            closing.close()
-            self._endpoint.release(stream)
-
-    async def _close_stream(self, stream: Stream) -> None:
-        try:
-            await stream.close(self._late_s())
-        finally:
-            self._endpoint.release(stream)
-
-    async def _connect(self, group: Group, rank: int, other: int, num_bytes: int, stream_id: bytes) -> Stream:
-        """Open or await the stream to a partner: a client dials, else the lower rank."""
-        member = group.members[other]
-        is_dialler = group.members[rank].is_client or (not member.is_client and rank < other)
-        try:
-            if not is_dialler:
-                return await self._await_stream(member, stream_id)
-            await self._make_sure_of(member.peer_id)
-            self._warm.size_bytes = num_bytes
-            if (warm := await self._warm.take(member.peer_id, stream_id)) is not None:
-                return warm
-            header = msgspec.msgpack.encode(StreamHeader(stream_id))
-            return await self._endpoint.open_bulk(
-                member.peer_id, STREAM_KIND, header, self._config.stream_timeout_s, size_bytes=num_bytes
-            )
-        except (Unavailable, PeerError) as error:
-            raise RoundAborted(f"no stream to a member: {error}", [member.peer_id]) from error
-
-    async def _await_stream(self, member: Member, stream_id: bytes) -> Stream:
-        """The stream that a partner opens; one that died before it did so has perhaps never been connected."""
-        loop = asyncio.get_running_loop()
-        taking = loop.create_task(self._inbox.take(stream_id, member.peer_id))
-        try:
-            await asyncio.wait([taking], timeout=PROBE_AFTER_S)
-            if not taking.done() and not member.is_client:
-                await self._make_sure_of(member.peer_id)
-            return await taking
-        finally:
-            taking.cancel()
-            await asyncio.gather(taking, return_exceptions=True)
-
-    async def _make_sure_of(self, peer_id: PeerId) -> None:
-        """Have a control connection to a partner: its heartbeats show both ends whether the other is alive."""
-        if not self._endpoint.is_connected(peer_id):
-            query = VerdictQuery(NOBODY)
-            await self._endpoint.call(peer_id, ASK_VERDICT, query, self._config.stream_timeout_s)
+                self._streams.let_go(stream, self._late_s())

@@ -14,8 +14,8 @@ from manyhands.averaging.inbox import QUEUED_CHUNKS, Inbox
 from manyhands.averaging.member_values import MemberValues, Spoiled, bytes_of, is_finite
 from manyhands.averaging.memory import Memory, whole_lines
 from manyhands.base.errors import RoundAborted
-from manyhands.runtime.bell import Bell
 from manyhands.runtime.executor import run_to_end
+from manyhands.runtime.waker import Waker
 
 INLINE_NUMEL = 1 << 14
 """Work on fewer elements is done sooner than another thread could be asked to."""
@@ -45,7 +45,7 @@ class SpanReducer:
         inboxes: what comes from each other member with a weight, by rank.
         presents: ranks that contributed, for each chunk that is averaged.
         hasher: of the means as they travel.
-        progress: rings when something was averaged, and there is room for more.
+        progress: wakes when something was averaged, and there is room for more.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class SpanReducer:
         self.chunks = list(chunks)
         self.presents: list[list[int]] = []
         self.hasher = blake3(max_threads=1)
-        self.progress = Bell()
+        self.progress = Waker()
         self._codec = codec
         self._rank = rank
         self._weights = weights
@@ -82,7 +82,7 @@ class SpanReducer:
         self._may_reduce = self._is_reducing = False
         self._spoilt: dict[int, str] = {}  # whose values cannot be averaged, and why; not told yet
         self._error: Exception | None = None
-        self._to_look = Bell()  # for run()
+        self._to_look = Waker()  # for run()
 
     def put(self, rank: int, encoded: torch.Tensor) -> None:
         """A chunk of a member has come, into the room of its inbox; averages what there is to average now."""
@@ -100,7 +100,7 @@ class SpanReducer:
             with self._lock:
                 self.inboxes.pop(rank, None)
         inbox.is_ended = True
-        self._to_look.ring()
+        self._to_look.wake()
 
     def done(self, num_before: int) -> tuple[int, memoryview]:
         """How many chunks are averaged, and as they travel those after the first ``num_before``."""
@@ -164,9 +164,9 @@ class SpanReducer:
                 if self._error is None:
                     self.presents.append(present)
                 self._is_reducing = False
-            self.progress.ring()
+            self.progress.wake()
             if spoilt or self._error is not None or len(self.presents) == len(self.chunks):
-                self._to_look.ring()
+                self._to_look.wake()
 
     def _begin(self) -> dict[int, torch.Tensor] | None:
         """What has come for the next chunk, by rank, if it is due; it is the caller's to average then."""

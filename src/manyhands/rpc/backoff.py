@@ -11,12 +11,15 @@ from manyhands.base.identity import PeerId
 
 FIRST_S = 0.5
 MOST_S = 15.0
+TOGETHER_S = 20.0
+"""What a cut of the network makes unreachable is all found out within so long."""
 MAX_PEERS = 4096
 
 
 @dataclass
 class _Failures:
     num: int
+    since: float
     retry_at: float
     reason: str
 
@@ -34,16 +37,29 @@ class Backoff:
 
     def failed(self, peer_id: PeerId, now: float, reason: str) -> None:
         """A dial failed: the next one waits up to twice as long as this one did, at most :data:`MOST_S` seconds."""
-        num = self._failures[peer_id].num + 1 if peer_id in self._failures else 1
+        before = self._failures.get(peer_id)
+        num, since = (before.num + 1, before.since) if before is not None else (1, now)
         wait_s = min(FIRST_S * 2 ** (num - 1), MOST_S) * self._rng.uniform(0.5, 1.0)
-        self._failures[peer_id] = _Failures(num, now + wait_s, reason)
+        self._failures[peer_id] = _Failures(num, since, now + wait_s, reason)
         self._failures.move_to_end(peer_id)
         if len(self._failures) > MAX_PEERS:
             self._failures.popitem(last=False)
 
     def forget(self, peer_id: PeerId) -> None:
-        """It was reached, came by itself, or has another address: dial at once."""
+        """It has another address: dial at once."""
         self._failures.pop(peer_id, None)
+
+    def connected(self, peer_id: PeerId, now: float) -> None:
+        """It was reached, or came by itself.
+
+        If it had been out of reach, a cut of the network may be over: those that were lost with it are dialled at once,
+        too. Else a peer that comes back goes without half of the others for as long as :data:`MOST_S`.
+        """
+        back = self._failures.pop(peer_id, None)
+        if back is not None:
+            for failures in self._failures.values():
+                if failures.since >= back.since - TOGETHER_S:
+                    failures.retry_at = min(failures.retry_at, now)
 
     def check(self, peer_id: PeerId, now: float) -> None:
         """Raises ``Unavailable`` while it is too early for another dial, with why the last one failed."""

@@ -402,7 +402,7 @@ class Endpoint:
         """Enter a connection; from now on it is used for calls, and :meth:`_run` must follow."""
         seen = seen_from_outside(stream.remote, addresses, stream.remote_host)
         self.learn(stream.remote, seen, Source.ANNOUNCED)
-        self._backoff.forget(stream.remote)
+        self._backoff.connected(stream.remote, asyncio.get_running_loop().time())
         connection = ControlConnection(
             stream, not addresses, self._handlers, self._config, self.counters, is_dialled=is_dialled
         )

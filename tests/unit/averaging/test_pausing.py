@@ -4,13 +4,13 @@ import asyncio
 from collections.abc import Iterator
 
 from manyhands.averaging.pausing import Condition, Pausing
-from manyhands.runtime.bell import Bell
+from manyhands.runtime.waker import Waker
 
 ONE, TWO = memoryview(b"1"), memoryview(b"2")
 
 
 async def test_on_a_loop_it_ends_at_once_and_goes_on_when_the_condition_holds() -> None:
-    bell, is_there = Bell(), [False]
+    waker, is_there = Waker(), [False]
 
     def source() -> Iterator[memoryview | Condition]:
         yield ONE
@@ -18,7 +18,7 @@ async def test_on_a_loop_it_ends_at_once_and_goes_on_when_the_condition_holds() 
             yield lambda: is_there[0]
         yield TWO
 
-    pieces = Pausing(source(), bell)
+    pieces = Pausing(source(), waker)
     await pieces.wait()
     assert list(pieces) == [ONE]
     assert not pieces.is_over
@@ -27,18 +27,18 @@ async def test_on_a_loop_it_ends_at_once_and_goes_on_when_the_condition_holds() 
     await asyncio.sleep(0)
     assert not waiting.done()
     is_there[0] = True
-    bell.ring()
+    waker.wake()
     await asyncio.wait_for(waiting, 5.0)
     assert list(pieces) == [TWO]
     assert pieces.is_over
 
 
 def test_a_thread_waits_a_moment_itself_and_then_ends() -> None:
-    bell, asked = Bell(), [0]
+    waker, asked = Waker(), [0]
 
     def after_three() -> bool:
         asked[0] += 1
-        bell.ring()
+        waker.wake()
         return asked[0] > 3
 
     def source() -> Iterator[memoryview | Condition]:
@@ -47,7 +47,7 @@ def test_a_thread_waits_a_moment_itself_and_then_ends() -> None:
         yield lambda: False
         yield TWO
 
-    pieces = Pausing(source(), bell)
+    pieces = Pausing(source(), waker)
     assert list(pieces) == [ONE]
     assert not pieces.is_over
     assert list(pieces) == [TWO]
@@ -55,10 +55,10 @@ def test_a_thread_waits_a_moment_itself_and_then_ends() -> None:
 
 
 async def test_it_begins_when_it_may() -> None:
-    bell, may_begin = Bell(), [False]
-    waiting = asyncio.ensure_future(Pausing(iter([ONE]), bell, lambda: may_begin[0]).wait())
+    waker, may_begin = Waker(), [False]
+    waiting = asyncio.ensure_future(Pausing(iter([ONE]), waker, lambda: may_begin[0]).wait())
     await asyncio.sleep(0)
     assert not waiting.done()
     may_begin[0] = True
-    bell.ring()
+    waker.wake()
     await asyncio.wait_for(waiting, 5.0)

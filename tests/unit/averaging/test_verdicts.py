@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.averaging.agreement import checked
 from manyhands.averaging.messages import Group, JoinResponse, Order, Part, Verdict, Vote
+from manyhands.averaging.verdict_checks import checked
 from manyhands.base.errors import ProtocolViolation
 from manyhands.base.identity import PeerId
 from tests.unit.averaging.groups import group_of, peer

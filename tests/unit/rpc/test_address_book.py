@@ -96,3 +96,31 @@ def test_the_wait_after_a_failure_doubles_up_to_a_bound_and_has_jitter() -> None
     assert len({round(wait, 2) for wait in waits[6:]}) > 1
     backoff.forget(PEER)
     backoff.check(PEER, now)
+
+
+def test_a_peer_that_is_back_has_those_dialled_at_once_that_were_lost_with_it() -> None:
+    """And only those: who was gone long before is not back for it."""
+    long_gone, cut_off, back = (identity_of(number).peer_id for number in range(3))
+    backoff = Backoff(random.Random(1))
+    backoff.failed(long_gone, 0.0, "connection refused")
+    for now in (100.0, 110.0, 120.0, 130.0, 140.0):
+        backoff.failed(long_gone, now, "connection refused")
+        backoff.failed(back, now, "no answer")
+        backoff.failed(cut_off, now + 3.0, "no answer")
+    backoff.connected(back, 143.5)
+    backoff.check(back, 143.5)
+    backoff.check(cut_off, 143.5)
+    with pytest.raises(Unavailable):
+        backoff.check(long_gone, 143.5)
+    backoff.failed(cut_off, 144.0, "no answer")
+    with pytest.raises(Unavailable, match=r"dialled again in (7|8|9|1\d)"):
+        backoff.check(cut_off, 144.0)
+
+
+def test_a_peer_that_was_never_out_of_reach_says_nothing_of_the_others() -> None:
+    other, lost = (identity_of(number).peer_id for number in range(2))
+    backoff = Backoff(random.Random(1))
+    backoff.failed(lost, 0.0, "no answer")
+    backoff.connected(other, 0.0)
+    with pytest.raises(Unavailable):
+        backoff.check(lost, 0.0)

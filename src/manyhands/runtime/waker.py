@@ -9,48 +9,48 @@ from collections.abc import Callable
 from contextlib import suppress
 
 
-class Bell:
-    """Tasks of one loop, and threads, wait for something that any thread may bring about, and then rings."""
+class Waker:
+    """Tasks of one loop, and threads, wait for something that any thread may bring about, and then wakes them."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Future[None]] = set()
         self._threads: set[threading.Event] = set()
 
     async def wait_until(self, holds: Callable[[], bool]) -> None:
-        """Return once ``holds()`` is true; it is asked now, and after each ring. No bound: put one around it."""
+        """Return once ``holds()`` is true; it is asked now, and after each call of :meth:`wake`. No bound: put one around it."""
         while True:
-            rung = asyncio.get_running_loop().create_future()
-            self._tasks.add(rung)  # before it asks: a ring between the two is heard
+            woken = asyncio.get_running_loop().create_future()
+            self._tasks.add(woken)  # before it asks: a call between the two is heard
             try:
                 if holds():
                     return
-                await rung
+                await woken
             finally:
-                self._tasks.discard(rung)
+                self._tasks.discard(woken)
 
     def block_until(self, holds: Callable[[], bool], timeout_s: float) -> bool:
         """As :meth:`wait_until`, but the thread waits; False if it did so for ``timeout_s`` in vain."""
         deadline = time.monotonic() + timeout_s
-        rung = threading.Event()
-        self._threads.add(rung)
+        woken = threading.Event()
+        self._threads.add(woken)
         try:
             while not holds():
-                if not rung.wait(deadline - time.monotonic()):
+                if not woken.wait(deadline - time.monotonic()):
                     return holds()
-                rung.clear()
+                woken.clear()
             return True
         finally:
-            self._threads.discard(rung)
+            self._threads.discard(woken)
 
-    def ring(self) -> None:
+    def wake(self) -> None:
         """Something has changed. Any thread may call this."""
         for thread in list(self._threads):
             thread.set()
-        for rung in list(self._tasks):
+        for woken in list(self._tasks):
             with suppress(RuntimeError):  # the loop is closed: nobody waits
-                rung.get_loop().call_soon_threadsafe(_end, rung)
+                woken.get_loop().call_soon_threadsafe(_end, woken)
 
 
-def _end(rung: asyncio.Future[None]) -> None:
-    if not rung.done():
-        rung.set_result(None)
+def _end(woken: asyncio.Future[None]) -> None:
+    if not woken.done():
+        woken.set_result(None)

@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+from manyhands.runtime.waker import Waker
+
+
+async def test_a_task_hears_another_thread() -> None:
+    waker, done = Waker(), threading.Event()
+
+    def work() -> None:
+        waker.wake()  # nothing has changed yet
+        done.set()
+        waker.wake()
+
+    waiting = asyncio.ensure_future(waker.wait_until(done.is_set))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    threading.Thread(target=work).start()
+    await asyncio.wait_for(waiting, 5.0)
+
+
+async def test_what_holds_already_is_not_waited_for() -> None:
+    await asyncio.wait_for(Waker().wait_until(lambda: True), 5.0)
+    assert Waker().block_until(lambda: True, 0.0)
+
+
+async def test_all_who_wait_are_woken_and_forgotten() -> None:
+    waker, done = Waker(), threading.Event()
+    waiting = [asyncio.ensure_future(waker.wait_until(done.is_set)) for _ in range(3)]
+    cancelled = asyncio.ensure_future(waker.wait_until(lambda: False))
+    await asyncio.sleep(0)
+    cancelled.cancel()
+    done.set()
+    waker.wake()
+    await asyncio.wait_for(asyncio.gather(*waiting), 5.0)
+    await asyncio.gather(cancelled, return_exceptions=True)
+    assert not waker._tasks
+
+
+def test_a_thread_waits_for_another_one_and_no_longer_than_it_was_told() -> None:
+    waker, done = Waker(), threading.Event()
+    threading.Timer(0.05, lambda: (done.set(), waker.wake())).start()
+    assert waker.block_until(done.is_set, 5.0)
+    began = time.monotonic()
+    assert not waker.block_until(lambda: False, 0.05)
+    assert time.monotonic() - began >= 0.05
+    assert not waker._threads
+
+
+def test_a_closed_loop_is_not_in_the_way() -> None:
+    waker = Waker()
+
+    async def main() -> None:
+        waiting = asyncio.ensure_future(waker.wait_until(lambda: False))
+        await asyncio.sleep(0)
+        waker._tasks.update({asyncio.get_running_loop().create_future()})
+        waiting.cancel()
+
+    asyncio.run(main())
+    waker.wake()
