@@ -10,14 +10,14 @@ from contextlib import suppress
 
 
 class Waker:
-    """Tasks of one loop, and threads, wait for something that any thread may bring about, and then wakes them."""
+    """Tasks of one loop, and threads, wait for something that any thread may bring about and then tells."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Future[None]] = set()
         self._threads: set[threading.Event] = set()
 
     async def wait_until(self, holds: Callable[[], bool]) -> None:
-        """Return once ``holds()`` is true; it is asked now, and after each call of :meth:`wake`. No bound: put one around it."""
+        """Return once ``holds()`` is true; asked now, and after each :meth:`wake`. No bound: put one around it."""
         while True:
             woken = asyncio.get_running_loop().create_future()
             self._tasks.add(woken)  # before it asks: a call between the two is heard
