@@ -101,6 +101,7 @@ class RoundTrigger(Generic[T]):
             await asyncio.wait(tasks)
 
     def _due(self) -> None:
+        self._timer = None  # which would keep this round, and its mean, until the collector comes
         self._is_due = True
         self._go_on()
 

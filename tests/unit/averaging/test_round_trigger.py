@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import AsyncIterator
 
 import pytest
@@ -151,3 +153,29 @@ async def test_when_one_calls_off_the_others_go_on(tasks: TaskOwner) -> None:
         results = await asyncio.gather(*(trigger.result(SOON_S) for trigger in triggers), return_exceptions=True)
     assert isinstance(results[2], RoundAborted)
     assert [result.num_members for result in results[:2]] == [2, 2]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("is_planned_ahead", [False, True])
+async def test_what_it_came_to_is_gone_with_it(tasks: TaskOwner, is_planned_ahead: bool) -> None:
+    """Not when the collector comes: the mean may be as large as the model."""
+
+    async def attempt() -> torch.Tensor:
+        return torch.ones(3)
+
+    async def search() -> None:
+        await asyncio.sleep(60.0)
+
+    gc.collect()
+    gc.disable()
+    try:
+        trigger: RoundTrigger[torch.Tensor] = RoundTrigger(tasks, search if is_planned_ahead else None)
+        trigger.schedule(now())
+        await asyncio.sleep(0.001)
+        trigger.allow(attempt)
+        mean = weakref.ref(await trigger.result(SOON_S))
+        trigger.cancel()
+        await trigger.over()
+        del trigger
+        assert mean() is None
+    finally:
+        gc.enable()
