@@ -24,7 +24,7 @@ class System:
     def __init__(
         self, rank: int, num_peers: int, numel: int, codecs: Sequence[str], folder: str, *, host: str = "127.0.0.1"
     ) -> None:
-        prepare_kernels(numel)
+        prepare_kernels(numel, "auto")
         self._vector_N = torch.zeros(numel)
         self._result_N: torch.Tensor | None = None
         self._peers = {codec: Peer(listen=[f"/ip4/{host}/tcp/0"]) for codec in codecs}

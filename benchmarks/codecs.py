@@ -116,7 +116,7 @@ def main() -> None:
     parser.add_argument("--json", type=json_path, metavar="FILE", help="write the figures there, too")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    prepare_kernels(arguments.numel)
+    prepare_kernels(arguments.numel, "auto")
     values_N = torch.randn(arguments.numel, generator=torch.Generator().manual_seed(1))
     results = []
     subjects: dict[str, Codec | None] = {"memcpy": None, **CODECS}

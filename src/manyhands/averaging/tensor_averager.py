@@ -109,7 +109,7 @@ class Averager:
         self._is_closed = False
         self._is_stepping = threading.Lock()
         config = averaging or AveragingConfig()
-        prepare_kernels(self._tensors.numel)
+        prepare_kernels(self._tensors.numel, config.codec)
         self._participation = Participation(peer.presence, run_id, self._tensors, config)
         peer.run(self._participation.start(), START_TIMEOUT_S, "joining the averaging")
 

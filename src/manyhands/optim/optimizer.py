@@ -115,7 +115,7 @@ class Optimizer(OptimizerWrapper):
         self._advice = Advice(target_batch_size)
         self._failures = 0
         self._was_alone = False
-        prepare_kernels(sum(parameter.numel() for parameter in self._replica.model_parameters))
+        prepare_kernels(sum(parameter.numel() for parameter in self._replica.model_parameters), averaging.codec)
         extra = dict(must_match or {}) | options.facts()
         manifest = manifest_of(self._replica, run_id, target_batch_size, averaging, extra)
         self._collaboration = Collaboration(

@@ -50,7 +50,7 @@ def who_works(request: pytest.FixtureRequest) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "_modules", {})
         if request.param == "compiled":
-            kernels.prepare(kernels.MIN_NUMEL)
+            kernels.prepare(kernels.MIN_NUMEL, "auto")
             patch.setattr(kernels, "MIN_NUMEL", 1)
         yield
 

@@ -19,7 +19,7 @@ ODD_ONES = {"huge": 3e38, "tiny": 1e-40, "zero": 0.0, "minus zero": -0.0, "large
 @pytest.fixture(autouse=True)
 def ready(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "_modules", {})
-    kernels.prepare(NUMEL)
+    kernels.prepare(NUMEL, "auto")
 
 
 def values(scale: float = 1.0, numel: int = NUMEL) -> torch.Tensor:
@@ -47,7 +47,15 @@ def test_they_are_there_and_used() -> None:
 
 def test_short_vectors_do_without(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "_modules", {})
-    kernels.prepare(kernels.MIN_NUMEL - 1)
+    kernels.prepare(kernels.MIN_NUMEL - 1, "int8")
+    assert kernels.kernel("int8", "encode", values(), encoded(INT8, values())) is None
+
+
+def test_who_wants_a_codec_without_kernels_pays_for_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_modules", {})
+    monkeypatch.setattr(kernels, "_load", lambda codec: pytest.fail(f"{codec} is loaded"))
+    for codec in ("none", "bf16", "int4"):
+        kernels.prepare(NUMEL, codec)
     assert kernels.kernel("int8", "encode", values(), encoded(INT8, values())) is None
 
 

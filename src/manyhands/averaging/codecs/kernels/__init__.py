@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from manyhands.averaging.config import AUTO
+
 logger = logging.getLogger(__name__)
 
 MIN_NUMEL = 1 << 14
@@ -22,18 +24,24 @@ MIN_NUMEL = 1 << 14
 
 SLOW_S = 1.0
 
+CODECS = ("int8", "fp16")
+
 _modules: dict[str, ModuleType | None] = {}
 
 
-def prepare(numel: int) -> None:
+def prepare(numel: int, codec: str) -> None:
     """Make the kernels ready for vectors of so many values; any thread may call it.
 
     Nothing is done if they are ready, cannot be had on this machine, or there is nothing to gain.
+
+    Args:
+        codec: the one that is wanted, as in :class:`manyhands.averaging.AveragingConfig`: one without kernels does
+            without the compiler, which takes about 40 MB.
     """
-    if _modules or numel < MIN_NUMEL:
+    if _modules or numel < MIN_NUMEL or codec not in (*CODECS, AUTO):
         return
     began = time.monotonic()
-    loaded = {codec: _load(codec) for codec in ("int8", "fp16")}
+    loaded = {codec: _load(codec) for codec in CODECS}
     if (seconds := time.monotonic() - began) > SLOW_S:
         logger.info("making the kernels of the codecs ready took %.1f s; the next time they are only loaded", seconds)
     _modules.update(loaded)
