@@ -8,7 +8,8 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any, Generic, TypeVar
 
-from manyhands.base.errors import RoundAborted
+from manyhands.base.errors import RoundAborted, Unavailable
+from manyhands.base.forgetting import without_frames
 from manyhands.runtime import TaskOwner
 
 logger = logging.getLogger(__name__)
@@ -129,7 +130,8 @@ class RoundTrigger(Generic[T]):
         except Exception as error:  # noqa: BLE001 (raised where the result is awaited)
             if self.stage is Stage.RUNNING:
                 self.stage = Stage.DONE
-                self._result.set_exception(error)
+                is_expected = isinstance(error, (RoundAborted, Unavailable))
+                self._result.set_exception(without_frames(error) if is_expected else error)
         else:
             if self.stage is Stage.RUNNING:
                 self.stage = Stage.DONE

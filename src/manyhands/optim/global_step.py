@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from manyhands.averaging.messages import Position, RoundManifest
-from manyhands.base.errors import ManyhandsError
+from manyhands.base.errors import ManyhandsError, RoundAborted, Unavailable
+from manyhands.base.forgetting import without_frames
 from manyhands.base.identity import PeerId
 from manyhands.optim.accumulator import Contribution
 from manyhands.optim.averaged import Averaged
@@ -110,6 +111,8 @@ class GlobalStep:
             if self._averaged_N is not None:
                 await asyncio.get_running_loop().run_in_executor(None, self.advance)
             await self.announce(collaboration)
+        except (RoundAborted, Unavailable) as error:
+            self.error = without_frames(error)
         except Exception as error:  # noqa: BLE001 (it is the training thread's, which raises it)
             self.error = error
         else:

@@ -12,6 +12,7 @@ from manyhands.averaging.codecs import prepare_kernels
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import RoundManifest
 from manyhands.base.errors import ConfigError, RoundAborted, Timeout, Unavailable
+from manyhands.base.forgetting import without_frames
 from manyhands.optim.accumulator import GradientAccumulator
 from manyhands.optim.advice import Advice
 from manyhands.optim.collaboration import Collaboration, Decision
@@ -276,7 +277,7 @@ class Optimizer(OptimizerWrapper):
         try:
             step.committed(self._membership.average(step.contribution))
         except (RoundAborted, Unavailable) as error:
-            step.error = error
+            step.error = without_frames(error)
             self._end_step(step)
         except BaseException:
             self._give_up(step)
