@@ -21,11 +21,13 @@ class Contribution:
             host.
         samples: behind it.
         weight: of the vector, in the unit over which the loss is a mean: samples, unless the caller says otherwise.
+        since_step: the global step of the parameters that the oldest of it was computed on.
     """
 
     mean_N: torch.Tensor
     samples: int
     weight: float
+    since_step: int = 0
 
 
 class GradientAccumulator:
@@ -35,6 +37,11 @@ class GradientAccumulator:
 
     Memory: one vector of the size of the parameters, in float32, on their device; and while a contribution is out and
     more is added, another one on the host.
+
+    Attributes:
+        samples, weight: added so far.
+        since_step: the global step of the parameters that the oldest of it was computed on.
+        was_out: something of it was handed out before, for a step that failed.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -46,19 +53,22 @@ class GradientAccumulator:
         self._spare_N: torch.Tensor | None = None  # its values mean nothing
         self.samples = 0
         self.weight = 0.0
+        self.since_step = 0
+        self.was_out = False
 
     @torch.no_grad()
-    def add(self, samples: int, weight: float | None = None, grad_scale: float = 1.0) -> bool:
+    def add(self, samples: int, weight: float | None = None, grad_scale: float = 1.0, at_step: int = 0) -> bool:
         """Add the current ``.grad`` of all parameters, the gradient of a mean over ``weight``, by default the samples.
 
         Returns False, and adds nothing, when a gradient is not finite.
 
         Args:
             grad_scale: by which the loss was multiplied.
+            at_step: global step of the parameters that it was computed on.
         """
         weight = float(samples) if weight is None else weight
         if weight == 0:
-            self.samples += samples
+            self._count(samples, 0.0, at_step)
             return True
         gradients = [None if parameter.grad is None else parameter.grad.to_dense() for parameter in self._parameters]
         if not are_finite([gradient for gradient in gradients if gradient is not None]):
@@ -76,9 +86,13 @@ class GradientAccumulator:
             mean.copy_(gradient) if is_first else mean.lerp_(gradient, share)
         used = torch.tensor([0.0 if gradient is None else 1.0 for gradient in gradients]).to(shares)
         shares.copy_(used) if is_first else shares.lerp_(used, share)
+        self._count(samples, weight, at_step)
+        return True
+
+    def _count(self, samples: int, weight: float, since_step: int) -> None:
+        self.since_step = min(self.since_step, since_step) if self.samples else since_step
         self.samples += samples
         self.weight += weight
-        return True
 
     def freeze(self) -> Contribution:
         """Hand out what was added so far, and begin anew."""
@@ -86,11 +100,11 @@ class GradientAccumulator:
         if self.weight == 0:
             mean_N.zero_()
         if self._device == HOST:
-            contribution = Contribution(mean_N, self.samples, self.weight)
             self._buffer_N = None
         else:
-            contribution = Contribution(self._copied_to_host(mean_N), self.samples, self.weight)
-        self.samples, self.weight = 0, 0.0
+            mean_N = self._copied_to_host(mean_N)
+        contribution = Contribution(mean_N, self.samples, self.weight, self.since_step)
+        self.reset()
         return contribution
 
     def take_back(self, contribution: Contribution) -> None:
@@ -107,8 +121,9 @@ class GradientAccumulator:
                 self._spare_N = contribution.mean_N
         else:
             self._spare_N = contribution.mean_N
-        self.samples += contribution.samples
-        self.weight += contribution.weight
+        if contribution.samples:
+            self._count(contribution.samples, contribution.weight, contribution.since_step)
+            self.was_out = True
 
     def recycle(self, contribution: Contribution) -> None:
         """The step was made: the memory is free."""
@@ -116,7 +131,7 @@ class GradientAccumulator:
 
     def reset(self) -> None:
         """Forget everything."""
-        self.samples, self.weight = 0, 0.0
+        self.samples, self.weight, self.since_step, self.was_out = 0, 0.0, 0, False
 
     def _buffer(self) -> torch.Tensor:
         if self._buffer_N is None:

@@ -26,6 +26,7 @@ class Averaged:
         num_peers: that averaged together.
         averaging_s: seconds, without the search for the group.
         members: who makes the same step.
+        contributors: whose samples count in it; None in a grid, of which nobody knows all groups.
         is_left_out: what this peer brought is not in it.
         num_rounds, num_committed: of the step, and of these how many committed here.
         disagreement: in a grid, how far apart the parameters of the peers were before the step, if that is known: the
@@ -39,6 +40,7 @@ class Averaged:
     num_peers: int
     averaging_s: float
     members: list[PeerId] = field(default_factory=list)
+    contributors: list[PeerId] | None = None
     parameters_N: torch.Tensor | None = None
     is_left_out: bool = False
     num_rounds: int = 1
@@ -57,6 +59,7 @@ def averaged_in_one_group(result: CommittedRound, position: Position, own_id: Pe
         result.num_members,
         result.seconds - result.matchmaking_s,
         list(manifest.members),
+        [member for member, of_member in zip(manifest.members, manifest.weights, strict=True) if of_member > 0],
         is_left_out=weight > 0 and not manifest.weights[manifest.members.index(own_id)] > 0,
     )
 

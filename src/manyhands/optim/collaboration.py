@@ -13,7 +13,7 @@ import torch
 
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import Position
-from manyhands.averaging.rounds import RoundRunner
+from manyhands.averaging.rounds import Phase, RoundRunner
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ManyhandsError, RoundAborted, Unavailable
 from manyhands.base.identity import PeerId
@@ -105,6 +105,8 @@ class Collaboration:
         self._is_silent = is_silent
         self._due_at: tuple[Position, float] | None = None  # since when (loop time)
         self._num_vain_loads = 0  # since this peer took part in a round
+        self.in_group_from: Position | None = None
+        """From where the last round led on whose group has formed with this peer in it."""
         self._rng = presence.rng
         self._parts = AsyncExitStack()
         self._tasks = TaskOwner("collaboration")
@@ -141,6 +143,7 @@ class Collaboration:
                 self._rng,
                 shapes=_shapes_of(manifest),
             )
+            self._rounds.on_phase.append(self._note_phase)
             parts.push_async_callback(self._rounds.close)
             parts.push_async_callback(self._tasks.close)
             lead = 0 if self._is_silent else self._batch_size_lead  # nobody waits for a silent peer
@@ -161,6 +164,10 @@ class Collaboration:
             await self.tracker.refresh()
             self._parts = parts.pop_all()
         presence.on_close.append(self.close)
+
+    def _note_phase(self, phase: Phase) -> None:
+        if phase is Phase.FORMED:
+            self.in_group_from = self._local.position
 
     def _look_ahead(self) -> None:
         """There is news of the others."""

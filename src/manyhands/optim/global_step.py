@@ -30,8 +30,10 @@ class GlobalStep:
 
     Attributes:
         contribution: this peer's part.
+        left_from: where the step was begun.
         manifest: of the round, in a grid of the last one; None for a step made alone, or while there is none.
         is_left_out: the group left out what this peer has contributed.
+        is_in_grid: it had several rounds.
         disagreement: see :class:`manyhands.optim.averaged.Averaged`.
         averaging_s: seconds of the round, without the search for the group.
         error: why there is no step; the contribution counts in the next attempt.
@@ -44,8 +46,10 @@ class GlobalStep:
 
     def __init__(self, replica: Replica, contribution: Contribution) -> None:
         self.contribution = contribution
+        self.left_from = replica.position
         self.manifest: RoundManifest | None = None
         self.is_left_out = False
+        self.is_in_grid = False
         self.disagreement: float | None = None
         self.averaging_s = 0.0
         self.error: BaseException | None = None
@@ -58,7 +62,7 @@ class GlobalStep:
         self._averaged_N: torch.Tensor | None = None
         self._parameters_N: torch.Tensor | None = None
         self._members: list[PeerId] = []
-        self._is_in_grid = False
+        self._contributors: list[PeerId] | None = None
         self._lineage = b""
         self._samples = 0
 
@@ -72,6 +76,7 @@ class GlobalStep:
         self._averaged_N = self.contribution.mean_N
         self._lineage = hashlib.sha256(self._replica.position.lineage + b"alone" + own_id.encode()).digest()
         self._samples = round(self.contribution.weight)
+        self._contributors = [own_id]
 
     def committed(self, averaged: Averaged) -> None:
         """The averaging is over, and its result counts."""
@@ -80,7 +85,8 @@ class GlobalStep:
         self.averaging_s = averaged.averaging_s
         self._averaged_N, self._parameters_N = averaged.mean_N, averaged.parameters_N
         self._lineage, self._samples, self._members = averaged.lineage, averaged.samples, averaged.members
-        self._is_in_grid = averaged.num_rounds > 1
+        self._contributors = averaged.contributors
+        self.is_in_grid = averaged.num_rounds > 1
         logger.info("Averaged tensors successfully with %d peers", averaged.num_peers)
 
     def advance(self) -> None:
@@ -90,7 +96,9 @@ class GlobalStep:
         spare_N = self.contribution.mean_N if averaged_N is not self.contribution.mean_N else None
         self.is_spoiled = True
         parameters_N, self._parameters_N = self._parameters_N, None
-        self.refusal = self._replica.advance(averaged_N, self._lineage, self._samples, spare_N, parameters_N)
+        self.refusal = self._replica.advance(
+            averaged_N, self._lineage, self._samples, spare_N, parameters_N, self._contributors
+        )
         self.is_spoiled, self.has_moved = False, True
 
     async def announce(self, collaboration: Collaboration) -> None:
@@ -100,7 +108,7 @@ class GlobalStep:
             position = Position(replica.position.step + 1, self._lineage)
             await collaboration.fall_behind(position, replica.lineage_samples + self._samples, self._members)
         else:
-            sketch = replica.sketch() if self._is_in_grid else b""
+            sketch = replica.sketch() if self.is_in_grid else b""
             await collaboration.move(replica.position, replica.lineage_samples, self._members, sketch)
 
     async def run(self, collaboration: Collaboration) -> None:

@@ -13,7 +13,6 @@ from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import RoundManifest
 from manyhands.base.errors import ConfigError, RoundAborted, Timeout, Unavailable
 from manyhands.base.forgetting import without_frames
-from manyhands.optim.accumulator import GradientAccumulator
 from manyhands.optim.advice import Advice
 from manyhands.optim.collaboration import Collaboration, Decision
 from manyhands.optim.config import ProgressConfig
@@ -22,6 +21,7 @@ from manyhands.optim.joining import manifest_of
 from manyhands.optim.membership import Membership
 from manyhands.optim.options import Delay, OptimizerMaker, Options, averaging_of, checked_batch, made_optimizer
 from manyhands.optim.replica import Replica, SchedulerMaker
+from manyhands.optim.samples import Samples
 from manyhands.optim.speed import SpeedMeter
 from manyhands.optim.statistics import Statistics
 from manyhands.optim.wrapper import OptimizerWrapper
@@ -104,13 +104,12 @@ class Optimizer(OptimizerWrapper):
         averaging = averaging_of(averaging, matchmaking_time_s, averaging_timeout_s)
         super().__init__(made_optimizer(optimizer, params))
         self.wrap(Replica(self.inner, scheduler, max_grad_norm=max_grad_norm, offload=options.has_host_copy))
-        self.statistics = Statistics()
         self.last_round: RoundManifest | None = None
         """The manifest of the round behind the current global step; None for a step made alone or loaded."""
         self.last_contribution = 0
         """This peer's samples in the current global step."""
         self._peer = peer
-        self._accumulator = GradientAccumulator(self._replica.model_parameters)
+        self._samples = Samples(peer.peer_id, self._replica)
         self._current: GlobalStep | None = None  # that is being made; between calls of step(), in the background
         self._speed = SpeedMeter()
         self._advice = Advice(target_batch_size)
@@ -133,6 +132,11 @@ class Optimizer(OptimizerWrapper):
         return self._shown_step
 
     @property
+    def statistics(self) -> Statistics:
+        """What it has done so far."""
+        return self._samples.statistics
+
+    @property
     def num_peers(self) -> int:
         """Peers at this peer's global step, with this one, as last read."""
         return self._collaboration.tracker.progress.num_peers
@@ -141,7 +145,7 @@ class Optimizer(OptimizerWrapper):
     def samples_accumulated(self) -> int:
         """This peer's samples towards the next global step, or in one that is being made."""
         waiting = self._current.contribution.samples if self._current is not None else 0
-        return self._accumulator.samples + waiting
+        return self._samples.waiting + waiting
 
     @property
     def is_stepping(self) -> bool:
@@ -171,17 +175,17 @@ class Optimizer(OptimizerWrapper):
         Raises:
             ConfigError: no batch size was given.
         """
-        loss = None
+        loss, at_step = None, self._shown_step
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         if self._current is not None and self._current.is_done:
             self._end_step(self._current)
-        self._accumulate(batch_size, weight)
+        self._accumulate(batch_size, weight, at_step)
         if self._current is None:
-            self._act_on(self._membership.decide(self._accumulator.samples, self._speed))
+            self._act_on(self._membership.decide(self._samples.waiting, self._speed))
         else:
-            self._membership.report(self._accumulator.samples, self._speed, self._current)
+            self._membership.report(self._samples.waiting, self._speed, self._current)
         self._speed.resume(self._peer.time())
         return loss
 
@@ -227,12 +231,13 @@ class Optimizer(OptimizerWrapper):
         """
         self.settle()
         super().load_state_dict(state_dict)
-        self._moved_elsewhere("a checkpoint was loaded")
+        self._samples.drop_waiting("a checkpoint was loaded")
+        self._moved_elsewhere()
         self._membership.announce_position()
 
     # micro-batches
 
-    def _accumulate(self, batch_size: int | None, weight: float | None) -> None:
+    def _accumulate(self, batch_size: int | None, weight: float | None, at_step: int) -> None:
         if self._options.auxiliary:
             if batch_size or weight:
                 raise ConfigError("an auxiliary peer has no batches: call step() without a batch size")
@@ -242,26 +247,23 @@ class Optimizer(OptimizerWrapper):
         if samples == 0:
             return
         self._speed.count(samples, self._peer.time())
-        self.statistics.samples_computed += samples
         if self._speed.batch_s > 0 and (advice := self._advice.after_batch(self._speed.batch_s, samples)):
             logger.info("%s", advice)
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)  # of a GradScaler
-        if found_inf is not None and float(found_inf) > 0:
-            self.statistics.samples_dropped += samples
-            logger.info("the scaled gradients overflowed: the %d samples of this micro-batch are dropped", samples)
-        elif not self._accumulator.add(samples, weight, 1.0 if scale is None else float(scale)):
-            self.statistics.samples_dropped += samples
-            logger.warning("a gradient of this micro-batch is not finite; its %d samples are dropped", samples)
+        is_overflow = found_inf is not None and float(found_inf) > 0
+        self._samples.add(samples, weight, 1.0 if scale is None else float(scale), at_step, is_overflow=is_overflow)
 
     # global steps
 
     def _act_on(self, decision: Decision) -> None:
         if decision is Decision.LOAD_STATE:
+            before, in_group_from = self._replica.position, self._collaboration.in_group_from
             if self._membership.load_state():
                 self.statistics.states_loaded += 1
-                self._moved_elsewhere("they were computed on other parameters")
+                self._samples.load(before, in_group_from)
+                self._moved_elsewhere()
         elif decision is Decision.AVERAGE:
-            if self._options.allow_solo and self._failures >= FAILURES_UNTIL_ADVICE and self._accumulator.samples:
+            if self._options.allow_solo and self._failures >= FAILURES_UNTIL_ADVICE and self._samples.waiting:
                 self._step_alone()
             else:
                 self._average()
@@ -295,16 +297,11 @@ class Optimizer(OptimizerWrapper):
 
     def _begin_step(self) -> GlobalStep:
         self._replica.hear()
-        self._current = GlobalStep(self._replica, self._accumulator.freeze())
+        self._current = GlobalStep(self._replica, self._samples.freeze())
         return self._current
 
     def _give_up(self, step: GlobalStep) -> None:
-        """The contribution counts in the next attempt, if it is still there."""
-        if step.is_spoiled:
-            self.statistics.samples_dropped += step.contribution.samples
-            self._accumulator.recycle(step.contribution)
-        else:
-            self._accumulator.take_back(step.contribution)
+        self._samples.give_up(step)
         self._current = None
 
     def _make(self, step: GlobalStep) -> None:
@@ -340,28 +337,18 @@ class Optimizer(OptimizerWrapper):
             return
         self._current = None
         self._failures = 0
-        self._accumulator.recycle(contribution)
         counts.rounds_committed += step.manifest is not None
         counts.disagreement = step.disagreement
         counts.steps_alone += step.manifest is None
-        if step.refusal:
-            counts.updates_refused += 1
-            counts.samples_dropped += contribution.samples
-            logger.warning("Global step %d changes nothing: %s. All its samples are dropped", self.global_step,
-                           step.refusal)  # fmt: skip
-        elif step.is_left_out:
-            counts.samples_dropped += contribution.samples
-            logger.warning("The group made global step %d without this peer; its %d samples are dropped",
-                           self.global_step, contribution.samples)  # fmt: skip
-        else:
-            counts.samples_used += contribution.samples
+        counts.updates_refused += bool(step.refusal)
+        self._samples.count(step)
         if step.is_lost:
             logger.warning("The group averaged its tensors, but this peer lost the result and must load the state")
             return
         self._was_alone = step.manifest is None
         self._replica.show()
         self._show()
-        self.last_round, self.last_contribution = step.manifest, contribution.samples
+        self.last_round, self.last_contribution = step.manifest, 0 if step.is_left_out else contribution.samples
         logger.info("Optimizer step: done! Step %d, %s", self.global_step, counts.summary())
         speed = self._collaboration.tracker.progress.samples_per_second
         if step.manifest is not None and speed > 0:
@@ -375,7 +362,7 @@ class Optimizer(OptimizerWrapper):
         self.statistics.rounds_aborted += 1
         self._failures += 1
         logger.warning("Skipped averaging: %s; the %d samples of this peer count in the next attempt",
-                       error, self._accumulator.samples)  # fmt: skip
+                       error, self._samples.waiting)  # fmt: skip
         if self._failures % FAILURES_UNTIL_ADVICE == 0:
             logger.warning(
                 "%d attempts failed in a row: other peers of the run are seen, but no round with them succeeds. %s; "
@@ -384,13 +371,9 @@ class Optimizer(OptimizerWrapper):
                 "It goes on alone" if self._options.allow_solo else "This peer does not step alone",
             )
 
-    def _moved_elsewhere(self, reason: str) -> None:
-        """The parameters are not those any more that the gradients so far were computed on."""
+    def _moved_elsewhere(self) -> None:
+        """The parameters are not those after a step that this peer has made."""
         self.last_round, self.last_contribution = None, 0
-        if self._accumulator.samples:
-            self.statistics.samples_dropped += self._accumulator.samples
-            logger.warning("%d samples are dropped: %s", self._accumulator.samples, reason)
-        self._accumulator.reset()
         self._show()
 
     def _show(self) -> None:

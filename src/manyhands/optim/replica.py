@@ -15,10 +15,11 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from manyhands.averaging.messages import Position
 from manyhands.averaging.sketch import packed, sketched_indices
 from manyhands.base.errors import ConfigError
+from manyhands.base.identity import PeerId
 from manyhands.optim.flat import GradientLayout, assign_flat, flattened, values_at
 from manyhands.optim.host_copy import HostCopy
 from manyhands.optim.plain import merged, plain_part
-from manyhands.optim.state import State, capture, digest_of, parameters_of, restore, sealed, specs_of
+from manyhands.optim.state import Origin, State, capture, digest_of, parameters_of, restore, sealed, specs_of
 from manyhands.optim.update import guarded_step
 
 logger = logging.getLogger(__name__)
@@ -38,6 +39,7 @@ class Replica:
     Attributes:
         position: of the parameters that the optimizer holds; those of the model may be a step behind.
         lineage_samples: in all the steps that led there.
+        origin: the last of them; None at the begin, or if it is not known.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Replica:
         values = [tensor.detach().cpu().contiguous() for tensor in parameters_of(optimizer)]
         self.position = Position(0, hashlib.sha256(digest_of(specs_of(optimizer), b"", values)).digest())
         self.lineage_samples = 0
+        self.origin: Origin | None = None
 
     def advance(
         self,
@@ -73,6 +76,7 @@ class Replica:
         samples: int,
         spare_N: torch.Tensor | None,
         parameters_N: torch.Tensor | None = None,
+        contributors: list[PeerId] | None = None,
     ) -> str:
         """Make the next global step.
 
@@ -82,6 +86,7 @@ class Replica:
             samples: behind it, of all peers.
             spare_N: memory of the same size whose values nobody needs.
             parameters_N: averaged parameters to make the step from, as :meth:`flat_parameters` has them.
+            contributors: whose samples count in it; None if nobody knows them all.
         Returns:
             Why the update was refused, and the parameters are those of the step before; or nothing.
         """
@@ -94,6 +99,7 @@ class Replica:
             )  # fmt: skip
             self._advance_schedule(is_alone=bool(reason))
             self.lineage_samples += samples
+            self.origin = Origin(self.position, contributors)
             self.position = Position(self.position.step + 1, lineage)
         return reason
 
@@ -137,7 +143,7 @@ class Replica:
         """Copy the state; safe to call from any thread."""
         with self._lock:
             schedule = self.scheduler.state_dict() if self.scheduler is not None else {}
-            state = capture(self.optimizer, schedule, self.position, self.lineage_samples)
+            state = capture(self.optimizer, schedule, self.position, self.lineage_samples, self.origin)
         return sealed(state)
 
     def restore(self, state: State) -> None:
@@ -150,6 +156,7 @@ class Replica:
             self._set_schedule(restore(state, self.optimizer))
             self.position = state.header.position
             self.lineage_samples = state.header.lineage_samples
+            self.origin = state.header.origin
         self.show()
 
     # checkpoints
@@ -172,6 +179,7 @@ class Replica:
                 self._set_schedule(place["scheduler"])
                 self.position = Position(place["step"], bytes.fromhex(place["lineage"]))
                 self.lineage_samples = place["lineage_samples"]
+                self.origin = None
         if self.host_copy is not None:
             self.host_copy.take_over()
 

@@ -7,18 +7,19 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import torch
 
 from manyhands.averaging.member_values import bytes_of
-from manyhands.averaging.messages import Count, Position
+from manyhands.averaging.messages import Count, PeerIdText, Position
 from manyhands.optim.plain import merged, plain_part
 from manyhands.optim.run_manifest import TensorSpec
 
 MAX_STATISTICS_PER_PARAMETER = 8
 MAX_DIMENSIONS = 32
+MAX_CONTRIBUTORS = 4096
 LOCAL_OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """How an optimizer computes on this machine, not what: not part of the state, and peers need not agree."""
 
@@ -30,6 +31,18 @@ _MISFITS = (LookupError, TypeError, ValueError, AttributeError, RuntimeError)
 """What optimizers raise for statistics that are not theirs."""
 
 
+class Origin(msgspec.Struct, frozen=True):
+    """The step that led to a state.
+
+    Attributes:
+        parent: from where.
+        contributors: all peers whose samples may count in it; None where nobody knows them all, as in a grid of groups.
+    """
+
+    parent: Position
+    contributors: Annotated[list[PeerIdText], msgspec.Meta(max_length=MAX_CONTRIBUTORS)] | None = None
+
+
 class StateHeader(msgspec.Struct, frozen=True):
     """Describes a state; its tensors follow in this order, as raw little-endian bytes.
 
@@ -37,6 +50,7 @@ class StateHeader(msgspec.Struct, frozen=True):
         tensors: parameters first, then the optimizer's tensors, named ``parameter.statistic``.
         scalars: msgpack of :class:`Scalars`.
         digest: SHA-256 over ``tensors``, ``scalars`` and all bytes.
+        origin: the step that led there; None if it is not known, as after a checkpoint was loaded.
     """
 
     position: Position
@@ -44,6 +58,7 @@ class StateHeader(msgspec.Struct, frozen=True):
     tensors: list[TensorSpec]
     scalars: bytes
     digest: bytes
+    origin: Origin | None = None
 
 
 class Scalars(msgspec.Struct):
@@ -95,7 +110,11 @@ def hyper_parameters_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]
 
 
 def capture(
-    optimizer: torch.optim.Optimizer, scheduler_state: dict[str, Any], position: Position, lineage_samples: int
+    optimizer: torch.optim.Optimizer,
+    scheduler_state: dict[str, Any],
+    position: Position,
+    lineage_samples: int,
+    origin: Origin | None = None,
 ) -> State:
     """Copy the state of a run, without its digest. Nothing else may change it meanwhile."""
     parameters = parameters_of(optimizer)
@@ -112,7 +131,7 @@ def capture(
                 statistics.setdefault(str(index), {})[name] = value
     scalars = Scalars(statistics, hyper_parameters_of(optimizer), plain_part(scheduler_state))
     encoded = msgspec.msgpack.encode(scalars, order="sorted")
-    return State(StateHeader(position, lineage_samples, specs, encoded, b""), tensors)
+    return State(StateHeader(position, lineage_samples, specs, encoded, b"", origin), tensors)
 
 
 def sealed(state: State) -> State:

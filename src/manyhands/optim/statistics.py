@@ -14,6 +14,7 @@ class Statistics:
         samples_used: of these, in committed global steps.
         samples_dropped: of these, thrown away: an overflow, a refused update, or the state of another branch was
             loaded.
+        samples_carried: how many were left out of a step that the others made, and went on to the next one.
         rounds_committed, rounds_aborted: averaging rounds that this peer took part in.
         steps_alone: global steps made while nobody else was there.
         updates_refused: global steps that left the parameters as they were, since the update was not finite.
@@ -25,6 +26,7 @@ class Statistics:
     samples_computed: int = 0
     samples_used: int = 0
     samples_dropped: int = 0
+    samples_carried: int = 0
     rounds_committed: int = 0
     rounds_aborted: int = 0
     steps_alone: int = 0

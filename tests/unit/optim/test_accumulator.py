@@ -159,3 +159,21 @@ def test_sparse_gradients_are_added() -> None:
     (averaged,) = gradients_after(accumulator, [embedding.weight])
     assert averaged is not None
     assert averaged.tolist() == [[0, 0], [1, 1], [0, 0], [0, 0]]
+
+
+def test_it_knows_how_old_the_oldest_is_and_what_was_out_before() -> None:
+    (parameter,) = parameters_of((2,))
+    accumulator = GradientAccumulator([parameter])
+    parameter.grad = torch.ones(2)
+    for at_step in (4, 3, 5):
+        accumulator.add(1, at_step=at_step)
+    assert (accumulator.since_step, accumulator.was_out) == (3, False)
+    contribution = accumulator.freeze()
+    assert contribution.since_step == 3
+    accumulator.add(1, at_step=4)
+    assert (accumulator.since_step, accumulator.was_out) == (4, False)
+    accumulator.take_back(contribution)
+    assert (accumulator.since_step, accumulator.was_out) == (3, True)
+    accumulator.reset()
+    accumulator.add(1, 0.0, at_step=7)
+    assert (accumulator.since_step, accumulator.was_out) == (7, False)

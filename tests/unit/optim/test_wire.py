@@ -11,12 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands.averaging.messages import Position
+from manyhands.base.identity import PeerId
 from manyhands.dht.records import decode_value, encode_value
 from manyhands.optim.metrics import MetricsRecord
 from manyhands.optim.plain import is_plain
 from manyhands.optim.progress import ProgressRecord
 from manyhands.optim.run_manifest import RunManifest, TensorSpec, manifest_key, read_manifests
-from manyhands.optim.state import StateHeader
+from manyhands.optim.state import Origin, StateHeader
 from manyhands.optim.state_transfer import StateAnswer
 from tests.unit.optim.fake_dht import FakeDht
 
@@ -70,7 +71,10 @@ def test_manifests_survive_the_dht_with_their_fingerprint(manifest: RunManifest)
     assert read.fingerprint() == manifest.fingerprint()
 
 
-@given(st.builds(StateHeader, POSITIONS, COUNTS, SPECS, st.binary(max_size=20), st.binary(max_size=32)))
+ORIGINS = st.none() | st.builds(Origin, POSITIONS, st.none() | st.lists(TEXTS.map(PeerId), max_size=3))
+
+
+@given(st.builds(StateHeader, POSITIONS, COUNTS, SPECS, st.binary(max_size=20), st.binary(max_size=32), ORIGINS))
 def test_headers_of_states_survive_the_wire(header: StateHeader) -> None:
     answer = msgspec.msgpack.decode(msgspec.msgpack.encode(StateAnswer(header)), type=StateAnswer)
     assert answer.header == header

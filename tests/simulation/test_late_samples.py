@@ -1,0 +1,212 @@
+"""Samples of a peer that a step was made without count in the next one, if they surely were not counted: never twice.
+
+Each micro-batch has a parameter of its own, which only it changes; so the parameters say which batches have counted,
+and in which step.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from manyhands.averaging.agreement import Agreement
+from manyhands.averaging.butterfly import Butterfly
+from manyhands.averaging.matchmaking import Matchmaker
+from manyhands.averaging.messages import Position
+from manyhands.optim.statistics import Statistics
+from manyhands.testing import Fault, at, between
+from tests.simulation.swarm_of_trainers import Member, Swarm, together
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+NAMES = ("p0", "p1", "p2", "p3")
+MAX_BATCHES = 1000
+BATCH_SIZE = 4
+TARGET = 256
+"""Four peers take 8 s for it."""
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> None:
+    logging.getLogger("manyhands").setLevel(logging.ERROR)
+
+
+def new_model() -> torch.nn.Module:
+    return torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(len(NAMES) * MAX_BATCHES))])
+
+
+def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1.0)
+
+
+@dataclass
+class Marked:
+    """A swarm in which each batch leaves its mark.
+
+    Attributes:
+        made: to each position that somebody was at the one before it, and the parameters there.
+        num_batches: that each peer has computed.
+        by_used: the batches that were used, by what each peer says.
+    """
+
+    swarm: Swarm
+    made: dict[Position, tuple[Position | None, torch.Tensor]] = field(default_factory=dict)
+    num_batches: dict[str, int] = field(default_factory=dict)
+
+    def train_until(self, member: Member, until_s: float) -> None:
+        first, number = NAMES.index(member.name) * MAX_BATCHES, 0
+        (parameter,) = member.model.parameters()
+        self._note(member)
+        while member.peer.time() < until_s:
+            member.peer.sleep(0.5)
+            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad[first + number] = 1.0
+            number += 1
+            self.num_batches[member.name] = number
+            member.optimizer.step()
+            member.optimizer.zero_grad()
+            member.check_samples()
+            self._note(member)
+        member.optimizer.settle()
+        self._note(member)
+
+    def _note(self, member: Member) -> None:
+        replica = member.optimizer._replica
+        if not member.optimizer.is_stepping:
+            parent = replica.origin.parent if replica.origin is not None else None
+            held_N = torch.cat([parameter.detach().reshape(-1) for parameter in replica._parameters])
+            self.made.setdefault(replica.position, (parent, held_N.clone()))
+
+    def marks(self) -> tuple[Position, list[torch.Tensor]]:
+        """The batches that have counted in each step of the longest lineage."""
+        end = position = max(self.made, key=lambda one: one.step)
+        steps = []
+        while (parent := self.made[position][0]) is not None:
+            steps.append((self.made[position][1] != self.made[parent][1]).nonzero().flatten())
+            position = parent
+        assert position.step == 0, "the lineage is known from its begin"
+        return end, steps
+
+    def check(self) -> dict[str, Statistics]:
+        """No batch has counted in two steps; what peers say of theirs is true, or else that it is not known."""
+        end, steps = self.marks()
+        everything = torch.cat(steps)
+        assert len(everything) == len(everything.unique()), "a batch has counted twice"
+        counts = {name: member.optimizer.statistics for name, member in self.swarm.members.items()}
+        for name, one in counts.items():
+            first = NAMES.index(name) * MAX_BATCHES
+            num_marks = int(((everything >= first) & (everything < first + MAX_BATCHES)).sum())
+            if self.swarm.members[name].optimizer._replica.position == end:
+                assert one.samples_used <= num_marks * BATCH_SIZE <= one.samples_used + one.samples_dropped, (name, one)
+        return counts
+
+
+def start(marked: Marked, until_s: float, **options: Any) -> None:
+    def train(member: Member) -> None:
+        together(len(NAMES), member)
+        marked.train_until(member, until_s)
+
+    for name in NAMES:
+        marked.swarm.start(
+            name, new_model, sgd, train, **{"target_batch_size": TARGET, "batch_size_per_step": BATCH_SIZE, **options}
+        )
+
+
+PHASES: dict[str, tuple[type, str]] = {
+    "looking for a group": (Matchmaker, "find_group"),
+    "averaging": (Butterfly, "run"),
+    "voting": (Agreement, "conclude"),
+}
+FROZEN_S = 14.0
+
+
+@pytest.mark.parametrize("from_s", [16.0, 18.0, 20.0, 22.0])
+def test_a_peer_that_froze_over_one_step(from_s: float) -> None:
+    """It was in no group, or in one that left it out: the samples that it had count in the next step."""
+    swarm = Swarm(seed=41)
+    marked = Marked(swarm)
+    start(marked, 80.0)
+    swarm.world.schedule(between(from_s, from_s + FROZEN_S).freeze("p3"))
+    swarm.run()
+    counts = marked.check()
+    assert sum(one.samples_dropped for one in counts.values()) == 0
+    assert counts["p3"].states_loaded == 1
+    assert counts["p3"].samples_carried >= 4 * BATCH_SIZE
+    assert counts["p3"].samples_used >= 8 * BATCH_SIZE
+
+
+@pytest.mark.parametrize("rank", [0, 3], ids=["leader", "follower"])
+@pytest.mark.parametrize("phase", list(PHASES))
+def test_a_peer_that_froze_in_a_phase_of_a_step(phase: str, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the others made of what it had sent, and whether or not it has heard of that."""
+    swarm = Swarm(seed=42)
+    marked = Marked(swarm)
+    victim = sorted(NAMES, key=lambda name: swarm.world.identity(name).peer_id)[rank]
+    owner, method = PHASES[phase]
+    original: Callable[..., Any] = getattr(owner, method)
+    is_frozen: list[bool] = []
+
+    def freezing(self: Any, *args: Any, **kwargs: Any) -> Any:
+        member = swarm.members.get(victim)
+        if not is_frozen and member is not None and member.optimizer.global_step == 2 and is_of(self, member):
+            is_frozen.append(True)
+            loop = swarm.world.loop
+            loop.call_soon(swarm.world.freeze, victim)
+            loop.call_outside(loop.time() + FROZEN_S, swarm.world.thaw, victim)
+        return original(self, *args, **kwargs)
+
+    def is_of(part: Any, member: Member) -> bool:
+        if isinstance(part, Butterfly):
+            return part._flat_N is not None and part._rank == rank
+        rounds: Any = member.optimizer._collaboration._rounds
+        return part is rounds._matchmaker or part is rounds._agreement
+
+    monkeypatch.setattr(owner, method, freezing)
+    start(marked, 100.0)
+    swarm.run()
+    assert is_frozen
+    counts = marked.check()
+    for name, one in counts.items():
+        is_in_doubt = name == victim and phase != "looking for a group"  # what it had sent may have counted
+        assert one.samples_dropped == 0 or is_in_doubt, (name, one)
+    assert counts[victim].rounds_committed >= 5
+
+
+def chance(seed: int) -> list[Fault]:
+    """Freezes, cuts and resets, as long as a step or two."""
+    rng = random.Random(f"late {seed}")
+    faults: list[Fault] = []
+    for _ in range(6):
+        start_s = rng.uniform(12.0, 100.0)
+        during = between(start_s, start_s + rng.uniform(2.0, 20.0))
+        name = rng.choice(NAMES)
+        kind = rng.randrange(4)
+        if kind == 0:
+            faults.append(during.freeze(name))
+        elif kind == 1:
+            faults.append(during.partition({name}, set(NAMES) - {name}))
+        elif kind == 2:
+            faults.append(during.partition({name}, {rng.choice([other for other in NAMES if other != name])}))
+        else:
+            faults.append(at(start_s).reset(*rng.sample(NAMES, 2)))
+    return faults
+
+
+@pytest.mark.parametrize("delay", [None, "gradients"], ids=["synchronous", "delayed"])
+@pytest.mark.parametrize("seed", range(12))
+def test_after_any_faults_no_batch_has_counted_twice(seed: int, delay: str | None) -> None:
+    swarm = Swarm(seed=seed)
+    marked = Marked(swarm)
+    start(marked, 160.0, delay=delay)
+    swarm.world.schedule(*chance(seed))
+    swarm.run()
+    counts = marked.check().values()
+    if delay is None:  # else most of them would be two steps late
+        assert sum(one.samples_carried for one in counts) > 0
+        assert sum(one.samples_dropped for one in counts) <= 0.05 * sum(one.samples_computed for one in counts)
