@@ -21,7 +21,7 @@ test: check  ## all checks, then all tests, two at a time (ARGS='-k address' pic
 	$(PY) -m pytest -q -n 2 --dist worksteal $(ARGS)
 
 test-faults: $(VENV)/.dev  ## kill and stop real processes in each phase of a round (ARGS='--case half' picks some)
-	$(PY) -m tests.faults $(ARGS)
+	$(PY) -m tests.faults $(ARGS) && $(PY) -m tests.faults.steps
 
 fuzz: $(VENV)/.dev  ## feed all decoders with bad input for a minute (SECONDS=600 ARGS='--target frames')
 	$(PY) -m tests.fuzz --seconds $(or $(SECONDS),60) $(ARGS)

@@ -77,14 +77,22 @@ class Swarm:
         make_model: Callable[[], torch.nn.Module],
         make_optimizer: Callable[[torch.nn.Module], Any],
         train: Train,
+        *,
+        client_mode: bool = False,
         **options: Any,
     ) -> None:
-        """Start a peer; ``options`` are those of the optimizer."""
+        """Start a peer, in client mode one that nobody can dial; ``options`` are those of the optimizer."""
 
         async def program(host: Host) -> None:
-            presence = Presence(self.world.transport(host), rng=self.world.rng(name), wall_clock=host.wall_clock)
+            presence = Presence(
+                self.world.transport(host),
+                client_mode=client_mode,
+                rng=self.world.rng(name),
+                wall_clock=host.wall_clock,
+            )
             try:
-                await presence.endpoint.listen([Address.of(host.ip, 0)])
+                if not client_mode:
+                    await presence.endpoint.listen([Address.of(host.ip, 0)])
                 await join(presence.dht, self._initial_peers)
                 self._initial_peers.extend(presence.endpoint.addresses)
                 await run_blocking(lambda: live(SimPeer(presence)))

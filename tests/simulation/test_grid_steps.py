@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -268,6 +269,56 @@ def test_a_run_that_outgrows_one_group_and_shrinks_again() -> None:
     assert sum(count.states_loaded for count in counts) <= 1
     assert sum(count.samples_dropped for count in counts) <= 0.02 * sum(count.samples_computed for count in counts)
     assert apart([flat(swarm.members[name].model) for name in early]) < 1e-5
+
+
+NUM_TRAINERS, NUM_CLIENTS, NUM_AUXILIARY = 64, 12, 4
+
+
+@pytest.mark.timeout(300)
+def test_a_large_run_with_peers_behind_firewalls_and_peers_without_data() -> None:
+    """Cells of the grid stay empty, batches take from 0.4 to 1.6 s, and what each peer has in a step differs."""
+    swarm, goal = Swarm(seed=68), PARAMETERS_EVERY + 1
+    trainers = [f"p{number}" for number in range(NUM_TRAINERS)]
+    helpers = [f"h{number}" for number in range(NUM_AUXILIARY)]
+    longest = {"s": 0.0}
+    told: list[float] = []
+    ended: set[str] = set()
+
+    def train(member: Member) -> None:
+        rng, generator = random.Random(member.name), torch.Generator().manual_seed(int(member.name[1:]))
+        in_grid(member, NUM_TRAINERS)
+        while member.optimizer.global_step < goal:
+            words = torch.randint(11, (4,), generator=generator)
+            member.peer.sleep(rng.uniform(0.4, 1.6))
+            loss_of(member.model, (words, (3 * words + 1) % 11)).backward()  # type: ignore[no-untyped-call]
+            before = member.peer.time()
+            member.optimizer.step()
+            longest["s"] = max(longest["s"], member.peer.time() - before)
+            member.optimizer.zero_grad()
+            member.check_samples()
+            if (distance := member.optimizer.statistics.disagreement) is not None:
+                told.append(distance)
+        ended.add(member.name)
+
+    def help_out(member: Member) -> None:
+        while len(ended) < NUM_TRAINERS:
+            member.optimizer.step()
+        assert member.optimizer.statistics.samples_computed == 0
+
+    common: dict[str, Any] = {"target_batch_size": 24 * NUM_TRAINERS, "averaging": replace(PLAIN, max_group_size=9)}
+    for number, name in enumerate(trainers):
+        is_client = number > 0 and number % 5 == 0 and number <= 5 * NUM_CLIENTS
+        swarm.start(name, Model, MAKERS["SGD"], train, batch_size_per_step=4, client_mode=is_client, **common)
+    for name in helpers:
+        swarm.start(name, Model, MAKERS["SGD"], help_out, auxiliary=True, **common)
+    swarm.run(900.0)
+    counts = {name: swarm.members[name].optimizer.statistics for name in trainers}
+    computed = sum(one.samples_computed for one in counts.values())
+    assert sum(one.samples_dropped for one in counts.values()) <= 0.01 * computed
+    assert sum(one.states_loaded for one in counts.values()) <= NUM_TRAINERS // 10, "nearly all make each step themselves"
+    assert longest["s"] < 15.0
+    assert 0 < max(told) < STATED
+    assert apart([flat(swarm.members[name].model) for name in trainers]) < STATED
 
 
 def test_all_must_have_the_same_size_of_groups() -> None:
