@@ -75,7 +75,9 @@ def say(trainer: Trainer) -> None:
     members = len(optimizer.last_round.members) if optimizer.last_round is not None else 1
     facts = {"step": optimizer.global_step, "members": members, "loaded": counts.states_loaded,
              "used": counts.samples_used, "committed": counts.rounds_committed}  # fmt: skip
-    print("facts", *(f"{name}={value}" for name, value in facts.items()), flush=True)
+    words = ["facts", *(f"{name}={value}" for name, value in facts.items())]
+    sys.stdout.write(" ".join(words) + "\n")  # in one piece: other threads write too
+    sys.stdout.flush()
 
 
 def facts_of(command: Command) -> dict[str, int]:

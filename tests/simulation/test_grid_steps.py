@@ -315,7 +315,9 @@ def test_a_large_run_with_peers_behind_firewalls_and_peers_without_data() -> Non
     counts = {name: swarm.members[name].optimizer.statistics for name in trainers}
     computed = sum(one.samples_computed for one in counts.values())
     assert sum(one.samples_dropped for one in counts.values()) <= 0.01 * computed
-    assert sum(one.states_loaded for one in counts.values()) <= NUM_TRAINERS // 10, "nearly all make each step themselves"
+    assert sum(one.states_loaded for one in counts.values()) <= NUM_TRAINERS // 10, (
+        "nearly all make each step themselves"
+    )
     assert longest["s"] < 15.0
     assert 0 < max(told) < STATED
     assert apart([flat(swarm.members[name].model) for name in trainers]) < STATED

@@ -13,6 +13,7 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from manyhands.base.errors import ManyhandsError, Timeout
+from manyhands.runtime.turns import TURNS
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -33,10 +34,12 @@ class LoopThread:
 
     def _main(self) -> None:
         asyncio.set_event_loop(self._loop)
+        TURNS.shorten()
         try:
             self._loop.run_forever()
         finally:
             self._finish()
+            TURNS.restore()
 
     def _finish(self) -> None:
         tasks = asyncio.all_tasks(self._loop)
