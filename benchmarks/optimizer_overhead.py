@@ -10,6 +10,9 @@ trained by plain torch, which adds gradients up in ``.grad``, and beside it in t
                        the first decile counts, since other work on the machine only ever adds to it
   busy_overhead        the same while a round is averaged in the background (``delay="gradients"``) with a peer in
                        another process; it wants a second core that is idle
+  idle_overhead_less_core_wait, busy_overhead_less_core_wait
+                       likewise, without the time in which the training thread could have run, but others had the
+                       cores: what Python's lock and our own work cost, also on a busy machine. On Linux only
   peak_extra_x_params  peak memory beyond that of plain AdamW over a few global steps with another peer, in multiples
                        of the parameters (float32): synchronous steps, ``delay="gradients"``, and ``offload`` alone; on
                        Linux only, else absent. The model is on the host here, so the copies that belong to delay and
@@ -28,6 +31,8 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,6 +56,7 @@ MEMORY_TENSORS = 16
 MEMORY_STEPS = 4
 WARM_UP_BATCHES = 8
 MAX_TRIES = 100
+SCHEDSTAT = Path("/proc/thread-self/schedstat")  # running, waiting for a core, time slices
 OVERHEADS = ("idle", "busy")
 MODES: dict[str, dict[str, Any]] = {"sync": {}, "delay": {"delay": "gradients"}, "offload": {"offload": True}}
 
@@ -107,8 +113,8 @@ class Beside:
     def address(self) -> list[str]:
         return self._peer.addresses
 
-    def overhead(self, num_batches: int) -> float:
-        """Of the fast ones among the batches of each kind, which nobody else disturbed."""
+    def overheads(self, num_batches: int) -> list[float]:
+        """Of the fast ones among the batches of each kind; and without what they waited for a core."""
         for _ in range(WARM_UP_BATCHES):
             self._plain_step()
             self._our_step()
@@ -119,7 +125,8 @@ class Beside:
             ours.append(self._our_step())
             self._ours.optimizer.settle()
             plain.append(self._plain_step())
-        return undisturbed_s(ours) / undisturbed_s(plain) - 1
+        fast = [undisturbed_s([times[kind] for times in plain]) for kind in range(len(plain[0]))]
+        return [undisturbed_s([times[kind] for times in ours]) / fast_s - 1 for kind, fast_s in enumerate(fast)]
 
     def _begin_round(self) -> None:
         for _ in range(MAX_TRIES):
@@ -128,18 +135,17 @@ class Beside:
                 return
         raise RuntimeError(f"no round begins: {self._ours.optimizer.statistics}")
 
-    def _plain_step(self) -> float:
-        started = time.perf_counter()
-        self._plain.compute()
-        taken_s = time.perf_counter() - started
+    def _plain_step(self) -> tuple[float, ...]:
+        taken_s = taken_by(self._plain.compute)
         self._plain.optimizer.zero_grad()
         return taken_s
 
-    def _our_step(self) -> float:
-        started = time.perf_counter()
-        self._ours.compute()
-        self._ours.optimizer.step(batch_size=BATCH_SIZE)
-        taken_s = time.perf_counter() - started
+    def _our_step(self) -> tuple[float, ...]:
+        def step() -> None:
+            self._ours.compute()
+            self._ours.optimizer.step(batch_size=BATCH_SIZE)
+
+        taken_s = taken_by(step)
         self._ours.optimizer.zero_grad()
         return taken_s
 
@@ -147,7 +153,20 @@ class Beside:
         self._peer.close()
 
 
-def undisturbed_s(seconds: list[float]) -> float:
+def taken_by(work: Callable[[], object]) -> tuple[float, ...]:
+    """Seconds in all, and on Linux those without what this thread waited for a core."""
+    started, waited = time.perf_counter(), core_wait_s()
+    work()
+    taken_s, waited_s = time.perf_counter() - started, core_wait_s() - waited
+    return (taken_s, taken_s - waited_s) if SCHEDSTAT.exists() else (taken_s,)
+
+
+def core_wait_s() -> float:
+    """Seconds in which this thread could have run, but others had the cores; on Linux."""
+    return int(SCHEDSTAT.read_text().split()[1]) / 1e9 if SCHEDSTAT.exists() else 0.0
+
+
+def undisturbed_s(seconds: Sequence[float]) -> float:
     """The first decile."""
     return sorted(seconds)[len(seconds) // 10]
 
@@ -235,7 +254,7 @@ class MemoryUse:
         self._peer.close()
 
 
-def overhead(is_busy: bool, num_batches: int) -> float:
+def overheads(is_busy: bool, num_batches: int) -> list[float]:
     """Of one case."""
     with contextlib.ExitStack() as stack:
         subject = Worker(Beside, [], is_busy)
@@ -244,8 +263,8 @@ def overhead(is_busy: bool, num_batches: int) -> float:
         if is_busy:
             partner = Worker(Partner, addresses, 0, 2)
             stack.callback(partner.close)
-        share: float = subject.call("overhead", num_batches, timeout_s=550.0)
-        return share
+        shares: list[float] = subject.call("overheads", num_batches, timeout_s=550.0)
+        return shares
 
 
 def peak_bytes(num_bytes: int, mode: str | None) -> int:
@@ -268,7 +287,8 @@ def measure(cases: list[str], num_batches: int, num_bytes: int) -> dict[str, Any
     with progress_of(len(cases) + 1) as steps:
         for case in [case for case in OVERHEADS if case in cases]:
             steps.begin(f"overhead: {case}")
-            result[f"{case}_overhead"] = overhead(case == "busy", num_batches)
+            names = (f"{case}_overhead", f"{case}_overhead_less_core_wait")
+            result.update(zip(names, overheads(case == "busy", num_batches), strict=False))
         modes = [mode for mode in MODES if mode in cases] if sys.platform == "linux" else []
         if modes:
             steps.begin("memory of plain torch")
@@ -299,9 +319,9 @@ def main() -> None:
     parser.add_argument("--json", type=json_path, metavar="FILE", help="write the figures to a file")
     options = parser.parse_args()
     result = measure(options.cases, options.batches, options.memory_mb * MEGA)
-    for case in OVERHEADS:
-        if (share := result.get(f"{case}_overhead")) is not None:
-            print(f"{case}_overhead        {share:+.1%}")
+    for name, share in result.items():
+        if "_overhead" in name:
+            print(f"{name:29} {share:+.1%}")
     for mode, times in result.get("peak_extra_x_params", {}).items():
         print(f"peak_extra_x_params  {mode:8} {times:.2f}")
     if options.json:

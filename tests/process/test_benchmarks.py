@@ -170,10 +170,13 @@ def test_interrupt_leaves_nothing_behind() -> None:
         command.close()
 
 
+IS_LINUX = sys.platform == "linux"
+
+
 @pytest.mark.parametrize(("case", "figure"), [("idle", "idle_overhead"), ("sync", "peak_extra_x_params")])
 def test_optimizer_overhead(tmp_path: Path, case: str, figure: str) -> None:
     few = ["--batches", "1", "--memory-mb", "1", "--cases", case]
     result, output = results_of("optimizer_overhead.py", tmp_path, *few)
-    if case == "idle" or sys.platform == "linux":
+    if case == "idle" or IS_LINUX:
         assert figure in output
-        assert result.keys() == {figure}
+        assert result.keys() == {figure} | ({f"{figure}_less_core_wait"} if case == "idle" and IS_LINUX else set())

@@ -31,6 +31,7 @@ from manyhands.averaging.recovery import Recovery
 from manyhands.base.deadline import time_limit, while_moving
 from manyhands.base.errors import PeerError, ProtocolViolation, Unavailable
 from manyhands.base.identity import PeerId
+from manyhands.base.structs import make_ready
 from manyhands.rpc import Endpoint
 from manyhands.rpc.frames import UNREADABLE
 from manyhands.runtime.executor import run_to_end
@@ -50,6 +51,9 @@ class MeansHeader(msgspec.Struct):
 
     group_id: Digest
     digest: Digest
+
+
+make_ready(MeansHeader)
 
 
 class Fetching:

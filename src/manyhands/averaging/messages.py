@@ -13,6 +13,7 @@ import msgspec
 from manyhands.base.address import Address
 from manyhands.base.errors import ConfigError
 from manyhands.base.identity import PeerId
+from manyhands.base.structs import make_ready
 from manyhands.rpc import Method
 
 MAX_WEIGHT = 2.0**32
@@ -342,4 +343,5 @@ JOIN = Method("averaging.join", JoinRequest, JoinResponse)
 INVITE = Method("averaging.invite", InviteRequest, InviteResponse)
 VOTE = Method("averaging.vote", Vote, Verdict)
 ASK_VERDICT = Method("averaging.ask_verdict", VerdictQuery, Verdict)
+make_ready(StreamHeader)
 STREAM_KIND = "averaging"

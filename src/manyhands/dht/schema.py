@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from manyhands.base.structs import make_ready
 from manyhands.dht.config import DhtConfig
 from manyhands.dht.records import TOMBSTONE, Reason, Record, examined
 
@@ -32,6 +33,9 @@ class Schema:
     value_type: Any
     is_owned: bool
     max_ttl_s: float
+
+    def __post_init__(self) -> None:
+        make_ready(self.value_type)
 
     @functools.cached_property
     def _decoder(self) -> msgspec.msgpack.Decoder[Any]:

@@ -15,6 +15,7 @@ import msgspec
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ManifestMismatch, ManyhandsError
 from manyhands.base.identity import PeerId
+from manyhands.base.structs import make_ready
 from manyhands.dht import DhtNode
 from manyhands.optim.plain import is_plain
 from manyhands.rpc.frames import readable
@@ -70,6 +71,9 @@ class RunManifest(msgspec.Struct, frozen=True):
     def fingerprint(self) -> bytes:
         """SHA-256 of the settings: equal for peers that fit together."""
         return hashlib.sha256(self.encoded()).digest()
+
+
+make_ready(RunManifest)
 
 
 def differences(own: RunManifest, run: RunManifest) -> list[str]:

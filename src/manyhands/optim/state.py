@@ -14,6 +14,7 @@ import torch
 
 from manyhands.averaging.member_values import bytes_of
 from manyhands.averaging.messages import Count, PeerIdText, Position
+from manyhands.base.structs import make_ready
 from manyhands.optim.plain import merged, plain_part
 from manyhands.optim.run_manifest import TensorSpec
 
@@ -73,6 +74,9 @@ class Scalars(msgspec.Struct):
     statistics: dict[str, dict[str, Any]]
     groups: list[dict[str, Any]]
     scheduler: dict[str, Any]
+
+
+make_ready(Scalars)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from manyhands.averaging.messages import Position
 from manyhands.base.deadline import time_limit, while_moving
 from manyhands.base.errors import PeerError, ProtocolViolation, Refused, Unavailable
 from manyhands.base.identity import PeerId
+from manyhands.base.structs import make_ready
 from manyhands.optim.run_manifest import RunManifest
 from manyhands.optim.state import State, StateHeader, as_bytes, checked_scalars, digest_of, empty_tensors
 from manyhands.rpc import Endpoint
@@ -50,6 +51,9 @@ class StateAnswer(msgspec.Struct):
 
     header: StateHeader | None = None
     reason: str = ""
+
+
+make_ready(StateRequest, StateAnswer)
 
 
 class StateServer:

@@ -7,6 +7,8 @@ from typing import Generic, TypeVar
 
 import msgspec
 
+from manyhands.base.structs import make_ready
+
 Request = TypeVar("Request", bound=msgspec.Struct)
 Response = TypeVar("Response", bound=msgspec.Struct)
 
@@ -25,6 +27,9 @@ class Method(Generic[Request, Response]):
     request: type[Request]
     response: type[Response]
 
+    def __post_init__(self) -> None:
+        make_ready(self.request, self.response)
+
 
 @dataclass(frozen=True)
 class StreamMethod(Generic[Request, Response]):
@@ -38,3 +43,6 @@ class StreamMethod(Generic[Request, Response]):
     name: str
     request: type[Request]
     item: type[Response]
+
+    def __post_init__(self) -> None:
+        make_ready(self.request, self.item)
