@@ -7,10 +7,10 @@ PIP := $(PY) -m pip install -q -c constraints.txt
 BUILD_TOOLS := pip hatchling editables
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-faults sim fuzz check bench docs constraints clean
+.PHONY: help install demo test test-faults test-step-faults sim fuzz check bench docs constraints clean
 
 help:  ## list these targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' Makefile
 
 install: $(VENV)/.installed  ## make .venv and install manyhands[albert] into it (PYTHON=... names a Python)
 
@@ -21,7 +21,10 @@ test: check  ## all checks, then all tests, two at a time (ARGS='-k address' pic
 	$(PY) -m pytest -q -n 2 --dist worksteal $(ARGS)
 
 test-faults: $(VENV)/.dev  ## kill and stop real processes in each phase of a round (ARGS='--case half' picks some)
-	$(PY) -m tests.faults $(ARGS) && $(PY) -m tests.faults.steps
+	$(PY) -m tests.faults $(ARGS)
+
+test-step-faults: $(VENV)/.dev  ## freeze real trainers, set their clocks wrong, have 20 join at once (ARGS='--case clock')
+	$(PY) -m tests.faults.steps $(ARGS)
 
 fuzz: $(VENV)/.dev  ## feed all decoders with bad input for a minute (SECONDS=600 ARGS='--target frames')
 	$(PY) -m tests.fuzz --seconds $(or $(SECONDS),60) $(ARGS)

@@ -1,6 +1,6 @@
 """Peers in processes of their own, of which one freezes, or has a wrong clock, or is slow, or that all come at once.
 
-    python -m tests.faults.steps                 # all cases; a part of `make test-faults`
+    python -m tests.faults.steps                 # all cases; `make test-step-faults`
     python -m tests.faults.steps --case clock    # those with this in their name
 
 After each fault the loss goes on falling, nobody waits for long, and the peer takes part again. The same cases in
@@ -278,7 +278,9 @@ CASES: dict[str, Callable[[], None]] = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 if all is as promised."""
-    parser = argparse.ArgumentParser(prog="make test-faults", description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = argparse.ArgumentParser(
+        prog="make test-step-faults", description=__doc__.splitlines()[0] if __doc__ else ""
+    )
     parser.add_argument("--case", default="", help="only cases with this in their name")
     chosen = {name: case for name, case in CASES.items() if parser.parse_args(arguments).case in name}
     console, num_failed = Console(), 0
