@@ -75,3 +75,5 @@ async def while_moving(
         if not working.done():
             working.cancel()
             await asyncio.gather(working, return_exceptions=True)
+        elif not working.cancelled():
+            working.exception()  # taken: it may have failed as this was cancelled
