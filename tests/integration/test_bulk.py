@@ -41,20 +41,23 @@ def pretend_long_link(here: Endpoint, rtt_s: float = 0.1) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rtt_s", "size_bytes", "expected"),
+    ("rtt_s", "size_bytes", "expected", "expected_with_bbr"),
     [
-        (0.0001, 1 << 30, 1),
-        (0.02, 1 << 30, 1),
-        (0.05, 1 << 30, 2),
-        (0.1, 1 << 30, 4),
-        (10.0, 1 << 30, MAX_STRIPES),
-        (float("inf"), 1 << 30, 1),
-        (0.1, 100_000, 1),
-        (0.1, 3 << 20, 3),
+        (0.0001, 1 << 30, 1, 1),
+        (0.02, 1 << 30, 1, 1),
+        (0.05, 1 << 30, 2, 1),
+        (0.1, 1 << 30, 4, 2),
+        (10.0, 1 << 30, MAX_STRIPES, MAX_STRIPES),
+        (float("inf"), 1 << 30, 1, 1),
+        (0.1, 100_000, 1, 1),
+        (0.1, 3 << 20, 3, 2),
     ],
 )
-def test_long_links_and_large_data_get_more_connections(rtt_s: float, size_bytes: int, expected: int) -> None:
-    assert num_stripes(rtt_s, size_bytes) == expected
+def test_long_links_and_large_data_get_more_connections(
+    rtt_s: float, size_bytes: int, expected: int, expected_with_bbr: int
+) -> None:
+    assert num_stripes(rtt_s, size_bytes, has_bbr=False) == expected
+    assert num_stripes(rtt_s, size_bytes, has_bbr=True) == expected_with_bbr
 
 
 @given(
