@@ -43,6 +43,8 @@ from manyhands.transport.api import Stream
 logger = logging.getLogger(__name__)
 
 BYTES_PER_MBIT = 125_000
+MIN_PACE = 1 << 17
+"""Bytes per second; for the few messages of a stream that has nearly nothing to carry."""
 
 
 class Phase(enum.Enum):
@@ -131,6 +133,7 @@ class RoundRunner:
         declared = config.bandwidth_mbit_s
         self._bandwidth = BandwidthMeter(declared * BYTES_PER_MBIT if declared is not None else None)
         self._sends: list[Send] = []  # of the round that is under way
+        self._is_paced = False  # so is what it sends
         self._meter = RoundMeter()
         self._deadline = 0.0  # of the round that is under way
         self._spare_N: torch.Tensor | None = None
@@ -228,13 +231,13 @@ class RoundRunner:
         finally:
             matchmaking_s = loop.time() - started
             meter.matchmaking_s += matchmaking_s
-        self._sends = []
+        self._sends, self._is_paced = [], False
         self._enter(Phase.FORMED)
         async with self._keeping_errors():
             averaged_N, manifest, verdict = await self._in_group(group, flat_N)
         seconds = loop.time() - started
         if averaged_N is not None and not verdict.blamed:  # else waiting for the lost one is in the time
-            self._bandwidth.add_round(self._sends, seconds - matchmaking_s)
+            self._bandwidth.add_round(self._sends, seconds - matchmaking_s, is_paced=self._is_paced)
         return CommittedRound(averaged_N, manifest, seconds, matchmaking_s, verdict.reason, tuple(verdict.blamed))
 
     async def _in_group(self, group: Group, flat_N: torch.Tensor) -> tuple[torch.Tensor | None, RoundManifest, Verdict]:
@@ -346,6 +349,7 @@ class RoundRunner:
         """Run the all-reduce; a member whose control connection is lost (frozen, cut off) is lost to it."""
         streams: dict[int, Stream] = {}
         lost: set[PeerId] = set()
+        num_bytes = {other: butterfly.num_bytes_with(other) for other in butterfly.partners()}
 
         def on_lost(peer_id: PeerId) -> None:
             lost.add(peer_id)
@@ -354,8 +358,11 @@ class RoundRunner:
                     stream.abort()
 
         async def connect(other: int) -> Stream:
-            stream = await self._streams.connect(group, rank, other, butterfly.num_bytes_with(other), stream_id)
+            stream = await self._streams.connect(group, rank, other, num_bytes[other], stream_id)
             streams[other] = stream
+            if (bytes_per_s := self._bandwidth.pace.bytes_per_s) is not None:  # all streams are to end together
+                part = num_bytes[other] / sum(num_bytes.values())
+                self._is_paced |= stream.pace(max(bytes_per_s * part, MIN_PACE))
             if stream.remote in lost:
                 stream.abort()
             return MeteredStream(stream, other, self._sends)

@@ -16,6 +16,7 @@ from manyhands.rpc.frames import Hello, Stripe
 from manyhands.rpc.streams import OpenStreams
 from manyhands.rpc.striping import StripedStream, StripeSets, num_stripes
 from manyhands.rpc.upload_cap import CappedStream, UploadCap
+from manyhands.transport import tcp
 from manyhands.transport.api import Stream
 
 BulkAcceptor = Callable[[PeerId, bytes, Stream], Awaitable[None]]
@@ -50,7 +51,7 @@ class BulkStreams:
             Unavailable: it cannot be dialled.
             Refused: it does not take this stream.
         """
-        count = num_stripes(rtt_s, size_bytes)
+        count = num_stripes(rtt_s, size_bytes, has_bbr=tcp.has_bbr())
         hellos = [hello]
         if count > 1:
             stream_id = os.urandom(16)

@@ -25,6 +25,9 @@ BLOCK_BYTES = 1 << 18
 RTT_OF_ONE_S = 0.025
 """A connection is added for each so many seconds of round trip."""
 
+RTT_OF_ONE_BBR_S = 0.05
+"""As much where losses do not narrow a connection, and more of them are only in each other's way."""
+
 BYTES_OF_ONE = 1 << 20
 """A connection is added for each so many bytes: less does not pay for a handshake."""
 
@@ -32,9 +35,10 @@ MAX_INCOMPLETE = 16
 """Streams of one remote peer that wait for their other connections."""
 
 
-def num_stripes(rtt_s: float, size_bytes: int) -> int:
+def num_stripes(rtt_s: float, size_bytes: int, *, has_bbr: bool) -> int:
     """Connections that are worth having for ``size_bytes`` on a link with this round trip; one if it is not known."""
-    by_rtt = round(rtt_s / RTT_OF_ONE_S) if math.isfinite(rtt_s) else 1
+    rtt_of_one_s = RTT_OF_ONE_BBR_S if has_bbr else RTT_OF_ONE_S
+    by_rtt = round(rtt_s / rtt_of_one_s) if math.isfinite(rtt_s) else 1
     return max(1, min(by_rtt, size_bytes // BYTES_OF_ONE, MAX_STRIPES))
 
 
@@ -88,6 +92,10 @@ class StripedStream(Piecewise):
             for wait in waits:
                 wait.cancel()
             await asyncio.gather(*waits, return_exceptions=True)
+
+    def pace(self, bytes_per_s: float) -> bool:
+        are_paced = [stripe.pace(bytes_per_s / len(self._stripes)) for stripe in self._stripes]
+        return all(are_paced)
 
     def abort(self) -> None:
         for stripe in self._stripes:

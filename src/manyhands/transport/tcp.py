@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import errno
+import functools
 import math
 import socket
+import struct
 import sys
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 
 from aiohappyeyeballs import start_connection
@@ -34,6 +35,11 @@ MIN_RTT_OFFSET = 148
 """Of ``tcpi_min_rtt`` in ``struct tcp_info`` of linux/tcp.h: microseconds, in 4 bytes."""
 
 NO_RTT = 2**32 - 1
+
+SO_MAX_PACING_RATE = 47
+"""Of asm-generic/socket.h of Linux: bytes per second, in 4 bytes."""
+
+MAX_PACING_RATE = 2**32 - 2
 
 _lookups = threading.BoundedSemaphore(MAX_LOOKUPS)
 
@@ -110,8 +116,34 @@ def prepare_for_bulk(sock: socket.socket) -> None:
     Other ways to control congestion take each loss for a full link, and send half as fast after it.
     """
     if is_long(sock):
-        with suppress(OSError, AttributeError):  # it may not be there, or not be allowed
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"bbr")
+        _use_bbr(sock)
+
+
+@functools.cache
+def has_bbr() -> bool:
+    """Whether :func:`prepare_for_bulk` can do so here."""
+    with socket.socket() as sock:
+        return _use_bbr(sock)
+
+
+def _use_bbr(sock: socket.socket) -> bool:
+    try:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"bbr")
+    except (OSError, AttributeError):  # it is not there, or not allowed
+        return False
+    return True
+
+
+def pace(sock: socket.socket, bytes_per_s: float) -> bool:
+    """Send no faster, evenly, and not in bursts that overflow the queue of a line; returns whether the system can."""
+    if sys.platform != "linux":
+        return False
+    rate = min(max(1, round(bytes_per_s)), MAX_PACING_RATE)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, struct.pack("=I", rate))
+    except OSError:
+        return False
+    return True
 
 
 async def listen(address: Address) -> list[socket.socket]:
