@@ -37,7 +37,7 @@ from manyhands.averaging.memory import Memory, empty_vector, whole_lines
 from manyhands.averaging.messages import MAX_REASON_LENGTH, Accusation, Group
 from manyhands.averaging.pausing import Condition, Pausing
 from manyhands.averaging.span_reducer import INLINE_NUMEL, SpanReducer
-from manyhands.averaging.spans import chunks_of, owned_spans
+from manyhands.averaging.spans import chunks_of, in_whole_units, owned_spans, whole_units
 from manyhands.base.errors import PeerLost, RoundAborted
 from manyhands.transport.api import Stream
 
@@ -108,13 +108,13 @@ class Butterfly:
         self._codec = MemberValues(plan, group.members, rank, region)
         self._feedback = feedbacks.sent if feedbacks is not None else None
         bandwidths = [bandwidth if number in here else 0 for number, bandwidth in enumerate(group.bandwidths())]
-        self._spans = [
-            slice(region.start + span.start, region.start + span.stop)
-            for span in owned_spans(numel, bandwidths, group.min_span_numel, group.group_id)
-        ]
+        spans = in_whole_units(
+            owned_spans(numel, bandwidths, group.min_span_numel, group.group_id), self._codec.unit_numel
+        )
+        self._spans = [slice(region.start + span.start, region.start + span.stop) for span in spans]
         self._weights = [member.weight if number in here else 0.0 for number, member in enumerate(group.members)]
         self._records = Contributions(flat_N.numel(), len(group.members), self._contributors())
-        self._max_chunk_numel = self._usual_chunk_numel(group.chunk_numel, numel)
+        self._chunk_numel = self._usual_chunk_numel(group.chunk_numel, numel)
         reduced_feedback = feedbacks.reduced if feedbacks is not None else None
         self._memory = memory if memory is not None else Memory()
         self._encoded = self._memory_of_means()
@@ -373,14 +373,15 @@ class Butterfly:
         return self._cut(self._spans[rank])
 
     def _cut(self, span: slice) -> list[slice]:
-        """Into chunks, the same on all members: whole units of the codecs, unless the leader wants less than one."""
-        unit, most = self._codec.unit_numel, self._max_chunk_numel
-        return chunks_of(span, most // unit * unit or most)
+        """Into chunks, the same on all members."""
+        return chunks_of(span, self._chunk_numel)
 
     def _usual_chunk_numel(self, max_numel: int, numel: int) -> int:
         num_spans = sum(map(self._is_reducer, range(len(self._members))))
         num_chunks = max(CHUNKS_OF_VECTOR, MIN_CHUNKS_OF_SPAN * num_spans)
-        return max(min(max_numel, max(MIN_CHUNK_NUMEL, numel // num_chunks)), math.ceil(numel / MAX_CHUNKS))
+        most = max(max_numel, math.ceil(numel / MAX_CHUNKS))
+        usual = min(most, max(MIN_CHUNK_NUMEL, math.ceil(numel / num_chunks)))
+        return whole_units(usual, self._codec.unit_numel, most)
 
     def _contributors(self) -> list[int]:
         return [rank for rank, weight in enumerate(self._weights) if weight > 0]

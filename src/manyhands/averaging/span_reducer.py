@@ -75,9 +75,12 @@ class SpanReducer:
         stops = list(itertools.accumulate(sizes))
         self._places = [slice(stop - size, stop) for stop, size in zip(stops, sizes, strict=True)]
         senders = [other for other, weight in enumerate(weights) if other != rank and weight > 0 and self.chunks]
-        room = QUEUED_CHUNKS * whole_lines(max(sizes, default=0))
-        received = memory.vector(len(senders) * room, torch.uint8)
-        self.inboxes = {other: Inbox(received[at * room : (at + 1) * room]) for at, other in enumerate(senders)}
+        room = whole_lines(max(sizes, default=0))
+        received = memory.vector(len(senders) * QUEUED_CHUNKS * room, torch.uint8)
+        self._rooms = received.view(len(senders) * QUEUED_CHUNKS, room)
+        self.inboxes = {
+            other: Inbox(self._rooms[at * QUEUED_CHUNKS : (at + 1) * QUEUED_CHUNKS]) for at, other in enumerate(senders)
+        }
         self._lock = threading.Lock()
         self._may_reduce = self._is_reducing = False
         self._spoilt: dict[int, str] = {}  # whose values cannot be averaged, and why; not told yet
@@ -185,14 +188,38 @@ class SpanReducer:
         chunk, encoded = self.chunks[number], self._encoded[self._places[number]]
         present = sorted([*received, *([self._rank] if self._weights[self._rank] > 0 else [])])
         spoilt: dict[int, str] = {}
-        while (fault := self._add_up(present, received, chunk)) is not None:
+        while (fault := self._average(present, received, chunk, encoded)) is not None:
             rank, spoilt[rank] = fault
             present.remove(rank)
-        if not self._codec.is_exact:
-            mean = self._averaged_N[chunk]
-            self._codec.requantize(mean, chunk, encoded, self._feedback)
         self.hasher.update(bytes_of(encoded))
         return present, spoilt
+
+    def _average(
+        self, present: Sequence[int], received: Mapping[int, torch.Tensor], chunk: slice, encoded: torch.Tensor
+    ) -> tuple[int, str] | None:
+        """Write the mean, and encode it; returns a member whose values spoil it, and how, or None."""
+        done = self._average_at_once(present, received, chunk, encoded)
+        rest, at = slice(chunk.start + done, chunk.stop), self._codec.num_bytes(slice(chunk.start, chunk.start + done))
+        if done:
+            received = {rank: values[at:] for rank, values in received.items()}
+        if rest.start == rest.stop:
+            return None
+        if (fault := self._add_up(present, received, rest)) is None and not self._codec.is_exact:
+            self._codec.requantize(self._averaged_N[rest], rest, encoded[at:], self._feedback)
+        return fault
+
+    def _average_at_once(
+        self, present: Sequence[int], received: Mapping[int, torch.Tensor], chunk: slice, encoded: torch.Tensor
+    ) -> int:
+        """The same in one pass, for as many of the first values as that can be done with."""
+        if self._codec.is_exact or self._feedback is not None or not received or not present:
+            return 0
+        memory, room = self._rooms.data_ptr(), self._rooms.stride(0)
+        which = [(received[rank].data_ptr() - memory) // room if rank in received else -1 for rank in present]
+        weights = [self._weights[rank] for rank in present]
+        shares = [weight / sum(weights) for weight in weights]
+        own, mean = self._flat_N[chunk], self._averaged_N[chunk]
+        return self._codec.average(own, self._rooms, which, shares, chunk, mean, encoded)
 
     def _add_up(
         self, present: Iterable[int], received: Mapping[int, torch.Tensor], chunk: slice
