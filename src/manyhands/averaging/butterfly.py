@@ -80,6 +80,7 @@ class Butterfly:
     Attributes:
         faults: what each member that was lost on the way did, by rank.
         wanted: what is waited for, by rank.
+        done_with: members with whom all was exchanged; nothing more travels on their streams.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class Butterfly:
         self.averaged_N = empty_vector(flat_N.numel(), flat_N.dtype) if averaged_N is None else averaged_N
         self.faults: dict[int, Accusation] = {}
         self.wanted: dict[int, Wanted] = {}
+        self.done_with: set[int] = set()
         self._here = frozenset(here)
         self._members = group.members
         self._rank = rank
@@ -206,6 +208,7 @@ class Butterfly:
         except BaseException:
             stream.abort()  # the other end shall not wait for this one
             raise
+        self.done_with.add(rank)
 
     # sending
 

@@ -1,4 +1,4 @@
-"""A bulk stream of a round that notes when it sent how much."""
+"""A bulk stream as one round sees it: what moved before that round does not count."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from manyhands.transport.passing import PassingStream
 
 
 class MeteredStream(PassingStream):
-    """Passes everything on, and notes it.
+    """Passes everything on, counts from 0 on, and notes when it sent how much.
 
     Args:
         receiver: the rank at the other end.
@@ -22,6 +22,15 @@ class MeteredStream(PassingStream):
         super().__init__(stream)
         self._receiver = receiver
         self._sends = sends
+        self._sent_before, self._received_before = stream.bytes_sent, stream.bytes_received
+
+    @property
+    def bytes_sent(self) -> int:
+        return super().bytes_sent - self._sent_before
+
+    @property
+    def bytes_received(self) -> int:
+        return super().bytes_received - self._received_before
 
     async def send(self, *buffers: bytes | bytearray | memoryview) -> None:
         loop = asyncio.get_running_loop()

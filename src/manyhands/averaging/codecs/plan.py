@@ -153,7 +153,7 @@ class Plan:
         mean: torch.Tensor,
         out: torch.Tensor,
     ) -> int:
-        """As :meth:`Codec.average`, of ``flat_N[start : start + len(mean)]``; nothing where there are several codecs."""
+        """As :meth:`Codec.average`, from ``start`` on in the vector; nothing is done where there are several codecs."""
         parts = self.cut(start, start + mean.numel())
         return parts[0].codec.average(own, rooms, which, weights, mean, out) if len(parts) == 1 else 0
 
