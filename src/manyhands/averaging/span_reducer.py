@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -13,6 +12,7 @@ from manyhands.averaging.codecs import ErrorFeedback
 from manyhands.averaging.inbox import QUEUED_CHUNKS, Inbox
 from manyhands.averaging.member_values import MemberValues, Spoiled, bytes_of, is_finite
 from manyhands.averaging.memory import Memory, whole_lines
+from manyhands.averaging.partition import Partition
 from manyhands.base.errors import RoundAborted
 from manyhands.runtime.executor import run_to_end
 from manyhands.runtime.waker import Waker
@@ -32,7 +32,7 @@ class SpanReducer:
     Args:
         codec: how they travel.
         rank: of this member.
-        chunks: of the span, in order.
+        partition: of the vector; the span of this member has chunks there.
         weights: by rank; 0 for those that do not take part.
         flat_N: this member's values.
         averaged_N: where the means go.
@@ -41,7 +41,7 @@ class SpanReducer:
         feedback: what earlier rounds lost of the means that this member reduced.
 
     Attributes:
-        chunks: those.
+        chunks: of the span, in order.
         inboxes: what comes from each other member with a weight, by rank.
         presents: ranks that contributed, for each chunk that is averaged.
         hasher: of the means as they travel.
@@ -52,7 +52,7 @@ class SpanReducer:
         self,
         codec: MemberValues,
         rank: int,
-        chunks: Sequence[slice],
+        partition: Partition,
         weights: Sequence[float],
         flat_N: torch.Tensor,
         averaged_N: torch.Tensor,
@@ -60,7 +60,7 @@ class SpanReducer:
         memory: Memory,
         feedback: ErrorFeedback | None,
     ) -> None:
-        self.chunks = list(chunks)
+        self.chunks = partition.chunks[rank]
         self.presents: list[list[int]] = []
         self.hasher = blake3(max_threads=1)
         self.progress = Waker()
@@ -71,11 +71,9 @@ class SpanReducer:
         self._averaged_N = averaged_N
         self._encoded = encoded
         self._feedback = feedback
-        sizes = [codec.num_bytes(chunk) for chunk in self.chunks]
-        stops = list(itertools.accumulate(sizes))
-        self._places = [slice(stop - size, stop) for stop, size in zip(stops, sizes, strict=True)]
+        self._places = partition.places[rank]
         senders = [other for other, weight in enumerate(weights) if other != rank and weight > 0 and self.chunks]
-        room = whole_lines(max(sizes, default=0))
+        room = whole_lines(max((place.stop - place.start for place in self._places), default=0))
         received = memory.vector(len(senders) * QUEUED_CHUNKS * room, torch.uint8)
         self._rooms = received.view(len(senders) * QUEUED_CHUNKS, room)
         self.inboxes = {
