@@ -1,4 +1,4 @@
-"""A bulk stream as one round sees it: what moved before that round does not count."""
+"""A bulk stream as one round sees it: what earlier rounds moved does not count."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ class MeteredStream(PassingStream):
     Args:
         receiver: the rank at the other end.
         sends: gets what was sent, when it has been sent.
+        before: bytes that earlier rounds sent and received on it.
     """
 
-    def __init__(self, stream: Stream, receiver: int, sends: list[Send]) -> None:
+    def __init__(self, stream: Stream, receiver: int, sends: list[Send], before: tuple[int, int]) -> None:
         super().__init__(stream)
         self._receiver = receiver
         self._sends = sends
-        self._sent_before, self._received_before = stream.bytes_sent, stream.bytes_received
+        self._sent_before, self._received_before = before
 
     @property
     def bytes_sent(self) -> int:

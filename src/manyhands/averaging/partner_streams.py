@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from weakref import WeakKeyDictionary
 
 import msgspec
 
@@ -39,6 +40,7 @@ class PartnerStreams:
         self._tasks = tasks
         self.warm = WarmStreams(endpoint, config, self.make_sure_of)
         self._dialled: set[Stream] = set()  # of those that rounds use now
+        self._moved: WeakKeyDictionary[Stream, tuple[int, int]] = WeakKeyDictionary()
         endpoint.on_lost.append(self.warm.on_lost)
 
     def close(self) -> None:
@@ -92,7 +94,12 @@ class PartnerStreams:
         is_kept = self.warm.keep(stream) if stream in self._dialled else self._inbox.keep(stream)
         if is_kept:
             self._dialled.discard(stream)
+            self._moved[stream] = stream.bytes_sent, stream.bytes_received
         return is_kept
+
+    def moved_before(self, stream: Stream) -> tuple[int, int]:
+        """Bytes that earlier rounds sent and received on a stream."""
+        return self._moved.get(stream, (0, 0))
 
     def let_go(self, stream: Stream, within_s: float) -> None:
         """Close a stream in the background, so that what was sent still arrives."""

@@ -356,7 +356,8 @@ class RoundRunner:
 
         async def connect(other: int) -> Stream:
             stream = await self._streams.connect(group, rank, other, butterfly.num_bytes_with(other), stream_id)
-            opened[other], streams[other] = stream, MeteredStream(stream, other, self._sends)
+            before = self._streams.moved_before(stream)
+            opened[other], streams[other] = stream, MeteredStream(stream, other, self._sends, before)
             if stream.remote in lost:
                 stream.abort()
             return streams[other]
