@@ -60,7 +60,7 @@ class Worker:
             RuntimeError: it failed there, or took too long; with the traceback of the other process.
         """
         if not self._is_made:
-            self._answer(START_TIMEOUT_S)
+            self._answer(max(START_TIMEOUT_S, timeout_s))  # many processes that load torch at once may need longer
             self._is_made = True
         self._pipe.send((method, arguments))
         return self._answer(timeout_s)

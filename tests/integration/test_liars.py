@@ -81,8 +81,8 @@ def another_size(factor: float) -> Lie:
 
     def lie(runner: RoundRunner) -> torch.Tensor:
         def resize(butterfly: Butterfly) -> None:
-            async def send_values(span: slice, stream: Stream) -> None:
-                num_bytes = int(4 * (span.stop - span.start) * factor)
+            async def send_values(reducer: int, stream: Stream) -> None:
+                num_bytes = int(butterfly._partition.num_bytes(reducer) * factor)
                 await stream.send(struct.pack("<QQ", NUMEL, num_bytes), bytes(num_bytes))
 
             butterfly._send_values = send_values  # type: ignore[method-assign]

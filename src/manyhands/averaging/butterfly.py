@@ -20,7 +20,6 @@ from __future__ import annotations
 import asyncio
 import enum
 import itertools
-import math
 import struct
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
 from typing import Any
@@ -35,22 +34,11 @@ from manyhands.averaging.means import Means, digest_of_all
 from manyhands.averaging.member_values import MemberValues, Spoiled, bytes_of
 from manyhands.averaging.memory import Memory, empty_vector, whole_lines
 from manyhands.averaging.messages import MAX_REASON_LENGTH, Accusation, Group
+from manyhands.averaging.partition import Partition
 from manyhands.averaging.pausing import Condition, Pausing
 from manyhands.averaging.span_reducer import INLINE_NUMEL, SpanReducer
-from manyhands.averaging.spans import chunks_of, owned_spans
 from manyhands.base.errors import PeerLost, RoundAborted
 from manyhands.transport.api import Stream
-
-MAX_CHUNKS = 1 << 14
-"""Of one vector; a leader that wants smaller chunks does not get them."""
-
-CHUNKS_OF_VECTOR = 16
-MIN_CHUNKS_OF_SPAN = 3
-"""About as many chunks has a vector, unless they would be small: while one is reduced, others come and go. More of them
-cost more calls, fewer leave too little to do meanwhile."""
-
-MIN_CHUNK_NUMEL = 1 << 18
-"""Less is not worth the calls."""
 
 _LABEL = struct.Struct("<QQ")
 """Goes before the values, and before the means, of a span: elements of the vector, and bytes that follow."""
@@ -80,6 +68,7 @@ class Butterfly:
     Attributes:
         faults: what each member that was lost on the way did, by rank.
         wanted: what is waited for, by rank.
+        done_with: members with whom all was exchanged; nothing more travels on their streams.
     """
 
     def __init__(
@@ -97,39 +86,34 @@ class Butterfly:
     ) -> None:
         here = range(len(group.members)) if members is None else members
         region = region if region is not None else slice(0, flat_N.numel())
-        numel = region.stop - region.start
         self.averaged_N = empty_vector(flat_N.numel(), flat_N.dtype) if averaged_N is None else averaged_N
         self.faults: dict[int, Accusation] = {}
         self.wanted: dict[int, Wanted] = {}
+        self.done_with: set[int] = set()
         self._here = frozenset(here)
         self._members = group.members
         self._rank = rank
         self._flat_N = flat_N
         self._codec = MemberValues(plan, group.members, rank, region)
         self._feedback = feedbacks.sent if feedbacks is not None else None
-        bandwidths = [bandwidth if number in here else 0 for number, bandwidth in enumerate(group.bandwidths())]
-        self._spans = [
-            slice(region.start + span.start, region.start + span.stop)
-            for span in owned_spans(numel, bandwidths, group.min_span_numel, group.group_id)
-        ]
+        self._partition = Partition(group, self._here, region, self._codec)
         self._weights = [member.weight if number in here else 0.0 for number, member in enumerate(group.members)]
         self._records = Contributions(flat_N.numel(), len(group.members), self._contributors())
-        self._max_chunk_numel = self._usual_chunk_numel(group.chunk_numel, numel)
         reduced_feedback = feedbacks.reduced if feedbacks is not None else None
         self._memory = memory if memory is not None else Memory()
         self._encoded = self._memory_of_means()
         self._reducer = SpanReducer(
-            self._codec, rank, self._chunks(rank), self._weights, flat_N, self.averaged_N, self._encoded[rank],
+            self._codec, rank, self._partition, self._weights, flat_N, self.averaged_N, self._encoded[rank],
             self._memory, reduced_feedback,
         )  # fmt: skip
-        self._hashers = {other: blake3(max_threads=1) for other in range(len(self._spans))}
+        self._hashers = {other: blake3(max_threads=1) for other in range(len(group.members))}
         self._hashers[rank] = self._reducer.hasher
         self._told: dict[int, list[list[int]]] = {}  # by reducer, of all its chunks
         self._conversations: dict[int, asyncio.Task[None]] = {}
 
     def digest(self) -> bytes:
         """BLAKE3 of the digests of all spans, by rank, of the means as they travelled; once nothing is missing."""
-        return digest_of_all(False, [self._hashers[rank].digest() for rank in range(len(self._spans))])
+        return digest_of_all(False, [self._hashers[rank].digest() for rank in sorted(self._hashers)])
 
     def means(self) -> Means:
         """The means as they travelled, by reducer, as far as they are there; for a butterfly that has ended."""
@@ -140,7 +124,7 @@ class Butterfly:
         return [
             rank
             for rank in sorted(self._here)
-            if rank != self._rank and (self._is_reducer(rank) or self._is_reducer(self._rank))
+            if rank != self._rank and (self._partition.is_reducer(rank) or self._partition.is_reducer(self._rank))
         ]
 
     def held(self) -> list[tuple[slice, int, list[int]]]:
@@ -151,7 +135,7 @@ class Butterfly:
         return [
             (chunk, rank, present)
             for rank, presents in sorted(told.items())
-            for chunk, present in zip(self._chunks(rank), presents, strict=True)
+            for chunk, present in zip(self._partition.chunks[rank], presents, strict=True)
         ]
 
     @property
@@ -161,7 +145,7 @@ class Butterfly:
 
     def num_bytes_with(self, rank: int) -> int:
         """About what each way of the stream to a partner carries, in bytes."""
-        return self._codec.num_bytes(self._spans[rank]) + self._codec.num_bytes(self._spans[self._rank])
+        return self._partition.num_bytes(rank) + self._partition.num_bytes(self._rank)
 
     async def run(self, connect: Callable[[int], Awaitable[Stream]]) -> torch.Tensor:
         """Exchange values with all partners; returns the weighted mean, of the plan's dtype, shape [N].
@@ -206,12 +190,13 @@ class Butterfly:
         except BaseException:
             stream.abort()  # the other end shall not wait for this one
             raise
+        self.done_with.add(rank)
 
     # sending
 
     async def _send_to(self, rank: int, stream: Stream) -> None:
-        if self._weights[self._rank] > 0 and self._is_reducer(rank):
-            await self._send_values(self._spans[rank], stream)
+        if self._weights[self._rank] > 0 and self._partition.is_reducer(rank):
+            await self._send_values(rank, stream)
         if self._reducer.chunks:
             await self._send_means(stream)
 
@@ -226,7 +211,7 @@ class Butterfly:
                 await stream.send_each(means)
 
     def _outgoing_means(self) -> Iterator[memoryview | Condition]:
-        yield memoryview(self._label_of(self._spans[self._rank]))
+        yield memoryview(self._label_of(self._rank))
         num_sent = 0
         while num_sent < len(self._reducer.chunks):
             num_done, means = self._reducer.done(num_sent)
@@ -234,40 +219,33 @@ class Butterfly:
             num_sent = num_done
         yield memoryview(self._records.record(self._reducer.presents))
 
-    async def _send_values(self, span: slice, stream: Stream) -> None:
+    async def _send_values(self, reducer: int, stream: Stream) -> None:
         """This member's values of a span."""
-        if span.stop - span.start >= INLINE_NUMEL:
-            await stream.send_each(self._encoded_values(span))
+        if not self._is_small(reducer):
+            await stream.send_each(self._encoded_values(reducer))
         elif self._codec.is_exact:
-            await stream.send(*self._encoded_values(span))
+            await stream.send(*self._encoded_values(reducer))
         else:
-            for encoded in self._encoded_values(span):
+            for encoded in self._encoded_values(reducer):
                 await stream.send(encoded)
 
-    def _encoded_values(self, span: slice) -> Iterator[memoryview]:
+    def _encoded_values(self, reducer: int) -> Iterator[memoryview]:
         """Encoded chunk by chunk; each is valid until the next one is asked for."""
-        chunks = self._cut(span)
-        buffer = self._buffer_for([] if self._codec.is_exact else chunks)
-        yield memoryview(self._label_of(span))
-        for chunk in chunks:
+        sizes = [place.stop - place.start for place in self._partition.places[reducer]]
+        buffer = torch.empty(0 if self._codec.is_exact else max(sizes), dtype=torch.uint8)
+        yield memoryview(self._label_of(reducer))
+        for chunk, size in zip(self._partition.chunks[reducer], sizes, strict=True):
             if self._codec.is_exact:
                 self._codec.check_finite(self._rank, self._flat_N[chunk])
                 yield bytes_of(self._flat_N[chunk])
                 continue
-            encoded = buffer[: self._codec.num_bytes(chunk)]
+            encoded = buffer[:size]
             self._codec.encode(self._flat_N[chunk], chunk, encoded, self._feedback)
             yield bytes_of(encoded)
 
-    def _label_of(self, span: slice) -> bytes:
+    def _label_of(self, reducer: int) -> bytes:
         """What goes before the values or the means of a span."""
-        return _LABEL.pack(self._flat_N.numel(), self._num_bytes_of(span))
-
-    def _num_bytes_of(self, span: slice) -> int:
-        return sum(map(self._codec.num_bytes, self._cut(span)))
-
-    def _buffer_for(self, chunks: Sequence[slice]) -> torch.Tensor:
-        """Memory for any one of some encoded chunks."""
-        return torch.empty(max(map(self._codec.num_bytes, chunks), default=0), dtype=torch.uint8)
+        return _LABEL.pack(self._flat_N.numel(), self._partition.num_bytes(reducer))
 
     # receiving
 
@@ -279,7 +257,7 @@ class Butterfly:
                 self.wanted[rank] = Wanted.VALUES
                 await self._receive_each(values, stream, self._rank)
                 del self.wanted[rank]
-        if self._is_reducer(rank):
+        if self._partition.is_reducer(rank):
             self.wanted[rank] = Wanted.MEANS
             await self._receive_averaged(rank, stream)
             del self.wanted[rank]
@@ -300,11 +278,11 @@ class Butterfly:
         """Memory for one chunk of a member's values after the other; averaged with the others' as soon as it can be."""
         label = bytearray(_LABEL.size)
         yield memoryview(label)
-        self._check_label(label, rank, self._spans[self._rank], Wanted.VALUES)
-        for chunk in self._reducer.chunks:
+        self._check_label(label, rank, self._rank, Wanted.VALUES)
+        for place in self._partition.places[self._rank]:
             if not inbox.has_room:
                 yield lambda: inbox.has_room
-            encoded = inbox.room(self._codec.num_bytes(chunk))
+            encoded = inbox.room(place.stop - place.start)
             yield bytes_of(encoded)
             self._reducer.put(rank, encoded)
 
@@ -312,7 +290,7 @@ class Butterfly:
         """Memory for one averaged chunk after the other, which is taken over as soon as it has come."""
         label = bytearray(_LABEL.size)
         yield memoryview(label)
-        self._check_label(label, rank, self._spans[rank], Wanted.MEANS)
+        self._check_label(label, rank, rank, Wanted.MEANS)
         for chunk, encoded in self._encoded_chunks(rank):
             averaged = self.averaged_N[chunk]
             yield bytes_of(encoded)
@@ -321,16 +299,16 @@ class Butterfly:
             else:
                 self._codec.decode(rank, encoded, chunk, averaged)
             self._hashers[rank].update(bytes_of(encoded))
-        record = bytearray(self._records.record_bytes(len(self._chunks(rank))))
+        record = bytearray(self._records.record_bytes(len(self._partition.chunks[rank])))
         yield memoryview(record)
         self._read_record(record, rank)
 
-    def _check_label(self, label: bytes | bytearray, rank: int, span: slice, wanted: Wanted) -> None:
+    def _check_label(self, label: bytes | bytearray, rank: int, reducer: int, wanted: Wanted) -> None:
         numel, num_bytes = _LABEL.unpack(label)
         peer_id = self._members[rank].peer_id
         if numel != self._flat_N.numel():
             raise Spoiled(f"the vector of peer {peer_id} has {numel} values, not {self._flat_N.numel()}", [peer_id])
-        if num_bytes != (due := self._num_bytes_of(span)):
+        if num_bytes != (due := self._partition.num_bytes(reducer)):
             raise Spoiled(f"peer {peer_id} sends {num_bytes} bytes of {wanted.value}, and {due} are due", [peer_id])
 
     def _read_record(self, record: bytes | bytearray, rank: int) -> None:
@@ -345,49 +323,29 @@ class Butterfly:
     def _memory_of_means(self) -> list[torch.Tensor]:
         """Of the means as they travel, by reducer, uint8: their own, unless they are encoded."""
         if self._codec.is_exact:
-            return [self.averaged_N[span].view(torch.uint8) for span in self._spans]
-        sizes = [self._num_bytes_of(span) for span in self._spans]
+            return [self.averaged_N[span].view(torch.uint8) for span in self._partition.spans]
+        sizes = [self._partition.num_bytes(rank) for rank in range(len(self._members))]
         starts = [0, *itertools.accumulate(map(whole_lines, sizes))]
         means = self._memory.vector(starts[-1], torch.uint8)
         return [means[start : start + size] for start, size in zip(starts, sizes, strict=False)]
 
     def _encoded_chunks(self, rank: int) -> Iterator[tuple[slice, torch.Tensor]]:
         """The chunks of a reducer's span, each with the memory for its means as they travel."""
-        at = 0
-        for chunk in self._chunks(rank):
-            num_bytes = self._codec.num_bytes(chunk)
-            yield chunk, self._encoded[rank][at : at + num_bytes]
-            at += num_bytes
+        for chunk, place in zip(self._partition.chunks[rank], self._partition.places[rank], strict=True):
+            yield chunk, self._encoded[rank][place]
 
     def _decode_all(self) -> None:
-        for rank in range(len(self._spans)):
+        for rank in range(len(self._members)):
             for chunk, encoded in self._encoded_chunks(rank):
                 if not self._codec.is_exact:
                     self._codec.decode(rank, encoded, chunk, self.averaged_N[chunk])
 
     def _is_small(self, reducer: int) -> bool:
         """Whether a span is worked on at once, on the loop."""
-        return bool(self._spans[reducer].stop - self._spans[reducer].start < INLINE_NUMEL)
-
-    def _chunks(self, rank: int) -> list[slice]:
-        return self._cut(self._spans[rank])
-
-    def _cut(self, span: slice) -> list[slice]:
-        """Into chunks, the same on all members: whole units of the codecs, unless the leader wants less than one."""
-        unit, most = self._codec.unit_numel, self._max_chunk_numel
-        return chunks_of(span, most // unit * unit or most)
-
-    def _usual_chunk_numel(self, max_numel: int, numel: int) -> int:
-        num_spans = sum(map(self._is_reducer, range(len(self._members))))
-        num_chunks = max(CHUNKS_OF_VECTOR, MIN_CHUNKS_OF_SPAN * num_spans)
-        return max(min(max_numel, max(MIN_CHUNK_NUMEL, numel // num_chunks)), math.ceil(numel / MAX_CHUNKS))
+        return self._partition.numel(reducer) < INLINE_NUMEL
 
     def _contributors(self) -> list[int]:
         return [rank for rank, weight in enumerate(self._weights) if weight > 0]
-
-    def _is_reducer(self, rank: int) -> bool:
-        span = self._spans[rank]
-        return bool(span.start < span.stop)
 
 
 async def _all_or_none(parts: Sequence[Coroutine[Any, Any, None]]) -> None:

@@ -16,17 +16,17 @@ class Inbox:
     One thread puts, another may take.
 
     Args:
-        memory: uint8, for ``QUEUED_CHUNKS`` of the largest chunk.
+        rooms: uint8, shape [``QUEUED_CHUNKS``, bytes of the largest chunk].
 
     Attributes:
         num_received: chunks that have come in.
         is_ended: whether nothing comes after those.
     """
 
-    def __init__(self, memory: torch.Tensor) -> None:
+    def __init__(self, rooms: torch.Tensor) -> None:
         self.num_received = 0
         self.is_ended = False
-        self._free = list(memory.view(QUEUED_CHUNKS, -1))
+        self._free = list(rooms)
         self._lent: deque[torch.Tensor] = deque()
         self._full: deque[torch.Tensor] = deque()
 

@@ -91,6 +91,22 @@ class MemberValues:
         except NotFinite as error:
             raise self._spoiled(self._rank, f"are not finite: {error}") from error
 
+    def average(
+        self,
+        own: torch.Tensor,
+        rooms: torch.Tensor,
+        which: Sequence[int],
+        weights: Sequence[float],
+        chunk: slice,
+        mean: torch.Tensor,
+        out: torch.Tensor,
+    ) -> int:
+        """Average and requantize the first values of a chunk in one pass, as far as that goes; returns how many.
+
+        Args: as those of :meth:`manyhands.averaging.codecs.Codec.average`.
+        """
+        return self._plan.average(own, rooms, which, weights, chunk.start, mean, out)
+
     def add(
         self, rank: int, encoded: torch.Tensor, chunk: slice, weight: float, total: torch.Tensor, *, is_first: bool
     ) -> None:

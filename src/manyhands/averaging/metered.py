@@ -1,4 +1,4 @@
-"""A bulk stream of a round that notes when it sent how much."""
+"""A bulk stream as one round sees it: what earlier rounds moved does not count."""
 
 from __future__ import annotations
 
@@ -11,17 +11,27 @@ from manyhands.transport.passing import PassingStream
 
 
 class MeteredStream(PassingStream):
-    """Passes everything on, and notes it.
+    """Passes everything on, counts from 0 on, and notes when it sent how much.
 
     Args:
         receiver: the rank at the other end.
         sends: gets what was sent, when it has been sent.
+        before: bytes that earlier rounds sent and received on it.
     """
 
-    def __init__(self, stream: Stream, receiver: int, sends: list[Send]) -> None:
+    def __init__(self, stream: Stream, receiver: int, sends: list[Send], before: tuple[int, int]) -> None:
         super().__init__(stream)
         self._receiver = receiver
         self._sends = sends
+        self._sent_before, self._received_before = before
+
+    @property
+    def bytes_sent(self) -> int:
+        return super().bytes_sent - self._sent_before
+
+    @property
+    def bytes_received(self) -> int:
+        return super().bytes_received - self._received_before
 
     async def send(self, *buffers: bytes | bytearray | memoryview) -> None:
         loop = asyncio.get_running_loop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from weakref import WeakKeyDictionary
 
 import msgspec
 
@@ -10,7 +11,7 @@ from manyhands.averaging.agreement import NOBODY
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import ASK_VERDICT, STREAM_KIND, Group, Member, StreamHeader, VerdictQuery
 from manyhands.averaging.stream_inbox import StreamInbox
-from manyhands.averaging.warm_streams import WarmStreams
+from manyhands.averaging.warm_streams import MAX_WARM, WarmStreams
 from manyhands.base.errors import PeerError, RoundAborted, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.rpc import Endpoint
@@ -38,6 +39,15 @@ class PartnerStreams:
         self._config = config
         self._tasks = tasks
         self.warm = WarmStreams(endpoint, config, self.make_sure_of)
+        self._dialled: set[Stream] = set()  # of those that rounds use now
+        self._moved: WeakKeyDictionary[Stream, tuple[int, int]] = WeakKeyDictionary()
+        endpoint.on_lost.append(self.warm.on_lost)
+
+    def close(self) -> None:
+        """No round uses any stream any more."""
+        self.warm.drop_all()
+        if self.warm.on_lost in self._endpoint.on_lost:
+            self._endpoint.on_lost.remove(self.warm.on_lost)
 
     async def connect(self, group: Group, rank: int, other: int, num_bytes: int, stream_id: bytes) -> Stream:
         """Open or await the stream to a partner: a client dials, else the lower rank."""
@@ -48,14 +58,15 @@ class PartnerStreams:
                 return await self._await_stream(member, stream_id)
             await self.make_sure_of(member.peer_id)
             self.warm.size_bytes = num_bytes
-            if (warm := await self.warm.take(member.peer_id, stream_id)) is not None:
-                return warm
-            header = msgspec.msgpack.encode(StreamHeader(stream_id))
-            return await self._endpoint.open_bulk(
-                member.peer_id, STREAM_KIND, header, self._config.stream_timeout_s, size_bytes=num_bytes
-            )
+            if (stream := await self.warm.take(member.peer_id, stream_id)) is None:
+                header = msgspec.msgpack.encode(StreamHeader(stream_id))
+                stream = await self._endpoint.open_bulk(
+                    member.peer_id, STREAM_KIND, header, self._config.stream_timeout_s, size_bytes=num_bytes
+                )
         except (Unavailable, PeerError) as error:
             raise RoundAborted(f"no stream to a member: {error}", [member.peer_id]) from error
+        self._dialled.add(stream)
+        return stream
 
     async def _await_stream(self, member: Member, stream_id: bytes) -> Stream:
         """The stream that a partner opens; one that died before it did so has perhaps never been connected."""
@@ -76,8 +87,23 @@ class PartnerStreams:
             query = VerdictQuery(NOBODY)
             await self._endpoint.call(peer_id, ASK_VERDICT, query, self._config.stream_timeout_s)
 
+    def keep(self, group: Group, stream: Stream) -> bool:
+        """Have a stream for the next round: nothing more travels on it in this one. False if it is to be let go."""
+        if len(group.members) > MAX_WARM + 1 or self._tasks.is_closed:
+            return False
+        is_kept = self.warm.keep(stream) if stream in self._dialled else self._inbox.keep(stream)
+        if is_kept:
+            self._dialled.discard(stream)
+            self._moved[stream] = stream.bytes_sent, stream.bytes_received
+        return is_kept
+
+    def moved_before(self, stream: Stream) -> tuple[int, int]:
+        """Bytes that earlier rounds sent and received on a stream."""
+        return self._moved.get(stream, (0, 0))
+
     def let_go(self, stream: Stream, within_s: float) -> None:
         """Close a stream in the background, so that what was sent still arrives."""
+        self._dialled.discard(stream)
         closing = self._close(stream, within_s)
         try:
             self._tasks.spawn(closing, name=f"closing a stream to {stream.remote}")

@@ -183,7 +183,7 @@ class RoundRunner:
         self._inbox.close()
         self._fetching.close()
         self._probing.close()
-        self._streams.warm.drop_all()
+        self._streams.close()
         await self._tasks.close()
 
     async def average(
@@ -347,25 +347,27 @@ class RoundRunner:
 
     async def _exchange(self, group: Group, rank: int, butterfly: Butterfly, stream_id: bytes) -> torch.Tensor:
         """Run the all-reduce; a member whose control connection is lost (frozen, cut off) is lost to it."""
-        streams: dict[int, Stream] = {}
+        streams: dict[int, MeteredStream] = {}
+        opened: dict[int, Stream] = {}
         lost: set[PeerId] = set()
         num_bytes = {other: butterfly.num_bytes_with(other) for other in butterfly.partners()}
 
         def on_lost(peer_id: PeerId) -> None:
             lost.add(peer_id)
-            for stream in streams.values():
+            for stream in opened.values():
                 if stream.remote == peer_id:
                     stream.abort()
 
         async def connect(other: int) -> Stream:
             stream = await self._streams.connect(group, rank, other, num_bytes[other], stream_id)
-            streams[other] = stream
+            before = self._streams.moved_before(stream)
+            opened[other], streams[other] = stream, MeteredStream(stream, other, self._sends, before)
             if (bytes_per_s := self._bandwidth.pace.bytes_per_s) is not None:  # all streams are to end together
                 part = num_bytes[other] / sum(num_bytes.values())
                 self._is_paced |= stream.pace(max(bytes_per_s * part, MIN_PACE))
             if stream.remote in lost:
                 stream.abort()
-            return MeteredStream(stream, other, self._sends)
+            return streams[other]
 
         def moved() -> int:
             return butterfly.num_averaged + sum(one.bytes_sent + one.bytes_received for one in streams.values())
@@ -383,7 +385,9 @@ class RoundRunner:
             await asyncio.gather(watching, return_exceptions=True)
             self._endpoint.on_lost.remove(on_lost)
             self._inbox.end(stream_id)
-            for stream in streams.values():
+            for other, stream in streams.items():
                 self._meter.num_bytes_sent += stream.bytes_sent
                 self._meter.num_bytes_received += stream.bytes_received
-                self._streams.let_go(stream, self._late_s())
+                is_done = other in butterfly.done_with - butterfly.faults.keys() and stream.remote not in lost
+                if not (is_done and self._streams.keep(group, opened[other])):
+                    self._streams.let_go(opened[other], self._late_s())

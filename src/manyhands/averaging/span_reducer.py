@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -13,6 +12,7 @@ from manyhands.averaging.codecs import ErrorFeedback
 from manyhands.averaging.inbox import QUEUED_CHUNKS, Inbox
 from manyhands.averaging.member_values import MemberValues, Spoiled, bytes_of, is_finite
 from manyhands.averaging.memory import Memory, whole_lines
+from manyhands.averaging.partition import Partition
 from manyhands.base.errors import RoundAborted
 from manyhands.runtime.executor import run_to_end
 from manyhands.runtime.waker import Waker
@@ -32,7 +32,7 @@ class SpanReducer:
     Args:
         codec: how they travel.
         rank: of this member.
-        chunks: of the span, in order.
+        partition: of the vector; the span of this member has chunks there.
         weights: by rank; 0 for those that do not take part.
         flat_N: this member's values.
         averaged_N: where the means go.
@@ -41,7 +41,7 @@ class SpanReducer:
         feedback: what earlier rounds lost of the means that this member reduced.
 
     Attributes:
-        chunks: those.
+        chunks: of the span, in order.
         inboxes: what comes from each other member with a weight, by rank.
         presents: ranks that contributed, for each chunk that is averaged.
         hasher: of the means as they travel.
@@ -52,7 +52,7 @@ class SpanReducer:
         self,
         codec: MemberValues,
         rank: int,
-        chunks: Sequence[slice],
+        partition: Partition,
         weights: Sequence[float],
         flat_N: torch.Tensor,
         averaged_N: torch.Tensor,
@@ -60,7 +60,7 @@ class SpanReducer:
         memory: Memory,
         feedback: ErrorFeedback | None,
     ) -> None:
-        self.chunks = list(chunks)
+        self.chunks = partition.chunks[rank]
         self.presents: list[list[int]] = []
         self.hasher = blake3(max_threads=1)
         self.progress = Waker()
@@ -71,13 +71,14 @@ class SpanReducer:
         self._averaged_N = averaged_N
         self._encoded = encoded
         self._feedback = feedback
-        sizes = [codec.num_bytes(chunk) for chunk in self.chunks]
-        stops = list(itertools.accumulate(sizes))
-        self._places = [slice(stop - size, stop) for stop, size in zip(stops, sizes, strict=True)]
+        self._places = partition.places[rank]
         senders = [other for other, weight in enumerate(weights) if other != rank and weight > 0 and self.chunks]
-        room = QUEUED_CHUNKS * whole_lines(max(sizes, default=0))
-        received = memory.vector(len(senders) * room, torch.uint8)
-        self.inboxes = {other: Inbox(received[at * room : (at + 1) * room]) for at, other in enumerate(senders)}
+        room = whole_lines(max((place.stop - place.start for place in self._places), default=0))
+        received = memory.vector(len(senders) * QUEUED_CHUNKS * room, torch.uint8)
+        self._rooms = received.view(len(senders) * QUEUED_CHUNKS, room)
+        self.inboxes = {
+            other: Inbox(self._rooms[at * QUEUED_CHUNKS : (at + 1) * QUEUED_CHUNKS]) for at, other in enumerate(senders)
+        }
         self._lock = threading.Lock()
         self._may_reduce = self._is_reducing = False
         self._spoilt: dict[int, str] = {}  # whose values cannot be averaged, and why; not told yet
@@ -185,14 +186,38 @@ class SpanReducer:
         chunk, encoded = self.chunks[number], self._encoded[self._places[number]]
         present = sorted([*received, *([self._rank] if self._weights[self._rank] > 0 else [])])
         spoilt: dict[int, str] = {}
-        while (fault := self._add_up(present, received, chunk)) is not None:
+        while (fault := self._average(present, received, chunk, encoded)) is not None:
             rank, spoilt[rank] = fault
             present.remove(rank)
-        if not self._codec.is_exact:
-            mean = self._averaged_N[chunk]
-            self._codec.requantize(mean, chunk, encoded, self._feedback)
         self.hasher.update(bytes_of(encoded))
         return present, spoilt
+
+    def _average(
+        self, present: Sequence[int], received: Mapping[int, torch.Tensor], chunk: slice, encoded: torch.Tensor
+    ) -> tuple[int, str] | None:
+        """Write the mean, and encode it; returns a member whose values spoil it, and how, or None."""
+        done = self._average_at_once(present, received, chunk, encoded)
+        rest, at = slice(chunk.start + done, chunk.stop), self._codec.num_bytes(slice(chunk.start, chunk.start + done))
+        if done:
+            received = {rank: values[at:] for rank, values in received.items()}
+        if rest.start == rest.stop:
+            return None
+        if (fault := self._add_up(present, received, rest)) is None and not self._codec.is_exact:
+            self._codec.requantize(self._averaged_N[rest], rest, encoded[at:], self._feedback)
+        return fault
+
+    def _average_at_once(
+        self, present: Sequence[int], received: Mapping[int, torch.Tensor], chunk: slice, encoded: torch.Tensor
+    ) -> int:
+        """The same in one pass, for as many of the first values as that can be done with."""
+        if self._codec.is_exact or self._feedback is not None or not received or not present:
+            return 0
+        memory, room = self._rooms.data_ptr(), self._rooms.stride(0)
+        which = [(received[rank].data_ptr() - memory) // room if rank in received else -1 for rank in present]
+        weights = [self._weights[rank] for rank in present]
+        shares = [weight / sum(weights) for weight in weights]
+        own, mean = self._flat_N[chunk], self._averaged_N[chunk]
+        return self._codec.average(own, self._rooms, which, shares, chunk, mean, encoded)
 
     def _add_up(
         self, present: Iterable[int], received: Mapping[int, torch.Tensor], chunk: slice

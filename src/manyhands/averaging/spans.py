@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import statistics
 from collections.abc import Sequence
 from fractions import Fraction
 
 from manyhands.averaging.balance import balanced_shares
 from manyhands.base.errors import ConfigError
+
+LEAST_UNITS = 16
+"""A span of fewer units of the codec is not rounded to them: it would be a sixteenth longer or shorter, or more."""
 
 
 def owned_spans(numel: int, bandwidths: Sequence[int], min_span_numel: int, seed: bytes) -> list[slice]:
@@ -63,3 +67,20 @@ def _drawn(bandwidths: Sequence[int], num_worth: int, seed: bytes) -> list[int]:
 def chunks_of(span: slice, chunk_numel: int) -> list[slice]:
     """Cut a span into chunks of at most ``chunk_numel`` elements."""
     return [slice(start, min(start + chunk_numel, span.stop)) for start in range(span.start, span.stop, chunk_numel)]
+
+
+def whole_units(numel: int, unit: int, most: int) -> int:
+    """The next multiple of a unit, or the one before if that is more than ``most``; ``numel`` if there is neither."""
+    return next((up for up in (-(-numel // unit) * unit, numel // unit * unit) if 0 < up <= most), numel)
+
+
+def in_whole_units(spans: Sequence[slice], unit: int) -> list[slice]:
+    """The spans of a vector, with bounds at multiples of a unit, if that changes none of them by much.
+
+    What is not a whole unit is worked on by slower code, and at its end the vector has that once in any case.
+    """
+    if any(0 < span.stop - span.start < LEAST_UNITS * unit for span in spans):
+        return list(spans)
+    numel = max((span.stop for span in spans), default=0)
+    bounds = [0, *(span.stop // unit * unit if span.stop < numel else numel for span in spans)]
+    return [slice(start, stop) for start, stop in itertools.pairwise(bounds)]

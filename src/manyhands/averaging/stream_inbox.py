@@ -1,4 +1,4 @@
-"""The streams that other members open for a round."""
+"""The streams that other members open for a round, or for one round after the other."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from manyhands.transport.api import Stream
 REMEMBERED_GROUPS = 16
 MAX_UNNAMED = 64
 """Streams that were opened ahead and say no round yet; one of each peer."""
+"""And as many that were kept from the last round."""
 UNNAMED_S = 120.0
 
 
@@ -29,7 +30,9 @@ class StreamInbox:
         self._endpoint = endpoint
         self._config = config
         self._waiting: dict[tuple[bytes, PeerId], asyncio.Future[Stream]] = {}
-        self._unnamed: dict[PeerId, Stream] = {}
+        self._unnamed: dict[PeerId, Stream] = {}  # opened ahead
+        self._kept: dict[PeerId, Stream] = {}  # from the last round
+        self._in_round: dict[Stream, asyncio.Future[None]] = {}  # done when it was used up to its end, and is kept
         self._ended: deque[bytes] = deque(maxlen=REMEMBERED_GROUPS)
         endpoint.accept_bulk(STREAM_KIND, self._on_stream)
         endpoint.on_lost.append(self._on_lost)
@@ -67,12 +70,22 @@ class StreamInbox:
         if future.done() and not future.cancelled() and future.exception() is None:
             self._endpoint.release(future.result())
 
+    def keep(self, stream: Stream) -> bool:
+        """Have a stream that a round has used up to its end for the next one; whether it is kept."""
+        used = self._in_round.get(stream)
+        if used is None or used.done() or len(self._kept) >= MAX_UNNAMED:
+            return False
+        used.set_result(None)
+        return True
+
     def lose(self, peer_id: PeerId) -> None:
         """Another member has lost a peer; here nothing is known of one that is not connected."""
         if not self._endpoint.is_connected(peer_id):
             self._on_lost(peer_id)
 
     def _on_lost(self, peer_id: PeerId) -> None:
+        if (kept := self._kept.get(peer_id)) is not None:
+            kept.abort()
         for (_, awaited), future in self._waiting.items():
             if awaited == peer_id and not future.done():
                 future.set_exception(PeerLost(peer_id, "it was lost before it opened its stream"))
@@ -92,14 +105,11 @@ class StreamInbox:
         if len(self._unnamed) >= MAX_UNNAMED:
             raise ProtocolViolation(remote, "a stream ahead of its round, and there are too many of them")
         self._unnamed[remote] = stream
-        name = bytearray(NAME_BYTES)
         try:
-            async with time_limit(UNNAMED_S, "learning what a stream is for"):
-                await stream.receive_into(memoryview(name))
+            return await _read_name(stream)
         finally:
             if self._unnamed.get(remote) is stream:
                 del self._unnamed[remote]
-        return bytes(name)
 
     def _future(self, key: tuple[bytes, PeerId]) -> asyncio.Future[Stream]:
         if key not in self._waiting:
@@ -111,17 +121,43 @@ class StreamInbox:
             name = msgspec.msgpack.decode(header, type=StreamHeader).group_id
         except UNREADABLE as error:
             raise ProtocolViolation(remote, "a stream header that cannot be read") from error
-        key = (name or await self._name_of(remote, stream), remote)
-        if key[0] in self._ended:
-            return
+        name = name or await self._name_of(remote, stream)
+        while await self._is_kept_after(name, remote, stream):
+            if (former := self._kept.get(remote)) is not None:
+                former.abort()
+            self._kept[remote] = stream
+            try:
+                name = await _read_name(stream)
+            finally:
+                if self._kept.get(remote) is stream:
+                    del self._kept[remote]
+
+    async def _is_kept_after(self, name: bytes, remote: PeerId, stream: Stream) -> bool:
+        """Have a round use a stream; whether there may be another one."""
+        key = (name, remote)
+        if name in self._ended:
+            return False
         self._check_is_awaited(key)
         future = self._future(key)
         if future.done():
             raise ProtocolViolation(remote, "a second stream for one round")
         future.set_result(stream)
-        try:  # from here on the stream is the round's, which closes it
+        used = self._in_round[stream] = asyncio.get_running_loop().create_future()
+        closing = asyncio.get_running_loop().create_task(stream.wait_closed())
+        try:  # from here on the stream is the round's, which closes or keeps it
             async with time_limit(self._config.averaging_timeout_s, "for a round to end"):
-                await stream.wait_closed()
+                await asyncio.wait([used, closing], return_when=asyncio.FIRST_COMPLETED)
+            return used.done()
         finally:
+            del self._in_round[stream]
             if self._waiting.get(key) is future:
                 del self._waiting[key]
+            closing.cancel()
+            await asyncio.gather(closing, return_exceptions=True)
+
+
+async def _read_name(stream: Stream) -> bytes:
+    name = bytearray(NAME_BYTES)
+    async with time_limit(UNNAMED_S, "learning what a stream is for"):
+        await stream.receive_into(memoryview(name))
+    return bytes(name)

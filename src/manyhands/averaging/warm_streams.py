@@ -1,7 +1,9 @@
-"""Bulk streams that are opened before the round that uses them: dialling one takes several round trips.
+"""Bulk streams that are there before the round that uses them: dialling one takes several round trips, and much CPU.
 
-Nobody knows yet what the group will be, so the header of such a stream names no round. Its first bytes do, once there
-is one. A stream that is not used in the end is closed.
+They are opened ahead, or kept from the round before. Nobody knows yet what the group will be, so the header of a stream
+that is opened ahead names no round. Its next bytes do, once there is one; so it is with each further round. A stream
+that is not used in the end is closed, and so is one to a peer whose control connection was lost: nobody knows then
+whether it still carries anything.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ KEPT_S = 60.0
 
 
 class WarmStreams:
-    """The streams that this peer has dialled ahead, one for each partner.
+    """The streams that this peer has dialled, one for each partner, and that no round uses now.
 
     Args:
         prepare: makes sure of a control connection to a peer, which tells whether it lives.
@@ -48,7 +50,8 @@ class WarmStreams:
         self._endpoint = endpoint
         self._config = config
         self._prepare = prepare
-        self._open: dict[PeerId, tuple[Stream, float]] = {}  # and since when
+        self._open: dict[PeerId, tuple[Stream, float]] = {}  # opened ahead, and since when
+        self._kept: dict[PeerId, tuple[Stream, asyncio.TimerHandle]] = {}  # from the last round, and its end
         self._num_users = 0
         self.size_bytes = 0
 
@@ -84,7 +87,9 @@ class WarmStreams:
 
     def _drop_unused(self) -> None:
         if not self._num_users:
-            self.drop_all()
+            for stream, _ in self._open.values():
+                self._endpoint.release(stream)
+            self._open.clear()
 
     async def _keep(self, expected: Callable[[], Mapping[PeerId, bool]]) -> None:
         own_id, is_client = self._endpoint.peer_id, self._endpoint.client_mode
@@ -101,25 +106,45 @@ class WarmStreams:
         for peer_id, (_, since) in list(self._open.items()):
             if now - since > KEPT_S:
                 self._drop(peer_id)
-        await asyncio.gather(*(self._dial(peer_id) for peer_id in peer_ids if peer_id not in self._open))
+        known = self._open.keys() | self._kept.keys()
+        await asyncio.gather(*(self._dial(peer_id) for peer_id in peer_ids if peer_id not in known))
 
     async def take(self, peer_id: PeerId, name: bytes) -> Stream | None:
         """The stream to a peer, for the round of this name; None if there is none that lives."""
-        if peer_id not in self._open or len(name) != NAME_BYTES:
-            return None
-        stream, _ = self._open.pop(peer_id)
-        try:
-            await stream.send(name)
-        except BaseException as error:
-            self._endpoint.release(stream)
-            if isinstance(error, (Unavailable, PeerError)):
-                return None
-            raise
-        return stream
+        while len(name) == NAME_BYTES and (stream := self._pop(peer_id)) is not None:
+            try:
+                await stream.send(name)
+            except BaseException as error:
+                self._endpoint.release(stream)
+                if not isinstance(error, (Unavailable, PeerError)):
+                    raise
+            else:
+                return stream
+        return None
+
+    def _pop(self, peer_id: PeerId) -> Stream | None:
+        if peer_id in self._kept:
+            stream, timer = self._kept.pop(peer_id)
+            timer.cancel()
+            return stream
+        return self._open.pop(peer_id)[0] if peer_id in self._open else None
+
+    def keep(self, stream: Stream) -> bool:
+        """Have a stream that a round has used up to its end for the next one; whether there is room for it."""
+        peer_id = stream.remote
+        if len(self._kept) >= MAX_WARM or peer_id in self._kept or not self._endpoint.is_connected(peer_id):
+            return False
+        timer = asyncio.get_running_loop().call_later(KEPT_S, self._drop, peer_id)
+        self._kept[peer_id] = stream, timer
+        return True
+
+    def on_lost(self, peer_id: PeerId) -> None:
+        """The control connection to a peer was lost."""
+        self._drop(peer_id)
 
     def drop_all(self) -> None:
-        """No round uses them."""
-        for peer_id in list(self._open):
+        """No round uses them any more."""
+        for peer_id in self._open.keys() | self._kept.keys():
             self._drop(peer_id)
 
     async def _dial(self, peer_id: PeerId) -> None:
@@ -135,5 +160,5 @@ class WarmStreams:
             self._open[peer_id] = (stream, asyncio.get_running_loop().time())
 
     def _drop(self, peer_id: PeerId) -> None:
-        stream, _ = self._open.pop(peer_id)
-        self._endpoint.release(stream)
+        while (stream := self._pop(peer_id)) is not None:
+            self._endpoint.release(stream)

@@ -19,7 +19,8 @@ from manyhands.base.identity import PeerId
 from manyhands.runtime.threads import BlockingThreads
 from manyhands.transport import tcp
 from manyhands.transport.chunks import CHUNK_BYTES, chunks_of
-from manyhands.transport.sealing import MAX_RECORD_BYTES, RECORD_EXTRA_BYTES, BadRecord, Opener, RecordBuffer, Sealer
+from manyhands.transport.record_memory import give_back_room, take_room
+from manyhands.transport.sealing import RECORD_EXTRA_BYTES, BadRecord, Opener, RecordBuffer, Sealer
 
 THREAD_BYTES = 64 * 1024
 """A receive of at least this size moves on a thread."""
@@ -78,7 +79,6 @@ class SealedStream:
         self._sealer = sealer
         self._records = RecordBuffer(opener, received)
         self._threads = threads
-        self._sealed = memoryview(b"")
         self._max_plain = FAR_BYTES if tcp.is_long(sock) else CHUNK_BYTES
         self._sending = asyncio.Lock()
         self._closed: asyncio.Future[None] = self._loop.create_future()
@@ -287,18 +287,18 @@ class SealedStream:
             raise _Gone(_reason(error)) from error
 
     def _send_all(self, views: Iterable[memoryview]) -> None:
-        if not len(self._sealed):
-            self._sealed = memoryview(bytearray(HELD_BACK_BYTES + MAX_RECORD_BYTES))
+        sealed = take_room()
         num_sealed = num_plain = 0
         for chunk in chunks_of(views, self._max_plain):
-            num_sealed += self._sealer.seal_into(chunk, self._sealed[num_sealed:])
+            num_sealed += self._sealer.seal_into(chunk, sealed[num_sealed:])
             num_plain += len(chunk)
             if num_sealed > HELD_BACK_BYTES:  # what is small goes with what follows it
-                self._send_sealed(self._sealed[:num_sealed])
+                self._send_sealed(sealed[:num_sealed])
                 self.bytes_sent += num_plain
                 num_sealed = num_plain = 0
-        self._send_sealed(self._sealed[:num_sealed])
+        self._send_sealed(sealed[:num_sealed])
         self.bytes_sent += num_plain
+        give_back_room(sealed)
 
     def _receive_all(self, views: Iterable[memoryview]) -> None:
         self._records.expect_long()
@@ -315,6 +315,7 @@ class SealedStream:
                     raise _Gone(ENDED)
                 self._records.added(num_bytes)
                 self.last_received = self._loop.time()
+        self._records.rest()
 
     def _take(self, view: memoryview, max_records: int | None = None) -> int:
         num_bytes = self._records.take_into(view, max_records)

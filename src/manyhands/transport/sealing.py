@@ -20,6 +20,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 
 from manyhands.transport.chunks import CHUNK_BYTES
+from manyhands.transport.record_memory import give_back_room, take_room
 
 HEADER_BYTES = 4
 TAG_BYTES = 16
@@ -124,9 +125,18 @@ class RecordBuffer:
     def expect_long(self) -> None:
         """Long records will come: have the memory for them."""
         if len(self._memory) < MAX_RECORD_BYTES:
-            memory = memoryview(bytearray(MAX_RECORD_BYTES))
+            memory = take_room()
             memory[: len(self._memory)] = self._memory
             self._memory = memory
+
+    def rest(self) -> None:
+        """No long records will come for a while: let go of the memory for them, unless something lies in it."""
+        if self._start == self._stop and len(self._memory) >= MAX_RECORD_BYTES:
+            give_back_room(self._memory)
+            self._memory = memoryview(bytearray(FIRST_BYTES))
+            self._start = self._stop = 0
+        if not len(self._opened):
+            self._scratch = self._opened = memoryview(b"")
 
     def room(self) -> memoryview:
         """Memory for what comes next, not empty; call it when nothing is ready to be taken."""

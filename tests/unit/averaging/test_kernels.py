@@ -136,3 +136,49 @@ def test_a_plan_adds_and_requantizes_part_by_part() -> None:
         torch.testing.assert_close(total, values_N + 0.5 * read, rtol=0, atol=1e-6)
         with pytest.raises(BadEncoding):
             plan.add(written[1:], 0, 0.5, total, is_first=False)
+
+
+@CODECS
+@pytest.mark.parametrize("own_place", [0, 1, 2, None], ids=str)
+def test_averaging_in_one_pass_gives_the_same_bits(codec: Codec, own_place: int | None) -> None:
+    numel = NUMEL // codec.unit_numel * codec.unit_numel
+    given = [values(scale, numel) for scale in (1.0, 0.1, 5.0)]
+    num_bytes = codec.num_bytes(numel)
+    rooms = torch.zeros(6, num_bytes + 64 - num_bytes % 64, dtype=torch.uint8)
+    which = [-1 if number == own_place else 5 - 2 * number for number in range(3)]
+    for values_N, room in zip(given, which, strict=True):
+        if room >= 0:
+            codec.encode(values_N, rooms[room, :num_bytes])
+    weights = [0.2, 0.5, 0.3]
+
+    expected_N, expected = torch.empty(numel), torch.empty(num_bytes, dtype=torch.uint8)
+    for number, room in enumerate(which):
+        if room >= 0:
+            codec.add(rooms[room, :num_bytes], weights[number], expected_N, is_first=number == 0)
+        elif number == 0:
+            torch.mul(given[number], weights[number], out=expected_N)
+        else:
+            expected_N += given[number] * weights[number]  # rounded twice, as the kernel does
+    codec.requantize(expected_N, expected)
+
+    own_N = given[own_place] if own_place is not None else given[0]
+    mean_N, out = torch.full((numel,), math.nan), torch.empty(num_bytes, dtype=torch.uint8)
+    assert codec.average(own_N, rooms, which, weights, mean_N, out) == numel
+    assert torch.equal(out, expected)
+    assert torch.equal(mean_N, expected_N)
+
+
+@CODECS
+def test_averaging_in_one_pass_stops_where_somebody_breaks_the_rules(codec: Codec) -> None:
+    own_N, given = values(), values(2.0)
+    rooms = torch.zeros(2, codec.num_bytes(NUMEL) + 64, dtype=torch.uint8)
+    rooms = rooms[:, : rooms.shape[1] // 4 * 4].contiguous()
+    codec.encode(given, rooms[1, : codec.num_bytes(NUMEL)])
+    out = torch.empty(codec.num_bytes(NUMEL), dtype=torch.uint8)
+    own_N[70_000] = math.inf
+    done = codec.average(own_N, rooms, [-1, 1], [0.5, 0.5], torch.empty(NUMEL), out)
+    assert done == 70_000 // codec.unit_numel * codec.unit_numel
+    scale_at = codec.num_bytes(2 * codec.unit_numel) - (8 if codec is INT8 else 2 * codec.unit_numel + 4)
+    rooms[1, scale_at : scale_at + 4] = 0xFF
+    done = codec.average(own_N, rooms, [-1, 1], [0.5, 0.5], torch.empty(NUMEL), out)
+    assert done == codec.unit_numel

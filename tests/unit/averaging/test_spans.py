@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from manyhands.averaging.balance import balanced_shares
-from manyhands.averaging.spans import chunks_of, owned_spans
+from manyhands.averaging.spans import LEAST_UNITS, chunks_of, in_whole_units, owned_spans, whole_units
 from manyhands.base.errors import ConfigError
 
 BANDWIDTHS = st.lists(st.one_of(st.just(0), st.integers(1, 10**12)), min_size=1, max_size=12).filter(any)
@@ -89,3 +89,33 @@ def test_chunks_cover_their_span_in_order(start: int, numel: int, chunk_numel: i
     chunks = chunks_of(slice(start, start + numel), chunk_numel)
     assert [index for chunk in chunks for index in range(chunk.start, chunk.stop)] == list(range(start, start + numel))
     assert all(0 < chunk.stop - chunk.start <= chunk_numel for chunk in chunks)
+
+
+@given(NUMEL, BANDWIDTHS, st.integers(1, 300))
+def test_spans_of_whole_units_cover_the_vector_and_are_hardly_longer(
+    numel: int, bandwidths: list[int], unit: int
+) -> None:
+    spans = owned_spans(numel, bandwidths, 1, b"seed")
+    rounded = in_whole_units(spans, unit)
+    assert [span.start for span in rounded[1:]] == [span.stop for span in rounded[:-1]]
+    assert (rounded[0].start, rounded[-1].stop) == (0, numel)
+    for before, after in zip(spans, rounded, strict=True):
+        size, rounded_size = before.stop - before.start, after.stop - after.start
+        assert (size > 0) == (rounded_size > 0)
+        assert abs(size - rounded_size) <= size / LEAST_UNITS
+    if rounded != spans:
+        assert all(span.stop % unit == 0 or span.stop == numel for span in rounded)
+
+
+@pytest.mark.parametrize(
+    ("numel", "unit", "most", "expected"),
+    [
+        (1000, 216, 2000, 1080),
+        (1000, 216, 1000, 864),
+        (1000, 216, 100, 1000),
+        (1000, 1, 1000, 1000),
+        (5, 216, 400, 216),
+    ],
+)
+def test_a_chunk_has_whole_units(numel: int, unit: int, most: int, expected: int) -> None:
+    assert whole_units(numel, unit, most) == expected

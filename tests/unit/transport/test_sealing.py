@@ -89,6 +89,35 @@ def test_whole_records_are_decrypted_into_the_callers_memory() -> None:
     assert len(records._scratch) == 1000, "only of the second one"
 
 
+def test_memory_for_long_records_goes_to_the_next_stream_unless_something_lies_in_it() -> None:
+    sealer = Sealer(SECRET)
+    first, second = sealed(sealer, b"a" * CHUNK_BYTES), sealed(sealer, b"b" * 100)
+    records, target = RecordBuffer(Opener(SECRET)), bytearray(CHUNK_BYTES)
+
+    def receive(data: bytes) -> None:
+        while data:
+            room = records.room()
+            num_bytes = min(len(room), len(data))
+            room[:num_bytes] = data[:num_bytes]
+            records.added(num_bytes)
+            data = data[num_bytes:]
+
+    records.expect_long()
+    memory = records._memory
+    receive(first)
+    assert records.take_into(memoryview(target)) == CHUNK_BYTES
+    receive(second[:10])
+    records.rest()
+    assert records._memory is memory
+    receive(second[10:])
+    assert records.take_into(memoryview(target)[:100]) == 100
+    records.rest()
+    assert len(records._memory) < MAX_RECORD_BYTES
+    other = RecordBuffer(Opener(SECRET))
+    other.expect_long()
+    assert other._memory is memory
+
+
 @pytest.mark.parametrize("at", [HEADER_BYTES, 50, HEADER_BYTES + 100, HEADER_BYTES + 100 + TAG_BYTES - 1])
 def test_a_changed_bit_is_refused(at: int) -> None:
     record = bytearray(sealed(Sealer(SECRET), b"x" * 100))

@@ -18,12 +18,16 @@ from __future__ import annotations
 import abc
 import itertools
 import math
+from collections.abc import Sequence
 from typing import ClassVar
 
+import numpy as np
 import torch
 
 from manyhands.averaging.codecs.kernels import kernel
 from manyhands.base.errors import ConfigError, ManyhandsError
+
+FLOAT_BYTES = 4
 
 
 class NotFinite(ManyhandsError, ValueError):
@@ -77,6 +81,8 @@ class Codec(abc.ABC):
                 f"shape [{self.num_bytes(values_N.numel())}], contiguous"
             )
         values_N, out = self._after_kernel("encode", values_N, out)
+        if not values_N.numel():
+            return
         for start, stop, place in self._pieces(values_N.numel(), out):
             self._encode_piece(values_N[start:stop].detach().to(self.dtype).contiguous(), place)
 
@@ -103,6 +109,8 @@ class Codec(abc.ABC):
             )
         encoded = encoded.to(out_N.device)
         out_N, encoded = self._after_kernel("decode", out_N, encoded)
+        if not out_N.numel():
+            return
         for start, stop, place in self._pieces(out_N.numel(), encoded):
             self._decode_piece(place, out_N[start:stop])
 
@@ -137,6 +145,37 @@ class Codec(abc.ABC):
             torch.mul(values, weight, out=total_N)
         else:
             total_N.add_(values, alpha=weight)
+
+    def average(
+        self,
+        own_N: torch.Tensor,
+        rooms: torch.Tensor,
+        which: Sequence[int],
+        weights: Sequence[float],
+        mean_N: torch.Tensor,
+        out: torch.Tensor,
+    ) -> int:
+        """Do what :meth:`add` for each contribution and then :meth:`requantize` do, in one pass over the memory.
+
+        Only as far as a compiled kernel can, and all that it meets follows the rules; the rest is left to those two.
+
+        Args:
+            own_N: values as they are.
+            rooms: what others have sent, uint8, shape [rooms, bytes of a room], of which only the first are used.
+            which: in the order in which they are added, the room of each, or -1 for ``own_N``.
+            weights: of each.
+            mean_N, out: as the arguments of :meth:`requantize`.
+        Returns:
+            How many values are done, from the first on.
+        """
+        numel = mean_N.numel() // self.unit_numel * self.unit_numel
+        whole_N, whole_out = mean_N[:numel], out[: self.num_bytes(numel)]
+        run = kernel(self.name, "average", whole_N, whole_out)
+        if run is None or rooms.shape[1] < whole_out.numel() or rooms.shape[1] % FLOAT_BYTES:
+            return 0
+        places, shares = np.array(which, dtype=np.int64), np.array(weights, dtype=np.float32)
+        done = run(whole_N.numpy(), whole_out.numpy(), own_N.detach().numpy(), rooms.numpy(), places, shares)
+        return self.unit_numel * int(done)
 
     def _after_kernel(
         self, name: str, values_N: torch.Tensor, encoded: torch.Tensor, *more: object

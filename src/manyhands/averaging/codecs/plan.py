@@ -143,6 +143,20 @@ class Plan:
         for codec, some_total, place in self._parts(total, start, encoded):
             codec.add(place, weight, some_total, is_first=is_first)
 
+    def average(
+        self,
+        own: torch.Tensor,
+        rooms: torch.Tensor,
+        which: Sequence[int],
+        weights: Sequence[float],
+        start: int,
+        mean: torch.Tensor,
+        out: torch.Tensor,
+    ) -> int:
+        """As :meth:`Codec.average`, from ``start`` on in the vector; nothing is done where there are several codecs."""
+        parts = self.cut(start, start + mean.numel())
+        return parts[0].codec.average(own, rooms, which, weights, mean, out) if len(parts) == 1 else 0
+
     def _parts(
         self, values: torch.Tensor, start: int, encoded: torch.Tensor
     ) -> Iterator[tuple[Codec, torch.Tensor, torch.Tensor]]:

@@ -145,3 +145,43 @@ def add(total: Floats, encoded: Bytes, weight: np.float32, is_first: bool) -> in
             for i in range(PIECE_NUMEL):
                 total[start + i] += _from_half(halves[place + i]) * scale * weight
     return num_pieces
+
+
+@compiled("int64(float32[::1], uint8[::1], float32[::1], uint8[:, ::1], int64[::1], float32[::1])")
+def average(mean: Floats, encoded: Bytes, own: Floats, rooms: Bytes, which: Any, weights: Floats) -> int:
+    """Weigh and add up whole pieces, round the sums, and decode them; returns how many pieces are done.
+
+    The arguments are those of the function of this name for int8.
+    """
+    bits, halves, scales = mean.view(np.int32), encoded.view(np.uint16), encoded.view(np.float32)
+    num_pieces = mean.size // PIECE_NUMEL
+    for piece in range(num_pieces):
+        start, scale_at = piece * PIECE_NUMEL, piece * (PIECE_BYTES // 4)
+        place = 2 * scale_at + SCALE_BYTES // 2
+        for number in range(which.size):
+            room, weight = which[number], weights[number]
+            if room < 0:
+                if number == 0:
+                    for i in range(PIECE_NUMEL):
+                        mean[start + i] = own[start + i] * weight
+                else:
+                    for i in range(PIECE_NUMEL):
+                        mean[start + i] += own[start + i] * weight
+                continue
+            given = rooms[room]
+            given_halves = given.view(np.uint16)
+            scale = given.view(np.float32)[scale_at]
+            if not _is_ordinary(scale, given_halves, place):
+                return piece
+            if number == 0:
+                for i in range(PIECE_NUMEL):
+                    mean[start + i] = _from_half(given_halves[place + i]) * scale * weight
+            else:
+                for i in range(PIECE_NUMEL):
+                    mean[start + i] += _from_half(given_halves[place + i]) * scale * weight
+        if not _write_piece(mean, bits, piece, halves, scales):
+            return piece
+        scale = scales[scale_at]
+        for i in range(PIECE_NUMEL):
+            mean[start + i] = _from_half(halves[place + i]) * scale
+    return num_pieces

@@ -130,3 +130,48 @@ def add(total: Floats, packed: Bytes, weight: np.float32, is_first: bool) -> int
             for i in range(ROW_NUMEL):
                 total[start + i] += (np.float32(packed[place + i]) * scale + bias) * weight
     return num_rows
+
+
+@compiled("int64(float32[::1], uint8[::1], float32[::1], uint8[:, ::1], int64[::1], float32[::1])")
+def average(mean: Floats, packed: Bytes, own: Floats, rooms: Bytes, which: Any, weights: Floats) -> int:
+    """Weigh and add up whole rows, quantize the sums, and decode them; returns how many rows are done.
+
+    A row stays in the processor's cache meanwhile.
+
+    Args:
+        mean: what is decoded goes there.
+        own: values as they are.
+        rooms: what others have sent, shape [rooms, bytes of a room], the bytes a multiple of 4.
+        which: in the order in which they are added, in what room the rows lie; a negative number stands for ``own``.
+        weights: of each.
+    """
+    bits, headers, room_headers = mean.view(np.int32), packed.view(np.float32), rooms.view(np.float32)
+    num_rows = mean.size // ROW_NUMEL
+    for row in range(num_rows):
+        start, place = row * ROW_NUMEL, row * ROW_BYTES
+        header = (place + ROW_NUMEL) // 4
+        for number in range(which.size):
+            room, weight = which[number], weights[number]
+            if room < 0:
+                if number == 0:
+                    for i in range(ROW_NUMEL):
+                        mean[start + i] = own[start + i] * weight
+                else:
+                    for i in range(ROW_NUMEL):
+                        mean[start + i] += own[start + i] * weight
+                continue
+            scale, bias = room_headers[room, header], room_headers[room, header + 1]
+            if not _is_ordinary(scale, bias):
+                return row
+            if number == 0:
+                for i in range(ROW_NUMEL):
+                    mean[start + i] = (np.float32(rooms[room, place + i]) * scale + bias) * weight
+            else:
+                for i in range(ROW_NUMEL):
+                    mean[start + i] += (np.float32(rooms[room, place + i]) * scale + bias) * weight
+        if not _quantize_row(mean, bits, row, packed, headers):
+            return row
+        scale, bias = headers[header], headers[header + 1]
+        for i in range(ROW_NUMEL):
+            mean[start + i] = np.float32(packed[place + i]) * scale + bias
+    return num_rows

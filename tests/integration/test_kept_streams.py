@@ -1,0 +1,126 @@
+"""Streams that stay from one round to the next."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from manyhands.averaging import partner_streams, stream_inbox, warm_streams
+from manyhands.averaging.config import AveragingConfig
+from manyhands.averaging.rounds import RoundMeter, RoundRunner
+from manyhands.base.deadline import time_limit
+from manyhands.rpc import Endpoint
+from tests.swarm import FixedRoster, averagers
+
+CONFIG = AveragingConfig(matchmaking_time_s=3.0, averaging_timeout_s=20.0, min_span_bytes=4, codec="none")
+NUMEL = 50
+Members = list[tuple[RoundRunner, FixedRoster, Endpoint]]
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    async with time_limit(5.0, "waiting for the others"):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+async def mean_of(members: Members, meter: RoundMeter | None = None) -> list[float]:
+    """One round, after which all are at the next position."""
+    vectors = [torch.full((NUMEL,), float(number)) for number in range(len(members))]
+    averaging = [
+        runner.average(vector_N, 1.0, meter=meter if number == 0 else None)
+        for number, ((runner, _, _), vector_N) in enumerate(zip(members, vectors, strict=True))
+    ]
+    results = await asyncio.gather(*averaging)
+    for (_, roster, _), result in zip(members, results, strict=True):
+        roster.at = result.manifest.position.after(result.manifest)
+    return [float(result.averaged_N.mean()) for result in results if result.averaged_N is not None]
+
+
+def num_kept(members: Members) -> tuple[int, int]:
+    """Of those who dialled, and of those who accepted."""
+    dialled = sum(len(runner._streams.warm._kept) for runner, _, _ in members)
+    return dialled, sum(len(runner._inbox._kept) for runner, _, _ in members)
+
+
+def forbid_dials(members: Members, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("a stream was dialled")
+
+    for _, _, endpoint in members:
+        monkeypatch.setattr(endpoint, "open_bulk", refuse)
+
+
+@pytest.mark.parametrize("kind", ["memory", "tls"])
+async def test_the_next_rounds_dial_no_stream(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with averagers(3, kind=kind, config=CONFIG) as members:
+        assert await mean_of(members) == [1.0] * 3
+        forbid_dials(members, monkeypatch)
+        for _ in range(3):
+            meter = RoundMeter()
+            assert await mean_of(members, meter) == [1.0] * 3
+            assert meter.num_bytes_received < 2 * 4 * NUMEL + 200, "bytes of earlier rounds do not count"
+        await until(lambda: num_kept(members) == (3, 3))
+
+
+async def test_one_that_has_died_is_dialled_again() -> None:
+    async with averagers(3, config=CONFIG) as members:
+        await mean_of(members)
+        for runner, _, _ in members:
+            for stream, _ in runner._streams.warm._kept.values():
+                stream.abort()
+        assert await mean_of(members) == [1.0] * 3
+
+
+@pytest.mark.parametrize("kind", ["memory", "tls"])
+async def test_one_that_the_other_end_closed_is_dialled_again(kind: str) -> None:
+    async with averagers(3, kind=kind, config=CONFIG) as members:
+        await mean_of(members)
+        await until(lambda: num_kept(members) == (3, 3))
+        for runner, _, _ in members:
+            for stream in list(runner._inbox._kept.values()):
+                stream.abort()
+        for runner, _, _ in members:
+            for stream, _ in runner._streams.warm._kept.values():
+                async with time_limit(5.0, "noticing that the other end has closed"):
+                    await stream.wait_closed()
+        assert await mean_of(members) == [1.0] * 3
+
+
+async def test_those_that_no_round_uses_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warm_streams, "KEPT_S", 0.05)
+    async with averagers(3, config=CONFIG) as members:
+        await mean_of(members)
+        await until(lambda: num_kept(members) == (0, 0))
+        assert await mean_of(members) == [1.0] * 3
+
+
+async def test_whoever_dialled_may_forget_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_inbox, "UNNAMED_S", 0.05)
+    async with averagers(2, config=CONFIG) as members:
+        await mean_of(members)
+        await until(lambda: num_kept(members)[1] == 0)
+        assert await mean_of(members) == [0.5] * 2
+
+
+async def test_a_lost_control_connection_ends_them_at_both_ends() -> None:
+    async with averagers(3, config=CONFIG) as members:
+        await mean_of(members)
+        await until(lambda: num_kept(members) == (3, 3))
+        gone = members[0][2].peer_id
+        for runner, _, _ in members[1:]:
+            runner._streams.warm.on_lost(gone)
+            runner._inbox._on_lost(gone)
+        await until(lambda: num_kept(members)[1] == 1)
+        await members[0][0].close()
+        await until(lambda: num_kept(members[1:]) == (1, 1))
+
+
+async def test_a_large_group_keeps_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(partner_streams, "MAX_WARM", 1)
+    async with averagers(3, config=CONFIG) as members:
+        assert await mean_of(members) == [1.0] * 3
+        assert num_kept(members) == (0, 0)
