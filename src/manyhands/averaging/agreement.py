@@ -40,10 +40,10 @@ from manyhands.averaging.messages import (
 )
 from manyhands.averaging.open_round import OpenRound
 from manyhands.averaging.probing import PROBE_S, Probing, answer_time_s
+from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.averaging.verdict_checks import checked
 from manyhands.base.errors import PeerError, ProtocolViolation, Refused, Timeout, Unavailable
 from manyhands.base.identity import PeerId
-from manyhands.rpc import Endpoint
 from manyhands.rpc.frames import readable
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class Agreement:
         probing: asks who does not vote whether it is in the round at all.
     """
 
-    def __init__(self, endpoint: Endpoint, config: AveragingConfig, probing: Probing) -> None:
+    def __init__(self, endpoint: RunEndpoint, config: AveragingConfig, probing: Probing) -> None:
         self._endpoint = endpoint
         self._config = config
         self._probing = probing

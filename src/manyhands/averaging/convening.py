@@ -23,11 +23,11 @@ from manyhands.averaging.messages import (
     Position,
     readable_addresses,
 )
+from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.averaging.view import View, short_id, split_ids
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ManyhandsError, PeerError, Refused, RoundAborted, Unavailable
 from manyhands.base.identity import PeerId
-from manyhands.rpc import Endpoint
 from manyhands.runtime import TaskOwner
 
 logger = logging.getLogger(__name__)
@@ -55,8 +55,7 @@ class Convener:
 
     def __init__(
         self,
-        endpoint: Endpoint,
-        run_id: str,
+        endpoint: RunEndpoint,
         run_fingerprint: bytes,
         view: View,
         config: AveragingConfig,
@@ -64,7 +63,6 @@ class Convener:
         tasks: TaskOwner,
     ) -> None:
         self._endpoint = endpoint
-        self._run_id = run_id
         self._run_fingerprint = run_fingerprint
         self._view = view
         self._roster = view.roster
@@ -253,7 +251,7 @@ class Convener:
                 continue
             if peer_id in invitations and not invitations[peer_id].done():
                 continue
-            request = InviteRequest(self._run_id, gathering.position, self._run_fingerprint, is_early)
+            request = InviteRequest(gathering.position, self._run_fingerprint, is_early)
             invitation = self._invite(peer_id, request, gathering)
             invitations[peer_id] = self._tasks.spawn(invitation, name=f"inviting {peer_id}")
 

@@ -50,11 +50,11 @@ from manyhands.averaging.messages import (
 )
 from manyhands.averaging.reception import Reception
 from manyhands.averaging.roster import Roster
+from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.averaging.standing import Standing
 from manyhands.averaging.view import View, short_ids
 from manyhands.base.errors import PeerError, Refused, RoundAborted, Unavailable
 from manyhands.base.identity import PeerId
-from manyhands.rpc import Endpoint
 from manyhands.runtime import TaskOwner
 
 logger = logging.getLogger(__name__)
@@ -80,25 +80,21 @@ class Matchmaker:
 
     def __init__(
         self,
-        endpoint: Endpoint,
-        run_id: str,
+        endpoint: RunEndpoint,
         run_fingerprint: bytes,
         roster: Roster,
         config: AveragingConfig,
         rng: random.Random,
     ) -> None:
         self._endpoint = endpoint
-        self._run_id = run_id
         self._run_fingerprint = run_fingerprint
         self._roster = roster
         self._config = config
         self._view = View(roster)
         self._tasks = TaskOwner("matchmaking")
-        self._convener = Convener(endpoint, run_id, run_fingerprint, self._view, config, rng, self._tasks)
+        self._convener = Convener(endpoint, run_fingerprint, self._view, config, rng, self._tasks)
         self._standing = Standing(endpoint, self._view)
-        self._reception = Reception(
-            endpoint, run_id, run_fingerprint, self._view, self._convener, self._standing, config
-        )
+        self._reception = Reception(endpoint, run_fingerprint, self._view, self._convener, self._standing, config)
         self._gather_s = config.matchmaking_time_s
         self._is_closed = False
         self._held: tuple[PeerId, Position] | None = None  # the leader with which this peer has had a place
@@ -309,7 +305,6 @@ class Matchmaker:
         expected = self._view.expected()
         clients = (peer for peer, is_client in expected.items() if is_client and self._endpoint.is_connected(peer))
         request = JoinRequest(
-            self._run_id,
             self._run_fingerprint,
             self._roster.position(),
             own,

@@ -1,4 +1,4 @@
-"""What the members of a round tell each other."""
+"""What the members of a round tell each other; on the wire each run has methods of its own."""
 
 from __future__ import annotations
 
@@ -181,7 +181,6 @@ class JoinRequest(msgspec.Struct, omit_defaults=True):
         knows_it_stands: what the asking peer has heard of that.
     """
 
-    run_id: str
     run_fingerprint: Digest
     position: Position
     member: Member
@@ -211,7 +210,6 @@ class InviteRequest(msgspec.Struct, omit_defaults=True):
         is_early: not yet, but its group forms.
     """
 
-    run_id: str
     position: Position
     run_fingerprint: Digest = b""
     is_early: bool = False

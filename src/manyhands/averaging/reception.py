@@ -18,11 +18,11 @@ from manyhands.averaging.messages import (
     Position,
     readable_addresses,
 )
+from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.averaging.standing import Standing
 from manyhands.averaging.view import View
 from manyhands.base.errors import Refused
 from manyhands.base.identity import PeerId
-from manyhands.rpc import Endpoint
 
 MOVE_POLL_S = 0.05
 ROUND_GAP_S = 1.0
@@ -38,8 +38,7 @@ class Reception:
 
     def __init__(
         self,
-        endpoint: Endpoint,
-        run_id: str,
+        endpoint: RunEndpoint,
         run_fingerprint: bytes,
         view: View,
         convener: Convener,
@@ -47,7 +46,6 @@ class Reception:
         config: AveragingConfig,
     ) -> None:
         self._endpoint = endpoint
-        self._run_id = run_id
         self._run_fingerprint = run_fingerprint
         self._view = view
         self._roster = view.roster
@@ -64,8 +62,6 @@ class Reception:
 
     async def _on_invite(self, remote: PeerId, request: InviteRequest) -> InviteResponse:
         await self._catch_up(request.position)
-        if request.run_id != self._run_id:
-            return InviteResponse()
         me = self._endpoint.peer_id
         if request.run_fingerprint not in (b"", self._run_fingerprint):
             raise Refused(me, OTHER_MANIFEST, "the model or the settings differ from those of this peer")
@@ -102,7 +98,7 @@ class Reception:
         await self._catch_up(request.position)
         me, is_client, here = self._endpoint.peer_id, self._endpoint.client_mode, self._roster.position()
         try:
-            check_join(me, is_client, self._run_id, self._run_fingerprint, here, remote, request)
+            check_join(me, is_client, self._run_fingerprint, here, remote, request)
         except Refused as refusal:
             if refusal.code == OTHER_MANIFEST and remote in self._view.expected():
                 self._view.note_refusal(remote, refusal)  # it cannot come

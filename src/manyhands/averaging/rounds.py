@@ -31,6 +31,7 @@ from manyhands.averaging.patience import Patience
 from manyhands.averaging.probing import Probing
 from manyhands.averaging.recovery import Recovery
 from manyhands.averaging.roster import Roster
+from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.averaging.stream_inbox import StreamInbox
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ConfigError, NothingToAverage, PeerError, RoundAborted, Timeout
@@ -100,10 +101,14 @@ class RoundRunner:
     """Averages flat vectors with the other peers of one run.
 
     Args:
+        run_id: one endpoint has one runner for each run.
         run_fingerprint: digest of what all peers of the run agreed on; who has another one is refused.
         roster: where this peer stands, and who else is expected.
         shapes: of the tensors that lie end to end in the vectors: small ones are never encoded with a loss. None if
             they are not to be told apart; then nothing is.
+
+    Raises:
+        ConfigError: this endpoint has a runner for this run.
 
     Attributes:
         on_phase: called when this peer enters a phase of its round.
@@ -119,15 +124,21 @@ class RoundRunner:
         rng: random.Random,
         shapes: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        self._endpoint = endpoint
+        self._endpoint = own = RunEndpoint(endpoint, run_id)
         self._config = config
         self._roster = roster
         self.shapes = shapes
-        self._matchmaker = Matchmaker(endpoint, run_id, run_fingerprint, roster, config, rng)
-        self._probing = Probing(endpoint, self._may_be_in)
-        self._agreement = Agreement(endpoint, config, self._probing)
-        self._inbox = StreamInbox(endpoint, config)
-        self._fetching = Fetching(endpoint, config)
+        try:
+            self._matchmaker = Matchmaker(own, run_fingerprint, roster, config, rng)
+        except ConfigError as error:  # the methods of this run are served
+            raise ConfigError(
+                f"this peer averages under run id {run_id!r} already, for an Optimizer or another Averager; close that "
+                "one first, or take another run id, or a Peer of its own"
+            ) from error
+        self._probing = Probing(own, self._may_be_in)
+        self._agreement = Agreement(own, config, self._probing)
+        self._inbox = StreamInbox(own, config)
+        self._fetching = Fetching(own, config)
         declared = config.bandwidth_mbit_s
         self._bandwidth = BandwidthMeter(declared * BYTES_PER_MBIT if declared is not None else None)
         self._sends: list[Send] = []  # of the round that is under way
@@ -137,7 +148,7 @@ class RoundRunner:
         self._memory = Memory()
         self._feedbacks: Feedbacks | None = None
         self._tasks = TaskOwner("rounds")
-        self._streams = PartnerStreams(endpoint, self._inbox, config, self._tasks)
+        self._streams = PartnerStreams(own, self._inbox, config, self._tasks)
         self.on_phase: list[Callable[[Phase], None]] = []
 
     def _may_be_in(self, group_id: bytes, leader: PeerId) -> bool:
