@@ -70,6 +70,7 @@ class Convener:
         self._rng = rng
         self._tasks = tasks
         self.gathering: Gathering | None = None
+        self._former: Gathering | None = None
         self.shunned: Collection[PeerId] = ()
 
     async def lead(self, own: Member, gather_s: float) -> JoinResponse:
@@ -122,6 +123,11 @@ class Convener:
             self.gathering.reserved.pop(peer_id, None)
             self.gathering.changed.set()
 
+    def let_go(self, peer_id: PeerId, position: Position) -> bool:
+        """A peer goes to another leader; False if it is a member of a group that has closed."""
+        gathering = self.gathering or self._former
+        return gathering is None or gathering.position != position or gathering.let_go(peer_id)
+
     def _note_hearsay(self, gathering: Gathering, expects: bytes) -> None:
         until = asyncio.get_running_loop().time() + HEARSAY_S
         for stranger in self._view.unheard_of(expects, self._endpoint.peer_id):
@@ -154,7 +160,7 @@ class Convener:
             for task in invitations.values():
                 task.cancel()
             if self.gathering is gathering:
-                self.gathering = None
+                self.gathering, self._former = None, gathering
             gathering.close(Refused(self._endpoint.peer_id, "leaving", "this peer leaves the run"))
 
     async def _look_around(self) -> None:

@@ -54,6 +54,15 @@ class Gathering:
             self._ask_again_at.pop(member.peer_id, None)
             self.changed.set()
 
+    def let_go(self, peer_id: PeerId) -> bool:
+        """A member does not want its place any more; False if the group has closed with it."""
+        if self.answer.done():
+            return peer_id not in self.joined
+        if self.joined.pop(peer_id, None) is not None:
+            self._ask_again_at.pop(peer_id, None)  # it says with whom it is
+            self.changed.set()
+        return True
+
     def begin(self, deadline: float) -> None:
         """Somebody's values are there: from now on there is a bound, and those who hold places are called."""
         if self.deadline == math.inf:

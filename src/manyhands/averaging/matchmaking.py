@@ -37,12 +37,14 @@ from manyhands.averaging.convening import HOLD_S, Convener
 from manyhands.averaging.messages import (
     ASK_VERDICT,
     JOIN,
+    LEAVE,
     MAX_ADDRESSES,
     MAX_EXPECTED,
     SHORT_ID_BYTES,
     Group,
     JoinRequest,
     JoinResponse,
+    LeaveRequest,
     Member,
     Position,
     VerdictQuery,
@@ -61,6 +63,8 @@ logger = logging.getLogger(__name__)
 
 ANSWER_TIMEOUT_S = 5.0
 """What a leader's answer may take beyond the time that it gathers for, at most."""
+LET_GO_S = 1.0
+"""For so long a leader is asked for leave. One that does not answer may have closed its group with this peer."""
 MAX_REDIRECTS = 8
 DOUBT_S = 0.5
 """A leader that is not connected by then may not be reachable: find out who else is."""
@@ -325,12 +329,25 @@ class Matchmaker:
             if asking.done() and isinstance(asking.exception(), Unavailable):
                 self._standing.unfollow()  # nobody shall be sent there any more
                 await trying
-            return await asking if asking.done() else JoinResponse(leader=better.result())
+            if not asking.done() and (is_early or await self._may_leave(leader, request.position, asking)):
+                return JoinResponse(leader=better.result())
+            return await asking
         finally:
             asking.cancel()
             trying.cancel()
             await asyncio.gather(asking, trying, return_exceptions=True)
             self._standing.unfollow()  # last: until its round begins here nobody finds that it has gone
+
+    async def _may_leave(self, leader: PeerId, position: Position, asking: asyncio.Task[JoinResponse]) -> bool:
+        """Ask a leader to be let go, as a better one has called; False if its group has come, with this peer in it."""
+        try:
+            response = await self._endpoint.call(leader, LEAVE, LeaveRequest(position), LET_GO_S)
+        except (Unavailable, PeerError) as error:
+            logger.info("peer %s does not let this one go: %s", leader, error)
+        else:
+            if response.is_too_late:
+                await asyncio.wait([asking], timeout=LET_GO_S)
+        return not asking.done() or asking.exception() is not None or asking.result().group is None
 
     async def _doubt(self, leader: PeerId, unreachable: set[PeerId]) -> None:
         await asyncio.sleep(DOUBT_S)

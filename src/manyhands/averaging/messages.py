@@ -203,6 +203,22 @@ class JoinResponse(msgspec.Struct, omit_defaults=True):
     stands: bool = False
 
 
+class LeaveRequest(msgspec.Struct):
+    """Gives a place in the group that forms at a leader up: the asking peer goes to a better one."""
+
+    position: Position
+
+
+class LeaveResponse(msgspec.Struct):
+    """Whether the place is free again.
+
+    Attributes:
+        is_too_late: the group has closed, and the answer to the asking peer is on its way: it is a member.
+    """
+
+    is_too_late: bool = False
+
+
 class InviteRequest(msgspec.Struct, omit_defaults=True):
     """Tells an expected peer that a round has begun at its position.
 
@@ -337,6 +353,7 @@ def _address_in(text: str) -> Address | None:
 
 
 JOIN = Method("averaging.join", JoinRequest, JoinResponse)
+LEAVE = Method("averaging.leave", LeaveRequest, LeaveResponse)
 INVITE = Method("averaging.invite", InviteRequest, InviteResponse)
 VOTE = Method("averaging.vote", Vote, Verdict)
 ASK_VERDICT = Method("averaging.ask_verdict", VerdictQuery, Verdict)

@@ -11,10 +11,13 @@ from manyhands.averaging.convening import Convener
 from manyhands.averaging.messages import (
     INVITE,
     JOIN,
+    LEAVE,
     InviteRequest,
     InviteResponse,
     JoinRequest,
     JoinResponse,
+    LeaveRequest,
+    LeaveResponse,
     Position,
     readable_addresses,
 )
@@ -30,7 +33,7 @@ ROUND_GAP_S = 1.0
 
 
 class Reception:
-    """Serves JOIN and INVITE for one run.
+    """Serves JOIN, LEAVE and INVITE for one run.
 
     Attributes:
         on_called_ahead: called when another peer begins to form the group of a round that has not begun.
@@ -52,12 +55,15 @@ class Reception:
         self._convener = convener
         self._standing = standing
         self._config = config
+        self._catching_up: set[PeerId] = set()  # who has asked for a place at a position to which this peer still comes
         self.on_called_ahead: list[Callable[[], None]] = []
         endpoint.handle(JOIN, self._on_join)
+        endpoint.handle(LEAVE, self._on_leave)
         endpoint.handle(INVITE, self._on_invite)
 
     def close(self) -> None:
         self._endpoint.unhandle(JOIN)
+        self._endpoint.unhandle(LEAVE)
         self._endpoint.unhandle(INVITE)
 
     async def _on_invite(self, remote: PeerId, request: InviteRequest) -> InviteResponse:
@@ -94,8 +100,21 @@ class Reception:
         redirect = self._convener.redirect(leader)
         return InviteResponse(redirect.leader, redirect.leader_addresses)
 
+    def _on_leave(self, remote: PeerId, request: LeaveRequest) -> LeaveResponse:
+        if remote in self._catching_up:
+            self._catching_up.remove(remote)  # it gets no place
+            return LeaveResponse()
+        return LeaveResponse(is_too_late=not self._convener.let_go(remote, request.position))
+
     async def _on_join(self, remote: PeerId, request: JoinRequest) -> JoinResponse:
-        await self._catch_up(request.position)
+        self._catching_up.add(remote)
+        try:
+            await self._catch_up(request.position)
+        finally:
+            has_left = remote not in self._catching_up
+            self._catching_up.discard(remote)
+        if has_left:
+            return JoinResponse()
         me, is_client, here = self._endpoint.peer_id, self._endpoint.client_mode, self._roster.position()
         try:
             check_join(me, is_client, self._run_fingerprint, here, remote, request)
