@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from manyhands.averaging.butterfly import Butterfly, Wanted
 from manyhands.averaging.probing import Moved, answer_time_s
 from manyhands.base.errors import PeerError, Unavailable
+from manyhands.runtime import TaskOwner
 from manyhands.transport.api import Stream
 
 LOOK_PERIOD_S = 0.5
@@ -67,6 +68,7 @@ class Patience:
         self._progress: dict[int, Progress] = {}
         self._began: dict[int, float] = {}  # when each stream was first seen here, loop time
         self._probing: dict[int, asyncio.Task[None]] = {}
+        self._tasks = TaskOwner("patience")
 
     async def watch(self) -> None:
         """Look again and again, until it is cancelled."""
@@ -76,9 +78,7 @@ class Patience:
                 for rank, stream in list(self._streams.items()):
                     self._look_at(rank, stream)
         finally:
-            for task in self._probing.values():
-                task.cancel()
-            await asyncio.gather(*self._probing.values(), return_exceptions=True)
+            await self._tasks.close()
 
     def _look_at(self, rank: int, stream: Stream) -> None:
         now = asyncio.get_running_loop().time()
@@ -94,7 +94,7 @@ class Patience:
             self._lose(rank, f"peer {stream.remote} answers, but sent no values for {silent_s:.0f} s")
         elif silent_s >= SILENT_S and (rank not in self._probing or self._probing[rank].done()):
             asking = self._ask(rank, stream, self._progress[rank])
-            self._probing[rank] = asyncio.get_running_loop().create_task(asking)
+            self._probing[rank] = self._tasks.spawn(asking, name=f"asking {stream.remote}")
 
     async def _ask(self, rank: int, stream: Stream, progress: Progress) -> None:
         before, loop = stream.bytes_received, asyncio.get_running_loop()

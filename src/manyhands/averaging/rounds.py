@@ -148,6 +148,7 @@ class RoundRunner:
         self._memory = Memory()
         self._feedbacks: Feedbacks | None = None
         self._tasks = TaskOwner("rounds")
+        self._watchers = TaskOwner("watching a round")  # each ends with its exchange
         self._streams = PartnerStreams(own, self._inbox, config, self._tasks)
         self.on_phase: list[Callable[[Phase], None]] = []
 
@@ -375,7 +376,7 @@ class RoundRunner:
             return butterfly.num_averaged + sum(one.bytes_sent + one.bytes_received for one in streams.values())
 
         patience = Patience(butterfly, streams, group.link_rates(rank), functools.partial(self._probing.ask, group))
-        watching = asyncio.get_running_loop().create_task(patience.watch())
+        watching = self._watchers.spawn(patience.watch(), name="who is silent")
         self._endpoint.on_lost.append(on_lost)
         try:
             with self._probing.of(group, moved), ExitStack() as held:
@@ -383,7 +384,7 @@ class RoundRunner:
                     held.enter_context(self._endpoint.held(group.members[other].peer_id))
                 return await butterfly.run(connect)
         finally:
-            watching.cancel()
+            self._watchers.cancel(watching)
             await asyncio.gather(watching, return_exceptions=True)
             self._endpoint.on_lost.remove(on_lost)
             self._inbox.end(stream_id)
