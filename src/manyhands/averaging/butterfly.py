@@ -161,7 +161,11 @@ class Butterfly:
 
     def num_bytes_with(self, rank: int) -> int:
         """About what each way of the stream to a partner carries, in bytes."""
-        return self._codec.num_bytes(self._spans[rank]) + self._codec.num_bytes(self._spans[self._rank])
+        return self.num_bytes_of(rank) + self.num_bytes_of(self._rank)
+
+    def num_bytes_of(self, rank: int) -> int:
+        """The span of a member, encoded, in bytes."""
+        return self._codec.num_bytes(self._spans[rank])
 
     async def run(self, connect: Callable[[int], Awaitable[Stream]]) -> torch.Tensor:
         """Exchange values with all partners; returns the weighted mean, of the plan's dtype, shape [N].

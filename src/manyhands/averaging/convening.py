@@ -14,6 +14,7 @@ from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.gathering import Gathering
 from manyhands.averaging.messages import (
     INVITE,
+    MAX_ROUND_S,
     NAME_BYTES,
     Group,
     InviteRequest,
@@ -73,11 +74,17 @@ class Convener:
         self._former: Gathering | None = None
         self.shunned: Collection[PeerId] = ()
 
-    async def lead(self, own: Member, gather_s: float) -> JoinResponse:
-        """Have this peer's own place in the group that forms here; wait for its end."""
+    async def lead(self, own: Member, gather_s: float, ends_at: float) -> JoinResponse:
+        """Have this peer's own place in the group that forms here; wait for its end.
+
+        Args:
+            gather_s: how long to wait for those who are expected.
+            ends_at: until when this peer has time for the round (loop time).
+        """
         gathering, now = self.open(), asyncio.get_running_loop().time()
         gathering.begin(now + self._config.matchmaking_time_s)
         gathering.deadline = min(gathering.deadline, now + gather_s)
+        gathering.ends_at = ends_at
         gathering.add(own)
         try:
             return await asyncio.shield(gathering.answer)
@@ -187,19 +194,21 @@ class Convener:
             reason = f"none of the {len(late)} expected peers came" if late else "no other peer can be reached"
             return RoundAborted(self._view.with_refusals(reason), sorted(late))
         members = [gathering.joined[peer_id] for peer_id in sorted(gathering.joined)]
-        return JoinResponse(self._group(gathering.position, members))
+        return JoinResponse(self._group(gathering, members))
 
-    def _group(self, position: Position, members: list[Member]) -> Group:
+    def _group(self, gathering: Gathering, members: list[Member]) -> Group:
         own_id, config = self._endpoint.peer_id, self._config
         rtts_s = [self._endpoint.rtt_s(member.peer_id) for member in members if member.peer_id != own_id]
+        left_s = gathering.ends_at - asyncio.get_running_loop().time()
         return Group(
             self._rng.randbytes(NAME_BYTES),
             own_id,
-            position,
+            gathering.position,
             members,
             min_span_numel=max(1, config.min_span_bytes // FLOAT_BYTES),
             chunk_numel=config.chunk_bytes // FLOAT_BYTES,
             codec=chosen_codec(config.codec, (member.bandwidth for member in members), rtts_s).code,
+            time_left_s=max(left_s, 0.0) if left_s <= MAX_ROUND_S else 0.0,
         )
 
     async def _wait_for_all(self, gathering: Gathering, invitations: dict[PeerId, asyncio.Task[None]]) -> None:

@@ -22,6 +22,7 @@ class Gathering:
         stands: all who are expected hold places, or have come.
         absent: who has said that it does not come: it is in another group, or at a later round of the grid.
         began: loop time.
+        ends_at: until when the leader has time for the round (loop time).
         seen: clients that are connected to a member, by short id.
         hearsay: those of whom only members know, by short id, and until when (loop time) they are waited for.
     """
@@ -30,6 +31,7 @@ class Gathering:
         self.position = position
         self.deadline = deadline
         self.began = asyncio.get_running_loop().time()
+        self.ends_at = math.inf
         self.seen: set[bytes] = set()
         self.joined: dict[PeerId, Member] = {}
         self.reserved: dict[PeerId, float] = {}

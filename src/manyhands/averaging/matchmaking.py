@@ -100,6 +100,7 @@ class Matchmaker:
         self._standing = Standing(endpoint, self._view)
         self._reception = Reception(endpoint, run_fingerprint, self._view, self._convener, self._standing, config)
         self._gather_s = config.matchmaking_time_s
+        self._ends_at = math.inf
         self._is_closed = False
         self._held: tuple[PeerId, Position] | None = None  # the leader with which this peer has had a place
         self.group_stands = False
@@ -138,18 +139,22 @@ class Matchmaker:
         """Whether this peer waits for the group of a leader; who goes to another one does not get it any more."""
         return self._standing.seeks_with(leader)
 
-    async def find_group(self, weight: float, bandwidth: int, gather_s: float | None = None) -> Group:
+    async def find_group(
+        self, weight: float, bandwidth: int, gather_s: float | None = None, timeout_s: float = math.inf
+    ) -> Group:
         """Wait for the group of the next round at this peer's position.
 
         Args:
             weight: samples behind this peer's vector.
             bandwidth: bytes per second that this peer can send; 0 when that is not known.
             gather_s: how long to wait for those who are expected, instead of ``matchmaking_time_s``.
+            timeout_s: what time this peer has for the round, with this search.
         Raises:
             RoundAborted: no group was found; the reason says why.
         """
         own = self._member(weight, bandwidth)
         self._gather_s = self._config.matchmaking_time_s if gather_s is None else gather_s
+        self._ends_at = asyncio.get_running_loop().time() + timeout_s
         self._standing.sought_at = math.inf
         try:
             return await self._find(own)
@@ -219,7 +224,7 @@ class Matchmaker:
             leader = leader or self._standing.invitation() or self._choose_leader(unreachable)
             try:
                 if leader == own.peer_id:
-                    response = await self._convener.lead(own, self._gather_s)
+                    response = await self._convener.lead(own, self._gather_s, self._ends_at)
                 else:
                     response = await self._follow(leader, own, unreachable)
             except (Unavailable, PeerError) as error:

@@ -25,6 +25,7 @@ DEFAULT_CHUNK_NUMEL = 864 * 1024  # whole rows of all codecs
 MAX_ADDRESSES = 8
 MAX_REASON_LENGTH = 500
 SHORT_ID_BYTES = 8
+MAX_ROUND_S = 1e6
 NAME_BYTES = 16
 """Of what names a round on a stream."""
 MAX_EXPECTED = 4096
@@ -81,6 +82,7 @@ class Group(msgspec.Struct, frozen=True):
         min_span_numel: elements; of a vector with few of them not all members reduce a part.
         chunk_numel: elements that are encoded and reduced in one go, at most.
         codec: the code of how values are encoded; see docs/wire.md.
+        time_left_s: until the end of the leader's round, when it closed the group; 0 if it does not say.
     """
 
     group_id: Digest
@@ -90,6 +92,7 @@ class Group(msgspec.Struct, frozen=True):
     min_span_numel: Annotated[int, msgspec.Meta(ge=1, le=2**53)] = 1
     chunk_numel: Annotated[int, msgspec.Meta(ge=1, le=2**28)] = DEFAULT_CHUNK_NUMEL
     codec: Annotated[int, msgspec.Meta(ge=0, le=255)] = 0
+    time_left_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_ROUND_S)] = 0.0
 
     def rank_of(self, peer_id: PeerId) -> int | None:
         """The rank of a peer, or None when it is not a member."""

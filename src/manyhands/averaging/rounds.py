@@ -144,6 +144,7 @@ class RoundRunner:
         self._sends: list[Send] = []  # of the round that is under way
         self._meter = RoundMeter()
         self._deadline = 0.0  # of the round that is under way
+        self._ends_at = 0.0  # when that is over for this peer or for the leader
         self._spare_N: torch.Tensor | None = None
         self._memory = Memory()
         self._feedbacks: Feedbacks | None = None
@@ -234,13 +235,14 @@ class RoundRunner:
         self._enter(Phase.JOINING)
         try:
             async with time_limit(timeout_s, "looking for a group"):
-                group = await self._matchmaker.find_group(weight, self._bandwidth.bandwidth, gather_s)
+                group = await self._matchmaker.find_group(weight, self._bandwidth.bandwidth, gather_s, timeout_s)
         except (Timeout, PeerError) as error:
             raise RoundAborted(str(error)) from error
         finally:
             matchmaking_s = loop.time() - started
             meter.matchmaking_s += matchmaking_s
         self._sends = []
+        self._ends_at = min(self._deadline, loop.time() + (group.time_left_s or math.inf))
         self._enter(Phase.FORMED)
         async with self._keeping_errors():
             averaged_N, manifest, verdict = await self._in_group(group, flat_N)
@@ -375,7 +377,8 @@ class RoundRunner:
         def moved() -> int:
             return butterfly.num_averaged + sum(one.bytes_sent + one.bytes_received for one in streams.values())
 
-        patience = Patience(butterfly, streams, group.link_rates(rank), functools.partial(self._probing.ask, group))
+        probe = functools.partial(self._probing.ask, group)
+        patience = Patience(butterfly, rank, streams, group.link_rates(rank), probe, self._ends_at)
         watching = self._watchers.spawn(patience.watch(), name="who is silent")
         self._endpoint.on_lost.append(on_lost)
         try:
