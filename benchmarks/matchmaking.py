@@ -29,6 +29,7 @@ from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.matchmaking import Matchmaker
 from manyhands.averaging.messages import Position
 from manyhands.averaging.participation import Participation
+from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.averaging.tensor_list import TensorList
 from manyhands.base.address import Address
 from manyhands.base.identity import Identity
@@ -61,7 +62,7 @@ class Swarm:
             roster = Everybody({other.peer_id: False for other in self.endpoints if other is not endpoint})
             rng = random.Random(number)
             self.rosters.append(roster)
-            self.matchmakers.append(Matchmaker(endpoint, "benchmark", b"", roster, AveragingConfig(), rng))
+            self.matchmakers.append(Matchmaker(RunEndpoint(endpoint, "benchmark"), b"", roster, AveragingConfig(), rng))
 
     async def close(self) -> None:
         for matchmaker in self.matchmakers:

@@ -14,7 +14,9 @@ from manyhands.base.identity import PeerId
 from manyhands.rpc import Endpoint, RpcConfig
 from tests.network import endpoints, identity_of
 
-__all__ = ["FixedRoster", "averagers", "endpoints", "identity_of"]
+__all__ = ["RUN_ID", "FixedRoster", "averagers", "endpoints", "identity_of"]
+
+RUN_ID = "test-run"
 
 
 @dataclass
@@ -60,7 +62,7 @@ async def averagers(
             roster = FixedRoster(others)
             config = config or AveragingConfig(chunk_bytes=4096, matchmaking_time_s=3.0, averaging_timeout_s=20.0)
             rng = random.Random(number)
-            members.append((RoundRunner(endpoint, "test-run", b"same", roster, config, rng), roster, endpoint))
+            members.append((RoundRunner(endpoint, RUN_ID, b"same", roster, config, rng), roster, endpoint))
         try:
             yield members
         finally:

@@ -2,6 +2,7 @@
 
     python -m tests.faults                 # all cases
     python -m tests.faults --case half     # those with this in their name
+    python -m tests.faults --case leaks    # 200 rounds that fail in one process: what they leave behind
 
 Each case is a round of four processes on loopback, of which one sends itself SIGKILL or SIGSTOP. All others must hold
 the same mean, in the bound that docs/rounds.md promises.
@@ -10,6 +11,8 @@ the same mean, in the bound that docs/rounds.md promises.
 from __future__ import annotations
 
 import argparse
+import asyncio
+import logging
 import multiprocessing
 import os
 import signal
@@ -23,6 +26,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from tests.faults import leaks
 from tests.faults.member import PHASES, Report, identity_of, run
 
 NUM_MEMBERS = 4
@@ -32,6 +36,7 @@ END_S = 45.0
 KILL_BOUND_S = {"before": 8.0, "joining": 8.0}
 BOUND_S = 3.0
 STOP_BOUND_S = 15.0
+LEAKS = "leaks"
 STOPPED_IN = ("first chunk sent", "half sent", "before commit")
 
 
@@ -125,7 +130,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 if all is as promised."""
     parser = argparse.ArgumentParser(prog="make test-faults", description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--case", default="", help="only cases with this in their name")
-    chosen = [case for case in cases() if parser.parse_args(arguments).case in str(case)]
+    name = parser.parse_args(arguments).case
+    chosen = [case for case in cases() if name in str(case)]
     console = Console()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.faults.member"])
@@ -134,8 +140,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         outcome = run_case(context, case)
         outcomes.append(outcome)
         console.print(f"{number}/{len(chosen)} {case}: {outcome.seconds:.2f} s {outcome.problem or 'ok'}", markup=False)
-    _show(outcomes, console)
-    return int(any(outcome.problem for outcome in outcomes) or not outcomes)
+    if outcomes:
+        _show(outcomes, console)
+    problem = _look_for_leaks(console) if name in LEAKS else ""
+    return int(any(outcome.problem for outcome in outcomes) or bool(problem) or not (outcomes or name in LEAKS))
+
+
+def _look_for_leaks(console: Console) -> str:
+    """What rounds that fail leave behind, in words; empty if nothing."""
+    logging.getLogger("manyhands").setLevel(logging.ERROR)  # whoever breaks off is told of by all others
+    before, after, num_rounds = asyncio.run(leaks.measure())
+    problem = leaks.problem_of(before, after)
+    num_failed = leaks.NUM_SWARMS * leaks.NUM_ROUNDS
+    console.print(f"{num_failed} failed rounds of {num_rounds} in one process: {problem or 'no leak'}", markup=False)
+    console.print(f"before: {before}; after: {after}", markup=False)
+    return problem
 
 
 def _show(outcomes: Sequence[Outcome], console: Console) -> None:

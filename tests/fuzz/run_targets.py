@@ -17,12 +17,15 @@ from manyhands.averaging.messages import (
     ASK_VERDICT,
     INVITE,
     JOIN,
+    LEAVE,
     VOTE,
     Group,
     InviteRequest,
     InviteResponse,
     JoinRequest,
     JoinResponse,
+    LeaveRequest,
+    LeaveResponse,
     Member,
     Position,
     RoundManifest,
@@ -226,15 +229,17 @@ def _decoder(name: str, kind: type[msgspec.Struct], *seeds: msgspec.Struct) -> T
 
 _VIOLATION = (ProtocolViolation,)
 _VERDICTS = _messages(Verdict(True, MANIFEST), Verdict(True, None, "lost", [IDS[1]]), Verdict(False))
-_JOINS = _messages(JoinRequest("run", b"f" * 32, AT, MEMBERS[1]))
+_JOINS = _messages(JoinRequest(b"f" * 32, AT, MEMBERS[1]))
 _JOINED = _messages(JoinResponse(GROUP), JoinResponse(None, IDS[0], ["/ip4/10.0.0.1/tcp/1"]))
 _VOTES = _messages(Vote(GROUP.group_id, b"d" * 32), Vote(GROUP.group_id, b"", "no result"))
 
 TARGETS = [
     Target(name=f"{JOIN.name}.request", seeds=_JOINS, run=_join_request, errors=_VIOLATION),
     Target(name=f"{JOIN.name}.response", seeds=_JOINED, run=_join_response, errors=_VIOLATION),
-    _decoder(f"{INVITE.name}.request", InviteRequest, InviteRequest("run", AT)),
+    _decoder(f"{INVITE.name}.request", InviteRequest, InviteRequest(AT)),
     _decoder(f"{INVITE.name}.response", InviteResponse, InviteResponse()),
+    _decoder(f"{LEAVE.name}.request", LeaveRequest, LeaveRequest(AT)),
+    _decoder(f"{LEAVE.name}.response", LeaveResponse, LeaveResponse(is_too_late=True)),
     Target(name=f"{VOTE.name}.request", seeds=_VOTES, run=_vote, errors=_VIOLATION),
     Target(name=f"{VOTE.name}.response", seeds=_VERDICTS, run=_verdict, errors=_VIOLATION),
     _decoder(f"{ASK_VERDICT.name}.request", VerdictQuery, VerdictQuery(GROUP.group_id)),

@@ -13,7 +13,7 @@ import torch
 import manyhands
 from manyhands.averaging import AveragingConfig
 from manyhands.averaging.attendance_record import attendance_key
-from manyhands.base.errors import ManyhandsError, NothingToAverage
+from manyhands.base.errors import ConfigError, ManyhandsError, NothingToAverage
 from manyhands.testing.blocking import SimPeer, run_blocking
 from tests.averagers import RUN, close_all, join, sim_peers, step, step_all, weighted_mean
 from tests.network import until
@@ -354,13 +354,13 @@ async def test_closing_ends_a_step_that_runs() -> None:
         await close_all(averagers[1:])
 
 
-async def test_one_averager_for_a_peer() -> None:
+async def test_a_peer_averages_once_under_a_run_id() -> None:
     async with sim_peers(1) as peers:
         averager = await join(peers[0], [torch.ones(3)])
-        with pytest.raises(manyhands.ManyhandsError, match="this peer averages already"):
-            await join(peers[0], [torch.ones(3)], run_id="other")
+        with pytest.raises(ConfigError, match="under run id 'averages' already"):
+            await join(peers[0], [torch.ones(3)])
         await close_all([averager])
-        await close_all([await join(peers[0], [torch.ones(3)], run_id="other")])
+        await close_all([await join(peers[0], [torch.ones(3)])])
 
 
 @pytest.fixture

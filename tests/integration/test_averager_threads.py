@@ -12,7 +12,8 @@ import torch
 
 import manyhands
 from manyhands.averaging import AveragingConfig
-from tests.trainers import in_threads, peers
+from manyhands.base.errors import ConfigError
+from tests.trainers import Trainer, in_threads, peers
 
 CONFIG = AveragingConfig(matchmaking_time_s=5.0, averaging_timeout_s=20.0)
 
@@ -57,3 +58,25 @@ def test_one_step_at_a_time_and_closing_the_peer_ends_it() -> None:
         with pytest.raises(manyhands.ManyhandsError, match="this averager is closed"):
             averager.step()
         other.close()
+
+
+def test_an_averager_beside_an_optimizer_on_the_same_peers() -> None:
+    """Each makes its rounds; a second optimizer on one peer is one error in words."""
+    with peers(2) as both:
+        trainers = [Trainer(peer, "training", 64, seed=number) for number, peer in enumerate(both)]
+        tensors = [torch.zeros(3), torch.ones(3)]
+        averagers = [
+            manyhands.Averager([tensor], peer=peer, run_id="beside", averaging=CONFIG)
+            for tensor, peer in zip(tensors, both, strict=True)
+        ]
+        results: list[manyhands.RoundResult] = []
+        in_threads(
+            [
+                *(lambda trainer=trainer: trainer.train_until(2) for trainer in trainers),  # type: ignore[misc]
+                *(lambda each=each: results.append(each.step()) for each in averagers),  # type: ignore[misc]
+            ]
+        )
+        assert [len(result.group) for result in results] == [2, 2], results
+        assert torch.equal(tensors[0], torch.full((3,), 0.5))
+        with pytest.raises(ConfigError, match="a peer holds one part of each kind"):
+            Trainer(both[0], "another", 64)

@@ -240,7 +240,7 @@ def test_a_peer_that_leaves_is_not_waited_for() -> None:
 def test_two_optimizers_on_one_peer_are_refused_and_the_first_goes_on() -> None:
     with peers(1) as (peer,):
         trainer = Trainer(peer, "first", 8)
-        with pytest.raises(ConfigError, match="served already"):
+        with pytest.raises(ConfigError, match="are taken already"):
             Trainer(peer, "second", 8)
         assert peer.run(read_manifests(peer.dht, "second"), 5.0, "reading") == {}
         trainer.train_until(1)

@@ -18,11 +18,12 @@ from manyhands.averaging.means import Means
 from manyhands.averaging.member_values import bytes_of
 from manyhands.averaging.messages import Group
 from manyhands.averaging.rounds import CommittedRound, RoundRunner
+from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import PeerLost, RoundAborted
 from manyhands.rpc import Endpoint
 from manyhands.transport import Stream
-from tests.swarm import FixedRoster, averagers
+from tests.swarm import RUN_ID, FixedRoster, averagers
 
 CONFIG = AveragingConfig(
     matchmaking_time_s=10.0, averaging_timeout_s=30.0, stream_timeout_s=5.0, chunk_bytes=4096, codec="none"
@@ -203,7 +204,7 @@ async def test_strangers_and_unreadable_requests_get_nothing() -> None:
         assert runners[1]._fetching._results(results[1].manifest.digest) is not None
         good = msgspec.msgpack.encode(MeansHeader(results[1].manifest.group_id, results[1].manifest.digest))
         for header in (good, b"\xff garbage"):
-            stream = await stranger[2].open_bulk(holder.peer_id, MEANS_KIND, header)
+            stream = await RunEndpoint(stranger[2], RUN_ID).open_bulk(holder.peer_id, MEANS_KIND, header, 5.0)
             with pytest.raises(PeerLost):
                 await stream.receive_into(memoryview(bytearray(1)))
             stranger[2].release(stream)

@@ -16,13 +16,14 @@ from manyhands.averaging.butterfly import Butterfly, Wanted
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import VOTE, Group, Vote
 from manyhands.averaging.rounds import CommittedRound, RoundRunner
+from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import NothingToAverage, Refused
 from manyhands.base.identity import PeerId
 from manyhands.rpc import Endpoint
 from manyhands.transport import Stream
 from manyhands.transport.passing import PassingStream
-from tests.swarm import FixedRoster, averagers
+from tests.swarm import RUN_ID, FixedRoster, averagers
 
 CONFIG = AveragingConfig(
     matchmaking_time_s=10.0, averaging_timeout_s=30.0, stream_timeout_s=5.0, chunk_bytes=4096, codec="none"
@@ -227,8 +228,9 @@ async def test_who_votes_too_early_is_refused_and_left_out(rank: int) -> None:
             finally:
                 has_voted.set()
 
-        peers[0][2].unhandle(VOTE)
-        peers[0][2].handle(VOTE, note)
+        counting = RunEndpoint(peers[0][2], RUN_ID)
+        counting.unhandle(VOTE)
+        counting.handle(VOTE, note)
         rounds = [
             asyncio.ensure_future(runner.average(vector_N, 1.0))
             for (runner, _, _), vector_N in zip(peers, vectors, strict=True)

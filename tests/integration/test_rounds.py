@@ -33,12 +33,13 @@ from manyhands.averaging.messages import (
 )
 from manyhands.averaging.recovery import Recovery
 from manyhands.averaging.rounds import CommittedRound, RoundRunner
+from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ConfigError, PeerLost, Refused, RoundAborted, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.rpc import Endpoint, RpcConfig
 from manyhands.transport.memory import MemoryStream
-from tests.swarm import FixedRoster, averagers, endpoints, identity_of
+from tests.swarm import RUN_ID, FixedRoster, averagers, endpoints, identity_of
 
 PATIENT = AveragingConfig(matchmaking_time_s=15.0, averaging_timeout_s=60.0, chunk_bytes=4096)
 """A round that waits for one of its bounds fails the test by being slow."""
@@ -52,6 +53,7 @@ class Peer:
 
     def __init__(self, number: int, averager: RoundRunner, roster: FixedRoster, endpoint: Endpoint) -> None:
         self.averager, self.roster, self.endpoint = averager, roster, endpoint
+        self.run = RunEndpoint(endpoint, RUN_ID)
         self.peer_id = endpoint.peer_id
         self.values_N = torch.full((NUMEL,), float(number + 1))
 
@@ -191,9 +193,9 @@ async def test_who_comes_early_is_not_held_by_a_peer_that_has_missed_the_round()
     async with averagers(2, config=PATIENT) as members:
         behind, ahead = by_id(members)
         ahead.roster.at = Position(1, b"later")
-        request = JoinRequest("test-run", b"same", ahead.roster.at, Member(ahead.peer_id, [], False, 1.0))
+        request = JoinRequest(b"same", ahead.roster.at, Member(ahead.peer_id, [], False, 1.0))
         with pytest.raises(Refused, match="other_position"):
-            await ahead.endpoint.call(behind.peer_id, JOIN, request, 5.0)
+            await ahead.run.call(behind.peer_id, JOIN, request, 5.0)
 
 
 async def test_a_peer_whose_leader_is_dead_leads_those_who_have_come_to_it() -> None:
@@ -221,8 +223,8 @@ async def test_a_leader_that_is_left_behind_hears_it_from_whom_it_invites() -> N
 async def test_those_who_wait_for_a_leader_that_has_moved_on_are_told_at_once() -> None:
     async with averagers(2, config=PATIENT) as members:
         leader, waiting = by_id(members)
-        request = JoinRequest("test-run", b"same", START, Member(waiting.peer_id, [], False, 1.0))
-        call = asyncio.ensure_future(waiting.endpoint.call(leader.peer_id, JOIN, request, 10.0))
+        request = JoinRequest(b"same", START, Member(waiting.peer_id, [], False, 1.0))
+        call = asyncio.ensure_future(waiting.run.call(leader.peer_id, JOIN, request, 10.0))
         await until(lambda: leader.roster.num_calls)
         leader.roster.at = Position(1, b"loaded from elsewhere")
         async with time_limit(2.0, "waiting for the answer"):
@@ -244,8 +246,8 @@ async def test_a_member_that_asks_twice_has_one_place() -> None:
     async with averagers(2, config=PATIENT) as members:
         leader, member = by_id(members)
         own = Member(member.peer_id, [], False, 1.0)
-        request = JoinRequest("test-run", b"same", START, own)
-        calls = [asyncio.ensure_future(member.endpoint.call(leader.peer_id, JOIN, request, 10.0)) for _ in range(2)]
+        request = JoinRequest(b"same", START, own)
+        calls = [asyncio.ensure_future(member.run.call(leader.peer_id, JOIN, request, 10.0)) for _ in range(2)]
         await until(lambda: leader.roster.num_calls == 2)
         calls[0].cancel()
         await turns(50)  # the cancellation arrives
@@ -261,8 +263,8 @@ async def test_a_peer_that_leaves_the_run_lets_nobody_wait() -> None:
         leader, member, _ = by_id(members)
         tasks = start([leader])
         await until(lambda: leader.averager._matchmaker._convener.gathering)
-        request = JoinRequest("test-run", b"same", START, Member(member.peer_id, [], False, 1.0))
-        call = asyncio.ensure_future(member.endpoint.call(leader.peer_id, JOIN, request, 10.0))
+        request = JoinRequest(b"same", START, Member(member.peer_id, [], False, 1.0))
+        call = asyncio.ensure_future(member.run.call(leader.peer_id, JOIN, request, 10.0))
         await until(lambda: leader.roster.num_calls)
         await leader.averager.close()
         async with time_limit(2.0, "waiting for the answers"):
@@ -308,8 +310,8 @@ def tell_only(leader: Peer, num_told: int) -> asyncio.Event:
         answered.append(remote)
         return verdict
 
-    leader.endpoint.unhandle(VOTE)
-    leader.endpoint.handle(VOTE, answer_some)
+    leader.run.unhandle(VOTE)
+    leader.run.handle(VOTE, answer_some)
     return told
 
 
@@ -357,7 +359,7 @@ async def test_what_a_member_gave_up_in_doubt_is_nobodys_verdict() -> None:
         group_id = next(iter(leader.averager._agreement._verdicts))
         await leader.kill()
         assert all(isinstance(result, RoundAborted) for result in await outcomes(tasks, 5.0))
-        answer = await asking.endpoint.call(doubting.peer_id, ASK_VERDICT, VerdictQuery(group_id), 2.0)
+        answer = await asking.run.call(doubting.peer_id, ASK_VERDICT, VerdictQuery(group_id), 2.0)
         assert not answer.is_known
         await end(dying)
 
@@ -620,8 +622,8 @@ async def test_a_member_that_votes_in_vain_votes_again() -> None:
                 raise Unavailable("the connection broke")
             return await count(remote, vote)
 
-        leader.endpoint.unhandle(VOTE)
-        leader.endpoint.handle(VOTE, break_the_first)
+        leader.run.unhandle(VOTE)
+        leader.run.handle(VOTE, break_the_first)
         await committed([leader, member])
         assert num_votes == 2
 
@@ -689,8 +691,8 @@ async def test_a_group_that_is_not_for_this_peer_is_refused(spoil: Callable[[Gro
             group = Group(b"id", liar.peer_id, request.position, [own, request.member])
             return JoinResponse(spoil(group, request.member))
 
-        liar.endpoint.unhandle(JOIN)
-        liar.endpoint.handle(JOIN, lie)
+        liar.run.unhandle(JOIN)
+        liar.run.handle(JOIN, lie)
         with pytest.raises(RoundAborted, match="a group that is not for this peer"):
             await victim.average()
         assert victim.roster.missing == [liar.peer_id]
@@ -708,27 +710,26 @@ async def test_join_requests_that_make_no_sense_are_refused() -> None:
     async with averagers(3, clients=(2,), config=PATIENT) as members:
         peers = {member[2].client_mode: Peer(0, *member) for member in members}
         leader, client = peers[False], peers[True]
-        caller = next(member[2] for member in members if member[2] not in (leader.endpoint, client.endpoint))
+        caller = next(Peer(1, *member) for member in members if member[2] not in (leader.endpoint, client.endpoint))
         own = Member(caller.peer_id, [], False, 1.0)
-        good = JoinRequest("test-run", b"same", START, own)
+        good = JoinRequest(b"same", START, own)
         bad: dict[str, JoinRequest] = {
-            "other_run": msgspec.structs.replace(good, run_id="x" * 10_000),
             "other_manifest": msgspec.structs.replace(good, run_fingerprint=b"another"),
             "other_position": msgspec.structs.replace(good, position=Position(0, b"another")),
         }
         for code, request in bad.items():
             with pytest.raises(Refused, match=code):
-                await caller.call(leader.peer_id, JOIN, request, 2.0)
+                await caller.run.call(leader.peer_id, JOIN, request, 2.0)
         for weight in (float("nan"), float("inf"), -1.0):
             member = msgspec.structs.replace(own, weight=weight)
             with pytest.raises(Refused, match="bad_request"):
-                await caller.call(leader.peer_id, JOIN, msgspec.structs.replace(good, member=member), 2.0)
+                await caller.run.call(leader.peer_id, JOIN, msgspec.structs.replace(good, member=member), 2.0)
         for_another = msgspec.structs.replace(good, member=msgspec.structs.replace(own, peer_id=client.peer_id))
         with pytest.raises(Refused, match="joins for itself"):
-            await caller.call(leader.peer_id, JOIN, for_another, 2.0)
-        await client.endpoint.connect(caller.addresses[0])
+            await caller.run.call(leader.peer_id, JOIN, for_another, 2.0)
+        await client.endpoint.connect(caller.endpoint.addresses[0])
         with pytest.raises(Refused, match="leads no group"):
-            await caller.call(client.peer_id, JOIN, good, 2.0)
+            await caller.run.call(client.peer_id, JOIN, good, 2.0)
         assert leader.averager._matchmaker._convener.gathering is None
 
 
@@ -796,8 +797,8 @@ async def test_a_verdict_about_something_else_commits_nothing(forge: Callable[[G
             return Verdict(True, forge(groups[0], vote.digest))
 
         for method, handler in ((JOIN, remember), (VOTE, lie)):
-            liar.endpoint.unhandle(method)
-            liar.endpoint.handle(method, handler)
+            liar.run.unhandle(method)
+            liar.run.handle(method, handler)
         lying = start([liar])
         for result in await outcomes(start(others)):
             assert isinstance(result, CommittedRound), "the others go on without that leader"
@@ -813,12 +814,12 @@ NESTED = b"\x81\xa1?" + b"\x91" * 60_000 + b"\xc0"  # lists in lists, under a ke
 async def test_streams_that_nobody_asked_for_do_no_harm(unreadable: bytes) -> None:
     async with averagers(3, config=replace(PATIENT, averaging_timeout_s=16.0)) as members:
         peers = by_id(members)
-        target, stranger = peers[0].endpoint, peers[2].endpoint
-        garbage = await stranger.open_bulk(target.peer_id, STREAM_KIND, unreadable)
+        target, stranger = peers[0].endpoint, peers[2].run
+        garbage = await stranger.open_bulk(target.peer_id, STREAM_KIND, unreadable, 5.0)
         with pytest.raises(PeerLost):
             await garbage.receive_into(memoryview(bytearray(1)))
         header = msgspec.msgpack.encode(StreamHeader(b"a group that is not"))
-        waiting = [await stranger.open_bulk(target.peer_id, STREAM_KIND, header) for _ in range(2)]
+        waiting = [await stranger.open_bulk(target.peer_id, STREAM_KIND, header, 5.0) for _ in range(2)]
         with pytest.raises(PeerLost):
             await waiting[1].receive_into(memoryview(bytearray(1)))
         assert target.counters["protocol_violations"] == 2
@@ -838,7 +839,7 @@ async def test_votes_of_strangers_count_nothing() -> None:
         await until(lambda: leader.averager._agreement._rounds)
         ((group_id, this),) = leader.averager._agreement._rounds.items()
         voting = [
-            asyncio.ensure_future(stranger.endpoint.call(leader.peer_id, VOTE, Vote(group_id, b"forged"), 0.2))
+            asyncio.ensure_future(stranger.run.call(leader.peer_id, VOTE, Vote(group_id, b"forged"), 0.2))
             for _ in range(3)
         ]
         for error in await asyncio.gather(*voting, return_exceptions=True):
@@ -846,7 +847,7 @@ async def test_votes_of_strangers_count_nothing() -> None:
             assert error.code == "not_a_member"
         assert b"forged" not in [vote.digest for vote in this.count(0).votes.values()]
         with pytest.raises(Refused, match="unknown_group"):
-            await stranger.endpoint.call(leader.peer_id, VOTE, Vote(b"no such group", b"forged"), 1.0)
+            await stranger.run.call(leader.peer_id, VOTE, Vote(b"no such group", b"forged"), 1.0)
         await end(tasks)
 
 
@@ -854,7 +855,7 @@ async def test_a_leader_that_sends_everybody_in_circles_ends_the_attempt() -> No
     async with endpoints(3) as swarm:
         one, another, own = sorted(swarm, key=lambda endpoint: endpoint.peer_id)
         roster = FixedRoster({one.peer_id: False, another.peer_id: False})
-        averager = RoundRunner(own, "test-run", b"same", roster, PATIENT, random.Random(1))
+        averager = RoundRunner(own, RUN_ID, b"same", roster, PATIENT, random.Random(1))
 
         def point_to(other: Endpoint) -> Callable[[PeerId, JoinRequest], Awaitable[JoinResponse]]:
             async def answer(remote: PeerId, request: JoinRequest) -> JoinResponse:
@@ -862,8 +863,8 @@ async def test_a_leader_that_sends_everybody_in_circles_ends_the_attempt() -> No
 
             return answer
 
-        one.handle(JOIN, point_to(another))
-        another.handle(JOIN, point_to(one))
+        RunEndpoint(one, RUN_ID).handle(JOIN, point_to(another))
+        RunEndpoint(another, RUN_ID).handle(JOIN, point_to(one))
         async with time_limit(5.0, "waiting for the end of the attempt"):
             with pytest.raises(RoundAborted, match="in circles"):
                 await averager.average(torch.ones(3), 1.0)

@@ -79,6 +79,7 @@ def behave(donor: Donor, handler: Callable[[Stream], Awaitable[None]]) -> None:
     async def on_stream(remote: PeerId, header: bytes, stream: Stream) -> None:
         await handler(stream)
 
+    donor.endpoint.refuse_bulk(STREAM_KIND)
     donor.endpoint.accept_bulk(STREAM_KIND, on_stream)
 
 

@@ -14,10 +14,11 @@ import torch
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import NAME_BYTES, STREAM_KIND, StreamHeader
 from manyhands.averaging.rounds import RoundRunner
+from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import PeerLost
 from manyhands.rpc import Endpoint
-from tests.swarm import FixedRoster, averagers
+from tests.swarm import RUN_ID, FixedRoster, averagers
 
 CONFIG = AveragingConfig(matchmaking_time_s=3.0, averaging_timeout_s=20.0, min_span_bytes=4, codec="none")
 Members = list[tuple[RoundRunner, FixedRoster, Endpoint]]
@@ -80,9 +81,10 @@ async def test_streams_that_no_round_uses_are_closed_soon() -> None:
 async def test_a_peer_has_one_stream_without_a_name_and_a_newer_one_replaces_it() -> None:
     async with averagers(2, config=CONFIG) as ((_, _, one), (runner, _, other)):
         header = msgspec.msgpack.encode(StreamHeader(b""))
-        first = await one.open_bulk(other.peer_id, STREAM_KIND, header)
+        dialling = RunEndpoint(one, RUN_ID)
+        first = await dialling.open_bulk(other.peer_id, STREAM_KIND, header, 5.0)
         await until(lambda: runner._inbox._unnamed)
-        second = await one.open_bulk(other.peer_id, STREAM_KIND, header)
+        second = await dialling.open_bulk(other.peer_id, STREAM_KIND, header, 5.0)
         with pytest.raises(PeerLost):
             await first.receive_into(memoryview(bytearray(1)))
         name = bytes(range(NAME_BYTES))

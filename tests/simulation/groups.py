@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.matchmaking import Matchmaker
 from manyhands.averaging.messages import Group, Position
+from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.base.address import Address
 from manyhands.base.errors import RoundAborted
 from manyhands.base.identity import PeerId
@@ -113,7 +114,7 @@ def search(seekers: Iterable[Seeker], seed: int = 1, config: AveragingConfig = C
             addresses[host.name] = endpoint.addresses
         seeker.roster = FixedRoster({ids[name]: by_name[name].is_client for name in seeker.knows}, seeker.position)
         rng = world.rng(f"groups of {host.name}")
-        seeker.matchmaker = Matchmaker(endpoint, "run", seeker.fingerprint, seeker.roster, config, rng)
+        seeker.matchmaker = Matchmaker(RunEndpoint(endpoint, "run"), seeker.fingerprint, seeker.roster, config, rng)
         try:
             await asyncio.sleep(0.5)
             for name in seeker.knows:

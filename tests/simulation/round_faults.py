@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -73,7 +74,8 @@ class RoundWorld:
 
     Attributes:
         slow: by name, what a host sends, in megabits per second.
-        stuck: by name, what a member does not do while it still answers calls: ``send`` its values, or ``reduce``.
+        stuck: by name, what a member does not do while it still answers calls: ``send`` its values, or ``reduce``. With
+            ``claim`` it does not reduce either, and says that it gets on.
         fault_s, victim: when the fault happened, and to whom.
     """
 
@@ -256,6 +258,9 @@ class RoundWorld:
 def get_stuck(runner: RoundRunner, what: str) -> None:
     """Have a member stand still in its exchange, where it answers calls all the same."""
     exchange = runner._exchange
+    if what == "claim":
+        tell, amounts = runner._probing.of, itertools.count()
+        runner._probing.of = lambda group, _: tell(group, lambda: next(amounts))  # type: ignore[method-assign]
 
     async def stand_still(*_: object) -> None:
         await asyncio.Event().wait()

@@ -279,3 +279,23 @@ def test_one_that_says_that_the_run_went_on_stops_the_others_only_for_seconds() 
         assert all("the run is at step 7" in reason for reason in world[name].reasons)
     assert world["b"].group is not None
     assert len(world["b"].reasons) < 25
+
+
+@pytest.mark.parametrize("first_ms", range(1840, 1960, 40))
+def test_who_is_called_away_as_its_group_closes_is_in_one_of_the_two(first_ms: int) -> None:
+    """b waits for d, which comes at 2.0 s; about then a calls c, which waits with b. Nobody leaves a closed group."""
+    for ahead_ms in range(first_ms, first_ms + 40, 2):
+        world = search(
+            [
+                Seeker("a", "c", ahead_ms / 1000),
+                Seeker("b", "cd", 1.0),
+                Seeker("c", "bd", 1.0),
+                Seeker("d", "bc", 2.0),
+            ],
+            seed=ahead_ms,
+        )
+        world.run()
+        for name in "abcd":
+            for other in world.members(name):
+                assert world.members(other) == world.members(name), f"{other} is not in the group that {name} has"
+        assert world["d"].took_s < AT_ONCE_S

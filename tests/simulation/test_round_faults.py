@@ -24,6 +24,10 @@ GONE_S = 10.0
 """From the begin of a round to its end, when too many of those who should be in it are in another one."""
 STUCK_S = 18.0
 """From the begin of a round to the commit without a member that answers calls and does nothing else."""
+TOO_SLOW_S = 18.0
+"""The same without one that is too slow for the round: half of the round's time, and what it takes to go on."""
+OVERDUE_S = 26.0
+"""The same without a reducer that lies about what it does: two thirds of the round's time, and what it takes."""
 SIZES = (4, 8)
 
 
@@ -282,6 +286,40 @@ def test_a_reducer_that_waits_for_a_slow_peer_is_not_stuck() -> None:
         assert held.manifest.parts == []
         assert held.blamed == ()
     assert world.last_s(world.names) - START_S > 15.0, "or it was not slow"
+
+
+@pytest.mark.parametrize("role", ["leader", "reducer"])
+def test_a_reducer_that_only_says_that_it_gets_on_is_left_out_in_time(role: str) -> None:
+    """Nobody believes it for longer than two thirds of the round."""
+    world = RoundWorld(4)
+    liar = world.name_of(role)
+    world.stuck[liar] = "claim"
+    world.start()
+    world.run()
+    for name in world.survivors([liar]):
+        held = world.outcomes[name].held
+        assert held is not None, (name, world.outcomes[name])
+        assert held.blamed == (world.ids[liar],)
+        assert f"{world.ids[liar]} answers, but sent no means for" in held.reason
+        assert world.outcomes[name].time - START_S < OVERDUE_S
+    assert world.outcomes[liar].result is not None, "it hangs"
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_who_is_too_slow_for_the_round_is_left_out_in_time(role: str) -> None:
+    """At its pace it would need twice the time: the others find out after half of it, and commit."""
+    world = RoundWorld(4, numel=2_000_000)
+    slow = world.name_of(role)
+    world.slow[slow] = 1.0
+    world.start()
+    world.run()
+    for name in world.survivors([slow]):
+        held = world.outcomes[name].held
+        assert held is not None, (name, world.outcomes[name])
+        assert held.blamed == (world.ids[slow],)
+        assert f"{world.ids[slow]} is too slow" in held.reason
+        assert world.outcomes[name].time - START_S < TOO_SLOW_S
+    assert world.outcomes[slow].result is not None, "it hangs"
 
 
 @pytest.mark.parametrize("role", ROLES)

@@ -30,21 +30,13 @@ def check_ahead(me: PeerId, here: Position, position: Position) -> None:
 
 
 def check_join(
-    me: PeerId,
-    is_client: bool,
-    run_id: str,
-    run_fingerprint: bytes,
-    here: Position,
-    remote: PeerId,
-    request: JoinRequest,
+    me: PeerId, is_client: bool, run_fingerprint: bytes, here: Position, remote: PeerId, request: JoinRequest
 ) -> None:
     """Whether a peer may have a place in the group that this one leads, or would lead.
 
     Raises:
         Refused: why not.
     """
-    if request.run_id != run_id:
-        raise Refused(me, "other_run", f"this peer trains {run_id!r}, not {request.run_id[:80]!r}")
     if request.run_fingerprint != run_fingerprint:
         raise Refused(me, OTHER_MANIFEST, "the model or the settings differ from those of this peer")
     if request.member.peer_id != remote:

@@ -40,11 +40,12 @@ from manyhands.averaging.messages import (
 )
 from manyhands.averaging.open_round import OpenRound
 from manyhands.averaging.probing import PROBE_S, Probing, answer_time_s
+from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.averaging.verdict_checks import checked
 from manyhands.base.errors import PeerError, ProtocolViolation, Refused, Timeout, Unavailable
 from manyhands.base.identity import PeerId
-from manyhands.rpc import Endpoint
 from manyhands.rpc.frames import readable
+from manyhands.runtime import TaskOwner
 
 logger = logging.getLogger(__name__)
 
@@ -72,12 +73,13 @@ class Agreement:
         probing: asks who does not vote whether it is in the round at all.
     """
 
-    def __init__(self, endpoint: Endpoint, config: AveragingConfig, probing: Probing) -> None:
+    def __init__(self, endpoint: RunEndpoint, config: AveragingConfig, probing: Probing) -> None:
         self._endpoint = endpoint
         self._config = config
         self._probing = probing
         self._rounds: dict[bytes, OpenRound] = {}
         self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
+        self._tasks = TaskOwner("agreement")  # each ends with the round that began it
         endpoint.handle(VOTE, self._on_vote)
         endpoint.handle(ASK_VERDICT, self._on_ask)
         endpoint.on_lost.append(self._on_lost)
@@ -202,12 +204,8 @@ class Agreement:
         self, this: OpenRound, voter: Voter, asking: dict[int, asyncio.Task[None]], timeout_s: float
     ) -> Verdict:
         """Vote at this peer itself; whoever is said to be lost is asked whether it is still there."""
-        missing = asyncio.get_running_loop().create_task(self._ask_the_missing(this, voter.term))
-        try:
+        async with self._tasks.beside(self._ask_the_missing(this, voter.term), name="asking who does not vote"):
             return await self._count_to_end(this, voter, asking, timeout_s)
-        finally:
-            missing.cancel()
-            await asyncio.gather(missing, return_exceptions=True)
 
     async def _count_to_end(
         self, this: OpenRound, voter: Voter, asking: dict[int, asyncio.Task[None]], timeout_s: float
@@ -314,7 +312,7 @@ class Agreement:
 
     def _ask_all(self, this: OpenRound, ranks: set[int], asking: dict[int, asyncio.Task[None]]) -> None:
         for rank in ranks - asking.keys():
-            asking[rank] = asyncio.get_running_loop().create_task(self._ask(this, rank))
+            asking[rank] = self._tasks.spawn(self._ask(this, rank), name=f"asking {this.group.members[rank].peer_id}")
 
     async def _ask(self, this: OpenRound, rank: int) -> None:
         """Ask a member again and again what it knows, as long as it is in this round and can be reached."""

@@ -145,7 +145,11 @@ class Butterfly:
 
     def num_bytes_with(self, rank: int) -> int:
         """About what each way of the stream to a partner carries, in bytes."""
-        return self._partition.num_bytes(rank) + self._partition.num_bytes(self._rank)
+        return self.num_bytes_of(rank) + self.num_bytes_of(self._rank)
+
+    def num_bytes_of(self, rank: int) -> int:
+        """The span of a member, encoded, in bytes."""
+        return self._partition.num_bytes(rank)
 
     async def run(self, connect: Callable[[int], Awaitable[Stream]]) -> torch.Tensor:
         """Exchange values with all partners; returns the weighted mean, of the plan's dtype, shape [N].

@@ -14,6 +14,7 @@ from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.gathering import Gathering
 from manyhands.averaging.messages import (
     INVITE,
+    MAX_ROUND_S,
     NAME_BYTES,
     Group,
     InviteRequest,
@@ -23,11 +24,11 @@ from manyhands.averaging.messages import (
     Position,
     readable_addresses,
 )
+from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.averaging.view import View, short_id, split_ids
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ManyhandsError, PeerError, Refused, RoundAborted, Unavailable
 from manyhands.base.identity import PeerId
-from manyhands.rpc import Endpoint
 from manyhands.runtime import TaskOwner
 
 logger = logging.getLogger(__name__)
@@ -55,8 +56,7 @@ class Convener:
 
     def __init__(
         self,
-        endpoint: Endpoint,
-        run_id: str,
+        endpoint: RunEndpoint,
         run_fingerprint: bytes,
         view: View,
         config: AveragingConfig,
@@ -64,7 +64,6 @@ class Convener:
         tasks: TaskOwner,
     ) -> None:
         self._endpoint = endpoint
-        self._run_id = run_id
         self._run_fingerprint = run_fingerprint
         self._view = view
         self._roster = view.roster
@@ -72,13 +71,20 @@ class Convener:
         self._rng = rng
         self._tasks = tasks
         self.gathering: Gathering | None = None
+        self._former: Gathering | None = None
         self.shunned: Collection[PeerId] = ()
 
-    async def lead(self, own: Member, gather_s: float) -> JoinResponse:
-        """Have this peer's own place in the group that forms here; wait for its end."""
+    async def lead(self, own: Member, gather_s: float, ends_at: float) -> JoinResponse:
+        """Have this peer's own place in the group that forms here; wait for its end.
+
+        Args:
+            gather_s: how long to wait for those who are expected.
+            ends_at: until when this peer has time for the round (loop time).
+        """
         gathering, now = self.open(), asyncio.get_running_loop().time()
         gathering.begin(now + self._config.matchmaking_time_s)
         gathering.deadline = min(gathering.deadline, now + gather_s)
+        gathering.ends_at = ends_at
         gathering.add(own)
         try:
             return await asyncio.shield(gathering.answer)
@@ -124,6 +130,11 @@ class Convener:
             self.gathering.reserved.pop(peer_id, None)
             self.gathering.changed.set()
 
+    def let_go(self, peer_id: PeerId, position: Position) -> bool:
+        """A peer goes to another leader; False if it is a member of a group that has closed."""
+        gathering = self.gathering or self._former
+        return gathering is None or gathering.position != position or gathering.let_go(peer_id)
+
     def _note_hearsay(self, gathering: Gathering, expects: bytes) -> None:
         until = asyncio.get_running_loop().time() + HEARSAY_S
         for stranger in self._view.unheard_of(expects, self._endpoint.peer_id):
@@ -156,7 +167,7 @@ class Convener:
             for task in invitations.values():
                 task.cancel()
             if self.gathering is gathering:
-                self.gathering = None
+                self.gathering, self._former = None, gathering
             gathering.close(Refused(self._endpoint.peer_id, "leaving", "this peer leaves the run"))
 
     async def _look_around(self) -> None:
@@ -183,19 +194,21 @@ class Convener:
             reason = f"none of the {len(late)} expected peers came" if late else "no other peer can be reached"
             return RoundAborted(self._view.with_refusals(reason), sorted(late))
         members = [gathering.joined[peer_id] for peer_id in sorted(gathering.joined)]
-        return JoinResponse(self._group(gathering.position, members))
+        return JoinResponse(self._group(gathering, members))
 
-    def _group(self, position: Position, members: list[Member]) -> Group:
+    def _group(self, gathering: Gathering, members: list[Member]) -> Group:
         own_id, config = self._endpoint.peer_id, self._config
         rtts_s = [self._endpoint.rtt_s(member.peer_id) for member in members if member.peer_id != own_id]
+        left_s = gathering.ends_at - asyncio.get_running_loop().time()
         return Group(
             self._rng.randbytes(NAME_BYTES),
             own_id,
-            position,
+            gathering.position,
             members,
             min_span_numel=max(1, config.min_span_bytes // FLOAT_BYTES),
             chunk_numel=config.chunk_bytes // FLOAT_BYTES,
             codec=chosen_codec(config.codec, (member.bandwidth for member in members), rtts_s).code,
+            time_left_s=max(left_s, 0.0) if left_s <= MAX_ROUND_S else 0.0,
         )
 
     async def _wait_for_all(self, gathering: Gathering, invitations: dict[PeerId, asyncio.Task[None]]) -> None:
@@ -253,7 +266,7 @@ class Convener:
                 continue
             if peer_id in invitations and not invitations[peer_id].done():
                 continue
-            request = InviteRequest(self._run_id, gathering.position, self._run_fingerprint, is_early)
+            request = InviteRequest(gathering.position, self._run_fingerprint, is_early)
             invitation = self._invite(peer_id, request, gathering)
             invitations[peer_id] = self._tasks.spawn(invitation, name=f"inviting {peer_id}")
 

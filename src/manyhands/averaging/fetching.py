@@ -28,11 +28,11 @@ from manyhands.averaging.means import Means, digest_of, digest_of_all
 from manyhands.averaging.member_values import bytes_of
 from manyhands.averaging.messages import Digest, Group, RoundManifest
 from manyhands.averaging.recovery import Recovery
+from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.base.deadline import time_limit, while_moving
 from manyhands.base.errors import PeerError, ProtocolViolation, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.base.structs import make_ready
-from manyhands.rpc import Endpoint
 from manyhands.rpc.frames import UNREADABLE
 from manyhands.runtime.executor import run_to_end
 from manyhands.transport.api import Stream
@@ -59,7 +59,7 @@ make_ready(MeansHeader)
 class Fetching:
     """Serves the results of one peer's last round, and fetches what it lacks."""
 
-    def __init__(self, endpoint: Endpoint, config: AveragingConfig) -> None:
+    def __init__(self, endpoint: RunEndpoint, config: AveragingConfig) -> None:
         self._endpoint = endpoint
         self._config = config
         self._group: Group | None = None

@@ -22,6 +22,7 @@ class Gathering:
         stands: all who are expected hold places, or have come.
         absent: who has said that it does not come: it is in another group, or at a later round of the grid.
         began: loop time.
+        ends_at: until when the leader has time for the round (loop time).
         seen: clients that are connected to a member, by short id.
         hearsay: those of whom only members know, by short id, and until when (loop time) they are waited for.
     """
@@ -30,6 +31,7 @@ class Gathering:
         self.position = position
         self.deadline = deadline
         self.began = asyncio.get_running_loop().time()
+        self.ends_at = math.inf
         self.seen: set[bytes] = set()
         self.joined: dict[PeerId, Member] = {}
         self.reserved: dict[PeerId, float] = {}
@@ -53,6 +55,15 @@ class Gathering:
             del self.joined[member.peer_id]
             self._ask_again_at.pop(member.peer_id, None)
             self.changed.set()
+
+    def let_go(self, peer_id: PeerId) -> bool:
+        """A member does not want its place any more; False if the group has closed with it."""
+        if self.answer.done():
+            return peer_id not in self.joined
+        if self.joined.pop(peer_id, None) is not None:
+            self._ask_again_at.pop(peer_id, None)  # it says with whom it is
+            self.changed.set()
+        return True
 
     def begin(self, deadline: float) -> None:
         """Somebody's values are there: from now on there is a bound, and those who hold places are called."""

@@ -37,12 +37,14 @@ from manyhands.averaging.convening import HOLD_S, Convener
 from manyhands.averaging.messages import (
     ASK_VERDICT,
     JOIN,
+    LEAVE,
     MAX_ADDRESSES,
     MAX_EXPECTED,
     SHORT_ID_BYTES,
     Group,
     JoinRequest,
     JoinResponse,
+    LeaveRequest,
     Member,
     Position,
     VerdictQuery,
@@ -50,17 +52,19 @@ from manyhands.averaging.messages import (
 )
 from manyhands.averaging.reception import Reception
 from manyhands.averaging.roster import Roster
+from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.averaging.standing import Standing
 from manyhands.averaging.view import View, short_ids
 from manyhands.base.errors import PeerError, Refused, RoundAborted, Unavailable
 from manyhands.base.identity import PeerId
-from manyhands.rpc import Endpoint
 from manyhands.runtime import TaskOwner
 
 logger = logging.getLogger(__name__)
 
 ANSWER_TIMEOUT_S = 5.0
 """What a leader's answer may take beyond the time that it gathers for, at most."""
+LET_GO_S = 1.0
+"""For so long a leader is asked for leave. One that does not answer may have closed its group with this peer."""
 MAX_REDIRECTS = 8
 DOUBT_S = 0.5
 """A leader that is not connected by then may not be reachable: find out who else is."""
@@ -80,26 +84,23 @@ class Matchmaker:
 
     def __init__(
         self,
-        endpoint: Endpoint,
-        run_id: str,
+        endpoint: RunEndpoint,
         run_fingerprint: bytes,
         roster: Roster,
         config: AveragingConfig,
         rng: random.Random,
     ) -> None:
         self._endpoint = endpoint
-        self._run_id = run_id
         self._run_fingerprint = run_fingerprint
         self._roster = roster
         self._config = config
         self._view = View(roster)
         self._tasks = TaskOwner("matchmaking")
-        self._convener = Convener(endpoint, run_id, run_fingerprint, self._view, config, rng, self._tasks)
+        self._convener = Convener(endpoint, run_fingerprint, self._view, config, rng, self._tasks)
         self._standing = Standing(endpoint, self._view)
-        self._reception = Reception(
-            endpoint, run_id, run_fingerprint, self._view, self._convener, self._standing, config
-        )
+        self._reception = Reception(endpoint, run_fingerprint, self._view, self._convener, self._standing, config)
         self._gather_s = config.matchmaking_time_s
+        self._ends_at = math.inf
         self._is_closed = False
         self._held: tuple[PeerId, Position] | None = None  # the leader with which this peer has had a place
         self.group_stands = False
@@ -138,18 +139,22 @@ class Matchmaker:
         """Whether this peer waits for the group of a leader; who goes to another one does not get it any more."""
         return self._standing.seeks_with(leader)
 
-    async def find_group(self, weight: float, bandwidth: int, gather_s: float | None = None) -> Group:
+    async def find_group(
+        self, weight: float, bandwidth: int, gather_s: float | None = None, timeout_s: float = math.inf
+    ) -> Group:
         """Wait for the group of the next round at this peer's position.
 
         Args:
             weight: samples behind this peer's vector.
             bandwidth: bytes per second that this peer can send; 0 when that is not known.
             gather_s: how long to wait for those who are expected, instead of ``matchmaking_time_s``.
+            timeout_s: what time this peer has for the round, with this search.
         Raises:
             RoundAborted: no group was found; the reason says why.
         """
         own = self._member(weight, bandwidth)
         self._gather_s = self._config.matchmaking_time_s if gather_s is None else gather_s
+        self._ends_at = asyncio.get_running_loop().time() + timeout_s
         self._standing.sought_at = math.inf
         try:
             return await self._find(own)
@@ -219,7 +224,7 @@ class Matchmaker:
             leader = leader or self._standing.invitation() or self._choose_leader(unreachable)
             try:
                 if leader == own.peer_id:
-                    response = await self._convener.lead(own, self._gather_s)
+                    response = await self._convener.lead(own, self._gather_s, self._ends_at)
                 else:
                     response = await self._follow(leader, own, unreachable)
             except (Unavailable, PeerError) as error:
@@ -309,7 +314,6 @@ class Matchmaker:
         expected = self._view.expected()
         clients = (peer for peer, is_client in expected.items() if is_client and self._endpoint.is_connected(peer))
         request = JoinRequest(
-            self._run_id,
             self._run_fingerprint,
             self._roster.position(),
             own,
@@ -330,12 +334,25 @@ class Matchmaker:
             if asking.done() and isinstance(asking.exception(), Unavailable):
                 self._standing.unfollow()  # nobody shall be sent there any more
                 await trying
-            return await asking if asking.done() else JoinResponse(leader=better.result())
+            if not asking.done() and (is_early or await self._may_leave(leader, request.position, asking)):
+                return JoinResponse(leader=better.result())
+            return await asking
         finally:
             asking.cancel()
             trying.cancel()
             await asyncio.gather(asking, trying, return_exceptions=True)
             self._standing.unfollow()  # last: until its round begins here nobody finds that it has gone
+
+    async def _may_leave(self, leader: PeerId, position: Position, asking: asyncio.Task[JoinResponse]) -> bool:
+        """Ask a leader to be let go, as a better one has called; False if its group has come, with this peer in it."""
+        try:
+            response = await self._endpoint.call(leader, LEAVE, LeaveRequest(position), LET_GO_S)
+        except (Unavailable, PeerError) as error:
+            logger.info("peer %s does not let this one go: %s", leader, error)
+        else:
+            if response.is_too_late:
+                await asyncio.wait([asking], timeout=LET_GO_S)
+        return not asking.done() or asking.exception() is not None or asking.result().group is None
 
     async def _doubt(self, leader: PeerId, unreachable: set[PeerId]) -> None:
         await asyncio.sleep(DOUBT_S)

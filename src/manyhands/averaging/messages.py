@@ -1,4 +1,4 @@
-"""What the members of a round tell each other."""
+"""What the members of a round tell each other; on the wire each run has methods of its own."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ DEFAULT_CHUNK_NUMEL = 864 * 1024  # whole rows of all codecs
 MAX_ADDRESSES = 8
 MAX_REASON_LENGTH = 500
 SHORT_ID_BYTES = 8
+MAX_ROUND_S = 1e6
 NAME_BYTES = 16
 """Of what names a round on a stream."""
 MAX_EXPECTED = 4096
@@ -82,6 +83,7 @@ class Group(msgspec.Struct, frozen=True):
         min_span_numel: elements; of a vector with few of them not all members reduce a part.
         chunk_numel: elements that are encoded and reduced in one go, at most.
         codec: the code of how values are encoded; see docs/wire.md.
+        time_left_s: until the end of the leader's round, when it closed the group; 0 if it does not say.
     """
 
     group_id: Digest
@@ -91,6 +93,7 @@ class Group(msgspec.Struct, frozen=True):
     min_span_numel: Annotated[int, msgspec.Meta(ge=1, le=2**53)] = 1
     chunk_numel: Annotated[int, msgspec.Meta(ge=1, le=2**28)] = DEFAULT_CHUNK_NUMEL
     codec: Annotated[int, msgspec.Meta(ge=0, le=255)] = 0
+    time_left_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_ROUND_S)] = 0.0
 
     def rank_of(self, peer_id: PeerId) -> int | None:
         """The rank of a peer, or None when it is not a member."""
@@ -182,7 +185,6 @@ class JoinRequest(msgspec.Struct, omit_defaults=True):
         knows_it_stands: what the asking peer has heard of that.
     """
 
-    run_id: str
     run_fingerprint: Digest
     position: Position
     member: Member
@@ -205,6 +207,22 @@ class JoinResponse(msgspec.Struct, omit_defaults=True):
     stands: bool = False
 
 
+class LeaveRequest(msgspec.Struct):
+    """Gives a place in the group that forms at a leader up: the asking peer goes to a better one."""
+
+    position: Position
+
+
+class LeaveResponse(msgspec.Struct):
+    """Whether the place is free again.
+
+    Attributes:
+        is_too_late: the group has closed, and the answer to the asking peer is on its way: it is a member.
+    """
+
+    is_too_late: bool = False
+
+
 class InviteRequest(msgspec.Struct, omit_defaults=True):
     """Tells an expected peer that a round has begun at its position.
 
@@ -212,7 +230,6 @@ class InviteRequest(msgspec.Struct, omit_defaults=True):
         is_early: not yet, but its group forms.
     """
 
-    run_id: str
     position: Position
     run_fingerprint: Digest = b""
     is_early: bool = False
@@ -340,6 +357,7 @@ def _address_in(text: str) -> Address | None:
 
 
 JOIN = Method("averaging.join", JoinRequest, JoinResponse)
+LEAVE = Method("averaging.leave", LeaveRequest, LeaveResponse)
 INVITE = Method("averaging.invite", InviteRequest, InviteResponse)
 VOTE = Method("averaging.vote", Vote, Verdict)
 ASK_VERDICT = Method("averaging.ask_verdict", VerdictQuery, Verdict)

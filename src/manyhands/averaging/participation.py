@@ -16,7 +16,7 @@ from manyhands.averaging.rounds import CommittedRound, RoundMeter, RoundRunner
 from manyhands.averaging.sketch import packed, sketched_indices
 from manyhands.averaging.tensor_list import TensorList
 from manyhands.base.deadline import time_limit
-from manyhands.base.errors import ConfigError, ManyhandsError, NothingToAverage, RoundAborted, Unavailable
+from manyhands.base.errors import ManyhandsError, NothingToAverage, RoundAborted, Unavailable
 from manyhands.peer import Presence
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class Participation:
         """Join those who average under the run id.
 
         Raises:
-            ConfigError: this peer takes part in something else already.
+            ConfigError: this peer averages under this run id already.
             ManifestMismatch: the tensors of the others differ.
         """
         presence, codec, max_group_size = self._presence, self._config.codec, self._config.max_group_size
@@ -82,20 +82,15 @@ class Participation:
             max_group_size=max_group_size,
             rng=presence.rng,
         )
-        try:
-            self._rounds = RoundRunner(
-                presence.endpoint,
-                self._run_id,
-                fingerprint,
-                self.attendance,
-                self._config,
-                presence.rng,
-                shapes=self._tensors.shapes,
-            )
-        except ConfigError as error:
-            raise ConfigError(
-                "this peer averages already, for an Optimizer or another Averager; give each a Peer of its own"
-            ) from error
+        self._rounds = RoundRunner(
+            presence.endpoint,
+            self._run_id,
+            fingerprint,
+            self.attendance,
+            self._config,
+            presence.rng,
+            shapes=self._tensors.shapes,
+        )
         try:
             await self.attendance.start()
         except BaseException:

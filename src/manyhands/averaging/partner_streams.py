@@ -10,11 +10,11 @@ import msgspec
 from manyhands.averaging.agreement import NOBODY
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import ASK_VERDICT, STREAM_KIND, Group, Member, StreamHeader, VerdictQuery
+from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.averaging.stream_inbox import StreamInbox
 from manyhands.averaging.warm_streams import MAX_WARM, WarmStreams
 from manyhands.base.errors import PeerError, RoundAborted, Unavailable
 from manyhands.base.identity import PeerId
-from manyhands.rpc import Endpoint
 from manyhands.runtime import TaskOwner
 from manyhands.transport.api import Stream
 
@@ -33,7 +33,7 @@ class PartnerStreams:
         warm: streams that were opened before the round.
     """
 
-    def __init__(self, endpoint: Endpoint, inbox: StreamInbox, config: AveragingConfig, tasks: TaskOwner) -> None:
+    def __init__(self, endpoint: RunEndpoint, inbox: StreamInbox, config: AveragingConfig, tasks: TaskOwner) -> None:
         self._endpoint = endpoint
         self._inbox = inbox
         self._config = config

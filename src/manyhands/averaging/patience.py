@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from manyhands.averaging.butterfly import Butterfly, Wanted
 from manyhands.averaging.probing import Moved, answer_time_s
 from manyhands.base.errors import PeerError, Unavailable
+from manyhands.runtime import TaskOwner
 from manyhands.transport.api import Stream
 
 LOOK_PERIOD_S = 0.5
@@ -19,6 +21,17 @@ STILL_S = {Wanted.VALUES: 5.0, Wanted.MEANS: 10.0}
 for somebody's values: it must have had the time to find out that these do not come."""
 STUCK_S = 15.0
 """One that sends none of its own values for so long is not waited for, whatever it says."""
+
+JUDGED_SHARE = 0.5
+JUDGED_S = 5.0
+"""After this part of a round's time, and so long at least, the pace of who owes values is known. One that would not be
+done by the end is not waited for: there must be time to go on without it."""
+
+LAST_SHARE = 0.65
+"""After this part of a round's time a reducer that sends no means is not waited for, whatever it says, if all values
+have come to another one, and must have come to it as well:"""
+MARGIN = 1.5
+"""it may take so much longer, in proportion to its span."""
 
 Probe = Callable[[int, float], Awaitable[Moved]]
 """How far a member is, by rank, asked with a timeout in seconds.
@@ -45,28 +58,40 @@ class Patience:
     """Watches the streams of one exchange, and gives up those whose other end is silent.
 
     What counts is the time since the last bytes, not how many there were: a member on a line twenty times slower than
-    the others' is never silent.
+    the others' is never silent. Only one that would need more time than the round has is not waited for to the end.
 
     Args:
+        rank: of this member.
         streams: of the exchange, by rank; more may come.
         bytes_per_s: what the link to each member carries, by what it and this one know of themselves; 0 if unknown.
         probe: asks how far a member is.
+        ends_at: when the round is over (loop time).
     """
 
     def __init__(
         self,
         butterfly: Butterfly,
+        rank: int,
         streams: Mapping[int, Stream],
         bytes_per_s: Sequence[float],
         probe: Probe,
+        ends_at: float,
     ) -> None:
         self._butterfly = butterfly
+        self._rank = rank
         self._streams = streams
         self._bytes_per_s = bytes_per_s
         self._probe = probe
+        self._ends_at = ends_at
+        self._since = asyncio.get_running_loop().time()
+        self._come_at = {rank: self._since}  # when all values had come to this member, or to another one, at the latest
+        self._owed_s: defaultdict[int, float] = defaultdict(
+            float
+        )  # how long each has owed values, without being held up by others
         self._progress: dict[int, Progress] = {}
         self._began: dict[int, float] = {}  # when each stream was first seen here, loop time
         self._probing: dict[int, asyncio.Task[None]] = {}
+        self._tasks = TaskOwner("patience")
 
     async def watch(self) -> None:
         """Look again and again, until it is cancelled."""
@@ -76,25 +101,54 @@ class Patience:
                 for rank, stream in list(self._streams.items()):
                     self._look_at(rank, stream)
         finally:
-            for task in self._probing.values():
-                task.cancel()
-            await asyncio.gather(*self._probing.values(), return_exceptions=True)
+            await self._tasks.close()
 
     def _look_at(self, rank: int, stream: Stream) -> None:
         now = asyncio.get_running_loop().time()
         self._began.setdefault(rank, now - LOOK_PERIOD_S)
         wanted = self._butterfly.wanted.get(rank)
+        if stream.bytes_received >= self._butterfly.num_bytes_with(rank):
+            self._come_at.setdefault(rank, now)  # all its means are here
         if wanted is None:
             self._progress.pop(rank, None)
             return
         if rank not in self._progress or self._progress[rank].wanted is not wanted:
             self._progress[rank] = Progress(wanted, now)
+        if wanted is Wanted.VALUES:
+            self._come_at[self._rank] = now
+            self._owed_s[rank] += LOOK_PERIOD_S
+            if self._is_too_slow(rank, stream):
+                self._lose(rank, f"peer {stream.remote} is too slow for the time that this round has")
+                return
         silent_s = now - max(stream.last_received, self._progress[rank].since)
         if silent_s >= STUCK_S and wanted is Wanted.VALUES:
             self._lose(rank, f"peer {stream.remote} answers, but sent no values for {silent_s:.0f} s")
+        elif wanted is Wanted.MEANS and self._is_overdue(rank, silent_s):
+            self._lose(rank, f"peer {stream.remote} answers, but sent no means for {silent_s:.0f} s")
         elif silent_s >= SILENT_S and (rank not in self._probing or self._probing[rank].done()):
             asking = self._ask(rank, stream, self._progress[rank])
-            self._probing[rank] = asyncio.get_running_loop().create_task(asking)
+            self._probing[rank] = self._tasks.spawn(asking, name=f"asking {stream.remote}")
+
+    def _is_too_slow(self, rank: int, stream: Stream) -> bool:
+        """Whether a member that owes values will owe some at the end of the round, at its own pace."""
+        now, owed_s = asyncio.get_running_loop().time(), self._owed_s[rank]
+        passed_s = now - self._since
+        if passed_s < max(JUDGED_S, JUDGED_SHARE * (self._ends_at - self._since)) or owed_s < passed_s / 2:
+            return False
+        pace = stream.bytes_received / owed_s
+        return stream.bytes_received + pace * (self._ends_at - now) < self._butterfly.num_bytes_with(rank)
+
+    def _is_overdue(self, rank: int, silent_s: float) -> bool:
+        """Whether a member that owes means and says that it gets on should have sent them, by what has come here."""
+        passed_s = asyncio.get_running_loop().time() - self._since
+        if passed_s < LAST_SHARE * (self._ends_at - self._since) or silent_s < STILL_S[Wanted.MEANS]:
+            return False
+        num_bytes = self._butterfly.num_bytes_of
+        return any(
+            passed_s > MARGIN * (come_at - self._since) * max(1.0, num_bytes(rank) / num_bytes(other))
+            for other, come_at in self._come_at.items()
+            if num_bytes(other)
+        )
 
     async def _ask(self, rank: int, stream: Stream, progress: Progress) -> None:
         before, loop = stream.bytes_received, asyncio.get_running_loop()

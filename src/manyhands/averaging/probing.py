@@ -8,8 +8,9 @@ from contextlib import contextmanager
 import msgspec
 
 from manyhands.averaging.messages import Count, Digest, Group, PeerIdText
+from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.base.identity import PeerId
-from manyhands.rpc import Endpoint, Method
+from manyhands.rpc import Method
 
 PROBE_S = 2.0
 """Who does not answer a question for so long is not there,"""
@@ -58,7 +59,7 @@ class Probing:
         is_here: whether this peer is in the round of a group that a leader has formed, or may come to it still.
     """
 
-    def __init__(self, endpoint: Endpoint, is_here: Callable[[bytes, PeerId], bool]) -> None:
+    def __init__(self, endpoint: RunEndpoint, is_here: Callable[[bytes, PeerId], bool]) -> None:
         self._endpoint = endpoint
         self._is_here = is_here
         self._amounts: dict[bytes, Callable[[], int]] = {}

@@ -11,18 +11,21 @@ from manyhands.averaging.convening import Convener
 from manyhands.averaging.messages import (
     INVITE,
     JOIN,
+    LEAVE,
     InviteRequest,
     InviteResponse,
     JoinRequest,
     JoinResponse,
+    LeaveRequest,
+    LeaveResponse,
     Position,
     readable_addresses,
 )
+from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.averaging.standing import Standing
 from manyhands.averaging.view import View
 from manyhands.base.errors import Refused
 from manyhands.base.identity import PeerId
-from manyhands.rpc import Endpoint
 
 MOVE_POLL_S = 0.05
 ROUND_GAP_S = 1.0
@@ -30,7 +33,7 @@ ROUND_GAP_S = 1.0
 
 
 class Reception:
-    """Serves JOIN and INVITE for one run.
+    """Serves JOIN, LEAVE and INVITE for one run.
 
     Attributes:
         on_called_ahead: called when another peer begins to form the group of a round that has not begun.
@@ -38,8 +41,7 @@ class Reception:
 
     def __init__(
         self,
-        endpoint: Endpoint,
-        run_id: str,
+        endpoint: RunEndpoint,
         run_fingerprint: bytes,
         view: View,
         convener: Convener,
@@ -47,25 +49,25 @@ class Reception:
         config: AveragingConfig,
     ) -> None:
         self._endpoint = endpoint
-        self._run_id = run_id
         self._run_fingerprint = run_fingerprint
         self._view = view
         self._roster = view.roster
         self._convener = convener
         self._standing = standing
         self._config = config
+        self._catching_up: set[PeerId] = set()  # who has asked for a place at a position to which this peer still comes
         self.on_called_ahead: list[Callable[[], None]] = []
         endpoint.handle(JOIN, self._on_join)
+        endpoint.handle(LEAVE, self._on_leave)
         endpoint.handle(INVITE, self._on_invite)
 
     def close(self) -> None:
         self._endpoint.unhandle(JOIN)
+        self._endpoint.unhandle(LEAVE)
         self._endpoint.unhandle(INVITE)
 
     async def _on_invite(self, remote: PeerId, request: InviteRequest) -> InviteResponse:
         await self._catch_up(request.position)
-        if request.run_id != self._run_id:
-            return InviteResponse()
         me = self._endpoint.peer_id
         if request.run_fingerprint not in (b"", self._run_fingerprint):
             raise Refused(me, OTHER_MANIFEST, "the model or the settings differ from those of this peer")
@@ -98,11 +100,24 @@ class Reception:
         redirect = self._convener.redirect(leader)
         return InviteResponse(redirect.leader, redirect.leader_addresses)
 
+    def _on_leave(self, remote: PeerId, request: LeaveRequest) -> LeaveResponse:
+        if remote in self._catching_up:
+            self._catching_up.remove(remote)  # it gets no place
+            return LeaveResponse()
+        return LeaveResponse(is_too_late=not self._convener.let_go(remote, request.position))
+
     async def _on_join(self, remote: PeerId, request: JoinRequest) -> JoinResponse:
-        await self._catch_up(request.position)
+        self._catching_up.add(remote)
+        try:
+            await self._catch_up(request.position)
+        finally:
+            has_left = remote not in self._catching_up
+            self._catching_up.discard(remote)
+        if has_left:
+            return JoinResponse()
         me, is_client, here = self._endpoint.peer_id, self._endpoint.client_mode, self._roster.position()
         try:
-            check_join(me, is_client, self._run_id, self._run_fingerprint, here, remote, request)
+            check_join(me, is_client, self._run_fingerprint, here, remote, request)
         except Refused as refusal:
             if refusal.code == OTHER_MANIFEST and remote in self._view.expected():
                 self._view.note_refusal(remote, refusal)  # it cannot come

@@ -31,6 +31,7 @@ from manyhands.averaging.patience import Patience
 from manyhands.averaging.probing import Probing
 from manyhands.averaging.recovery import Recovery
 from manyhands.averaging.roster import Roster
+from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.averaging.stream_inbox import StreamInbox
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ConfigError, NothingToAverage, PeerError, RoundAborted, Timeout
@@ -102,10 +103,14 @@ class RoundRunner:
     """Averages flat vectors with the other peers of one run.
 
     Args:
+        run_id: one endpoint has one runner for each run.
         run_fingerprint: digest of what all peers of the run agreed on; who has another one is refused.
         roster: where this peer stands, and who else is expected.
         shapes: of the tensors that lie end to end in the vectors: small ones are never encoded with a loss. None if
             they are not to be told apart; then nothing is.
+
+    Raises:
+        ConfigError: this endpoint has a runner for this run.
 
     Attributes:
         on_phase: called when this peer enters a phase of its round.
@@ -121,26 +126,34 @@ class RoundRunner:
         rng: random.Random,
         shapes: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        self._endpoint = endpoint
+        self._endpoint = own = RunEndpoint(endpoint, run_id)
         self._config = config
         self._roster = roster
         self.shapes = shapes
-        self._matchmaker = Matchmaker(endpoint, run_id, run_fingerprint, roster, config, rng)
-        self._probing = Probing(endpoint, self._may_be_in)
-        self._agreement = Agreement(endpoint, config, self._probing)
-        self._inbox = StreamInbox(endpoint, config)
-        self._fetching = Fetching(endpoint, config)
+        try:
+            self._matchmaker = Matchmaker(own, run_fingerprint, roster, config, rng)
+        except ConfigError as error:  # the methods of this run are served
+            raise ConfigError(
+                f"this peer averages under run id {run_id!r} already, for an Optimizer or another Averager; close that "
+                "one first, or take another run id, or a Peer of its own"
+            ) from error
+        self._probing = Probing(own, self._may_be_in)
+        self._agreement = Agreement(own, config, self._probing)
+        self._inbox = StreamInbox(own, config)
+        self._fetching = Fetching(own, config)
         declared = config.bandwidth_mbit_s
         self._bandwidth = BandwidthMeter(declared * BYTES_PER_MBIT if declared is not None else None)
         self._sends: list[Send] = []  # of the round that is under way
         self._is_paced = False  # so is what it sends
         self._meter = RoundMeter()
         self._deadline = 0.0  # of the round that is under way
+        self._ends_at = 0.0  # when that is over for this peer or for the leader
         self._spare_N: torch.Tensor | None = None
         self._memory = Memory()
         self._feedbacks: Feedbacks | None = None
         self._tasks = TaskOwner("rounds")
-        self._streams = PartnerStreams(endpoint, self._inbox, config, self._tasks)
+        self._watchers = TaskOwner("watching a round")  # each ends with its exchange
+        self._streams = PartnerStreams(own, self._inbox, config, self._tasks)
         self.on_phase: list[Callable[[Phase], None]] = []
 
     def _may_be_in(self, group_id: bytes, leader: PeerId) -> bool:
@@ -225,13 +238,14 @@ class RoundRunner:
         self._enter(Phase.JOINING)
         try:
             async with time_limit(timeout_s, "looking for a group"):
-                group = await self._matchmaker.find_group(weight, self._bandwidth.bandwidth, gather_s)
+                group = await self._matchmaker.find_group(weight, self._bandwidth.bandwidth, gather_s, timeout_s)
         except (Timeout, PeerError) as error:
             raise RoundAborted(str(error)) from error
         finally:
             matchmaking_s = loop.time() - started
             meter.matchmaking_s += matchmaking_s
         self._sends, self._is_paced = [], False
+        self._ends_at = min(self._deadline, loop.time() + (group.time_left_s or math.inf))
         self._enter(Phase.FORMED)
         async with self._keeping_errors():
             averaged_N, manifest, verdict = await self._in_group(group, flat_N)
@@ -372,8 +386,9 @@ class RoundRunner:
         def moved() -> int:
             return butterfly.num_averaged + sum(one.bytes_sent + one.bytes_received for one in streams.values())
 
-        patience = Patience(butterfly, streams, group.link_rates(rank), functools.partial(self._probing.ask, group))
-        watching = asyncio.get_running_loop().create_task(patience.watch())
+        probe = functools.partial(self._probing.ask, group)
+        patience = Patience(butterfly, rank, streams, group.link_rates(rank), probe, self._ends_at)
+        watching = self._watchers.spawn(patience.watch(), name="who is silent")
         self._endpoint.on_lost.append(on_lost)
         try:
             with self._probing.of(group, moved), ExitStack() as held:
@@ -381,7 +396,7 @@ class RoundRunner:
                     held.enter_context(self._endpoint.held(group.members[other].peer_id))
                 return await butterfly.run(connect)
         finally:
-            watching.cancel()
+            self._watchers.cancel(watching)
             await asyncio.gather(watching, return_exceptions=True)
             self._endpoint.on_lost.remove(on_lost)
             self._inbox.end(stream_id)

@@ -6,9 +6,9 @@ import asyncio
 import math
 
 from manyhands.averaging.messages import Position
+from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.averaging.view import View
 from manyhands.base.identity import PeerId
-from manyhands.rpc import Endpoint
 
 
 class Standing:
@@ -20,7 +20,7 @@ class Standing:
         sought_at: when it last looked for a group (loop time); infinite while it does.
     """
 
-    def __init__(self, endpoint: Endpoint, view: View) -> None:
+    def __init__(self, endpoint: RunEndpoint, view: View) -> None:
         self._endpoint = endpoint
         self._view = view
         self.following: PeerId | None = None

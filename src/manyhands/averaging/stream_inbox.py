@@ -9,10 +9,10 @@ import msgspec
 
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import NAME_BYTES, STREAM_KIND, StreamHeader
+from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import PeerLost, ProtocolViolation
 from manyhands.base.identity import PeerId
-from manyhands.rpc import Endpoint
 from manyhands.rpc.frames import UNREADABLE
 from manyhands.transport.api import Stream
 
@@ -26,7 +26,7 @@ UNNAMED_S = 120.0
 class StreamInbox:
     """Bulk streams that other members opened, until the round takes them; they may come before the group is known."""
 
-    def __init__(self, endpoint: Endpoint, config: AveragingConfig) -> None:
+    def __init__(self, endpoint: RunEndpoint, config: AveragingConfig) -> None:
         self._endpoint = endpoint
         self._config = config
         self._waiting: dict[tuple[bytes, PeerId], asyncio.Future[Stream]] = {}

@@ -83,12 +83,12 @@ class Averager:
         tensors: dense tensors of float16, bfloat16, float32 or float64 that share no memory, contiguous or not. The
             means are written into them; they keep dtype and device. They are summed in float32, and all of them in
             float64 if one of them is float64.
-        peer: this machine's presence in the swarm; it serves one Averager or Optimizer.
+        peer: this machine's presence in the swarm; it serves one Averager for each run id, and one Optimizer.
         run_id: name of the run, 1 to 64 characters without ``.``
         auxiliary: reduce for others and get the mean, but contribute nothing.
         averaging: times and sizes of the rounds.
     Raises:
-        ConfigError: an argument breaks a rule, or the peer averages already.
+        ConfigError: an argument breaks a rule, or the peer averages under this run id already.
         ManifestMismatch: the tensors of the others differ; it says whose, and how.
         Unavailable: the DHT does not answer in time.
     """

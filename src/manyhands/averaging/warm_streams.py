@@ -17,9 +17,9 @@ import msgspec
 
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import NAME_BYTES, STREAM_KIND, StreamHeader
+from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.base.errors import PeerError, Unavailable
 from manyhands.base.identity import PeerId
-from manyhands.rpc import Endpoint
 from manyhands.transport.api import Stream
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class WarmStreams:
     """
 
     def __init__(
-        self, endpoint: Endpoint, config: AveragingConfig, prepare: Callable[[PeerId], Awaitable[None]]
+        self, endpoint: RunEndpoint, config: AveragingConfig, prepare: Callable[[PeerId], Awaitable[None]]
     ) -> None:
         self._endpoint = endpoint
         self._config = config

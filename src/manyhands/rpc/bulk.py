@@ -40,7 +40,7 @@ class BulkStreams:
         self._carriers: dict[Stream, list[Stream]] = {}
         cap = config.max_upload_mbit_s
         self._cap = UploadCap(cap) if cap is not None else None
-        self._stripe_sets = StripeSets(config.hello_timeout_s, self._capped)
+        self._stripe_sets = StripeSets(config.hello_timeout_s)
 
     async def open(
         self, addresses: Sequence[Address], hello: Hello, timeout_s: float, *, rtt_s: float, size_bytes: int
@@ -58,7 +58,7 @@ class BulkStreams:
             stripes = (Stripe(stream_id, index, count) for index in range(count))
             hellos = [msgspec.structs.replace(hello, stripe=stripe) for stripe in stripes]
         carriers = await self._open_all(addresses, hellos, timeout_s)
-        parts = [self._capped(carrier) for carrier in carriers]
+        parts = [self._capped(carrier, hello.purpose) for carrier in carriers]
         stream = parts[0] if count == 1 else StripedStream(parts)
         self._carriers[stream] = carriers
         return stream
@@ -76,9 +76,9 @@ class BulkStreams:
             ProtocolViolation, Timeout: it is a part that does not fit, or its others do not come.
         """
         if hello.stripe is None:
-            await acceptor(stream.remote, hello.header, self._capped(stream))
+            await acceptor(stream.remote, hello.header, self._capped(stream, hello.purpose))
             return
-        whole = await self._stripe_sets.join(hello.stripe, stream)
+        whole = await self._stripe_sets.join(hello.stripe, self._capped(stream, hello.purpose))
         if whole is None:
             await stream.wait_closed()  # whoever has the whole stream aborts all its parts
             return
@@ -100,5 +100,5 @@ class BulkStreams:
                     self._streams.release(outcome.stream)
             raise
 
-    def _capped(self, stream: Stream) -> Stream:
-        return stream if self._cap is None else CappedStream(stream, self._cap)
+    def _capped(self, stream: Stream, kind: str) -> Stream:
+        return stream if self._cap is None else CappedStream(stream, self._cap, kind)

@@ -136,7 +136,13 @@ class Endpoint:
         self._handlers.pop(method.name, None)
 
     def accept_bulk(self, kind: str, acceptor: BulkAcceptor) -> None:
-        """Take bulk streams of one kind."""
+        """Take bulk streams of one kind.
+
+        Raises:
+            ConfigError: something takes them already.
+        """
+        if kind in self._bulk.acceptors:
+            raise ConfigError(f"streams of kind {kind!r} are taken already; a peer holds one part of each kind")
         self._bulk.acceptors[kind] = acceptor
 
     def refuse_bulk(self, kind: str) -> None:

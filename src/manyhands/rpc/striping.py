@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from manyhands.base.deadline import time_limit
@@ -131,12 +131,10 @@ class StripeSets:
 
     Args:
         timeout_s: how long they may take to come.
-        wrap: what each accepted connection is used through.
     """
 
-    def __init__(self, timeout_s: float, wrap: Callable[[Stream], Stream]) -> None:
+    def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._wrap = wrap
         self._waiting: dict[tuple[PeerId, bytes], dict[int, Stream]] = {}
         self._counts: dict[tuple[PeerId, bytes], int] = {}
         self._complete: dict[tuple[PeerId, bytes], asyncio.Future[None]] = {}
@@ -163,7 +161,7 @@ class StripeSets:
         if stripe.index in stripes or stripe.count != self._counts[key]:
             text = f"connection {stripe.index} of {stripe.count} of a stream does not fit to its others"
             raise ProtocolViolation(stream.remote, text)
-        stripes[stripe.index] = self._wrap(stream)
+        stripes[stripe.index] = stream
         if len(stripes) == stripe.count:
             self._forget(key)
             complete.set_result(None)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -38,6 +39,16 @@ class TaskOwner:
         self._tasks.add(task)
         task.add_done_callback(self._ended)
         return task
+
+    @asynccontextmanager
+    async def beside(self, coro: Coroutine[Any, Any, object], *, name: str) -> AsyncIterator[None]:
+        """Run ``coro`` while the block runs; if it fails, the log says so at once, and the block goes on."""
+        task = self.spawn(coro, name=name)
+        try:
+            yield
+        finally:
+            self.cancel(task)
+            await asyncio.gather(task, return_exceptions=True)
 
     def cancel(self, task: asyncio.Task[Any]) -> None:
         """Cancel a task, once: a second time would interrupt what it does to tidy up."""

@@ -53,7 +53,7 @@ def test_lineages_part_at_any_difference(change: str) -> None:
 def test_a_weight_that_would_spoil_the_mean_is_not_even_decoded(weight: object) -> None:
     member = {"peer_id": peer(0), "addresses": [], "is_client": False, "weight": weight}
     position = {"step": 0, "lineage": b""}
-    join = {"run_id": "run", "run_fingerprint": b"", "position": position, "member": member}
+    join = {"run_fingerprint": b"", "position": position, "member": member}
     group = {"group_id": b"", "leader": peer(0), "position": position, "members": [member]}
     for message, kind in ((join, JoinRequest), ({"group": group}, JoinResponse)):
         with pytest.raises(msgspec.ValidationError, match="weight"):

@@ -83,3 +83,18 @@ async def test_close_names_what_does_not_end(caplog: pytest.LogCaptureFixture) -
     assert "background task 'kitchen: oven' did not end within 0.01 s of its cancellation" in caplog.text
     released.set()
     await task
+
+
+async def test_what_runs_beside_a_block_ends_with_it_and_does_not_fail_unseen(caplog: pytest.LogCaptureFixture) -> None:
+    owner = TaskOwner("kitchen")
+    async with owner.beside(never(), name="soup"):
+        assert len(owner) == 1
+    assert len(owner) == 0
+    assert not caplog.records
+    async with owner.beside(fail(), name="salad"):
+        await asyncio.sleep(0.01)
+        assert [record.getMessage() for record in caplog.records] == ["background task 'kitchen: salad' failed"]
+    with pytest.raises(ValueError, match="broken"):
+        async with owner.beside(never(), name="soup"):
+            await fail()
+    assert len(owner) == 0

@@ -1,0 +1,102 @@
+"""What the averaging of one run sees of its peer's endpoint: methods and bulk streams that are that run's alone."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager
+
+from manyhands.base.address import Address
+from manyhands.base.identity import PeerId
+from manyhands.rpc import Endpoint, Method
+from manyhands.rpc.bulk import BulkAcceptor
+from manyhands.rpc.method import Request, Response
+from manyhands.transport.api import Stream
+
+
+class RunEndpoint:
+    """An endpoint, on which whatever is served or called goes by a run.
+
+    The name of each method and of each kind of stream begins with the run id on the wire (it has no ``.`` in it), so
+    one peer averages for several runs at once, and none of them hears of another's groups.
+
+    Attributes:
+        on_lost: see :class:`manyhands.rpc.Endpoint`.
+    """
+
+    def __init__(self, endpoint: Endpoint, run_id: str) -> None:
+        self._endpoint = endpoint
+        self.run_id = run_id
+        self.peer_id = endpoint.peer_id
+        self.client_mode = endpoint.client_mode
+        self.on_lost = endpoint.on_lost
+
+    # of this run
+
+    def name_of(self, name: str) -> str:
+        """How a method or a kind of stream of this run is called on the wire."""
+        return f"{self.run_id}.{name}"
+
+    def method(self, method: Method[Request, Response]) -> Method[Request, Response]:
+        """A method, as that of this run."""
+        return Method(self.name_of(method.name), method.request, method.response)
+
+    def handle(
+        self, method: Method[Request, Response], handler: Callable[[PeerId, Request], Awaitable[Response] | Response]
+    ) -> None:
+        """As of the endpoint."""
+        self._endpoint.handle(self.method(method), handler)
+
+    def unhandle(self, method: Method[Request, Response]) -> None:
+        """As of the endpoint."""
+        self._endpoint.unhandle(self.method(method))
+
+    async def call(
+        self, peer_id: PeerId, method: Method[Request, Response], request: Request, timeout_s: float
+    ) -> Response:
+        """As of the endpoint."""
+        return await self._endpoint.call(peer_id, self.method(method), request, timeout_s)
+
+    def accept_bulk(self, kind: str, acceptor: BulkAcceptor) -> None:
+        """As of the endpoint."""
+        self._endpoint.accept_bulk(self.name_of(kind), acceptor)
+
+    def refuse_bulk(self, kind: str) -> None:
+        """As of the endpoint."""
+        self._endpoint.refuse_bulk(self.name_of(kind))
+
+    async def open_bulk(
+        self, peer_id: PeerId, kind: str, header: bytes, timeout_s: float, *, size_bytes: int = 0
+    ) -> Stream:
+        """As of the endpoint."""
+        return await self._endpoint.open_bulk(peer_id, self.name_of(kind), header, timeout_s, size_bytes=size_bytes)
+
+    # of all runs
+
+    @property
+    def addresses(self) -> list[Address]:
+        """Where this peer can be dialled."""
+        return self._endpoint.addresses
+
+    def addresses_of(self, peer_id: PeerId) -> list[Address]:
+        """As of the endpoint."""
+        return self._endpoint.addresses_of(peer_id)
+
+    def learn(self, peer_id: PeerId, addresses: Sequence[Address]) -> None:
+        """As of the endpoint."""
+        self._endpoint.learn(peer_id, addresses)
+
+    def is_connected(self, peer_id: PeerId) -> bool:
+        """As of the endpoint."""
+        return self._endpoint.is_connected(peer_id)
+
+    def rtt_s(self, peer_id: PeerId) -> float:
+        """As of the endpoint."""
+        return self._endpoint.rtt_s(peer_id)
+
+    def held(self, peer_id: PeerId) -> AbstractContextManager[None]:
+        """As of the endpoint."""
+        return self._endpoint.held(peer_id)
+
+    def release(self, stream: Stream) -> None:
+        """As of the endpoint."""
+        self._endpoint.release(stream)
