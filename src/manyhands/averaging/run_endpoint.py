@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 from manyhands.base.address import Address
 from manyhands.base.identity import PeerId
@@ -29,6 +30,7 @@ class RunEndpoint:
         self.peer_id = endpoint.peer_id
         self.client_mode = endpoint.client_mode
         self.on_lost = endpoint.on_lost
+        self._methods: dict[str, Method[Any, Any]] = {}  # by their names in all runs
 
     # of this run
 
@@ -38,7 +40,9 @@ class RunEndpoint:
 
     def method(self, method: Method[Request, Response]) -> Method[Request, Response]:
         """A method, as that of this run."""
-        return Method(self.name_of(method.name), method.request, method.response)
+        if method.name not in self._methods:
+            self._methods[method.name] = Method(self.name_of(method.name), method.request, method.response)
+        return self._methods[method.name]
 
     def handle(
         self, method: Method[Request, Response], handler: Callable[[PeerId, Request], Awaitable[Response] | Response]
