@@ -127,7 +127,7 @@ def grid_world(
 
     async def peer(host: Host) -> None:
         own_rng = world.rng(f"{host.name} from {world.loop.time()}")
-        endpoint = Endpoint(world.transport(host))
+        endpoint = Endpoint(world.transport(host), rng=world.rng(f"endpoint of {host.name}"))
         presence: Any = SimpleNamespace(
             endpoint=endpoint, dht=records.view(endpoint.peer_id), rng=own_rng, on_close=[], peer_id=endpoint.peer_id
         )

@@ -108,7 +108,9 @@ def search(seekers: Iterable[Seeker], seed: int = 1, config: AveragingConfig = C
 
     async def run(host: Host) -> None:
         seeker = by_name[host.name]
-        endpoint = Endpoint(world.transport(host), client_mode=seeker.is_client)
+        endpoint = Endpoint(
+            world.transport(host), client_mode=seeker.is_client, rng=world.rng(f"endpoint of {host.name}")
+        )
         if not seeker.is_client:
             await endpoint.listen([Address.of(host.ip, 0)])
             addresses[host.name] = endpoint.addresses

@@ -127,7 +127,9 @@ class RoundWorld:
 
     async def _program(self, host: Host) -> None:
         is_client, is_sender = host.name == self.name_of("client"), host.name == self.name_of("sender")
-        endpoint = Endpoint(self.world.transport(host), client_mode=is_client)
+        endpoint = Endpoint(
+            self.world.transport(host), client_mode=is_client, rng=self.world.rng(f"endpoint of {host.name}")
+        )
         others = {self.ids[name]: name == self.name_of("client") for name in self.names if name != host.name}
         config = replace(self.config, bandwidth_mbit_s=0.1 if is_sender else self.slow.get(host.name, LINK_MBIT_S))
         roster = FixedRoster(others)

@@ -155,7 +155,7 @@ class _RpcPeer:
         self._rng: random.Random = world.rng(f"calls of {host.name} from {world.loop.time()}")
         self._addresses = addresses
         self._wrong = wrong
-        self._endpoint = Endpoint(world.transport(host))
+        self._endpoint = Endpoint(world.transport(host), rng=world.rng(f"endpoint of {host.name}"))
 
     async def live(self) -> None:
         endpoint = self._endpoint

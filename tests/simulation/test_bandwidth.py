@@ -32,7 +32,9 @@ def run_rounds(num_rounds: int, up_mbit_s: dict[str, float], declared: dict[str,
     endpoints: list[Endpoint] = []
 
     async def peer(host: Host) -> None:
-        endpoint = Endpoint(world.transport(host), config=RpcConfig(heartbeat_period_s=0.1))
+        endpoint = Endpoint(
+            world.transport(host), config=RpcConfig(heartbeat_period_s=0.1), rng=world.rng(f"endpoint of {host.name}")
+        )
         roster = FixedRoster({peer_id: False for peer_id in ids.values() if peer_id != endpoint.peer_id})
         config = AveragingConfig(averaging_timeout_s=600.0, bandwidth_mbit_s=(declared or {}).get(host.name))
         averager = RoundRunner(endpoint, "simulated", b"", roster, config, random.Random(1))

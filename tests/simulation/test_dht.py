@@ -55,7 +55,7 @@ def test_a_get_does_not_wait_for_a_holder_that_vanished() -> None:
     took_s: list[float] = []
 
     async def peer(host: Host) -> None:
-        endpoint = Endpoint(world.transport(host))
+        endpoint = Endpoint(world.transport(host), rng=world.rng(f"endpoint of {host.name}"))
         nodes[host.name] = DhtNode(endpoint, DhtConfig(), rng=world.rng(host.name), wall_clock=host.wall_clock)
         await endpoint.listen([Address.of(host.ip, 0)])
         await join(nodes[host.name], initial_peers)
@@ -93,7 +93,7 @@ def test_a_holder_whose_pages_never_end_holds_a_get_up_for_a_bounded_time() -> N
         return FindResponse([], [AgedRecord(record, 0.0)], is_more=True)
 
     async def peer(host: Host) -> None:
-        endpoint = Endpoint(world.transport(host))
+        endpoint = Endpoint(world.transport(host), rng=world.rng(f"endpoint of {host.name}"))
         node = DhtNode(endpoint, DhtConfig(), rng=world.rng(host.name), wall_clock=host.wall_clock)
         try:
             await endpoint.listen([Address.of(host.ip, 0)])
@@ -126,7 +126,7 @@ def test_a_newcomer_that_takes_its_time_does_not_hold_up_upkeep_and_gets_all_in_
     rounds_s: list[float] = []
 
     async def peer(host: Host) -> None:
-        endpoint = Endpoint(world.transport(host))
+        endpoint = Endpoint(world.transport(host), rng=world.rng(f"endpoint of {host.name}"))
         node = nodes[host.name] = DhtNode(endpoint, DhtConfig(), world.rng(host.name), host.wall_clock)
         try:
             await endpoint.listen([Address.of(host.ip, 0)])
@@ -178,7 +178,7 @@ def test_a_peer_that_names_nearer_ones_where_nobody_answers_hides_nothing() -> N
         return FindResponse([Contact(peer_id, [str(Address.of(world.host("hole").ip, 99))]) for peer_id in nearest])
 
     async def peer(host: Host) -> None:
-        endpoint = Endpoint(world.transport(host))
+        endpoint = Endpoint(world.transport(host), rng=world.rng(f"endpoint of {host.name}"))
         node = DhtNode(endpoint, DhtConfig(), rng=world.rng(host.name), wall_clock=host.wall_clock)
         try:
             await endpoint.listen([Address.of(host.ip, 0)])

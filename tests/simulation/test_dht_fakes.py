@@ -36,7 +36,7 @@ def test_a_peer_that_names_fakes_slows_a_lookup_by_little(num_peers: int) -> Non
         return FindResponse([Contact(peer_id, [str(Address.of(world.host("hole").ip, 99))]) for peer_id in nearest])
 
     async def peer(host: Host) -> None:
-        endpoint = Endpoint(world.transport(host))
+        endpoint = Endpoint(world.transport(host), rng=world.rng(f"endpoint of {host.name}"))
         node = DhtNode(endpoint, DhtConfig(), rng=world.rng(host.name), wall_clock=host.wall_clock)
         try:
             await endpoint.listen([Address.of(host.ip, 0)])

@@ -76,7 +76,7 @@ class Swarm:
 
     async def _live(self, host: Host, *, is_firewalled: bool) -> None:
         world, name = self.world, host.name
-        endpoint = Endpoint(world.transport(host))
+        endpoint = Endpoint(world.transport(host), rng=world.rng(f"endpoint of {host.name}"))
         node = self.nodes[name] = DhtNode(endpoint, DhtConfig(), world.rng(name), host.wall_clock)
         self._listen_in(name, endpoint, node._holder)
         try:

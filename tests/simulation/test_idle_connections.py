@@ -19,7 +19,7 @@ def dials(pause_s: float, num_calls: int = 12) -> tuple[int, float]:
     kept_s = 0.0
 
     async def there(host: Host) -> None:
-        endpoint = Endpoint(world.transport(host))
+        endpoint = Endpoint(world.transport(host), rng=world.rng(f"endpoint of {host.name}"))
         serve_echo(endpoint)
         await endpoint.listen([Address.of(host.ip, 0)])
         addresses.extend(endpoint.addresses)
@@ -27,7 +27,7 @@ def dials(pause_s: float, num_calls: int = 12) -> tuple[int, float]:
 
     async def here(host: Host) -> None:
         nonlocal kept_s
-        endpoint = Endpoint(world.transport(host))
+        endpoint = Endpoint(world.transport(host), rng=world.rng(f"endpoint of {host.name}"))
         await endpoint.listen([Address.of(host.ip, 0)])
         endpoint._pool._was_reached = True
         await asyncio.sleep(1)

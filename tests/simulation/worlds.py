@@ -58,7 +58,7 @@ def start_dht(world: World, names: list[str]) -> dict[str, int]:
     name_of: dict[str, str] = {world.identity(name).peer_id: name for name in names}
 
     async def peer(host: Host) -> None:
-        endpoint = Endpoint(world.transport(host))
+        endpoint = Endpoint(world.transport(host), rng=world.rng(f"endpoint of {host.name}"))
         node = DhtNode(endpoint, DhtConfig(), rng=world.rng(f"dht of {host.name}"), wall_clock=host.wall_clock)
         try:
             await endpoint.listen([Address.of(host.ip, 0)])

@@ -144,7 +144,7 @@ class WarmStreams:
 
     def drop_all(self) -> None:
         """No round uses them any more."""
-        for peer_id in self._open.keys() | self._kept.keys():
+        for peer_id in [*self._open, *self._kept]:
             self._drop(peer_id)
 
     async def _dial(self, peer_id: PeerId) -> None:
