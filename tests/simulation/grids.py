@@ -91,15 +91,15 @@ class Swarm:
     group_sizes: list[int] = field(default_factory=list)
 
     def bounds(self, num_peers: int) -> list[float]:
-        """What docs/averaging.md says of the spread after each step: the square root of twice the share that failed.
+        """What docs/averaging.md says of the spread after each step: twice the square root of the share that failed.
 
         Of those who failed in the step or in the one before. Who sits out stays about 1 from the others; who is killed
-        leaves the mates of its groups with means of less, which together is as far; and the second failure of a step is
-        in the way of the first one's return.
+        leaves the mates of its groups with means of less, or with no round at all, which together is farther; and the second
+        failure of a step is in the way of the first one's return.
         """
         before = [0, *self.failures]
         return [
-            math.sqrt(2 * (failed + earlier) / num_peers) + ROUNDING
+            2 * math.sqrt((failed + earlier) / num_peers) + ROUNDING
             for failed, earlier in zip(self.failures, before, strict=False)
         ]
 
