@@ -13,7 +13,6 @@ from manyhands.averaging.messages import Position
 from manyhands.averaging.rounds import CommittedRound
 from manyhands.base.errors import RoundAborted
 from manyhands.base.identity import PeerId
-from manyhands.transport import tcp
 from tests.swarm import averagers
 
 
@@ -179,24 +178,3 @@ async def test_nobody_comes() -> None:
         leader = min(members, key=lambda member: member[2].peer_id)
         with pytest.raises(RoundAborted, match="none of the 1 expected peers came"):
             await leader[0].average(torch.ones(5), 1.0)
-
-
-async def test_the_streams_of_a_round_are_paced_together_by_what_rounds_have_shown(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    paces: list[float] = []
-    monkeypatch.setattr(tcp, "LONG_RTT_S", 0.0)
-    monkeypatch.setattr(tcp, "pace", lambda sock, bytes_per_s: paces.append(bytes_per_s) or True)
-    values = vectors(3, 900_000)
-
-    async def one_round() -> None:
-        await asyncio.gather(*(averager.average(values[i], 1.0) for i, (averager, _, _) in enumerate(members)))
-
-    async with averagers(3, kind="tls") as members:
-        await one_round()
-        assert not paces, "nothing has shown yet how fast a line is"
-        for number, (averager, _, _) in enumerate(members):
-            averager._bandwidth.pace.add_round((number + 1) * 9e6, is_paced=False)
-        await one_round()
-    assert len(paces) == 6
-    assert sum(paces) == pytest.approx((1 + 2 + 3) * 9e6)

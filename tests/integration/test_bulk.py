@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import random
-import sys
 import time
 from collections.abc import Iterator
 
@@ -19,7 +18,7 @@ from manyhands.base.identity import PeerId
 from manyhands.rpc import Endpoint, RpcConfig
 from manyhands.rpc.frames import MAX_STRIPES, Hello, Stripe, Welcome, receive_frame, send_frame
 from manyhands.rpc.striping import BLOCK_BYTES, StripedStream, num_stripes
-from manyhands.transport import Stream, tcp
+from manyhands.transport import Stream
 from manyhands.transport.memory import MemoryStream
 from tests.network import ECHO, KINDS, Text, endpoints, identity_of, serve_echo, transport_of, until
 
@@ -36,38 +35,6 @@ def serve_mirror(endpoint: Endpoint, num_bytes: int) -> None:
 
 def pretend_long_link(here: Endpoint, rtt_s: float = 0.1) -> None:
     here._pool.rtt_s = lambda peer_id: rtt_s  # type: ignore[method-assign]
-
-
-# pace
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux paces what a socket sends")
-@pytest.mark.parametrize("num_stripes", [1, 2])
-async def test_a_stream_on_a_long_link_sends_no_faster_than_its_pace(
-    num_stripes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tcp, "LONG_RTT_S", 0.0)
-    async with endpoints(2, kind="tls") as (here, there):
-        serve_mirror(there, 4 << 20)
-        if num_stripes > 1:
-            pretend_long_link(here)
-        here.learn(there.peer_id, there.addresses)
-        stream = await here.open_bulk(there.peer_id, "mirror", b"", size_bytes=num_stripes << 20)
-        assert stream.pace(4e6)
-        began = time.monotonic()
-        await stream.send(bytearray(4 << 20))
-        await stream.receive_into(memoryview(bytearray(4 << 20)))
-        assert time.monotonic() - began > 0.5  # the first window of each connection, 0.6 MB on loopback, goes at once
-        here.release(stream)
-
-
-async def test_a_short_link_is_not_paced() -> None:
-    async with endpoints(2, kind="tls") as (here, there):
-        serve_mirror(there, 1 << 20)
-        here.learn(there.peer_id, there.addresses)
-        stream = await here.open_bulk(there.peer_id, "mirror", b"")
-        assert not stream.pace(2e6)
-        here.release(stream)
 
 
 # stripes

@@ -94,7 +94,7 @@ class Swarm:
         """What docs/averaging.md says of the spread after each step: twice the square root of the share that failed.
 
         Of those who failed in the step or in the one before. Who sits out stays about 1 from the others; who is killed
-        leaves the mates of its groups with means of less, or with no round at all, which together is farther; and the second
+        leaves the mates of its groups with means of less, or no round at all, which together is farther; and the second
         failure of a step is in the way of the first one's return.
         """
         before = [0, *self.failures]

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from manyhands.averaging.messages import MAX_BANDWIDTH
-from manyhands.averaging.pace import Pace
 
 WINDOW_S = 0.02
 MIN_COUNTED_S = 0.1
@@ -53,13 +52,9 @@ class BandwidthMeter:
 
     Args:
         declared: bytes per second, the first guess, as good as one round; None if there is none.
-
-    Attributes:
-        pace: how fast to send on long links.
     """
 
     def __init__(self, declared: float | None = None) -> None:
-        self.pace = Pace()
         self._estimate = declared
 
     @property
@@ -69,7 +64,7 @@ class BandwidthMeter:
             return 0
         return min(max(1, round(self._estimate)), MAX_BANDWIDTH)
 
-    def add_round(self, sends: Sequence[Send], seconds: float, *, is_paced: bool = False) -> None:
+    def add_round(self, sends: Sequence[Send], seconds: float) -> None:
         """Count what was sent in one round, which took so many seconds until all that was sent had arrived.
 
         The mean is geometric: a guess that is wrong by a factor of a thousand is forgotten as fast as one that is wrong
@@ -77,9 +72,6 @@ class BandwidthMeter:
         """
         measured = backlogged_rate(sends)
         if measured is not None:
-            self.pace.add_round(measured, is_paced=is_paced)
-            if is_paced and self.pace.bytes_per_s is not None:  # the line carries that much, it seems
-                measured = max(measured, self.pace.bytes_per_s)
             before = self._estimate or measured
             self._estimate = before * (measured / before) ** NEWEST_SHARE
         elif (num_bytes := sum(send.num_bytes for send in sends)) >= MIN_BYTES:

@@ -44,8 +44,6 @@ from manyhands.transport.api import Stream
 logger = logging.getLogger(__name__)
 
 BYTES_PER_MBIT = 125_000
-MIN_PACE = 1 << 17
-"""Bytes per second; for the few messages of a stream that has nearly nothing to carry."""
 
 
 class Phase(enum.Enum):
@@ -144,7 +142,6 @@ class RoundRunner:
         declared = config.bandwidth_mbit_s
         self._bandwidth = BandwidthMeter(declared * BYTES_PER_MBIT if declared is not None else None)
         self._sends: list[Send] = []  # of the round that is under way
-        self._is_paced = False  # so is what it sends
         self._meter = RoundMeter()
         self._deadline = 0.0  # of the round that is under way
         self._ends_at = 0.0  # when that is over for this peer or for the leader
@@ -244,14 +241,14 @@ class RoundRunner:
         finally:
             matchmaking_s = loop.time() - started
             meter.matchmaking_s += matchmaking_s
-        self._sends, self._is_paced = [], False
+        self._sends = []
         self._ends_at = min(self._deadline, loop.time() + (group.time_left_s or math.inf))
         self._enter(Phase.FORMED)
         async with self._keeping_errors():
             averaged_N, manifest, verdict = await self._in_group(group, flat_N)
         seconds = loop.time() - started
         if averaged_N is not None and not verdict.blamed:  # else waiting for the lost one is in the time
-            self._bandwidth.add_round(self._sends, seconds - matchmaking_s, is_paced=self._is_paced)
+            self._bandwidth.add_round(self._sends, seconds - matchmaking_s)
         return CommittedRound(averaged_N, manifest, seconds, matchmaking_s, verdict.reason, tuple(verdict.blamed))
 
     async def _in_group(self, group: Group, flat_N: torch.Tensor) -> tuple[torch.Tensor | None, RoundManifest, Verdict]:
@@ -364,7 +361,6 @@ class RoundRunner:
         streams: dict[int, MeteredStream] = {}
         opened: dict[int, Stream] = {}
         lost: set[PeerId] = set()
-        num_bytes = {other: butterfly.num_bytes_with(other) for other in butterfly.partners()}
 
         def on_lost(peer_id: PeerId) -> None:
             lost.add(peer_id)
@@ -373,12 +369,9 @@ class RoundRunner:
                     stream.abort()
 
         async def connect(other: int) -> Stream:
-            stream = await self._streams.connect(group, rank, other, num_bytes[other], stream_id)
+            stream = await self._streams.connect(group, rank, other, butterfly.num_bytes_with(other), stream_id)
             before = self._streams.moved_before(stream)
             opened[other], streams[other] = stream, MeteredStream(stream, other, self._sends, before)
-            if (bytes_per_s := self._bandwidth.pace.bytes_per_s) is not None:  # all streams are to end together
-                part = num_bytes[other] / sum(num_bytes.values())
-                self._is_paced |= stream.pace(max(bytes_per_s * part, MIN_PACE))
             if stream.remote in lost:
                 stream.abort()
             return streams[other]

@@ -93,10 +93,6 @@ class StripedStream(Piecewise):
                 wait.cancel()
             await asyncio.gather(*waits, return_exceptions=True)
 
-    def pace(self, bytes_per_s: float) -> bool:
-        are_paced = [stripe.pace(bytes_per_s / len(self._stripes)) for stripe in self._stripes]
-        return all(are_paced)
-
     def abort(self) -> None:
         for stripe in self._stripes:
             stripe.abort()

@@ -247,9 +247,6 @@ class SimStream(Piecewise):
 
     # the end
 
-    def pace(self, bytes_per_s: float) -> bool:
-        return False  # no queue overflows here
-
     async def close(self, timeout_s: float = 1.0) -> None:
         self.abort()
 

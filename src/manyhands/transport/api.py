@@ -63,12 +63,6 @@ class Stream(Protocol):
         What it raises ends the stream, and is raised here.
         """
 
-    def pace(self, bytes_per_s: float) -> bool:
-        """Have the system send no faster from now on; returns whether it does.
-
-        It does on a long link, if it can: several streams that fill one line in bursts lose much of what they send.
-        """
-
     async def close(self, timeout_s: float = 1.0) -> None:
         """Flush what was sent, then close; aborts when that takes longer than ``timeout_s`` seconds."""
 

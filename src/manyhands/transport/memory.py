@@ -98,9 +98,6 @@ class MemoryStream(Piecewise):
             self.abort()
             raise
 
-    def pace(self, bytes_per_s: float) -> bool:
-        return False  # there is no link
-
     async def close(self, timeout_s: float = 1.0) -> None:
         self.abort()
 

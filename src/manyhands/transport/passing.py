@@ -50,9 +50,6 @@ class PassingStream:
     async def receive_each(self, views: Iterator[memoryview]) -> None:
         await self._stream.receive_each(views)
 
-    def pace(self, bytes_per_s: float) -> bool:
-        return self._stream.pace(bytes_per_s)
-
     async def close(self, timeout_s: float = 1.0) -> None:
         await self._stream.close(timeout_s)
 

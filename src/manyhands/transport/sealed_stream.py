@@ -140,9 +140,6 @@ class SealedStream:
             self._is_received = False
             self._watch_later()
 
-    def pace(self, bytes_per_s: float) -> bool:
-        return not self._closed.done() and tcp.is_long(self._sock) and tcp.pace(self._sock, bytes_per_s)
-
     async def close(self, timeout_s: float = 1.0) -> None:
         try:
             with suppress(Timeout, PeerLost):

@@ -8,7 +8,6 @@ import errno
 import functools
 import math
 import socket
-import struct
 import sys
 import threading
 from collections.abc import Sequence
@@ -35,11 +34,6 @@ MIN_RTT_OFFSET = 148
 """Of ``tcpi_min_rtt`` in ``struct tcp_info`` of linux/tcp.h: microseconds, in 4 bytes."""
 
 NO_RTT = 2**32 - 1
-
-SO_MAX_PACING_RATE = 47
-"""Of asm-generic/socket.h of Linux: bytes per second, in 4 bytes."""
-
-MAX_PACING_RATE = 2**32 - 2
 
 _lookups = threading.BoundedSemaphore(MAX_LOOKUPS)
 
@@ -130,18 +124,6 @@ def _use_bbr(sock: socket.socket) -> bool:
     try:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"bbr")
     except (OSError, AttributeError):  # it is not there, or not allowed
-        return False
-    return True
-
-
-def pace(sock: socket.socket, bytes_per_s: float) -> bool:
-    """Send no faster, evenly, and not in bursts that overflow the queue of a line; returns whether the system can."""
-    if sys.platform != "linux":
-        return False
-    rate = min(max(1, round(bytes_per_s)), MAX_PACING_RATE)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, struct.pack("=I", rate))
-    except OSError:
         return False
     return True
 

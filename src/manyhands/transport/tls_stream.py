@@ -109,9 +109,6 @@ class TlsStream(Piecewise):
             self.abort()
             raise
 
-    def pace(self, bytes_per_s: float) -> bool:
-        return False  # what is small needs no pace
-
     async def close(self, timeout_s: float = 1.0) -> None:
         try:
             with suppress(Timeout, PeerLost):
