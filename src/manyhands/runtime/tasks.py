@@ -23,7 +23,7 @@ class TaskOwner:
     def __init__(self, name: str, on_failure: Callable[[BaseException], None] | None = None) -> None:
         self._name = name
         self._on_failure = on_failure
-        self._tasks: dict[asyncio.Task[Any], None] = {}  # in the order in which they began, as they are cancelled
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._cancelled: set[asyncio.Task[Any]] = set()
         self.is_closed = False
 
@@ -36,7 +36,7 @@ class TaskOwner:
             coro.close()
             raise RuntimeError(f"{self._name} is closed; it cannot start {name!r}")
         task = asyncio.get_running_loop().create_task(coro, name=f"{self._name}: {name}")
-        self._tasks[task] = None
+        self._tasks.add(task)
         task.add_done_callback(self._ended)
         return task
 
@@ -57,7 +57,7 @@ class TaskOwner:
             task.cancel()
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.pop(task, None)
+        self._tasks.discard(task)
         self._cancelled.discard(task)
         if task.cancelled() or (error := task.exception()) is None:
             return
@@ -68,7 +68,7 @@ class TaskOwner:
     async def close(self, timeout_s: float = 5.0) -> None:
         """Cancel all tasks and wait for them; the log names those that outlast ``timeout_s`` seconds."""
         self.is_closed = True
-        tasks = [task for task in self._tasks if task is not asyncio.current_task()]
+        tasks = self._tasks - {asyncio.current_task()}
         for task in tasks:
             self.cancel(task)
         if tasks:

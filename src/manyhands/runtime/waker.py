@@ -13,20 +13,20 @@ class Waker:
     """Tasks of one loop, and threads, wait for something that any thread may bring about and then tells."""
 
     def __init__(self) -> None:
-        self._tasks: dict[asyncio.Future[None], None] = {}  # woken in the order in which they came
+        self._tasks: set[asyncio.Future[None]] = set()
         self._threads: set[threading.Event] = set()
 
     async def wait_until(self, holds: Callable[[], bool]) -> None:
         """Return once ``holds()`` is true; asked now, and after each :meth:`wake`. No bound: put one around it."""
         while True:
             woken = asyncio.get_running_loop().create_future()
-            self._tasks[woken] = None  # before it asks: a call between the two is heard
+            self._tasks.add(woken)  # before it asks: a call between the two is heard
             try:
                 if holds():
                     return
                 await woken
             finally:
-                self._tasks.pop(woken, None)
+                self._tasks.discard(woken)
 
     def block_until(self, holds: Callable[[], bool], timeout_s: float) -> bool:
         """As :meth:`wait_until`, but the thread waits; False if it did so for ``timeout_s`` in vain."""
