@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -49,14 +49,14 @@ def cut_off(runner: RoundRunner, reducer: int) -> None:
     exchange = runner._exchange
 
     async def with_losses(group: Group, rank: int, butterfly: Any, stream_id: bytes) -> torch.Tensor:
-        receive = butterfly._receive_averaged
+        rooms_for_means = butterfly._rooms_for_means
 
-        async def receive_some(other: int, stream: Stream) -> None:
+        def rooms_for_some(other: int) -> Iterator[memoryview]:
             if other == reducer:
                 raise RoundAborted("the test cut it off", [group.members[other].peer_id])
-            await receive(other, stream)
+            yield from rooms_for_means(other)
 
-        butterfly._receive_averaged = receive_some
+        butterfly._rooms_for_means = rooms_for_some
         return await exchange(group, rank, butterfly, stream_id)
 
     runner._exchange = with_losses  # type: ignore[method-assign]

@@ -82,11 +82,12 @@ def another_size(factor: float) -> Lie:
 
     def lie(runner: RoundRunner) -> torch.Tensor:
         def resize(butterfly: Butterfly) -> None:
-            async def send_values(reducer: int, stream: Stream) -> None:
+            def values(reducer: int) -> Iterator[memoryview]:
                 num_bytes = int(butterfly._partition.num_bytes(reducer) * factor)
-                await stream.send(struct.pack("<QQ", NUMEL, num_bytes), bytes(num_bytes))
+                yield memoryview(struct.pack("<QQ", NUMEL, num_bytes))
+                yield memoryview(bytes(num_bytes))
 
-            butterfly._send_values = send_values  # type: ignore[method-assign]
+            butterfly._values = values  # type: ignore[method-assign]
 
         with_butterfly(runner, resize)
         return values_of(7)

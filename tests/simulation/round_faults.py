@@ -269,7 +269,7 @@ def get_stuck(runner: RoundRunner, what: str) -> None:
 
     async def exchange_in_part(group: Group, rank: int, butterfly: Butterfly, stream_id: bytes) -> torch.Tensor:
         if what == "send":
-            butterfly._send_values = stand_still  # type: ignore[assignment,method-assign]
+            butterfly._send_to = stand_still  # type: ignore[method-assign]
         else:
             butterfly._reducer.run = stand_still  # type: ignore[assignment,method-assign]
         return await exchange(group, rank, butterfly, stream_id)

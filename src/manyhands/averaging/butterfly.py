@@ -37,11 +37,16 @@ from manyhands.averaging.messages import MAX_REASON_LENGTH, Accusation, Group
 from manyhands.averaging.partition import Partition
 from manyhands.averaging.pausing import Condition, Pausing
 from manyhands.averaging.span_reducer import INLINE_NUMEL, SpanReducer
+from manyhands.averaging.spans import chunks_of
 from manyhands.base.errors import PeerLost, RoundAborted
 from manyhands.transport.api import Stream
 
 _LABEL = struct.Struct("<QQ")
 """Goes before the values, and before the means, of a span: elements of the vector, and bytes that follow."""
+
+
+PIECE_NUMEL = 1 << 16
+"""Values that travel as they are are looked at in pieces of so many, while they are in the processor's cache."""
 
 
 class Wanted(enum.Enum):
@@ -108,6 +113,7 @@ class Butterfly:
         )  # fmt: skip
         self._hashers = {other: blake3(max_threads=1) for other in range(len(group.members))}
         self._hashers[rank] = self._reducer.hasher
+        self._has_given: set[int] = set()  # of whom no values come any more
         self._told: dict[int, list[list[int]]] = {}  # by reducer, of all its chunks
         self._conversations: dict[int, asyncio.Task[None]] = {}
 
@@ -199,22 +205,44 @@ class Butterfly:
     # sending
 
     async def _send_to(self, rank: int, stream: Stream) -> None:
-        if self._weights[self._rank] > 0 and self._partition.is_reducer(rank):
-            await self._send_values(rank, stream)
-        if self._reducer.chunks:
-            await self._send_means(stream)
-
-    async def _send_means(self, stream: Stream) -> None:
-        """The means of this member's span, as they get ready, and who contributed to them."""
-        means = Pausing(self._outgoing_means(), self._reducer.progress, self._reducer.has_more_than(0))
-        while not means.is_over:
-            await means.wait()
-            if self._is_small(self._rank):
-                await stream.send(*means)
+        """This member's values of a partner's span, and then the means of its own, as they get ready."""
+        pieces = Pausing(self._outgoing(rank), self._reducer.progress)
+        while not pieces.is_over:
+            await pieces.wait()
+            if self._is_small(rank):
+                await stream.send(*pieces)
             else:
-                await stream.send_each(means)
+                await stream.send_each(pieces)
 
-    def _outgoing_means(self) -> Iterator[memoryview | Condition]:
+    def _outgoing(self, rank: int) -> Iterator[memoryview | Condition]:
+        if self._weights[self._rank] > 0 and self._partition.is_reducer(rank):
+            yield from self._values(rank)
+        if self._reducer.chunks:
+            yield from self._means()
+
+    def _values(self, reducer: int) -> Iterator[memoryview]:
+        yield memoryview(self._label_of(reducer))
+        yield from self._own_values(reducer) if self._codec.is_exact else self._encoded_values(reducer)
+
+    def _own_values(self, reducer: int) -> Iterator[memoryview]:
+        """As they are; each piece is looked at just before it is sent, which brings it into the cache."""
+        for piece in chunks_of(self._partition.spans[reducer], PIECE_NUMEL):
+            self._codec.check_finite(self._rank, self._flat_N[piece])
+            yield bytes_of(self._flat_N[piece])
+
+    def _encoded_values(self, reducer: int) -> Iterator[memoryview]:
+        """Chunk by chunk; each of a large span is valid until the next one is asked for."""
+        buffer = torch.empty(0, dtype=torch.uint8)
+        for chunk, place in zip(self._partition.chunks[reducer], self._partition.places[reducer], strict=True):
+            num_bytes = place.stop - place.start
+            if buffer.numel() < num_bytes or self._is_small(reducer):
+                buffer = torch.empty(num_bytes, dtype=torch.uint8)
+            encoded = buffer[:num_bytes]
+            self._codec.encode(self._flat_N[chunk], chunk, encoded, self._feedback)
+            yield bytes_of(encoded)
+
+    def _means(self) -> Iterator[memoryview | Condition]:
+        """The means of this member's span, as they get ready, and who contributed to them."""
         yield memoryview(self._label_of(self._rank))
         num_sent = 0
         while num_sent < len(self._reducer.chunks):
@@ -223,30 +251,6 @@ class Butterfly:
             num_sent = num_done
         yield memoryview(self._records.record(self._reducer.presents))
 
-    async def _send_values(self, reducer: int, stream: Stream) -> None:
-        """This member's values of a span."""
-        if not self._is_small(reducer):
-            await stream.send_each(self._encoded_values(reducer))
-        elif self._codec.is_exact:
-            await stream.send(*self._encoded_values(reducer))
-        else:
-            for encoded in self._encoded_values(reducer):
-                await stream.send(encoded)
-
-    def _encoded_values(self, reducer: int) -> Iterator[memoryview]:
-        """Encoded chunk by chunk; each is valid until the next one is asked for."""
-        sizes = [place.stop - place.start for place in self._partition.places[reducer]]
-        buffer = torch.empty(0 if self._codec.is_exact else max(sizes), dtype=torch.uint8)
-        yield memoryview(self._label_of(reducer))
-        for chunk, size in zip(self._partition.chunks[reducer], sizes, strict=True):
-            if self._codec.is_exact:
-                self._codec.check_finite(self._rank, self._flat_N[chunk])
-                yield bytes_of(self._flat_N[chunk])
-                continue
-            encoded = buffer[:size]
-            self._codec.encode(self._flat_N[chunk], chunk, encoded, self._feedback)
-            yield bytes_of(encoded)
-
     def _label_of(self, reducer: int) -> bytes:
         """What goes before the values or the means of a span."""
         return _LABEL.pack(self._flat_N.numel(), self._partition.num_bytes(reducer))
@@ -254,29 +258,27 @@ class Butterfly:
     # receiving
 
     async def _receive_from(self, rank: int, stream: Stream) -> None:
-        if rank in self._reducer.inboxes:
-            values = Pausing(self._rooms_for_values(rank, self._reducer.inboxes[rank]), self._reducer.progress)
-            while not values.is_over:
-                await values.wait()
-                self.wanted[rank] = Wanted.VALUES
-                await self._receive_each(values, stream, self._rank)
-                del self.wanted[rank]
+        """A partner's values of this member's span, and then the means of its own."""
+        rooms = Pausing(self._rooms(rank), self._reducer.progress)
+        while not rooms.is_over:
+            await rooms.wait()
+            self.wanted[rank] = Wanted.MEANS if rank in self._has_given else Wanted.VALUES
+            if self._is_small(rank):
+                for room in rooms:
+                    await stream.receive_into(room)
+            else:
+                await stream.receive_each(rooms)
+            self.wanted.pop(rank, None)
+
+    def _rooms(self, rank: int) -> Iterator[memoryview | Condition]:
+        """Memory for all that a partner sends."""
+        inbox = self._reducer.inboxes.get(rank)
+        if inbox is not None:
+            yield from self._rooms_for_values(rank, inbox)
+        self._has_given.add(rank)
         if self._partition.is_reducer(rank):
             self.wanted[rank] = Wanted.MEANS
-            await self._receive_averaged(rank, stream)
-            del self.wanted[rank]
-
-    async def _receive_averaged(self, rank: int, stream: Stream) -> None:
-        """The averaged chunks of another reducer."""
-        await self._receive_each(self._rooms_for_means(rank), stream, rank)
-
-    async def _receive_each(self, views: Iterator[memoryview], stream: Stream, reducer: int) -> None:
-        """Something of the span of a reducer."""
-        if self._is_small(reducer):
-            for view in views:
-                await stream.receive_into(view)
-        else:
-            await stream.receive_each(views)
+            yield from self._rooms_for_means(rank)
 
     def _rooms_for_values(self, rank: int, inbox: Inbox) -> Iterator[memoryview | Condition]:
         """Memory for one chunk of a member's values after the other; averaged with the others' as soon as it can be."""
@@ -295,17 +297,23 @@ class Butterfly:
         label = bytearray(_LABEL.size)
         yield memoryview(label)
         self._check_label(label, rank, rank, Wanted.MEANS)
-        for chunk, encoded in self._encoded_chunks(rank):
-            averaged = self.averaged_N[chunk]
-            yield bytes_of(encoded)
-            if self._codec.is_exact:
-                self._codec.check_finite(rank, averaged)
-            else:
-                self._codec.decode(rank, encoded, chunk, averaged)
-            self._hashers[rank].update(bytes_of(encoded))
+        yield from self._rooms_for_exact(rank) if self._codec.is_exact else self._rooms_for_encoded(rank)
         record = bytearray(self._records.record_bytes(len(self._partition.chunks[rank])))
         yield memoryview(record)
         self._read_record(record, rank)
+
+    def _rooms_for_exact(self, rank: int) -> Iterator[memoryview]:
+        for piece in chunks_of(self._partition.spans[rank], PIECE_NUMEL):
+            averaged = self.averaged_N[piece]
+            yield bytes_of(averaged)
+            self._codec.check_finite(rank, averaged)
+            self._hashers[rank].update(bytes_of(averaged))
+
+    def _rooms_for_encoded(self, rank: int) -> Iterator[memoryview]:
+        for chunk, encoded in self._encoded_chunks(rank):
+            yield bytes_of(encoded)
+            self._codec.decode(rank, encoded, chunk, self.averaged_N[chunk])
+            self._hashers[rank].update(bytes_of(encoded))
 
     def _check_label(self, label: bytes | bytearray, rank: int, reducer: int, wanted: Wanted) -> None:
         numel, num_bytes = _LABEL.unpack(label)
@@ -344,9 +352,9 @@ class Butterfly:
                 if not self._codec.is_exact:
                     self._codec.decode(rank, encoded, chunk, self.averaged_N[chunk])
 
-    def _is_small(self, reducer: int) -> bool:
-        """Whether a span is worked on at once, on the loop."""
-        return self._partition.numel(reducer) < INLINE_NUMEL
+    def _is_small(self, rank: int) -> bool:
+        """Whether what goes between a partner and this member is worked on at once, on the loop."""
+        return max(self._partition.numel(rank), self._partition.numel(self._rank)) < INLINE_NUMEL
 
     def _contributors(self) -> list[int]:
         return [rank for rank, weight in enumerate(self._weights) if weight > 0]

@@ -22,8 +22,12 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def is_finite(values: torch.Tensor) -> bool:
-    """Whether no value is infinite or NaN; reads memory once, as fast as it comes."""
-    return not values.numel() or math.isfinite(largest_magnitude(values))
+    """Whether no value is infinite or NaN.
+
+    A sum is the fastest pass over memory that there is, and not finite if one of the values is not. Only when it has
+    overflowed are they looked at again.
+    """
+    return math.isfinite(values.sum().item()) or math.isfinite(largest_magnitude(values))
 
 
 class MemberValues:
