@@ -26,6 +26,7 @@ class System:
     ) -> None:
         prepare_kernels(numel, "auto")
         self._vector_N = torch.zeros(numel)
+        self._again = self._vector_N.clone
         self._result_N: torch.Tensor | None = None
         self._peers = {codec: Peer(listen=[f"/ip4/{host}/tcp/0"]) for codec in codecs}
         self._rosters: dict[str, Everybody] = {}
@@ -55,16 +56,15 @@ class System:
         peer.presence.on_close.append(rounds.close)
 
     def fill(self, codec: str, base_N: torch.Tensor, factor: float) -> None:
-        if self._result_N is not None:  # its memory is used again, as an Averager does
-            self._rounds[codec].give_back(self._result_N)
         self._result_N = None
         torch.mul(base_N, factor, out=self._vector_N)
+        self._again = lambda: base_N * factor
 
     def form(self, codec: str) -> float:
         return 0.0  # it is a part of the round
 
     def reduce(self, codec: str) -> tuple[float, float]:
-        averaging = self._rounds[codec].average(self._vector_N, 1.0)
+        averaging = self._rounds[codec].average(self._vector_N, 1.0, refill=self._again)  # as an Averager does
         result = self._peers[codec].run(averaging, TIMEOUT_S + 10.0, "averaging")
         self._rosters[codec].at = result.manifest.position.after(result.manifest)
         self._result_N = result.averaged_N

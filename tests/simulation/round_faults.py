@@ -155,7 +155,9 @@ class RoundWorld:
     async def _average(self, name: str, runner: RoundRunner) -> None:
         result: CommittedRound | RoundAborted
         try:
-            result = await runner.average(self.vectors[name], self.weights[name])
+            vector_N, is_in_place = self.vectors[name], self.names.index(name) % 2 == 1
+            given_N, refill = (vector_N.clone(), vector_N.clone) if is_in_place else (vector_N, None)
+            result = await runner.average(given_N, self.weights[name], refill=refill)
             if result.averaged_N is not None:
                 memory_N, result = result.averaged_N, replace(result, averaged_N=result.averaged_N.clone())
                 memory_N.zero_()  # it is the caller's now, which may do with it what it likes

@@ -103,7 +103,8 @@ def start_rounds(world: World, names: list[str]) -> Commits:
         roster.missing.clear()
         weight = float(rng.randint(0, 9))
         try:
-            result = await averager.average(vector_N, weight)
+            given_N, refill = (vector_N.clone(), vector_N.clone) if rng.random() < 0.5 else (vector_N, None)
+            result = await averager.average(given_N, weight, refill=refill)
         except RoundAborted:
             return
         commits.add(endpoint.peer_id, weight, result, values)

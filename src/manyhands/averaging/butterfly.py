@@ -62,11 +62,12 @@ class Butterfly:
     Args:
         group: with at least one member that is not in client mode, and at least one positive weight.
         rank: of this member.
-        flat_N: this member's values, of the plan's dtype, on the CPU; never written.
+        flat_N: this member's values, of the plan's dtype, on the CPU.
         plan: how the vector is encoded; the same on all members.
         members: ranks of those that take part; all by default.
         region: what is averaged; all of the vector by default.
-        averaged_N: where the means go; only ``region`` is written.
+        averaged_N: where the means go; only ``region`` is written. If it is ``flat_N``, the means of a chunk are
+            written over the values once its reducer has these.
         memory: where what is encoded goes, for one round after the other.
         feedbacks: what earlier rounds lost of this member's values and means; None to do without.
 

@@ -18,6 +18,7 @@ from manyhands.averaging.tensor_list import TensorList
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ManyhandsError, NothingToAverage, RoundAborted, Unavailable
 from manyhands.peer import Presence
+from manyhands.runtime.executor import run_to_end
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +100,7 @@ class Participation:
         presence.on_close.append(self.close)
 
     def give_back(self, averaged_N: torch.Tensor) -> None:
-        """A result is not needed any more: its memory is used again."""
+        """A result in memory of its own is not needed any more: that is used again."""
         self._rounds.give_back(averaged_N)
 
     async def close(self) -> None:
@@ -120,7 +121,10 @@ class Participation:
     async def step(self, flat_N: torch.Tensor, weight: float, timeout_s: float) -> Attempts:
         """Try rounds until one commits or the time is over.
 
+        Args:
+            flat_N: the values of the tensors; where one group is enough, the means are written over them.
         Raises:
+            ConfigError: a tensor was resized or freed when its values were needed once more.
             NothingToAverage: all members gave a weight of 0.
         """
         attempts = Attempts()
@@ -168,6 +172,7 @@ class Participation:
                 attendance.called.clear()
                 if await self._attempt(attempts, flat_N, weight, left_s):
                     return
+                await run_to_end(self._tensors.values, flat_N)
             elif loop.time() >= alone_until:
                 attempts.reason = attempts.reason or self._nobody()
                 return
@@ -214,7 +219,9 @@ class Participation:
         gather_s = min(self._config.matchmaking_time_s, left_s * GATHER_SHARE)
         meter = attempts.meter
         try:
-            committed = await self._rounds.average(flat_N, weight, timeout_s=left_s, gather_s=gather_s, meter=meter)
+            committed = await self._rounds.average(
+                flat_N, weight, timeout_s=left_s, gather_s=gather_s, meter=meter, refill=self._tensors.values
+            )
         except NothingToAverage:
             raise
         except (RoundAborted, Unavailable) as error:

@@ -20,6 +20,9 @@ from manyhands.base.deadline import time_limit
 from manyhands.base.errors import RoundAborted, Timeout
 from manyhands.runtime.executor import run_to_end
 
+Refill = Callable[[], torch.Tensor]
+"""Gives this member's values once more, in memory of their own; may take a while."""
+
 NO_WEIGHT = "no member has any samples"
 
 Exchange = Callable[[Butterfly, bytes], Awaitable[object]]
@@ -30,7 +33,8 @@ class Recovery:
     """The averaging of one round: all of the vector first, then what the coordinator orders.
 
     Args:
-        flat_N: this member's values; never written.
+        flat_N: this member's values.
+        refill: gives them once more, if the means are to be written over them; else they are never written.
         exchange: connects a butterfly with the other members.
         voter: is told what came of it.
         mean_N: memory for the means, as that of the values.
@@ -46,6 +50,7 @@ class Recovery:
         exchange: Exchange,
         voter: Voter,
         *,
+        refill: Refill | None = None,
         mean_N: torch.Tensor | None = None,
         memory: Memory | None = None,
         feedbacks: Feedbacks | None = None,
@@ -56,7 +61,11 @@ class Recovery:
         self._plan = plan
         self._exchange = exchange
         self._voter = voter
-        self._mean_N = mean_N if mean_N is not None else empty_vector(flat_N.numel(), flat_N.dtype)
+        self._refill = refill
+        if refill is not None:
+            self._mean_N = flat_N
+        else:
+            self._mean_N = mean_N if mean_N is not None else empty_vector(flat_N.numel(), flat_N.dtype)
         self._memory = memory if memory is not None else Memory()
         self._feedbacks = feedbacks
         contributors = (rank for rank, member in enumerate(group.members) if member.weight > 0)
@@ -73,6 +82,8 @@ class Recovery:
         """Average a part of the vector again among those who are left; the voter has the outcome then."""
         if any(self._mean_N is means.averaged_N for _, means in self._results):
             self._mean_N = self._mean_N.clone()  # that result may still be the one that is committed
+        if order.ballot > 0 and self._refill is not None:
+            self._flat_N, self._refill = await run_to_end(self._refill), None
         region = slice(order.start, order.stop)
         self._contributions.drop(order.start, order.stop)
         butterfly = Butterfly(

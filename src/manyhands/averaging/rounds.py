@@ -29,7 +29,7 @@ from manyhands.averaging.metered import MeteredStream
 from manyhands.averaging.partner_streams import PartnerStreams
 from manyhands.averaging.patience import Patience
 from manyhands.averaging.probing import Probing
-from manyhands.averaging.recovery import Recovery
+from manyhands.averaging.recovery import Recovery, Refill
 from manyhands.averaging.roster import Roster
 from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.averaging.stream_inbox import StreamInbox
@@ -204,16 +204,20 @@ class RoundRunner:
         timeout_s: float = math.inf,
         gather_s: float | None = None,
         meter: RoundMeter | None = None,
+        refill: Refill | None = None,
     ) -> CommittedRound:
         """Average ``flat_N`` over the group of the next round.
 
         Args:
-            flat_N: finite float32 (or float64, on all members) on the CPU, contiguous; not written, and not to be
-                changed before this returns.
+            flat_N: finite float32 (or float64, on all members) on the CPU, contiguous; not to be changed before this
+                returns, and not written unless there is a ``refill``.
             weight: samples behind the vector; a peer with weight 0 contributes nothing and gets the result.
             timeout_s: bound of this round, where it is less than ``averaging_timeout_s``.
             gather_s: how long to wait for those who are expected, instead of ``matchmaking_time_s``.
             meter: counts what the round costs, also if it is aborted.
+            refill: gives the values once more. The means are written over ``flat_N`` then, which is in no good state if
+                the round is aborted: memory for a second vector is needed only after a member was lost. What it raises
+                ends the round for this peer.
         Raises:
             RoundAborted: no value was changed; the vector counts in the next attempt.
             NothingToAverage: likewise, as all members gave a weight of 0.
@@ -222,10 +226,17 @@ class RoundRunner:
         if not 0 <= weight <= MAX_SUM_WEIGHT:
             raise ConfigError(f"weight={weight} must be from 0 to {MAX_SUM_WEIGHT:.0f}; for example 32.0")
         with self._streams.warm.in_use():
-            return await self._round(flat_N, weight, timeout_s, gather_s, meter if meter is not None else RoundMeter())
+            meter = meter if meter is not None else RoundMeter()
+            return await self._round(flat_N, refill, weight, timeout_s, gather_s, meter)
 
     async def _round(
-        self, flat_N: torch.Tensor, weight: float, timeout_s: float, gather_s: float | None, meter: RoundMeter
+        self,
+        flat_N: torch.Tensor,
+        refill: Refill | None,
+        weight: float,
+        timeout_s: float,
+        gather_s: float | None,
+        meter: RoundMeter,
     ) -> CommittedRound:
         self._meter = meter
         loop = asyncio.get_running_loop()
@@ -245,13 +256,15 @@ class RoundRunner:
         self._ends_at = min(self._deadline, loop.time() + (group.time_left_s or math.inf))
         self._enter(Phase.FORMED)
         async with self._keeping_errors():
-            averaged_N, manifest, verdict = await self._in_group(group, flat_N)
+            averaged_N, manifest, verdict = await self._in_group(group, flat_N, refill)
         seconds = loop.time() - started
         if averaged_N is not None and not verdict.blamed:  # else waiting for the lost one is in the time
             self._bandwidth.add_round(self._sends, seconds - matchmaking_s)
         return CommittedRound(averaged_N, manifest, seconds, matchmaking_s, verdict.reason, tuple(verdict.blamed))
 
-    async def _in_group(self, group: Group, flat_N: torch.Tensor) -> tuple[torch.Tensor | None, RoundManifest, Verdict]:
+    async def _in_group(
+        self, group: Group, flat_N: torch.Tensor, refill: Refill | None
+    ) -> tuple[torch.Tensor | None, RoundManifest, Verdict]:
         """Average in a group that has formed: what it committed, if this peer holds it, and how.
 
         Raises:
@@ -261,7 +274,7 @@ class RoundRunner:
             rank = group.rank_of(self._endpoint.peer_id)
             assert rank is not None
             voter = Voter(group, rank, flat_N.numel())
-            recovery = held.enter_context(self._fetching.of(group, self._recovery(group, voter, flat_N)))
+            recovery = held.enter_context(self._fetching.of(group, self._recovery(group, voter, flat_N, refill)))
             await self._average(group, recovery.first, self._left_s())
             verdict = await self._conclude(group, voter, recovery)
             manifest = verdict.manifest
@@ -294,7 +307,7 @@ class RoundRunner:
         self._enter(Phase.CONCLUDED)
         return verdict
 
-    def _recovery(self, group: Group, voter: Voter, flat_N: torch.Tensor) -> Recovery:
+    def _recovery(self, group: Group, voter: Voter, flat_N: torch.Tensor, refill: Refill | None) -> Recovery:
         shapes = self.shapes if self.shapes is not None else [flat_N.shape]
         plan = plan_of(shapes, codec_of_code(group.codec), dtype=flat_N.dtype)
         assert plan.numel == flat_N.numel(), "the tensors of the run are those in the vector"
@@ -313,7 +326,10 @@ class RoundRunner:
         if feedbacks is not None and (weight := group.members[voter.rank].weight) > 0:
             feedbacks.sent.share = weight / sum(member.weight for member in group.members)
         exchange = functools.partial(self._exchange, group, voter.rank)
-        return Recovery(group, flat_N, plan, exchange, voter, mean_N=spare_N, memory=self._memory, feedbacks=feedbacks)
+        return Recovery(
+            group, flat_N, plan, exchange, voter,
+            refill=refill, mean_N=spare_N, memory=self._memory, feedbacks=feedbacks,
+        )  # fmt: skip
 
     @asynccontextmanager
     async def _keeping_errors(self) -> AsyncIterator[None]:

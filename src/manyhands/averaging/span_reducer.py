@@ -35,7 +35,7 @@ class SpanReducer:
         partition: of the vector; the span of this member has chunks there.
         weights: by rank; 0 for those that do not take part.
         flat_N: this member's values.
-        averaged_N: where the means go.
+        averaged_N: where the means go; may be the same memory.
         encoded: memory for the means as they travel, uint8; with an exact codec that of the means themselves.
         memory: for what comes.
         feedback: what earlier rounds lost of the means that this member reduced.
@@ -79,6 +79,8 @@ class SpanReducer:
         self.inboxes = {
             other: Inbox(self._rooms[at * QUEUED_CHUNKS : (at + 1) * QUEUED_CHUNKS]) for at, other in enumerate(senders)
         }
+        is_in_place = bool(self.chunks) and flat_N.data_ptr() == averaged_N.data_ptr()
+        self._kept = flat_N.new_empty(max(_numel(chunk) for chunk in self.chunks)) if is_in_place else None
         self._lock = threading.Lock()
         self._may_reduce = self._is_reducing = False
         self._spoilt: dict[int, str] = {}  # whose values cannot be averaged, and why; not told yet
@@ -184,30 +186,43 @@ class SpanReducer:
     def _reduce(self, number: int, received: Mapping[int, torch.Tensor]) -> tuple[list[int], dict[int, str]]:
         """The weighted mean, in the order of ranks, as everybody will decode it; returns who is in it, and who not."""
         chunk, encoded = self.chunks[number], self._encoded[self._places[number]]
+        own = self._flat_N[chunk]
+        if self._kept is not None:
+            own = self._kept[: own.numel()].copy_(own)
         present = sorted([*received, *([self._rank] if self._weights[self._rank] > 0 else [])])
         spoilt: dict[int, str] = {}
-        while (fault := self._average(present, received, chunk, encoded)) is not None:
+        while (fault := self._average(present, own, received, chunk, encoded)) is not None:
             rank, spoilt[rank] = fault
             present.remove(rank)
         self.hasher.update(bytes_of(encoded))
         return present, spoilt
 
     def _average(
-        self, present: Sequence[int], received: Mapping[int, torch.Tensor], chunk: slice, encoded: torch.Tensor
+        self,
+        present: Sequence[int],
+        own: torch.Tensor,
+        received: Mapping[int, torch.Tensor],
+        chunk: slice,
+        encoded: torch.Tensor,
     ) -> tuple[int, str] | None:
         """Write the mean, and encode it; returns a member whose values spoil it, and how, or None."""
-        done = self._average_at_once(present, received, chunk, encoded)
+        done = self._average_at_once(present, own, received, chunk, encoded)
         rest, at = slice(chunk.start + done, chunk.stop), self._codec.num_bytes(slice(chunk.start, chunk.start + done))
         if done:
             received = {rank: values[at:] for rank, values in received.items()}
         if rest.start == rest.stop:
             return None
-        if (fault := self._add_up(present, received, rest)) is None and not self._codec.is_exact:
+        if (fault := self._add_up(present, own[done:], received, rest)) is None and not self._codec.is_exact:
             self._codec.requantize(self._averaged_N[rest], rest, encoded[at:], self._feedback)
         return fault
 
     def _average_at_once(
-        self, present: Sequence[int], received: Mapping[int, torch.Tensor], chunk: slice, encoded: torch.Tensor
+        self,
+        present: Sequence[int],
+        own: torch.Tensor,
+        received: Mapping[int, torch.Tensor],
+        chunk: slice,
+        encoded: torch.Tensor,
     ) -> int:
         """The same in one pass, for as many of the first values as that can be done with."""
         if self._codec.is_exact or self._feedback is not None or not received or not present:
@@ -216,11 +231,10 @@ class SpanReducer:
         which = [(received[rank].data_ptr() - memory) // room if rank in received else -1 for rank in present]
         weights = [self._weights[rank] for rank in present]
         shares = [weight / sum(weights) for weight in weights]
-        own, mean = self._flat_N[chunk], self._averaged_N[chunk]
-        return self._codec.average(own, self._rooms, which, shares, chunk, mean, encoded)
+        return self._codec.average(own, self._rooms, which, shares, chunk, self._averaged_N[chunk], encoded)
 
     def _add_up(
-        self, present: Iterable[int], received: Mapping[int, torch.Tensor], chunk: slice
+        self, present: Iterable[int], own: torch.Tensor, received: Mapping[int, torch.Tensor], chunk: slice
     ) -> tuple[int, str] | None:
         """Write the mean; returns a member whose values spoil it, and how, or None."""
         ranks = list(present)
@@ -230,7 +244,7 @@ class SpanReducer:
         total = sum(self._weights[rank] for rank in ranks)
         for rank in ranks:
             share, is_first = self._weights[rank] / total, rank == ranks[0]
-            values = self._plain_values_of(rank, received, chunk)
+            values = own if rank == self._rank else self._plain_values_of(rank, received)
             try:
                 if values is None:
                     self._codec.add(rank, received[rank], chunk, share, mean, is_first=is_first)
@@ -243,8 +257,7 @@ class SpanReducer:
         if not self._codec.is_exact or is_finite(mean):  # what a codec decodes is finite; what it encodes is looked at
             return None
         for rank in ranks:
-            values = self._plain_values_of(rank, received, chunk)
-            if rank != self._rank and values is not None:  # what a codec decodes is finite
+            if rank != self._rank and (values := self._plain_values_of(rank, received)) is not None:
                 try:
                     self._codec.check_finite(rank, values)
                 except Spoiled as error:
@@ -252,8 +265,10 @@ class SpanReducer:
         self._codec.check_finite(self._rank, mean)
         return None
 
-    def _plain_values_of(self, rank: int, received: Mapping[int, torch.Tensor], chunk: slice) -> torch.Tensor | None:
-        """What a member gave for a chunk, unless it is encoded."""
-        if rank == self._rank:
-            return self._flat_N[chunk]
+    def _plain_values_of(self, rank: int, received: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
+        """What another member gave for a chunk, unless it is encoded."""
         return received[rank].view(self._flat_N.dtype) if self._codec.is_exact else None
+
+
+def _numel(part: slice) -> int:
+    return int(part.stop - part.start)

@@ -163,7 +163,8 @@ class Averager:
             assert attempts.committed is not None
             assert attempts.committed.averaged_N is not None
             self._tensors.assign(attempts.committed.averaged_N)
-            self._participation.give_back(attempts.committed.averaged_N)
+            if attempts.committed.averaged_N is not flat_N:
+                self._participation.give_back(attempts.committed.averaged_N)
         return result
 
     def close(self) -> None:

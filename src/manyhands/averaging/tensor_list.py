@@ -10,7 +10,7 @@ import msgspec
 import torch
 
 from manyhands.averaging.member_values import is_finite
-from manyhands.averaging.memory import empty_vector
+from manyhands.averaging.memory import Memory
 from manyhands.base.errors import ConfigError
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -55,6 +55,7 @@ class TensorList:
         is_double = any(tensor.dtype == torch.float64 for tensor in self._tensors)
         self._dtype = torch.float64 if is_double else torch.float32
         self._slices: list[slice] = []
+        self._memory = Memory()
         self.numel = 0
         for tensor in self._tensors:
             self._slices.append(slice(self.numel, self.numel + tensor.numel()))
@@ -75,16 +76,18 @@ class TensorList:
         is_cut = len(text) > MAX_SUMMARY_LENGTH or len(self.specs) > 8
         return text[: MAX_SUMMARY_LENGTH - 3] + "..." if is_cut else text
 
-    def values(self) -> torch.Tensor:
+    def values(self, out: torch.Tensor | None = None) -> torch.Tensor:
         """All values as one vector on the CPU, shape [numel]: float64 if one of the tensors is, else float32.
 
         It is a copy: if another thread frees or resizes a tensor while the values are sent, that memory is gone.
 
+        Args:
+            out: such a vector, which gets the values; else it lies in memory that earlier ones do not need any more.
         Raises:
             ConfigError: a tensor is not any more what it was.
         """
         self.check_unchanged()
-        flat_N = empty_vector(self.numel, self._dtype)
+        flat_N = out if out is not None else self._memory.vector(self.numel, self._dtype)
         with torch.no_grad():
             for tensor, part in zip(self._tensors, self._slices, strict=True):
                 flat_N[part].view(tensor.shape).copy_(tensor.detach())
