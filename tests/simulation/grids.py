@@ -120,7 +120,7 @@ def grid_world(
     num_steps: int,
     p_fail: float,
     weights: tuple[float, ...] = (1.0,),
-    planned: Mapping[int, tuple[str, Failure]] = {},  # noqa: B006 (nobody writes it)
+    planned: Mapping[int, tuple[str, Failure]] = {},
 ) -> tuple[World, Swarm, float]:
     """A swarm that takes so many steps; returns also how many virtual seconds that takes.
 

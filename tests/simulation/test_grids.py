@@ -20,7 +20,7 @@ def swarm_after(
     p_fail: float,
     num_steps: int = NUM_STEPS,
     weights: tuple[float, ...] = (1.0,),
-    planned: Mapping[int, tuple[str, Failure]] = {},  # noqa: B006 (nobody writes it)
+    planned: Mapping[int, tuple[str, Failure]] = {},
 ) -> Swarm:
     logging.getLogger("manyhands").setLevel(logging.ERROR)
     world, swarm, seconds = grid_world(seed, num_peers, max_group_size, num_steps, p_fail, weights, planned)

@@ -134,7 +134,7 @@ def next_step(
 def first_seat(
     own_id: str, others: Mapping[str, Said], max_group_size: int, leading_round: int, rng: random.Random
 ) -> Seat:
-    """Where a newcomer will stand, as of the leading round; none if the others stand in no grid, or in one too small."""
+    """Where a newcomer will stand, as of the leading round; none if the others stand in no grid that fits."""
     own = Said(leading_round, NO_SEAT)
     named, layout = chosen_layouts(own, others, max_group_size)
     if not layout.sides or layout.sides != named.sides:
