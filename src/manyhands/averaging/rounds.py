@@ -17,7 +17,6 @@ import torch
 
 from manyhands.averaging.agreement import MIN_VOTING_S, Agreement
 from manyhands.averaging.ballot import Voter
-from manyhands.averaging.bandwidth import BandwidthMeter, Send
 from manyhands.averaging.butterfly import Butterfly
 from manyhands.averaging.codecs import Feedbacks, codec_of_code, plan_of
 from manyhands.averaging.config import AveragingConfig
@@ -33,6 +32,7 @@ from manyhands.averaging.recovery import Recovery
 from manyhands.averaging.roster import Roster
 from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.averaging.stream_inbox import StreamInbox
+from manyhands.averaging.uplink import Uplink
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ConfigError, NothingToAverage, PeerError, RoundAborted, Timeout
 from manyhands.base.identity import PeerId
@@ -140,8 +140,7 @@ class RoundRunner:
         self._inbox = StreamInbox(own, config)
         self._fetching = Fetching(own, config)
         declared = config.bandwidth_mbit_s
-        self._bandwidth = BandwidthMeter(declared * BYTES_PER_MBIT if declared is not None else None)
-        self._sends: list[Send] = []  # of the round that is under way
+        self._uplink = Uplink(declared * BYTES_PER_MBIT if declared is not None else None)
         self._meter = RoundMeter()
         self._deadline = 0.0  # of the round that is under way
         self._ends_at = 0.0  # when that is over for this peer or for the leader
@@ -228,28 +227,36 @@ class RoundRunner:
         self, flat_N: torch.Tensor, weight: float, timeout_s: float, gather_s: float | None, meter: RoundMeter
     ) -> CommittedRound:
         self._meter = meter
-        loop = asyncio.get_running_loop()
+        loop, own_id = asyncio.get_running_loop(), self._endpoint.peer_id
         started = loop.time()
         timeout_s = min(timeout_s, self._config.averaging_timeout_s)
         self._deadline = started + timeout_s
         self._enter(Phase.JOINING)
         try:
             async with time_limit(timeout_s, "looking for a group"):
-                group = await self._matchmaker.find_group(weight, self._bandwidth.bandwidth, gather_s, timeout_s)
+                group = await self._matchmaker.find_group(weight, self._uplink.bandwidth, gather_s, timeout_s)
         except (Timeout, PeerError) as error:
             raise RoundAborted(str(error)) from error
         finally:
             matchmaking_s = loop.time() - started
             meter.matchmaking_s += matchmaking_s
-        self._sends = []
-        self._ends_at = min(self._deadline, loop.time() + (group.time_left_s or math.inf))
+        formed = loop.time()
+        self._ends_at = min(self._deadline, formed + (group.time_left_s or math.inf))
+        self._uplink.begin_round(self._ends_at - formed)
         self._enter(Phase.FORMED)
-        async with self._keeping_errors():
-            averaged_N, manifest, verdict = await self._in_group(group, flat_N)
-        seconds = loop.time() - started
-        if averaged_N is not None and not verdict.blamed:  # else waiting for the lost one is in the time
-            self._bandwidth.add_round(self._sends, seconds - matchmaking_s)
-        return CommittedRound(averaged_N, manifest, seconds, matchmaking_s, verdict.reason, tuple(verdict.blamed))
+        try:
+            async with self._keeping_errors():
+                averaged_N, manifest, verdict = await self._in_group(group, flat_N)
+        except RoundAborted as error:
+            if own_id in error.blamed and (advice := self._uplink.lose_round()):
+                raise RoundAborted(f"{error.reason}; {advice}", error.blamed) from error
+            raise
+        reason, seconds = verdict.reason, loop.time() - started
+        if own_id in verdict.blamed:
+            reason = "; ".join(filter(None, [reason, self._uplink.lose_round()]))
+        elif averaged_N is not None:
+            self._uplink.end_round(seconds - matchmaking_s, is_whole=not verdict.blamed)
+        return CommittedRound(averaged_N, manifest, seconds, matchmaking_s, reason, tuple(verdict.blamed))
 
     async def _in_group(self, group: Group, flat_N: torch.Tensor) -> tuple[torch.Tensor | None, RoundManifest, Verdict]:
         """Average in a group that has formed: what it committed, if this peer holds it, and how.
@@ -358,6 +365,8 @@ class RoundRunner:
 
     async def _exchange(self, group: Group, rank: int, butterfly: Butterfly, stream_id: bytes) -> torch.Tensor:
         """Run the all-reduce; a member whose control connection is lost (frozen, cut off) is lost to it."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
         streams: dict[int, MeteredStream] = {}
         opened: dict[int, Stream] = {}
         lost: set[PeerId] = set()
@@ -371,7 +380,7 @@ class RoundRunner:
         async def connect(other: int) -> Stream:
             stream = await self._streams.connect(group, rank, other, butterfly.num_bytes_with(other), stream_id)
             before = self._streams.moved_before(stream)
-            opened[other], streams[other] = stream, MeteredStream(stream, other, self._sends, before)
+            opened[other], streams[other] = stream, MeteredStream(stream, other, self._uplink.sends, before)
             if stream.remote in lost:
                 stream.abort()
             return streams[other]
@@ -380,7 +389,10 @@ class RoundRunner:
             return butterfly.num_averaged + sum(one.bytes_sent + one.bytes_received for one in streams.values())
 
         probe = functools.partial(self._probing.ask, group)
-        patience = Patience(butterfly, rank, streams, group.link_rates(rank), probe, self._ends_at)
+        has_values = group.members[rank].weight > 0
+        patience = Patience(
+            butterfly, rank, streams, group.link_rates(rank), probe, self._ends_at, has_values=has_values
+        )
         watching = self._watchers.spawn(patience.watch(), name="who is silent")
         self._endpoint.on_lost.append(on_lost)
         try:
@@ -393,6 +405,10 @@ class RoundRunner:
             await asyncio.gather(watching, return_exceptions=True)
             self._endpoint.on_lost.remove(on_lost)
             self._inbox.end(stream_id)
+            vector_bytes = sum(map(butterfly.num_bytes_of, range(len(group.members))))
+            num_due = sum(map(butterfly.num_bytes_with, butterfly.partners()))
+            num_sent = sum(stream.bytes_sent for stream in streams.values())
+            self._uplink.add_exchange(vector_bytes, num_due, num_sent, loop.time() - began)
             for other, stream in streams.items():
                 self._meter.num_bytes_sent += stream.bytes_sent
                 self._meter.num_bytes_received += stream.bytes_received
