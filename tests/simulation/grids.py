@@ -28,7 +28,8 @@ from manyhands.dht.records import encode_value
 from manyhands.rpc import Endpoint
 from manyhands.testing import Host, World
 
-NUMEL = 8
+NUMEL = 64
+"""So many that each step moves the values of each peer by 1 but for an eighth (root mean square)."""
 PERIOD_S = 20.0
 """From the begin of one step to that of the next."""
 JITTER_S = 0.5
@@ -93,15 +94,14 @@ class Swarm:
     group_sizes: list[int] = field(default_factory=list)
 
     def bounds(self, num_peers: int) -> list[float]:
-        """What docs/averaging.md says of the spread after each step: twice the square root of the share that failed.
+        """What docs/averaging.md says of the spread after each step: the square root of twice the share that failed.
 
         Of those who failed in the step or in the one before. Who sits out stays about 1 from the others; who is killed
-        leaves the mates of its groups with means of less, or no round at all, which together is farther; and the second
-        failure of a step is in the way of the first one's return.
+        leaves the mates of its groups with means of less.
         """
         before = [0, *self.failures]
         return [
-            2 * math.sqrt((failed + earlier) / num_peers) + ROUNDING
+            math.sqrt(2 * (failed + earlier) / num_peers) + ROUNDING
             for failed, earlier in zip(self.failures, before, strict=False)
         ]
 
