@@ -29,7 +29,7 @@ from manyhands.rpc import Endpoint
 from manyhands.testing import Host, World
 
 NUMEL = 64
-"""So many that each step moves the values of each peer by 1 but for an eighth (root mean square)."""
+"""So many that each step moves the values of each peer by 1, give or take a tenth (root mean square)."""
 PERIOD_S = 20.0
 """From the begin of one step to that of the next."""
 JITTER_S = 0.5
