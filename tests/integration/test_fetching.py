@@ -17,7 +17,8 @@ from manyhands.averaging.fetching import MEANS_KIND, Fetching, MeansHeader
 from manyhands.averaging.means import Means
 from manyhands.averaging.member_values import bytes_of
 from manyhands.averaging.messages import Group
-from manyhands.averaging.rounds import CommittedRound, RoundRunner
+from manyhands.averaging.round_outcome import CommittedRound
+from manyhands.averaging.rounds import RoundRunner
 from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import PeerLost, RoundAborted

@@ -11,7 +11,8 @@ import torch
 
 from manyhands.averaging import partner_streams, stream_inbox, warm_streams
 from manyhands.averaging.config import AveragingConfig
-from manyhands.averaging.rounds import RoundMeter, RoundRunner
+from manyhands.averaging.round_outcome import RoundMeter
+from manyhands.averaging.rounds import RoundRunner
 from manyhands.base.deadline import time_limit
 from manyhands.rpc import Endpoint
 from tests.swarm import FixedRoster, averagers

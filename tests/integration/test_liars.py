@@ -15,7 +15,8 @@ from manyhands.averaging import patience
 from manyhands.averaging.butterfly import Butterfly, Wanted
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import VOTE, Group, Vote
-from manyhands.averaging.rounds import CommittedRound, RoundRunner
+from manyhands.averaging.round_outcome import CommittedRound
+from manyhands.averaging.rounds import RoundRunner
 from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import NothingToAverage, Refused

@@ -32,7 +32,8 @@ from manyhands.averaging.messages import (
     Vote,
 )
 from manyhands.averaging.recovery import Recovery
-from manyhands.averaging.rounds import CommittedRound, RoundRunner
+from manyhands.averaging.round_outcome import CommittedRound
+from manyhands.averaging.rounds import RoundRunner
 from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ConfigError, PeerLost, Refused, RoundAborted, Unavailable

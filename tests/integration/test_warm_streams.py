@@ -16,7 +16,7 @@ from manyhands.averaging.messages import NAME_BYTES, STREAM_KIND, StreamHeader
 from manyhands.averaging.rounds import RoundRunner
 from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.base.deadline import time_limit
-from manyhands.base.errors import PeerLost
+from manyhands.base.errors import PeerLost, ProtocolViolation
 from manyhands.rpc import Endpoint
 from tests.swarm import RUN_ID, FixedRoster, averagers
 
@@ -93,3 +93,26 @@ async def test_a_peer_has_one_stream_without_a_name_and_a_newer_one_replaces_it(
         assert not runner._inbox._unnamed
         for stream in (first, second):
             one.release(stream)
+
+
+async def test_a_stream_that_comes_as_its_sender_is_given_up_breaks_no_rule() -> None:
+    """Its sender could not know. A second one for one round does break it."""
+    async with averagers(2, config=CONFIG) as ((_, _, one), (runner, _, other)):
+        dialling, name = RunEndpoint(one, RUN_ID), bytes(range(NAME_BYTES))
+        await dialling.open_bulk(other.peer_id, STREAM_KIND, msgspec.msgpack.encode(StreamHeader(b"")), 5.0)
+        await until(lambda: runner._inbox._unnamed)
+        (stream,) = runner._inbox._unnamed.values()
+        header = msgspec.msgpack.encode(StreamHeader(name))
+        taking = asyncio.ensure_future(runner._inbox.take(name, one.peer_id))
+        await asyncio.sleep(0)
+        runner._inbox._on_lost(one.peer_id)
+        with pytest.raises(PeerLost, match=r"after it was given up: .* it was lost before it opened its stream"):
+            await runner._inbox._on_stream(one.peer_id, header, stream)
+        with pytest.raises(PeerLost):
+            await taking
+        serving = asyncio.ensure_future(runner._inbox._on_stream(one.peer_id, header, stream))
+        await asyncio.sleep(0)
+        with pytest.raises(ProtocolViolation, match="a second stream for one round"):
+            await runner._inbox._on_stream(one.peer_id, header, stream)
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)

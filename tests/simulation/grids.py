@@ -8,9 +8,11 @@ the step out, or its process is killed in its midst and started again; then it t
 from __future__ import annotations
 
 import asyncio
+import enum
 import math
 import random
 import statistics
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +28,8 @@ from manyhands.dht.records import encode_value
 from manyhands.rpc import Endpoint
 from manyhands.testing import Host, World
 
-NUMEL = 8
+NUMEL = 64
+"""So many that each step moves the values of each peer by 1, give or take a tenth (root mean square)."""
 PERIOD_S = 20.0
 """From the begin of one step to that of the next."""
 JITTER_S = 0.5
@@ -91,23 +94,40 @@ class Swarm:
     group_sizes: list[int] = field(default_factory=list)
 
     def bounds(self, num_peers: int) -> list[float]:
-        """What docs/averaging.md says of the spread after each step: twice the square root of the share that failed.
+        """What docs/averaging.md says of the spread after each step: the square root of twice the share that failed.
 
         Of those who failed in the step or in the one before. Who sits out stays about 1 from the others; who is killed
-        leaves the mates of its groups with means of less, or no round at all, which together is farther; and the second
-        failure of a step is in the way of the first one's return.
+        leaves the mates of its groups with means of less.
         """
         before = [0, *self.failures]
         return [
-            2 * math.sqrt((failed + earlier) / num_peers) + ROUNDING
+            math.sqrt(2 * (failed + earlier) / num_peers) + ROUNDING
             for failed, earlier in zip(self.failures, before, strict=False)
         ]
 
 
+class Failure(enum.Enum):
+    """What keeps a peer from a step."""
+
+    SITS_OUT = "it lives, but does not begin the step"
+    DIES = "it is killed in the midst of the step, and started again 3 s later"
+
+
 def grid_world(
-    seed: int, num_peers: int, max_group_size: int, num_steps: int, p_fail: float, weights: tuple[float, ...] = (1.0,)
+    seed: int,
+    num_peers: int,
+    max_group_size: int,
+    num_steps: int,
+    p_fail: float,
+    weights: tuple[float, ...] = (1.0,),
+    planned: Mapping[int, tuple[str, Failure]] = {},
 ) -> tuple[World, Swarm, float]:
-    """A swarm that takes so many steps; returns also how many virtual seconds that takes."""
+    """A swarm that takes so many steps; returns also how many virtual seconds that takes.
+
+    Args:
+        p_fail: each peer fails with this probability in each step.
+        planned: who fails besides, and how, by step; the first one is step 1.
+    """
     world = World(seed)
     world.network.default_link.latency_s = MIN_TRIP_S
     world.network.default_link.jitter_s = 0.005
@@ -169,11 +189,16 @@ def grid_world(
         sits_out.clear()
         for name in names:
             if rng.random() < p_fail:
-                swarm.failures[-1] += 1
-                if rng.random() < 0.5:
-                    sits_out.add(name)
-                else:
-                    world.loop.call_later(0.25 + rng.uniform(0.0, 2.0), kill, name)
+                fail(name, Failure.SITS_OUT if rng.random() < 0.5 else Failure.DIES)
+        if len(swarm.failures) in planned:
+            fail(*planned[len(swarm.failures)])
+
+    def fail(name: str, how: Failure) -> None:
+        swarm.failures[-1] += 1
+        if how is Failure.SITS_OUT:
+            sits_out.add(name)
+        else:
+            world.loop.call_later(0.25 + rng.uniform(0.0, 2.0), kill, name)
 
     def kill(name: str) -> None:
         world.kill(name)

@@ -40,6 +40,7 @@ class Seeker:
         gives_up_s: until when it holds it; until it looks, if that is None.
         stood_s: when it was told first that the group stands.
         failures: so many of its rounds fail, and it looks again.
+        gather_s: how long it waits for those whom it expects; ``matchmaking_time_s`` if that is None.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Seeker:
     gives_up_s: float | None = None
     stood_s: float | None = None
     failures: int = 0
+    gather_s: float | None = None
 
 
 @dataclass
@@ -151,7 +153,7 @@ def search(seekers: Iterable[Seeker], seed: int = 1, config: AveragingConfig = C
         for _ in range(seeker.attempts):
             began = loop.time()
             try:
-                seeker.group = await matchmaker.find_group(1.0, 0)
+                seeker.group = await matchmaker.find_group(1.0, 0, seeker.gather_s)
             except RoundAborted as error:
                 seeker.reasons.append(error.reason)
                 seeker.took_s = loop.time() - began

@@ -15,7 +15,8 @@ import torch
 from manyhands.averaging.butterfly import Butterfly
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import Group, Part
-from manyhands.averaging.rounds import CommittedRound, Phase, RoundRunner
+from manyhands.averaging.round_outcome import CommittedRound, Phase
+from manyhands.averaging.rounds import RoundRunner
 from manyhands.base.address import Address
 from manyhands.base.errors import RoundAborted
 from manyhands.base.identity import PeerId
@@ -74,6 +75,7 @@ class RoundWorld:
 
     Attributes:
         slow: by name, what a host sends, in megabits per second.
+        believes: by name, what it says that it sends, if that is not so.
         stuck: by name, what a member does not do while it still answers calls: ``send`` its values, or ``reduce``. With
             ``claim`` it does not reduce either, and says that it gets on.
         fault_s, victim: when the fault happened, and to whom.
@@ -85,6 +87,7 @@ class RoundWorld:
     config: AveragingConfig = CONFIG
     latency_s: float = 0.005
     slow: dict[str, float] = field(default_factory=dict)
+    believes: dict[str, float] = field(default_factory=dict)
     stuck: dict[str, str] = field(default_factory=dict)
     fault_s: float | None = None
     victim: str = ""
@@ -131,7 +134,8 @@ class RoundWorld:
             self.world.transport(host), client_mode=is_client, rng=self.world.rng(f"endpoint of {host.name}")
         )
         others = {self.ids[name]: name == self.name_of("client") for name in self.names if name != host.name}
-        config = replace(self.config, bandwidth_mbit_s=0.1 if is_sender else self.slow.get(host.name, LINK_MBIT_S))
+        says_mbit_s = self.believes.get(host.name, 0.1 if is_sender else self.slow.get(host.name, LINK_MBIT_S))
+        config = replace(self.config, bandwidth_mbit_s=says_mbit_s)
         roster = FixedRoster(others)
         runner = RoundRunner(endpoint, "simulated", b"", roster, config, self.world.rng(f"round of {host.name}"))
         runner.on_phase.append(lambda phase: self._entered(host.name, phase))

@@ -10,7 +10,8 @@ import torch
 
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import Part, Position
-from manyhands.averaging.rounds import CommittedRound, RoundRunner
+from manyhands.averaging.round_outcome import CommittedRound
+from manyhands.averaging.rounds import RoundRunner
 from manyhands.base.address import Address
 from manyhands.base.errors import RoundAborted
 from manyhands.base.identity import PeerId

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import statistics
+from collections.abc import Mapping
 
 import pytest
 
-from tests.simulation.grids import FIRST_STEPS, ROUNDING, Swarm, grid_world
+from tests.simulation.grids import FIRST_STEPS, ROUNDING, Failure, Swarm, grid_world
 
 NUM_STEPS = 8
 
@@ -18,10 +19,11 @@ def swarm_after(
     max_group_size: int,
     p_fail: float,
     num_steps: int = NUM_STEPS,
-    **options: tuple[float, ...],
+    weights: tuple[float, ...] = (1.0,),
+    planned: Mapping[int, tuple[str, Failure]] = {},
 ) -> Swarm:
     logging.getLogger("manyhands").setLevel(logging.ERROR)
-    world, swarm, seconds = grid_world(seed, num_peers, max_group_size, num_steps, p_fail, **options)
+    world, swarm, seconds = grid_world(seed, num_peers, max_group_size, num_steps, p_fail, weights, planned)
     world.run(seconds)
     assert len(swarm.spreads) == num_steps
     return swarm
@@ -59,6 +61,25 @@ def test_with_failures_the_peers_stay_near_each_other(seed: int) -> None:
     told = swarm.reported[1:]
     assert all(disagreement is not None and disagreement > ROUNDING for disagreement in told), told
     assert max(swarm.step_s) < 15.5, "what a step may take"
+
+
+def test_who_sits_a_step_out_costs_nobody_else_a_round() -> None:
+    """Whoever it is: also the one with the lowest id, which leads each of its groups."""
+    planned = {2 + number: (f"p{number}", Failure.SITS_OUT) for number in range(16)}
+    swarm = swarm_after(3, 16, 4, 0.0, num_steps=18, planned=planned)
+    assert swarm.partial[FIRST_STEPS:] == [0] * (18 - FIRST_STEPS), swarm.reasons
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_who_comes_back_after_a_death_has_a_cell_of_its_own_and_all_are_at_one_mean(seed: int) -> None:
+    """Every third step one dies; in the step after, the others know where it is again."""
+    planned = {3 * number + 2: (f"p{number}", Failure.DIES) for number in range(5)}
+    swarm = swarm_after(seed, 16, 4, 0.0, num_steps=17, planned=planned)
+    for step in range(FIRST_STEPS, 17):
+        if not swarm.failures[step]:
+            assert swarm.partial[step] == 0, (step, swarm.reasons)
+        if not swarm.failures[step] and not swarm.failures[step - 1]:
+            assert swarm.spreads[step] < ROUNDING, step
 
 
 def test_over_50_steps_the_peers_stay_within_the_bound_that_the_docs_state() -> None:

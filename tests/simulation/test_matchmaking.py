@@ -9,7 +9,7 @@ import pytest
 
 from manyhands.averaging.messages import Position
 from manyhands.testing import at, between
-from tests.simulation.groups import AT_ONCE_S, CONFIG, Seeker, everybody, search
+from tests.simulation.groups import AT_ONCE_S, CONFIG, ROUND_S, Seeker, everybody, search
 
 NOTICED_S = 8.5
 """Heartbeats show so soon that a machine is gone."""
@@ -160,6 +160,45 @@ def test_the_last_place_of_a_full_group_is_the_leaders_own() -> None:
     for name in "abc":
         assert world.members(name) == set("abc"), world[name].reasons
     assert world["a"].took_s < AT_ONCE_S
+
+
+@pytest.mark.parametrize("first_s", [1.0, 0.9])
+def test_a_leader_that_does_not_begin_is_waited_for_as_long_as_anybody_and_once(first_s: float) -> None:
+    """a lives and answers, but takes no part. They begin within half a second, and are patient for 1.5 s."""
+    begins = dict(zip("bcdef", (first_s, 1.5, 1.1, 1.3, 1.4), strict=True))
+    changes = {name: {"begins_s": at_s, "gather_s": 1.5} for name, at_s in begins.items()}
+    world = search(everybody("abcdef", a={"begins_s": None}, **changes))
+    world.run()
+    for name, began_s in begins.items():
+        assert world.members(name) == set("bcdef"), world[name].reasons
+        assert world[name].reasons == []
+        assert began_s + world[name].took_s < first_s + 1.5 + AT_ONCE_S
+
+
+def test_who_comes_after_a_leader_was_given_up_leads_nobody_back_to_it() -> None:
+    """f asks a when the others have left it and wait for g with b; a does not begin, and says so at once."""
+    changes = {name: {"gather_s": 3.0} for name in "bcde"} | {"f": {"begins_s": 4.5}, "g": {"begins_s": 5.0}}
+    world = search(everybody("abcdefg", a={"begins_s": None}, **changes))
+    world.run()
+    for name in "bcdefg":
+        assert world.members(name) == set("bcdefg"), world[name].reasons
+        assert world[name].reasons == []
+    assert world["g"].took_s < AT_ONCE_S
+
+
+@pytest.mark.parametrize("comes_ms", range(2400, 2800, 40))
+def test_a_leader_that_begins_as_it_is_given_up_is_in_the_group_or_hears_that_it_is_late(comes_ms: int) -> None:
+    """The others are patient until 2.5 s; whatever they find, they agree, and nobody waits for a second time."""
+    for begins_ms in range(comes_ms, comes_ms + 40, 4):
+        changes = {name: {"gather_s": 1.5} for name in "bcd"}
+        world = search(everybody("abcd", a={"begins_s": begins_ms / 1000}, **changes), seed=begins_ms)
+        world.run()
+        world.check_that_groups_agree()
+        for name in "bcd":
+            assert world.members(name) >= set("bcd"), (begins_ms, name, world[name].reasons)
+            assert world[name].took_s < 1.5 + AT_ONCE_S
+        assert "a" in world.members("b") or any("the run is at step 1" in reason for reason in world["a"].reasons)
+        assert world["a"].took_s < ROUND_S + AT_ONCE_S, "it waits for the end of their round"
 
 
 @pytest.mark.parametrize("name", ["a", "c"])

@@ -41,7 +41,7 @@ from manyhands.averaging.attendance_record import (
     rank_of,
 )
 from manyhands.averaging.messages import MAX_ADDRESSES, Position, RoundManifest, readable_addresses
-from manyhands.averaging.places import NO_SEAT, Said, Seat, Step, next_step
+from manyhands.averaging.places import NO_SEAT, Said, Seat, Step, first_seat, next_step
 from manyhands.averaging.sketch import disagreement_of
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ManifestMismatch, ManyhandsError
@@ -80,7 +80,7 @@ class Missing(msgspec.Struct, frozen=True):
 
 
 def _said_by(seen: Seen) -> Said:
-    return Said(seen.record.position.step, seen.record.seat)
+    return Said(seen.record.position.step, seen.record.seat, seen.record.num_steps > 0)
 
 
 class Attendance:
@@ -136,7 +136,8 @@ class Attendance:
         self._dht.declare(self._key, ATTENDANCE)
         await self.refresh()
         self._check_fits(is_published=False)
-        self._go_to(self.leading())
+        leading, said = self.leading(), self._said()
+        self._go_to(leading, first_seat(self._endpoint.peer_id, said, self._max_group_size, leading.step, self._rng))
         await self._publish()
         await self.refresh()
         try:
@@ -220,7 +221,7 @@ class Attendance:
     def _take_seat(self) -> None:
         """Choose this peer's place for the step that begins."""
         own, leading = self._own, self.leading()
-        others: dict[str, Said] = {peer_id: _said_by(seen) for peer_id, seen in self._fitting().items()}
+        others = self._said()
         said = Said(own.position.step, own.seat)
         step = next_step(self._endpoint.peer_id, said, others, self._max_group_size, leading.step, self._rng)
         if not step.layout.sides:
@@ -233,6 +234,10 @@ class Attendance:
             logger.info("%d peers average in groups, laid out as %s", len(others) + 1, step.layout)
         self._step = step
         self._go_to(Position(step.first_round, grid_lineage(self._run_id)), Seat(step.layout, step.cell))
+
+    def _said(self) -> dict[str, Said]:
+        """What the others have published of their places."""
+        return {peer_id: _said_by(seen) for peer_id, seen in self._fitting().items()}
 
     def catch_up(self) -> None:
         """Go to the leading position, unless this peer stands in a grid: there a step begins at its own place."""

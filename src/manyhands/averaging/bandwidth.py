@@ -75,8 +75,15 @@ class BandwidthMeter:
             before = self._estimate or measured
             self._estimate = before * (measured / before) ** NEWEST_SHARE
         elif (num_bytes := sum(send.num_bytes for send in sends)) >= MIN_BYTES:
-            at_least = UNTESTED * num_bytes / max(seconds, SHORTEST_S)
-            self._estimate = max(self._estimate or 0.0, at_least)
+            self.add_at_least(num_bytes, seconds)
+
+    def add_at_least(self, num_bytes: int, seconds: float) -> None:
+        """Count that so much was sent while others held this peer up."""
+        self._estimate = max(self._estimate or 0.0, UNTESTED * num_bytes / max(seconds, SHORTEST_S))
+
+    def add_at_most(self, bytes_per_s: float) -> None:
+        """Count that this peer held the others up."""
+        self._estimate = min(self._estimate or math.inf, bytes_per_s)
 
 
 def backlogged_rate(sends: Sequence[Send]) -> float | None:

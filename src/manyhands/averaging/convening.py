@@ -19,6 +19,7 @@ from manyhands.averaging.messages import (
     Group,
     InviteRequest,
     InviteResponse,
+    JoinRequest,
     JoinResponse,
     Member,
     Position,
@@ -43,6 +44,8 @@ HOLD_S = 10.0
 """Who holds a place asks for it again after so long."""
 HELD_S = 1.0
 """So long its place is kept for it then."""
+LEADER_S = 1.0
+"""A leader that has not come itself has so much time at least, however hasty those are who ask it."""
 FLOAT_BYTES = 4
 
 
@@ -72,6 +75,7 @@ class Convener:
         self._tasks = tasks
         self.gathering: Gathering | None = None
         self._former: Gathering | None = None
+        self._given_up_at: Position | None = None  # where others have waited for this peer in vain
         self.shunned: Collection[PeerId] = ()
 
     async def lead(self, own: Member, gather_s: float, ends_at: float) -> JoinResponse:
@@ -81,6 +85,7 @@ class Convener:
             gather_s: how long to wait for those who are expected.
             ends_at: until when this peer has time for the round (loop time).
         """
+        self._given_up_at = None
         gathering, now = self.open(), asyncio.get_running_loop().time()
         gathering.begin(now + self._config.matchmaking_time_s)
         gathering.deadline = min(gathering.deadline, now + gather_s)
@@ -91,24 +96,31 @@ class Convener:
         finally:
             gathering.remove(own)
 
-    async def take_in(self, member: Member, expects: bytes, clients: bytes) -> JoinResponse:
+    async def take_in(self, request: JoinRequest) -> JoinResponse:
         """Give another peer a place; wait for the end.
 
-        Args:
-            expects, clients: see :class:`manyhands.averaging.messages.JoinRequest`.
+        Raises:
+            PeerError, RoundAborted: why there is no group here.
         """
-        gathering = self.open()
+        if self._given_up_at == self._roster.position():
+            raise self._not_here()
+        gathering, member, now = self.open(), request.member, asyncio.get_running_loop().time()
         if member.peer_id not in gathering.joined and self._is_full(gathering):
             size = self._config.max_group_size
             raise Refused(self._endpoint.peer_id, FULL, f"the group has its {size} members; try the next round")
-        gathering.begin(asyncio.get_running_loop().time() + self._config.matchmaking_time_s)
-        self._note_hearsay(gathering, expects)
-        gathering.seen |= split_ids(clients)
+        gathering.begin(now + self._config.matchmaking_time_s)
+        patience_s = max(LEADER_S, request.gather_s or math.inf)
+        gathering.leader_due = min(gathering.leader_due, now + min(patience_s, self._config.matchmaking_time_s))
+        self._note_hearsay(gathering, request.expects)
+        gathering.seen |= split_ids(request.clients)
         gathering.add(member)
         try:
             return await asyncio.shield(gathering.answer)
         finally:
             gathering.remove(member)
+
+    def _not_here(self) -> Refused:
+        return Refused(self._endpoint.peer_id, "busy", "the leader's own training loop did not come to the round")
 
     async def reserve(self, peer_id: PeerId, expects: bytes, knows_it_stands: bool) -> JoinResponse:
         """Hold a place for a peer, which may be this one; wait for news of whether the group stands."""
@@ -185,11 +197,12 @@ class Convener:
             return Refused(own_id, "other_position", "this peer has gone to another position meanwhile")
         if gathering.deadline == math.inf:
             return RoundAborted("those who held places have all gone")
+        if own_id not in gathering.joined:
+            self._given_up_at = gathering.position
+            return self._not_here()
         late = self._view.expected().keys() - gathering.joined.keys() - gathering.absent
         for peer_id in late:
             self._view.report_missing(peer_id)
-        if own_id not in gathering.joined:
-            return Refused(own_id, "busy", "the leader's own training loop did not come to the round")
         if len(gathering.joined) == 1:
             reason = f"none of the {len(late)} expected peers came" if late else "no other peer can be reached"
             return RoundAborted(self._view.with_refusals(reason), sorted(late))
@@ -214,7 +227,7 @@ class Convener:
     async def _wait_for_all(self, gathering: Gathering, invitations: dict[PeerId, asyncio.Task[None]]) -> None:
         loop = asyncio.get_running_loop()
         while not gathering.answer.done() and gathering.position == self._roster.position():
-            left_s = gathering.deadline - loop.time()
+            left_s = gathering.left_s(self._endpoint.peer_id)
             expected = self._without_lost_clients(gathering)
             have_places = gathering.have_places(loop.time())
             waits_for_hearsay = gathering.waits_for_hearsay(loop.time())

@@ -22,6 +22,8 @@ class Gathering:
         stands: all who are expected hold places, or have come.
         absent: who has said that it does not come: it is in another group, or at a later round of the grid.
         began: loop time.
+        deadline: when it is closed with who has come then (loop time); infinite until somebody's values are there.
+        leader_due: until when those who have come wait for the leader itself (loop time).
         ends_at: until when the leader has time for the round (loop time).
         seen: clients that are connected to a member, by short id.
         hearsay: those of whom only members know, by short id, and until when (loop time) they are waited for.
@@ -30,6 +32,7 @@ class Gathering:
     def __init__(self, position: Position, deadline: float) -> None:
         self.position = position
         self.deadline = deadline
+        self.leader_due = math.inf
         self.began = asyncio.get_running_loop().time()
         self.ends_at = math.inf
         self.seen: set[bytes] = set()
@@ -70,6 +73,11 @@ class Gathering:
         if self.deadline == math.inf:
             self.deadline = deadline
             self._ask_again_at.clear()
+
+    def left_s(self, leader: PeerId) -> float:
+        """How long it may go on."""
+        until = self.deadline if leader in self.joined else min(self.deadline, self.leader_due)
+        return until - asyncio.get_running_loop().time()
 
     def have_places(self, now: float) -> set[PeerId]:
         """Who has come, or will."""

@@ -20,7 +20,8 @@ import torch
 
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import Position, RoundManifest
-from manyhands.averaging.rounds import CommittedRound, RoundMeter, RoundRunner
+from manyhands.averaging.round_outcome import CommittedRound, RoundMeter
+from manyhands.averaging.rounds import RoundRunner
 from manyhands.base.errors import NothingToAverage, RoundAborted, Unavailable
 from manyhands.base.identity import PeerId
 

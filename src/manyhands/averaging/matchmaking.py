@@ -40,6 +40,7 @@ from manyhands.averaging.messages import (
     LEAVE,
     MAX_ADDRESSES,
     MAX_EXPECTED,
+    MAX_ROUND_S,
     SHORT_ID_BYTES,
     Group,
     JoinRequest,
@@ -321,6 +322,7 @@ class Matchmaker:
             short_ids(clients)[: SHORT_ID_BYTES * MAX_EXPECTED],
             is_early,
             self.group_stands,
+            0.0 if is_early else min(self._gather_s, MAX_ROUND_S),
         )
         better = self._standing.follow(leader)
         self._convener.send_to(leader)
@@ -335,6 +337,7 @@ class Matchmaker:
                 self._standing.unfollow()  # nobody shall be sent there any more
                 await trying
             if not asking.done() and (is_early or await self._may_leave(leader, request.position, asking)):
+                unreachable.discard(better.result())  # it has just called
                 return JoinResponse(leader=better.result())
             return await asking
         finally:

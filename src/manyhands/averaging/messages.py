@@ -183,6 +183,7 @@ class JoinRequest(msgspec.Struct, omit_defaults=True):
         is_early: only hold a place: another request follows once the values, and so the weight, are there. Answered
             when there is news of whether the group stands.
         knows_it_stands: what the asking peer has heard of that.
+        gather_s: for so long it waits for a leader that has not come itself; 0 if it does not say.
     """
 
     run_fingerprint: Digest
@@ -192,6 +193,7 @@ class JoinRequest(msgspec.Struct, omit_defaults=True):
     clients: Annotated[bytes, msgspec.Meta(max_length=SHORT_ID_BYTES * MAX_EXPECTED)] = b""
     is_early: bool = False
     knows_it_stands: bool = False
+    gather_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_ROUND_S)] = 0.0
 
 
 class JoinResponse(msgspec.Struct, omit_defaults=True):

@@ -12,7 +12,8 @@ import torch
 from manyhands.averaging.attendance import Attendance
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.grid_step import GATHER_SHARE, MIN_ATTEMPT_S, GridOutcome, GridSteps
-from manyhands.averaging.rounds import CommittedRound, RoundMeter, RoundRunner
+from manyhands.averaging.round_outcome import CommittedRound, RoundMeter
+from manyhands.averaging.rounds import RoundRunner
 from manyhands.averaging.sketch import packed, sketched_indices
 from manyhands.averaging.tensor_list import TensorList
 from manyhands.base.deadline import time_limit

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -66,6 +67,7 @@ class Patience:
         bytes_per_s: what the link to each member carries, by what it and this one know of themselves; 0 if unknown.
         probe: asks how far a member is.
         ends_at: when the round is over (loop time).
+        has_values: this member has values of its own to send.
     """
 
     def __init__(
@@ -76,6 +78,8 @@ class Patience:
         bytes_per_s: Sequence[float],
         probe: Probe,
         ends_at: float,
+        *,
+        has_values: bool,
     ) -> None:
         self._butterfly = butterfly
         self._rank = rank
@@ -85,6 +89,7 @@ class Patience:
         self._ends_at = ends_at
         self._since = asyncio.get_running_loop().time()
         self._come_at = {rank: self._since}  # when all values had come to this member, or to another one, at the latest
+        self._has_values = has_values
         self._owed_s: defaultdict[int, float] = defaultdict(
             float
         )  # how long each has owed values, without being held up by others
@@ -117,8 +122,9 @@ class Patience:
         if wanted is Wanted.VALUES:
             self._come_at[self._rank] = now
             self._owed_s[rank] += LOOK_PERIOD_S
-            if self._is_too_slow(rank, stream):
-                self._lose(rank, f"peer {stream.remote} is too slow for the time that this round has")
+            if (needed_s := self._too_slow(rank, stream)) is not None:
+                reason = f"peer {stream.remote} is too slow for the time that this round has"
+                self._lose(rank, f"{reason}: at its pace it would need {needed_s:.0f} s")
                 return
         silent_s = now - max(stream.last_received, self._progress[rank].since)
         if silent_s >= STUCK_S and wanted is Wanted.VALUES:
@@ -129,24 +135,27 @@ class Patience:
             asking = self._ask(rank, stream, self._progress[rank])
             self._probing[rank] = self._tasks.spawn(asking, name=f"asking {stream.remote}")
 
-    def _is_too_slow(self, rank: int, stream: Stream) -> bool:
-        """Whether a member that owes values will owe some at the end of the round, at its own pace."""
+    def _too_slow(self, rank: int, stream: Stream) -> float | None:
+        """What a member that owes values needs for all at its pace, in seconds, if it is more than the round has."""
         now, owed_s = asyncio.get_running_loop().time(), self._owed_s[rank]
         passed_s = now - self._since
         if passed_s < max(JUDGED_S, JUDGED_SHARE * (self._ends_at - self._since)) or owed_s < passed_s / 2:
-            return False
-        pace = stream.bytes_received / owed_s
-        return stream.bytes_received + pace * (self._ends_at - now) < self._butterfly.num_bytes_with(rank)
+            return None
+        num_left = self._butterfly.num_bytes_with(rank) - stream.bytes_received
+        left_s = num_left * owed_s / stream.bytes_received if stream.bytes_received else math.inf
+        return passed_s + left_s if left_s > self._ends_at - now else None
 
     def _is_overdue(self, rank: int, silent_s: float) -> bool:
         """Whether a member that owes means and says that it gets on should have sent them, by what has come here."""
         passed_s = asyncio.get_running_loop().time() - self._since
         if passed_s < LAST_SHARE * (self._ends_at - self._since) or silent_s < STILL_S[Wanted.MEANS]:
             return False
-        num_bytes = self._butterfly.num_bytes_of
+        num_bytes, come_at = self._butterfly.num_bytes_of, dict(self._come_at)
+        if self._has_values and any(num_bytes(other) for other in self._streams if other != rank):
+            del come_at[self._rank]  # it may wait for the values of this very member; if so, the third one does, too
         return any(
-            passed_s > MARGIN * (come_at - self._since) * max(1.0, num_bytes(rank) / num_bytes(other))
-            for other, come_at in self._come_at.items()
+            passed_s > MARGIN * (at - self._since) * max(1.0, num_bytes(rank) / num_bytes(other))
+            for other, at in come_at.items()
             if num_bytes(other)
         )
 

@@ -6,7 +6,8 @@ others reckon where it is at any later round (:func:`manyhands.averaging.grid.ne
 At the begin of a step a peer goes by the layout that most peers name, unless this does not fit their number; then all
 who find that deal the cells of a new one, in an order that follows from what they know. If they know different peers,
 some share a cell or wait for each other in vain for this step; at the next one they read what the others have
-published. Of two peers in one cell the one with the higher id takes a free one.
+published. Of two peers in one cell the one with the higher id takes a free one; a newcomer takes a free one anyway, and
+says so before its first step (:func:`first_seat`).
 """
 
 from __future__ import annotations
@@ -51,10 +52,15 @@ NO_SEAT = Seat()
 
 @dataclass(frozen=True)
 class Said:
-    """What another peer has published of itself."""
+    """What another peer has published of itself.
+
+    Attributes:
+        has_begun: it has begun a step; a newcomer that has not takes no part in one that is under way.
+    """
 
     round_number: int
     seat: Seat
+    has_begun: bool = True
 
 
 @dataclass(frozen=True)
@@ -91,7 +97,7 @@ class Step:
 
     def _cell_of(self, peer_id: str, said: Said, round_number: int) -> int | None:
         """Where another peer is at a round, if it takes part in the step."""
-        if said.round_number > round_number:
+        if said.round_number > (round_number if said.has_begun else self.first_round):
             return None
         if said.round_number >= self.first_round and said.seat.layout == self.layout:
             return _moved(self.layout, said.seat.cell, said.round_number, round_number)
@@ -125,6 +131,18 @@ def next_step(
     return step_from(own_id, own, others, named, layout, first_round, rng)
 
 
+def first_seat(
+    own_id: str, others: Mapping[str, Said], max_group_size: int, leading_round: int, rng: random.Random
+) -> Seat:
+    """Where a newcomer will stand, as of the leading round; none if the others stand in no grid that fits."""
+    own = Said(leading_round, NO_SEAT)
+    named, layout = chosen_layouts(own, others, max_group_size)
+    if not layout.sides or layout.sides != named.sides:
+        return NO_SEAT
+    step = next_step(own_id, own, others, max_group_size, leading_round, rng)
+    return Seat(step.layout, step.own_cell(leading_round))
+
+
 def chosen_layouts(own: Said, others: Mapping[str, Said], max_group_size: int) -> tuple[Layout, Layout]:
     """What most peers name, and what fits their number."""
     named = agreed_layout([own.seat.layout, *(said.seat.layout for said in others.values())])
@@ -152,9 +170,10 @@ def step_from(
         for peer_id, said in others.items()
         if said.seat.layout.sides == layout.sides and (place := cell_at(said, first_round)) is not None
     }
+    is_new = cell is None
     if cell is None:  # what those have found for this peer who laid the grid out a moment ago
         cell = dealt_cells(layout, [own_id, *others], first_round)[own_id]
-    if any(place == cell and peer_id < own_id for peer_id, place in taken.items()):
+    if any(place == cell and (is_new or peer_id < own_id) for peer_id, place in taken.items()):
         cell = free_cell(layout, set(taken.values()), rng)
     return Step(first_round, layout, cell)
 

@@ -128,7 +128,7 @@ class Reception:
         self._call(is_early=request.is_early)
         if request.is_early:
             return await self._convener.reserve(remote, request.expects, request.knows_it_stands)
-        return await self._convener.take_in(request.member, request.expects, request.clients)
+        return await self._convener.take_in(request)
 
     def _call(self, *, is_early: bool) -> None:
         """Another peer has begun a round, or to form its group."""

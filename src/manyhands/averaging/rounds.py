@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import enum
 import functools
 import logging
 import math
 import random
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import ExitStack, asynccontextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from manyhands.averaging.agreement import MIN_VOTING_S, Agreement
 from manyhands.averaging.ballot import Voter
-from manyhands.averaging.bandwidth import BandwidthMeter, Send
 from manyhands.averaging.butterfly import Butterfly
 from manyhands.averaging.codecs import Feedbacks, codec_of_code, plan_of
 from manyhands.averaging.config import AveragingConfig
@@ -31,8 +28,10 @@ from manyhands.averaging.patience import Patience
 from manyhands.averaging.probing import Probing
 from manyhands.averaging.recovery import Recovery, Refill
 from manyhands.averaging.roster import Roster
+from manyhands.averaging.round_outcome import CommittedRound, Phase, RoundMeter
 from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.averaging.stream_inbox import StreamInbox
+from manyhands.averaging.uplink import Uplink
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ConfigError, NothingToAverage, PeerError, RoundAborted, Timeout
 from manyhands.base.identity import PeerId
@@ -44,57 +43,6 @@ from manyhands.transport.api import Stream
 logger = logging.getLogger(__name__)
 
 BYTES_PER_MBIT = 125_000
-
-
-class Phase(enum.Enum):
-    """Where a member is in its round."""
-
-    JOINING = "joining"
-    FORMED = "formed"
-    VOTING = "voting"
-    CONCLUDED = "concluded"
-
-
-@dataclass
-class RoundMeter:
-    """What a peer's attempts at a round cost; it adds up.
-
-    Attributes:
-        num_bytes_sent, num_bytes_received: on the streams between the members, before encryption.
-        matchmaking_s, averaging_s, vote_s: seconds spent in each phase.
-    """
-
-    num_bytes_sent: int = 0
-    num_bytes_received: int = 0
-    matchmaking_s: float = 0.0
-    averaging_s: float = 0.0
-    vote_s: float = 0.0
-
-
-@dataclass(frozen=True)
-class CommittedRound:
-    """A committed round.
-
-    Attributes:
-        averaged_N: the weighted mean, on the CPU, in the dtype of the vectors, bit-identical on all members. None when
-            most members hold it and this one does not: it was left out, or could not fetch what it lacks. To follow the
-            others it must load their state.
-        manifest: who contributed, by which weights.
-        seconds: from the call to the verdict.
-        matchmaking_s: the part of it that was spent looking for the group.
-        reason, blamed: what went wrong on the way, and because of whom; empty if nothing did.
-    """
-
-    averaged_N: torch.Tensor | None
-    manifest: RoundManifest
-    seconds: float
-    matchmaking_s: float
-    reason: str = ""
-    blamed: tuple[PeerId, ...] = ()
-
-    @property
-    def num_members(self) -> int:
-        return len(self.manifest.members)
 
 
 class RoundRunner:
@@ -140,8 +88,7 @@ class RoundRunner:
         self._inbox = StreamInbox(own, config)
         self._fetching = Fetching(own, config)
         declared = config.bandwidth_mbit_s
-        self._bandwidth = BandwidthMeter(declared * BYTES_PER_MBIT if declared is not None else None)
-        self._sends: list[Send] = []  # of the round that is under way
+        self._uplink = Uplink(declared * BYTES_PER_MBIT if declared is not None else None)
         self._meter = RoundMeter()
         self._deadline = 0.0  # of the round that is under way
         self._ends_at = 0.0  # when that is over for this peer or for the leader
@@ -239,28 +186,36 @@ class RoundRunner:
         meter: RoundMeter,
     ) -> CommittedRound:
         self._meter = meter
-        loop = asyncio.get_running_loop()
+        loop, own_id = asyncio.get_running_loop(), self._endpoint.peer_id
         started = loop.time()
         timeout_s = min(timeout_s, self._config.averaging_timeout_s)
         self._deadline = started + timeout_s
         self._enter(Phase.JOINING)
         try:
             async with time_limit(timeout_s, "looking for a group"):
-                group = await self._matchmaker.find_group(weight, self._bandwidth.bandwidth, gather_s, timeout_s)
+                group = await self._matchmaker.find_group(weight, self._uplink.bandwidth, gather_s, timeout_s)
         except (Timeout, PeerError) as error:
             raise RoundAborted(str(error)) from error
         finally:
             matchmaking_s = loop.time() - started
             meter.matchmaking_s += matchmaking_s
-        self._sends = []
-        self._ends_at = min(self._deadline, loop.time() + (group.time_left_s or math.inf))
+        formed = loop.time()
+        self._ends_at = min(self._deadline, formed + (group.time_left_s or math.inf))
+        self._uplink.begin_round(self._ends_at - formed)
         self._enter(Phase.FORMED)
-        async with self._keeping_errors():
-            averaged_N, manifest, verdict = await self._in_group(group, flat_N, refill)
-        seconds = loop.time() - started
-        if averaged_N is not None and not verdict.blamed:  # else waiting for the lost one is in the time
-            self._bandwidth.add_round(self._sends, seconds - matchmaking_s)
-        return CommittedRound(averaged_N, manifest, seconds, matchmaking_s, verdict.reason, tuple(verdict.blamed))
+        try:
+            async with self._keeping_errors():
+                averaged_N, manifest, verdict = await self._in_group(group, flat_N, refill)
+        except RoundAborted as error:
+            if own_id in error.blamed and (advice := self._uplink.lose_round()):
+                raise RoundAborted(f"{error.reason}; {advice}", error.blamed) from error
+            raise
+        reason, seconds = verdict.reason, loop.time() - started
+        if own_id in verdict.blamed:
+            reason = "; ".join(filter(None, [reason, self._uplink.lose_round()]))
+        elif averaged_N is not None:
+            self._uplink.end_round(seconds - matchmaking_s, is_whole=not verdict.blamed)
+        return CommittedRound(averaged_N, manifest, seconds, matchmaking_s, reason, tuple(verdict.blamed))
 
     async def _in_group(
         self, group: Group, flat_N: torch.Tensor, refill: Refill | None
@@ -374,6 +329,8 @@ class RoundRunner:
 
     async def _exchange(self, group: Group, rank: int, butterfly: Butterfly, stream_id: bytes) -> torch.Tensor:
         """Run the all-reduce; a member whose control connection is lost (frozen, cut off) is lost to it."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
         streams: dict[int, MeteredStream] = {}
         opened: dict[int, Stream] = {}
         lost: set[PeerId] = set()
@@ -387,7 +344,7 @@ class RoundRunner:
         async def connect(other: int) -> Stream:
             stream = await self._streams.connect(group, rank, other, butterfly.num_bytes_with(other), stream_id)
             before = self._streams.moved_before(stream)
-            opened[other], streams[other] = stream, MeteredStream(stream, other, self._sends, before)
+            opened[other], streams[other] = stream, MeteredStream(stream, other, self._uplink.sends, before)
             if stream.remote in lost:
                 stream.abort()
             return streams[other]
@@ -396,7 +353,10 @@ class RoundRunner:
             return butterfly.num_averaged + sum(one.bytes_sent + one.bytes_received for one in streams.values())
 
         probe = functools.partial(self._probing.ask, group)
-        patience = Patience(butterfly, rank, streams, group.link_rates(rank), probe, self._ends_at)
+        has_values = group.members[rank].weight > 0
+        patience = Patience(
+            butterfly, rank, streams, group.link_rates(rank), probe, self._ends_at, has_values=has_values
+        )
         watching = self._watchers.spawn(patience.watch(), name="who is silent")
         self._endpoint.on_lost.append(on_lost)
         try:
@@ -409,6 +369,10 @@ class RoundRunner:
             await asyncio.gather(watching, return_exceptions=True)
             self._endpoint.on_lost.remove(on_lost)
             self._inbox.end(stream_id)
+            vector_bytes = sum(map(butterfly.num_bytes_of, range(len(group.members))))
+            num_due = sum(map(butterfly.num_bytes_with, butterfly.partners()))
+            num_sent = sum(stream.bytes_sent for stream in streams.values())
+            self._uplink.add_exchange(vector_bytes, num_due, num_sent, loop.time() - began)
             for other, stream in streams.items():
                 self._meter.num_bytes_sent += stream.bytes_sent
                 self._meter.num_bytes_received += stream.bytes_received

@@ -140,7 +140,7 @@ class StreamInbox:
         self._check_is_awaited(key)
         future = self._future(key)
         if future.done():
-            raise ProtocolViolation(remote, "a second stream for one round")
+            raise _too_late(remote, future)
         future.set_result(stream)
         used = self._in_round[stream] = asyncio.get_running_loop().create_future()
         closing = asyncio.get_running_loop().create_task(stream.wait_closed())
@@ -154,6 +154,15 @@ class StreamInbox:
                 del self._waiting[key]
             closing.cancel()
             await asyncio.gather(closing, return_exceptions=True)
+
+
+def _too_late(remote: PeerId, future: asyncio.Future[Stream]) -> ProtocolViolation | PeerLost:
+    """Why a stream is not taken, after its round has one of its sender, or has just given that up."""
+    if future.cancelled():
+        return PeerLost(remote, "its stream came after the round was over here")
+    if (error := future.exception()) is not None:
+        return PeerLost(remote, f"its stream came after it was given up: {error}")
+    return ProtocolViolation(remote, "a second stream for one round")
 
 
 async def _read_name(stream: Stream) -> bytes:

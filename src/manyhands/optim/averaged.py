@@ -9,7 +9,7 @@ import torch
 
 from manyhands.averaging.grid_step import GridOutcome
 from manyhands.averaging.messages import Position, RoundManifest
-from manyhands.averaging.rounds import CommittedRound
+from manyhands.averaging.round_outcome import CommittedRound
 from manyhands.base.identity import PeerId
 
 

@@ -12,7 +12,8 @@ import torch
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.grid_step import GridOutcome, GridSteps
 from manyhands.averaging.messages import Position
-from manyhands.averaging.rounds import RoundMeter, RoundRunner
+from manyhands.averaging.round_outcome import RoundMeter
+from manyhands.averaging.rounds import RoundRunner
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ManyhandsError, RoundAborted
 from manyhands.base.identity import PeerId

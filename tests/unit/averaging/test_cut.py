@@ -6,7 +6,7 @@ import torch
 
 from manyhands.averaging.messages import Part
 from manyhands.averaging.participation import Attempts
-from manyhands.averaging.rounds import CommittedRound
+from manyhands.averaging.round_outcome import CommittedRound
 from manyhands.averaging.tensor_averager import _result_of
 from tests.unit.averaging.groups import group_of, peer
 

@@ -1,0 +1,62 @@
+"""What a round tells on its way, and how it ended."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import torch
+
+from manyhands.averaging.messages import RoundManifest
+from manyhands.base.identity import PeerId
+
+
+class Phase(enum.Enum):
+    """Where a member is in its round."""
+
+    JOINING = "joining"
+    FORMED = "formed"
+    VOTING = "voting"
+    CONCLUDED = "concluded"
+
+
+@dataclass
+class RoundMeter:
+    """What a peer's attempts at a round cost; it adds up.
+
+    Attributes:
+        num_bytes_sent, num_bytes_received: on the streams between the members, before encryption.
+        matchmaking_s, averaging_s, vote_s: seconds spent in each phase.
+    """
+
+    num_bytes_sent: int = 0
+    num_bytes_received: int = 0
+    matchmaking_s: float = 0.0
+    averaging_s: float = 0.0
+    vote_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class CommittedRound:
+    """A committed round.
+
+    Attributes:
+        averaged_N: the weighted mean, on the CPU, in the dtype of the vectors, bit-identical on all members. None when
+            most members hold it and this one does not: it was left out, or could not fetch what it lacks. To follow the
+            others it must load their state.
+        manifest: who contributed, by which weights.
+        seconds: from the call to the verdict.
+        matchmaking_s: the part of it that was spent looking for the group.
+        reason, blamed: what went wrong on the way, and because of whom; empty if nothing did.
+    """
+
+    averaged_N: torch.Tensor | None
+    manifest: RoundManifest
+    seconds: float
+    matchmaking_s: float
+    reason: str = ""
+    blamed: tuple[PeerId, ...] = ()
+
+    @property
+    def num_members(self) -> int:
+        return len(self.manifest.members)

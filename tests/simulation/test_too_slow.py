@@ -1,0 +1,127 @@
+"""Who is too slow for a round finds out how slow it is, and what it owns in the next one fits; in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from manyhands.averaging.config import AveragingConfig
+from manyhands.averaging.messages import Position
+from manyhands.averaging.round_outcome import CommittedRound
+from manyhands.averaging.rounds import RoundRunner
+from manyhands.base.address import Address
+from manyhands.base.errors import RoundAborted
+from manyhands.base.identity import PeerId
+from manyhands.rpc import Endpoint
+from manyhands.testing import Host, World, links, stream
+from tests.swarm import FixedRoster
+
+NUM_PEERS = 8
+NUMEL = 500_000
+VECTOR_MBIT = 4 * NUMEL * 8 / 1e6
+CONFIG = AveragingConfig(matchmaking_time_s=4.0, averaging_timeout_s=30.0, stream_timeout_s=5.0, codec="none")
+PERIOD_S = 45.0
+SLOW = "p3"
+
+
+@dataclass
+class Rounds:
+    """What came of the rounds of each peer, and how long each took it."""
+
+    results: dict[str, list[CommittedRound | RoundAborted]] = field(default_factory=dict)
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+
+
+def rounds_with_one_slow_peer(up_mbit_s: float, num_rounds: int, num_peers: int = NUM_PEERS) -> tuple[Rounds, PeerId]:
+    """One peer sends so much a second, the others have 100 Mbit/s; nobody knows its own bandwidth before."""
+    logging.getLogger("manyhands").setLevel(logging.ERROR)
+    world, rounds = World(1), Rounds()
+    world.network.default_link.latency_s = 0.005
+    names = [f"p{number}" for number in range(num_peers)]
+    slow = names[min(3, num_peers - 1)]
+    ids = {name: world.identity(name).peer_id for name in names}
+    addresses: dict[PeerId, list[Address]] = {}
+    latest = [Position(0, b"start")]
+
+    async def peer(host: Host) -> None:
+        endpoint = Endpoint(world.transport(host), rng=world.rng(f"endpoint of {host.name}"))
+        roster = FixedRoster({peer_id: False for name, peer_id in ids.items() if name != host.name})
+        runner = RoundRunner(endpoint, "run", b"", roster, CONFIG, world.rng(f"rounds of {host.name}"))
+        await endpoint.listen([Address.of(host.ip, 0)])
+        addresses[endpoint.peer_id] = endpoint.addresses
+        try:
+            for number in range(num_rounds):
+                await asyncio.sleep(number * PERIOD_S + 1.0 - world.loop.time())
+                for other, where in addresses.items():
+                    endpoint.learn(other, where)
+                roster.at = max(latest, key=lambda at: at.step)
+                roster.missing.clear()
+                await take_part(host.name, runner)
+            await asyncio.sleep(PERIOD_S)
+        finally:
+            await runner.close()
+            await endpoint.close()
+
+    async def take_part(name: str, runner: RoundRunner) -> None:
+        result: CommittedRound | RoundAborted
+        began = world.loop.time()
+        try:
+            result = await runner.average(torch.full((NUMEL,), float(names.index(name))), 1.0)
+            latest.append(result.manifest.position.after(result.manifest))
+        except RoundAborted as error:
+            result = error
+        rounds.results.setdefault(name, []).append(result)
+        rounds.seconds.setdefault(name, []).append(world.loop.time() - began)
+
+    for name in names:
+        world.host(name)
+        world.network.set_bandwidth(name, up_mbit_s=up_mbit_s if name == slow else 100.0, down_mbit_s=100.0)
+        world.start(name, peer)
+    world.run(num_rounds * PERIOD_S + 1.0)
+    return rounds, ids[slow]
+
+
+@pytest.fixture(autouse=True)
+def _small_packets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that calls get through beside values on the slow link."""
+    monkeypatch.setattr(links, "TURN_BYTES", 1400)
+    monkeypatch.setattr(stream, "TURN_BYTES", 1400)
+
+
+def test_who_was_too_slow_owns_less_in_the_next_round_and_is_in_it() -> None:
+    """Its own values take it 20 s of 30; with an eighth to reduce it would be 35 s."""
+    rounds, slow = rounds_with_one_slow_peer(VECTOR_MBIT / 20.0, 3)
+    for name, results in rounds.results.items():
+        first, *rest = results
+        assert isinstance(first, CommittedRound)
+        assert first.blamed == (slow,), (name, first.reason)
+        assert "at its pace it would need 3" in first.reason
+        assert "its own values" not in first.reason
+        for result in rest:
+            assert isinstance(result, CommittedRound), (name, result)
+            assert result.averaged_N is not None
+            assert result.blamed == (), (name, result.reason)
+            assert result.averaged_N[0] == pytest.approx(sum(range(NUM_PEERS)) / NUM_PEERS)
+        assert all(seconds < 22.0 for seconds in rounds.seconds[name][1:]), rounds.seconds
+
+
+def test_whose_own_values_are_too_much_for_a_round_is_told_so() -> None:
+    """They take it 80 s. The first time it should have reduced, too."""
+    rounds, slow = rounds_with_one_slow_peer(VECTOR_MBIT / 80.0, 2)
+    first, second = rounds.results[SLOW]
+    for result in (first, second):
+        assert slow in result.blamed
+        needed = re.search(r"at its pace it would need (\d+) s", result.reason)
+        assert needed is not None, result.reason
+        assert 70 <= int(needed[1]) <= 160
+        assert f"{slow} is too slow for the time that this round has" in result.reason
+    assert "its own values" not in first.reason
+    assert second.reason.endswith(
+        "this peer had only its own values to send, and they are too much for the 29 s that the round had: "
+        "a larger averaging_timeout_s on all peers, or a codec of fewer bits, would help"
+    )
