@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from manyhands.optim.flat import GradientLayout, are_finite
+from manyhands.optim.flat import FlatGradients, GradientLayout, are_finite
 
 HOST = torch.device("cpu")
 
@@ -49,8 +49,9 @@ class GradientAccumulator:
         self.layout = GradientLayout(self._parameters)
         devices = {parameter.device for parameter in self._parameters}
         self._device = devices.pop() if len(devices) == 1 else HOST
-        self._buffer_N: torch.Tensor | None = None
+        self._mean: FlatGradients | None = None
         self._spare_N: torch.Tensor | None = None  # its values mean nothing
+        self._last_used: tuple[list[bool], torch.Tensor] | None = None
         self.samples = 0
         self.weight = 0.0
         self.since_step = 0
@@ -70,24 +71,42 @@ class GradientAccumulator:
         if weight == 0:
             self._count(samples, 0.0, at_step)
             return True
-        gradients = [None if parameter.grad is None else parameter.grad.to_dense() for parameter in self._parameters]
+        gradients = [_dense(parameter.grad) for parameter in self._parameters]
         if not are_finite([gradient for gradient in gradients if gradient is not None]):
             return False
-        mean_N = self._buffer()
-        is_first, share = self.weight == 0, weight / (self.weight + weight)
-        means, shares = self.layout.views(mean_N)
+        mean, is_first, share = self._buffer(), self.weight == 0, weight / (self.weight + weight)
+        self._add_in(mean.values, gradients, grad_scale, None if is_first else share)
+        used_P = self._used([gradient is not None for gradient in gradients])
+        mean.shares.copy_(used_P) if is_first else mean.shares.lerp_(used_P, share)
+        self._count(samples, weight, at_step)
+        return True
+
+    def _add_in(
+        self,
+        means: list[torch.Tensor],
+        gradients: list[torch.Tensor | None],
+        grad_scale: float,
+        share: float | None,
+    ) -> None:
+        """Move the means by a share towards the gradients; None for all of it."""
+        plain = [gradient for gradient in gradients if gradient is not None and _is_alike(gradient, means[0])]
+        if len(plain) == len(means) and grad_scale == 1.0:  # one call for all of them: on a GPU one kernel
+            torch._foreach_copy_(means, plain) if share is None else torch._foreach_lerp_(means, plain, share)
+            return
         for mean, gradient in zip(means, gradients, strict=True):
             if gradient is None:
-                mean.zero_() if is_first else mean.mul_(1 - share)
+                mean.zero_() if share is None else mean.mul_(1 - share)
                 continue
             gradient = gradient.to(mean)  # in float32 before it is divided
             if grad_scale != 1.0:
                 gradient = gradient / grad_scale
-            mean.copy_(gradient) if is_first else mean.lerp_(gradient, share)
-        used = torch.tensor([0.0 if gradient is None else 1.0 for gradient in gradients]).to(shares)
-        shares.copy_(used) if is_first else shares.lerp_(used, share)
-        self._count(samples, weight, at_step)
-        return True
+            mean.copy_(gradient) if share is None else mean.lerp_(gradient, share)
+
+    def _used(self, are_used: list[bool]) -> torch.Tensor:
+        """One for each parameter that has a gradient, and zero for the others."""
+        if self._last_used is None or self._last_used[0] != are_used:
+            self._last_used = are_used, torch.tensor(are_used).to(self._device, torch.float32)
+        return self._last_used[1]
 
     def _count(self, samples: int, weight: float, since_step: int) -> None:
         self.since_step = min(self.since_step, since_step) if self.samples else since_step
@@ -96,11 +115,11 @@ class GradientAccumulator:
 
     def freeze(self) -> Contribution:
         """Hand out what was added so far, and begin anew."""
-        mean_N = self._buffer()
+        mean_N = self._buffer().flat_N
         if self.weight == 0:
             mean_N.zero_()
         if self._device == HOST:
-            self._buffer_N = None
+            self._mean = None
         else:
             mean_N = self._copied_to_host(mean_N)
         contribution = Contribution(mean_N, self.samples, self.weight, self.since_step)
@@ -112,12 +131,12 @@ class GradientAccumulator:
         if contribution.weight > 0:
             if self.weight > 0:
                 share = contribution.weight / (self.weight + contribution.weight)
-                self._buffer().lerp_(contribution.mean_N.to(self._device), share)
+                self._buffer().flat_N.lerp_(contribution.mean_N.to(self._device), share)
                 self._spare_N = contribution.mean_N
             elif self._device == HOST:
-                self._buffer_N = contribution.mean_N
+                self._mean = FlatGradients(self.layout, contribution.mean_N)
             else:
-                self._buffer().copy_(contribution.mean_N)
+                self._buffer().flat_N.copy_(contribution.mean_N)
                 self._spare_N = contribution.mean_N
         else:
             self._spare_N = contribution.mean_N
@@ -133,14 +152,22 @@ class GradientAccumulator:
         """Forget everything."""
         self.samples, self.weight, self.since_step, self.was_out = 0, 0.0, 0, False
 
-    def _buffer(self) -> torch.Tensor:
-        if self._buffer_N is None:
+    def _buffer(self) -> FlatGradients:
+        if self._mean is None:
             if self._device == HOST and self._spare_N is not None:
-                self._buffer_N, self._spare_N = self._spare_N, None
+                self._mean, self._spare_N = FlatGradients(self.layout, self._spare_N), None
             else:
-                self._buffer_N = torch.empty(self.layout.numel, dtype=torch.float32, device=self._device)
-        return self._buffer_N
+                self._mean = self.layout.empty(self._device)
+        return self._mean
 
     def _copied_to_host(self, mean_N: torch.Tensor) -> torch.Tensor:
         host_N, self._spare_N = self._spare_N, None
         return mean_N.to(HOST) if host_N is None else host_N.copy_(mean_N)
+
+
+def _dense(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    return gradient.to_dense() if gradient is not None and gradient.layout is not torch.strided else gradient
+
+
+def _is_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and one.device == other.device

@@ -83,6 +83,36 @@ def test_many_large_batches_do_not_overflow() -> None:
     torch.testing.assert_close(averaged, parameter.grad)
 
 
+@pytest.mark.parametrize("scale", [1.0, 1024.0])
+@pytest.mark.parametrize("has_unused", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradients_of_any_kind_give_the_same_mean(scale: float, has_unused: bool, dtype: torch.dtype) -> None:
+    """Plain ones are added in one call, all others one by one."""
+    parameters = parameters_of((3, 4), (5,), *[(2,)] * has_unused, dtype=dtype)
+    accumulator = GradientAccumulator(parameters)
+    generator = torch.Generator().manual_seed(3)
+    batches = [[torch.randn(p.shape, dtype=dtype, generator=generator) for p in parameters[:2]] for _ in range(4)]
+    for samples, batch in enumerate(batches, 1):
+        for parameter, gradient in zip(parameters, batch, strict=False):
+            parameter.grad = gradient * scale
+        assert accumulator.add(samples, grad_scale=scale)
+    for number, averaged in enumerate(gradients_after(accumulator, parameters)[:2]):
+        whole = sum(samples * batch[number] for samples, batch in enumerate(batches, 1)) / 10
+        torch.testing.assert_close(averaged, whole, rtol=1e-5, atol=1e-6)
+
+
+def test_what_was_handed_out_is_not_written_to() -> None:
+    (parameter,) = parameters_of((2,))
+    accumulator = GradientAccumulator([parameter])
+    parameter.grad = torch.ones(2)
+    accumulator.add(1)
+    contribution = accumulator.freeze()
+    parameter.grad = torch.full((2,), 9.0)
+    accumulator.add(1)
+    accumulator.add(1)
+    assert contribution.mean_N.tolist() == [1.0, 1.0, 1.0]
+
+
 def test_unused_parameters_count_as_zero_in_the_batches_that_did_not_use_them() -> None:
     used, sometimes, never = parameters = parameters_of((1,), (1,), (1,))
     accumulator = GradientAccumulator(parameters)
