@@ -55,6 +55,7 @@ EAGER = ProgressConfig(min_refresh_s=0.02, max_refresh_s=0.1, default_refresh_s=
 MEMORY_TENSORS = 16
 MEMORY_STEPS = 4
 WARM_UP_BATCHES = 8
+PARTNER_PERIOD_S = 0.005
 MAX_TRIES = 100
 SCHEDSTAT = Path("/proc/thread-self/schedstat")  # running, waiting for a core, time slices
 OVERHEADS = ("idle", "busy")
@@ -180,7 +181,7 @@ def new_optimizer(peer: manyhands.Peer, model: torch.nn.Module, target: int, **o
 
 
 class Partner:
-    """Another peer, which comes to every round at once."""
+    """Another peer, which comes to every round at once, and does little else: its core should be idle."""
 
     def __init__(self, initial_peers: list[str], memory_bytes: int, target: int) -> None:
         torch.set_num_threads(1)
@@ -195,8 +196,8 @@ class Partner:
 
     def _train(self) -> None:
         with contextlib.suppress(manyhands.ManyhandsError):  # when the other one has left
-            while not self._is_over.wait(0.002):
-                self._optimizer.step(batch_size=1)
+            while not self._is_over.wait(PARTNER_PERIOD_S):
+                self._optimizer.step(batch_size=0 if self._optimizer.samples_accumulated else 1)
 
     def close(self) -> None:
         self._is_over.set()
