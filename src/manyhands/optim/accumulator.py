@@ -76,8 +76,8 @@ class GradientAccumulator:
             return False
         mean, is_first, share = self._buffer(), self.weight == 0, weight / (self.weight + weight)
         self._add_in(mean.values, gradients, grad_scale, None if is_first else share)
-        used_P = self._used([gradient is not None for gradient in gradients])
-        mean.shares.copy_(used_P) if is_first else mean.shares.lerp_(used_P, share)
+        used = self._used([gradient is not None for gradient in gradients])
+        mean.shares.copy_(used) if is_first else mean.shares.lerp_(used, share)
         self._count(samples, weight, at_step)
         return True
 
