@@ -20,6 +20,7 @@ from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ManyhandsError, RoundAborted, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.optim.accumulator import Contribution
+from manyhands.optim.advice import describe_late_states
 from manyhands.optim.averaged import Averaged
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.departures import Departures
@@ -350,12 +351,10 @@ class Collaboration:
             raise
         self._num_vain_loads += 1
         if self._num_vain_loads == LOADS_UNTIL_ADVICE:
-            logger.warning(
-                "%d states in a row were out of date when they were here: this peer cannot keep up with the run. The "
-                "last one took %.3g s. A faster link would do, or a larger target_batch_size on all peers",
-                self._num_vain_loads,
-                loop.time() - started,
-            )
+            took_s, target = loop.time() - started, self._manifest.target_batch_size
+            speed = sum(record.samples_per_second for record in self.tracker.reader.records().values())
+            computing_s = target / speed if speed > 0 else 0.0
+            logger.warning("%s", describe_late_states(self._num_vain_loads, took_s, computing_s, target))
         return state
 
     async def is_ahead_of_somebody(self) -> bool:
