@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 
 KIB = 1024
+MMAP_THRESHOLD = -3  # of malloc.h
+LARGE_BYTES = 1 << 20
 
 
 def _status(pid: int) -> dict[str, int]:
@@ -16,6 +19,16 @@ def _status(pid: int) -> dict[str, int]:
 def own_bytes(pid: int) -> int:
     """Memory of this process alone: neither files, such as libraries, nor what it shares with others."""
     return _status(pid)["RssAnon"]
+
+
+def free_at_once() -> None:
+    """From now on large tensors go back to the system when they are freed.
+
+    By default glibc learns from the first ones to keep such memory, or not: a third of a model more or less by chance.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(MMAP_THRESHOLD, LARGE_BYTES)
 
 
 def start_peak(pid: int) -> None:

@@ -16,7 +16,8 @@ trained by plain torch, which adds gradients up in ``.grad``, and beside it in t
   peak_extra_x_params  peak memory beyond that of plain AdamW over a few global steps with another peer, in multiples
                        of the parameters (float32): synchronous steps, ``delay="gradients"``, and ``offload`` alone; on
                        Linux only, else absent. The model is on the host here, so the copies that belong to delay and
-                       offload are counted, as what would be the device's own memory is.
+                       offload are counted, as what would be the device's own memory is. Freed tensors go back to the
+                       system at once: else what malloc keeps of plain torch's differs by a third from run to run.
 
 An overhead below 0 is noise. Other work on the machine disturbs busy_overhead most, which needs two cores.
 """
@@ -37,7 +38,7 @@ from typing import Any
 
 import torch
 from _command_line import Parser, json_path, positive_int, progress_of, run
-from _memory import peak_own_bytes, start_peak
+from _memory import free_at_once, peak_own_bytes, start_peak
 from _worker import Worker
 
 import manyhands
@@ -55,6 +56,7 @@ EAGER = ProgressConfig(min_refresh_s=0.02, max_refresh_s=0.1, default_refresh_s=
 MEMORY_TENSORS = 16
 MEMORY_STEPS = 4
 WARM_UP_BATCHES = 8
+PARTNER_PERIOD_S = 0.005
 MAX_TRIES = 100
 SCHEDSTAT = Path("/proc/thread-self/schedstat")  # running, waiting for a core, time slices
 OVERHEADS = ("idle", "busy")
@@ -180,7 +182,7 @@ def new_optimizer(peer: manyhands.Peer, model: torch.nn.Module, target: int, **o
 
 
 class Partner:
-    """Another peer, which comes to every round at once."""
+    """Another peer, which comes to every round at once, and does little else: its core should be idle."""
 
     def __init__(self, initial_peers: list[str], memory_bytes: int, target: int) -> None:
         torch.set_num_threads(1)
@@ -195,8 +197,8 @@ class Partner:
 
     def _train(self) -> None:
         with contextlib.suppress(manyhands.ManyhandsError):  # when the other one has left
-            while not self._is_over.wait(0.002):
-                self._optimizer.step(batch_size=1)
+            while not self._is_over.wait(PARTNER_PERIOD_S):
+                self._optimizer.step(batch_size=0 if self._optimizer.samples_accumulated else 1)
 
     def close(self) -> None:
         self._is_over.set()
@@ -210,6 +212,7 @@ class MemoryUse:
 
     def __init__(self, num_bytes: int, mode: str | None) -> None:
         torch.set_num_threads(1)
+        free_at_once()
         self._peer = manyhands.Peer(listen=LISTEN)
         self._model = large_vectors(num_bytes)
         self._mode = mode

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from accelerate import Accelerator
 
 import manyhands
 from manyhands.base.errors import ConfigError, ManifestMismatch
-from tests.trainers import AVERAGING, FAST, in_threads, new_model, peers
+from tests.trainers import AVERAGING, BATCH_SIZE, FAST, Trainer, in_threads, new_model, peers
 
 MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
@@ -222,3 +224,27 @@ def test_a_gradient_that_is_not_finite_never_counts() -> None:
         assert optimizer.global_step == 0
         assert optimizer.samples_accumulated == 0
         assert optimizer.statistics.samples_dropped == 8
+
+
+def test_short_batches_far_from_the_target_do_not_each_wake_the_network_thread() -> None:
+    """Two threads are woken for each question, which costs more than a small model's gradients."""
+    num_batches, period_s = 60, 0.01
+    asked: list[str] = []
+    with peers(1) as (peer,):
+        ask = peer.run
+        trainer = Trainer(peer, "lull", 10**6)
+
+        def run(coro: Any, timeout_s: float, phase: str) -> Any:
+            asked.append(phase)
+            return ask(coro, timeout_s, phase)
+
+        peer.run = run  # type: ignore[method-assign]
+        for _ in range(num_batches):
+            trainer.train_batch()
+            time.sleep(period_s)
+        assert 0 < asked.count("deciding") < num_batches / 2
+        assert trainer.optimizer.statistics.samples_computed == num_batches * BATCH_SIZE
+        trainer.optimizer.step(batch_size=10**6)
+        trainer.optimizer.step(batch_size=0)
+        assert trainer.optimizer.global_step == 1, "what reaches the target is reported at once"
+        assert trainer.optimizer.statistics.samples_used == num_batches * BATCH_SIZE + 10**6

@@ -141,6 +141,20 @@ def test_a_peer_that_froze_over_one_step(from_s: float) -> None:
     assert counts["p3"].samples_used >= 8 * BATCH_SIZE
 
 
+@pytest.mark.parametrize("from_s", [16.0, 20.0, 22.0])
+def test_with_a_delay_only_those_from_before_the_last_step_are_dropped(from_s: float) -> None:
+    """Those computed while that step was made in the background would be two steps late."""
+    swarm = Swarm(seed=41)
+    marked = Marked(swarm)
+    start(marked, 80.0, delay="gradients")
+    swarm.world.schedule(between(from_s, from_s + FROZEN_S).freeze("p3"))
+    swarm.run()
+    counts = marked.check()
+    assert sum(one.samples_dropped for one in counts.values()) <= BATCH_SIZE
+    assert counts["p3"].states_loaded == 1
+    assert counts["p3"].samples_carried >= 5 * BATCH_SIZE
+
+
 @pytest.mark.parametrize("rank", [0, 3], ids=["leader", "follower"])
 @pytest.mark.parametrize("phase", list(PHASES))
 def test_a_peer_that_froze_in_a_phase_of_a_step(phase: str, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:

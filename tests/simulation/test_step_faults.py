@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -283,27 +284,39 @@ def test_a_newcomer_whose_download_takes_longer_than_a_step_of_a_group() -> None
         assert (counts.samples_dropped, counts.steps_alone, counts.states_loaded) == (0, 0, 0), (name, counts)
 
 
-def test_a_newcomer_that_cannot_keep_up_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    logging.getLogger("manyhands").setLevel(logging.WARNING)
-    swarm, longest = Swarm(seed=15), Longest()
+def newcomer_on_a_slow_link(seed: int, target_batch_size: int, num_steps: int) -> Swarm:
+    """Two peers train; "late" comes back after 20 s, and a download takes it 18 s."""
+    swarm, longest = Swarm(seed), Longest()
 
     def big_model() -> torch.nn.Module:
         torch.manual_seed(1)
         return torch.nn.Linear(300, 300)
 
     def train(member: Member) -> None:
-        if member.name == "late":
-            while True:
-                member.step(quadratic(member.model))
-        longest.train_until(member, 60)
+        while member.name == "late":
+            member.step(quadratic(member.model))
+        longest.train_until(member, num_steps)
 
     for name in ("p0", "p1", "late"):
-        swarm.start(name, big_model, adam, train, target_batch_size=48, batch_size_per_step=4)
-    swarm.world.network.set_bandwidth("late", up_mbit_s=0.2, down_mbit_s=0.2)  # 44 s
+        swarm.start(name, big_model, adam, train, target_batch_size=target_batch_size, batch_size_per_step=4)
+    swarm.world.network.set_bandwidth("late", up_mbit_s=0.5, down_mbit_s=0.5)
     swarm.world.schedule(at(0.05).kill("late"), at(20.0).restart("late"))
     swarm.done.add("late")
-    swarm.run(1200.0)
-    assert "this peer cannot keep up with the run" in caplog.text
+    swarm.run(2400.0)
     for name in ("p0", "p1"):
         counts = swarm.members[name].optimizer.statistics
         assert (counts.samples_dropped, counts.steps_alone, counts.states_loaded) == (0, 0, 0), (name, counts)
+    return swarm
+
+
+def test_a_newcomer_that_cannot_keep_up_says_what_would_help(caplog: pytest.LogCaptureFixture) -> None:
+    logging.getLogger("manyhands").setLevel(logging.WARNING)
+    swarm = newcomer_on_a_slow_link(seed=15, target_batch_size=48, num_steps=60)
+    assert swarm.members["late"].optimizer.statistics.rounds_committed == 0
+    assert "this peer cannot keep up with the run" in caplog.text
+    named = re.search(r"target_batch_size=(\d+) instead of 48", caplog.text)
+    assert named is not None, caplog.text
+    caplog.clear()
+    swarm = newcomer_on_a_slow_link(seed=16, target_batch_size=int(named[1]), num_steps=12)
+    assert swarm.members["late"].optimizer.statistics.rounds_committed > 3
+    assert "cannot keep up" not in caplog.text

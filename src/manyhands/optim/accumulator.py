@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
-from manyhands.optim.flat import GradientLayout, are_finite
+from manyhands.optim.flat import FlatGradients, GradientLayout, are_finite
 
 HOST = torch.device("cpu")
 
@@ -30,31 +30,63 @@ class Contribution:
     since_step: int = 0
 
 
+@dataclass
+class Part:
+    """Gradients that wait for a step.
+
+    Attributes:
+        samples, weight: behind them.
+        since_step: the global step of the parameters that the oldest of them was computed on.
+        was_out: something of it was handed out before, for a step that failed.
+        mean: of the loss; means nothing while the weight is 0.
+    """
+
+    samples: int = 0
+    weight: float = 0.0
+    since_step: int = 0
+    was_out: bool = False
+    mean: FlatGradients | None = field(default=None, repr=False)
+
+    def count(self, samples: int, weight: float, since_step: int) -> None:
+        """So many more are in it."""
+        self.since_step = min(self.since_step, since_step) if self.samples else since_step
+        self.samples += samples
+        self.weight += weight
+
+
 class GradientAccumulator:
     """The gradients of one peer since the last global step.
 
     Holds the gradient of the mean loss over all samples so far, so batches of different sizes count by their weight.
 
     Memory: one vector of the size of the parameters, in float32, on their device; and while a contribution is out and
-    more is added, another one on the host.
+    more is added, another one on the host. So with a delay there are two. On the host the second one serves meanwhile
+    to keep the gradients of later parameters apart from those of earlier ones, which may become too old first.
 
-    Attributes:
-        samples, weight: added so far.
-        since_step: the global step of the parameters that the oldest of it was computed on.
-        was_out: something of it was handed out before, for a step that failed.
+    Args:
+        is_delayed: more is added while a contribution is out.
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+    def __init__(self, parameters: Sequence[torch.Tensor], *, is_delayed: bool = False) -> None:
         self._parameters = list(parameters)
         self.layout = GradientLayout(self._parameters)
         devices = {parameter.device for parameter in self._parameters}
         self._device = devices.pop() if len(devices) == 1 else HOST
-        self._buffer_N: torch.Tensor | None = None
+        self._has_two = is_delayed and self._device == HOST
+        self._earlier: Part | None = None
+        self._latest = Part()
         self._spare_N: torch.Tensor | None = None  # its values mean nothing
-        self.samples = 0
-        self.weight = 0.0
-        self.since_step = 0
-        self.was_out = False
+        self._last_used: tuple[list[bool], torch.Tensor] | None = None
+
+    @property
+    def parts(self) -> list[Part]:
+        """What waits, the oldest first."""
+        return [part for part in (self._earlier, self._latest) if part is not None and part.samples]
+
+    @property
+    def samples(self) -> int:
+        """Added so far."""
+        return sum(part.samples for part in self.parts)
 
     @torch.no_grad()
     def add(self, samples: int, weight: float | None = None, grad_scale: float = 1.0, at_step: int = 0) -> bool:
@@ -68,79 +100,122 @@ class GradientAccumulator:
         """
         weight = float(samples) if weight is None else weight
         if weight == 0:
-            self._count(samples, 0.0, at_step)
+            self._latest.count(samples, 0.0, at_step)
             return True
-        gradients = [None if parameter.grad is None else parameter.grad.to_dense() for parameter in self._parameters]
+        gradients = [_dense(parameter.grad) for parameter in self._parameters]
         if not are_finite([gradient for gradient in gradients if gradient is not None]):
             return False
-        mean_N = self._buffer()
-        is_first, share = self.weight == 0, weight / (self.weight + weight)
-        means, shares = self.layout.views(mean_N)
+        self._begin_part(at_step)
+        part = self._latest
+        mean, is_first, share = self._buffer(), part.weight == 0, weight / (part.weight + weight)
+        self._add_in(mean.values, gradients, grad_scale, None if is_first else share)
+        used = self._used([gradient is not None for gradient in gradients])
+        mean.shares.copy_(used) if is_first else mean.shares.lerp_(used, share)
+        part.count(samples, weight, at_step)
+        return True
+
+    def _begin_part(self, at_step: int) -> None:
+        """Keep what waits apart from a batch of later parameters."""
+        if self._has_two and self._earlier is None and self._latest.weight > 0 and at_step > self._latest.since_step:
+            self._earlier, self._latest = self._latest, Part()
+
+    def _add_in(
+        self,
+        means: list[torch.Tensor],
+        gradients: list[torch.Tensor | None],
+        grad_scale: float,
+        share: float | None,
+    ) -> None:
+        """Move the means by a share towards the gradients; None for all of it."""
+        plain = [gradient for gradient in gradients if gradient is not None and _is_alike(gradient, means[0])]
+        if len(plain) == len(means) and grad_scale == 1.0:  # one call for all of them: on a GPU one kernel
+            torch._foreach_copy_(means, plain) if share is None else torch._foreach_lerp_(means, plain, share)
+            return
         for mean, gradient in zip(means, gradients, strict=True):
             if gradient is None:
-                mean.zero_() if is_first else mean.mul_(1 - share)
+                mean.zero_() if share is None else mean.mul_(1 - share)
                 continue
             gradient = gradient.to(mean)  # in float32 before it is divided
             if grad_scale != 1.0:
                 gradient = gradient / grad_scale
-            mean.copy_(gradient) if is_first else mean.lerp_(gradient, share)
-        used = torch.tensor([0.0 if gradient is None else 1.0 for gradient in gradients]).to(shares)
-        shares.copy_(used) if is_first else shares.lerp_(used, share)
-        self._count(samples, weight, at_step)
-        return True
+            mean.copy_(gradient) if share is None else mean.lerp_(gradient, share)
 
-    def _count(self, samples: int, weight: float, since_step: int) -> None:
-        self.since_step = min(self.since_step, since_step) if self.samples else since_step
-        self.samples += samples
-        self.weight += weight
+    def _used(self, are_used: list[bool]) -> torch.Tensor:
+        """One for each parameter that has a gradient, and zero for the others."""
+        if self._last_used is None or self._last_used[0] != are_used:
+            self._last_used = are_used, torch.tensor(are_used).to(self._device, torch.float32)
+        return self._last_used[1]
 
     def freeze(self) -> Contribution:
         """Hand out what was added so far, and begin anew."""
-        mean_N = self._buffer()
-        if self.weight == 0:
+        self._merge()
+        part, mean_N = self._latest, self._buffer().flat_N
+        if part.weight == 0:
             mean_N.zero_()
         if self._device == HOST:
-            self._buffer_N = None
+            part.mean = None
         else:
             mean_N = self._copied_to_host(mean_N)
-        contribution = Contribution(mean_N, self.samples, self.weight, self.since_step)
-        self.reset()
+        contribution = Contribution(mean_N, part.samples, part.weight, part.since_step)
+        self._latest = Part(mean=part.mean)
         return contribution
 
     def take_back(self, contribution: Contribution) -> None:
         """The step was not made: what was handed out counts in the next attempt."""
-        if contribution.weight > 0:
-            if self.weight > 0:
-                share = contribution.weight / (self.weight + contribution.weight)
-                self._buffer().lerp_(contribution.mean_N.to(self._device), share)
-                self._spare_N = contribution.mean_N
-            elif self._device == HOST:
-                self._buffer_N = contribution.mean_N
-            else:
-                self._buffer().copy_(contribution.mean_N)
-                self._spare_N = contribution.mean_N
-        else:
-            self._spare_N = contribution.mean_N
-        if contribution.samples:
-            self._count(contribution.samples, contribution.weight, contribution.since_step)
-            self.was_out = True
+        self._merge()
+        part = Part(was_out=contribution.samples > 0, mean=FlatGradients(self.layout, contribution.mean_N))
+        part.count(contribution.samples, contribution.weight, contribution.since_step)
+        self._earlier = part
+        if not self._latest.samples or not part.weight > 0:
+            self._merge()
+
+    def _merge(self) -> None:
+        """Make one part of all that waits."""
+        earlier, self._earlier = self._earlier, None
+        if earlier is None:
+            return
+        latest = self._latest
+        assert earlier.mean is not None
+        if earlier.weight > 0 and latest.weight == 0 and self._device == HOST:
+            earlier.mean, latest.mean = latest.mean, earlier.mean
+        elif earlier.weight > 0:
+            given_N, mean_N = earlier.mean.flat_N.to(self._device), self._buffer().flat_N
+            share = earlier.weight / (earlier.weight + latest.weight)
+            mean_N.copy_(given_N) if latest.weight == 0 else mean_N.lerp_(given_N, share)
+        if earlier.samples:
+            latest.count(earlier.samples, earlier.weight, earlier.since_step)
+        latest.was_out = latest.was_out or earlier.was_out
+        if earlier.mean is not None:
+            self._spare_N = earlier.mean.flat_N
 
     def recycle(self, contribution: Contribution) -> None:
         """The step was made: the memory is free."""
         self._spare_N = contribution.mean_N
 
-    def reset(self) -> None:
-        """Forget everything."""
-        self.samples, self.weight, self.since_step, self.was_out = 0, 0.0, 0, False
+    def drop(self, part: Part) -> None:
+        """Forget one of the parts."""
+        if part is self._latest:
+            self._latest = Part(mean=part.mean)
+        elif part is self._earlier and part.mean is not None:
+            self._earlier, self._spare_N = None, part.mean.flat_N
 
-    def _buffer(self) -> torch.Tensor:
-        if self._buffer_N is None:
+    def _buffer(self) -> FlatGradients:
+        part = self._latest
+        if part.mean is None:
             if self._device == HOST and self._spare_N is not None:
-                self._buffer_N, self._spare_N = self._spare_N, None
+                part.mean, self._spare_N = FlatGradients(self.layout, self._spare_N), None
             else:
-                self._buffer_N = torch.empty(self.layout.numel, dtype=torch.float32, device=self._device)
-        return self._buffer_N
+                part.mean = self.layout.empty(self._device)
+        return part.mean
 
     def _copied_to_host(self, mean_N: torch.Tensor) -> torch.Tensor:
         host_N, self._spare_N = self._spare_N, None
         return mean_N.to(HOST) if host_N is None else host_N.copy_(mean_N)
+
+
+def _dense(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    return gradient.to_dense() if gradient is not None and gradient.layout is not torch.strided else gradient
+
+
+def _is_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and one.device == other.device

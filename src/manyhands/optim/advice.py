@@ -67,8 +67,25 @@ def describe_step(computing_s: float, averaging_s: float, target_batch_size: int
     )
 
 
-def working_target(computing_s: float, averaging_s: float, target_batch_size: int) -> int:
-    """The target, rounded up to two digits, at which computing takes as long as averaging."""
-    needed = target_batch_size * averaging_s / max(computing_s, 1e-3)
+def describe_late_states(num_loads: int, download_s: float, computing_s: float, target_batch_size: int) -> str:
+    """The words for a peer whose downloads take longer than steps.
+
+    Args:
+        computing_s: the run takes so long for the samples of a step; 0 if that is not known.
+    """
+    if 0 < computing_s < download_s:
+        target = working_target(computing_s, download_s, target_batch_size)
+        larger = f"target_batch_size={target} instead of {target_batch_size}"
+    else:
+        larger = f"a target_batch_size above {target_batch_size}"
+    return (
+        f"{num_loads} states in a row were out of date when they were here: this peer cannot keep up with the run. The "
+        f"last one took {download_s:.3g} s. A faster link would do, or {larger}, on all peers"
+    )
+
+
+def working_target(computing_s: float, longer_s: float, target_batch_size: int) -> int:
+    """The target, rounded up to two digits, at which computing takes as long as something that takes longer now."""
+    needed = target_batch_size * longer_s / max(computing_s, 1e-3)
     digits = int(10 ** max(math.floor(math.log10(needed)) - 1, 0))
     return math.ceil(needed / digits) * digits

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
+import math
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -19,6 +21,7 @@ from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ManyhandsError, RoundAborted, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.optim.accumulator import Contribution
+from manyhands.optim.advice import describe_late_states
 from manyhands.optim.averaged import Averaged
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.departures import Departures
@@ -43,6 +46,10 @@ NEWS_PERIOD_S = 1.0
 NEWCOMER_S = 3.0
 """Who has downloaded the state is given so long to show itself, before a lone peer moves on from it."""
 LOADS_UNTIL_ADVICE = 4
+LULL_S = 0.25
+"""Far from the target batches are reported so often at most: each report wakes two threads."""
+FAR_S = 10.0
+"""The target is further away, at the predicted speed; nobody looks for a group yet."""
 BATCH_MARGIN = 1.25
 """Another batch is begun before a round when it would end before the others' even if it took so much longer."""
 
@@ -83,6 +90,14 @@ class BackgroundStep(Protocol):
         """Make the step."""
 
 
+@dataclass(frozen=True)
+class Lull:
+    """Nothing is due before this time, nor before this peer has so many samples."""
+
+    until: float  # loop time
+    samples: int
+
+
 class Collaboration:
     """One peer's part in one run: its manifest, progress, rounds and state server."""
 
@@ -108,6 +123,7 @@ class Collaboration:
         self._num_vain_loads = 0  # since this peer took part in a round
         self.in_group_from: Position | None = None
         """From where the last round led on whose group has formed with this peer in it."""
+        self._lull: Lull | None = None
         self._rng = presence.rng
         self._parts = AsyncExitStack()
         self._tasks = TaskOwner("collaboration")
@@ -172,11 +188,13 @@ class Collaboration:
 
     def _look_ahead(self) -> None:
         """There is news of the others."""
+        self._lull = None
         self._step_rounds.look_ahead()
         self._foresight.look_ahead()
 
     async def close(self) -> None:
         """Leave the run. May be called twice."""
+        self._lull = None
         if self.close in self._presence.on_close:
             self._presence.on_close.remove(self.close)
             await self._parts.aclose()
@@ -191,6 +209,7 @@ class Collaboration:
         if self.tracker.leading_branch().position != self._local.position:
             return Decision.LOAD_STATE
         if not self.tracker.is_due():
+            self._lull = self._lull_after(samples)
             return Decision.ACCUMULATE
         if self.tracker.can_meet_somebody():
             is_time = self._has_time_for(batch_s) or self._holds_for_latecomers()
@@ -202,6 +221,18 @@ class Collaboration:
         if not self._is_alone() or self.tracker.can_meet_somebody():
             return Decision.ACCUMULATE
         return Decision.GO_ALONE if samples and not self._is_followed() else Decision.ACCUMULATE
+
+    def is_lull(self, samples: int, now: float) -> bool:
+        """Whether a batch need not be reported, and nothing is due; safe to call from any thread."""
+        lull = self._lull
+        return lull is not None and now < lull.until and samples < lull.samples and not self.tracker.is_called
+
+    def _lull_after(self, samples: int) -> Lull | None:
+        progress, outlook = self.tracker.progress, self.tracker.outlook
+        if not FAR_S < min(progress.eta_s, outlook.eta_s) < math.inf:
+            return None
+        missing = self.tracker.target_batch_size - max(progress.samples, outlook.samples)
+        return Lull(asyncio.get_running_loop().time() + LULL_S, samples + missing // 2)
 
     def _has_time_for(self, batch_s: float) -> bool:
         """Whether this peer can compute another batch before the others, who still compute, come to the round.
@@ -321,12 +352,10 @@ class Collaboration:
             raise
         self._num_vain_loads += 1
         if self._num_vain_loads == LOADS_UNTIL_ADVICE:
-            logger.warning(
-                "%d states in a row were out of date when they were here: this peer cannot keep up with the run. The "
-                "last one took %.3g s. A faster link would do, or a larger target_batch_size on all peers",
-                self._num_vain_loads,
-                loop.time() - started,
-            )
+            took_s, target = loop.time() - started, self._manifest.target_batch_size
+            speed = sum(record.samples_per_second for record in self.tracker.reader.records().values())
+            computing_s = target / speed if speed > 0 else 0.0
+            logger.warning("%s", describe_late_states(self._num_vain_loads, took_s, computing_s, target))
         return state
 
     async def is_ahead_of_somebody(self) -> bool:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+
+PIECE = 1 << 20
+"""Values that are looked at together, where that needs memory."""
 
 
 class GradientLayout:
@@ -35,6 +39,10 @@ class GradientLayout:
         *pieces, shares = torch.split(flat_N, [*self._sizes, len(self._sizes)])
         return [piece.view(shape) for piece, shape in zip(pieces, self._shapes, strict=True)], shares
 
+    def empty(self, device: torch.device) -> FlatGradients:
+        """A new vector, whose values mean nothing."""
+        return FlatGradients(self, torch.empty(self.numel, dtype=torch.float32, device=device))
+
     @contextmanager
     def installed(self, parameters: Sequence[torch.Tensor], flat_N: torch.Tensor) -> Iterator[None]:
         """Within the block, the ``.grad`` of all parameters is that of a flat vector; after it, what it was before.
@@ -50,6 +58,20 @@ class GradientLayout:
         finally:
             for parameter, gradient in zip(parameters, before, strict=True):
                 parameter.grad = gradient
+
+
+class FlatGradients:
+    """A flat vector, and its parts, which are found once.
+
+    Attributes:
+        flat_N: all of it.
+        values: of each parameter, in its shape.
+        shares: of the weight that used each parameter.
+    """
+
+    def __init__(self, layout: GradientLayout, flat_N: torch.Tensor) -> None:
+        self.flat_N = flat_N
+        self.values, self.shares = layout.views(flat_N)
 
 
 def flattened(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -75,11 +97,29 @@ def values_at(tensors: Sequence[torch.Tensor], indices: Sequence[int]) -> list[f
 
 
 def are_finite(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether all values are; asks each device once.
+    """Whether all values are, as float32; asks each device once.
 
-    Adds them up in float32, which reads them once and keeps nothing; so values whose sum overflows are not finite.
+    Adds them up, or their squares, which reads them once and keeps nothing. If that sum is finite, so are they; else
+    they are looked at one by one.
     """
-    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    on_host, by_device = 0.0, dict[torch.device, list[torch.Tensor]]()
     for tensor in tensors:
-        by_device.setdefault(tensor.device, []).append(tensor.detach().sum(dtype=torch.float32))
-    return all(bool(torch.stack(sums).isfinite().all()) for sums in by_device.values())
+        if tensor.device.type == "cpu":
+            on_host += _sum_on_host(tensor)
+        else:
+            by_device.setdefault(tensor.device, []).append(tensor.detach().sum(dtype=torch.float32))
+    if math.isfinite(on_host) and all(bool(torch.stack(sums).isfinite().all()) for sums in by_device.values()):
+        return True
+    return all(bool(piece.float().isfinite().all()) for tensor in tensors for piece in _pieces(tensor.detach()))
+
+
+def _sum_on_host(tensor: torch.Tensor) -> float:
+    """Of the squares, which is faster; or of the values."""
+    if tensor.dtype == torch.float32 and tensor.is_contiguous():
+        values_N = tensor.detach().view(-1)
+        return torch.dot(values_N, values_N).item()
+    return tensor.detach().sum(dtype=torch.float32).item()
+
+
+def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    return torch.split(tensor.reshape(-1), PIECE) if tensor.numel() else []

@@ -88,6 +88,8 @@ class Membership:
 
     def decide(self, samples: int, speed: SpeedMeter) -> Decision:
         """Report what this peer has accumulated; returns what to do next."""
+        if self._collaboration.is_lull(samples, self._peer.time()):
+            return Decision.ACCUMULATE
         try:
             return self._run(self._collaboration.decide(samples, speed.samples_per_second, speed.batch_s), "deciding")
         except Timeout as error:  # this machine was held up; training goes on

@@ -109,7 +109,7 @@ class Optimizer(OptimizerWrapper):
         self.last_contribution = 0
         """This peer's samples in the current global step."""
         self._peer = peer
-        self._samples = Samples(peer.peer_id, self._replica)
+        self._samples = Samples(peer.peer_id, self._replica, is_delayed=delay is not None)
         self._current: GlobalStep | None = None  # that is being made; between calls of step(), in the background
         self._speed = SpeedMeter()
         self._advice = Advice(target_batch_size)

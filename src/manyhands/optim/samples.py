@@ -6,7 +6,7 @@ import logging
 
 from manyhands.averaging.messages import Position
 from manyhands.base.identity import PeerId
-from manyhands.optim.accumulator import Contribution, GradientAccumulator
+from manyhands.optim.accumulator import Contribution, GradientAccumulator, Part
 from manyhands.optim.global_step import GlobalStep
 from manyhands.optim.leftover import reason_to_drop
 from manyhands.optim.replica import Replica
@@ -22,10 +22,10 @@ class Samples:
         statistics: the counts.
     """
 
-    def __init__(self, own_id: PeerId, replica: Replica) -> None:
+    def __init__(self, own_id: PeerId, replica: Replica, *, is_delayed: bool) -> None:
         self._own_id = own_id
         self._replica = replica
-        self._accumulator = GradientAccumulator(replica.model_parameters)
+        self._accumulator = GradientAccumulator(replica.model_parameters, is_delayed=is_delayed)
         self.statistics = Statistics()
 
     @property
@@ -87,19 +87,22 @@ class Samples:
             before: where this peer was.
             in_group_from: from where the last round led on in whose group it was.
         """
-        waiting = self._accumulator
-        was_in_group = waiting.was_out and in_group_from == before
-        if reason := self._reason_to_drop(waiting.since_step, before, was_in_group=was_in_group):
-            self.drop_waiting(reason)
-        elif waiting.samples:
-            self._carried(waiting.samples)
+        for part in self._accumulator.parts:
+            was_in_group = part.was_out and in_group_from == before
+            if reason := self._reason_to_drop(part.since_step, before, was_in_group=was_in_group):
+                self._drop_waiting(part, reason)
+            else:
+                self._carried(part.samples)
 
     def drop_waiting(self, reason: str) -> None:
         """The parameters are not those any more that the gradients so far were computed on."""
-        if samples := self._accumulator.samples:
-            self.statistics.samples_dropped += samples
-            logger.warning("%d samples are dropped: %s", samples, reason)
-        self._accumulator.reset()
+        for part in self._accumulator.parts:
+            self._drop_waiting(part, reason)
+
+    def _drop_waiting(self, part: Part, reason: str) -> None:
+        self.statistics.samples_dropped += part.samples
+        logger.warning("%d samples are dropped: %s", part.samples, reason)
+        self._accumulator.drop(part)
 
     def _drop(self, contribution: Contribution) -> None:
         self.statistics.samples_dropped += contribution.samples

@@ -35,8 +35,8 @@ def guarded_step(
         Why the step was refused, in which case nothing has changed; or nothing.
     """
     values_N = averaged_N[: layout.num_values]
-    norm = global_norm([values_N])
-    if not math.isfinite(norm) or not are_finite([averaged_N]):
+    norm = global_norm([values_N])  # finite only if all of them are
+    if not math.isfinite(norm) or not are_finite([averaged_N[layout.num_values :]]):
         return "the averaged gradient is not finite, or its square is not"
     if max_grad_norm is not None and norm > max_grad_norm:
         values_N.mul_(max_grad_norm / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_ does

@@ -21,6 +21,15 @@ def gradients_after(
         return [None if parameter.grad is None else parameter.grad.clone() for parameter in parameters]
 
 
+def ages_of(accumulator: GradientAccumulator) -> list[tuple[int, int, bool]]:
+    return [(part.samples, part.since_step, part.was_out) for part in accumulator.parts]
+
+
+def drop_all(accumulator: GradientAccumulator) -> None:
+    for part in accumulator.parts:
+        accumulator.drop(part)
+
+
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.integers(0, 2**32 - 1))
 @settings(max_examples=30)
 def test_any_split_into_batches_gives_the_gradient_of_the_whole(sizes: list[int], seed: int) -> None:
@@ -83,6 +92,36 @@ def test_many_large_batches_do_not_overflow() -> None:
     torch.testing.assert_close(averaged, parameter.grad)
 
 
+@pytest.mark.parametrize("scale", [1.0, 1024.0])
+@pytest.mark.parametrize("has_unused", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradients_of_any_kind_give_the_same_mean(scale: float, has_unused: bool, dtype: torch.dtype) -> None:
+    """Plain ones are added in one call, all others one by one."""
+    parameters = parameters_of((3, 4), (5,), *[(2,)] * has_unused, dtype=dtype)
+    accumulator = GradientAccumulator(parameters)
+    generator = torch.Generator().manual_seed(3)
+    batches = [[torch.randn(p.shape, dtype=dtype, generator=generator) for p in parameters[:2]] for _ in range(4)]
+    for samples, batch in enumerate(batches, 1):
+        for parameter, gradient in zip(parameters, batch, strict=False):
+            parameter.grad = gradient * scale
+        assert accumulator.add(samples, grad_scale=scale)
+    for number, averaged in enumerate(gradients_after(accumulator, parameters)[:2]):
+        whole = sum(samples * batch[number] for samples, batch in enumerate(batches, 1)) / 10
+        torch.testing.assert_close(averaged, whole, rtol=1e-5, atol=1e-6)
+
+
+def test_what_was_handed_out_is_not_written_to() -> None:
+    (parameter,) = parameters_of((2,))
+    accumulator = GradientAccumulator([parameter])
+    parameter.grad = torch.ones(2)
+    accumulator.add(1)
+    contribution = accumulator.freeze()
+    parameter.grad = torch.full((2,), 9.0)
+    accumulator.add(1)
+    accumulator.add(1)
+    assert contribution.mean_N.tolist() == [1.0, 1.0, 1.0]
+
+
 def test_unused_parameters_count_as_zero_in_the_batches_that_did_not_use_them() -> None:
     used, sometimes, never = parameters = parameters_of((1,), (1,), (1,))
     accumulator = GradientAccumulator(parameters)
@@ -136,12 +175,12 @@ def test_gradients_are_put_back_also_after_an_error() -> None:
     assert parameters[1].grad is None
 
 
-def test_reset_forgets_everything() -> None:
+def test_what_is_dropped_is_forgotten() -> None:
     (parameter,) = parameters = parameters_of((2,))
     accumulator = GradientAccumulator(parameters)
     parameter.grad = torch.ones(2)
     accumulator.add(3)
-    accumulator.reset()
+    drop_all(accumulator)
     assert accumulator.samples == 0
     assert gradients_after(accumulator, parameters) == [None]
     parameter.grad = torch.full((2,), 5.0)
@@ -167,13 +206,67 @@ def test_it_knows_how_old_the_oldest_is_and_what_was_out_before() -> None:
     parameter.grad = torch.ones(2)
     for at_step in (4, 3, 5):
         accumulator.add(1, at_step=at_step)
-    assert (accumulator.since_step, accumulator.was_out) == (3, False)
+    assert ages_of(accumulator) == [(3, 3, False)]
     contribution = accumulator.freeze()
     assert contribution.since_step == 3
-    accumulator.add(1, at_step=4)
-    assert (accumulator.since_step, accumulator.was_out) == (4, False)
     accumulator.take_back(contribution)
-    assert (accumulator.since_step, accumulator.was_out) == (3, True)
-    accumulator.reset()
+    assert ages_of(accumulator) == [(3, 3, True)]
+    drop_all(accumulator)
     accumulator.add(1, 0.0, at_step=7)
-    assert (accumulator.since_step, accumulator.was_out) == (7, False)
+    assert ages_of(accumulator) == [(1, 7, False)]
+
+
+def test_what_comes_back_lies_apart_from_what_was_added_meanwhile() -> None:
+    (parameter,) = parameters_of((2,))
+    accumulator = GradientAccumulator([parameter])
+    parameter.grad = torch.ones(2)
+    accumulator.add(1, at_step=3)
+    contribution = accumulator.freeze()
+    parameter.grad = torch.full((2,), 5.0)
+    accumulator.add(3, at_step=4)
+    accumulator.take_back(contribution)
+    assert ages_of(accumulator) == [(1, 3, True), (3, 4, False)]
+    merged = accumulator.freeze()
+    assert (merged.samples, merged.weight, merged.since_step) == (4, 4.0, 3)
+    assert merged.mean_N.tolist() == [4.0, 4.0, 1.0]
+    accumulator.take_back(merged)
+    accumulator.drop(accumulator.parts[0])
+    assert accumulator.samples == 0
+
+
+@pytest.mark.parametrize("dropped", [None, 0, 1])
+def test_with_a_delay_batches_of_later_parameters_lie_apart(dropped: int | None) -> None:
+    """There are two vectors anyway; no third one is made."""
+    (parameter,) = parameters_of((2,))
+    accumulator = GradientAccumulator([parameter], is_delayed=True)
+    vectors = set()
+    for step in range(4):
+        parameter.grad = torch.full((2,), 5.0)
+        accumulator.add(3, at_step=step)
+        if dropped is not None and len(accumulator.parts) == 2:
+            accumulator.drop(accumulator.parts[dropped])
+        contribution = accumulator.freeze()  # what was computed since the last step, and while it was made
+        if step:
+            mean, samples = {None: (4.0, 4), 0: (5.0, 3), 1: (1.0, 1)}[dropped]
+            assert (contribution.mean_N.tolist(), contribution.samples) == ([mean, mean, 1.0], samples)
+            assert contribution.since_step == (step if dropped == 0 else step - 1)
+        vectors.add(contribution.mean_N.data_ptr())
+        parameter.grad = torch.ones(2)
+        accumulator.add(1, at_step=step)
+        accumulator.recycle(contribution)
+    assert len(vectors) <= 2
+
+
+def test_one_vector_is_enough_for_who_does_not_compute_during_a_step() -> None:
+    (parameter,) = parameters_of((2,))
+    accumulator = GradientAccumulator([parameter])
+    parameter.grad = torch.ones(2)
+    vectors = set()
+    for step in range(3):
+        accumulator.add(1, at_step=step)
+        accumulator.add(1, at_step=step + 1)  # as after others made a step without it
+        assert ages_of(accumulator) == [(2, step, False)]
+        contribution = accumulator.freeze()
+        vectors.add(contribution.mean_N.data_ptr())
+        accumulator.recycle(contribution)
+    assert len(vectors) == 1

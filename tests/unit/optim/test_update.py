@@ -206,3 +206,17 @@ def test_norms() -> None:
     assert are_finite([])
     assert are_finite([torch.ones(3, dtype=torch.float16), torch.ones(2)])
     assert not are_finite([torch.ones(3), torch.tensor([1.0, float("nan")])])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_values_whose_sum_or_squares_overflow_are_finite_themselves(dtype: torch.dtype) -> None:
+    large = torch.full((3, 4), 3e38, dtype=dtype)
+    assert are_finite([large])
+    assert are_finite([large.t()[1:], torch.empty(0, dtype=dtype)])
+    large[2, 3] = float("inf")
+    assert not are_finite([large])
+    assert not are_finite([large.t()])
+
+
+def test_doubles_that_float32_cannot_hold_are_not_finite() -> None:
+    assert not are_finite([torch.tensor([1e300], dtype=torch.float64)])
