@@ -53,6 +53,10 @@ class Memory:
         weakref.finalize(whole, self._idle.append, memory).atexit = False
         return _begin_of(whole, num_bytes).view(dtype)
 
+    def free_idle(self) -> None:
+        """Give the system back what no vector needs now; any thread may call it."""
+        self._idle.clear()
+
     def _take(self, num_bytes: int) -> mmap.mmap | None:
         """Idle memory with room for so many bytes, and not for many more."""
         for memory in list(self._idle):

@@ -112,6 +112,10 @@ class RoundRunner:
         """A result is not needed any more: the next round writes into its memory."""
         self._spare_N = averaged_N
 
+    def free_buffers(self) -> None:
+        """Give the system back the memory that only rounds need; the next one takes some anew."""
+        self._memory.free_idle()
+
     def forget_errors(self) -> None:
         """What codecs lost so far belongs to values that this peer does not have any more."""
         self._feedbacks = None

@@ -295,6 +295,8 @@ class Collaboration:
         except RoundAborted:
             self.tracker.refresh_soon()  # the run may have gone on without this peer
             raise
+        finally:
+            self._rounds.free_buffers()  # the update needs memory now
         if result.mean_N is not None:
             self._num_vain_loads = 0
             self.tracker.expect_move()
