@@ -196,7 +196,7 @@ class Count:
             return self._adopt(possible[0])
         if most and here <= set(most):
             return self._adopt(most)
-        return self._again(here) if self._can_average(here) else self._abort()
+        return (self._again(here) if self._can_average(here) else None) or self._abort()
 
     def _adopt(self, ranks: Sequence[int]) -> Order:
         vote = self.votes[ranks[0]]

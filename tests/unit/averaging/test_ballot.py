@@ -153,6 +153,19 @@ def test_members_that_went_different_ways_reduce_everything_again() -> None:
     assert count.decide() == Order(STAGES + 1, [1, 2], 0, NUMEL)
 
 
+def test_a_later_coordinator_whose_time_is_over_decides_as_well() -> None:
+    """Nothing can have been committed, something is missing, and there is no time to reduce it again."""
+    count = Count(group_of(3), term=1)
+    for rank in (1, 2):
+        count.add(rank, lacking(0, 40, 0, ballot=STAGES))
+    assert count.decide() is None, "the third may still vote"
+    count.close()
+    count.lose(0, "no vote in time")
+    verdict = count.decide()
+    assert isinstance(verdict, Verdict)
+    assert verdict.manifest is None
+
+
 def test_a_coordinator_that_may_not_be_the_first_never_says_that_nothing_was_committed() -> None:
     count = Count(group_of(3), term=1)
     count.lose(0, "killed")
