@@ -4,8 +4,9 @@
 
 Each peer is a process in a network namespace of its own (benchmarks/_star.py). The delay is one way between two peers,
 the loss in percent of all packets of 1500 bytes, the rate of each peer both ways. Medians over the rounds after
-the first. JSON: a list of `{peers, mb, mbit_s, delay_ms, loss_percent, codec, seconds, mb_per_s, link_share}`;
-link_share is what each peer has to send, headers not counted, over what its line carries in these seconds.
+the first. JSON: a list of `{peers, mb, mbit_s, delay_ms, loss_percent, codec, seconds, mb_per_s, link_share,
+rounds_s}`; link_share is what each peer has to send, headers not counted, over what its line carries in these
+seconds; rounds_s are the seconds of all rounds, the first one too.
 """
 
 from __future__ import annotations
@@ -97,11 +98,10 @@ def measure(options: argparse.Namespace, loss_percent: float) -> list[dict[str, 
                 slowest = max(call("round", codec, number))
                 if not max(call("error", codec, number)) <= MAX_ERROR:
                     raise SystemExit("the result is wrong")
-                if number > 0:
-                    seconds[codec].append(slowest)
+                seconds[codec].append(slowest)
     rows = []
     for codec, times in seconds.items():
-        median = statistics.median(times)
+        median = statistics.median(times[1:])
         share = sent_bytes(codec, options.peers, numel) / bytes_per_s / median
         rows.append(
             {
@@ -114,6 +114,7 @@ def measure(options: argparse.Namespace, loss_percent: float) -> list[dict[str, 
                 "seconds": round(median, 3),
                 "mb_per_s": round(options.mb / median, 2),
                 "link_share": round(share, 3),
+                "rounds_s": [round(time, 2) for time in times],
             }
         )
     return rows

@@ -142,6 +142,7 @@ class RoundRunner:
         declared = config.bandwidth_mbit_s
         self._bandwidth = BandwidthMeter(declared * BYTES_PER_MBIT if declared is not None else None)
         self._sends: list[Send] = []  # of the round that is under way
+        self._line: float | None = None  # what its uplink carries, if it is all over long links
         self._meter = RoundMeter()
         self._deadline = 0.0  # of the round that is under way
         self._ends_at = 0.0  # when that is over for this peer or for the leader
@@ -241,14 +242,14 @@ class RoundRunner:
         finally:
             matchmaking_s = loop.time() - started
             meter.matchmaking_s += matchmaking_s
-        self._sends = []
+        self._sends, self._line = [], None
         self._ends_at = min(self._deadline, loop.time() + (group.time_left_s or math.inf))
         self._enter(Phase.FORMED)
         async with self._keeping_errors():
             averaged_N, manifest, verdict = await self._in_group(group, flat_N)
         seconds = loop.time() - started
         if averaged_N is not None and not verdict.blamed:  # else waiting for the lost one is in the time
-            self._bandwidth.add_round(self._sends, seconds - matchmaking_s)
+            self._bandwidth.add_round(self._sends, seconds - matchmaking_s, self._line)
         return CommittedRound(averaged_N, manifest, seconds, matchmaking_s, verdict.reason, tuple(verdict.blamed))
 
     async def _in_group(self, group: Group, flat_N: torch.Tensor) -> tuple[torch.Tensor | None, RoundManifest, Verdict]:
@@ -369,9 +370,11 @@ class RoundRunner:
                     stream.abort()
 
         async def connect(other: int) -> Stream:
-            stream = await self._streams.connect(group, rank, other, butterfly.num_bytes_with(other), stream_id)
+            num_bytes = butterfly.num_bytes_with(other)
+            stream = await self._streams.connect(group, rank, other, num_bytes, stream_id)
             before = self._streams.moved_before(stream)
             opened[other], streams[other] = stream, MeteredStream(stream, other, self._sends, before)
+            share.add(stream, num_bytes)
             if stream.remote in lost:
                 stream.abort()
             return streams[other]
@@ -384,10 +387,13 @@ class RoundRunner:
         watching = self._watchers.spawn(patience.watch(), name="who is silent")
         self._endpoint.on_lost.append(on_lost)
         try:
-            with self._probing.of(group, moved), ExitStack() as held:
+            with self._probing.of(group, moved), self._endpoint.uplink.shared() as share, ExitStack() as held:
                 for other in butterfly.partners():
                     held.enter_context(self._endpoint.held(group.members[other].peer_id))
-                return await butterfly.run(connect)
+                averaged_N = await butterfly.run(connect)
+                if len(share.streams) == len(streams):
+                    self._line = self._endpoint.uplink.line
+                return averaged_N
         finally:
             self._watchers.cancel(watching)
             await asyncio.gather(watching, return_exceptions=True)

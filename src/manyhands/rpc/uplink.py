@@ -1,0 +1,122 @@
+"""The line over which one peer sends to others far away: its rounds share it, and none of its streams overflows it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from manyhands.rpc.pace import Pace, Stretches
+from manyhands.runtime.tasks import TaskOwner
+from manyhands.transport.api import Delivery, Stream
+
+LOOK_PERIOD_S = 0.2
+STRETCH_S = 4.0
+"""The pace is looked at again after so long, and at the end of a round."""
+SETTLE_S = 0.5
+"""After a new pace the queues of the line still hold what was sent before."""
+
+MIN_PACE = 1 << 16
+"""Bytes per second; for the few messages of a stream that has nearly nothing to carry."""
+
+
+class Share:
+    """The streams of one round.
+
+    Attributes:
+        streams: those on long links, with what each is to carry, and what it had done when it was last looked at.
+    """
+
+    def __init__(self, uplink: Uplink) -> None:
+        self.streams: dict[Stream, tuple[float, Delivery]] = {}
+        self._uplink = uplink
+
+    def add(self, stream: Stream, num_bytes: float) -> None:
+        """A stream that is to carry so many bytes in the round, about; one on a short link is as free as ever."""
+        if (delivery := stream.delivery()) is not None:
+            self.streams[stream] = num_bytes, delivery
+            self._uplink.watch()
+
+    def pace(self, bytes_per_s: float) -> None:
+        """Have all streams together send so fast, and each so that all end together."""
+        total = sum(num_bytes for num_bytes, _ in self.streams.values())
+        for stream, (num_bytes, _) in self.streams.items():
+            stream.pace(max(bytes_per_s * num_bytes / max(total, 1), MIN_PACE))
+
+
+class Uplink:
+    """Paces the streams of one endpoint that go to far peers; each of several rounds at once gets the same.
+
+    Args:
+        tasks: look after it as long as such streams are there.
+    """
+
+    def __init__(self, tasks: TaskOwner) -> None:
+        self._tasks = tasks
+        self._shares: list[Share] = []
+        self._pace = Pace()
+        self._stretches = Stretches()
+        self._total = Delivery(0, 0, 0)  # since the streams that are there now came
+        self._watching: asyncio.Task[None] | None = None
+        self._is_changed = False
+        self._settled_at = 0.0
+
+    @property
+    def line(self) -> float | None:
+        """What one of the rounds that share it now can send, in bytes per second; None as long as that is not known."""
+        num_shares = sum(1 for share in self._shares if share.streams)
+        return self._pace.line / max(num_shares, 1) if self._pace.line is not None else None
+
+    @contextmanager
+    def shared(self) -> Iterator[Share]:
+        """A round, whose streams are paced within the block."""
+        share = Share(self)
+        self._shares.append(share)
+        try:
+            yield share
+        finally:
+            self._look(is_last=not any(other.streams for other in self._shares if other is not share))
+            self._shares.remove(share)
+            self._divide()
+
+    def watch(self) -> None:
+        """Another stream shares the line from now on."""
+        if not self._is_changed:  # others come in the same moment
+            self._is_changed = True
+            asyncio.get_running_loop().call_soon(self._divide)
+        if (self._watching is None or self._watching.done()) and not self._tasks.is_closed:
+            self._watching = self._tasks.spawn(self._watch(), name="what the uplink carries")
+
+    def _divide(self) -> None:
+        self._is_changed = False
+        shares = [share for share in self._shares if share.streams]
+        if self._pace.bytes_per_s is not None:
+            for share in shares:
+                share.pace(self._pace.bytes_per_s / len(shares))
+
+    async def _watch(self) -> None:
+        self._stretches.begin()
+        while any(share.streams for share in self._shares):
+            self._look()
+            await asyncio.sleep(LOOK_PERIOD_S)
+
+    def _look(self, *, is_last: bool = False) -> None:
+        """See what the streams have done; at the end of a stretch, find the pace of the next one."""
+        now = asyncio.get_running_loop().time()
+        for share in self._shares:
+            for stream, (num_bytes, before) in share.streams.items():
+                if (delivery := stream.delivery()) is not None:  # else it is closed
+                    grown = (
+                        total + after - was for total, after, was in zip(self._total, delivery, before, strict=True)
+                    )
+                    self._total = Delivery(*grown)
+                    share.streams[stream] = num_bytes, delivery
+        if now < self._settled_at:
+            return
+        self._stretches.add(now, self._total)
+        if is_last or self._stretches.seconds >= STRETCH_S:
+            if (stretch := self._stretches.stretch()) is not None:
+                self._pace.add(stretch)
+                self._settled_at = now + SETTLE_S
+                self._divide()
+            self._stretches.begin()
