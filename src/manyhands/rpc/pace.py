@@ -30,7 +30,7 @@ KEPT_UP = 0.98
 STEP = 0.05
 MAX_STEP = 0.4
 """A pace is above what the line has shown by so much, usually and at most,"""
-FIRST_STEP = 0.2
+FIRST_STEP = 0.1
 """and after the first stretch, in which streams took from each other what they could."""
 HOLD = 2
 """Stretches after one with losses in which a pace is not above the line."""
