@@ -24,14 +24,16 @@ from manyhands.transport.api import Delivery
 MIN_STRETCH_S = 1.5
 """A shorter one shows no rate: connections need a few round trips to get going."""
 
+MAX_WINDOW_S = 2.0
+"""The best part of a stretch is at most so long, or its half. Acknowledgements come in bursts: in less than that there
+may be many more than the line carries."""
+
 KEPT_UP = 0.98
 """Of the pace: what the best part of a stretch reaches if the pace is what holds it back."""
 
 STEP = 0.05
 MAX_STEP = 0.4
-"""A pace is above what the line has shown by so much, usually and at most,"""
-FIRST_STEP = 0.1
-"""and after the first stretch, in which streams took from each other what they could."""
+"""A pace is above what the line has shown by so much, usually and at most."""
 HOLD = 2
 """Stretches after one with losses in which a pace is not above the line."""
 
@@ -58,7 +60,7 @@ class Stretch(NamedTuple):
     """What all streams on long links did for some seconds.
 
     Attributes:
-        best: bytes per second that got through in the best half.
+        best: bytes per second that got through in the best part of it.
         loss: share of the bytes sent that had to be sent again.
     """
 
@@ -91,7 +93,8 @@ class Stretches:
         first, last = self._samples[0][1], self._samples[-1][1]
         if (num_sent := last.sent - first.sent) <= 0:
             return None
-        best = _best_rate([(at, total.delivered) for at, total in self._samples], self.seconds / 2)
+        window_s = min(MAX_WINDOW_S, self.seconds / 2)
+        best = _best_rate([(at, total.delivered) for at, total in self._samples], window_s)
         return Stretch(best, (last.resent - first.resent) / num_sent)
 
 
@@ -116,7 +119,7 @@ class Pace:
 
     def __init__(self) -> None:
         self.line: float | None = None
-        self._step = FIRST_STEP
+        self._step = STEP
         self._hold = 0  # stretches that must keep up before the pace is above the line again
         self._num_lossy = 0  # stretches in a row
         self._helped_below: float | None = None  # the pace was just lowered; if it helps, less than this is lost now

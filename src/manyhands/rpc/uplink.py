@@ -13,6 +13,8 @@ from manyhands.transport.api import Delivery, Stream
 LOOK_PERIOD_S = 0.2
 STRETCH_S = 4.0
 """The pace is looked at again after so long, and at the end of a round."""
+FIRST_STRETCH_S = 8.0
+"""Not paced, streams take long to show what the line carries."""
 SETTLE_S = 0.5
 """After a new pace the queues of the line still hold what was sent before."""
 
@@ -114,7 +116,7 @@ class Uplink:
         if now < self._settled_at:
             return
         self._stretches.add(now, self._total)
-        if is_last or self._stretches.seconds >= STRETCH_S:
+        if is_last or self._stretches.seconds >= (STRETCH_S if self._pace.line is not None else FIRST_STRETCH_S):
             if (stretch := self._stretches.stretch()) is not None:
                 self._pace.add(stretch)
                 self._settled_at = now + SETTLE_S

@@ -58,7 +58,7 @@ def test_there_is_no_pace_before_a_stretch_has_shown_one() -> None:
     assert pace.line is None
     pace.add(Stretch(best=5.0 * MB, loss=0.1))
     assert pace.line == 5 * MB
-    assert pace.bytes_per_s == pytest.approx(5.5 * MB)
+    assert pace.bytes_per_s == pytest.approx(5.25 * MB)
 
 
 @pytest.mark.parametrize("seed", range(5))
