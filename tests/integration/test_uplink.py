@@ -135,6 +135,23 @@ async def test_the_streams_of_a_round_share_the_pace_by_what_they_carry() -> Non
 
 @on_linux
 @pytest.mark.usefixtures("far")
+async def test_who_is_late_gets_more_of_a_new_pace() -> None:
+    async with endpoints(2, kind="tls") as (here, there), streams_from(here, there, 2) as streams:
+        with here.uplink.shared() as share:
+            for stream in streams:
+                share.add(stream, 4 * MB)
+            await streams[0].send(bytearray(3 * MB))
+            async with time_limit(5.0, "for acknowledgements"):
+                while share.streams[streams[0]].left > 1 * MB:
+                    await asyncio.sleep(0.01)
+            pace = has_shown(here, 8 * MB)
+            here.uplink._divide()
+            paces = [pace_of(stream) for stream in streams]
+            assert paces == pytest.approx([1.2 / 5.4 * pace, 4.2 / 5.4 * pace], rel=0.02)
+
+
+@on_linux
+@pytest.mark.usefixtures("far")
 async def test_two_rounds_at_once_share_the_line() -> None:
     async with endpoints(2, kind="tls") as (here, there), streams_from(here, there, 3) as streams:
         pace = has_shown(here, 8 * MB)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from manyhands.rpc.pace import Pace, Stretches
 from manyhands.runtime.tasks import TaskOwner
@@ -22,28 +23,61 @@ MIN_PACE = 1 << 16
 """Bytes per second; for the few messages of a stream that has nearly nothing to carry."""
 
 
+SPARE = 0.05
+"""How far off a guess of what a stream is to carry may be."""
+
+
+@dataclass
+class Load:
+    """What one stream is to carry.
+
+    Attributes:
+        num_bytes, left: in all, and what the other end has not confirmed yet; about.
+        done: what the stream had done when it was last looked at.
+    """
+
+    num_bytes: float
+    left: float
+    done: Delivery
+
+    @property
+    def part(self) -> float:
+        """Of the pace, in any unit: one that seems to be done has something to send, perhaps."""
+        return self.left + SPARE * self.num_bytes
+
+
 class Share:
     """The streams of one round.
 
     Attributes:
-        streams: those on long links, with what each is to carry, and what it had done when it was last looked at.
+        streams: those on long links.
     """
 
     def __init__(self, uplink: Uplink) -> None:
-        self.streams: dict[Stream, tuple[float, Delivery]] = {}
+        self.streams: dict[Stream, Load] = {}
         self._uplink = uplink
 
     def add(self, stream: Stream, num_bytes: float) -> None:
         """A stream that is to carry so many bytes in the round, about; one on a short link is as free as ever."""
         if (delivery := stream.delivery()) is not None:
-            self.streams[stream] = num_bytes, delivery
+            self.streams[stream] = Load(num_bytes, num_bytes, delivery)
             self._uplink.watch()
 
     def pace(self, bytes_per_s: float) -> None:
         """Have all streams together send so fast, and each so that all end together."""
-        total = sum(num_bytes for num_bytes, _ in self.streams.values())
-        for stream, (num_bytes, _) in self.streams.items():
-            stream.pace(max(bytes_per_s * num_bytes / max(total, 1), MIN_PACE))
+        parts = sum(load.part for load in self.streams.values())
+        for stream, load in self.streams.items():
+            stream.pace(max(bytes_per_s * load.part / max(parts, 1), MIN_PACE))
+
+    def look(self) -> list[Delivery]:
+        """What each stream has done since it was last looked at; one that is closed, nothing."""
+        changes = []
+        for stream, load in self.streams.items():
+            if (delivery := stream.delivery()) is not None:
+                change = Delivery(*(after - before for after, before in zip(delivery, load.done, strict=True)))
+                load.left, load.done = max(load.left - change.delivered, 0.0), delivery
+                changes.append(change)
+        return changes
 
 
 class Uplink:
@@ -105,14 +139,8 @@ class Uplink:
     def _look(self, *, is_last: bool = False) -> None:
         """See what the streams have done; at the end of a stretch, find the pace of the next one."""
         now = asyncio.get_running_loop().time()
-        for share in self._shares:
-            for stream, (num_bytes, before) in share.streams.items():
-                if (delivery := stream.delivery()) is not None:  # else it is closed
-                    grown = (
-                        total + after - was for total, after, was in zip(self._total, delivery, before, strict=True)
-                    )
-                    self._total = Delivery(*grown)
-                    share.streams[stream] = num_bytes, delivery
+        changes = [change for share in self._shares for change in share.look()]
+        self._total = Delivery(*map(sum, zip(self._total, *changes, strict=True)))
         if now < self._settled_at:
             return
         self._stretches.add(now, self._total)
