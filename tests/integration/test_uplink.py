@@ -15,9 +15,7 @@ import torch
 
 from manyhands.base.deadline import time_limit
 from manyhands.base.identity import PeerId
-from manyhands.rpc import Endpoint
-from manyhands.rpc.pace import Stretch
-from manyhands.rpc.uplink import MIN_PACE
+from manyhands.rpc import Endpoint, pace, uplink
 from manyhands.transport import Stream, tcp
 from manyhands.transport.sealed_stream import SealedStream
 from tests.network import endpoints
@@ -26,7 +24,7 @@ from tests.swarm import averagers
 MB = 10**6
 MAX_PACING_RATE_OFFSET = 112
 """Of ``tcpi_max_pacing_rate`` in ``struct tcp_info``: 8 bytes."""
-NO_PACE = 2**64 - 1
+NO_PACE = (2**64 - 1, 2**32 - 1)
 TLS_OVERHEAD = 1.01
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what was acknowledged, and paces")
@@ -62,15 +60,15 @@ def pace_of(stream: Stream) -> int | None:
     assert isinstance(stream, SealedStream)
     info = stream._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, MAX_PACING_RATE_OFFSET + 8)
     (rate,) = struct.unpack_from("=Q", info, MAX_PACING_RATE_OFFSET)
-    return None if rate == NO_PACE else int(rate)
+    return None if rate in NO_PACE else int(rate)
 
 
 def has_shown(endpoint: Endpoint, line: float) -> float:
     """Let an endpoint have seen a line of so many bytes per second; returns its pace."""
-    endpoint.uplink._pace.add(Stretch(line, 0.0))
-    pace = endpoint.uplink._pace.bytes_per_s
-    assert pace is not None
-    return pace
+    endpoint.uplink._pace.add(pace.Stretch(line, 0.0))
+    paced = endpoint.uplink._pace.bytes_per_s
+    assert paced is not None
+    return paced
 
 
 @on_linux
@@ -120,17 +118,17 @@ async def test_a_short_link_is_not_paced() -> None:
 async def test_the_streams_of_a_round_share_the_pace_by_what_they_carry() -> None:
     async with endpoints(2, kind="tls") as (here, there), streams_from(here, there, 3) as streams:
         with here.uplink.shared() as share:
-            for stream, num_bytes in zip(streams, [300, 100, 0], strict=True):
+            for stream, num_bytes in zip(streams, [300 * MB, 100 * MB, 0], strict=True):
                 share.add(stream, num_bytes)
             await asyncio.sleep(0.01)
             assert [pace_of(stream) for stream in streams] == [None] * 3, "nothing is known yet"
-        pace = has_shown(here, 8 * MB)
+        paced = has_shown(here, 8 * MB)
         with here.uplink.shared() as share:
-            for stream, num_bytes in zip(streams, [300, 100, 0], strict=True):
+            for stream, num_bytes in zip(streams, [300 * MB, 100 * MB, 0], strict=True):
                 share.add(stream, num_bytes)
             await asyncio.sleep(0.01)
             paces = [pace_of(stream) for stream in streams]
-        assert paces == pytest.approx([0.75 * pace, 0.25 * pace, MIN_PACE], abs=1)
+        assert paces == pytest.approx([0.75 * paced, 0.25 * paced, uplink.MIN_PACE], abs=1)
 
 
 @on_linux
@@ -144,44 +142,58 @@ async def test_who_is_late_gets_more_of_a_new_pace() -> None:
             async with time_limit(5.0, "for acknowledgements"):
                 while share.streams[streams[0]].left > 1 * MB:
                     await asyncio.sleep(0.01)
-            pace = has_shown(here, 8 * MB)
+            paced = has_shown(here, 1 * MB)
             here.uplink._divide()
             paces = [pace_of(stream) for stream in streams]
-            assert paces == pytest.approx([1.2 / 5.4 * pace, 4.2 / 5.4 * pace], rel=0.02)
+            assert paces == pytest.approx([1.2 / 5.4 * paced, 4.2 / 5.4 * paced], rel=0.02)
 
 
 @on_linux
 @pytest.mark.usefixtures("far")
 async def test_two_rounds_at_once_share_the_line() -> None:
     async with endpoints(2, kind="tls") as (here, there), streams_from(here, there, 3) as streams:
-        pace = has_shown(here, 8 * MB)
+        paced = has_shown(here, 8 * MB)
         with here.uplink.shared() as first, here.uplink.shared():  # the third has no stream yet
-            first.add(streams[0], 1)
+            first.add(streams[0], 100 * MB)
             await asyncio.sleep(0.01)
-            assert pace_of(streams[0]) == pytest.approx(pace, abs=1)
+            assert pace_of(streams[0]) == pytest.approx(paced, abs=1)
             with here.uplink.shared() as second:
                 for stream in streams[1:]:
-                    second.add(stream, 1)
+                    second.add(stream, 50 * MB)
                 await asyncio.sleep(0.01)
                 paces = [pace_of(stream) for stream in streams]
-                assert paces == pytest.approx([pace / 2, pace / 4, pace / 4], abs=1)
-                assert here.uplink.line == pytest.approx(4 * MB)
-            assert pace_of(streams[0]) == pytest.approx(pace, abs=1), "the other round is over"
-            assert here.uplink.line == pytest.approx(8 * MB)
+                assert paces == pytest.approx([paced / 2, paced / 4, paced / 4], abs=1)
+                assert here.uplink.line_of(second) == pytest.approx(4 * MB)
+            assert pace_of(streams[0]) == pytest.approx(paced, abs=1), "the other round is over"
+            assert here.uplink.line_of(first) == pytest.approx(8 * MB)
 
 
 @on_linux
 @pytest.mark.usefixtures("far")
-async def test_what_the_line_carries_is_found() -> None:
+async def test_what_the_line_carries_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The system's pace stands for the line."""
+    monkeypatch.setattr(pace, "MIN_STRETCH_S", 1.0)
     async with endpoints(2, kind="tls") as (here, there), streams_from(here, there, 2) as streams:
-        assert here.uplink.line is None
         with here.uplink.shared() as share:
             for stream in streams:
-                share.add(stream, 4 * MB)
+                share.add(stream, 7 * MB)
                 stream.pace(2 * MB)
-            await asyncio.gather(*(stream.send(bytearray(8 * MB)) for stream in streams))
-        assert here.uplink.line == pytest.approx(4 * MB, rel=0.15)
+            await asyncio.gather(*(stream.send(bytearray(8 * MB)) for stream in streams))  # some of it into buffers
+            assert here.uplink.line_of(share) is None, "nothing is known yet"
+        assert here.uplink._pace.line == pytest.approx(4 * MB, rel=0.25)  # the first window of each goes at once
+
+
+@on_linux
+@pytest.mark.usefixtures("far")
+async def test_a_short_round_is_not_paced_on_streams_that_a_long_one_has_used() -> None:
+    async with endpoints(2, kind="tls") as (here, there), streams_from(here, there, 1) as (stream,):
+        paced = has_shown(here, 1 * MB)
+        for num_bytes, expected in [(5 * MB, pytest.approx(paced, abs=1)), (3 * MB, None)]:
+            with here.uplink.shared() as share:
+                share.add(stream, num_bytes)
+                await asyncio.sleep(0.01)
+                assert pace_of(stream) == expected
+                assert here.uplink.line_of(share) == (None if expected is None else 1 * MB)
 
 
 @on_linux
@@ -201,7 +213,8 @@ async def test_an_endpoint_that_is_closed_in_a_round_leaves_nothing() -> None:
 
 @on_linux
 @pytest.mark.usefixtures("far")
-async def test_the_streams_of_an_all_reduce_are_paced_together() -> None:
+async def test_the_streams_of_an_all_reduce_are_paced_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uplink, "MIN_ROUND_S", 0.0)
     generator = torch.Generator().manual_seed(1)
     vectors = [torch.randn(400_000, generator=generator) for _ in range(3)]
     seen: dict[PeerId, list[int | None]] = {}

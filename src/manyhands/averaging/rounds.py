@@ -391,8 +391,8 @@ class RoundRunner:
                 for other in butterfly.partners():
                     held.enter_context(self._endpoint.held(group.members[other].peer_id))
                 averaged_N = await butterfly.run(connect)
-                if len(share.streams) == len(streams):
-                    self._line = self._endpoint.uplink.line
+                if share.streams.keys() == set(opened.values()):
+                    self._line = self._endpoint.uplink.line_of(share)
                 return averaged_N
         finally:
             self._watchers.cancel(watching)

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from manyhands.transport.api import Delivery
 
-MIN_STRETCH_S = 1.5
+MIN_STRETCH_S = 3.0
 """A shorter one shows no rate: connections need a few round trips to get going."""
 
 MAX_WINDOW_S = 2.0

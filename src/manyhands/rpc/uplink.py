@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,10 @@ FIRST_STRETCH_S = 8.0
 """Not paced, streams take long to show what the line carries."""
 SETTLE_S = 0.5
 """After a new pace the queues of the line still hold what was sent before."""
+
+MIN_ROUND_S = 4.0
+"""A round that would be over sooner is not paced. It never fills the line for long, so that its members could find out
+what that carries; and one that is taken for slow and has less to send looks slow."""
 
 MIN_PACE = 1 << 16
 """Bytes per second; for the few messages of a stream that has nearly nothing to carry."""
@@ -63,6 +68,15 @@ class Share:
             self.streams[stream] = Load(num_bytes, num_bytes, delivery)
             self._uplink.watch()
 
+    def is_long(self, line: float) -> bool:
+        """Whether the round takes so long on a line of so many bytes per second that it is paced."""
+        return sum(load.num_bytes for load in self.streams.values()) >= MIN_ROUND_S * line
+
+    def free(self) -> None:
+        """Have no stream paced."""
+        for stream in self.streams:
+            stream.pace(math.inf)
+
     def pace(self, bytes_per_s: float) -> None:
         """Have all streams together send so fast, and each so that all end together."""
         parts = sum(load.part for load in self.streams.values())
@@ -97,11 +111,13 @@ class Uplink:
         self._is_changed = False
         self._settled_at = 0.0
 
-    @property
-    def line(self) -> float | None:
-        """What one of the rounds that share it now can send, in bytes per second; None as long as that is not known."""
-        num_shares = sum(1 for share in self._shares if share.streams)
-        return self._pace.line / max(num_shares, 1) if self._pace.line is not None else None
+    def line_of(self, share: Share) -> float | None:
+        """What a round that is under way can send, in bytes per second; None if its streams do not tell."""
+        line = self._pace.line
+        return line / len(self._active()) if line is not None and share.is_long(line) else None
+
+    def _active(self) -> list[Share]:
+        return [share for share in self._shares if share.streams]
 
     @contextmanager
     def shared(self) -> Iterator[Share]:
@@ -125,14 +141,17 @@ class Uplink:
 
     def _divide(self) -> None:
         self._is_changed = False
-        shares = [share for share in self._shares if share.streams]
-        if self._pace.bytes_per_s is not None:
+        shares, line, pace = self._active(), self._pace.line, self._pace.bytes_per_s
+        if line is not None and pace is not None:
             for share in shares:
-                share.pace(self._pace.bytes_per_s / len(shares))
+                if share.is_long(line):
+                    share.pace(pace / len(shares))
+                else:
+                    share.free()
 
     async def _watch(self) -> None:
         self._stretches.begin()
-        while any(share.streams for share in self._shares):
+        while self._active():
             self._look()
             await asyncio.sleep(LOOK_PERIOD_S)
 
@@ -143,8 +162,12 @@ class Uplink:
         self._total = Delivery(*map(sum, zip(self._total, *changes, strict=True)))
         if now < self._settled_at:
             return
+        line = self._pace.line
+        if line is not None and not all(share.is_long(line) for share in self._active()):
+            self._stretches.begin()  # what is not paced shows no pace
+            return
         self._stretches.add(now, self._total)
-        if is_last or self._stretches.seconds >= (STRETCH_S if self._pace.line is not None else FIRST_STRETCH_S):
+        if is_last or self._stretches.seconds >= (STRETCH_S if line is not None else FIRST_STRETCH_S):
             if (stretch := self._stretches.stretch()) is not None:
                 self._pace.add(stretch)
                 self._settled_at = now + SETTLE_S

@@ -81,7 +81,7 @@ class Stream(Protocol):
         """What has been sent over a long link; None on others, and where the system does not tell."""
 
     def pace(self, bytes_per_s: float) -> None:
-        """Have the system send no faster from now on, and evenly, if it can."""
+        """Have the system send no faster from now on, and evenly, if it can; as fast as it likes if infinite."""
 
     async def close(self, timeout_s: float = 1.0) -> None:
         """Flush what was sent, then close; aborts when that takes longer than ``timeout_s`` seconds."""

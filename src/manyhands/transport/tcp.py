@@ -46,7 +46,7 @@ INFO_BYTES = 216
 SO_MAX_PACING_RATE = 47
 """Of asm-generic/socket.h of Linux: bytes per second, in 4 bytes."""
 
-MAX_PACING_RATE = 2**32 - 2
+MAX_PACING_RATE, NO_PACING = 2**32 - 2, 2**32 - 1
 
 _lookups = threading.BoundedSemaphore(MAX_LOOKUPS)
 
@@ -165,7 +165,7 @@ def pace(sock: socket.socket, bytes_per_s: float) -> None:
     """Send no faster, evenly, and not in bursts that overflow the queue of a line, where the system can."""
     if sys.platform != "linux":
         return
-    rate = min(max(1, round(bytes_per_s)), MAX_PACING_RATE)
+    rate = NO_PACING if math.isinf(bytes_per_s) else min(max(1, round(bytes_per_s)), MAX_PACING_RATE)
     with suppress(OSError):  # it is closed, or the system cannot
         sock.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, struct.pack("=I", rate))
 

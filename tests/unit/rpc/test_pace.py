@@ -187,14 +187,14 @@ def test_a_stretch_that_is_short_or_in_which_nothing_was_sent_says_nothing() -> 
     stretches = Stretches()
     assert stretches.stretch() is None
     stretches.add(0.0, Delivery(0, 0, 0))
-    stretches.add(1.0, Delivery(MB, MB, 0))
-    assert stretches.stretch() is None
     stretches.add(2.0, Delivery(2 * MB, 2 * MB, 0))
+    assert stretches.stretch() is None
+    stretches.add(4.0, Delivery(4 * MB, 4 * MB, 0))
     assert stretches.stretch() == Stretch(MB, 0.0)
     stretches.begin()
     assert stretches.seconds == 0.0
-    stretches.add(3.0, Delivery(2 * MB, 2 * MB, 0))
-    stretches.add(7.0, Delivery(2 * MB, 2 * MB, 0))
+    stretches.add(5.0, Delivery(4 * MB, 4 * MB, 0))
+    stretches.add(9.0, Delivery(4 * MB, 4 * MB, 0))
     assert stretches.stretch() is None
 
 
