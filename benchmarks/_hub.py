@@ -26,7 +26,8 @@ _clock.argtypes, _clock.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_int
 def forward(fds, bytes_per_s, delay_s, loss, queue_s):  # type: ignore[no-untyped-def]
     """Pass packets of IPv4 on, for ever: to the one whose number is the last byte of the destination, less one.
 
-    Each goes over the sender's line, takes the delay, and goes over the receiver's line. What would wait for a line for
+    Each goes over the sender's line, takes the delay, and goes over the receiver's line; lines carry ``bytes_per_s``,
+    by peer. What would wait for a line for
     longer than ``queue_s`` is dropped, and so is a share of all.
     """
     num = len(fds)
@@ -71,7 +72,7 @@ def forward(fds, bytes_per_s, delay_s, loss, queue_s):  # type: ignore[no-untype
                     continue
                 if end_up[sender] - first_up[sender] == ROOM - 1:
                     continue
-                free_up[sender] = free + size / bytes_per_s
+                free_up[sender] = free + size / bytes_per_s[sender]
                 due_up[sender, place], size_up[sender, place] = free_up[sender] + delay_s, size
                 end_up[sender] += 1
         while True:  # the one that comes first, whoever sent it
@@ -89,7 +90,7 @@ def forward(fds, bytes_per_s, delay_s, loss, queue_s):  # type: ignore[no-untype
             free = max(due, free_down[receiver])
             if free - due > queue_s or end_down[receiver] - first_down[receiver] == ROOM:
                 continue
-            free_down[receiver] = free + size / bytes_per_s
+            free_down[receiver] = free + size / bytes_per_s[receiver]
             at = end_down[receiver] % ROOM
             bytes_down[receiver, at, :size] = bytes_up[sender, place, :size]
             due_down[receiver, at], size_down[receiver, at] = free_down[receiver], size

@@ -15,7 +15,7 @@ import os
 import shutil
 import struct
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -36,12 +36,13 @@ class Line:
     """Of each peer, in both directions.
 
     Attributes:
+        bytes_per_s: of the first peer, the second one and so on; over again where there are more peers.
         delay_s: from one peer to another.
         loss: share of packets.
         queue_s: what waits longer is dropped.
     """
 
-    bytes_per_s: float
+    bytes_per_s: Sequence[float]
     delay_s: float
     loss: float
     queue_s: float = 0.1
@@ -103,9 +104,10 @@ def _ip(*arguments: str) -> None:
 
 def _hub(pipe: Connection, names: list[str], line: Line) -> None:
     lines = [_open_tun(number, name) for number, name in enumerate(names)]
-    forward.compile("void(int64[::1], float64, float64, float64, float64)")
+    forward.compile("void(int64[::1], float64[::1], float64, float64, float64)")
     pipe.send("ready")
-    forward(np.array(lines), line.bytes_per_s, line.delay_s, line.loss, line.queue_s)
+    bytes_per_s = np.resize(np.array(line.bytes_per_s, np.float64), len(names))
+    forward(np.array(lines), bytes_per_s, line.delay_s, line.loss, line.queue_s)
 
 
 def _open_tun(number: int, name: str) -> int:

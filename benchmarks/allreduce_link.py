@@ -4,14 +4,16 @@
 
 Each peer is a process in a network namespace of its own (benchmarks/_star.py). The delay is one way between two peers,
 the loss in percent of all packets of 1500 bytes, the rate of each peer both ways. Medians over the rounds after
-the first. JSON: a list of `{peers, mb, mbit_s, delay_ms, loss_percent, codec, seconds, mb_per_s, link_share}`;
-link_share is what each peer has to send, headers not counted, over what its line carries in these seconds.
+the first. JSON: a list of `{peers, mb, mbit_s, delay_ms, loss_percent, codec, seconds, mb_per_s, link_share,
+rounds_s}`; link_share is what all peers have to send, headers not counted, over what their lines carry in these
+seconds; rounds_s are the seconds of all rounds, the first one too.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import statistics
 import sys
@@ -66,15 +68,16 @@ class Side:
 
 
 def sent_bytes(codec: str, num_peers: int, numel: int) -> float:
-    """What each peer sends in a round: a part of its vector to each reducer, and its mean to all others."""
+    """What all peers send in a round: the parts of their vectors to the reducers, and each mean to all others."""
     plan = plan_of([(1, numel)], codec_named(codec))
-    return 2 * (num_peers - 1) / num_peers * plan.num_bytes(0, numel)
+    return 2 * (num_peers - 1) * plan.num_bytes(0, numel)
 
 
 def measure(options: argparse.Namespace, loss_percent: float) -> list[dict[str, Any]]:
     """One row for each codec."""
     numel = round(options.mb * MB / FLOAT_BYTES)
-    bytes_per_s = options.mbit_s * MB / BITS
+    mbit_s = list(itertools.islice(itertools.cycle(options.mbit_s), options.peers))
+    bytes_per_s = [rate * MB / BITS for rate in mbit_s]
     line = Line(bytes_per_s, options.delay_ms / 1000, loss_percent / 100)
     seconds: dict[str, list[float]] = {codec: [] for codec in options.codec}
     with contextlib.ExitStack() as stack, progress_of(1 + options.rounds * len(options.codec)) as steps:
@@ -97,23 +100,23 @@ def measure(options: argparse.Namespace, loss_percent: float) -> list[dict[str, 
                 slowest = max(call("round", codec, number))
                 if not max(call("error", codec, number)) <= MAX_ERROR:
                     raise SystemExit("the result is wrong")
-                if number > 0:
-                    seconds[codec].append(slowest)
+                seconds[codec].append(slowest)
     rows = []
     for codec, times in seconds.items():
-        median = statistics.median(times)
-        share = sent_bytes(codec, options.peers, numel) / bytes_per_s / median
+        median = statistics.median(times[1:])
+        share = sent_bytes(codec, options.peers, numel) / sum(bytes_per_s) / median
         rows.append(
             {
                 "peers": options.peers,
                 "mb": options.mb,
-                "mbit_s": options.mbit_s,
+                "mbit_s": mbit_s[0] if len(set(mbit_s)) == 1 else mbit_s,
                 "delay_ms": options.delay_ms,
                 "loss_percent": loss_percent,
                 "codec": codec,
                 "seconds": round(median, 3),
                 "mb_per_s": round(options.mb / median, 2),
                 "link_share": round(share, 3),
+                "rounds_s": [round(time, 2) for time in times],
             }
         )
     return rows
@@ -125,6 +128,11 @@ def percentages(text: str) -> list[float]:
     if not all(0 <= loss < 100 for loss in losses):
         raise argparse.ArgumentTypeError(f"{text!r}: a loss is from 0 to 100 percent")
     return losses
+
+
+def rates(text: str) -> list[float]:
+    """Megabits per second, separated by commas."""
+    return [positive(part) for part in text.split(",")]
 
 
 def codecs(text: str) -> list[str]:
@@ -139,7 +147,8 @@ def main() -> None:
     parser = Parser(__doc__)
     parser.add_argument("--peers", type=positive_int, default=4)
     parser.add_argument("--mb", type=positive, default=64.0, help="of the float32 vector (default: 64)")
-    parser.add_argument("--mbit-s", type=positive, default=100.0, help="of each peer, both ways (default: 100)")
+    help_text = "of each peer, both ways; several: of the peers in turn (default: 100)"
+    parser.add_argument("--mbit-s", type=rates, default=[100.0], help=help_text)
     parser.add_argument("--delay-ms", type=positive, default=50.0, help="one way (default: 50)")
     parser.add_argument("--loss", type=percentages, default=[0.0, 0.1], help="percent, several (default: 0,0.1)")
     parser.add_argument("--codec", type=codecs, default=["none"], help="several of none, fp16, int8 (default: none)")

@@ -30,6 +30,26 @@ from fractions import Fraction
 
 NO_MINIMUM = Fraction(0)
 
+SAME = Fraction(1, 4)
+"""Who is faster than another member by no more than this counts as no faster."""
+
+
+def leveled(bandwidths: Sequence[int]) -> list[int]:
+    """Bandwidths of which those that hardly differ are the same, by rank: measurements differ by as much.
+
+    Members get on together, so one that was taken for somewhat slower than it is and has less to send cannot show
+    that it is faster; and what a few percent of difference would save is less than what as much of an error costs.
+    """
+    levels = list(bandwidths)
+    ascending = sorted((rank for rank, bandwidth in enumerate(bandwidths) if bandwidth > 0), key=bandwidths.__getitem__)
+    while ascending:
+        most = bandwidths[ascending[0]] * (1 + SAME)
+        same = list(itertools.takewhile(lambda rank: bandwidths[rank] <= most, ascending))  # noqa: B023 (used at once)
+        for rank in same:
+            levels[rank] = sum(bandwidths[other] for other in same) // len(same)
+        ascending = ascending[len(same) :]
+    return levels
+
 
 def balanced_shares(
     bandwidths: Sequence[int], candidates: Sequence[int], min_fraction: Fraction = NO_MINIMUM

@@ -64,14 +64,18 @@ class BandwidthMeter:
             return 0
         return min(max(1, round(self._estimate)), MAX_BANDWIDTH)
 
-    def add_round(self, sends: Sequence[Send], seconds: float) -> None:
+    def add_round(self, sends: Sequence[Send], seconds: float, line: float | None = None) -> None:
         """Count what was sent in one round, which took so many seconds until all that was sent had arrived.
+
+        Args:
+            line: bytes per second that the uplink carries, where it is known better than by these sends.
 
         The mean is geometric: a guess that is wrong by a factor of a thousand is forgotten as fast as one that is wrong
         by a thousandth.
         """
         measured = backlogged_rate(sends)
         if measured is not None:
+            measured = line or measured
             before = self._estimate or measured
             self._estimate = before * (measured / before) ** NEWEST_SHARE
         elif (num_bytes := sum(send.num_bytes for send in sends)) >= MIN_BYTES:

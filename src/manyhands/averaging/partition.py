@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Collection
 
+from manyhands.averaging.balance import leveled
 from manyhands.averaging.member_values import MemberValues
 from manyhands.averaging.messages import Group
 from manyhands.averaging.spans import chunks_of, in_whole_units, owned_spans, whole_units
@@ -39,7 +40,7 @@ class Partition:
     def __init__(self, group: Group, members: Collection[int], region: slice, codec: MemberValues) -> None:
         numel, unit = region.stop - region.start, codec.unit_numel
         bandwidths = [bandwidth if rank in members else 0 for rank, bandwidth in enumerate(group.bandwidths())]
-        spans = in_whole_units(owned_spans(numel, bandwidths, group.min_span_numel, group.group_id), unit)
+        spans = in_whole_units(owned_spans(numel, leveled(bandwidths), group.min_span_numel, group.group_id), unit)
         self.spans = [slice(region.start + span.start, region.start + span.stop) for span in spans]
         num_chunks = max(CHUNKS_OF_VECTOR, MIN_CHUNKS_OF_SPAN * sum(map(self.is_reducer, range(len(spans)))))
         most = max(group.chunk_numel, math.ceil(numel / MAX_CHUNKS))

@@ -28,10 +28,10 @@ from manyhands.averaging.patience import Patience
 from manyhands.averaging.probing import Probing
 from manyhands.averaging.recovery import Recovery, Refill
 from manyhands.averaging.roster import Roster
+from manyhands.averaging.round_bandwidth import RoundBandwidth
 from manyhands.averaging.round_outcome import CommittedRound, Phase, RoundMeter
 from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.averaging.stream_inbox import StreamInbox
-from manyhands.averaging.uplink import Uplink
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ConfigError, NothingToAverage, PeerError, RoundAborted, Timeout
 from manyhands.base.identity import PeerId
@@ -88,7 +88,7 @@ class RoundRunner:
         self._inbox = StreamInbox(own, config)
         self._fetching = Fetching(own, config)
         declared = config.bandwidth_mbit_s
-        self._uplink = Uplink(declared * BYTES_PER_MBIT if declared is not None else None)
+        self._bandwidth = RoundBandwidth(declared * BYTES_PER_MBIT if declared is not None else None)
         self._meter = RoundMeter()
         self._deadline = 0.0  # of the round that is under way
         self._ends_at = 0.0  # when that is over for this peer or for the leader
@@ -197,7 +197,7 @@ class RoundRunner:
         self._enter(Phase.JOINING)
         try:
             async with time_limit(timeout_s, "looking for a group"):
-                group = await self._matchmaker.find_group(weight, self._uplink.bandwidth, gather_s, timeout_s)
+                group = await self._matchmaker.find_group(weight, self._bandwidth.bandwidth, gather_s, timeout_s)
         except (Timeout, PeerError) as error:
             raise RoundAborted(str(error)) from error
         finally:
@@ -205,20 +205,20 @@ class RoundRunner:
             meter.matchmaking_s += matchmaking_s
         formed = loop.time()
         self._ends_at = min(self._deadline, formed + (group.time_left_s or math.inf))
-        self._uplink.begin_round(self._ends_at - formed)
+        self._bandwidth.begin_round(self._ends_at - formed)
         self._enter(Phase.FORMED)
         try:
             async with self._keeping_errors():
                 averaged_N, manifest, verdict = await self._in_group(group, flat_N, refill)
         except RoundAborted as error:
-            if own_id in error.blamed and (advice := self._uplink.lose_round()):
+            if own_id in error.blamed and (advice := self._bandwidth.lose_round()):
                 raise RoundAborted(f"{error.reason}; {advice}", error.blamed) from error
             raise
         reason, seconds = verdict.reason, loop.time() - started
         if own_id in verdict.blamed:
-            reason = "; ".join(filter(None, [reason, self._uplink.lose_round()]))
+            reason = "; ".join(filter(None, [reason, self._bandwidth.lose_round()]))
         elif averaged_N is not None:
-            self._uplink.end_round(seconds - matchmaking_s, is_whole=not verdict.blamed)
+            self._bandwidth.end_round(seconds - matchmaking_s, is_whole=not verdict.blamed)
         return CommittedRound(averaged_N, manifest, seconds, matchmaking_s, reason, tuple(verdict.blamed))
 
     async def _in_group(
@@ -346,9 +346,11 @@ class RoundRunner:
                     stream.abort()
 
         async def connect(other: int) -> Stream:
-            stream = await self._streams.connect(group, rank, other, butterfly.num_bytes_with(other), stream_id)
+            num_bytes = butterfly.num_bytes_with(other)
+            stream = await self._streams.connect(group, rank, other, num_bytes, stream_id)
             before = self._streams.moved_before(stream)
-            opened[other], streams[other] = stream, MeteredStream(stream, other, self._uplink.sends, before)
+            opened[other], streams[other] = stream, MeteredStream(stream, other, self._bandwidth.sends, before)
+            share.add(stream, num_bytes)
             if stream.remote in lost:
                 stream.abort()
             return streams[other]
@@ -364,10 +366,13 @@ class RoundRunner:
         watching = self._watchers.spawn(patience.watch(), name="who is silent")
         self._endpoint.on_lost.append(on_lost)
         try:
-            with self._probing.of(group, moved), ExitStack() as held:
+            with self._probing.of(group, moved), self._endpoint.uplink.shared() as share, ExitStack() as held:
                 for other in butterfly.partners():
                     held.enter_context(self._endpoint.held(group.members[other].peer_id))
-                return await butterfly.run(connect)
+                averaged_N = await butterfly.run(connect)
+                if share.streams.keys() == set(opened.values()):
+                    self._bandwidth.line = self._endpoint.uplink.line_of(share)
+                return averaged_N
         finally:
             self._watchers.cancel(watching)
             await asyncio.gather(watching, return_exceptions=True)
@@ -376,7 +381,7 @@ class RoundRunner:
             vector_bytes = sum(map(butterfly.num_bytes_of, range(len(group.members))))
             num_due = sum(map(butterfly.num_bytes_with, butterfly.partners()))
             num_sent = sum(stream.bytes_sent for stream in streams.values())
-            self._uplink.add_exchange(vector_bytes, num_due, num_sent, loop.time() - began)
+            self._bandwidth.add_exchange(vector_bytes, num_due, num_sent, loop.time() - began)
             for other, stream in streams.items():
                 self._meter.num_bytes_sent += stream.bytes_sent
                 self._meter.num_bytes_received += stream.bytes_received

@@ -21,7 +21,7 @@ class RunEndpoint:
     one peer averages for several runs at once, and none of them hears of another's groups.
 
     Attributes:
-        on_lost: see :class:`manyhands.rpc.Endpoint`.
+        on_lost, uplink: see :class:`manyhands.rpc.Endpoint`; all runs share them.
     """
 
     def __init__(self, endpoint: Endpoint, run_id: str) -> None:
@@ -30,6 +30,7 @@ class RunEndpoint:
         self.peer_id = endpoint.peer_id
         self.client_mode = endpoint.client_mode
         self.on_lost = endpoint.on_lost
+        self.uplink = endpoint.uplink
         self._methods: dict[str, Method[Any, Any]] = {}  # by their names in all runs
 
     # of this run

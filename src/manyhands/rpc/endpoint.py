@@ -29,6 +29,7 @@ from manyhands.rpc.pool import ConnectionPool
 from manyhands.rpc.serving import Served
 from manyhands.rpc.streams import OpenStreams
 from manyhands.rpc.striping import BYTES_OF_ONE
+from manyhands.rpc.uplink import Uplink
 from manyhands.runtime.tasks import TaskOwner
 from manyhands.transport.api import ControlStream, Listener, Stream, Transport, is_control
 from manyhands.version import __version__
@@ -50,6 +51,7 @@ class Endpoint:
         on_connected, on_lost: called with a peer when its first control connection opens, and when its last one is
             lost; one that was closed since nobody used it is not lost.
         counters: what went wrong, by kind.
+        uplink: paces what this peer sends far away.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class Endpoint:
         self._dialler = Dialler(transport, self._streams)
         self._bulk = BulkStreams(self._dialler, self._streams, self._config)
         self._tasks = TaskOwner("endpoint")
+        self.uplink = Uplink(self._tasks)
 
     # set-up and end
 

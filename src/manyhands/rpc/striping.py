@@ -17,7 +17,7 @@ from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ProtocolViolation
 from manyhands.base.identity import PeerId
 from manyhands.rpc.frames import MAX_STRIPES, Stripe
-from manyhands.transport.api import Stream
+from manyhands.transport.api import Delivery, Stream
 from manyhands.transport.piecewise import Piecewise
 
 BLOCK_BYTES = 1 << 18
@@ -79,6 +79,16 @@ class StripedStream(Piecewise):
         self._deal(view, self._received, dealt)
         self._received += len(view)
         await self._all([_receive(s, views) for s, views in zip(self._stripes, dealt, strict=True) if views])
+
+    def delivery(self) -> Delivery | None:
+        deliveries = [delivery for stripe in self._stripes if (delivery := stripe.delivery()) is not None]
+        if len(deliveries) < len(self._stripes):
+            return None
+        return Delivery(*map(sum, zip(*deliveries, strict=True)))
+
+    def pace(self, bytes_per_s: float) -> None:
+        for stripe in self._stripes:
+            stripe.pace(bytes_per_s / len(self._stripes))
 
     async def close(self, timeout_s: float = 1.0) -> None:
         await asyncio.gather(*(stripe.close(timeout_s) for stripe in self._stripes))

@@ -247,6 +247,12 @@ class SimStream(Piecewise):
 
     # the end
 
+    def delivery(self) -> None:
+        return None  # no queue overflows here
+
+    def pace(self, bytes_per_s: float) -> None:
+        pass
+
     async def close(self, timeout_s: float = 1.0) -> None:
         self.abort()
 

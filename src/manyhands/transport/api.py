@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator
-from typing import Protocol, TypeGuard
+from typing import NamedTuple, Protocol, TypeGuard
 
 from manyhands.base.address import Address
 from manyhands.base.identity import Identity, PeerId
 
 MAX_UNREAD_BYTES = 4 << 20
 """What may wait for a peer that does not read, before its stream is given up."""
+
+
+class Delivery(NamedTuple):
+    """What the system has done for a stream so far, in bytes, encryption included.
+
+    Attributes:
+        delivered: of what was sent, what the other end's system has confirmed.
+        sent: with what was sent again.
+        resent: sent again, since it seemed to be lost.
+    """
+
+    delivered: int
+    sent: int
+    resent: int
 
 
 class Stream(Protocol):
@@ -62,6 +76,12 @@ class Stream(Protocol):
 
         What it raises ends the stream, and is raised here.
         """
+
+    def delivery(self) -> Delivery | None:
+        """What has been sent over a long link; None on others, and where the system does not tell."""
+
+    def pace(self, bytes_per_s: float) -> None:
+        """Have the system send no faster from now on, and evenly, if it can; as fast as it likes if infinite."""
 
     async def close(self, timeout_s: float = 1.0) -> None:
         """Flush what was sent, then close; aborts when that takes longer than ``timeout_s`` seconds."""

@@ -98,6 +98,12 @@ class MemoryStream(Piecewise):
             self.abort()
             raise
 
+    def delivery(self) -> None:
+        return None  # there is no link
+
+    def pace(self, bytes_per_s: float) -> None:
+        pass
+
     async def close(self, timeout_s: float = 1.0) -> None:
         self.abort()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from manyhands.base.identity import PeerId
-from manyhands.transport.api import Stream
+from manyhands.transport.api import Delivery, Stream
 
 
 class PassingStream:
@@ -49,6 +49,12 @@ class PassingStream:
 
     async def receive_each(self, views: Iterator[memoryview]) -> None:
         await self._stream.receive_each(views)
+
+    def delivery(self) -> Delivery | None:
+        return self._stream.delivery()
+
+    def pace(self, bytes_per_s: float) -> None:
+        self._stream.pace(bytes_per_s)
 
     async def close(self, timeout_s: float = 1.0) -> None:
         await self._stream.close(timeout_s)

@@ -18,6 +18,7 @@ from manyhands.base.errors import PeerLost, Timeout
 from manyhands.base.identity import PeerId
 from manyhands.runtime.threads import BlockingThreads
 from manyhands.transport import tcp
+from manyhands.transport.api import Delivery
 from manyhands.transport.chunks import CHUNK_BYTES, chunks_of
 from manyhands.transport.record_memory import give_back_room, take_room
 from manyhands.transport.sealing import RECORD_EXTRA_BYTES, BadRecord, Opener, RecordBuffer, Sealer
@@ -79,7 +80,8 @@ class SealedStream:
         self._sealer = sealer
         self._records = RecordBuffer(opener, received)
         self._threads = threads
-        self._max_plain = FAR_BYTES if tcp.is_long(sock) else CHUNK_BYTES
+        self._is_far = tcp.is_long(sock)
+        self._max_plain = FAR_BYTES if self._is_far else CHUNK_BYTES
         self._sending = asyncio.Lock()
         self._closed: asyncio.Future[None] = self._loop.create_future()
         self._why_closed = ENDED
@@ -139,6 +141,13 @@ class SealedStream:
         finally:
             self._is_received = False
             self._watch_later()
+
+    def delivery(self) -> Delivery | None:
+        return tcp.delivery(self._sock) if self._is_far and not self._closed.done() else None
+
+    def pace(self, bytes_per_s: float) -> None:
+        if not self._closed.done():
+            tcp.pace(self._sock, bytes_per_s)
 
     async def close(self, timeout_s: float = 1.0) -> None:
         try:

@@ -8,9 +8,11 @@ import errno
 import functools
 import math
 import socket
+import struct
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from aiohappyeyeballs import start_connection
@@ -18,6 +20,7 @@ from aiohappyeyeballs import start_connection
 from manyhands.base.address import Address
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ConfigError, DialFailed, DialReason, Timeout
+from manyhands.transport.api import Delivery
 
 BACKLOG = 128  # connections that the system holds until they are accepted
 
@@ -34,6 +37,16 @@ MIN_RTT_OFFSET = 148
 """Of ``tcpi_min_rtt`` in ``struct tcp_info`` of linux/tcp.h: microseconds, in 4 bytes."""
 
 NO_RTT = 2**32 - 1
+
+SEGMENT_OFFSET, SACKED_OFFSET, ACKED_OFFSET, SENT_OFFSET = 16, 28, 120, 200
+INFO_BYTES = 216
+"""Of ``tcpi_snd_mss``, ``tcpi_sacked`` (segments), ``tcpi_bytes_acked``, and ``tcpi_bytes_sent`` with
+``tcpi_bytes_retrans``, with which the struct ends, of Linux 4.19 or later."""
+
+SO_MAX_PACING_RATE = 47
+"""Of asm-generic/socket.h of Linux: bytes per second, in 4 bytes."""
+
+MAX_PACING_RATE, NO_PACING = 2**32 - 2, 2**32 - 1
 
 _lookups = threading.BoundedSemaphore(MAX_LOOKUPS)
 
@@ -126,6 +139,35 @@ def _use_bbr(sock: socket.socket) -> bool:
     except (OSError, AttributeError):  # it is not there, or not allowed
         return False
     return True
+
+
+def delivery(sock: socket.socket) -> Delivery | None:
+    """What the system has sent on a connection, and what has come; None where it does not tell.
+
+    What came after a gap counts: on a line with losses all that was acknowledged grows in leaps.
+    """
+    if sys.platform != "linux":
+        return None
+    try:
+        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, INFO_BYTES)
+    except OSError:  # closed
+        return None
+    if len(info) < INFO_BYTES:
+        return None
+    (segment_bytes,) = struct.unpack_from("=I", info, SEGMENT_OFFSET)
+    (num_sacked,) = struct.unpack_from("=I", info, SACKED_OFFSET)
+    (num_acked,) = struct.unpack_from("=Q", info, ACKED_OFFSET)
+    num_sent, num_resent = struct.unpack_from("=QQ", info, SENT_OFFSET)
+    return Delivery(num_acked + num_sacked * segment_bytes, num_sent, num_resent)
+
+
+def pace(sock: socket.socket, bytes_per_s: float) -> None:
+    """Send no faster, evenly, and not in bursts that overflow the queue of a line, where the system can."""
+    if sys.platform != "linux":
+        return
+    rate = NO_PACING if math.isinf(bytes_per_s) else min(max(1, round(bytes_per_s)), MAX_PACING_RATE)
+    with suppress(OSError):  # it is closed, or the system cannot
+        sock.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, struct.pack("=I", rate))
 
 
 async def listen(address: Address) -> list[socket.socket]:

@@ -109,6 +109,12 @@ class TlsStream(Piecewise):
             self.abort()
             raise
 
+    def delivery(self) -> None:
+        return None  # what is small needs no pace
+
+    def pace(self, bytes_per_s: float) -> None:
+        pass
+
     async def close(self, timeout_s: float = 1.0) -> None:
         try:
             with suppress(Timeout, PeerLost):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from manyhands.averaging.balance import balanced_shares
+from manyhands.averaging.balance import SAME, balanced_shares, leveled
 
 BANDWIDTHS = st.lists(st.one_of(st.just(0), st.integers(1, 100), st.integers(1, 10**12)), min_size=1, max_size=12)
 
@@ -110,3 +110,34 @@ def test_a_minimum_that_nobody_falls_below_changes_nothing() -> None:
     fractions = fractions_of(bandwidths)
     assert fractions_of(bandwidths, min(fractions)) == fractions
     assert fractions_of(bandwidths, min(fractions) + Fraction(1, 10**9))[1] == 0, "the slowest leaves its part"
+
+
+@pytest.mark.parametrize(
+    ("bandwidths", "expected"),
+    [
+        ([], []),
+        ([0, 0], [0, 0]),
+        ([100, 125], [112, 112]),
+        ([100, 126], [100, 126]),
+        ([126, 0, 100, 112], [126, 0, 106, 106]),
+        ([40, 200, 190, 210, 50], [45, 200, 200, 200, 45]),
+    ],
+)
+def test_bandwidths_that_hardly_differ_are_the_same(bandwidths: list[int], expected: list[int]) -> None:
+    assert leveled(bandwidths) == expected
+
+
+@given(BANDWIDTHS)
+def test_levels_keep_the_order_and_change_nothing_by_much(bandwidths: list[int]) -> None:
+    levels = leveled(bandwidths)
+    for (before, level), (other, other_level) in itertools.product(zip(bandwidths, levels, strict=True), repeat=2):
+        assert level <= other_level or before > other
+        assert (level == 0) == (before == 0)
+        assert before <= level * (1 + SAME) + 1
+        assert level <= before * (1 + SAME)
+
+
+@given(BANDWIDTHS.filter(any))
+def test_leveling_makes_the_slowest_member_slower_by_no_more_than_bandwidths_differ(bandwidths: list[int]) -> None:
+    best = slowest(bandwidths, fractions_of(bandwidths))
+    assert slowest(bandwidths, fractions_of(leveled(bandwidths))) <= best * (1 + SAME) ** 2

@@ -133,3 +133,19 @@ def test_who_was_not_held_up_counts_as_somewhat_faster_than_it_was() -> None:
 def test_a_declared_figure_that_is_none_is_refused(mbit_s: float) -> None:
     with pytest.raises(ConfigError, match="bandwidth_mbit_s"):
         AveragingConfig(bandwidth_mbit_s=mbit_s)
+
+
+def test_what_the_line_carries_is_believed_where_it_is_known() -> None:
+    meter = BandwidthMeter()
+    meter.add_round(steady(10 * MB, 10 * MB), 1.0, 14.0 * MB)
+    assert meter.bandwidth == 14 * MB
+    meter.add_round(steady(10 * MB, 10 * MB), 1.0)
+    assert 10 * MB < meter.bandwidth < 14 * MB
+
+
+def test_one_that_was_not_held_up_may_be_faster_than_its_line_has_shown() -> None:
+    meter = BandwidthMeter()
+    unhindered = [send._replace(ended=send.began + 1e-4) for send in steady(5 * MB, 10 * MB)]
+    assert backlogged_rate(unhindered) is None
+    meter.add_round(unhindered, 2.0, 5.0 * MB)
+    assert meter.bandwidth == pytest.approx(7.5 * MB)

@@ -17,7 +17,7 @@ OWN_VALUES = 1.05
 """Of the vector: who had no more than this to send, reduced nothing to speak of."""
 
 
-class Uplink:
+class RoundBandwidth:
     """Follows the rounds of one peer.
 
     Args:
@@ -25,6 +25,7 @@ class Uplink:
 
     Attributes:
         sends: of the round that is under way.
+        line: bytes per second that the uplink carries for it, where that is known better than by these.
     """
 
     def __init__(self, declared: float | None) -> None:
@@ -39,6 +40,7 @@ class Uplink:
     def begin_round(self, round_s: float) -> None:
         """A group has formed, which has so much time; infinite if there is no bound."""
         self.sends: list[Send] = []
+        self.line: float | None = None
         self._round_s = round_s
         self._vector_bytes = self._num_due = self._num_sent = 0
         self._exchange_s = 0.0
@@ -59,7 +61,7 @@ class Uplink:
     def end_round(self, seconds: float, *, is_whole: bool) -> None:
         """A round of so many seconds has given this peer the mean; ``is_whole`` if nobody was lost on the way."""
         if is_whole:
-            self._meter.add_round(self.sends, seconds)
+            self._meter.add_round(self.sends, seconds, self.line)
         elif self._was_judged():
             self._meter.add_at_least(self._num_sent, self._exchange_s)
 

@@ -1,0 +1,243 @@
+"""What a peer sends far away is paced, over real sockets; nothing else is."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import struct
+import sys
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+import torch
+
+from manyhands.base.deadline import time_limit
+from manyhands.base.identity import PeerId
+from manyhands.rpc import Endpoint, pace, uplink
+from manyhands.transport import Stream, tcp
+from manyhands.transport.sealed_stream import SealedStream
+from tests.network import endpoints
+from tests.swarm import averagers
+
+MB = 10**6
+MAX_PACING_RATE_OFFSET = 112
+"""Of ``tcpi_max_pacing_rate`` in ``struct tcp_info``: 8 bytes."""
+NO_PACE = (2**64 - 1, 2**32 - 1)
+TLS_OVERHEAD = 1.01
+
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what was acknowledged, and paces")
+
+
+@pytest.fixture
+def far(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All links count as long."""
+    monkeypatch.setattr(tcp, "LONG_RTT_S", 0.0)
+
+
+@contextlib.asynccontextmanager
+async def streams_from(here: Endpoint, there: Endpoint, num: int) -> AsyncIterator[list[Stream]]:
+    """Bulk streams whose other end takes all that comes."""
+
+    async def take(remote: PeerId, header: bytes, stream: Stream) -> None:
+        room = memoryview(bytearray(1 << 16))
+        while True:
+            await stream.receive_into(room)
+
+    there.accept_bulk("taken", take)
+    here.learn(there.peer_id, there.addresses)
+    streams = [await here.open_bulk(there.peer_id, "taken", b"") for _ in range(num)]
+    try:
+        yield streams
+    finally:
+        for stream in streams:
+            here.release(stream)
+
+
+def pace_of(stream: Stream) -> int | None:
+    """As the system has it, in bytes per second; None without one."""
+    assert isinstance(stream, SealedStream)
+    info = stream._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, MAX_PACING_RATE_OFFSET + 8)
+    (rate,) = struct.unpack_from("=Q", info, MAX_PACING_RATE_OFFSET)
+    return None if rate in NO_PACE else int(rate)
+
+
+def has_shown(endpoint: Endpoint, line: float) -> float:
+    """Let an endpoint have seen a line of so many bytes per second; returns its pace."""
+    endpoint.uplink._pace.add(pace.Stretch(line, 0.0))
+    paced = endpoint.uplink._pace.bytes_per_s
+    assert paced is not None
+    return paced
+
+
+@on_linux
+@pytest.mark.usefixtures("far")
+async def test_what_was_acknowledged_is_what_was_sent() -> None:
+    async with endpoints(2, kind="tls") as (here, there), streams_from(here, there, 1) as (stream,):
+        before = stream.delivery()
+        assert before is not None
+        await stream.send(bytearray(2 * MB))
+        async with time_limit(5.0, "for acknowledgements"):
+            while (delivery := stream.delivery()) is not None and delivery.delivered < before.delivered + 2 * MB:
+                await asyncio.sleep(0.01)
+        assert delivery is not None
+        assert 2 * MB < delivery.delivered - before.delivered < TLS_OVERHEAD * 2 * MB
+        assert 2 * MB < delivery.sent - before.sent - (delivery.resent - before.resent) < TLS_OVERHEAD * 2 * MB
+        stream.abort()
+        await stream.wait_closed()
+        assert stream.delivery() is None
+        stream.pace(1e6)  # nothing to pace any more
+
+
+@on_linux
+@pytest.mark.usefixtures("far")
+async def test_a_stream_sends_no_faster_than_its_pace() -> None:
+    async with endpoints(2, kind="tls") as (here, there), streams_from(here, there, 1) as (stream,):
+        stream.pace(8 * MB)
+        began = time.monotonic()
+        await stream.send(bytearray(8 * MB))
+        assert time.monotonic() - began > 0.4  # what the buffers of both systems hold goes at once
+
+
+async def test_a_short_link_is_not_paced() -> None:
+    async with endpoints(2, kind="tls") as (here, there), streams_from(here, there, 1) as (stream,):
+        has_shown(here, 4 * MB)
+        with here.uplink.shared() as share:
+            share.add(stream, 1)
+            await asyncio.sleep(0.01)
+            assert stream.delivery() is None
+            assert not share.streams
+            if sys.platform == "linux":
+                assert pace_of(stream) is None
+        assert here.uplink._watching is None, "it costs nothing"
+
+
+@on_linux
+@pytest.mark.usefixtures("far")
+async def test_the_streams_of_a_round_share_the_pace_by_what_they_carry() -> None:
+    async with endpoints(2, kind="tls") as (here, there), streams_from(here, there, 3) as streams:
+        with here.uplink.shared() as share:
+            for stream, num_bytes in zip(streams, [300 * MB, 100 * MB, 0], strict=True):
+                share.add(stream, num_bytes)
+            await asyncio.sleep(0.01)
+            assert [pace_of(stream) for stream in streams] == [None] * 3, "nothing is known yet"
+        paced = has_shown(here, 8 * MB)
+        with here.uplink.shared() as share:
+            for stream, num_bytes in zip(streams, [300 * MB, 100 * MB, 0], strict=True):
+                share.add(stream, num_bytes)
+            await asyncio.sleep(0.01)
+            paces = [pace_of(stream) for stream in streams]
+        assert paces == pytest.approx([0.75 * paced, 0.25 * paced, uplink.MIN_PACE], abs=1)
+
+
+@on_linux
+@pytest.mark.usefixtures("far")
+async def test_who_is_late_gets_more_of_a_new_pace() -> None:
+    async with endpoints(2, kind="tls") as (here, there), streams_from(here, there, 2) as streams:
+        with here.uplink.shared() as share:
+            for stream in streams:
+                share.add(stream, 4 * MB)
+            await streams[0].send(bytearray(3 * MB))
+            async with time_limit(5.0, "for acknowledgements"):
+                while share.streams[streams[0]].left > 1 * MB:
+                    await asyncio.sleep(0.01)
+            paced = has_shown(here, 1 * MB)
+            here.uplink._divide()
+            paces = [pace_of(stream) for stream in streams]
+            assert paces == pytest.approx([1.2 / 5.4 * paced, 4.2 / 5.4 * paced], rel=0.02)
+
+
+@on_linux
+@pytest.mark.usefixtures("far")
+async def test_two_rounds_at_once_share_the_line() -> None:
+    async with endpoints(2, kind="tls") as (here, there), streams_from(here, there, 3) as streams:
+        paced = has_shown(here, 8 * MB)
+        with here.uplink.shared() as first, here.uplink.shared():  # the third has no stream yet
+            first.add(streams[0], 100 * MB)
+            await asyncio.sleep(0.01)
+            assert pace_of(streams[0]) == pytest.approx(paced, abs=1)
+            with here.uplink.shared() as second:
+                for stream in streams[1:]:
+                    second.add(stream, 50 * MB)
+                await asyncio.sleep(0.01)
+                paces = [pace_of(stream) for stream in streams]
+                assert paces == pytest.approx([paced / 2, paced / 4, paced / 4], abs=1)
+                assert here.uplink.line_of(second) == pytest.approx(4 * MB)
+            assert pace_of(streams[0]) == pytest.approx(paced, abs=1), "the other round is over"
+            assert here.uplink.line_of(first) == pytest.approx(8 * MB)
+
+
+@on_linux
+@pytest.mark.usefixtures("far")
+async def test_what_the_line_carries_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system's pace stands for the line."""
+    monkeypatch.setattr(pace, "MIN_STRETCH_S", 1.0)
+    async with endpoints(2, kind="tls") as (here, there), streams_from(here, there, 2) as streams:
+        with here.uplink.shared() as share:
+            for stream in streams:
+                share.add(stream, 7 * MB)
+                stream.pace(2 * MB)
+            await asyncio.gather(*(stream.send(bytearray(8 * MB)) for stream in streams))  # some of it into buffers
+            assert here.uplink.line_of(share) is None, "nothing is known yet"
+        assert here.uplink._pace.line == pytest.approx(4 * MB, rel=0.25)  # the first window of each goes at once
+
+
+@on_linux
+@pytest.mark.usefixtures("far")
+async def test_a_short_round_is_not_paced_on_streams_that_a_long_one_has_used() -> None:
+    async with endpoints(2, kind="tls") as (here, there), streams_from(here, there, 1) as (stream,):
+        paced = has_shown(here, 1 * MB)
+        for num_bytes, expected in [(5 * MB, pytest.approx(paced, abs=1)), (3 * MB, None)]:
+            with here.uplink.shared() as share:
+                share.add(stream, num_bytes)
+                await asyncio.sleep(0.01)
+                assert pace_of(stream) == expected
+                assert here.uplink.line_of(share) == (None if expected is None else 1 * MB)
+
+
+@on_linux
+@pytest.mark.usefixtures("far")
+async def test_an_endpoint_that_is_closed_in_a_round_leaves_nothing() -> None:
+    async with endpoints(2, kind="tls") as (here, there), streams_from(here, there, 2) as streams:
+        with here.uplink.shared() as share:
+            share.add(streams[0], 1)
+            await here.close()
+            share.add(streams[1], 1)
+            assert here.uplink._watching is not None
+            assert here.uplink._watching.done()
+        with here.uplink.shared() as share:
+            share.add(streams[1], 1)
+            assert not share.streams, "it is closed"
+
+
+@on_linux
+@pytest.mark.usefixtures("far")
+async def test_the_streams_of_an_all_reduce_are_paced_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uplink, "MIN_ROUND_S", 0.0)
+    generator = torch.Generator().manual_seed(1)
+    vectors = [torch.randn(400_000, generator=generator) for _ in range(3)]
+    seen: dict[PeerId, list[int | None]] = {}
+
+    async with averagers(3, kind="tls") as members:
+        paces = {
+            endpoint.peer_id: has_shown(endpoint, (number + 1) * 9e6) for number, (_, _, endpoint) in enumerate(members)
+        }
+
+        async def look() -> None:
+            while len(seen) < 3:
+                for _, _, endpoint in members:
+                    for share in endpoint.uplink._shares:
+                        if len(share.streams) == 2 and endpoint.peer_id not in seen:
+                            await asyncio.sleep(0)
+                            seen[endpoint.peer_id] = [pace_of(stream) for stream in share.streams]
+                await asyncio.sleep(0)
+
+        looking = asyncio.ensure_future(look())
+        results = await asyncio.gather(*(one[0].average(vectors[i], 1.0) for i, one in enumerate(members)))
+        await asyncio.wait_for(looking, 1.0)
+        assert all(not endpoint.uplink._shares for _, _, endpoint in members)
+    for result in results:
+        torch.testing.assert_close(result.averaged_N, sum(vectors) / 3, rtol=1e-5, atol=1e-6)
+    for peer_id, parts in seen.items():
+        assert sum(part or 0 for part in parts) == pytest.approx(paces[peer_id], rel=0.01)
