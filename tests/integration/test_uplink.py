@@ -173,6 +173,7 @@ async def test_two_rounds_at_once_share_the_line() -> None:
 async def test_what_the_line_carries_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The system's pace stands for the line."""
     monkeypatch.setattr(pace, "MIN_STRETCH_S", 1.0)
+    monkeypatch.setattr(uplink, "MIN_FIRST_S", 1.0)
     async with endpoints(2, kind="tls") as (here, there), streams_from(here, there, 2) as streams:
         with here.uplink.shared() as share:
             for stream in streams:

@@ -16,7 +16,8 @@ LOOK_PERIOD_S = 0.2
 STRETCH_S = 4.0
 """The pace is looked at again after so long, and at the end of a round."""
 FIRST_STRETCH_S = 8.0
-"""Not paced, streams take long to show what the line carries."""
+MIN_FIRST_S = 6.0
+"""Not paced, streams take long to show what the line carries: so long, or until the round ends, but never less."""
 SETTLE_S = 0.5
 """After a new pace the queues of the line still hold what was sent before."""
 
@@ -168,7 +169,8 @@ class Uplink:
             return
         self._stretches.add(now, self._total)
         if is_last or self._stretches.seconds >= (STRETCH_S if line is not None else FIRST_STRETCH_S):
-            if (stretch := self._stretches.stretch()) is not None:
+            is_enough = line is not None or self._stretches.seconds >= MIN_FIRST_S
+            if is_enough and (stretch := self._stretches.stretch()) is not None:
                 self._pace.add(stretch)
                 self._settled_at = now + SETTLE_S
                 self._divide()
