@@ -50,7 +50,7 @@ def test_averaging_reaches_all_parts_of_a_round() -> None:
         for name, part in parts(optimizer).items():
             assert part._config == OTHER_AVERAGING, name
         assert optimizer._collaboration._manifest.codec == "fp16"
-        assert parts(optimizer)["rounds"]._uplink.bandwidth == 10_000_000
+        assert parts(optimizer)["rounds"]._bandwidth.bandwidth == 10_000_000
 
 
 def test_the_times_reach_all_parts_of_a_round() -> None:

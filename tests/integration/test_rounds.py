@@ -31,7 +31,7 @@ from manyhands.averaging.messages import (
     VerdictQuery,
     Vote,
 )
-from manyhands.averaging.recovery import Recovery
+from manyhands.averaging.recovery import Recovery, Refill
 from manyhands.averaging.round_outcome import CommittedRound
 from manyhands.averaging.rounds import RoundRunner
 from manyhands.averaging.run_endpoint import RunEndpoint
@@ -387,8 +387,8 @@ def change_first_result(peer: Peer, change: Callable[[Recovery, Voter], None]) -
     """Do something to what a peer holds, after it has averaged for the first time."""
     make = peer.averager._recovery
 
-    def make_changed(group: Group, voter: Voter, flat_N: torch.Tensor) -> Recovery:
-        recovery = make(group, voter, flat_N)
+    def make_changed(group: Group, voter: Voter, flat_N: torch.Tensor, refill: Refill | None) -> Recovery:
+        recovery = make(group, voter, flat_N, refill)
         first = recovery.first
 
         async def first_changed(timeout_s: float) -> None:

@@ -54,7 +54,7 @@ def run_rounds(num_rounds: int, up_mbit_s: dict[str, float], declared: dict[str,
             roster.at = result.manifest.position.after(result.manifest)
             if host.name == "p0":
                 measured.seconds.append(result.seconds - result.matchmaking_s)
-        measured.mbit_s[host.name] = averager._uplink.bandwidth / 125_000
+        measured.mbit_s[host.name] = averager._bandwidth.bandwidth / 125_000
         await asyncio.sleep(1.0)  # the others are done, too
         await averager.close()
         await endpoint.close()

@@ -207,6 +207,8 @@ class Butterfly:
 
     async def _send_to(self, rank: int, stream: Stream) -> None:
         """This member's values of a partner's span, and then the means of its own, as they get ready."""
+        if not (self._owes_values_to(rank) or self._reducer.chunks):
+            return
         pieces = Pausing(self._outgoing(rank), self._reducer.progress)
         while not pieces.is_over:
             await pieces.wait()
@@ -215,8 +217,11 @@ class Butterfly:
             else:
                 await stream.send_each(pieces)
 
+    def _owes_values_to(self, rank: int) -> bool:
+        return self._weights[self._rank] > 0 and self._partition.is_reducer(rank)
+
     def _outgoing(self, rank: int) -> Iterator[memoryview | Condition]:
-        if self._weights[self._rank] > 0 and self._partition.is_reducer(rank):
+        if self._owes_values_to(rank):
             yield from self._values(rank)
         if self._reducer.chunks:
             yield from self._means()
@@ -260,6 +265,8 @@ class Butterfly:
 
     async def _receive_from(self, rank: int, stream: Stream) -> None:
         """A partner's values of this member's span, and then the means of its own."""
+        if rank not in self._reducer.inboxes and not self._partition.is_reducer(rank):
+            return
         rooms = Pausing(self._rooms(rank), self._reducer.progress)
         while not rooms.is_over:
             await rooms.wait()
