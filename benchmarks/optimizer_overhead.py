@@ -1,8 +1,9 @@
 """What the collaborative optimizer costs a local step, and how much memory it takes.
 
-    python benchmarks/optimizer_overhead.py [--batches 60] [--memory-mb 192] [--cases idle,busy] [--json FILE]
+    python benchmarks/optimizer_overhead.py [--batches 60] [--batch-size 8] [--memory-mb 192] [--cases idle,busy]
+        [--json FILE]
 
-A small ALBERT (that of ``manyhands train``: 1.5 million parameters, batches of 8 samples of 64 tokens, one thread) is
+A small ALBERT (that of ``manyhands train``: 1.5 million parameters, batches of samples of 64 tokens, one thread) is
 trained by plain torch, which adds gradients up in ``.grad``, and beside it in the same process by
 ``manyhands.Optimizer``, batch by batch in turns. The figures:
 
@@ -13,6 +14,8 @@ trained by plain torch, which adds gradients up in ``.grad``, and beside it in t
   idle_overhead_less_core_wait, busy_overhead_less_core_wait
                        likewise, without the time in which the training thread could have run, but others had the
                        cores: what Python's lock and our own work cost, also on a busy machine. On Linux only
+  plain_step_s         what the plain local step took; what is added to it hardly depends on its length. The optimizer
+                       advises 0.2 to 2 s
   peak_extra_x_params  peak memory beyond that of plain AdamW over a few global steps with another peer, in multiples
                        of the parameters (float32): synchronous steps, ``delay="gradients"``, and ``offload`` alone; on
                        Linux only, else absent. The model is on the host here, so the copies that belong to delay and
@@ -85,13 +88,14 @@ def large_vectors(num_bytes: int) -> torch.nn.Module:
 class Local:
     """One model and its optimizer, as plain as they come."""
 
-    def __init__(self, optimizer: Any, model: torch.nn.Module) -> None:
+    def __init__(self, optimizer: Any, model: torch.nn.Module, batch_size: int) -> None:
         self.model = model
         self.optimizer = optimizer
+        self.batch_size = batch_size
         self._generator = torch.Generator().manual_seed(1)
 
     def batch(self) -> dict[str, torch.Tensor]:
-        ids = torch.randint(5, VOCABULARY, (BATCH_SIZE, SEQ_LENGTH), generator=self._generator)
+        ids = torch.randint(5, VOCABULARY, (self.batch_size, SEQ_LENGTH), generator=self._generator)
         return {"input_ids": ids, "labels": ids, "sentence_order_label": ids[:, 0] % 2}
 
     def compute(self) -> None:
@@ -102,21 +106,21 @@ class Local:
 class Beside:
     """Plain torch and the collaborative optimizer in one process."""
 
-    def __init__(self, initial_peers: list[str], is_busy: bool) -> None:
+    def __init__(self, initial_peers: list[str], is_busy: bool, batch_size: int) -> None:
         torch.set_num_threads(1)
         model = small_albert()
-        self._plain = Local(torch.optim.AdamW(model.parameters(), lr=1e-3), model)
+        self._plain = Local(torch.optim.AdamW(model.parameters(), lr=1e-3), model, batch_size)
         model = small_albert()
         self._peer = manyhands.Peer(initial_peers, listen=LISTEN)
         target, options = (2, {"delay": "gradients", "progress": EAGER}) if is_busy else (NEVER, {})
-        self._ours = Local(new_optimizer(self._peer, model, target, **options), model)
+        self._ours = Local(new_optimizer(self._peer, model, target, **options), model, batch_size)
         self._is_busy = is_busy
 
     def address(self) -> list[str]:
         return self._peer.addresses
 
     def overheads(self, num_batches: int) -> list[float]:
-        """Of the fast ones among the batches of each kind; and without what they waited for a core."""
+        """Seconds of a fast plain batch; what ours add to it, also without what they waited for a core."""
         for _ in range(WARM_UP_BATCHES):
             self._plain_step()
             self._our_step()
@@ -128,7 +132,8 @@ class Beside:
             self._ours.optimizer.settle()
             plain.append(self._plain_step())
         fast = [undisturbed_s([times[kind] for times in plain]) for kind in range(len(plain[0]))]
-        return [undisturbed_s([times[kind] for times in ours]) / fast_s - 1 for kind, fast_s in enumerate(fast)]
+        shares = [undisturbed_s([times[kind] for times in ours]) / fast_s - 1 for kind, fast_s in enumerate(fast)]
+        return [fast[0], *shares]
 
     def _begin_round(self) -> None:
         for _ in range(MAX_TRIES):
@@ -145,7 +150,7 @@ class Beside:
     def _our_step(self) -> tuple[float, ...]:
         def step() -> None:
             self._ours.compute()
-            self._ours.optimizer.step(batch_size=BATCH_SIZE)
+            self._ours.optimizer.step(batch_size=self._ours.batch_size)
 
         taken_s = taken_by(step)
         self._ours.optimizer.zero_grad()
@@ -257,10 +262,10 @@ class MemoryUse:
         self._peer.close()
 
 
-def overheads(is_busy: bool, num_batches: int) -> list[float]:
-    """Of one case."""
+def overheads(is_busy: bool, num_batches: int, batch_size: int) -> list[float]:
+    """Of one case: seconds of a plain step, and what ours add to it."""
     with contextlib.ExitStack() as stack:
-        subject = Worker(Beside, [], is_busy)
+        subject = Worker(Beside, [], is_busy, batch_size)
         stack.callback(subject.close)
         addresses = subject.call("address")
         if is_busy:
@@ -284,14 +289,15 @@ def peak_bytes(num_bytes: int, mode: str | None) -> int:
         return peak
 
 
-def measure(cases: list[str], num_batches: int, num_bytes: int) -> dict[str, Any]:
+def measure(cases: list[str], num_batches: int, batch_size: int, num_bytes: int) -> dict[str, Any]:
     """The figures of some cases."""
     result: dict[str, Any] = {}
     with progress_of(len(cases) + 1) as steps:
         for case in [case for case in OVERHEADS if case in cases]:
             steps.begin(f"overhead: {case}")
             names = (f"{case}_overhead", f"{case}_overhead_less_core_wait")
-            result.update(zip(names, overheads(case == "busy", num_batches), strict=False))
+            result["plain_step_s"], *shares = overheads(case == "busy", num_batches, batch_size)
+            result.update(zip(names, shares, strict=False))
         modes = [mode for mode in MODES if mode in cases] if sys.platform == "linux" else []
         if modes:
             steps.begin("memory of plain torch")
@@ -315,13 +321,16 @@ def cases_of(text: str) -> list[str]:
 def main() -> None:
     parser = Parser(__doc__)
     parser.add_argument("--batches", type=positive_int, default=60, help="pairs of local steps, for each overhead")
+    parser.add_argument("--batch-size", type=positive_int, default=BATCH_SIZE, help="samples of a local step")
     parser.add_argument("--memory-mb", type=positive_int, default=192, help="of parameters, for the memory")
     parser.add_argument(
         "--cases", type=cases_of, default=[*OVERHEADS, *MODES], help="some of idle,busy,sync,delay,offload"
     )
     parser.add_argument("--json", type=json_path, metavar="FILE", help="write the figures to a file")
     options = parser.parse_args()
-    result = measure(options.cases, options.batches, options.memory_mb * MEGA)
+    result = measure(options.cases, options.batches, options.batch_size, options.memory_mb * MEGA)
+    if "plain_step_s" in result:
+        print(f"plain_step_s                  {result['plain_step_s']:.3f}")
     for name, share in result.items():
         if "_overhead" in name:
             print(f"{name:29} {share:+.1%}")
