@@ -129,6 +129,23 @@ async def test_the_streams_of_a_round_share_the_pace_by_what_they_carry() -> Non
             await asyncio.sleep(0.01)
             paces = [pace_of(stream) for stream in streams]
         assert paces == pytest.approx([0.75 * paced, 0.25 * paced, uplink.MIN_PACE], abs=1)
+        assert [pace_of(stream) for stream in streams] == [None] * 3, "what is left is sent at once after the round"
+
+
+@on_linux
+@pytest.mark.usefixtures("far")
+async def test_the_part_of_who_is_lost_goes_to_the_others() -> None:
+    async with endpoints(2, kind="tls") as (here, there), streams_from(here, there, 3) as streams:
+        paced = has_shown(here, 8 * MB)
+        with here.uplink.shared() as share:
+            for stream in streams:
+                share.add(stream, 100 * MB)
+            await asyncio.sleep(0.01)
+            streams[0].abort()
+            async with time_limit(5.0, "for the next look"):
+                while pace_of(streams[1]) != pytest.approx(paced / 2, abs=1):
+                    await asyncio.sleep(0.01)
+            assert pace_of(streams[2]) == pytest.approx(paced / 2, abs=1)
 
 
 @on_linux

@@ -173,7 +173,7 @@ class Participation:
                 attendance.called.clear()
                 if await self._attempt(attempts, flat_N, weight, left_s):
                     return
-                await run_to_end(self._tensors.values, flat_N)
+                flat_N = await run_to_end(self._tensors.values)  # others may still fetch means from the last one
             elif loop.time() >= alone_until:
                 attempts.reason = attempts.reason or self._nobody()
                 return

@@ -124,7 +124,8 @@ class Patience:
             self._owed_s[rank] += LOOK_PERIOD_S
             if (needed_s := self._too_slow(rank, stream)) is not None:
                 reason = f"peer {stream.remote} is too slow for the time that this round has"
-                self._lose(rank, f"{reason}: at its pace it would need {needed_s:.0f} s")
+                how = f"at its pace it would need {needed_s:.0f} s" if needed_s < math.inf else "it has sent nothing"
+                self._lose(rank, f"{reason}: {how}")
                 return
         silent_s = now - max(stream.last_received, self._progress[rank].since)
         if silent_s >= STUCK_S and wanted is Wanted.VALUES:

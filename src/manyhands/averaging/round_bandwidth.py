@@ -41,7 +41,7 @@ class RoundBandwidth:
         """A group has formed, which has so much time; infinite if there is no bound."""
         self.sends: list[Send] = []
         self.line: float | None = None
-        self._round_s = round_s
+        self._round_s = max(round_s, 0.0)
         self._vector_bytes = self._num_due = self._num_sent = 0
         self._exchange_s = 0.0
 
@@ -78,4 +78,4 @@ class RoundBandwidth:
         )
 
     def _was_judged(self) -> bool:
-        return 0 < self._exchange_s >= JUDGED_SHARE * self._round_s
+        return self._round_s > 0 and 0 < self._exchange_s >= JUDGED_SHARE * self._round_s

@@ -163,7 +163,7 @@ class Averager:
             assert attempts.committed is not None
             assert attempts.committed.averaged_N is not None
             self._tensors.assign(attempts.committed.averaged_N)
-            if attempts.committed.averaged_N is not flat_N:
+            if attempts.num_rounds > 1:  # else it lies in the memory of the values
                 self._participation.give_back(attempts.committed.averaged_N)
         return result
 

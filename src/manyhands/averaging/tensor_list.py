@@ -76,18 +76,17 @@ class TensorList:
         is_cut = len(text) > MAX_SUMMARY_LENGTH or len(self.specs) > 8
         return text[: MAX_SUMMARY_LENGTH - 3] + "..." if is_cut else text
 
-    def values(self, out: torch.Tensor | None = None) -> torch.Tensor:
+    def values(self) -> torch.Tensor:
         """All values as one vector on the CPU, shape [numel]: float64 if one of the tensors is, else float32.
 
-        It is a copy: if another thread frees or resizes a tensor while the values are sent, that memory is gone.
+        It is a copy: if another thread frees or resizes a tensor while the values are sent, that memory is gone. It
+        lies in memory that earlier ones do not need any more.
 
-        Args:
-            out: such a vector, which gets the values; else it lies in memory that earlier ones do not need any more.
         Raises:
             ConfigError: a tensor is not any more what it was.
         """
         self.check_unchanged()
-        flat_N = out if out is not None else self._memory.vector(self.numel, self._dtype)
+        flat_N = self._memory.vector(self.numel, self._dtype)
         with torch.no_grad():
             for tensor, part in zip(self._tensors, self._slices, strict=True):
                 flat_N[part].view(tensor.shape).copy_(tensor.detach())

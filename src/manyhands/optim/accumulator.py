@@ -49,7 +49,8 @@ class Part:
 
     def count(self, samples: int, weight: float, since_step: int) -> None:
         """So many more are in it."""
-        self.since_step = min(self.since_step, since_step) if self.samples else since_step
+        is_first = not self.samples or (self.weight == 0 and weight > 0)  # those without weight brought no gradient
+        self.since_step = since_step if is_first else min(self.since_step, since_step)
         self.samples += samples
         self.weight += weight
 

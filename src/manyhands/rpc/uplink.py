@@ -40,16 +40,18 @@ class Load:
     Attributes:
         num_bytes, left: in all, and what the other end has not confirmed yet; about.
         done: what the stream had done when it was last looked at.
+        is_open: it may still carry something.
     """
 
     num_bytes: float
     left: float
     done: Delivery
+    is_open: bool = True
 
     @property
     def part(self) -> float:
-        """Of the pace, in any unit: one that seems to be done has something to send, perhaps."""
-        return self.left + SPARE * self.num_bytes
+        """Of the pace, in any unit: one that seems to be done has something to send, perhaps, unless it is closed."""
+        return self.left + SPARE * self.num_bytes if self.is_open else 0.0
 
 
 class Share:
@@ -88,7 +90,9 @@ class Share:
         """What each stream has done since it was last looked at; one that is closed, nothing."""
         changes = []
         for stream, load in self.streams.items():
-            if (delivery := stream.delivery()) is not None:
+            delivery = stream.delivery()
+            load.is_open = delivery is not None
+            if delivery is not None:
                 change = Delivery(*(after - before for after, before in zip(delivery, load.done, strict=True)))
                 load.left, load.done = max(load.left - change.delivered, 0.0), delivery
                 changes.append(change)
@@ -117,6 +121,9 @@ class Uplink:
         line = self._pace.line
         return line / len(self._active()) if line is not None and share.is_long(line) else None
 
+    def _num_open(self) -> int:
+        return sum(load.is_open for share in self._shares for load in share.streams.values())
+
     def _active(self) -> list[Share]:
         return [share for share in self._shares if share.streams]
 
@@ -128,9 +135,12 @@ class Uplink:
         try:
             yield share
         finally:
-            self._look(is_last=not any(other.streams for other in self._shares if other is not share))
-            self._shares.remove(share)
-            self._divide()
+            try:
+                self._look(is_last=not any(other.streams for other in self._shares if other is not share))
+            finally:
+                self._shares.remove(share)
+                share.free()  # what a stream that is let go still has to send shall not wait
+                self._divide()
 
     def watch(self) -> None:
         """Another stream shares the line from now on."""
@@ -158,8 +168,10 @@ class Uplink:
 
     def _look(self, *, is_last: bool = False) -> None:
         """See what the streams have done; at the end of a stretch, find the pace of the next one."""
-        now = asyncio.get_running_loop().time()
+        now, num_open = asyncio.get_running_loop().time(), self._num_open()
         changes = [change for share in self._shares for change in share.look()]
+        if self._num_open() < num_open:  # a member is lost: the others get its part
+            self._divide()
         self._total = Delivery(*map(sum, zip(self._total, *changes, strict=True)))
         if now < self._settled_at:
             return

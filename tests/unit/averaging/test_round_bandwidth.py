@@ -1,4 +1,4 @@
-"""What rounds show of an bandwidth in which somebody was too slow."""
+"""What rounds show of an uplink in which somebody was too slow."""
 
 from __future__ import annotations
 
@@ -55,3 +55,11 @@ def test_a_round_in_which_somebody_died_shows_nothing() -> None:
     bandwidth = after(1_500_000, 1_500_000, 2.0)
     bandwidth.end_round(8.0, is_whole=False)
     assert bandwidth.bandwidth == 0
+
+
+def test_a_group_that_formed_when_the_time_was_over_shows_nothing() -> None:
+    bandwidth = RoundBandwidth(1e6)
+    bandwidth.begin_round(-0.1)
+    bandwidth.add_exchange(VECTOR, 1_000_000, 0, 0.1)
+    assert bandwidth.lose_round() == ""
+    assert bandwidth.bandwidth == 1_000_000
