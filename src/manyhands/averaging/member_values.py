@@ -98,6 +98,7 @@ class MemberValues:
     def average(
         self,
         own: torch.Tensor,
+        kept: torch.Tensor,
         rooms: torch.Tensor,
         which: Sequence[int],
         weights: Sequence[float],
@@ -109,7 +110,7 @@ class MemberValues:
 
         Args: as those of :meth:`manyhands.averaging.codecs.Codec.average`.
         """
-        return self._plan.average(own, rooms, which, weights, chunk.start, mean, out)
+        return self._plan.average(own, kept, rooms, which, weights, chunk.start, mean, out)
 
     def add(
         self, rank: int, encoded: torch.Tensor, chunk: slice, weight: float, total: torch.Tensor, *, is_first: bool

@@ -80,7 +80,8 @@ class SpanReducer:
             other: Inbox(self._rooms[at * QUEUED_CHUNKS : (at + 1) * QUEUED_CHUNKS]) for at, other in enumerate(senders)
         }
         is_in_place = bool(self.chunks) and flat_N.data_ptr() == averaged_N.data_ptr()
-        self._kept = flat_N.new_empty(max(_numel(chunk) for chunk in self.chunks)) if is_in_place else None
+        kept_numel = max(map(_numel, self.chunks)) if is_in_place else 0
+        self._kept_N = memory.vector(kept_numel, flat_N.dtype)  # own values of a chunk while its mean is written
         self._lock = threading.Lock()
         self._may_reduce = self._is_reducing = False
         self._spoilt: dict[int, str] = {}  # whose values cannot be averaged, and why; not told yet
@@ -186,14 +187,14 @@ class SpanReducer:
     def _reduce(self, number: int, received: Mapping[int, torch.Tensor]) -> tuple[list[int], dict[int, str]]:
         """The weighted mean, in the order of ranks, as everybody will decode it; returns who is in it, and who not."""
         chunk, encoded = self.chunks[number], self._encoded[self._places[number]]
-        own = self._flat_N[chunk]
-        if self._kept is not None:
-            own = self._kept[: own.numel()].copy_(own)
         present = sorted([*received, *([self._rank] if self._weights[self._rank] > 0 else [])])
         spoilt: dict[int, str] = {}
-        while (fault := self._average(present, own, received, chunk, encoded)) is not None:
+        own, kept = self._flat_N[chunk], self._kept_N[: _numel(chunk)]
+        while (fault := self._average(present, own, kept, received, chunk, encoded)) is not None:
             rank, spoilt[rank] = fault
             present.remove(rank)
+            if kept.numel():
+                own, kept = kept, kept[:0]
         self.hasher.update(bytes_of(encoded))
         return present, spoilt
 
@@ -201,17 +202,24 @@ class SpanReducer:
         self,
         present: Sequence[int],
         own: torch.Tensor,
+        kept: torch.Tensor,
         received: Mapping[int, torch.Tensor],
         chunk: slice,
         encoded: torch.Tensor,
     ) -> tuple[int, str] | None:
-        """Write the mean, and encode it; returns a member whose values spoil it, and how, or None."""
-        done = self._average_at_once(present, own, received, chunk, encoded)
+        """Write the mean, and encode it; returns a member whose values spoil it, and how, or None.
+
+        The mean may go where ``own`` is: that is written to ``kept`` then, unless that is empty.
+        """
+        done = self._average_at_once(present, own, kept, received, chunk, encoded)
         rest, at = slice(chunk.start + done, chunk.stop), self._codec.num_bytes(slice(chunk.start, chunk.start + done))
         if done:
             received = {rank: values[at:] for rank, values in received.items()}
         if rest.start == rest.stop:
             return None
+        if kept.numel():
+            kept[done:].copy_(own[done:])
+            own = kept
         if (fault := self._add_up(present, own[done:], received, rest)) is None and not self._codec.is_exact:
             self._codec.requantize(self._averaged_N[rest], rest, encoded[at:], self._feedback)
         return fault
@@ -220,6 +228,7 @@ class SpanReducer:
         self,
         present: Sequence[int],
         own: torch.Tensor,
+        kept: torch.Tensor,
         received: Mapping[int, torch.Tensor],
         chunk: slice,
         encoded: torch.Tensor,
@@ -231,7 +240,7 @@ class SpanReducer:
         which = [(received[rank].data_ptr() - memory) // room if rank in received else -1 for rank in present]
         weights = [self._weights[rank] for rank in present]
         shares = [weight / sum(weights) for weight in weights]
-        return self._codec.average(own, self._rooms, which, shares, chunk, self._averaged_N[chunk], encoded)
+        return self._codec.average(own, kept, self._rooms, which, shares, chunk, self._averaged_N[chunk], encoded)
 
     def _add_up(
         self, present: Iterable[int], own: torch.Tensor, received: Mapping[int, torch.Tensor], chunk: slice

@@ -13,6 +13,7 @@ from manyhands.averaging.codecs import FP16, INT8, BadEncoding, Codec, NotFinite
 CODECS = pytest.mark.parametrize("codec", [INT8, FP16], ids=lambda codec: codec.name)
 NUMEL = 3 * 65_536 + 216 * 5 + 100
 """Whole units of both codecs, and some values that are left to torch."""
+NOTHING = torch.empty(0)
 ODD_ONES = {"huge": 3e38, "tiny": 1e-40, "zero": 0.0, "minus zero": -0.0, "large": 1e36}
 
 
@@ -163,9 +164,15 @@ def test_averaging_in_one_pass_gives_the_same_bits(codec: Codec, own_place: int 
 
     own_N = given[own_place] if own_place is not None else given[0]
     mean_N, out = torch.full((numel,), math.nan), torch.empty(num_bytes, dtype=torch.uint8)
-    assert codec.average(own_N, rooms, which, weights, mean_N, out) == numel
+    assert codec.average(own_N, NOTHING, rooms, which, weights, mean_N, out) == numel
     assert torch.equal(out, expected)
     assert torch.equal(mean_N, expected_N)
+
+    kept_N, in_place_N = torch.full((numel,), math.nan), own_N.clone()
+    assert codec.average(in_place_N, kept_N, rooms, which, weights, in_place_N, out.zero_()) == numel
+    assert torch.equal(out, expected)
+    assert torch.equal(in_place_N, expected_N)
+    assert torch.equal(kept_N, own_N)
 
 
 @CODECS
@@ -176,9 +183,41 @@ def test_averaging_in_one_pass_stops_where_somebody_breaks_the_rules(codec: Code
     codec.encode(given, rooms[1, : codec.num_bytes(NUMEL)])
     out = torch.empty(codec.num_bytes(NUMEL), dtype=torch.uint8)
     own_N[70_000] = math.inf
-    done = codec.average(own_N, rooms, [-1, 1], [0.5, 0.5], torch.empty(NUMEL), out)
+    done = codec.average(own_N, NOTHING, rooms, [-1, 1], [0.5, 0.5], torch.empty(NUMEL), out)
     assert done == 70_000 // codec.unit_numel * codec.unit_numel
     scale_at = codec.num_bytes(2 * codec.unit_numel) - (8 if codec is INT8 else 2 * codec.unit_numel + 4)
     rooms[1, scale_at : scale_at + 4] = 0xFF
-    done = codec.average(own_N, rooms, [-1, 1], [0.5, 0.5], torch.empty(NUMEL), out)
+    done = codec.average(own_N, NOTHING, rooms, [-1, 1], [0.5, 0.5], torch.empty(NUMEL), out)
     assert done == codec.unit_numel
+
+
+@CODECS
+@pytest.mark.parametrize("is_own", [True, False])
+def test_values_under_a_mean_that_was_not_finished_are_not_lost(codec: Codec, is_own: bool) -> None:
+    own_N = values()
+    rooms = torch.zeros(1, codec.num_bytes(NUMEL) + 64, dtype=torch.uint8)
+    rooms = rooms[:, : rooms.shape[1] // 4 * 4].contiguous()
+    codec.encode(values(2.0), rooms[0, : codec.num_bytes(NUMEL)])
+    if is_own:
+        own_N[70_000] = math.inf
+    else:
+        scale_at = codec.num_bytes(2 * codec.unit_numel) - (8 if codec is INT8 else 2 * codec.unit_numel + 4)
+        rooms[0, scale_at : scale_at + 4] = 0xFF
+    out = torch.empty(codec.num_bytes(NUMEL), dtype=torch.uint8)
+    kept_N, in_place_N = torch.full((NUMEL,), math.nan), own_N.clone()
+    done = codec.average(in_place_N, kept_N, rooms, [0, -1], [0.5, 0.5], in_place_N, out)
+    assert 0 < done < NUMEL
+    assert torch.equal(kept_N[:done], own_N[:done])
+    assert torch.equal(in_place_N[done:], own_N[done:])
+
+
+@CODECS
+@pytest.mark.parametrize("offset", [0, 1, 3, 8])
+def test_values_are_decoded_to_any_address(codec: Codec, offset: int) -> None:
+    """Whole lines of the cache are written at once where they begin at the right address."""
+    data = encoded(codec, values())
+    memory = torch.full((NUMEL + offset + 1,), 7.0)
+    codec.decode(data, memory[offset : offset + NUMEL])
+    assert torch.equal(memory[offset : offset + NUMEL], decoded(codec, data, NUMEL))
+    assert memory[:offset].eq(7.0).all()
+    assert memory[-1] == 7.0

@@ -149,6 +149,7 @@ class Codec(abc.ABC):
     def average(
         self,
         own_N: torch.Tensor,
+        kept_N: torch.Tensor,
         rooms: torch.Tensor,
         which: Sequence[int],
         weights: Sequence[float],
@@ -160,7 +161,8 @@ class Codec(abc.ABC):
         Only as far as a compiled kernel can, and all that it meets follows the rules; the rest is left to those two.
 
         Args:
-            own_N: values as they are.
+            own_N: values as they are; may be ``mean_N``.
+            kept_N: if it is not empty, those of them that were averaged are kept there.
             rooms: what others have sent, uint8, shape [rooms, bytes of a room], of which only the first are used.
             which: in the order in which they are added, the room of each, or -1 for ``own_N``.
             weights: of each.
@@ -174,7 +176,8 @@ class Codec(abc.ABC):
         if run is None or rooms.shape[1] < whole_out.numel() or rooms.shape[1] % FLOAT_BYTES:
             return 0
         places, shares = np.array(which, dtype=np.int64), np.array(weights, dtype=np.float32)
-        done = run(whole_N.numpy(), whole_out.numpy(), own_N.detach().numpy(), rooms.numpy(), places, shares)
+        arrays = (one.numpy() for one in (whole_N, whole_out, own_N.detach(), kept_N, rooms))
+        done = run(*arrays, places, shares)
         return self.unit_numel * int(done)
 
     def _after_kernel(

@@ -146,6 +146,7 @@ class Plan:
     def average(
         self,
         own: torch.Tensor,
+        kept: torch.Tensor,
         rooms: torch.Tensor,
         which: Sequence[int],
         weights: Sequence[float],
@@ -155,7 +156,7 @@ class Plan:
     ) -> int:
         """As :meth:`Codec.average`, from ``start`` on in the vector; nothing is done where there are several codecs."""
         parts = self.cut(start, start + mean.numel())
-        return parts[0].codec.average(own, rooms, which, weights, mean, out) if len(parts) == 1 else 0
+        return parts[0].codec.average(own, kept, rooms, which, weights, mean, out) if len(parts) == 1 else 0
 
     def _parts(
         self, values: torch.Tensor, start: int, encoded: torch.Tensor

@@ -14,11 +14,20 @@ from llvmlite import binding, ir
 from numba.core import types
 from numba.extending import intrinsic
 
-from manyhands.averaging.codecs.kernels.compiling import Bytes, Floats, compiled, part
+from manyhands.averaging.codecs.kernels.compiling import (
+    Bytes,
+    Floats,
+    after_writes_past_cache,
+    compiled,
+    part,
+    write_past_cache,
+)
 
 PIECE_NUMEL = 1 << 16
 SCALE_BYTES = 4
 PIECE_BYTES = SCALE_BYTES + 2 * PIECE_NUMEL
+ROW_NUMEL = 256
+"""Values that are decoded at a time; a piece has a multiple of them."""
 ALL_BUT_SIGN = np.int32(0x7FFFFFFF)
 HIGHEST_FINITE = np.int32(0x7F7FFFFF)
 HIGHEST_EXPONENT = 111
@@ -117,15 +126,21 @@ def requantize(values: Floats, encoded: Bytes) -> int:
 def decode(values: Floats, encoded: Bytes) -> int:
     """The values of whole pieces; returns how many are done."""
     halves, scales = encoded.view(np.uint16), encoded.view(np.float32)
+    decoded = np.empty(ROW_NUMEL, np.float32)
     num_pieces = values.size // PIECE_NUMEL
+    num_done = num_pieces
     for piece in range(num_pieces):
         start, scale_at = piece * PIECE_NUMEL, piece * (PIECE_BYTES // 4)
         scale, place = scales[scale_at], 2 * scale_at + SCALE_BYTES // 2
         if not _is_ordinary(scale, halves, place):
-            return piece
-        for i in range(PIECE_NUMEL):
-            values[start + i] = _from_half(halves[place + i]) * scale
-    return num_pieces
+            num_done = piece
+            break
+        for row in range(PIECE_NUMEL // ROW_NUMEL):
+            for i in range(ROW_NUMEL):
+                decoded[i] = _from_half(halves[place + row * ROW_NUMEL + i]) * scale
+            write_past_cache(values, start + row * ROW_NUMEL, decoded, 0, ROW_NUMEL)
+    after_writes_past_cache()
+    return num_done
 
 
 @compiled("int64(float32[::1], uint8[::1], float32, boolean)")
@@ -147,41 +162,53 @@ def add(total: Floats, encoded: Bytes, weight: np.float32, is_first: bool) -> in
     return num_pieces
 
 
-@compiled("int64(float32[::1], uint8[::1], float32[::1], uint8[:, ::1], int64[::1], float32[::1])")
-def average(mean: Floats, encoded: Bytes, own: Floats, rooms: Bytes, which: Any, weights: Floats) -> int:
+@compiled("int64(float32[::1], uint8[::1], float32[::1], float32[::1], uint8[:, ::1], int64[::1], float32[::1])")
+def average(mean: Floats, encoded: Bytes, own: Floats, kept: Floats, rooms: Bytes, which: Any, weights: Floats) -> int:
     """Weigh and add up whole pieces, round the sums, and decode them; returns how many pieces are done.
 
     The arguments are those of the function of this name for int8.
     """
     bits, halves, scales = mean.view(np.int32), encoded.view(np.uint16), encoded.view(np.float32)
+    mine = np.empty(PIECE_NUMEL, np.float32)
     num_pieces = mean.size // PIECE_NUMEL
+    num_done = num_pieces
     for piece in range(num_pieces):
         start, scale_at = piece * PIECE_NUMEL, piece * (PIECE_BYTES // 4)
         place = 2 * scale_at + SCALE_BYTES // 2
+        is_ordinary = True
+        if kept.size:
+            write_past_cache(kept, start, own, start, PIECE_NUMEL)
+        for i in range(PIECE_NUMEL):
+            mine[i] = own[start + i]
         for number in range(which.size):
             room, weight = which[number], weights[number]
             if room < 0:
                 if number == 0:
                     for i in range(PIECE_NUMEL):
-                        mean[start + i] = own[start + i] * weight
+                        mean[start + i] = mine[i] * weight
                 else:
                     for i in range(PIECE_NUMEL):
-                        mean[start + i] += own[start + i] * weight
+                        mean[start + i] += mine[i] * weight
                 continue
             given = rooms[room]
             given_halves = given.view(np.uint16)
             scale = given.view(np.float32)[scale_at]
             if not _is_ordinary(scale, given_halves, place):
-                return piece
+                is_ordinary = False
+                break
             if number == 0:
                 for i in range(PIECE_NUMEL):
                     mean[start + i] = _from_half(given_halves[place + i]) * scale * weight
             else:
                 for i in range(PIECE_NUMEL):
                     mean[start + i] += _from_half(given_halves[place + i]) * scale * weight
-        if not _write_piece(mean, bits, piece, halves, scales):
-            return piece
+        if not is_ordinary or not _write_piece(mean, bits, piece, halves, scales):
+            for i in range(PIECE_NUMEL):
+                mean[start + i] = mine[i]
+            num_done = piece
+            break
         scale = scales[scale_at]
         for i in range(PIECE_NUMEL):
             mean[start + i] = _from_half(halves[place + i]) * scale
-    return num_pieces
+    after_writes_past_cache()
+    return num_done

@@ -21,7 +21,14 @@ from manyhands.averaging.codecs.int8_rows import (
     SMALL_SCALE,
     UNUSED_SCALE_BITS,
 )
-from manyhands.averaging.codecs.kernels.compiling import Bytes, Floats, compiled, part
+from manyhands.averaging.codecs.kernels.compiling import (
+    Bytes,
+    Floats,
+    after_writes_past_cache,
+    compiled,
+    part,
+    write_past_cache,
+)
 
 ROW_BYTES = ROW_NUMEL + HEADER_BYTES
 HIGHEST_FINITE = np.int32(0x7F7FFFFF)
@@ -32,7 +39,11 @@ STEP = np.float32(KERNEL_EPSILON / LEVELS)
 LEAST_SCALE = np.float32(SMALL_SCALE)
 SCALE_LIMIT = np.float32(HUGE_SCALE)
 BIAS_LIMIT = np.float32(HUGE_BIAS)
+ROWS_KEPT_AT_ONCE = 16
+"""Whole lines of the cache, nearly all; one row alone is not."""
 USED_SCALE_BITS = np.int32(~UNUSED_SCALE_BITS)
+ROWS_KEPT_AT_ONCE = 16
+"""Nearly all of them are whole lines of the cache; one row alone is not."""
 
 
 @part()
@@ -99,17 +110,21 @@ def requantize(values: Floats, packed: Bytes) -> int:
 @compiled("int64(float32[::1], uint8[::1])")
 def decode(values: Floats, packed: Bytes) -> int:
     """The values of whole rows; returns how many are done."""
-    headers = packed.view(np.float32)
+    headers, decoded = packed.view(np.float32), np.empty(ROW_NUMEL, np.float32)
     num_rows = values.size // ROW_NUMEL
+    num_done = num_rows
     for row in range(num_rows):
-        start, place = row * ROW_NUMEL, row * ROW_BYTES
+        place = row * ROW_BYTES
         header = (place + ROW_NUMEL) // 4
         scale, bias = headers[header], headers[header + 1]
         if not _is_ordinary(scale, bias):
-            return row
+            num_done = row
+            break
         for i in range(ROW_NUMEL):
-            values[start + i] = np.float32(packed[place + i]) * scale + bias
-    return num_rows
+            decoded[i] = np.float32(packed[place + i]) * scale + bias
+        write_past_cache(values, row * ROW_NUMEL, decoded, 0, ROW_NUMEL)
+    after_writes_past_cache()
+    return num_done
 
 
 @compiled("int64(float32[::1], uint8[::1], float32, boolean)")
@@ -132,46 +147,59 @@ def add(total: Floats, packed: Bytes, weight: np.float32, is_first: bool) -> int
     return num_rows
 
 
-@compiled("int64(float32[::1], uint8[::1], float32[::1], uint8[:, ::1], int64[::1], float32[::1])")
-def average(mean: Floats, packed: Bytes, own: Floats, rooms: Bytes, which: Any, weights: Floats) -> int:
+@compiled("int64(float32[::1], uint8[::1], float32[::1], float32[::1], uint8[:, ::1], int64[::1], float32[::1])")
+def average(mean: Floats, packed: Bytes, own: Floats, kept: Floats, rooms: Bytes, which: Any, weights: Floats) -> int:
     """Weigh and add up whole rows, quantize the sums, and decode them; returns how many rows are done.
 
     A row stays in the processor's cache meanwhile.
 
     Args:
         mean: what is decoded goes there.
-        own: values as they are.
+        own: values as they are; rows that are not done keep them if they lie in the same memory as ``mean``.
+        kept: if it is not empty, the values of the rows that are done are written there before they are overwritten.
         rooms: what others have sent, shape [rooms, bytes of a room], the bytes a multiple of 4.
         which: in the order in which they are added, in what room the rows lie; a negative number stands for ``own``.
         weights: of each.
     """
     bits, headers, room_headers = mean.view(np.int32), packed.view(np.float32), rooms.view(np.float32)
+    mine = np.empty(ROW_NUMEL, np.float32)
     num_rows = mean.size // ROW_NUMEL
+    num_done = num_rows
     for row in range(num_rows):
         start, place = row * ROW_NUMEL, row * ROW_BYTES
         header = (place + ROW_NUMEL) // 4
+        is_ordinary = True
+        if kept.size and row % ROWS_KEPT_AT_ONCE == 0:
+            write_past_cache(kept, start, own, start, min(ROWS_KEPT_AT_ONCE, num_rows - row) * ROW_NUMEL)
+        for i in range(ROW_NUMEL):
+            mine[i] = own[start + i]
         for number in range(which.size):
             room, weight = which[number], weights[number]
             if room < 0:
                 if number == 0:
                     for i in range(ROW_NUMEL):
-                        mean[start + i] = own[start + i] * weight
+                        mean[start + i] = mine[i] * weight
                 else:
                     for i in range(ROW_NUMEL):
-                        mean[start + i] += own[start + i] * weight
+                        mean[start + i] += mine[i] * weight
                 continue
             scale, bias = room_headers[room, header], room_headers[room, header + 1]
             if not _is_ordinary(scale, bias):
-                return row
+                is_ordinary = False
+                break
             if number == 0:
                 for i in range(ROW_NUMEL):
                     mean[start + i] = (np.float32(rooms[room, place + i]) * scale + bias) * weight
             else:
                 for i in range(ROW_NUMEL):
                     mean[start + i] += (np.float32(rooms[room, place + i]) * scale + bias) * weight
-        if not _quantize_row(mean, bits, row, packed, headers):
-            return row
+        if not is_ordinary or not _quantize_row(mean, bits, row, packed, headers):
+            for i in range(ROW_NUMEL):
+                mean[start + i] = mine[i]
+            num_done = row
+            break
         scale, bias = headers[header], headers[header + 1]
         for i in range(ROW_NUMEL):
             mean[start + i] = np.float32(packed[place + i]) * scale + bias
-    return num_rows
+    after_writes_past_cache()
+    return num_done
