@@ -19,7 +19,7 @@ The figures, 1 MB = 10^6 bytes, always of the float32 vector, whatever the codec
   mb_per_s       the size of the vector over that: what each peer gets averaged
   formation_s    until the group is known; with gloo it is given
   cpu_s_per_gb   user and system time of all processes of the system in its rounds, formation included, for each GB of
-                 vector and peer
+                 vector and peer; a mean, as the system counts it in steps that are long beside a round
   peak_extra_mb  the most memory that a peer needed in a round above what it had before the first, its result included
                  if that is not written over the vector; of all its processes, without what these share. On Linux only
 """
@@ -179,7 +179,7 @@ class Group:
             "mb_per_s": round(mb / seconds, 1),
             "seconds": round(seconds, 4),
             "formation_s": round(statistics.median(figures.formation_s), 4),
-            "cpu_s_per_gb": round(1e3 * statistics.median(figures.cpu_s) / mb / num_peers, 3),
+            "cpu_s_per_gb": round(1e3 * statistics.fmean(figures.cpu_s) / mb / num_peers, 3),
             "peak_extra_mb": round(max(figures.peak_extra_bytes) / MB, 1) if HAS_PROC else None,
         }
 
