@@ -189,7 +189,7 @@ class Optimizer(OptimizerWrapper):
         self._is_counted = self._accumulate(batch_size, weight, at_step)
         if self._current is None:
             self._act_on(self._membership.decide(self._samples.waiting, self._speed))
-        else:
+        elif not self._collaboration.is_told(self._peer.time()):
             self._membership.report(self._samples.waiting, self._speed, self._current)
         self._speed.resume(self._peer.time())
         return loss
