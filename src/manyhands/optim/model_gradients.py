@@ -36,13 +36,13 @@ class ModelGradients:
         held = [(number, one.grad) for number, one in enumerate(self._parameters) if one.grad is not None]
         places = [_place_of(gradient) for _, gradient in held]
         num_at = Counter(places)
-        freed = []
-        for number, gradient in held:
-            self._parameters[number].grad = None
-            if num_bytes := _own_bytes(gradient):
-                freed.append((gradient.untyped_storage(), num_bytes))
-                freed[-1][0].resize_(0)
+        freed: list[tuple[torch.UntypedStorage, int]] = []
         try:
+            for number, gradient in held:
+                self._parameters[number].grad = None
+                if num_bytes := _own_bytes(gradient):
+                    freed.append((gradient.untyped_storage(), num_bytes))
+                    freed[-1][0].resize_(0)
             yield
         finally:
             for storage, num_bytes in freed:
