@@ -4,8 +4,8 @@
         [--json FILE]
 
 A small ALBERT (that of ``manyhands train``: 1.5 million parameters, batches of samples of 64 tokens, one thread) is
-trained by plain torch, which adds gradients up in ``.grad``, and beside it in the same process by
-``manyhands.Optimizer``, batch by batch in turns. The figures:
+run by plain torch, forward and backward and nothing else, and beside it in the same process with
+``manyhands.Optimizer``, batch by batch in turns. So adding gradients up counts as ours. The figures:
 
   idle_overhead        additional time of a local step without a round, over the plain one's; 0.02 is 2%. Of each kind
                        the first decile counts, since other work on the machine only ever adds to it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from manyhands.base.errors import ConfigError
+from manyhands.optim.collaboration import LULL_S, Collaboration
 from manyhands.testing import at
 from tests.simulation.swarm_of_trainers import Member, Swarm, together
 from tests.simulation.test_drop_in import adam, new_model
@@ -95,6 +97,31 @@ def test_the_training_thread_does_not_wait_for_what_is_in_the_background(delay: 
         assert max(longest.values()) < 0.1, "not even for the slowest of the others"
     else:
         assert max(longest.values()) < 1.5, "for the round, but not for the step"
+
+
+def test_short_batches_beside_a_step_are_reported_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each report wakes two threads, one of which is in a round."""
+    original, batch_s = Collaboration.report, 0.02
+    reports: list[tuple[float, int]] = []
+
+    async def noted(self: Collaboration, samples: int, *args: Any) -> None:
+        reports.append((swarm.world.loop.time(), samples))
+        await original(self, samples, *args)
+
+    monkeypatch.setattr(Collaboration, "report", noted)
+
+    def train(member: Member) -> None:
+        while member.optimizer.global_step < 1:
+            member.step(quadratic(member.model), batch_s=batch_s)
+        member.check_samples()
+
+    swarm = Swarm(executor_cost_s=slow_steps)
+    swarm.start("p0", new_model, sgd, train, target_batch_size=4, batch_size_per_step=4, delay="gradients")
+    swarm.run()
+    pauses = [after[0] - before[0] for before, after in itertools.pairwise(reports)]
+    assert len(pauses) >= 0.8 * STEP_S / LULL_S
+    assert all(LULL_S <= pause_s <= LULL_S + 2 * batch_s for pause_s in pauses)
+    assert reports[-1][1] - reports[0][1] >= 4 * (STEP_S - 2 * LULL_S) / (2 * batch_s), "all batches were computed"
 
 
 def test_what_was_computed_meanwhile_counts_in_the_next_step_and_all_end_alike() -> None:

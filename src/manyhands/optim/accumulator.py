@@ -103,15 +103,17 @@ class GradientAccumulator:
         if weight == 0:
             self._latest.count(samples, 0.0, at_step)
             return True
-        gradients = [_dense(parameter.grad) for parameter in self._parameters]
-        if not are_finite([gradient for gradient in gradients if gradient is not None]):
+        gradients = [parameter.grad for parameter in self._parameters]
+        used = [gradient for gradient in gradients if gradient is not None]
+        if any([gradient.layout is not torch.strided for gradient in used]):  # noqa: C419 (a list is faster)
+            gradients = [_dense(gradient) for gradient in gradients]
+            used = [gradient for gradient in gradients if gradient is not None]
+        if not are_finite(used):
             return False
         self._begin_part(at_step)
         part = self._latest
         mean, is_first, share = self._buffer(), part.weight == 0, weight / (part.weight + weight)
-        self._add_in(mean.values, gradients, grad_scale, None if is_first else share)
-        used = self._used([gradient is not None for gradient in gradients])
-        mean.shares.copy_(used) if is_first else mean.shares.lerp_(used, share)
+        self._add_in(mean, gradients, grad_scale, None if is_first else share)
         part.count(samples, weight, at_step)
         return True
 
@@ -121,25 +123,23 @@ class GradientAccumulator:
             self._earlier, self._latest = self._latest, Part()
 
     def _add_in(
-        self,
-        means: list[torch.Tensor],
-        gradients: list[torch.Tensor | None],
-        grad_scale: float,
-        share: float | None,
+        self, mean: FlatGradients, gradients: list[torch.Tensor | None], grad_scale: float, share: float | None
     ) -> None:
-        """Move the means by a share towards the gradients; None for all of it."""
-        plain = [gradient for gradient in gradients if gradient is not None and _is_alike(gradient, means[0])]
-        if len(plain) == len(means) and grad_scale == 1.0:  # one call for all of them: on a GPU one kernel
-            torch._foreach_copy_(means, plain) if share is None else torch._foreach_lerp_(means, plain, share)
-            return
-        for mean, gradient in zip(means, gradients, strict=True):
+        """Move the mean by a share towards the gradients; None for all of it."""
+        plain, means = [self._used([gradient is not None for gradient in gradients])], [mean.shares]
+        for gradient, value in zip(gradients, mean.values, strict=True):
             if gradient is None:
-                mean.zero_() if share is None else mean.mul_(1 - share)
-                continue
-            gradient = gradient.to(mean)  # in float32 before it is divided
-            if grad_scale != 1.0:
-                gradient = gradient / grad_scale
-            mean.copy_(gradient) if share is None else mean.lerp_(gradient, share)
+                value.zero_() if share is None else value.mul_(1 - share)
+            elif grad_scale == 1.0 and gradient.dtype is value.dtype and gradient.device == value.device:
+                plain.append(gradient)
+                means.append(value)
+            else:
+                gradient = gradient.to(value)  # in float32 before it is divided
+                if grad_scale != 1.0:
+                    gradient = gradient / grad_scale
+                value.copy_(gradient) if share is None else value.lerp_(gradient, share)
+        # one call for all that are alike: on a GPU one kernel
+        torch._foreach_copy_(means, plain) if share is None else torch._foreach_lerp_(means, plain, share)
 
     def _used(self, are_used: list[bool]) -> torch.Tensor:
         """One for each parameter that has a gradient, and zero for the others."""
@@ -216,7 +216,3 @@ class GradientAccumulator:
 
 def _dense(gradient: torch.Tensor | None) -> torch.Tensor | None:
     return gradient.to_dense() if gradient is not None and gradient.layout is not torch.strided else gradient
-
-
-def _is_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.dtype == other.dtype and one.device == other.device

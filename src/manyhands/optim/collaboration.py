@@ -47,7 +47,10 @@ NEWCOMER_S = 3.0
 """Who has downloaded the state is given so long to show itself, before a lone peer moves on from it."""
 LOADS_UNTIL_ADVICE = 4
 LULL_S = 0.25
-"""Far from the target batches are reported so often at most: each report wakes two threads."""
+"""Far from the target, and beside a step in the background, batches are reported so often at most.
+
+Each report wakes two threads.
+"""
 FAR_S = 10.0
 """The target is further away, at the predicted speed; nobody looks for a group yet."""
 BATCH_MARGIN = 1.25
@@ -124,6 +127,7 @@ class Collaboration:
         self.in_group_from: Position | None = None
         """From where the last round led on whose group has formed with this peer in it."""
         self._lull: Lull | None = None
+        self._told_until = -math.inf  # loop time
         self._rng = presence.rng
         self._parts = AsyncExitStack()
         self._tasks = TaskOwner("collaboration")
@@ -227,6 +231,10 @@ class Collaboration:
         lull = self._lull
         return lull is not None and now < lull.until and samples < lull.samples and not self.tracker.is_called
 
+    def is_told(self, now: float) -> bool:
+        """Whether a batch beside a step in the background need not be reported yet; safe to call from any thread."""
+        return now < self._told_until
+
     def _lull_after(self, samples: int) -> Lull | None:
         progress, outlook = self.tracker.progress, self.tracker.outlook
         if not FAR_S < min(progress.eta_s, outlook.eta_s) < math.inf:
@@ -277,6 +285,7 @@ class Collaboration:
 
     async def report(self, samples: int, samples_per_second: float, batch_s: float, step: BackgroundStep) -> None:
         """Report what this peer has accumulated while a step is made in the background."""
+        self._told_until = asyncio.get_running_loop().time() + LULL_S
         waiting = 0 if step.has_moved else step.contribution.samples
         self.tracker.report(samples + waiting, samples_per_second, batch_s)
 
@@ -284,6 +293,7 @@ class Collaboration:
         """Make a global step in the background; once, however often this is called."""
         if not step.is_begun:
             step.is_begun = True
+            self._told_until = asyncio.get_running_loop().time() + LULL_S
             task = self._tasks.spawn(step.run(self), name="a global step")
             task.add_done_callback(lambda _: step.end())
 

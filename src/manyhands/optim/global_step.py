@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import hashlib
 import logging
 from typing import TYPE_CHECKING
@@ -29,7 +30,9 @@ class GlobalStep:
     The training thread makes a step by itself, or leaves it to :meth:`run` and looks at :attr:`is_done`.
 
     Attributes:
-        contribution: this peer's part.
+        contribution: this peer's part; once the update is made its vector has no values that count, unless it is left
+            out.
+        applied_N: the averaged gradient, clipped, since the update has begun; None if that is made by :meth:`run`.
         left_from: where the step was begun.
         manifest: of the round, in a grid of the last one; None for a step made alone, or while there is none.
         is_left_out: the group left out what this peer has contributed.
@@ -46,6 +49,7 @@ class GlobalStep:
 
     def __init__(self, replica: Replica, contribution: Contribution) -> None:
         self.contribution = contribution
+        self.applied_N: torch.Tensor | None = None
         self.left_from = replica.position
         self.manifest: RoundManifest | None = None
         self.is_left_out = False
@@ -71,6 +75,11 @@ class GlobalStep:
         """The others made the step, and this peer does not have its result."""
         return self.manifest is not None and self._averaged_N is None and not self.has_moved
 
+    @property
+    def gradient_N(self) -> torch.Tensor:
+        """The averaged gradient that the update was made with; if none was made, this peer's own."""
+        return self.contribution.mean_N if self.applied_N is None else self.applied_N
+
     def is_alone(self, own_id: PeerId) -> None:
         """Nobody else is there: this peer's own gradient is the average."""
         self._averaged_N = self.contribution.mean_N
@@ -93,13 +102,16 @@ class GlobalStep:
         """Make the update, on any thread; what the optimizer raises passes through."""
         averaged_N, self._averaged_N = self._averaged_N, None
         assert averaged_N is not None, "a step follows a round that committed"
-        spare_N = self.contribution.mean_N if averaged_N is not self.contribution.mean_N else None
-        self.is_spoiled = True
+        is_free = averaged_N is not self.contribution.mean_N and not self.is_left_out
+        spare_N = self.contribution.mean_N if is_free else None
+        self.applied_N, self.is_spoiled = averaged_N, not self.is_left_out
         parameters_N, self._parameters_N = self._parameters_N, None
         self.refusal = self._replica.advance(
             averaged_N, self._lineage, self._samples, spare_N, parameters_N, self._contributors
         )
         self.is_spoiled, self.has_moved = False, True
+        if is_free and parameters_N is None:  # one of the two vectors can go, and the average is looked at once more
+            self.contribution = dataclasses.replace(self.contribution, mean_N=averaged_N)
 
     async def announce(self, collaboration: Collaboration) -> None:
         """Have the network thread know where this peer, and the others of its round, are now."""
@@ -118,6 +130,7 @@ class GlobalStep:
                 self.committed(await collaboration.average(self.contribution.mean_N, self.contribution.weight))
             if self._averaged_N is not None:
                 await asyncio.get_running_loop().run_in_executor(None, self.advance)
+                self.applied_N = None
             await self.announce(collaboration)
         except (RoundAborted, Unavailable) as error:
             self.error = without_frames(error)

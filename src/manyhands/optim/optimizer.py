@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from manyhands.optim.config import ProgressConfig
 from manyhands.optim.global_step import GlobalStep
 from manyhands.optim.joining import manifest_of
 from manyhands.optim.membership import Membership
+from manyhands.optim.model_gradients import ModelGradients
 from manyhands.optim.options import Delay, OptimizerMaker, Options, averaging_of, checked_batch, made_optimizer
 from manyhands.optim.replica import Replica, SchedulerMaker
 from manyhands.optim.samples import Samples
@@ -110,6 +112,8 @@ class Optimizer(OptimizerWrapper):
         """This peer's samples in the current global step."""
         self._peer = peer
         self._samples = Samples(peer.peer_id, self._replica, is_delayed=delay is not None)
+        self._gradients = ModelGradients(self._replica.model_parameters)
+        self._is_counted = False  # what is in the .grad, by this call of step()
         self._current: GlobalStep | None = None  # that is being made; between calls of step(), in the background
         self._speed = SpeedMeter()
         self._advice = Advice(target_batch_size)
@@ -167,6 +171,7 @@ class Optimizer(OptimizerWrapper):
         """Count the current gradients in; when the run is due for it, make a global step together with the others.
 
         Returns at once unless a global step is due. A failed attempt changes nothing: the gradients count in the next.
+        When it has waited for a step, ``.grad`` is the averaged gradient afterwards, else what it was.
 
         Args:
             closure: computes the loss and its gradients again, and returns the loss.
@@ -181,10 +186,10 @@ class Optimizer(OptimizerWrapper):
                 loss = closure()
         if self._current is not None and self._current.is_done:
             self._end_step(self._current)
-        self._accumulate(batch_size, weight, at_step)
+        self._is_counted = self._accumulate(batch_size, weight, at_step)
         if self._current is None:
             self._act_on(self._membership.decide(self._samples.waiting, self._speed))
-        else:
+        elif not self._collaboration.is_told(self._peer.time()):
             self._membership.report(self._samples.waiting, self._speed, self._current)
         self._speed.resume(self._peer.time())
         return loss
@@ -237,21 +242,23 @@ class Optimizer(OptimizerWrapper):
 
     # micro-batches
 
-    def _accumulate(self, batch_size: int | None, weight: float | None, at_step: int) -> None:
+    def _accumulate(self, batch_size: int | None, weight: float | None, at_step: int) -> bool:
+        """Count the current ``.grad`` in; returns whether nothing needs what is in them any more."""
         if self._options.auxiliary:
             if batch_size or weight:
                 raise ConfigError("an auxiliary peer has no batches: call step() without a batch size")
             self._peer.sleep(AUXILIARY_PERIOD_S)
-            return
+            return False
         samples = checked_batch(self._options.batch_size_per_step if batch_size is None else batch_size, weight)
         if samples == 0:
-            return
+            return False
         self._speed.count(samples, self._peer.time())
         if self._speed.batch_s > 0 and (advice := self._advice.after_batch(self._speed.batch_s, samples)):
             logger.info("%s", advice)
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)  # of a GradScaler
         is_overflow = found_inf is not None and float(found_inf) > 0
         self._samples.add(samples, weight, 1.0 if scale is None else float(scale), at_step, is_overflow=is_overflow)
+        return True
 
     # global steps
 
@@ -276,16 +283,17 @@ class Optimizer(OptimizerWrapper):
         if self._options.delay == "gradients":
             self._leave_to_background(step)
             return
-        try:
-            step.committed(self._membership.average(step.contribution))
-        except (RoundAborted, Unavailable) as error:
-            step.error = without_frames(error)
-            self._end_step(step)
-        except BaseException:
-            self._give_up(step)
-            raise
-        else:
-            self._make(step)
+        with self._gradients_aside(step):
+            try:
+                step.committed(self._membership.average(step.contribution))
+            except (RoundAborted, Unavailable) as error:
+                step.error = without_frames(error)
+                self._end_step(step)
+            except BaseException:
+                self._give_up(step)
+                raise
+            else:
+                self._make(step)
 
     def _step_alone(self) -> None:
         if not self._was_alone:
@@ -293,7 +301,14 @@ class Optimizer(OptimizerWrapper):
         self._was_alone = True
         step = self._begin_step()
         step.is_alone(self._peer.peer_id)
-        self._make(step)
+        with self._gradients_aside(step):
+            self._make(step)
+
+    def _gradients_aside(self, step: GlobalStep) -> AbstractContextManager[None]:
+        """While a step is waited for nothing needs the ``.grad``; afterwards they show what it came to."""
+        if self._options.delay is not None or not self._is_counted:
+            return nullcontext()
+        return self._gradients.set_aside(lambda: step.gradient_N)
 
     def _begin_step(self) -> GlobalStep:
         self._replica.hear()

@@ -190,14 +190,20 @@ def test_what_is_dropped_is_forgotten() -> None:
     assert torch.equal(averaged, parameter.grad)
 
 
-def test_sparse_gradients_are_added() -> None:
+def test_sparse_gradients_are_added_beside_plain_ones_and_missing_ones() -> None:
     embedding = torch.nn.Embedding(4, 2, sparse=True)
-    accumulator = GradientAccumulator([embedding.weight])
-    embedding(torch.tensor([1])).sum().backward()
-    assert accumulator.add(1)
-    (averaged,) = gradients_after(accumulator, [embedding.weight])
-    assert averaged is not None
-    assert averaged.tolist() == [[0, 0], [1, 1], [0, 0], [0, 0]]
+    parameters = [embedding.weight, *parameters_of((2,), (3,))]
+    accumulator = GradientAccumulator(parameters)
+    for word in (1, 2):
+        embedding.weight.grad = None
+        (embedding(torch.tensor([word])) * parameters[1]).sum().backward()
+        embedding(torch.tensor([word])).sum().backward()
+        assert accumulator.add(1)
+    averaged = gradients_after(accumulator, parameters)
+    assert averaged[0] is not None
+    assert averaged[0].tolist() == [[0, 0], [0.5, 0.5], [0.5, 0.5], [0, 0]]
+    assert averaged[1] is not None
+    assert averaged[2] is None
 
 
 def test_it_knows_how_old_the_oldest_is_and_what_was_out_before() -> None:

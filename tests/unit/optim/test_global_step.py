@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from manyhands.averaging.messages import RoundManifest
+from manyhands.base.identity import PeerId
+from manyhands.optim.accumulator import Contribution
+from manyhands.optim.averaged import Averaged
+from manyhands.optim.global_step import GlobalStep
+from manyhands.optim.replica import Replica
+
+OWN_N = torch.tensor([4.0, 4.0, 1.0])
+AVERAGE_N = torch.tensor([2.0, 2.0, 1.0])
+
+
+class Refusing(torch.optim.SGD):
+    """Raises in a step."""
+
+    def step(self, closure: Any = None) -> Any:
+        raise RuntimeError("not today")
+
+
+def new_step(optimizer_type: type[torch.optim.SGD] = torch.optim.SGD) -> tuple[torch.nn.Parameter, GlobalStep]:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    replica = Replica(optimizer_type([parameter], lr=0.5), None)
+    return parameter, GlobalStep(replica, Contribution(OWN_N.clone(), 8, 8.0))
+
+
+def commit(step: GlobalStep, *, is_left_out: bool = False) -> None:
+    manifest = RoundManifest(
+        bytes(32), step.left_from, [PeerId("me"), PeerId("other")], [0.0 if is_left_out else 8.0, 8.0], bytes(32)
+    )
+    step.committed(Averaged(AVERAGE_N.clone(), manifest, b"there", 16, 2, 1.0, is_left_out=is_left_out))
+
+
+def test_its_gradient_is_the_average_once_there_is_one() -> None:
+    parameter, step = new_step()
+    assert torch.equal(step.gradient_N, OWN_N)
+    commit(step)
+    step.advance()
+    assert torch.equal(step.gradient_N, AVERAGE_N)
+    assert parameter.tolist() == [0.0, 0.0]
+
+
+def test_what_the_group_left_out_is_still_there_after_the_step() -> None:
+    """It counts in the next one."""
+    parameter, step = new_step()
+    commit(step, is_left_out=True)
+    step.advance()
+    assert parameter.tolist() == [0.0, 0.0]
+    assert torch.equal(step.contribution.mean_N, OWN_N)
+    assert torch.equal(step.gradient_N, AVERAGE_N)
+
+
+def test_the_memory_of_one_vector_is_free_once_the_update_is_made() -> None:
+    _, step = new_step()
+    own_N = step.contribution.mean_N
+    commit(step)
+    step.advance()
+    assert step.contribution.mean_N is step.gradient_N
+    assert step.contribution.mean_N is not own_N
+    assert (step.contribution.samples, step.contribution.weight) == (8, 8.0)
+
+
+def test_a_step_alone_has_this_peers_gradient() -> None:
+    parameter, step = new_step()
+    step.is_alone(PeerId("me"))
+    step.advance()
+    assert parameter.tolist() == [-1.0, -1.0]
+    assert torch.equal(step.gradient_N, OWN_N)
+
+
+@pytest.mark.parametrize("is_left_out", [False, True])
+def test_an_optimizer_that_raises_spoils_only_what_was_in_the_average(is_left_out: bool) -> None:
+    parameter, step = new_step(Refusing)
+    commit(step, is_left_out=is_left_out)
+    with pytest.raises(RuntimeError, match="not today"):
+        step.advance()
+    assert step.is_spoiled != is_left_out
+    assert torch.equal(step.gradient_N, AVERAGE_N)
+    assert parameter.tolist() == [1.0, 1.0]
+    if is_left_out:
+        assert torch.equal(step.contribution.mean_N, OWN_N)
