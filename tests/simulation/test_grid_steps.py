@@ -271,6 +271,42 @@ def test_a_run_that_outgrows_one_group_and_shrinks_again() -> None:
     assert apart([flat(swarm.members[name].model) for name in early]) < 1e-5
 
 
+def test_whoever_finds_its_group_full_goes_on_to_the_next_round() -> None:
+    """Half of a grid leaves. Its groups are drawn at random then, and some have more members than a group may have."""
+    swarm, leaving = Swarm(seed=2), [f"p{number}" for number in range(12, 24)]
+    waits: dict[str, list[float]] = {}
+    longest_group = 0
+
+    def train(member: Member) -> None:
+        nonlocal longest_group
+        rng = random.Random(member.name)
+        in_grid(member, 24)
+        while member.optimizer.global_step < 16:
+            if member.name in leaving and member.optimizer.global_step == 2:
+                member.optimizer.close()
+                return
+            member.peer.sleep(rng.uniform(0.4, 0.6))
+            (sum(parameter.square().sum() for parameter in member.model.parameters())).backward()  # type: ignore[union-attr]
+            before = member.peer.time()
+            member.optimizer.step()
+            waits.setdefault(member.name, []).append(member.peer.time() - before)
+            member.optimizer.zero_grad()
+            member.check_samples()
+            if member.optimizer.last_round is not None:
+                longest_group = max(longest_group, len(member.optimizer.last_round.members))
+
+    for number in range(24):
+        swarm.start(
+            f"p{number}", Model, MAKERS["SGD"], train, target_batch_size=288, batch_size_per_step=4,
+            averaging=replace(PLAIN, max_group_size=6),
+        )  # fmt: skip
+    swarm.run()
+    stayed = [swarm.members[f"p{number}"].optimizer.statistics for number in range(12)]
+    assert longest_group == 6
+    assert max(max(waits[f"p{number}"]) for number in range(12)) < 5.0
+    assert sum(counts.states_loaded for counts in stayed) <= 6
+
+
 NUM_TRAINERS, NUM_CLIENTS, NUM_AUXILIARY = 64, 12, 4
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -13,6 +13,7 @@ import msgspec
 from manyhands.averaging.messages import Position, readable_addresses
 from manyhands.base.identity import PeerId
 from manyhands.dht import DhtNode, Schema, StoredValue
+from manyhands.optim.company import Company
 from manyhands.optim.crowd import Crowd
 from manyhands.optim.progress import MAX_TTL_S, ProgressRecord, Reckoning
 from manyhands.rpc import Endpoint
@@ -58,7 +59,7 @@ class ProgressReader:
     """The progress records of a run, as last read; enough for who only watches.
 
     Attributes:
-        version: changes whenever a record comes, changes or goes.
+        version: changes whenever a record comes, changes or goes, or who belongs together.
     """
 
     def __init__(self, endpoint: Endpoint, dht: DhtNode, run_id: str) -> None:
@@ -73,6 +74,9 @@ class ProgressReader:
         self._here: Mapping[PeerId, Observed] = {}
         self._here_of: tuple[Position, int] | None = None
         self._sequences: dict[str, int] = {}  # by peer id
+        self._company = Company()
+        self._strangers: Mapping[PeerId, bytes] = {}
+        self._strangers_of = -1
 
     async def refresh(self, *, quickly: bool = False) -> None:
         """Read the records of all peers.
@@ -146,11 +150,40 @@ class ProgressReader:
         now = asyncio.get_running_loop().time()
         return {peer_id: seen.reckoning.at(now) for peer_id, seen in self.observed().items()}
 
-    def here(self, position: Position) -> Mapping[PeerId, Observed]:
-        """The records of those at a position; looked for once, however often one position is asked for."""
+    @property
+    def recent_rounds(self) -> list[bytes]:
+        """Of the steps that this peer has made in a grid."""
+        return self._company.recent_rounds
+
+    def met(self, fingerprints: Iterable[bytes]) -> None:
+        """This peer makes a step in a grid; these are its rounds: see :meth:`manyhands.optim.company.Company.met`."""
+        self._company.met(fingerprints)
+        self.version += 1
+
+    def follow(self, recent_rounds: Sequence[bytes]) -> None:
+        """This peer has another state; these are the rounds behind it, nothing if they are not known."""
+        self._company.follow(recent_rounds)
+        self.version += 1
+
+    def strangers(self) -> Mapping[PeerId, bytes]:
+        """In a grid, those who have made their last steps without this peer's part of it, and in which part."""
         observed = self.observed()
+        if self._strangers_of != self.version:
+            self._strangers = self._company.strangers(
+                {peer_id: seen.record.recent_rounds for peer_id, seen in observed.items()}
+            )
+            self._strangers_of = self.version
+        return self._strangers
+
+    def here(self, position: Position) -> Mapping[PeerId, Observed]:
+        """The records of those at a position, but for strangers; looked for once, however often one is asked for."""
+        observed, strangers = self.observed(), self.strangers()
         if self._here_of != (position, self.version):
-            self._here = {peer_id: seen for peer_id, seen in observed.items() if seen.record.position == position}
+            self._here = {
+                peer_id: seen
+                for peer_id, seen in observed.items()
+                if seen.record.position == position and peer_id not in strangers
+            }
             self._here_of = (position, self.version)
         return self._here
 

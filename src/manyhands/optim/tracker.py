@@ -6,7 +6,7 @@ import asyncio
 import bisect
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import msgspec
@@ -86,6 +86,8 @@ class ProgressTracker:
         self._stirred = Bell()  # there is something to read, or reading has to be planned anew
         self._tasks = TaskOwner("progress")
         self.progress = self.outlook = sum_up(own, 0, 0, 0.0, target_batch_size)
+        self._met_from: Position | None = None  # the step whose rounds the reader knows was begun there
+        self._loaded: tuple[Position, list[bytes]] | None = None  # a state, and the rounds behind it
         self._branch: tuple[tuple[object, ...], Branch] | None = None  # and from what it follows
         self._expected: tuple[tuple[int, Position], Mapping[PeerId, bool]] | None = None  # likewise
 
@@ -139,21 +141,45 @@ class ProgressTracker:
 
     def disagreement(self) -> float | None:
         """How far apart the parameters of the peers were after this peer's last step in a grid, as far as is known."""
-        own, records = self._own, self.reader.records().values()
-        others = [record.sketch for record in records if record.sketch_step == own.sketch_step]
+        own, strangers = self._own, self.reader.strangers()
+        others = [
+            record.sketch
+            for peer_id, record in self.reader.records().items()
+            if record.sketch_step == own.sketch_step and peer_id not in strangers
+        ]
         return disagreement_of([own.sketch, *others])
 
     def expect_move(self) -> None:
         """A round committed, and its result is being applied: where this peer was is not published any more."""
         self._publisher.is_moving = True
 
+    def met(self, fingerprints: Iterable[bytes]) -> None:
+        """The rounds of a step in a grid; :meth:`move` follows when it is made."""
+        self.reader.met(fingerprints)
+        self._met_from, self._loaded = self._own.position, None
+
+    def loaded(self, position: Position, recent_rounds: list[bytes]) -> None:
+        """A state has come from another peer, and what that one says of its rounds; :meth:`move` follows."""
+        self._met_from, self._loaded = None, (position, recent_rounds)
+
     def move(self, position: Position, lineage_samples: int, together_with: list[PeerId]) -> None:
         """This peer, and the others of its round, have gone to ``position``."""
+        self._move_company(position)
         self.others_moved(position, lineage_samples, together_with)
         self._is_called = False
         self._publisher.hurry()
         self._stirred.ring()
-        self._update(msgspec.structs.replace(self._own, position=position, samples=0, lineage_samples=lineage_samples))
+        own = msgspec.structs.replace(self._own, position=position, samples=0, lineage_samples=lineage_samples)
+        self._update(msgspec.structs.replace(own, recent_rounds=self.reader.recent_rounds))
+
+    def _move_company(self, position: Position) -> None:
+        """With whom this peer has come to a position."""
+        here = self._own.position
+        if self._loaded is not None and self._loaded[0] == position:
+            self.reader.follow(self._loaded[1])
+        elif position != here and (self._met_from != here or position.step != here.step + 1):
+            self.reader.follow([])  # all who are at the new position have come the same way
+        self._met_from = self._loaded = None
 
     def others_moved(self, position: Position, lineage_samples: int, members: list[PeerId]) -> None:
         """The members of a round have gone to ``position``."""
@@ -258,13 +284,20 @@ class ProgressTracker:
                 for peer_id, seen in observed.items()
                 if not self._without_state or seen.sequence > self._without_state.get(peer_id, -1)
             }
-            self._branch = (basis, leading_branch(others, self._endpoint.peer_id, own))
+            self._branch = (basis, leading_branch(others, self._endpoint.peer_id, own, self.reader.strangers()))
         return self._branch[1]
+
+    def should_load_state(self) -> bool:
+        """Whether there is a better branch than this peer's whose state can be had."""
+        return self._is_elsewhere(self.leading_branch())
 
     def is_on_best_branch(self) -> bool:
         """Whether nobody is known to be on a better branch, whether or not its state can be had."""
-        best = leading_branch(self.reader.records(), self._endpoint.peer_id, self._own)
-        return best.position == self._own.position
+        records, strangers = self.reader.records(), self.reader.strangers()
+        return not self._is_elsewhere(leading_branch(records, self._endpoint.peer_id, self._own, strangers))
+
+    def _is_elsewhere(self, branch: Branch) -> bool:
+        return branch.is_foreign or branch.position != self._own.position
 
     def report_without_state(self, peer_id: PeerId) -> None:
         """A peer could not hand out the state; it is not asked again before a fresh record of it."""
