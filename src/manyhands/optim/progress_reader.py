@@ -28,6 +28,9 @@ PROGRESS = Schema(ProgressRecord | Literal["goodbye"], is_owned=True, max_ttl_s=
 
 IN_FLIGHT_S = 1.0
 """What a record may take from its owner to its reader."""
+CONFIRMED_WITHIN_S = 5.0
+"""Who has gone to another position says so at once. In a grid, where it may have died in a group of others, one of whom
+nothing is read for so long is not counted on."""
 
 
 def progress_key(run_id: str) -> str:
@@ -42,6 +45,7 @@ class Observed(msgspec.Struct, frozen=True, gc=False):
         expires_at: until when it counts (loop time).
         reckoning: how its samples must grow from here.
         moved_at: when a round was seen to take the peer to this position (loop time); earlier records are out of date.
+        assumed_since: when that was first done after the last record of the peer itself.
     """
 
     record: ProgressRecord
@@ -49,6 +53,7 @@ class Observed(msgspec.Struct, frozen=True, gc=False):
     expires_at: float
     reckoning: Reckoning
     moved_at: float = -math.inf
+    assumed_since: float = math.inf
 
     def is_outdated_by(self, record: ProgressRecord, issued_at: float) -> bool:
         """Whether ``record`` is news; not when it was published before the round that moved the peer."""
@@ -77,6 +82,7 @@ class ProgressReader:
         self._company = Company()
         self._strangers: Mapping[PeerId, bytes] = {}
         self._strangers_of = -1
+        self._silent: set[PeerId] = set()
 
     async def refresh(self, *, quickly: bool = False) -> None:
         """Read the records of all peers.
@@ -86,6 +92,7 @@ class ProgressReader:
         Raises:
             Unavailable: the DHT does not answer; what was read before counts until it expires.
         """
+        began = asyncio.get_running_loop().time()
         answer = await self._dht.get(self._key, quickly=quickly)
         now = asyncio.get_running_loop().time()
         sequences, own_id, num_shown = self._sequences, self._endpoint.peer_id, 0
@@ -97,6 +104,17 @@ class ProgressReader:
         if len(sequences) > num_shown:  # not all of them were shown
             current = answer.keys() | self.observed().keys()
             self._sequences = {peer_id: sequence for peer_id, sequence in sequences.items() if peer_id in current}
+        self._note_silent(began)
+
+    def _note_silent(self, began: float) -> None:
+        """In a grid: those who should have gone on, of whom nothing was there to be read at an instant (loop time)."""
+        silent: set[PeerId] = set()
+        if self._company.recent_rounds:
+            until = began - CONFIRMED_WITHIN_S
+            silent = {peer_id for peer_id, seen in self.observed().items() if seen.assumed_since <= until}
+        if silent != self._silent:
+            self._silent = silent
+            self.version += 1
 
     def _take_in(self, peer_id: PeerId, stored: StoredValue, now: float) -> None:
         self._sequences[peer_id] = stored.sequence
@@ -176,13 +194,16 @@ class ProgressReader:
         return self._strangers
 
     def here(self, position: Position) -> Mapping[PeerId, Observed]:
-        """The records of those at a position, but for strangers; looked for once, however often one is asked for."""
-        observed, strangers = self.observed(), self.strangers()
+        """The records of those at a position; looked for once, however often one position is asked for.
+
+        In a grid not those of strangers, nor of those who should be there, but do not say so themselves.
+        """
+        observed, left_out = self.observed(), self.strangers().keys() | self._silent
         if self._here_of != (position, self.version):
             self._here = {
                 peer_id: seen
                 for peer_id, seen in observed.items()
-                if seen.record.position == position and peer_id not in strangers
+                if seen.record.position == position and peer_id not in left_out
             }
             self._here_of = (position, self.version)
         return self._here
@@ -204,4 +225,6 @@ class ProgressReader:
                 record = msgspec.structs.replace(
                     seen.record, position=position, samples=0, lineage_samples=lineage_samples, counted_s_ago=0.0
                 )
-                self._observe(peer_id, Observed(record, seen.sequence, seen.expires_at, Reckoning.of(record, now), now))
+                since = min(seen.assumed_since, now)
+                reckoning = Reckoning.of(record, now)
+                self._observe(peer_id, Observed(record, seen.sequence, seen.expires_at, reckoning, now, since))
