@@ -8,9 +8,10 @@ time of a step each peer fails with probability p: half of them are killed and s
 for 16 s. It prints
 
 * disagreement: how far apart the parameters of those are who made a step, by root mean square, as a fraction of their
-  size (every eighth step averages them); told: what the peers themselves are told of that;
+  size (every eighth step averages them), by step, and at most; told: what the peers themselves are told of that;
 * steps_made_of_due: how many peers made each step themselves, of all, those who had just failed, too; reloads: how
-  often one that had not failed missed a step and had to load the state of the others;
+  often one that had not failed missed a step and had to load the state of the others (and in the first two steps, in
+  which the peers still come, and the grid is laid out: those do not count in the other figures of this line);
 * matchmaking: from when a peer comes to a round with its values until its group has formed; wait: how long a training
   loop stands still in a step, with both rounds and for those who still compute their batch;
 * short: how often a peer had fewer rounds than the step has, and why.
@@ -41,7 +42,7 @@ ROUNDS_S = 2.0
 """What a step takes beyond its batches, about."""
 JOIN_S = 8.0
 FIRST_STEPS = 2
-"""In them the peers still come, and the grid is laid out."""
+"""In them the peers still come, and the grid is laid out: they are left out of what is said of the others."""
 
 
 def measure(num_peers: int, max_group_size: int, num_steps: int, p_fail: float, seed: int) -> dict[str, object]:
@@ -66,11 +67,12 @@ def measure(num_peers: int, max_group_size: int, num_steps: int, p_fail: float, 
         "grids": dict(run.grids),
         "killed": run.killed,
         "frozen": run.frozen,
-        "disagreement_median": round(statistics.median(apart), 6) if apart else None,
+        "disagreement": {step: round(run.disagreement(step), 6) for step in sorted(run.held)},
         "disagreement_max": round(max(apart), 6) if apart else None,
         "told_median": round(statistics.median(run.told), 6) if run.told else None,
         "steps_made_of_due": round(made / (num_peers * len(steps)), 4) if steps else None,
-        "reloads": run.reloads,
+        "reloads": sum(num for step, num in run.reloads.items() if step > FIRST_STEPS),
+        "reloads_at_first": sum(num for step, num in run.reloads.items() if step <= FIRST_STEPS),
         "samples_dropped_share": round(run.dropped / run.computed, 5) if run.computed else None,
         "rounds": len(run.matchmaking_s),
         **percentiles("matchmaking", run.matchmaking_s),

@@ -50,7 +50,7 @@ class GridRun:
         waits_s: of each step and peer, how long its training loop stood still for it.
         matchmaking_s: of each round, from when a peer has come with its values until its group has formed.
         killed, frozen: how often somebody was.
-        reloads: of the states that peers had to load, those that no failure explains.
+        reloads: of the states that peers had to load, those that no failure explains, by the step that led there.
         computed, dropped: samples, of all who ran.
         reasons: why rounds of a step did not commit with some peer, and how often.
         told: how far apart the peers were told that they are.
@@ -64,7 +64,7 @@ class GridRun:
     matchmaking_s: list[float] = field(default_factory=list)
     killed: int = 0
     frozen: int = 0
-    reloads: int = 0
+    reloads: Counter[int] = field(default_factory=Counter)
     dropped: int = 0
     computed: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
@@ -127,7 +127,7 @@ def grid_run(seed: int, num_peers: int, max_group_size: int, p_fail: float) -> t
             if counts.states_loaded > num_loaded:
                 num_loaded, last_step = counts.states_loaded, optimizer.global_step
                 if world.loop.time() - run.failed_at.get(name, -math.inf) > FREEZE_S + 2 * STEP_S:
-                    run.reloads += 1
+                    run.reloads[last_step] += 1
             elif optimizer.global_step > last_step:
                 last_step = optimizer.global_step
                 run.waits_s.append(sim_peer.time() - before)
