@@ -14,7 +14,7 @@ from manyhands.optim.step_rounds import PARAMETERS_EVERY
 from manyhands.testing import between
 from tests.simulation.swarm_of_trainers import PLAIN, Member, Swarm
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(300)]
 
 NUMEL = 32
 BATCH_SIZE = 4
