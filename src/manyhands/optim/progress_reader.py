@@ -80,6 +80,8 @@ class ProgressReader:
         self._here_of: tuple[Position, int] | None = None
         self._sequences: dict[str, int] = {}  # by peer id
         self._company = Company()
+        self._met_from: Position | None = None  # the last step that the company knows was begun there
+        self._loaded: tuple[Position, Sequence[bytes]] | None = None  # a state, and the rounds behind it
         self._strangers: Mapping[PeerId, bytes] = {}
         self._strangers_of = -1
         self._silent: set[PeerId] = set()
@@ -177,14 +179,23 @@ class ProgressReader:
         """Of the steps that this peer has made in a grid."""
         return self._company.recent_rounds
 
-    def met(self, fingerprints: Iterable[bytes]) -> None:
-        """This peer makes a step in a grid; these are its rounds: see :meth:`manyhands.optim.company.Company.met`."""
+    def met(self, here: Position, fingerprints: Iterable[bytes]) -> None:
+        """This peer makes a step in a grid from ``here``; see :meth:`manyhands.optim.company.Company.met`."""
         self._company.met(fingerprints)
+        self._met_from, self._loaded = here, None
         self.version += 1
 
-    def follow(self, recent_rounds: Sequence[bytes]) -> None:
-        """This peer has another state; these are the rounds behind it, nothing if they are not known."""
-        self._company.follow(recent_rounds)
+    def loaded(self, position: Position, recent_rounds: Sequence[bytes]) -> None:
+        """A state has come from another peer, with the rounds behind it; :meth:`moves` follows if it can be used."""
+        self._met_from, self._loaded = None, (position, recent_rounds)
+
+    def moves(self, here: Position, position: Position) -> None:
+        """This peer goes to ``position``: by the step that it just made, with a state that was loaded, or otherwise."""
+        if self._loaded is not None and self._loaded[0] == position:
+            self._company.follow(self._loaded[1])
+        elif position != here and (self._met_from != here or position.step != here.step + 1):
+            self._company.follow([])  # all who are at the new position have come the same way
+        self._met_from = self._loaded = None
         self.version += 1
 
     def strangers(self) -> Mapping[PeerId, bytes]:

@@ -86,8 +86,6 @@ class ProgressTracker:
         self._stirred = Bell()  # there is something to read, or reading has to be planned anew
         self._tasks = TaskOwner("progress")
         self.progress = self.outlook = sum_up(own, 0, 0, 0.0, target_batch_size)
-        self._met_from: Position | None = None  # the step whose rounds the reader knows was begun there
-        self._loaded: tuple[Position, list[bytes]] | None = None  # a state, and the rounds behind it
         self._branch: tuple[tuple[object, ...], Branch] | None = None  # and from what it follows
         self._expected: tuple[tuple[int, Position], Mapping[PeerId, bool]] | None = None  # likewise
 
@@ -155,31 +153,21 @@ class ProgressTracker:
 
     def met(self, fingerprints: Iterable[bytes]) -> None:
         """The rounds of a step in a grid; :meth:`move` follows when it is made."""
-        self.reader.met(fingerprints)
-        self._met_from, self._loaded = self._own.position, None
+        self.reader.met(self._own.position, fingerprints)
 
     def loaded(self, position: Position, recent_rounds: list[bytes]) -> None:
         """A state has come from another peer, and what that one says of its rounds; :meth:`move` follows."""
-        self._met_from, self._loaded = None, (position, recent_rounds)
+        self.reader.loaded(position, recent_rounds)
 
     def move(self, position: Position, lineage_samples: int, together_with: list[PeerId]) -> None:
         """This peer, and the others of its round, have gone to ``position``."""
-        self._move_company(position)
+        self.reader.moves(self._own.position, position)
         self.others_moved(position, lineage_samples, together_with)
         self._is_called = False
         self._publisher.hurry()
         self._stirred.ring()
         own = msgspec.structs.replace(self._own, position=position, samples=0, lineage_samples=lineage_samples)
         self._update(msgspec.structs.replace(own, recent_rounds=self.reader.recent_rounds))
-
-    def _move_company(self, position: Position) -> None:
-        """With whom this peer has come to a position."""
-        here = self._own.position
-        if self._loaded is not None and self._loaded[0] == position:
-            self.reader.follow(self._loaded[1])
-        elif position != here and (self._met_from != here or position.step != here.step + 1):
-            self.reader.follow([])  # all who are at the new position have come the same way
-        self._met_from = self._loaded = None
 
     def others_moved(self, position: Position, lineage_samples: int, members: list[PeerId]) -> None:
         """The members of a round have gone to ``position``."""
