@@ -38,7 +38,10 @@ class Donor:
         self.optimizer = torch.optim.SGD([weight.requires_grad_() for weight in self.weights], lr=0.1, momentum=0.9)
         self.make_step()
         self.num_captures = 0
-        self.server = StateServer(endpoint, "run", self._capture, lambda: self.position)
+        self.recent_rounds = [b"a round"]
+        self.server = StateServer(
+            endpoint, "run", self._capture, lambda: self.position, lambda: list(self.recent_rounds)
+        )
 
     def _capture(self) -> State:
         self.num_captures += 1
@@ -69,6 +72,7 @@ def assert_whole(state: State, donor: Donor) -> None:
     assert len(state.tensors) == 4, "two parameters and their momentum"
     expected = sealed(capture(donor.optimizer, {}, donor.position, 99))
     assert state.header == expected.header
+    assert state.recent_rounds == donor.recent_rounds
     for tensor, sent in zip(state.tensors, expected.tensors, strict=True):
         assert torch.equal(tensor, sent)
 

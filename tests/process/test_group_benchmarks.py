@@ -43,3 +43,13 @@ def test_a_small_grid_of_peers(tmp_path: Path) -> None:
     ((result,), _) = results_of("grid_swarm.py", tmp_path, *arguments)
     assert result["spread_last_10_max"] < 0.5
     assert result["largest_group"] == 3
+
+
+def test_a_small_run_in_a_grid(tmp_path: Path) -> None:
+    arguments = ["--peers", "9", "--max-group-size", "3", "--steps", "8", "--p-fail", "0"]
+    ((result,), _) = results_of("optimizer_grid.py", tmp_path, *arguments)
+    assert result["steps"] >= 6
+    assert list(result["grids"]) == ["3x3"]
+    assert (result["steps_made_of_due"], result["reloads"], result["short"]) == (1.0, 0, {})
+    assert result["disagreement_max"] < 1e-5
+    assert 0 <= result["matchmaking_p50_s"] <= result["wait_p50_s"]

@@ -28,7 +28,7 @@ from manyhands.averaging.messages import (
 from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.averaging.view import View, short_id, split_ids
 from manyhands.base.deadline import time_limit
-from manyhands.base.errors import ManyhandsError, PeerError, Refused, RoundAborted, Unavailable
+from manyhands.base.errors import ManyhandsError, NobodyThere, PeerError, Refused, RoundAborted, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.runtime import TaskOwner
 
@@ -204,7 +204,9 @@ class Convener:
         for peer_id in late:
             self._view.report_missing(peer_id)
         if len(gathering.joined) == 1:
-            reason = f"none of the {len(late)} expected peers came" if late else "no other peer can be reached"
+            if not late:
+                return NobodyThere(self._view.with_refusals("no other peer can be reached"))
+            reason = f"none of the {len(late)} expected peers came"
             return RoundAborted(self._view.with_refusals(reason), sorted(late))
         members = [gathering.joined[peer_id] for peer_id in sorted(gathering.joined)]
         return JoinResponse(self._group(gathering, members))

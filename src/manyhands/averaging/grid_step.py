@@ -22,7 +22,7 @@ from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import Position, RoundManifest
 from manyhands.averaging.round_outcome import CommittedRound, RoundMeter
 from manyhands.averaging.rounds import RoundRunner
-from manyhands.base.errors import NothingToAverage, RoundAborted, Unavailable
+from manyhands.base.errors import NobodyThere, NothingToAverage, RoundAborted, Unavailable
 from manyhands.base.identity import PeerId
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ MIN_ATTEMPT_S = 0.5
 GATHER_SHARE = 0.5
 """Of what is left of a round, the most to wait for those who are expected: the rest is for the values."""
 ALONE_S = 1.0
-"""The most to wait in a group in which nobody else is expected."""
+"""The most to wait in a group in which nobody else is expected, or all others have gone on."""
 LOOK_S = 0.2
 NO_SAMPLES = "no peer whose values have come here has any samples"
 
@@ -166,15 +166,22 @@ class GridSteps:
         place, loop = self._place, asyncio.get_running_loop()
         number = place.position().step
         alone_until = min(loop.time() + ALONE_S, deadline)
+        elsewhere: set[PeerId] = set()  # they are done with this round, perhaps without this peer
         reason = "nobody else was there"
         while (left_s := deadline - loop.time()) >= MIN_ATTEMPT_S:
-            if place.expected() or place.called.is_set():
+            expected = place.expected().keys()
+            if expected - elsewhere or place.called.is_set():
                 place.called.clear()
                 gather_s = min(self._patience_s(), left_s * GATHER_SHARE)
                 try:
                     return await self._rounds.average(mean_N, weight, timeout_s=left_s, gather_s=gather_s, meter=meter)
                 except NothingToAverage:
                     raise
+                except NobodyThere as error:
+                    reason = error.reason
+                    if not elsewhere:
+                        alone_until = min(loop.time() + ALONE_S, deadline)
+                    elsewhere |= expected
                 except (RoundAborted, Unavailable) as error:
                     logger.info("an attempt at round %d failed: %s", number, error)
                     reason = error.reason if isinstance(error, RoundAborted) else str(error)

@@ -16,7 +16,8 @@
     │   ├── BadSignature       a signature does not match its owner
     │   └── Refused            it understood the request and said no
     └── RoundAborted           carries the reason and the members blamed
-        └── NothingToAverage   all members gave a weight of 0
+        ├── NothingToAverage   all members gave a weight of 0
+        └── NobodyThere        all who were expected are gone, or elsewhere
 """
 
 from __future__ import annotations
@@ -150,3 +151,7 @@ class RoundAborted(ManyhandsError):
 
 class NothingToAverage(RoundAborted):
     """All members of a group gave a weight of 0, so that there is no mean."""
+
+
+class NobodyThere(RoundAborted):
+    """Whoever was expected is gone, or is at another round: there is nobody to wait for."""

@@ -30,7 +30,7 @@ from manyhands.optim.progress import Progress, describe_progress
 from manyhands.optim.run_manifest import ManifestKeeper, RunManifest
 from manyhands.optim.run_records import declare_run
 from manyhands.optim.seating import Seating
-from manyhands.optim.state import State
+from manyhands.optim.state import State, without_origin
 from manyhands.optim.state_transfer import StateServer, download_state
 from manyhands.optim.step_rounds import StepRounds
 from manyhands.optim.tracker import ProgressTracker
@@ -175,7 +175,11 @@ class Collaboration:
                 presence.peer_id, self._rounds, seating, self.tracker, self._foresight, self._local, self._averaging
             )
             self._server = server = StateServer(
-                presence.endpoint, manifest.run_id, self._local.capture, lambda: self._local.position
+                presence.endpoint,
+                manifest.run_id,
+                self._local.capture,
+                lambda: self._local.position,
+                lambda: self.tracker.reader.recent_rounds,
             )
             parts.callback(server.close)
             keeper = ManifestKeeper(presence.dht, presence.peer_id, manifest)
@@ -210,7 +214,7 @@ class Collaboration:
         self.tracker.report(samples, samples_per_second, batch_s)
         if self.tracker.is_worth_a_look():
             await self._look_again(NEAR_TIMEOUT_S)
-        if self.tracker.leading_branch().position != self._local.position:
+        if self.tracker.should_load_state():
             return Decision.LOAD_STATE
         if not self.tracker.is_due():
             self._lull = self._lull_after(samples)
@@ -362,6 +366,9 @@ class Collaboration:
             for donor in donors:
                 self.tracker.report_without_state(donor)
             raise
+        self.tracker.loaded(state.header.position, state.recent_rounds)
+        if branch.is_foreign:
+            state = without_origin(state)  # whatever its position was called, this peer was never there
         self._num_vain_loads += 1
         if self._num_vain_loads == LOADS_UNTIL_ADVICE:
             took_s, target = loop.time() - started, self._manifest.target_batch_size

@@ -18,6 +18,7 @@ In a crowd each peer counts for less, so less is told and read of each:
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
@@ -28,6 +29,7 @@ from manyhands.averaging.messages import Count, Position
 from manyhands.averaging.places import NO_SEAT, Seat
 from manyhands.averaging.sketch import MAX_SKETCH_BYTES
 from manyhands.base.identity import PeerId
+from manyhands.optim.company import RecentRounds
 from manyhands.optim.config import ProgressConfig
 
 NEWS_SHARE = 0.1
@@ -61,6 +63,7 @@ class ProgressRecord(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
         seat: its place among the groups of a run that is too large for one, as of the round ``seat_round``.
         sketch: some of the parameters that it held after its last step in a grid, as float32.
         sketch_step: the global step that this led to; 0 without one.
+        recent_rounds: of its last steps, if they were made in a grid; see :mod:`manyhands.optim.company`.
     """
 
     position: Position
@@ -76,6 +79,7 @@ class ProgressRecord(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     seat_round: Count = 0
     sketch: Annotated[bytes, msgspec.Meta(max_length=MAX_SKETCH_BYTES)] = b""
     sketch_step: Count = 0
+    recent_rounds: RecentRounds = []
 
     def __post_init__(self) -> None:
         if not (
@@ -89,11 +93,16 @@ class ProgressRecord(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
 
 @dataclass(frozen=True)
 class Branch:
-    """A position of the run, and who can hand out its state."""
+    """A position of the run, and who can hand out its state.
+
+    Attributes:
+        is_foreign: this peer and the holders have made their last steps apart, whatever their positions are.
+    """
 
     position: Position
     lineage_samples: int
     holders: tuple[PeerId, ...]
+    is_foreign: bool = False
 
 
 @dataclass(frozen=True)
@@ -194,10 +203,9 @@ def is_news(
         target_batch_size: samples of a global step, of all ``num_peers`` together.
         is_near: the target may be reached before this peer's next batch; then exact numbers count.
     """
-    is_moved = own.position != published.position or (own.seat, own.seat_round) != (
-        published.seat,
-        published.seat_round,
-    )
+    is_moved = (own.position, own.seat, own.seat_round, own.recent_rounds) != (
+        published.position, published.seat, published.seat_round, published.recent_rounds,
+    )  # fmt: skip
     if is_moved or (is_near and own.samples != published.samples):
         return True
     leeway = math.sqrt(stretch(num_peers))
@@ -253,20 +261,39 @@ def next_refresh_s(progress: Progress, config: ProgressConfig) -> float:
     return min(max(predicted_s, config.min_refresh_s), config.max_refresh_s * stretch(num_peers))
 
 
-def leading_branch(others: Mapping[PeerId, ProgressRecord], own_id: PeerId, own: ProgressRecord) -> Branch:
+def leading_branch(
+    others: Mapping[PeerId, ProgressRecord],
+    own_id: PeerId,
+    own: ProgressRecord,
+    strangers: Mapping[PeerId, bytes] = {},
+) -> Branch:
     """The branch that all peers should be on.
 
-    The highest (global step, samples in its lineage, digest) wins. At step 0 nothing has been learnt yet, and the
+    The highest (global step, samples in its lineage, digest) wins. Of the parts of a grid, which may all have the same,
+    the one with more peers, then the one with the lowest peer id. At step 0 nothing has been learnt yet, and the
     initial parameters of the lowest peer id win. Only peers that can be dialled count: nobody could follow the others,
     so a peer that cannot be dialled follows those who can.
+
+    Args:
+        strangers: in a grid, those of another part, and which; see :meth:`manyhands.optim.company.Company.strangers`.
     """
     candidates = {peer_id: record for peer_id, record in others.items() if not record.is_client}
     if not own.is_client or not candidates:
         candidates[own_id] = own
     last_step = max(record.position.step for record in candidates.values())
-    best = candidates[min(candidates)] if last_step == 0 else max(candidates.values(), key=rank_of)
-    holders = [peer_id for peer_id, record in candidates.items() if record.position == best.position]
-    return Branch(best.position, best.lineage_samples, tuple(sorted(holders)))
+    sizes = Counter(strangers.get(peer_id, b"") for peer_id in (own_id, *others))
+
+    def rank(peer_id: PeerId) -> tuple[tuple[int, int, bytes], int]:
+        return rank_of(candidates[peer_id]), sizes[strangers.get(peer_id, b"")]
+
+    ordered = sorted(candidates)
+    best_id = ordered[0] if last_step == 0 else max(ordered, key=rank)  # of equal ones the first
+    best, part = candidates[best_id], strangers.get(best_id, b"")
+    holders = [
+        peer_id for peer_id in ordered
+        if candidates[peer_id].position == best.position and strangers.get(peer_id, b"") == part
+    ]  # fmt: skip
+    return Branch(best.position, best.lineage_samples, tuple(holders), is_foreign=part != b"")
 
 
 def rank_of(record: ProgressRecord) -> tuple[int, int, bytes]:

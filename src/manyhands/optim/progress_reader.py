@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -13,6 +13,7 @@ import msgspec
 from manyhands.averaging.messages import Position, readable_addresses
 from manyhands.base.identity import PeerId
 from manyhands.dht import DhtNode, Schema, StoredValue
+from manyhands.optim.company import Company
 from manyhands.optim.crowd import Crowd
 from manyhands.optim.progress import MAX_TTL_S, ProgressRecord, Reckoning
 from manyhands.rpc import Endpoint
@@ -27,6 +28,9 @@ PROGRESS = Schema(ProgressRecord | Literal["goodbye"], is_owned=True, max_ttl_s=
 
 IN_FLIGHT_S = 1.0
 """What a record may take from its owner to its reader."""
+CONFIRMED_WITHIN_S = 5.0
+"""Who has gone to another position says so at once. In a grid, where it may have died in a group of others, one of whom
+nothing is read for so long is not counted on."""
 
 
 def progress_key(run_id: str) -> str:
@@ -41,6 +45,7 @@ class Observed(msgspec.Struct, frozen=True, gc=False):
         expires_at: until when it counts (loop time).
         reckoning: how its samples must grow from here.
         moved_at: when a round was seen to take the peer to this position (loop time); earlier records are out of date.
+        assumed_since: when that was first done after the last record of the peer itself.
     """
 
     record: ProgressRecord
@@ -48,6 +53,7 @@ class Observed(msgspec.Struct, frozen=True, gc=False):
     expires_at: float
     reckoning: Reckoning
     moved_at: float = -math.inf
+    assumed_since: float = math.inf
 
     def is_outdated_by(self, record: ProgressRecord, issued_at: float) -> bool:
         """Whether ``record`` is news; not when it was published before the round that moved the peer."""
@@ -58,7 +64,7 @@ class ProgressReader:
     """The progress records of a run, as last read; enough for who only watches.
 
     Attributes:
-        version: changes whenever a record comes, changes or goes.
+        version: changes whenever a record comes, changes or goes, or who belongs together.
     """
 
     def __init__(self, endpoint: Endpoint, dht: DhtNode, run_id: str) -> None:
@@ -73,6 +79,12 @@ class ProgressReader:
         self._here: Mapping[PeerId, Observed] = {}
         self._here_of: tuple[Position, int] | None = None
         self._sequences: dict[str, int] = {}  # by peer id
+        self._company = Company()
+        self._met_from: Position | None = None  # the last step that the company knows was begun there
+        self._loaded: tuple[Position, Sequence[bytes]] | None = None  # a state, and the rounds behind it
+        self._strangers: Mapping[PeerId, bytes] = {}
+        self._strangers_of = -1
+        self._silent: set[PeerId] = set()
 
     async def refresh(self, *, quickly: bool = False) -> None:
         """Read the records of all peers.
@@ -82,6 +94,7 @@ class ProgressReader:
         Raises:
             Unavailable: the DHT does not answer; what was read before counts until it expires.
         """
+        began = asyncio.get_running_loop().time()
         answer = await self._dht.get(self._key, quickly=quickly)
         now = asyncio.get_running_loop().time()
         sequences, own_id, num_shown = self._sequences, self._endpoint.peer_id, 0
@@ -93,6 +106,17 @@ class ProgressReader:
         if len(sequences) > num_shown:  # not all of them were shown
             current = answer.keys() | self.observed().keys()
             self._sequences = {peer_id: sequence for peer_id, sequence in sequences.items() if peer_id in current}
+        self._note_silent(began)
+
+    def _note_silent(self, began: float) -> None:
+        """In a grid: those who should have gone on, of whom nothing was there to be read at an instant (loop time)."""
+        silent: set[PeerId] = set()
+        if self._company.recent_rounds:
+            until = began - CONFIRMED_WITHIN_S
+            silent = {peer_id for peer_id, seen in self.observed().items() if seen.assumed_since <= until}
+        if silent != self._silent:
+            self._silent = silent
+            self.version += 1
 
     def _take_in(self, peer_id: PeerId, stored: StoredValue, now: float) -> None:
         self._sequences[peer_id] = stored.sequence
@@ -107,7 +131,11 @@ class ProgressReader:
             self.version += 1
             return
         known, ttl_s, remaining_s = self._observed.get(peer_id), record.ttl_s, stored.remaining_s
-        if known is None or known.is_outdated_by(record, now + remaining_s - ttl_s):
+        issued_at = now + remaining_s - ttl_s
+        if known is not None and not known.is_outdated_by(record, issued_at):
+            if issued_at > known.assumed_since:  # of an earlier step: it was there meanwhile
+                self._observed[peer_id] = msgspec.structs.replace(known, assumed_since=known.moved_at)
+        else:
             if remaining_s > ttl_s:
                 remaining_s = ttl_s
             reckoning = Reckoning.of(record, now + remaining_s - ttl_s)
@@ -146,11 +174,52 @@ class ProgressReader:
         now = asyncio.get_running_loop().time()
         return {peer_id: seen.reckoning.at(now) for peer_id, seen in self.observed().items()}
 
-    def here(self, position: Position) -> Mapping[PeerId, Observed]:
-        """The records of those at a position; looked for once, however often one position is asked for."""
+    @property
+    def recent_rounds(self) -> list[bytes]:
+        """Of the steps that this peer has made in a grid."""
+        return self._company.recent_rounds
+
+    def met(self, here: Position, fingerprints: Iterable[bytes]) -> None:
+        """This peer makes a step in a grid from ``here``; see :meth:`manyhands.optim.company.Company.met`."""
+        self._company.met(fingerprints)
+        self._met_from, self._loaded = here, None
+        self.version += 1
+
+    def loaded(self, position: Position, recent_rounds: Sequence[bytes]) -> None:
+        """A state has come from another peer, with the rounds behind it; :meth:`moves` follows if it can be used."""
+        self._met_from, self._loaded = None, (position, recent_rounds)
+
+    def moves(self, here: Position, position: Position) -> None:
+        """This peer goes to ``position``: by the step that it just made, with a state that was loaded, or otherwise."""
+        if self._loaded is not None and self._loaded[0] == position:
+            self._company.follow(self._loaded[1])
+        elif position != here and (self._met_from != here or position.step != here.step + 1):
+            self._company.follow([])  # all who are at the new position have come the same way
+        self._met_from = self._loaded = None
+        self.version += 1
+
+    def strangers(self) -> Mapping[PeerId, bytes]:
+        """In a grid, those who have made their last steps without this peer's part of it, and in which part."""
         observed = self.observed()
+        if self._strangers_of != self.version:
+            self._strangers = self._company.strangers(
+                {peer_id: seen.record.recent_rounds for peer_id, seen in observed.items()}
+            )
+            self._strangers_of = self.version
+        return self._strangers
+
+    def here(self, position: Position) -> Mapping[PeerId, Observed]:
+        """The records of those at a position; looked for once, however often one position is asked for.
+
+        In a grid not those of strangers, nor of those who should be there, but do not say so themselves.
+        """
+        observed, left_out = self.observed(), self.strangers().keys() | self._silent
         if self._here_of != (position, self.version):
-            self._here = {peer_id: seen for peer_id, seen in observed.items() if seen.record.position == position}
+            self._here = {
+                peer_id: seen
+                for peer_id, seen in observed.items()
+                if seen.record.position == position and peer_id not in left_out
+            }
             self._here_of = (position, self.version)
         return self._here
 
@@ -171,4 +240,6 @@ class ProgressReader:
                 record = msgspec.structs.replace(
                     seen.record, position=position, samples=0, lineage_samples=lineage_samples, counted_s_ago=0.0
                 )
-                self._observe(peer_id, Observed(record, seen.sequence, seen.expires_at, Reckoning.of(record, now), now))
+                since = min(seen.assumed_since, now)
+                reckoning = Reckoning.of(record, now)
+                self._observe(peer_id, Observed(record, seen.sequence, seen.expires_at, reckoning, now, since))

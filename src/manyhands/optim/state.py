@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 import msgspec
@@ -81,10 +81,15 @@ make_ready(Scalars)
 
 @dataclass(frozen=True)
 class State:
-    """A state in memory that nothing else changes."""
+    """A state in memory that nothing else changes.
+
+    Attributes:
+        recent_rounds: in a grid, of the steps that led there; see :mod:`manyhands.optim.company`.
+    """
 
     header: StateHeader
     tensors: list[torch.Tensor]
+    recent_rounds: list[bytes] = field(default_factory=list)
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -143,6 +148,11 @@ def sealed(state: State) -> State:
     header = state.header
     digest = digest_of(header.tensors, header.scalars, state.tensors)
     return State(msgspec.structs.replace(header, digest=digest), state.tensors)
+
+
+def without_origin(state: State) -> State:
+    """The same state, of which it is not known what it follows from."""
+    return replace(state, header=msgspec.structs.replace(state.header, origin=None))
 
 
 def digest_of(specs: Sequence[TensorSpec], scalars: bytes, tensors: Sequence[torch.Tensor]) -> bytes:

@@ -8,6 +8,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 
 import msgspec
 
@@ -16,6 +17,7 @@ from manyhands.base.deadline import time_limit, while_moving
 from manyhands.base.errors import PeerError, ProtocolViolation, Refused, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.base.structs import make_ready
+from manyhands.optim.company import RecentRounds
 from manyhands.optim.run_manifest import RunManifest
 from manyhands.optim.state import State, StateHeader, as_bytes, checked_scalars, digest_of, empty_tensors
 from manyhands.rpc import Endpoint
@@ -47,10 +49,15 @@ class StateRequest(msgspec.Struct):
 
 
 class StateAnswer(msgspec.Struct):
-    """Goes before the tensors, with its length in front; without a header none follow, and ``reason`` says why."""
+    """Goes before the tensors, with its length in front; without a header none follow, and ``reason`` says why.
+
+    Attributes:
+        recent_rounds: in a grid, of the steps that led to the state; see :mod:`manyhands.optim.company`.
+    """
 
     header: StateHeader | None = None
     reason: str = ""
+    recent_rounds: RecentRounds = []
 
 
 make_ready(StateRequest, StateAnswer)
@@ -62,15 +69,22 @@ class StateServer:
     Args:
         capture: copies the current state; called on an executor thread.
         position: where this peer stands.
+        recent_rounds: of its last steps in a grid.
     """
 
     def __init__(
-        self, endpoint: Endpoint, run_id: str, capture: Callable[[], State], position: Callable[[], Position]
+        self,
+        endpoint: Endpoint,
+        run_id: str,
+        capture: Callable[[], State],
+        position: Callable[[], Position],
+        recent_rounds: Callable[[], list[bytes]] = list,
     ) -> None:
         self._endpoint = endpoint
         self._run_id = run_id
         self._capture = capture
         self._position = position
+        self._recent_rounds = recent_rounds
         self._captured: weakref.ref[State] | None = None  # lives as long as somebody downloads it
         self._capturing = asyncio.Lock()
         self._downloads = _Downloads()
@@ -107,15 +121,17 @@ class StateServer:
     async def _send_state(self, stream: Stream) -> None:
         state = await self._current_state()
         logger.info("peer %s downloads the state of step %d", stream.remote, state.header.position.step)
-        await _send(stream, _encoded(StateAnswer(state.header)))
+        await _send(stream, _encoded(StateAnswer(state.header, recent_rounds=state.recent_rounds)))
         for tensor in state.tensors:
             await _send(stream, as_bytes(tensor))
 
     async def _current_state(self) -> State:
         async with self._capturing:  # newcomers at the same step share one copy
             state = self._captured() if self._captured is not None else None
-            if state is None or state.header.position != self._position():
-                state = await asyncio.get_running_loop().run_in_executor(None, self._capture)
+            rounds = self._recent_rounds()
+            if state is None or (state.header.position, state.recent_rounds) != (self._position(), rounds):
+                state = replace(await asyncio.get_running_loop().run_in_executor(None, self._capture),
+                                recent_rounds=rounds)  # fmt: skip
                 self._captured = weakref.ref(state)
             return state
 
@@ -171,7 +187,7 @@ async def _download_from(
     stream = await endpoint.open_bulk(donor, STREAM_KIND, request, size_bytes=size_bytes)
     try:
         async with time_limit(HEADER_TIMEOUT_S, f"waiting for the header of the state of peer {donor}"):
-            header = await _receive_header(stream)
+            header, recent_rounds = await _receive_header(stream)
         _check_header(donor, header, manifest, wanted)
         tensors = empty_tensors(header.tensors)
         for tensor in tensors:
@@ -182,10 +198,10 @@ async def _download_from(
     digest = await loop.run_in_executor(None, digest_of, header.tensors, header.scalars, tensors)
     if digest != header.digest:
         raise ProtocolViolation(donor, "the state that it sent does not match its digest")
-    return State(header, tensors)
+    return State(header, tensors, recent_rounds)
 
 
-async def _receive_header(stream: Stream) -> StateHeader:
+async def _receive_header(stream: Stream) -> tuple[StateHeader, list[bytes]]:
     prefix = bytearray(4)
     await stream.receive_into(memoryview(prefix))
     num_bytes = int.from_bytes(prefix, "big")
@@ -201,7 +217,7 @@ async def _receive_header(stream: Stream) -> StateHeader:
         ) from error
     if answer.header is None:
         raise Refused(stream.remote, "no_state", readable(answer.reason))
-    return answer.header
+    return answer.header, answer.recent_rounds
 
 
 def _check_header(donor: PeerId, header: StateHeader, manifest: RunManifest, wanted: Position) -> None:

@@ -112,6 +112,7 @@ class StepRounds:
         if outcome.reason:
             logger.warning("%d of the %d rounds of this step committed here: %s", outcome.num_committed,
                            outcome.num_rounds, outcome.reason)  # fmt: skip
+        self._tracker.met(manifest.fingerprint() for manifest in outcome.manifests)
         members = [self._own_id, *self._tracker.expected()]
         return averaged_in_grid(
             outcome,

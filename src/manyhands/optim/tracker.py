@@ -6,7 +6,7 @@ import asyncio
 import bisect
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import msgspec
@@ -14,32 +14,28 @@ import msgspec
 from manyhands.averaging.messages import Position
 from manyhands.averaging.places import Seat
 from manyhands.averaging.sketch import disagreement_of
-from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ManyhandsError
 from manyhands.base.identity import PeerId
 from manyhands.dht import DhtNode
 from manyhands.optim.bell import Bell
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.progress import (
-    KEEP_ALIVES,
     RANK_DELAY_S,
     Branch,
     Progress,
     ProgressRecord,
     busy_until,
-    is_news,
     leading_branch,
     next_refresh_s,
     stretch,
     sum_up,
 )
-from manyhands.optim.progress_reader import GOODBYE, Observed, ProgressReader, progress_key
+from manyhands.optim.progress_reader import Observed, ProgressReader, progress_key
+from manyhands.optim.publisher import Publisher
 from manyhands.rpc import Endpoint
 from manyhands.runtime import TaskOwner
 
 logger = logging.getLogger(__name__)
-
-GOODBYE_TIMEOUT_S = 1.0
 
 
 class ProgressTracker:
@@ -73,50 +69,45 @@ class ProgressTracker:
         self._is_silent = is_silent
         self.reader = ProgressReader(endpoint, dht, run_id)
         self._endpoint = endpoint
-        self._dht = dht
-        self._key = progress_key(run_id)
         self._config = config
         self._on_update = on_update
         addresses = [str(address) for address in endpoint.addresses]
-        self._own = ProgressRecord(position, 0, 0.0, 0, endpoint.client_mode, addresses, config.ttl_s)
-        self._counted_at = 0.0  # loop time
-        self._batch_s = 0.0
+        own = ProgressRecord(position, 0, 0.0, 0, endpoint.client_mode, addresses, config.ttl_s)
+        self._publisher = Publisher(
+            dht, progress_key(run_id), endpoint.peer_id, own, config, target_batch_size, lambda: self.outlook
+        )
         self._read_at = -math.inf  # loop time
-        self._published: tuple[ProgressRecord, float] | None = None  # and when
         self._missing: dict[PeerId, int] = {}
         self._without_state: dict[PeerId, int] = {}
         self._is_called = False
-        self._is_moving = False
         self._is_in_round = False
         self._is_started = False
-        self._changed = Bell()
-        self._has_moved = Bell()
         self._is_read_wanted = False
         self._stirred = Bell()  # there is something to read, or reading has to be planned anew
         self._tasks = TaskOwner("progress")
-        self.progress = self.outlook = sum_up(self._own, 0, 0, 0.0, target_batch_size)
+        self.progress = self.outlook = sum_up(own, 0, 0, 0.0, target_batch_size)
         self._branch: tuple[tuple[object, ...], Branch] | None = None  # and from what it follows
         self._expected: tuple[tuple[int, Position], Mapping[PeerId, bool]] | None = None  # likewise
 
     def start(self) -> None:
         """Begin to publish and to read."""
         self._is_started = True
-        self._counted_at = asyncio.get_running_loop().time()
-        self._tasks.spawn(self._publish_forever(), name="publishing")
+        self._publisher.start()
+        if not self._is_silent:
+            self._tasks.spawn(self._publisher.publish_forever(), name="publishing")
         self._tasks.spawn(self._read_forever(), name="reading")
 
     async def close(self) -> None:
         """Stop, and tell the others that this peer left the run."""
         await self._tasks.close()
-        if not self._is_started or self._is_silent:
-            return
-        try:
-            async with time_limit(GOODBYE_TIMEOUT_S, "saying goodbye to the run"):
-                await self._dht.store(self._key, GOODBYE, self._config.ttl_s, subkey=self._endpoint.peer_id)
-        except ManyhandsError as error:
-            logger.debug("the others are not told that this peer left: %s", error)
+        if self._is_started and not self._is_silent:
+            await self._publisher.say_goodbye()
 
     # where this peer stands
+
+    @property
+    def _own(self) -> ProgressRecord:
+        return self._publisher.own
 
     def position(self) -> Position:
         return self._own.position
@@ -143,25 +134,40 @@ class ProgressTracker:
 
     def tell(self, sketch: bytes) -> None:
         """In a grid: these are some of the parameters that this peer holds at its position."""
-        self._own = msgspec.structs.replace(self._own, sketch=sketch, sketch_step=self._own.position.step)
+        own = self._own
+        self._publisher.own = msgspec.structs.replace(own, sketch=sketch, sketch_step=own.position.step)
 
     def disagreement(self) -> float | None:
         """How far apart the parameters of the peers were after this peer's last step in a grid, as far as is known."""
-        own, records = self._own, self.reader.records().values()
-        others = [record.sketch for record in records if record.sketch_step == own.sketch_step]
+        own, strangers = self._own, self.reader.strangers()
+        others = [
+            record.sketch
+            for peer_id, record in self.reader.records().items()
+            if record.sketch_step == own.sketch_step and peer_id not in strangers
+        ]
         return disagreement_of([own.sketch, *others])
 
     def expect_move(self) -> None:
         """A round committed, and its result is being applied: where this peer was is not published any more."""
-        self._is_moving = True
+        self._publisher.is_moving = True
+
+    def met(self, fingerprints: Iterable[bytes]) -> None:
+        """The rounds of a step in a grid; :meth:`move` follows when it is made."""
+        self.reader.met(self._own.position, fingerprints)
+
+    def loaded(self, position: Position, recent_rounds: list[bytes]) -> None:
+        """A state has come from another peer, and what that one says of its rounds; :meth:`move` follows."""
+        self.reader.loaded(position, recent_rounds)
 
     def move(self, position: Position, lineage_samples: int, together_with: list[PeerId]) -> None:
         """This peer, and the others of its round, have gone to ``position``."""
+        self.reader.moves(self._own.position, position)
         self.others_moved(position, lineage_samples, together_with)
-        self._is_called = self._is_moving = False
-        self._has_moved.ring()
+        self._is_called = False
+        self._publisher.hurry()
         self._stirred.ring()
-        self._update(msgspec.structs.replace(self._own, position=position, samples=0, lineage_samples=lineage_samples))
+        own = msgspec.structs.replace(self._own, position=position, samples=0, lineage_samples=lineage_samples)
+        self._update(msgspec.structs.replace(own, recent_rounds=self.reader.recent_rounds))
 
     def others_moved(self, position: Position, lineage_samples: int, members: list[PeerId]) -> None:
         """The members of a round have gone to ``position``."""
@@ -171,20 +177,9 @@ class ProgressTracker:
         self._expected = None
 
     def _update(self, own: ProgressRecord) -> None:
-        now = asyncio.get_running_loop().time()
-        if own.samples != self._own.samples or own.position != self._own.position:
-            self._batch_s, self._counted_at = now - self._counted_at, now
-        self._own = own
+        self._publisher.update(own)
         self._update_progress()
-        if self._published is None or self._is_news(*self._published, now):
-            self._changed.ring()
-
-    def _is_news(self, published: ProgressRecord, published_at: float, now: float) -> bool:
-        margin_s = max(self._batch_s, 2 * self._config.min_refresh_s)
-        is_near = not margin_s < self.outlook.eta_s < math.inf
-        return is_news(
-            published, now - published_at, self._own, self.target_batch_size, self.outlook.num_peers, is_near
-        )
+        self._publisher.tell_news()
 
     # what the others do
 
@@ -277,13 +272,20 @@ class ProgressTracker:
                 for peer_id, seen in observed.items()
                 if not self._without_state or seen.sequence > self._without_state.get(peer_id, -1)
             }
-            self._branch = (basis, leading_branch(others, self._endpoint.peer_id, own))
+            self._branch = (basis, leading_branch(others, self._endpoint.peer_id, own, self.reader.strangers()))
         return self._branch[1]
+
+    def should_load_state(self) -> bool:
+        """Whether there is a better branch than this peer's whose state can be had."""
+        return self._is_elsewhere(self.leading_branch())
 
     def is_on_best_branch(self) -> bool:
         """Whether nobody is known to be on a better branch, whether or not its state can be had."""
-        best = leading_branch(self.reader.records(), self._endpoint.peer_id, self._own)
-        return best.position == self._own.position
+        records, strangers = self.reader.records(), self.reader.strangers()
+        return not self._is_elsewhere(leading_branch(records, self._endpoint.peer_id, self._own, strangers))
+
+    def _is_elsewhere(self, branch: Branch) -> bool:
+        return branch.is_foreign or branch.position != self._own.position
 
     def report_without_state(self, peer_id: PeerId) -> None:
         """A peer could not hand out the state; it is not asked again before a fresh record of it."""
@@ -330,7 +332,7 @@ class ProgressTracker:
 
     def answer_call(self) -> None:
         """This peer comes to a round now; who begins another one calls again."""
-        self._is_called = self._is_moving = False
+        self._is_called = self._publisher.is_moving = False
 
     @contextmanager
     def in_round(self) -> Iterator[None]:
@@ -341,31 +343,7 @@ class ProgressTracker:
         finally:
             self._is_in_round = False
 
-    # background
-
-    async def _publish_forever(self) -> None:
-        while True:
-            self._changed.silence()
-            self._has_moved.silence()
-            if not self._is_moving and not self._is_silent:
-                await self._publish()
-            await self._has_moved.wait(self._config.min_refresh_s)  # a new position is not kept waiting
-            await self._changed.wait(self._ttl_s() / KEEP_ALIVES)
-
-    def _ttl_s(self) -> float:
-        return self._config.ttl_s * stretch(self.outlook.num_peers)
-
-    async def _publish(self) -> None:
-        now, ttl_s = asyncio.get_running_loop().time(), self._ttl_s()
-        own = msgspec.structs.replace(self._own, counted_s_ago=max(now - self._counted_at, 0.0), ttl_s=ttl_s)
-        self._published = (own, now)
-        try:
-            value = msgspec.to_builtins(own, builtin_types=(bytes,))
-            if not await self._dht.store(self._key, value, ttl_s, subkey=self._endpoint.peer_id):
-                self._published = None
-        except ManyhandsError as error:
-            self._published = None
-            logger.warning("this peer's progress was not published: %s", error)
+    # reading in the background
 
     async def _read_forever(self) -> None:
         last_samples, delay_s = -1, 0.0
@@ -390,7 +368,7 @@ class ProgressTracker:
             await self._stirred.wait(left_s)
             if not self._is_led():
                 continue
-            if self._is_called or self._is_in_round or self._is_moving:
+            if self._is_called or self._is_in_round or self._publisher.is_moving:
                 delay_s = self._longest_read_s()
             elif position != self._own.position:
                 since, position = loop.time(), self._own.position

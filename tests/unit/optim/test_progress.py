@@ -155,6 +155,21 @@ def test_at_step_0_the_lowest_peer_id_wins_whatever_it_has() -> None:
     assert leading_branch(named(a=low, m=beyond), PeerId("z"), high).position == beyond.position
 
 
+def test_of_parts_of_a_grid_at_one_position_the_one_with_more_peers_wins_then_the_lowest_peer_id() -> None:
+    here, own = record(step=3), PeerId("m")
+    far = {PeerId(name): b"far" for name in "xy"}
+    both = leading_branch(named(n=here, x=here, y=here), own, here, far)
+    assert (both.holders, both.is_foreign) == (("m", "n"), False), "of equally many"
+    both = leading_branch(named(x=here, y=here), own, here, far)
+    assert (both.holders, both.is_foreign, both.position) == (("x", "y"), True, here.position)
+    client = record(step=3, is_client=True)
+    assert leading_branch(named(n=client, x=here, y=here), own, here, far).holders == ("m",), "it counts all the same"
+    three = leading_branch(named(x=here, y=here, a=here), own, here, {**far, PeerId("a"): b"other"})
+    assert three.holders == ("x", "y")
+    beyond = leading_branch(named(n=here, x=record(step=4)), own, here, {PeerId("x"): b"far"})
+    assert (beyond.holders, beyond.is_foreign) == (("x",), True), "the step comes first"
+
+
 def test_nobody_follows_a_peer_that_cannot_be_dialled() -> None:
     client = record(step=9, is_client=True)
     behind = record(step=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, nullcontext
 from typing import Any
@@ -14,6 +15,7 @@ from manyhands.averaging.messages import Position
 from manyhands.base.deadline import time_limit
 from manyhands.base.identity import PeerId
 from manyhands.dht import StoredValue
+from manyhands.optim.company import ROUND_BYTES
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.progress import RANK_DELAY_S, ProgressRecord
 from manyhands.optim.progress_reader import GOODBYE, IN_FLIGHT_S, progress_key
@@ -31,10 +33,10 @@ HERE, NEXT = Position(3, b"here"), Position(4, b"next")
 class Run:
     """A tracker, and what the test does to it."""
 
-    def __init__(self, endpoint: Endpoint, config: ProgressConfig) -> None:
+    def __init__(self, endpoint: Endpoint, config: ProgressConfig, target_batch_size: int) -> None:
         self.dht: Any = FakeDht()
         self.endpoint = endpoint
-        self.tracker = ProgressTracker(endpoint, self.dht, "run", 10, HERE, config)
+        self.tracker = ProgressTracker(endpoint, self.dht, "run", target_batch_size, HERE, config)
         self._sequence = 0
 
     async def hears(self, peer_id: PeerId, position: Position = HERE, *, age_s: float = 0.0, **fields: Any) -> None:
@@ -52,9 +54,9 @@ class Run:
 
 
 @asynccontextmanager
-async def run_of_one(config: ProgressConfig | None = None) -> AsyncIterator[Run]:
+async def run_of_one(config: ProgressConfig | None = None, target_batch_size: int = 10) -> AsyncIterator[Run]:
     async with endpoints(1) as (endpoint,):
-        run = Run(endpoint, config or ProgressConfig(ttl_s=TTL_S))
+        run = Run(endpoint, config or ProgressConfig(ttl_s=TTL_S), target_batch_size)
         try:
             yield run
         finally:
@@ -292,8 +294,7 @@ async def test_a_new_position_is_published_at_once() -> None:
 
 
 async def test_far_from_the_target_a_steady_peer_publishes_nothing_new() -> None:
-    async with run_of_one(ProgressConfig(min_refresh_s=0.001)) as run:
-        run.tracker.target_batch_size = 10**9
+    async with run_of_one(ProgressConfig(min_refresh_s=0.001), target_batch_size=10**9) as run:
         run.tracker.report(1000, 1e5)
         run.tracker.start()
         await until(lambda: len(run.dht.stored) >= 1)
@@ -308,8 +309,7 @@ async def test_far_from_the_target_a_steady_peer_publishes_nothing_new() -> None
 
 
 async def test_near_the_target_every_batch_is_published() -> None:
-    async with run_of_one(ProgressConfig(min_refresh_s=0.001)) as run:
-        run.tracker.target_batch_size = 1000
+    async with run_of_one(ProgressConfig(min_refresh_s=0.001), target_batch_size=1000) as run:
         run.tracker.start()
         for samples in (100, 110, 120):
             run.tracker.report(samples, 1e5)
@@ -328,8 +328,7 @@ async def test_a_record_tells_how_long_ago_its_samples_were_counted() -> None:
 
 
 async def test_a_record_that_reached_nobody_is_published_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with run_of_one(ProgressConfig(min_refresh_s=0.001)) as run:
-        run.tracker.target_batch_size = 10**9
+    async with run_of_one(ProgressConfig(min_refresh_s=0.001), target_batch_size=10**9) as run:
         stored = run.dht.store
 
         async def store_nowhere(*args: Any, **fields: Any) -> int:
@@ -461,3 +460,129 @@ async def test_in_a_crowd_the_first_read_after_a_step_is_planned_from_its_end_on
         num_before = run.dht.num_reads
         run.tracker.move(NEXT, 20, others)
         await until(lambda: run.dht.num_reads > num_before)
+
+
+# parts of a grid
+
+
+def rounds_of(*names: str) -> list[bytes]:
+    """Of one step each."""
+    return [hashlib.sha256(name.encode()).digest() for name in names]
+
+
+def make_steps(run: Run, names: str) -> None:
+    """One step for each name, each with one round."""
+    for name in names:
+        here = run.tracker.position()
+        run.tracker.met(rounds_of(name))
+        run.tracker.move(Position(here.step + 1, name.encode()), 20, [])
+
+
+def published(names: str) -> list[bytes]:
+    return [fingerprint[:ROUND_BYTES] for fingerprint in rounds_of(*names)]
+
+
+async def test_those_at_its_position_who_made_their_last_steps_elsewhere_are_strangers() -> None:
+    async with run_of_one() as run:
+        make_steps(run, "abcd")
+        here = run.tracker.position()
+        await run.hears(BOB, here, samples=5, lineage_samples=20, recent_rounds=published("bcde"))
+        assert list(run.tracker.expected()) == [BOB]
+        await run.hears(CAROL, here, samples=5, lineage_samples=20, recent_rounds=published("wxyz"))
+        assert list(run.tracker.expected()) == [BOB], "it is not waited for"
+        assert (run.tracker.progress.samples, run.tracker.num_peers_here()) == (5, 2), "nor does it count"
+        assert run.tracker.is_on_best_branch(), "two are more than one"
+        assert not run.tracker.should_load_state()
+        await run.hears(BOB, here, lineage_samples=20, recent_rounds=published("uvwx"))
+        assert not run.tracker.is_on_best_branch()
+        assert run.tracker.should_load_state()
+        assert (run.tracker.leading_branch().is_foreign, run.tracker.leading_branch().position) == (True, here)
+
+
+async def test_who_loads_the_state_of_strangers_is_one_of_them_though_its_position_has_the_same_name() -> None:
+    async with run_of_one() as run:
+        make_steps(run, "abcd")
+        here = run.tracker.position()
+        for peer_id in (BOB, CAROL):
+            await run.hears(peer_id, here, lineage_samples=20, recent_rounds=published("wxyz"))
+        run.tracker.loaded(here, published("wxyz"))
+        run.tracker.move(here, 20, [])
+        assert not run.tracker.should_load_state()
+        assert sorted(run.tracker.expected()) == [BOB, CAROL]
+        assert run.tracker._own.recent_rounds == published("wxyz"), "and says so"
+        make_steps(run, "!")
+        assert run.tracker._own.recent_rounds == published("xyz!")
+
+
+async def test_a_state_that_could_not_be_used_changes_nothing() -> None:
+    async with run_of_one() as run:
+        make_steps(run, "abcd")
+        run.tracker.loaded(Position(HERE.step + 5, b"e"), published("wxyz"))
+        make_steps(run, "e")
+        assert run.tracker._own.recent_rounds == published("bcde")
+
+
+async def test_who_makes_a_step_in_one_group_or_goes_elsewhere_says_nothing_of_rounds() -> None:
+    async with run_of_one() as run:
+        make_steps(run, "abcd")
+        run.tracker.move(run.tracker.position(), 20, [])  # told again
+        assert run.tracker._own.recent_rounds == published("abcd")
+        run.tracker.move(Position(HERE.step + 5, b"one group"), 20, [])
+        assert run.tracker._own.recent_rounds == []
+        make_steps(run, "ef")
+        run.tracker.met(rounds_of("lost"))
+        run.tracker.move(Position(40, b"checkpoint"), 20, [])
+        assert run.tracker._own.recent_rounds == []
+
+
+async def test_in_a_grid_who_should_be_there_and_does_not_say_so_is_not_counted_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("manyhands.optim.progress_reader.CONFIRMED_WITHIN_S", 0.05)
+    async with run_of_one() as run:
+        await run.hears(BOB)
+        await run.hears(CAROL)
+        run.tracker.met(rounds_of("a"))
+        run.tracker.move(NEXT, 20, [BOB, CAROL])
+        await run.tracker.refresh()
+        await asyncio.sleep(0.06)
+        assert sorted(run.tracker.expected()) == [BOB, CAROL], "nothing was read since"
+        await run.hears(BOB, NEXT)
+        assert list(run.tracker.expected()) == [BOB]
+        assert run.tracker.num_peers_here() == 2
+        beyond = Position(NEXT.step + 1, b"beyond")
+        run.tracker.met(rounds_of("b"))
+        run.tracker.move(beyond, 40, [BOB, CAROL])
+        await run.tracker.refresh()
+        assert list(run.tracker.expected()) == [BOB], "it was assumed twice, and said nothing in between"
+        await run.hears(CAROL, beyond)
+        assert sorted(run.tracker.expected()) == [BOB, CAROL]
+
+
+async def test_in_a_grid_of_short_steps_a_record_of_the_last_step_shows_that_its_peer_is_alive(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("manyhands.optim.progress_reader.CONFIRMED_WITHIN_S", 0.05)
+    async with run_of_one() as run:
+        await run.hears(BOB)
+        position = HERE
+        for name in "abcdef":  # each is read when the next step is made already
+            await asyncio.sleep(0.03)
+            last, position = position, Position(position.step + 1, name.encode())
+            run.tracker.met(rounds_of(name))
+            run.tracker.move(position, 20, [BOB])
+            await run.hears(BOB, last, age_s=0.01)
+            assert list(run.tracker.expected()) == [BOB]
+        await asyncio.sleep(0.06)
+        await run.tracker.refresh()
+        assert not run.tracker.expected(), "now it is silent"
+
+
+async def test_in_one_group_a_round_tells_where_its_members_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("manyhands.optim.progress_reader.CONFIRMED_WITHIN_S", 0.05)
+    async with run_of_one() as run:
+        await run.hears(BOB)
+        run.tracker.move(NEXT, 20, [BOB])
+        await asyncio.sleep(0.06)
+        await run.tracker.refresh()
+        assert list(run.tracker.expected()) == [BOB]

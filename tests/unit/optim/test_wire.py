@@ -34,7 +34,17 @@ PLAIN = st.recursive(
     max_leaves=6,
 )
 RECORDS = st.one_of(
-    st.builds(ProgressRecord, POSITIONS, COUNTS, AMOUNTS, COUNTS, st.booleans(), st.lists(TEXTS, max_size=3), AMOUNTS),
+    st.builds(
+        ProgressRecord,
+        POSITIONS,
+        COUNTS,
+        AMOUNTS,
+        COUNTS,
+        st.booleans(),
+        st.lists(TEXTS, max_size=3),
+        AMOUNTS,
+        recent_rounds=st.lists(st.binary(max_size=128), max_size=4),
+    ),
     st.builds(MetricsRecord, COUNTS, AMOUNTS, COUNTS, st.floats(-1e300, 1e300), COUNTS),
 )
 MANIFESTS = st.builds(

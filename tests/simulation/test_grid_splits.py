@@ -1,0 +1,170 @@
+"""A run of several groups whose network is cut: both parts go on, under the same positions, and one of them wins."""
+
+from __future__ import annotations
+
+import logging
+import random
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+
+from manyhands.optim.company import NUM_STEPS
+from manyhands.optim.step_rounds import PARAMETERS_EVERY
+from manyhands.testing import between
+from tests.simulation.swarm_of_trainers import PLAIN, Member, Swarm
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(300)]
+
+NUMEL = 32
+BATCH_SIZE = 4
+BATCHES_A_STEP = 6
+"""Of each peer, if all are there; each takes half a second."""
+CUT_S = 40.0
+"""By then all know each other's seats, and have made six steps."""
+MISSED = 2
+"""So many at most miss a step when others come into the grid, and load the state of their own part."""
+SETTLED_S = 25.0
+"""After the heal: all have read of each other, and loaded the state where they had to."""
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> None:
+    logging.getLogger("manyhands").setLevel(logging.ERROR)
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.values_N = torch.nn.Parameter(torch.zeros(NUMEL))
+
+
+@dataclass
+class Halves:
+    """A run of two parts that pull into opposite directions, so that the parameters say whose state a peer holds.
+
+    Attributes:
+        held: when, by whom, after which step, and what: the mean of its parameters.
+        loaded, dropped, carried: of each peer, when the cut ends.
+    """
+
+    many: list[str]
+    few: list[str]
+    healed_s: float
+    swarm: Swarm
+    held: list[tuple[float, str, int, float]] = field(default_factory=list)
+    loaded: dict[str, int] = field(default_factory=dict)
+    carried: dict[str, int] = field(default_factory=dict)
+
+    def run(self, until_s: float, pause_at: tuple[int, int] = (-1, -1), max_group_size: int = 6) -> None:
+        """Train; who comes to the step of its part in ``pause_at`` says nothing more until the cut is over."""
+
+        def train(member: Member) -> None:
+            is_one, rng = member.name in self.many, random.Random(member.name)
+            goal, pause_at_step = (1.0, pause_at[0]) if is_one else (-1.0, pause_at[1])
+            optimizer, statistics = member.optimizer, member.optimizer.statistics
+            while member.peer.time() < until_s:
+                member.peer.sleep(rng.uniform(0.4, 0.6))
+                if member.peer.time() < self.healed_s:
+                    self.loaded[member.name], self.carried[member.name] = (
+                        statistics.states_loaded, statistics.samples_carried,
+                    )  # fmt: skip
+                ((member.model.values_N - goal).square().sum() / 2).backward()  # type: ignore[operator, union-attr]
+                is_paused = optimizer.global_step == pause_at_step and member.peer.time() < self.healed_s
+                if not is_paused or optimizer.samples_accumulated == 0:
+                    optimizer.step()
+                optimizer.zero_grad()
+                member.check_samples()
+                value = float(member.model.values_N.detach().mean())  # type: ignore[operator, union-attr]
+                self.held.append((member.peer.time(), member.name, optimizer.global_step, value))
+
+        names = [*self.many, *self.few]
+        for name in names:
+            self.swarm.start(
+                name,
+                Model,
+                lambda model: torch.optim.SGD(model.parameters(), lr=0.05),
+                train,
+                target_batch_size=BATCH_SIZE * BATCHES_A_STEP * len(names),
+                batch_size_per_step=BATCH_SIZE,
+                averaging=replace(PLAIN, max_group_size=max_group_size),
+            )
+        self.swarm.world.schedule(between(CUT_S, self.healed_s).partition(self.many, self.few))
+        self.swarm.run(until_s + 60.0)
+
+    def at_the_heal(self, names: list[str]) -> dict[str, tuple[int, float]]:
+        """The last step of each peer of a part before it, and its parameters."""
+        return {name: (step, value) for time, name, step, value in self.held if time < self.healed_s and name in names}
+
+    def apart(self, begin_s: float, end_s: float = 1e9) -> float:
+        """How far apart those were who were at one step between these times, at most."""
+        values: dict[int, dict[str, float]] = {}
+        for time, name, step, value in self.held:
+            if begin_s <= time < end_s:
+                values.setdefault(step, {})[name] = value
+        return max(max(of_step.values()) - min(of_step.values()) for of_step in values.values())
+
+    def num_loads(self, names: list[str]) -> list[int]:
+        """How often each has loaded a state since the heal."""
+        members = self.swarm.members
+        return [members[name].optimizer.statistics.states_loaded - self.loaded[name] for name in names]
+
+
+def halves(num_many: int, num_few: int, healed_s: float, seed: int) -> Halves:
+    names = [f"p{number}" for number in range(num_many + num_few)]
+    return Halves(names[:num_many], names[num_many:], healed_s, Swarm(seed))
+
+
+@pytest.mark.parametrize("num_many", [14, 12])
+def test_of_parts_that_meet_at_the_same_step_the_larger_one_wins_or_that_of_the_lowest_peer_id(num_many: int) -> None:
+    """They have one position, and would otherwise mix parameters that have parted for minutes."""
+    parts = halves(num_many, 24 - num_many, 125.0, seed=1)
+    parts.run(170.0, pause_at=(11, 11))
+    many, few = parts.at_the_heal(parts.many), parts.at_the_heal(parts.few)
+    assert {step for step, _ in [*many.values(), *few.values()]} == {11}
+    assert min(value for _, value in many.values()) - max(value for _, value in few.values()) > 0.3
+    lowest = min(parts.swarm.members.values(), key=lambda member: member.peer.peer_id).name
+    won = lowest in parts.few and num_many == 12
+    winners, losers = (parts.few, parts.many) if won else (parts.many, parts.few)
+    loads = parts.num_loads(losers)
+    assert min(loads) == 1, "all follow"
+    assert sum(loads) <= len(losers) + MISSED, "once"
+    assert sum(parts.num_loads(winners)) <= MISSED
+    sign = -1 if won else 1
+    after = [value for time, _, _, value in parts.held if time > parts.healed_s + SETTLED_S]
+    assert all(value * sign > 0 for value in after)
+    assert parts.apart(parts.healed_s + SETTLED_S) < 0.03, "as far as in any grid of which cells are empty"
+
+
+def test_at_different_steps_the_part_that_is_further_wins_and_what_the_other_has_computed_is_dropped() -> None:
+    """Also for the step that the others have just made, which has the same name as the one that they were at."""
+    parts = halves(14, 10, 125.0, seed=2)
+    parts.run(170.0, pause_at=(11, 10))
+    many, few = parts.at_the_heal(parts.many), parts.at_the_heal(parts.few)
+    assert {step for step, _ in many.values()} == {11}
+    assert {step for step, _ in few.values()} == {10}
+    assert min(parts.num_loads(parts.few)) == 1
+    assert sum(parts.num_loads(parts.few)) <= len(parts.few) + MISSED
+    assert sum(parts.num_loads(parts.many)) <= MISSED
+    assert parts.apart(parts.healed_s + SETTLED_S) < 0.05
+    for name in parts.few:
+        counts = parts.swarm.members[name].optimizer.statistics
+        assert counts.samples_carried == parts.carried[name]
+        assert counts.samples_dropped >= BATCH_SIZE
+
+
+def test_a_cut_of_fewer_steps_is_healed_by_averaging_the_parameters() -> None:
+    """What the parts have done in fewer steps than make strangers of them both counts."""
+    parts = halves(12, 12, 90.0, seed=3)
+    parts.run(170.0, pause_at=(9, 9))
+    before = parts.at_the_heal(parts.many) | parts.at_the_heal(parts.few)
+    steps = {step for step, _ in before.values()}
+    first = max(step for time, _, step, _ in parts.held if time < CUT_S)
+    assert steps == {first + NUM_STEPS - 1}
+    assert parts.apart(parts.healed_s - 5.0, parts.healed_s) > 0.1
+    assert sum(parts.num_loads([*parts.many, *parts.few])) <= MISSED
+    averaged = max(steps) // PARAMETERS_EVERY * PARAMETERS_EVERY + PARAMETERS_EVERY
+    since_s = max(time for time, _, step, _ in parts.held if step == averaged)
+    assert since_s < parts.held[-1][0] - 20.0
+    assert parts.apart(since_s) < 0.03
+    assert not any(member.optimizer.statistics.samples_dropped for member in parts.swarm.members.values())
