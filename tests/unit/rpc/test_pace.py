@@ -174,7 +174,7 @@ def test_a_stretch_is_known_by_its_best_half() -> None:
     stretches = Stretches()
     delivered = 0
     for tick in range(21):
-        stretches.add(tick / 5, Delivery(delivered, 2 * delivered, delivered // 10))
+        stretches.add(tick / 5, Delivery(delivered, 2 * delivered, delivered // 10, 0.0))
         delivered += 2 * MB if 3 <= tick < 18 else 0
     assert stretches.seconds == pytest.approx(4.0)
     stretch = stretches.stretch()
@@ -186,20 +186,20 @@ def test_a_stretch_is_known_by_its_best_half() -> None:
 def test_a_stretch_that_is_short_or_in_which_nothing_was_sent_says_nothing() -> None:
     stretches = Stretches()
     assert stretches.stretch() is None
-    stretches.add(0.0, Delivery(0, 0, 0))
-    stretches.add(2.0, Delivery(2 * MB, 2 * MB, 0))
+    stretches.add(0.0, Delivery(0, 0, 0, 0.0))
+    stretches.add(2.0, Delivery(2 * MB, 2 * MB, 0, 0.0))
     assert stretches.stretch() is None
-    stretches.add(4.0, Delivery(4 * MB, 4 * MB, 0))
+    stretches.add(4.0, Delivery(4 * MB, 4 * MB, 0, 0.0))
     assert stretches.stretch() == Stretch(MB, 0.0)
     stretches.begin()
     assert stretches.seconds == 0.0
-    stretches.add(5.0, Delivery(4 * MB, 4 * MB, 0))
-    stretches.add(9.0, Delivery(4 * MB, 4 * MB, 0))
+    stretches.add(5.0, Delivery(4 * MB, 4 * MB, 0, 0.0))
+    stretches.add(9.0, Delivery(4 * MB, 4 * MB, 0, 0.0))
     assert stretches.stretch() is None
 
 
 def test_a_stretch_in_which_the_loop_was_held_up_for_most_of_it() -> None:
     stretches = Stretches()
-    stretches.add(0.0, Delivery(0, 0, 0))
-    stretches.add(4.0, Delivery(8 * MB, 8 * MB, 0))
+    stretches.add(0.0, Delivery(0, 0, 0, 0.0))
+    stretches.add(4.0, Delivery(8 * MB, 8 * MB, 0, 0.0))
     assert stretches.stretch() == Stretch(2 * MB, 0.0)
