@@ -7,8 +7,8 @@ little. The median over short windows ignores that the first megabytes go into t
 memory; where all goes there, nothing is measured.
 
 The estimate is the median of the last rounds: one odd round changes nothing, and a line that became faster or slower is
-found in the second one. It must not feed its own errors back: who is taken for slow gets less to send, and must not look
-slow because of that.
+found in the second one. It must not feed its own errors back: who is taken for slow gets less to send, and must not
+look slow because of that.
 
 A peer that is hardly ever held up, since others are slower, can send more than it did, nobody knows how much. It counts
 as somewhat faster. So one that was taken for slow without being so has its full part again after a few rounds; and

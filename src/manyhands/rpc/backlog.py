@@ -24,13 +24,17 @@ NEARLY_ALL = 0.9
 
 
 class Backlog:
-    """Adds up what the streams of one round do."""
+    """Adds up what the streams of one round do.
+
+    Attributes:
+        seconds: in which they were backlogged.
+    """
 
     def __init__(self) -> None:
         self._looked_at = self._settled_at = 0.0
         self._num_streams = 0
         self._num_bytes = 0
-        self._seconds = 0.0
+        self.seconds = 0.0
 
     def add(self, now: float, sizes: Sequence[float], changes: Sequence[Delivery]) -> None:
         """Count what was done since the last look.
@@ -50,9 +54,9 @@ class Backlog:
         if sum(size for size, busy in zip(sizes, is_busy, strict=True) if busy) < NEARLY_ALL * max(sum(sizes), 1.0):
             return
         self._num_bytes += sum(change.delivered for change in changes)
-        self._seconds += now - before
+        self.seconds += now - before
 
     @property
     def rate(self) -> float | None:
         """Bytes per second, > 0; None if the streams were backlogged for too short a time to tell."""
-        return self._num_bytes / self._seconds if self._seconds >= MIN_COUNTED_S and self._num_bytes > 0 else None
+        return self._num_bytes / self.seconds if self.seconds >= MIN_COUNTED_S and self._num_bytes > 0 else None

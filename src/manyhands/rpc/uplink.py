@@ -120,7 +120,7 @@ class Uplink:
         self._shares: list[Share] = []
         self._pace = Pace()
         self._stretches = Stretches()
-        self._total = Delivery(0, 0, 0, 0.0)  # since the streams that are there now came
+        self._total = Delivery(0, 0, 0, 0.0)  # of all streams together; busy while those of a round were backlogged
         self._watching: asyncio.Task[None] | None = None
         self._is_changed = False
         self._settled_at = 0.0
@@ -173,10 +173,12 @@ class Uplink:
     def _look(self, *, is_last: bool = False) -> None:
         """See what the streams have done; at the end of a stretch, find the pace of the next one."""
         now, num_open = asyncio.get_running_loop().time(), self._num_open()
+        before_s = sum(share.backlog.seconds for share in self._shares)
         changes = [change for share in self._shares for change in share.look(now)]
+        busy_s = self._total.busy_s + sum(share.backlog.seconds for share in self._shares) - before_s
         if self._num_open() < num_open:  # a member is lost: the others get its part
             self._divide()
-        self._total = Delivery(*map(sum, zip(self._total, *changes, strict=True)))
+        self._total = Delivery(*map(sum, zip(self._total, *changes, strict=True)))._replace(busy_s=busy_s)
         if now < self._settled_at:
             return
         line = self._pace.line
