@@ -19,6 +19,7 @@ from tests.swarm import FixedRoster
 
 NUMEL = 2_000_000
 VECTOR_MBIT = NUMEL * 32 / 1e6
+HEARTBEAT_S = 0.1
 FAR_S = 0.02
 """One way between peers that are far from each other: the system tells what their streams did."""
 
@@ -63,9 +64,8 @@ def run_rounds(
         world.network.set_bandwidth(name, up_mbit_s=mbit_s, down_mbit_s=down_mbit_s or mbit_s)
 
     async def peer(host: Host) -> None:
-        endpoint = Endpoint(
-            world.transport(host), config=RpcConfig(heartbeat_period_s=0.1), rng=world.rng(f"endpoint of {host.name}")
-        )
+        rpc_config = RpcConfig(heartbeat_period_s=HEARTBEAT_S)
+        endpoint = Endpoint(world.transport(host), config=rpc_config, rng=world.rng(f"endpoint of {host.name}"))
         roster = FixedRoster({peer_id: False for peer_id in ids.values() if peer_id != endpoint.peer_id})
         config = AveragingConfig(averaging_timeout_s=600.0, bandwidth_mbit_s=(declared or {}).get(host.name))
         averager = RoundRunner(endpoint, "simulated", b"", roster, config, random.Random(1))
@@ -76,7 +76,7 @@ def run_rounds(
             endpoint.learn(other.peer_id, other.addresses)
             if other.peer_id < endpoint.peer_id:
                 await endpoint.connect(other.addresses[0])
-        await asyncio.sleep(0.5)  # all know each other, and how far away they are
+        await asyncio.sleep(5 * HEARTBEAT_S)  # all know each other, and how far away they are
         vector_N = torch.arange(NUMEL, dtype=torch.float32)
         for number in range(num_rounds):
             if host.name in (changes or {}).get(number, {}):
@@ -91,7 +91,7 @@ def run_rounds(
             if host.name == "p0":
                 measured.seconds.append(result.seconds - result.matchmaking_s)
         measured.mbit_s[host.name] = averager._bandwidth.bandwidth / 125_000
-        await asyncio.sleep(1.0)  # the others are done, too
+        await asyncio.sleep(10.0)  # the others are done, too; who is on a slow line is late
         await averager.close()
         await endpoint.close()
 

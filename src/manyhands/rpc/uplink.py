@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -89,23 +89,22 @@ class Share:
         for stream, load in self.streams.items():
             stream.pace(max(bytes_per_s * load.part / max(parts, 1), MIN_PACE))
 
-    def look(self, now: float) -> list[Delivery]:
-        """What each stream has done since it was last looked at; one that is closed, nothing.
+    def look(self, now: float) -> Iterable[Delivery]:
+        """What each stream has done since it was last looked at, but for those that are closed.
 
         Args:
             now: the loop's time.
         """
-        changes, sizes = [], []
+        changes: dict[Stream, Delivery] = {}
         for stream, load in self.streams.items():
             delivery = stream.delivery()
             load.is_open = delivery is not None
             if delivery is not None:
                 change = delivery.since(load.done)
                 load.left, load.done = max(load.left - change.delivered, 0.0), delivery
-                changes.append(change)
-                sizes.append(load.num_bytes)
-        self.backlog.add(now, sizes, changes)
-        return changes
+                changes[stream] = change
+        self.backlog.add(now, {stream: self.streams[stream].num_bytes for stream in changes}, changes)
+        return changes.values()
 
 
 class Uplink:
