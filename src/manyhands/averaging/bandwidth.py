@@ -1,9 +1,14 @@
 """How fast this peer can send, by what it sent in rounds. Pure.
 
-What counts is the time in which sends to most members are under way: then this machine or its uplink is what holds them
-up. While few are, these wait for who is at their other end, or for nothing at all, and the rate says little. The median
-over short windows ignores that the first megabytes go into the buffers of the system at the speed of memory; where all
-goes there, nothing is measured.
+What counts is the time in which its uplink, and nobody else, holds it up. On long links the system tells which that is
+(:mod:`manyhands.rpc.backlog`). Elsewhere it is guessed from how long sends take: it is the time in which sends to most
+members are under way. While few are, these wait for who is at their other end, or for nothing at all, and the rate says
+little. The median over short windows ignores that the first megabytes go into the buffers of the system at the speed of
+memory; where all goes there, nothing is measured.
+
+The estimate is the median of the last rounds: one odd round changes nothing, and a line that became faster or slower is
+found in the second one. It must not feed its own errors back: who is taken for slow gets less to send, and must not
+look slow because of that.
 
 A peer that is hardly ever held up, since others are slower, can send more than it did, nobody knows how much. It counts
 as somewhat faster. So one that was taken for slow without being so has its full part again after a few rounds; and
@@ -13,6 +18,8 @@ where nobody is held up, all are judged by the same round, and the spans stay as
 from __future__ import annotations
 
 import math
+import statistics
+from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -29,8 +36,8 @@ UNTESTED = 1.5
 """What a peer that was not held up can send, over what it did send."""
 SHORTEST_S = 1e-6
 """What a send takes at least, also by a clock that did not move meanwhile."""
-NEWEST_SHARE = 0.3
-"""How much of the estimate the newest round is: noise and changes of the link are a matter of a few rounds."""
+NUM_ROUNDS = 3
+"""Rounds that count. Of two the better one: an estimate that is too high costs a round, one too low all later ones."""
 
 
 class Send(NamedTuple):
@@ -55,39 +62,43 @@ class BandwidthMeter:
     """
 
     def __init__(self, declared: float | None = None) -> None:
-        self._estimate = declared
+        self._latest = deque([declared] if declared is not None else [], maxlen=NUM_ROUNDS)
 
     @property
     def bandwidth(self) -> int:
         """Bytes per second; 0 as long as nothing is known."""
-        if self._estimate is None:
-            return 0
-        return min(max(1, round(self._estimate)), MAX_BANDWIDTH)
+        return min(max(1, round(self._estimate())), MAX_BANDWIDTH) if self._latest else 0
 
-    def add_round(self, sends: Sequence[Send], seconds: float, line: float | None = None) -> None:
-        """Count what was sent in one round, which took so many seconds until all that was sent had arrived.
+    def _estimate(self) -> float:
+        return statistics.median_high(self._latest)
+
+    def add_round(self, measured: float | None, num_bytes: int, seconds: float) -> None:
+        """Count what one round showed.
 
         Args:
-            line: bytes per second that the uplink carries, where it is known better than by these sends.
-
-        The mean is geometric: a guess that is wrong by a factor of a thousand is forgotten as fast as one that is wrong
-        by a thousandth.
+            measured: bytes per second, > 0, while this peer's uplink held it up; None if it hardly did.
+            num_bytes: what was sent in all.
+            seconds: until all that was sent had arrived.
         """
-        measured = backlogged_rate(sends)
         if measured is not None:
-            measured = line or measured
-            before = self._estimate or measured
-            self._estimate = before * (measured / before) ** NEWEST_SHARE
-        elif (num_bytes := sum(send.num_bytes for send in sends)) >= MIN_BYTES:
+            self._latest.append(measured)
+        elif num_bytes >= MIN_BYTES:
             self.add_at_least(num_bytes, seconds)
 
     def add_at_least(self, num_bytes: int, seconds: float) -> None:
         """Count that so much was sent while others held this peer up."""
-        self._estimate = max(self._estimate or 0.0, UNTESTED * num_bytes / max(seconds, SHORTEST_S))
+        least = UNTESTED * num_bytes / max(seconds, SHORTEST_S)
+        if not self._latest or self._estimate() < least:
+            self._restart(least)
 
     def add_at_most(self, bytes_per_s: float) -> None:
         """Count that this peer held the others up."""
-        self._estimate = min(self._estimate or math.inf, bytes_per_s)
+        if not self._latest or self._estimate() > bytes_per_s:
+            self._restart(bytes_per_s)
+
+    def _restart(self, estimate: float) -> None:
+        self._latest.clear()
+        self._latest.append(estimate)
 
 
 def backlogged_rate(sends: Sequence[Send]) -> float | None:

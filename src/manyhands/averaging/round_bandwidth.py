@@ -8,7 +8,7 @@ reduces nothing.
 
 from __future__ import annotations
 
-from manyhands.averaging.bandwidth import BandwidthMeter, Send
+from manyhands.averaging.bandwidth import BandwidthMeter, Send, backlogged_rate
 
 JUDGED_SHARE = 0.45
 """Of a round's time: who was too slow was not given up sooner. It is half of it, but the members begin at slightly
@@ -25,7 +25,6 @@ class RoundBandwidth:
 
     Attributes:
         sends: of the round that is under way.
-        line: bytes per second that the uplink carries for it, where that is known better than by these.
     """
 
     def __init__(self, declared: float | None) -> None:
@@ -40,10 +39,19 @@ class RoundBandwidth:
     def begin_round(self, round_s: float) -> None:
         """A group has formed, which has so much time; infinite if there is no bound."""
         self.sends: list[Send] = []
-        self.line: float | None = None
+        self._is_told = False
+        self._told_rate: float | None = None
         self._round_s = max(round_s, 0.0)
         self._vector_bytes = self._num_due = self._num_sent = 0
         self._exchange_s = 0.0
+
+    def tell_rate(self, rate: float | None) -> None:
+        """The system tells what all streams of the round carried, so nobody has to guess it from the sends.
+
+        Args:
+            rate: bytes per second while only the line held them up; None if that was too short a time to tell.
+        """
+        self._is_told, self._told_rate = True, rate
 
     def add_exchange(self, vector_bytes: int, num_due: int, num_sent: int, seconds: float) -> None:
         """Values were exchanged; of a round the first time counts, as it is that of the whole vector.
@@ -61,7 +69,8 @@ class RoundBandwidth:
     def end_round(self, seconds: float, *, is_whole: bool) -> None:
         """A round of so many seconds has given this peer the mean; ``is_whole`` if nobody was lost on the way."""
         if is_whole:
-            self._meter.add_round(self.sends, seconds, self.line)
+            measured = self._told_rate if self._is_told else backlogged_rate(self.sends)
+            self._meter.add_round(measured, sum(send.num_bytes for send in self.sends), seconds)
         elif self._was_judged():
             self._meter.add_at_least(self._num_sent, self._exchange_s)
 

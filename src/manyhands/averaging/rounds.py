@@ -371,7 +371,7 @@ class RoundRunner:
                     held.enter_context(self._endpoint.held(group.members[other].peer_id))
                 averaged_N = await butterfly.run(connect)
                 if share.streams.keys() == set(opened.values()):
-                    self._bandwidth.line = self._endpoint.uplink.line_of(share)
+                    self._bandwidth.tell_rate(share.backlog.rate)
                 return averaged_N
         finally:
             self._watchers.cancel(watching)

@@ -8,6 +8,8 @@ All members of a round get on together, so none of them could ever show that its
 had before: a pace is a little above that. It costs next to nothing where the line does not carry it, and one that is
 too low costs as much as it is too low. So a pace rises soon, and falls late:
 
+* The first stretch counts if the line held the streams up for most of it. Who is on a fast line among slow ones would
+  take what these let it send for its line, and be paced to that for good.
 * A stretch that kept its pace up, without losses, has shown a faster line, and the next pace is faster by more.
 * One that was slower says nothing: streams also wait for members that are late.
 * Losses, more than happen by chance, end what is above the line for a while; in two stretches after each other, they
@@ -23,6 +25,9 @@ from manyhands.transport.api import Delivery
 
 MIN_STRETCH_S = 3.0
 """A shorter one shows no rate: connections need a few round trips to get going."""
+
+MIN_BACKLOGGED = 0.5
+"""Of the first stretch: the line, and nobody else, held the streams up for so long."""
 
 MAX_WINDOW_S = 2.0
 """The best part of a stretch is at most so long, or its half. Acknowledgements come in bursts: in less than that there
@@ -62,10 +67,12 @@ class Stretch(NamedTuple):
     Attributes:
         best: bytes per second that got through in the best part of it.
         loss: share of the bytes sent that had to be sent again.
+        backlogged: share of the time in which nearly all of them had something to send, and room for it.
     """
 
     best: float
     loss: float
+    backlogged: float = 1.0
 
 
 class Stretches:
@@ -79,7 +86,7 @@ class Stretches:
         self._samples.clear()
 
     def add(self, now: float, total: Delivery) -> None:
-        """What all streams have done up to now (seconds of one clock), since any time."""
+        """What all streams together have done up to now (seconds of one clock), since any time."""
         self._samples.append((now, total))
 
     @property
@@ -95,7 +102,8 @@ class Stretches:
             return None
         window_s = min(MAX_WINDOW_S, self.seconds / 2)
         best = _best_rate([(at, total.delivered) for at, total in self._samples], window_s)
-        return Stretch(best, (last.resent - first.resent) / num_sent)
+        backlogged = (last.busy_s - first.busy_s) / self.seconds
+        return Stretch(best, (last.resent - first.resent) / num_sent, backlogged)
 
 
 def _best_rate(samples: Sequence[tuple[float, int]], window_s: float) -> float:
@@ -136,7 +144,8 @@ class Pace:
         """Count one stretch; all of it was sent at this pace, or without one."""
         pace = self.bytes_per_s
         if self.line is None or pace is None:
-            self.line = stretch.best or None
+            if stretch.backlogged >= MIN_BACKLOGGED:
+                self.line = stretch.best or None
             return
         is_lossy = self._is_lossy(stretch.loss)
         keeps_up = not is_lossy and stretch.best >= KEPT_UP * pace * (1 - stretch.loss)

@@ -84,7 +84,8 @@ class StripedStream(Piecewise):
         deliveries = [delivery for stripe in self._stripes if (delivery := stripe.delivery()) is not None]
         if len(deliveries) < len(self._stripes):
             return None
-        return Delivery(*map(sum, zip(*deliveries, strict=True)))
+        total = Delivery(*map(sum, zip(*deliveries, strict=True)))
+        return total._replace(busy_s=total.busy_s / len(deliveries))
 
     def pace(self, bytes_per_s: float) -> None:
         for stripe in self._stripes:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from manyhands.rpc.backlog import Backlog
 from manyhands.rpc.pace import Pace, Stretches
 from manyhands.runtime.tasks import TaskOwner
 from manyhands.transport.api import Delivery, Stream
@@ -22,8 +23,8 @@ SETTLE_S = 0.5
 """After a new pace the queues of the line still hold what was sent before."""
 
 MIN_ROUND_S = 4.0
-"""A round that would be over sooner is not paced. It never fills the line for long, so that its members could find out
-what that carries; and one that is taken for slow and has less to send looks slow."""
+"""A round that would be over sooner is not paced: it would be hardly faster, and never fills the line for long enough
+to show what that carries."""
 
 MIN_PACE = 1 << 16
 """Bytes per second; for the few messages of a stream that has nearly nothing to carry."""
@@ -59,10 +60,12 @@ class Share:
 
     Attributes:
         streams: those on long links.
+        backlog: what these carried while they had enough to send.
     """
 
     def __init__(self, uplink: Uplink) -> None:
         self.streams: dict[Stream, Load] = {}
+        self.backlog = Backlog()
         self._uplink = uplink
 
     def add(self, stream: Stream, num_bytes: float) -> None:
@@ -86,17 +89,22 @@ class Share:
         for stream, load in self.streams.items():
             stream.pace(max(bytes_per_s * load.part / max(parts, 1), MIN_PACE))
 
-    def look(self) -> list[Delivery]:
-        """What each stream has done since it was last looked at; one that is closed, nothing."""
-        changes = []
+    def look(self, now: float) -> Iterable[Delivery]:
+        """What each stream has done since it was last looked at, but for those that are closed.
+
+        Args:
+            now: the loop's time.
+        """
+        changes: dict[Stream, Delivery] = {}
         for stream, load in self.streams.items():
             delivery = stream.delivery()
             load.is_open = delivery is not None
             if delivery is not None:
-                change = Delivery(*(after - before for after, before in zip(delivery, load.done, strict=True)))
+                change = delivery.since(load.done)
                 load.left, load.done = max(load.left - change.delivered, 0.0), delivery
-                changes.append(change)
-        return changes
+                changes[stream] = change
+        self.backlog.add(now, {stream: self.streams[stream].num_bytes for stream in changes}, changes)
+        return changes.values()
 
 
 class Uplink:
@@ -111,15 +119,10 @@ class Uplink:
         self._shares: list[Share] = []
         self._pace = Pace()
         self._stretches = Stretches()
-        self._total = Delivery(0, 0, 0)  # since the streams that are there now came
+        self._total = Delivery(0, 0, 0, 0.0)  # of all streams together; busy while those of a round were backlogged
         self._watching: asyncio.Task[None] | None = None
         self._is_changed = False
         self._settled_at = 0.0
-
-    def line_of(self, share: Share) -> float | None:
-        """What a round that is under way can send, in bytes per second; None if its streams do not tell."""
-        line = self._pace.line
-        return line / len(self._active()) if line is not None and share.is_long(line) else None
 
     def _num_open(self) -> int:
         return sum(load.is_open for share in self._shares for load in share.streams.values())
@@ -169,10 +172,12 @@ class Uplink:
     def _look(self, *, is_last: bool = False) -> None:
         """See what the streams have done; at the end of a stretch, find the pace of the next one."""
         now, num_open = asyncio.get_running_loop().time(), self._num_open()
-        changes = [change for share in self._shares for change in share.look()]
+        before_s = sum(share.backlog.seconds for share in self._shares)
+        changes = [change for share in self._shares for change in share.look(now)]
+        busy_s = self._total.busy_s + sum(share.backlog.seconds for share in self._shares) - before_s
         if self._num_open() < num_open:  # a member is lost: the others get its part
             self._divide()
-        self._total = Delivery(*map(sum, zip(self._total, *changes, strict=True)))
+        self._total = Delivery(*map(sum, zip(self._total, *changes, strict=True)))._replace(busy_s=busy_s)
         if now < self._settled_at:
             return
         line = self._pace.line

@@ -14,7 +14,7 @@ from manyhands.base.errors import PeerLost
 from manyhands.base.identity import PeerId
 from manyhands.testing.host import Host
 from manyhands.testing.links import TURN_BYTES
-from manyhands.transport.api import MAX_UNREAD_BYTES
+from manyhands.transport.api import MAX_UNREAD_BYTES, Delivery
 from manyhands.transport.chunks import chunks_of
 from manyhands.transport.piecewise import Piecewise
 
@@ -27,6 +27,9 @@ HEARD_BYTES = 64
 
 WINDOW_BYTES = 1 << 20
 """What a stream has under way before its sender waits, as TCP's window is."""
+
+LONG_LATENCY_S = 0.005
+"""One way; on shorter links nothing is told of what a stream does, as with real ones."""
 
 
 class SimStream(Piecewise):
@@ -73,6 +76,7 @@ class SimStream(Piecewise):
         self._ended: asyncio.Event | None = None
         self._in_flight: deque[bytes | None] = deque()  # the end of the stream is None
         self._in_order_after = 0.0
+        self._busy_s = self._busy_since = 0.0  # something was under way
         network.streams[self] = None
 
     def __repr__(self) -> str:
@@ -128,6 +132,8 @@ class SimStream(Piecewise):
 
     def _send_chunk(self, chunk: bytes) -> None:
         num_bytes = len(chunk)
+        if self.bytes_sent == self.other.bytes_received:
+            self._busy_since = self._loop.now
         self.bytes_sent += num_bytes
         if not (self._up.is_limited or self._down.is_limited):
             self._in_flight.append(chunk)
@@ -183,6 +189,8 @@ class SimStream(Piecewise):
         self._trace.add_chunk(now, other.host.name, self.host.name, self.number, num_bytes, zlib.crc32(chunk))
         self.bytes_received += num_bytes
         self.last_received = now
+        if other.bytes_sent == self.bytes_received:
+            other._busy_s += now - other._busy_since  # noqa: SLF001 (the other end of the same stream)
         reader = self._reader
         if reader is None or reader.done() or num_bytes > HEARD_BYTES or not self.hear(chunk):
             self.num_unread += num_bytes
@@ -247,11 +255,15 @@ class SimStream(Piecewise):
 
     # the end
 
-    def delivery(self) -> None:
-        return None  # no queue overflows here
+    def delivery(self) -> Delivery | None:
+        if self._link.latency_s < LONG_LATENCY_S or self._end_reason:
+            return None
+        arrived = self.other.bytes_received
+        under_way_s = self._loop.now - self._busy_since if self.bytes_sent > arrived else 0.0
+        return Delivery(arrived, self.bytes_sent, 0, self._busy_s + under_way_s)
 
     def pace(self, bytes_per_s: float) -> None:
-        pass
+        pass  # no queue overflows here
 
     async def close(self, timeout_s: float = 1.0) -> None:
         self.abort()

@@ -13,17 +13,28 @@ MAX_UNREAD_BYTES = 4 << 20
 
 
 class Delivery(NamedTuple):
-    """What the system has done for a stream so far, in bytes, encryption included.
+    """What the system has done for a stream so far; bytes with encryption.
 
     Attributes:
         delivered: of what was sent, what the other end's system has confirmed.
         sent: with what was sent again.
         resent: sent again, since it seemed to be lost.
+        busy_s: seconds in which something waited for the line, or was under way, and the other end had room for it.
     """
 
     delivered: int
     sent: int
     resent: int
+    busy_s: float
+
+    def since(self, before: Delivery) -> Delivery:
+        """What has been done after something was done."""
+        return Delivery(
+            self.delivered - before.delivered,
+            self.sent - before.sent,
+            self.resent - before.resent,
+            self.busy_s - before.busy_s,
+        )
 
 
 class Stream(Protocol):

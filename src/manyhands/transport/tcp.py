@@ -38,10 +38,10 @@ MIN_RTT_OFFSET = 148
 
 NO_RTT = 2**32 - 1
 
-SEGMENT_OFFSET, SACKED_OFFSET, ACKED_OFFSET, SENT_OFFSET = 16, 28, 120, 200
+SEGMENT_OFFSET, SACKED_OFFSET, ACKED_OFFSET, BUSY_OFFSET, SENT_OFFSET = 16, 28, 120, 168, 200
 INFO_BYTES = 216
-"""Of ``tcpi_snd_mss``, ``tcpi_sacked`` (segments), ``tcpi_bytes_acked``, and ``tcpi_bytes_sent`` with
-``tcpi_bytes_retrans``, with which the struct ends, of Linux 4.19 or later."""
+"""Of ``tcpi_snd_mss``, ``tcpi_sacked`` (segments), ``tcpi_bytes_acked``, ``tcpi_busy_time`` and ``tcpi_rwnd_limited``
+(microseconds), and ``tcpi_bytes_sent`` and ``tcpi_bytes_retrans``, with which the struct ends; Linux 4.19 or later."""
 
 SO_MAX_PACING_RATE = 47
 """Of asm-generic/socket.h of Linux: bytes per second, in 4 bytes."""
@@ -157,8 +157,9 @@ def delivery(sock: socket.socket) -> Delivery | None:
     (segment_bytes,) = struct.unpack_from("=I", info, SEGMENT_OFFSET)
     (num_sacked,) = struct.unpack_from("=I", info, SACKED_OFFSET)
     (num_acked,) = struct.unpack_from("=Q", info, ACKED_OFFSET)
+    busy_us, no_room_us = struct.unpack_from("=QQ", info, BUSY_OFFSET)
     num_sent, num_resent = struct.unpack_from("=QQ", info, SENT_OFFSET)
-    return Delivery(num_acked + num_sacked * segment_bytes, num_sent, num_resent)
+    return Delivery(num_acked + num_sacked * segment_bytes, num_sent, num_resent, (busy_us - no_room_us) / 1e6)
 
 
 def pace(sock: socket.socket, bytes_per_s: float) -> None:

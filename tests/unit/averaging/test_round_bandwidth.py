@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from manyhands.averaging.bandwidth import UNTESTED
+from manyhands.averaging.bandwidth import UNTESTED, Send
 from manyhands.averaging.round_bandwidth import RoundBandwidth
 
 VECTOR = 1_000_000
@@ -63,3 +63,19 @@ def test_a_group_that_formed_when_the_time_was_over_shows_nothing() -> None:
     bandwidth.add_exchange(VECTOR, 1_000_000, 0, 0.1)
     assert bandwidth.lose_round() == ""
     assert bandwidth.bandwidth == 1_000_000
+
+
+def test_what_the_system_tells_is_believed_rather_than_how_long_sends_took() -> None:
+    sends = [Send(to, 0.1 * number, 0.1 * (number + 1), 1_000_000) for number in range(50) for to in range(2)]
+    for told, expected in [((), 20_000_000), ((12e6,), 12_000_000), ((None,), UNTESTED * 100_000_000 / 5.0)]:
+        bandwidth = RoundBandwidth(None)
+        bandwidth.begin_round(ROUND_S)
+        bandwidth.sends += sends
+        for rate in told:
+            bandwidth.tell_rate(rate)
+        bandwidth.end_round(5.0, is_whole=True)
+        assert bandwidth.bandwidth == expected, told
+        bandwidth.begin_round(ROUND_S)
+        bandwidth.sends += sends
+        bandwidth.end_round(5.0, is_whole=True)
+        assert bandwidth.bandwidth == max(20_000_000, expected), "what was told was of the round before"

@@ -174,7 +174,7 @@ def test_a_stretch_is_known_by_its_best_half() -> None:
     stretches = Stretches()
     delivered = 0
     for tick in range(21):
-        stretches.add(tick / 5, Delivery(delivered, 2 * delivered, delivered // 10))
+        stretches.add(tick / 5, Delivery(delivered, 2 * delivered, delivered // 10, 0.0))
         delivered += 2 * MB if 3 <= tick < 18 else 0
     assert stretches.seconds == pytest.approx(4.0)
     stretch = stretches.stretch()
@@ -186,20 +186,40 @@ def test_a_stretch_is_known_by_its_best_half() -> None:
 def test_a_stretch_that_is_short_or_in_which_nothing_was_sent_says_nothing() -> None:
     stretches = Stretches()
     assert stretches.stretch() is None
-    stretches.add(0.0, Delivery(0, 0, 0))
-    stretches.add(2.0, Delivery(2 * MB, 2 * MB, 0))
+    stretches.add(0.0, Delivery(0, 0, 0, 0.0))
+    stretches.add(2.0, Delivery(2 * MB, 2 * MB, 0, 0.0))
     assert stretches.stretch() is None
-    stretches.add(4.0, Delivery(4 * MB, 4 * MB, 0))
-    assert stretches.stretch() == Stretch(MB, 0.0)
+    stretches.add(4.0, Delivery(4 * MB, 4 * MB, 0, 0.0))
+    assert stretches.stretch() == Stretch(MB, 0.0, backlogged=0.0)
     stretches.begin()
     assert stretches.seconds == 0.0
-    stretches.add(5.0, Delivery(4 * MB, 4 * MB, 0))
-    stretches.add(9.0, Delivery(4 * MB, 4 * MB, 0))
+    stretches.add(5.0, Delivery(4 * MB, 4 * MB, 0, 0.0))
+    stretches.add(9.0, Delivery(4 * MB, 4 * MB, 0, 0.0))
     assert stretches.stretch() is None
 
 
 def test_a_stretch_in_which_the_loop_was_held_up_for_most_of_it() -> None:
     stretches = Stretches()
-    stretches.add(0.0, Delivery(0, 0, 0))
-    stretches.add(4.0, Delivery(8 * MB, 8 * MB, 0))
-    assert stretches.stretch() == Stretch(2 * MB, 0.0)
+    stretches.add(0.0, Delivery(0, 0, 0, 0.0))
+    stretches.add(4.0, Delivery(8 * MB, 8 * MB, 0, 0.0))
+    assert stretches.stretch() == Stretch(2 * MB, 0.0, backlogged=0.0)
+
+
+def test_who_was_held_up_by_others_has_not_seen_its_line() -> None:
+    pace = Pace()
+    pace.add(Stretch(best=5.0 * MB, loss=0.0, backlogged=0.3))
+    assert pace.bytes_per_s is None, "as free as ever"
+    pace.add(Stretch(best=11.0 * MB, loss=0.0, backlogged=0.7))
+    assert pace.line == 11 * MB
+    pace.add(Stretch(best=12.0 * MB, loss=0.0, backlogged=0.0))
+    assert pace.line == 12 * MB, "what a line has carried, it carries"
+
+
+def test_a_stretch_tells_how_long_it_was_backlogged() -> None:
+    stretches = Stretches()
+    stretches.add(10.0, Delivery(0, 0, 0, 100.0))
+    stretches.add(12.0, Delivery(4 * MB, 4 * MB, 0, 102.0))
+    stretches.add(14.0, Delivery(8 * MB, 8 * MB, 0, 103.0))
+    stretch = stretches.stretch()
+    assert stretch is not None
+    assert stretch.backlogged == pytest.approx(0.75)
