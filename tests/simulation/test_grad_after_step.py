@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from manyhands.optim import model_gradients
 from manyhands.testing import between
 from tests.simulation.swarm_of_trainers import BATCH_S, Member, Swarm, assert_equal_parameters, together
 
@@ -229,4 +230,37 @@ def test_an_optimizer_that_raises_leaves_the_gradient_that_it_was_given() -> Non
         "p0", new_model, lambda model: Refusing(model.parameters(), lr=0.1), train,
         target_batch_size=BATCH_SIZE, batch_size_per_step=BATCH_SIZE,
     )  # fmt: skip
+    swarm.run()
+
+
+@pytest.mark.parametrize("place", ["_has_own_memory", "_shown"])
+def test_an_interrupt_while_gradients_are_set_aside_ends_the_step(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step stays begun for ever, and no sample is lost or counted twice."""
+
+    def train(member: Member) -> None:
+        def batch() -> None:
+            member.peer.sleep(BATCH_S)
+            loss_of(member.model, 1).backward()
+            member.optimizer.step(batch_size=BATCH_SIZE)
+            member.optimizer.zero_grad()
+
+        def interrupt(*args: object, **options: object) -> None:
+            raise KeyboardInterrupt
+
+        batch()
+        before = member.optimizer.global_step
+        with monkeypatch.context() as patched:
+            patched.setattr(model_gradients, place, interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                batch()
+        assert not member.optimizer.is_stepping
+        batch()
+        made = member.optimizer.global_step - before
+        assert made == (1 if place == "_has_own_memory" else 2)
+        counts = member.optimizer.statistics
+        assert counts.samples_computed == 3 * BATCH_SIZE
+        assert (counts.samples_used, counts.samples_dropped) == (3 * BATCH_SIZE, 0)
+
+    swarm = Swarm()
+    swarm.start("p0", new_model, sgd, train, target_batch_size=BATCH_SIZE, batch_size_per_step=BATCH_SIZE)
     swarm.run()

@@ -96,6 +96,7 @@ def values_at(tensors: Sequence[torch.Tensor], indices: Sequence[int]) -> list[f
     return values
 
 
+@torch.no_grad()
 def are_finite(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether all values are, as float32; asks each device once.
 

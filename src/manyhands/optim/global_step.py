@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import hashlib
 import logging
 from typing import TYPE_CHECKING
@@ -65,6 +64,7 @@ class GlobalStep:
         self._replica = replica
         self._averaged_N: torch.Tensor | None = None
         self._parameters_N: torch.Tensor | None = None
+        self._is_free = False  # this peer's own vector, once the average is there
         self._members: list[PeerId] = []
         self._contributors: list[PeerId] | None = None
         self._lineage = b""
@@ -102,16 +102,19 @@ class GlobalStep:
         """Make the update, on any thread; what the optimizer raises passes through."""
         averaged_N, self._averaged_N = self._averaged_N, None
         assert averaged_N is not None, "a step follows a round that committed"
-        is_free = averaged_N is not self.contribution.mean_N and not self.is_left_out
-        spare_N = self.contribution.mean_N if is_free else None
+        self._is_free = averaged_N is not self.contribution.mean_N and not self.is_left_out
+        spare_N = self.contribution.mean_N if self._is_free else None
         self.applied_N, self.is_spoiled = averaged_N, not self.is_left_out
         parameters_N, self._parameters_N = self._parameters_N, None
         self.refusal = self._replica.advance(
             averaged_N, self._lineage, self._samples, spare_N, parameters_N, self._contributors
         )
         self.is_spoiled, self.has_moved = False, True
-        if is_free and parameters_N is None:  # one of the two vectors can go, and the average is looked at once more
-            self.contribution = dataclasses.replace(self.contribution, mean_N=averaged_N)
+
+    def free_average(self) -> None:
+        """After the update let go of one of the two vectors: of that which the wrapped optimizer has seen."""
+        if self._is_free and self.applied_N is not None:
+            self.applied_N = self.contribution.mean_N.copy_(self.applied_N)
 
     async def announce(self, collaboration: Collaboration) -> None:
         """Have the network thread know where this peer, and the others of its round, are now."""

@@ -2,21 +2,39 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 
 from manyhands.optim.flat import GradientLayout
 
+_ONE_NAME = 2
+"""What :func:`sys.getrefcount` says of an object that one local name refers to, and nothing else."""
+
+_num_tensors_of: Callable[[Any], int] | None = getattr(torch._C, "_storage_Use_Count", None)  # noqa: SLF001
+"""References to the memory of tensors; without it no memory is given back."""
+_ONE_TENSOR = 2
+"""What it says of the memory of one tensor, while that is asked for."""
+
+
+class _Place(NamedTuple):
+    """What a gradient was like that nobody else could see."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
 
 class ModelGradients:
     """Gives the memory of all ``.grad`` back while a step is made, and has them show its gradient afterwards.
 
-    What was in them is in the accumulator by then, and a round needs memory. Meanwhile the parameters have none.
-    Afterwards they have the same tensors again, in the same memory where it is shared, with other values: a loop may
-    rely on these tensors, such as on views of a buffer of its own, or on those that a CUDA graph writes to.
+    What was in them is in the accumulator by then, and a round needs memory. Meanwhile the parameters have none. Those
+    tensors that somebody else may see stay what they are and come back: another thread may read them, and a loop
+    may rely on them, on views of a buffer of its own say, or on those that a CUDA graph writes to. Others are made anew.
 
     Args:
         parameters: the model's own.
@@ -27,52 +45,83 @@ class ModelGradients:
         self._layout = GradientLayout(self._parameters)
 
     @contextmanager
-    def set_aside(self, shown_N: Callable[[], torch.Tensor]) -> Iterator[None]:
+    def set_aside(self, shown: Callable[[], tuple[torch.Tensor, bool]]) -> Iterator[None]:
         """Within the block there are none, and after it those that were there have the values of a flat vector.
 
         Args:
-            shown_N: gives that vector, which lies as :class:`GradientLayout` says, when the block is over.
+            shown: gives that vector, which lies as :class:`GradientLayout` says, when the block is over; and whether
+                tensors that somebody else may see are to have its values as well.
         """
-        held = [(number, one.grad) for number, one in enumerate(self._parameters) if one.grad is not None]
-        places = [_place_of(gradient) for _, gradient in held]
-        num_at = Counter(places)
-        freed: list[tuple[torch.UntypedStorage, int]] = []
+        taken: dict[int, torch.Tensor | _Place] = {}
         try:
-            for number, gradient in held:
-                self._parameters[number].grad = None
-                if num_bytes := _own_bytes(gradient):
-                    freed.append((gradient.untyped_storage(), num_bytes))
-                    freed[-1][0].resize_(0)
+            for number in range(len(self._parameters)):
+                self._take(number, taken)
             yield
         finally:
-            for storage, num_bytes in freed:
-                storage.resize_(num_bytes)
-            values, _ = self._layout.views(shown_N())
-            for (number, gradient), place in zip(held, places, strict=True):
-                is_alone = place is not None and num_at[place] == 1
-                _give_back(self._parameters[number], gradient, values[number], is_alone=is_alone)
+            self._give_back(taken, *shown())
+
+    def _take(self, number: int, taken: dict[int, torch.Tensor | _Place]) -> None:
+        gradient = self._parameters[number].grad
+        if gradient is None:
+            return
+        is_plain = type(gradient) is torch.Tensor and gradient.layout is torch.strided
+        place = _Place(gradient.size(), gradient.stride(), gradient.dtype) if is_plain else None
+        self._parameters[number].grad = None  # from here on nobody new can see it
+        is_seen = place is None or sys.getrefcount(gradient) > _ONE_NAME or not _has_own_memory(gradient)
+        taken[number] = gradient if is_seen or place is None else place
+
+    def _give_back(self, taken: dict[int, torch.Tensor | _Place], shown_N: torch.Tensor, is_for_all: bool) -> None:
+        """Have all of them back, whatever goes wrong with one; the first of that is raised in the end."""
+        values, _ = self._layout.views(shown_N)
+        addresses = Counter(map(_address_of, taken.values()))
+        first_error: BaseException | None = None
+        for number, gradient in taken.items():
+            try:
+                address = _address_of(gradient)  # autograd gives two parameters one memory now and then
+                is_alone = address is None or addresses[address] == 1
+                parameter = self._parameters[number]
+                parameter.grad = _shown(parameter, gradient, values[number], is_for_all, is_alone=is_alone)
+            except BaseException as error:  # noqa: BLE001 (an interrupt must not leave half of a gradient)
+                first_error = first_error or error
+        if first_error is not None:
+            raise first_error
 
 
 @torch.no_grad()
-def _give_back(parameter: torch.Tensor, gradient: torch.Tensor, value: torch.Tensor, *, is_alone: bool) -> None:
-    """Let a parameter have its gradient with a new value; in another tensor, if that one cannot hold it by itself."""
-    if is_alone:
-        try:
-            gradient.copy_(value)
-        except RuntimeError:  # several of its values lie at one place, as after expand()
-            is_alone = False
-    parameter.grad = gradient if is_alone else value.to(parameter, copy=True)
+def _shown(
+    parameter: torch.Tensor, gradient: torch.Tensor | _Place, value: torch.Tensor, is_for_all: bool, *, is_alone: bool
+) -> torch.Tensor:
+    """A gradient with a new value; in another tensor, if the one that was there cannot hold it by itself."""
+    if isinstance(gradient, _Place):
+        if gradient.dtype != parameter.dtype:
+            return value.to(parameter, copy=True)
+        return torch.empty_strided(gradient.size, gradient.stride, dtype=gradient.dtype).copy_(value)
+    if gradient.dtype != parameter.dtype or gradient.device != parameter.device:
+        return value.to(parameter, copy=True)
+    if not is_for_all:
+        return gradient
+    if is_alone and not _overlaps_itself(gradient):
+        return gradient.copy_(value)
+    return value.to(parameter, copy=True)
 
 
-def _place_of(gradient: torch.Tensor) -> int | None:
-    """Where a gradient lies; None if it is not in one piece. Autograd gives two parameters one memory now and then."""
-    return gradient.data_ptr() if gradient.layout is torch.strided and gradient.numel() else None
+def _overlaps_itself(gradient: torch.Tensor) -> bool:
+    """Whether several of its values lie at one place, as after ``expand()``, or it has no places."""
+    return gradient.layout is not torch.strided or any(
+        stride == 0 and size > 1 for size, stride in zip(gradient.size(), gradient.stride(), strict=True)
+    )
 
 
-def _own_bytes(gradient: torch.Tensor) -> int:
-    """The memory of a gradient, if it is on the host and all of that tensor alone; else 0."""
-    if type(gradient) is not torch.Tensor or gradient.layout is not torch.strided or not gradient.is_cpu:
-        return 0
+def _address_of(gradient: torch.Tensor | _Place) -> int | None:
+    """Where a gradient lies; None if nowhere, or not in one piece."""
+    if isinstance(gradient, _Place) or gradient.layout is not torch.strided or not gradient.numel():
+        return None
+    return gradient.data_ptr()
+
+
+def _has_own_memory(gradient: torch.Tensor) -> bool:
+    """Whether the memory of a plain gradient is on the host, and all of that tensor alone."""
     storage, num_bytes = gradient.untyped_storage(), gradient.numel() * gradient.element_size()
-    is_own = storage.nbytes() == num_bytes and storage.resizable() and not gradient.is_shared()  # type: ignore[no-untyped-call]
-    return num_bytes if is_own else 0
+    if not gradient.is_cpu or gradient.is_shared() or storage.nbytes() != num_bytes or not storage.resizable():  # type: ignore[no-untyped-call]
+        return False
+    return _num_tensors_of is not None and _num_tensors_of(storage._cdata) == _ONE_TENSOR  # noqa: SLF001

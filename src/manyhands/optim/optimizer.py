@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -283,15 +283,12 @@ class Optimizer(OptimizerWrapper):
         if self._options.delay == "gradients":
             self._leave_to_background(step)
             return
-        with self._gradients_aside(step):
+        with self._begun(step), self._gradients_aside(step):
             try:
                 step.committed(self._membership.average(step.contribution))
             except (RoundAborted, Unavailable) as error:
                 step.error = without_frames(error)
                 self._end_step(step)
-            except BaseException:
-                self._give_up(step)
-                raise
             else:
                 self._make(step)
 
@@ -300,15 +297,28 @@ class Optimizer(OptimizerWrapper):
             logger.info("Found no active peers: this peer makes global steps alone, from #%d on", self.global_step)
         self._was_alone = True
         step = self._begin_step()
-        step.is_alone(self._peer.peer_id)
-        with self._gradients_aside(step):
+        with self._begun(step), self._gradients_aside(step):
+            step.is_alone(self._peer.peer_id)
             self._make(step)
+
+    @contextmanager
+    def _begun(self, step: GlobalStep) -> Iterator[None]:
+        """A step that ends with an error or an interrupt is over: it was made, or its samples count in the next one."""
+        try:
+            yield
+        except BaseException:
+            if self._current is step and not step.is_begun:
+                if step.has_moved:
+                    self._end_step(step)
+                else:
+                    self._give_up(step)
+            raise
 
     def _gradients_aside(self, step: GlobalStep) -> AbstractContextManager[None]:
         """While a step is waited for nothing needs the ``.grad``; afterwards they show what it came to."""
         if self._options.delay is not None or not self._is_counted:
             return nullcontext()
-        return self._gradients.set_aside(lambda: step.gradient_N)
+        return self._gradients.set_aside(lambda: (step.gradient_N, step.has_moved))
 
     def _begin_step(self) -> GlobalStep:
         self._replica.hear()
@@ -325,23 +335,16 @@ class Optimizer(OptimizerWrapper):
             if self._options.delay is not None:
                 self._leave_to_background(step)
                 return
-            try:
-                step.advance()
-            except BaseException:
-                self._give_up(step)
-                raise
+            step.advance()
+            step.free_average()
         try:
             self._membership.announce(step)
         finally:  # it was made, whoever knows of it
             self._end_step(step)
 
     def _leave_to_background(self, step: GlobalStep) -> None:
-        try:
+        with self._begun(step):
             self._membership.leave_to_background(step)
-        except BaseException:
-            if not step.is_begun:
-                self._give_up(step)
-            raise
 
     def _end_step(self, step: GlobalStep) -> None:
         """Count what became of a step, and have the model use its parameters."""

@@ -57,13 +57,15 @@ class Samples:
         """A step was not made: its contribution counts in the next attempt, if it is still there."""
         if step.is_spoiled:
             self._drop(step.contribution)
+            logger.warning("The update of global step %d broke off; its %d samples of this peer are dropped",
+                           self._replica.position.step + 1, step.contribution.samples)  # fmt: skip
         else:
             self._accumulator.take_back(step.contribution)
 
     def count(self, step: GlobalStep) -> None:
         """A step was made, by this peer or by the others without it."""
         contribution = step.contribution
-        if step.refusal:
+        if step.refusal and not step.is_left_out:
             self._drop(contribution)
             logger.warning("Global step %d changes nothing: %s. All its samples are dropped",
                            self._replica.position.step, step.refusal)  # fmt: skip

@@ -23,6 +23,16 @@ class Refusing(torch.optim.SGD):
         raise RuntimeError("not today")
 
 
+class Remembering(torch.optim.SGD):
+    """Keeps the gradient of its last step, as some optimizers do."""
+
+    last: torch.Tensor | None = None
+
+    def step(self, closure: Any = None) -> Any:
+        type(self).last = self.param_groups[0]["params"][0].grad
+        return super().step(closure)
+
+
 def new_step(optimizer_type: type[torch.optim.SGD] = torch.optim.SGD) -> tuple[torch.nn.Parameter, GlobalStep]:
     parameter = torch.nn.Parameter(torch.ones(2))
     replica = Replica(optimizer_type([parameter], lr=0.5), None)
@@ -55,14 +65,28 @@ def test_what_the_group_left_out_is_still_there_after_the_step() -> None:
     assert torch.equal(step.gradient_N, AVERAGE_N)
 
 
-def test_the_memory_of_one_vector_is_free_once_the_update_is_made() -> None:
+def test_the_average_is_let_go_of_once_the_update_is_made() -> None:
+    """It lies in this peer's own vector then, which nobody else has seen."""
     _, step = new_step()
     own_N = step.contribution.mean_N
     commit(step)
     step.advance()
-    assert step.contribution.mean_N is step.gradient_N
-    assert step.contribution.mean_N is not own_N
-    assert (step.contribution.samples, step.contribution.weight) == (8, 8.0)
+    assert step.gradient_N is not own_N
+    step.free_average()
+    assert step.gradient_N is own_N
+    assert step.contribution.mean_N is own_N
+    assert torch.equal(own_N, AVERAGE_N)
+
+
+def test_an_optimizer_may_remember_the_gradient_that_it_was_given() -> None:
+    parameter, step = new_step(Remembering)
+    commit(step)
+    step.advance()
+    step.free_average()
+    step.contribution.mean_N.fill_(9.0)  # as the next batches do
+    assert Remembering.last is not None
+    assert Remembering.last.tolist() == [2.0, 2.0]
+    assert parameter.tolist() == [0.0, 0.0]
 
 
 def test_a_step_alone_has_this_peers_gradient() -> None:
