@@ -34,7 +34,7 @@ class ModelGradients:
 
     What was in them is in the accumulator by then, and a round needs memory. Meanwhile the parameters have none. Those
     tensors that somebody else may see stay what they are and come back: another thread may read them, and a loop
-    may rely on them, on views of a buffer of its own say, or on those that a CUDA graph writes to. Others are made anew.
+    may rely on them, on views of a buffer of its own say, or on what a CUDA graph writes to. Others are made anew.
 
     Args:
         parameters: the model's own.
