@@ -131,11 +131,7 @@ class ProgressReader:
             self.version += 1
             return
         known, ttl_s, remaining_s = self._observed.get(peer_id), record.ttl_s, stored.remaining_s
-        issued_at = now + remaining_s - ttl_s
-        if known is not None and not known.is_outdated_by(record, issued_at):
-            if issued_at > known.assumed_since:  # of an earlier step: it was there meanwhile
-                self._observed[peer_id] = msgspec.structs.replace(known, assumed_since=known.moved_at)
-        else:
+        if known is None or known.is_outdated_by(record, now + remaining_s - ttl_s):
             if remaining_s > ttl_s:
                 remaining_s = ttl_s
             reckoning = Reckoning.of(record, now + remaining_s - ttl_s)

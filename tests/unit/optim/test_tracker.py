@@ -559,25 +559,6 @@ async def test_in_a_grid_who_should_be_there_and_does_not_say_so_is_not_counted_
         assert sorted(run.tracker.expected()) == [BOB, CAROL]
 
 
-async def test_in_a_grid_of_short_steps_a_record_of_the_last_step_shows_that_its_peer_is_alive(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("manyhands.optim.progress_reader.CONFIRMED_WITHIN_S", 0.05)
-    async with run_of_one() as run:
-        await run.hears(BOB)
-        position = HERE
-        for name in "abcdef":  # each is read when the next step is made already
-            await asyncio.sleep(0.03)
-            last, position = position, Position(position.step + 1, name.encode())
-            run.tracker.met(rounds_of(name))
-            run.tracker.move(position, 20, [BOB])
-            await run.hears(BOB, last, age_s=0.01)
-            assert list(run.tracker.expected()) == [BOB]
-        await asyncio.sleep(0.06)
-        await run.tracker.refresh()
-        assert not run.tracker.expected(), "now it is silent"
-
-
 async def test_in_one_group_a_round_tells_where_its_members_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("manyhands.optim.progress_reader.CONFIRMED_WITHIN_S", 0.05)
     async with run_of_one() as run:
