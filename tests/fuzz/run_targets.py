@@ -41,6 +41,7 @@ from manyhands.averaging.verdict_checks import checked as checked_verdict
 from manyhands.base.errors import PeerLost, ProtocolViolation, Refused
 from manyhands.base.identity import PeerId
 from manyhands.dht.records import decode_value, encode_value
+from manyhands.optim.company import NUM_STEPS, Company
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.metrics import MetricsRecord
 from manyhands.optim.progress import ProgressRecord, aggregate, describe_progress, leading_branch, next_refresh_s
@@ -205,7 +206,11 @@ def _run_manifests(data: bytes) -> None:
 
 
 def _state(data: bytes) -> None:
-    header = finish(_receive_header(ByteStream(data)))
+    header, recent_rounds = finish(_receive_header(ByteStream(data)))
+    company = Company()
+    company.follow(recent_rounds)
+    assert len(company.recent_rounds) <= NUM_STEPS
+    company.strangers({IDS[0]: [b"8 bytes."] * NUM_STEPS, IDS[1]: recent_rounds})
     _check_header(REMOTE, header, RUN, AT)
     state = State(header, empty_tensors(header.tensors))
     assert sum(tensor.numel() for tensor in state.tensors) < 1000
@@ -272,7 +277,7 @@ TARGETS = [
     _decoder("state.stream-header", StateRequest, StateRequest("run")),
     Target(
         name="state.header",
-        seeds=_messages(StateAnswer(STATE.header), StateAnswer(None, "busy")),
+        seeds=_messages(StateAnswer(STATE.header, recent_rounds=[b"8 bytes.", b""]), StateAnswer(None, "busy")),
         run=_state,
         errors=(ProtocolViolation, Refused, PeerLost),
         is_framed=True,

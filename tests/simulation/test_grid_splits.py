@@ -22,8 +22,6 @@ BATCHES_A_STEP = 6
 """Of each peer, if all are there; each takes half a second."""
 CUT_S = 40.0
 """By then all know each other's seats, and have made six steps."""
-MISSED = 2
-"""So many at most miss a step when others come into the grid, and load the state of their own part."""
 SETTLED_S = 25.0
 """After the heal: all have read of each other, and loaded the state where they had to."""
 
@@ -128,8 +126,8 @@ def test_of_parts_that_meet_at_the_same_step_the_larger_one_wins_or_that_of_the_
     winners, losers = (parts.few, parts.many) if won else (parts.many, parts.few)
     loads = parts.num_loads(losers)
     assert min(loads) == 1, "all follow"
-    assert sum(loads) <= len(losers) + MISSED, "once"
-    assert sum(parts.num_loads(winners)) <= MISSED
+    assert sum(loads) <= len(losers) + 2, "once, but for who comes too late for the first step"
+    assert set(parts.num_loads(winners)) == {0}
     sign = -1 if won else 1
     after = [value for time, _, _, value in parts.held if time > parts.healed_s + SETTLED_S]
     assert all(value * sign > 0 for value in after)
@@ -143,9 +141,8 @@ def test_at_different_steps_the_part_that_is_further_wins_and_what_the_other_has
     many, few = parts.at_the_heal(parts.many), parts.at_the_heal(parts.few)
     assert {step for step, _ in many.values()} == {11}
     assert {step for step, _ in few.values()} == {10}
-    assert min(parts.num_loads(parts.few)) == 1
-    assert sum(parts.num_loads(parts.few)) <= len(parts.few) + MISSED
-    assert sum(parts.num_loads(parts.many)) <= MISSED
+    assert set(parts.num_loads(parts.few)) == {1}
+    assert set(parts.num_loads(parts.many)) == {0}
     assert parts.apart(parts.healed_s + SETTLED_S) < 0.05
     for name in parts.few:
         counts = parts.swarm.members[name].optimizer.statistics
@@ -155,14 +152,14 @@ def test_at_different_steps_the_part_that_is_further_wins_and_what_the_other_has
 
 def test_a_cut_of_fewer_steps_is_healed_by_averaging_the_parameters() -> None:
     """What the parts have done in fewer steps than make strangers of them both counts."""
-    parts = halves(12, 12, 90.0, seed=3)
-    parts.run(170.0, pause_at=(9, 9))
+    parts = halves(12, 12, 70.0, seed=3)
+    parts.run(150.0)
     before = parts.at_the_heal(parts.many) | parts.at_the_heal(parts.few)
-    steps = {step for step, _ in before.values()}
+    steps = [step for step, _ in before.values()]
     first = max(step for time, _, step, _ in parts.held if time < CUT_S)
-    assert steps == {first + NUM_STEPS - 1}
+    assert max(steps) - first < NUM_STEPS
     assert parts.apart(parts.healed_s - 5.0, parts.healed_s) > 0.1
-    assert sum(parts.num_loads([*parts.many, *parts.few])) <= MISSED
+    assert sum(parts.num_loads([*parts.many, *parts.few])) <= 2
     averaged = max(steps) // PARAMETERS_EVERY * PARAMETERS_EVERY + PARAMETERS_EVERY
     since_s = max(time for time, _, step, _ in parts.held if step == averaged)
     assert since_s < parts.held[-1][0] - 20.0

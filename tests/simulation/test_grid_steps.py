@@ -307,47 +307,6 @@ def test_whoever_finds_its_group_full_goes_on_to_the_next_round() -> None:
     assert sum(counts.states_loaded for counts in stayed) <= 6
 
 
-@pytest.mark.parametrize("how", ["kill", "crash"])
-def test_when_most_peers_die_at_once_the_others_disturb_each_other_for_one_step(how: str) -> None:
-    """Each of the four finds out about some of the eight; the others do not say where they are, and so do not count."""
-    swarm = Swarm(seed=1)
-    waits: dict[int, list[tuple[float, float]]] = {}
-    loaded: dict[str, int] = {}
-    names = [f"p{number}" for number in range(12)]
-    died_s, end_s = 40.3, 100.0
-
-    def train(member: Member) -> None:
-        rng = random.Random(member.name)
-        while member.peer.time() < end_s:
-            if member.peer.time() < died_s:
-                loaded[member.name] = member.optimizer.statistics.states_loaded
-            member.peer.sleep(rng.uniform(0.4, 0.6))
-            (sum(parameter.square().sum() for parameter in member.model.parameters())).backward()  # type: ignore[union-attr]
-            before = member.peer.time()
-            member.optimizer.step()
-            waits.setdefault(member.optimizer.global_step, []).append((member.peer.time(), member.peer.time() - before))
-            member.optimizer.zero_grad()
-            member.check_samples()
-
-    for name in names:
-        swarm.start(
-            name, Model, MAKERS["SGD"], train, target_batch_size=288, batch_size_per_step=4,
-            averaging=replace(PLAIN, max_group_size=4),
-        )  # fmt: skip
-    for name in names[4:]:
-        swarm.world.schedule(getattr(at(died_s), how)(name))
-        swarm.done.add(name)
-    swarm.run()
-    first = min(step for step, times in waits.items() if min(time for time, _ in times) > died_s)
-    assert max(waited_s for _, waited_s in waits[first]) < 12.0
-    later = [waited_s for step, times in waits.items() if step > first for _, waited_s in times]
-    assert max(later) < 2.0
-    assert max(waits) >= first + 4
-    counts = {name: swarm.members[name].optimizer.statistics for name in names[:4]}
-    assert all(one.samples_dropped == 0 for one in counts.values())
-    assert sum(one.states_loaded - loaded[name] for name, one in counts.items()) <= 1, "who met nobody in that step"
-
-
 NUM_TRAINERS, NUM_CLIENTS, NUM_AUXILIARY = 64, 12, 4
 
 

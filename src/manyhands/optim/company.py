@@ -6,7 +6,8 @@ publishes in which ones it was in its last ``NUM_STEPS`` steps. Who was in one r
 connected with one of these. A dead mate, a round that failed, or an empty cell leaves a row or a column away, and those
 are connected by others; the parts of a cut have no round in common once it is ``NUM_STEPS`` steps old.
 
-Nobody is taken for a stranger who has not made so many steps in a grid, or does not say so.
+Nobody is taken for a stranger who has not made so many steps in a grid, or does not say so. Who asks knows of itself
+only what it publishes: so all who have read the same records see the same parts.
 """
 
 from __future__ import annotations
@@ -22,8 +23,6 @@ from manyhands.base.identity import PeerId
 
 NUM_STEPS = 4
 """Fewer see a cut sooner; but records of others that are so many steps old must not look like one."""
-REMEMBERED_STEPS = 64
-"""A peer knows so many of its own, for records that are old."""
 ROUND_BYTES = 8
 """Of the digest of a round's manifest."""
 
@@ -37,12 +36,12 @@ class Company:
     """With whom one peer has made its last steps."""
 
     def __init__(self) -> None:
-        self._steps: deque[bytes] = deque(maxlen=REMEMBERED_STEPS)
+        self._steps: deque[bytes] = deque(maxlen=NUM_STEPS)
 
     @property
     def recent_rounds(self) -> list[bytes]:
         """What the others must know of it."""
-        return list(self._steps)[-NUM_STEPS:]
+        return list(self._steps)
 
     def met(self, fingerprints: Iterable[bytes]) -> None:
         """A step in a grid.
@@ -55,13 +54,14 @@ class Company:
     def follow(self, recent_rounds: Sequence[bytes]) -> None:
         """This peer has the state of another one, which has published this; or nothing, if that is not known."""
         self._steps.clear()
-        self._steps.extend(recent_rounds)
+        self._steps.extend(step[: len(step) // ROUND_BYTES * ROUND_BYTES] for step in recent_rounds)
 
     def strangers(self, said: Mapping[PeerId, Sequence[bytes]]) -> dict[PeerId, bytes]:
         """Those who are not connected with this peer, and to which part each belongs: equal for those of one.
 
         Args:
-            said: what each of the others has published.
+            said: what each of the others has published, who has made less than ``NUM_STEPS`` steps more or less. From
+                older records nobody can tell, as no round in them is one of this peer's last ones.
         """
         if len(self._steps) < NUM_STEPS or not any(said.values()):
             return {}
@@ -92,8 +92,11 @@ class _Chains:
 
     def joined(self, steps: Iterable[bytes]) -> bytes:
         """Connect all rounds of one peer; returns one of them, empty if there is none."""
-        rounds = b"".join(steps)
-        first = rounds[:ROUND_BYTES]
-        for start in range(ROUND_BYTES, len(rounds), ROUND_BYTES):
-            self._parents[self.root(rounds[start : start + ROUND_BYTES])] = self.root(first)
-        return first
+        rounds = [
+            step[start : start + ROUND_BYTES]
+            for step in steps
+            for start in range(0, len(step) - ROUND_BYTES + 1, ROUND_BYTES)
+        ]
+        for each in rounds[1:]:
+            self._parents[self.root(each)] = self.root(rounds[0])
+        return rounds[0] if rounds else b""

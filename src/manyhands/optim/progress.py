@@ -29,7 +29,7 @@ from manyhands.averaging.messages import Count, Position
 from manyhands.averaging.places import NO_SEAT, Seat
 from manyhands.averaging.sketch import MAX_SKETCH_BYTES
 from manyhands.base.identity import PeerId
-from manyhands.optim.company import RecentRounds
+from manyhands.optim.company import NUM_STEPS, RecentRounds
 from manyhands.optim.config import ProgressConfig
 
 NEWS_SHARE = 0.1
@@ -281,7 +281,12 @@ def leading_branch(
     if not own.is_client or not candidates:
         candidates[own_id] = own
     last_step = max(record.position.step for record in candidates.values())
-    sizes = Counter(strangers.get(peer_id, b"") for peer_id in (own_id, *others))
+    first = max(map(rank_of, candidates.values()))
+    sizes = Counter(  # all who read the same records count the same peers
+        strangers.get(peer_id, b"")
+        for peer_id, record in {**others, own_id: own}.items()
+        if len(record.recent_rounds) == NUM_STEPS and rank_of(record) == first
+    )
 
     def rank(peer_id: PeerId) -> tuple[tuple[int, int, bytes], int]:
         return rank_of(candidates[peer_id]), sizes[strangers.get(peer_id, b"")]

@@ -13,7 +13,7 @@ import msgspec
 from manyhands.averaging.messages import Position, readable_addresses
 from manyhands.base.identity import PeerId
 from manyhands.dht import DhtNode, Schema, StoredValue
-from manyhands.optim.company import Company
+from manyhands.optim.company import NUM_STEPS, Company
 from manyhands.optim.crowd import Crowd
 from manyhands.optim.progress import MAX_TTL_S, ProgressRecord, Reckoning
 from manyhands.rpc import Endpoint
@@ -28,9 +28,6 @@ PROGRESS = Schema(ProgressRecord | Literal["goodbye"], is_owned=True, max_ttl_s=
 
 IN_FLIGHT_S = 1.0
 """What a record may take from its owner to its reader."""
-CONFIRMED_WITHIN_S = 5.0
-"""Who has gone to another position says so at once. In a grid, where it may have died in a group of others, one of whom
-nothing is read for so long is not counted on."""
 
 
 def progress_key(run_id: str) -> str:
@@ -44,16 +41,16 @@ class Observed(msgspec.Struct, frozen=True, gc=False):
     Attributes:
         expires_at: until when it counts (loop time).
         reckoning: how its samples must grow from here.
+        said_step: the global step that it has named itself; what it said else is of then.
         moved_at: when a round was seen to take the peer to this position (loop time); earlier records are out of date.
-        assumed_since: when that was first done after the last record of the peer itself.
     """
 
     record: ProgressRecord
     sequence: int
     expires_at: float
     reckoning: Reckoning
+    said_step: int
     moved_at: float = -math.inf
-    assumed_since: float = math.inf
 
     def is_outdated_by(self, record: ProgressRecord, issued_at: float) -> bool:
         """Whether ``record`` is news; not when it was published before the round that moved the peer."""
@@ -80,11 +77,11 @@ class ProgressReader:
         self._here_of: tuple[Position, int] | None = None
         self._sequences: dict[str, int] = {}  # by peer id
         self._company = Company()
-        self._met_from: Position | None = None  # the last step that the company knows was begun there
+        self._step = 0  # where this peer is
+        self._met: tuple[Position, list[bytes]] | None = None  # from where it makes a step, and in which rounds
         self._loaded: tuple[Position, Sequence[bytes]] | None = None  # a state, and the rounds behind it
         self._strangers: Mapping[PeerId, bytes] = {}
         self._strangers_of = -1
-        self._silent: set[PeerId] = set()
 
     async def refresh(self, *, quickly: bool = False) -> None:
         """Read the records of all peers.
@@ -94,7 +91,6 @@ class ProgressReader:
         Raises:
             Unavailable: the DHT does not answer; what was read before counts until it expires.
         """
-        began = asyncio.get_running_loop().time()
         answer = await self._dht.get(self._key, quickly=quickly)
         now = asyncio.get_running_loop().time()
         sequences, own_id, num_shown = self._sequences, self._endpoint.peer_id, 0
@@ -106,17 +102,6 @@ class ProgressReader:
         if len(sequences) > num_shown:  # not all of them were shown
             current = answer.keys() | self.observed().keys()
             self._sequences = {peer_id: sequence for peer_id, sequence in sequences.items() if peer_id in current}
-        self._note_silent(began)
-
-    def _note_silent(self, began: float) -> None:
-        """In a grid: those who should have gone on, of whom nothing was there to be read at an instant (loop time)."""
-        silent: set[PeerId] = set()
-        if self._company.recent_rounds:
-            until = began - CONFIRMED_WITHIN_S
-            silent = {peer_id for peer_id, seen in self.observed().items() if seen.assumed_since <= until}
-        if silent != self._silent:
-            self._silent = silent
-            self.version += 1
 
     def _take_in(self, peer_id: PeerId, stored: StoredValue, now: float) -> None:
         self._sequences[peer_id] = stored.sequence
@@ -135,7 +120,9 @@ class ProgressReader:
             if remaining_s > ttl_s:
                 remaining_s = ttl_s
             reckoning = Reckoning.of(record, now + remaining_s - ttl_s)
-            self._observe(peer_id, Observed(record, stored.sequence, now + remaining_s, reckoning))
+            self._observe(
+                peer_id, Observed(record, stored.sequence, now + remaining_s, reckoning, record.position.step)
+            )
             if known is None or known.record.addresses != record.addresses:
                 self._endpoint.learn(peer_id, readable_addresses(record.addresses))
 
@@ -176,22 +163,29 @@ class ProgressReader:
         return self._company.recent_rounds
 
     def met(self, here: Position, fingerprints: Iterable[bytes]) -> None:
-        """This peer makes a step in a grid from ``here``; see :meth:`manyhands.optim.company.Company.met`."""
-        self._company.met(fingerprints)
-        self._met_from, self._loaded = here, None
-        self.version += 1
+        """This peer makes a step in a grid from ``here``; it counts once :meth:`moves` follows.
+
+        Args:
+            fingerprints: see :meth:`manyhands.optim.company.Company.met`.
+        """
+        self._met, self._loaded = (here, list(fingerprints)), None
 
     def loaded(self, position: Position, recent_rounds: Sequence[bytes]) -> None:
         """A state has come from another peer, with the rounds behind it; :meth:`moves` follows if it can be used."""
-        self._met_from, self._loaded = None, (position, recent_rounds)
+        self._met, self._loaded = None, (position, recent_rounds)
 
     def moves(self, here: Position, position: Position) -> None:
         """This peer goes to ``position``: by the step that it just made, with a state that was loaded, or otherwise."""
         if self._loaded is not None and self._loaded[0] == position:
             self._company.follow(self._loaded[1])
-        elif position != here and (self._met_from != here or position.step != here.step + 1):
+        elif position == here:
+            return
+        elif self._met is not None and self._met[0] == here and position.step == here.step + 1:
+            self._company.met(self._met[1])
+        else:
             self._company.follow([])  # all who are at the new position have come the same way
-        self._met_from = self._loaded = None
+        self._met = self._loaded = None
+        self._step = position.step
         self.version += 1
 
     def strangers(self) -> Mapping[PeerId, bytes]:
@@ -199,22 +193,23 @@ class ProgressReader:
         observed = self.observed()
         if self._strangers_of != self.version:
             self._strangers = self._company.strangers(
-                {peer_id: seen.record.recent_rounds for peer_id, seen in observed.items()}
+                {
+                    peer_id: seen.record.recent_rounds
+                    for peer_id, seen in observed.items()
+                    if abs(seen.said_step - self._step) < NUM_STEPS
+                }
             )
             self._strangers_of = self.version
         return self._strangers
 
     def here(self, position: Position) -> Mapping[PeerId, Observed]:
-        """The records of those at a position; looked for once, however often one position is asked for.
-
-        In a grid not those of strangers, nor of those who should be there, but do not say so themselves.
-        """
-        observed, left_out = self.observed(), self.strangers().keys() | self._silent
+        """The records of those at a position, but for strangers; looked for once, however often one is asked for."""
+        observed, strangers = self.observed(), self.strangers()
         if self._here_of != (position, self.version):
             self._here = {
                 peer_id: seen
                 for peer_id, seen in observed.items()
-                if seen.record.position == position and peer_id not in left_out
+                if seen.record.position == position and peer_id not in strangers
             }
             self._here_of = (position, self.version)
         return self._here
@@ -236,6 +231,6 @@ class ProgressReader:
                 record = msgspec.structs.replace(
                     seen.record, position=position, samples=0, lineage_samples=lineage_samples, counted_s_ago=0.0
                 )
-                since = min(seen.assumed_since, now)
                 reckoning = Reckoning.of(record, now)
-                self._observe(peer_id, Observed(record, seen.sequence, seen.expires_at, reckoning, now, since))
+                assumed = Observed(record, seen.sequence, seen.expires_at, reckoning, seen.said_step, now)
+                self._observe(peer_id, assumed)

@@ -144,6 +144,9 @@ class Uplink:
                 self._shares.remove(share)
                 share.free()  # what a stream that is let go still has to send shall not wait
                 self._divide()
+                if self._watching is not None and not self._active():
+                    self._tasks.cancel(self._watching)
+                    self._watching = None
 
     def watch(self) -> None:
         """Another stream shares the line from now on."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -44,6 +46,15 @@ def test_they_are_there_and_used() -> None:
     for codec in (INT8, FP16):
         for name in ("encode", "decode", "requantize", "add"):
             assert kernels.kernel(codec.name, name, values(), encoded(codec, values())) is not None
+
+
+@pytest.mark.parametrize("codec", ["int8", "fp16"])
+def test_a_change_of_what_is_compiled_into_a_kernel_changes_its_file(codec: str) -> None:
+    """Else Numba would go on with what it compiled before, also after an upgrade."""
+    folder = Path(kernels.__file__).parent
+    inlined = b"".join(path.read_bytes() for path in (folder / "compiling.py", folder.parent / "int8_rows.py"))
+    digest = hashlib.sha256(inlined).hexdigest()[:12]
+    assert f'INLINED = "{digest}"' in (folder / f"{codec}.py").read_text()
 
 
 def test_short_vectors_do_without(monkeypatch: pytest.MonkeyPatch) -> None:

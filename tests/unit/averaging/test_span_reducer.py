@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -82,9 +83,19 @@ def reduced(codec: Codec, bad_at: int | None, *, is_in_place: bool) -> tuple[tor
 
 
 @CODECS
-def test_means_are_the_same_in_place(codec: Codec) -> None:
+def test_means_are_the_same_in_place(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[int] = []
+    average = MemberValues.average
+
+    def noted(*arguments: Any) -> int:
+        done.append(average(*arguments))
+        return done[-1]
+
+    monkeypatch.setattr(MemberValues, "average", noted)
     means, presents, blamed = reduced(codec, None, is_in_place=False)
     in_place, *rest = reduced(codec, None, is_in_place=True)
+    assert len(done) == (0 if codec is NONE else 2 * len(presents)), "in one pass, where there is a kernel for it"
+    assert all(num_done > 0 for num_done in done)
     assert torch.equal(in_place, means)
     assert rest == [presents, blamed]
     expected = sum(values_of(rank) * (rank + 1) / 6 for rank in range(3))

@@ -10,7 +10,7 @@ import pytest
 
 from manyhands.averaging.grid import Layout, group_of, layout_for, next_cell
 from manyhands.base.identity import PeerId
-from manyhands.optim.company import NUM_STEPS, REMEMBERED_STEPS, ROUND_BYTES, Company, RecentRounds
+from manyhands.optim.company import NUM_STEPS, ROUND_BYTES, Company, RecentRounds
 
 SIZES = [(12, 4), (36, 6), (256, 16)]
 
@@ -95,16 +95,46 @@ def test_of_three_parts_each_has_a_name() -> None:
     assert len(set(strangers.values())) == 2
 
 
-def test_records_that_are_old_make_no_strangers() -> None:
-    """A peer reads nothing for a while, and knows its own rounds."""
+def test_records_of_the_steps_before_make_no_strangers() -> None:
+    """A peer reads nothing for a while; older ones are not asked about."""
     run = Run(36, 6)
     for _ in range(NUM_STEPS):
         run.step(run.peers)
     reader = run.companies[run.peers[0]]
     said = {peer_id: run.companies[peer_id].recent_rounds for peer_id in run.peers[1:]}
-    for _ in range(REMEMBERED_STEPS - NUM_STEPS):
+    for _ in range(NUM_STEPS - 1):
         run.step(run.peers)
         assert not reader.strangers(said)
+
+
+def test_a_record_that_spans_the_cut_is_the_same_to_both_parts() -> None:
+    """Of a peer that died in the third step after it."""
+    run = Run(36, 6)
+    for _ in range(NUM_STEPS):
+        run.step(run.peers)
+    parts = run.peers[:18], run.peers[18:]
+    for _ in range(NUM_STEPS - 1):
+        run.step(*parts)
+    dead = run.peers[-1]
+    before = run.companies[dead].recent_rounds
+    run.step(*parts)
+    said = {peer_id: run.companies[peer_id].recent_rounds for peer_id in run.peers} | {dead: before}
+    views = [
+        run.companies[own].strangers({peer_id: steps for peer_id, steps in said.items() if peer_id != own})
+        for own in (run.peers[0], run.peers[18])
+    ]
+    assert views[0].keys() == {*parts[1]}
+    assert views[1].keys() == {*parts[0]}
+
+
+def test_rounds_of_a_state_that_are_cut_short_make_no_strangers() -> None:
+    """A donor may say what it likes."""
+    run = Run(12, 4)
+    reader = run.companies[run.peers[0]]
+    reader.follow([b"abc", b"", b"x" * (ROUND_BYTES + 1)])
+    for _ in range(NUM_STEPS):
+        run.step(run.peers)
+        assert not run.strangers(run.peers[0])
 
 
 def test_who_has_not_made_enough_steps_in_a_grid_is_no_stranger_and_takes_nobody_for_one() -> None:

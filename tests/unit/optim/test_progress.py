@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from manyhands.averaging.messages import Position
 from manyhands.base.identity import PeerId
+from manyhands.optim.company import NUM_STEPS
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.progress import (
     Progress,
@@ -36,8 +38,12 @@ def record(
     speed: float = 0.0,
     lineage_samples: int = 0,
     is_client: bool = False,
+    recent_rounds: Sequence[bytes] = (),
 ) -> ProgressRecord:
-    return ProgressRecord(Position(step, lineage), samples, speed, lineage_samples, is_client, [], 30.0)
+    position = Position(step, lineage)
+    return ProgressRecord(
+        position, samples, speed, lineage_samples, is_client, [], 30.0, recent_rounds=list(recent_rounds)
+    )
 
 
 def named(**records: ProgressRecord) -> dict[PeerId, ProgressRecord]:
@@ -156,16 +162,19 @@ def test_at_step_0_the_lowest_peer_id_wins_whatever_it_has() -> None:
 
 
 def test_of_parts_of_a_grid_at_one_position_the_one_with_more_peers_wins_then_the_lowest_peer_id() -> None:
-    here, own = record(step=3), PeerId("m")
+    rounds = [b"a round."] * NUM_STEPS
+    here, own = record(step=3, recent_rounds=rounds), PeerId("m")
     far = {PeerId(name): b"far" for name in "xy"}
     both = leading_branch(named(n=here, x=here, y=here), own, here, far)
     assert (both.holders, both.is_foreign) == (("m", "n"), False), "of equally many"
     both = leading_branch(named(x=here, y=here), own, here, far)
     assert (both.holders, both.is_foreign, both.position) == (("x", "y"), True, here.position)
-    client = record(step=3, is_client=True)
+    client = record(step=3, is_client=True, recent_rounds=rounds)
     assert leading_branch(named(n=client, x=here, y=here), own, here, far).holders == ("m",), "it counts all the same"
     three = leading_branch(named(x=here, y=here, a=here), own, here, {**far, PeerId("a"): b"other"})
     assert three.holders == ("x", "y")
+    newcomers = named(b=record(step=3), c=record(step=3), x=here, y=here)
+    assert leading_branch(newcomers, own, here, far).holders == ("x", "y"), "who belongs to no part counts for none"
     beyond = leading_branch(named(n=here, x=record(step=4)), own, here, {PeerId("x"): b"far"})
     assert (beyond.holders, beyond.is_foreign) == (("x",), True), "the step comes first"
 

@@ -533,37 +533,3 @@ async def test_who_makes_a_step_in_one_group_or_goes_elsewhere_says_nothing_of_r
         run.tracker.met(rounds_of("lost"))
         run.tracker.move(Position(40, b"checkpoint"), 20, [])
         assert run.tracker._own.recent_rounds == []
-
-
-async def test_in_a_grid_who_should_be_there_and_does_not_say_so_is_not_counted_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("manyhands.optim.progress_reader.CONFIRMED_WITHIN_S", 0.05)
-    async with run_of_one() as run:
-        await run.hears(BOB)
-        await run.hears(CAROL)
-        run.tracker.met(rounds_of("a"))
-        run.tracker.move(NEXT, 20, [BOB, CAROL])
-        await run.tracker.refresh()
-        await asyncio.sleep(0.06)
-        assert sorted(run.tracker.expected()) == [BOB, CAROL], "nothing was read since"
-        await run.hears(BOB, NEXT)
-        assert list(run.tracker.expected()) == [BOB]
-        assert run.tracker.num_peers_here() == 2
-        beyond = Position(NEXT.step + 1, b"beyond")
-        run.tracker.met(rounds_of("b"))
-        run.tracker.move(beyond, 40, [BOB, CAROL])
-        await run.tracker.refresh()
-        assert list(run.tracker.expected()) == [BOB], "it was assumed twice, and said nothing in between"
-        await run.hears(CAROL, beyond)
-        assert sorted(run.tracker.expected()) == [BOB, CAROL]
-
-
-async def test_in_one_group_a_round_tells_where_its_members_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("manyhands.optim.progress_reader.CONFIRMED_WITHIN_S", 0.05)
-    async with run_of_one() as run:
-        await run.hears(BOB)
-        run.tracker.move(NEXT, 20, [BOB])
-        await asyncio.sleep(0.06)
-        await run.tracker.refresh()
-        assert list(run.tracker.expected()) == [BOB]

@@ -71,8 +71,8 @@ after_writes_past_cache: Any = intrinsic(_fence)
 def write_past_cache(values: Floats, start: int, source: Floats, source_start: int, numel: int) -> None:
     """Copy what nobody reads soon to ``values``, from ``start`` on; ``numel`` is a multiple of ``LANES``.
 
-    The processor then neither reads what lay there before, nor drops something else from its cache for it: half of the
-    time that a large vector takes to be decoded.
+    The processor then neither reads what lay there before, nor drops something else from its cache for it. The two
+    must not overlap; :func:`after_writes_past_cache` is due when all is written.
     """
     target, begin = values.ctypes.data + 4 * start, source.ctypes.data + 4 * source_start
     if target % LANES_BYTES == 0:

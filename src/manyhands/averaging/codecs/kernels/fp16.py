@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 from llvmlite import binding, ir
-from numba.core import types
+from numba.core import config, types
 from numba.extending import intrinsic
 
 from manyhands.averaging.codecs.kernels.compiling import (
@@ -23,6 +23,8 @@ from manyhands.averaging.codecs.kernels.compiling import (
     write_past_cache,
 )
 
+INLINED = "e81a777bccb9"
+"""As in the module for int8."""
 PIECE_NUMEL = 1 << 16
 SCALE_BYTES = 4
 PIECE_BYTES = SCALE_BYTES + 2 * PIECE_NUMEL
@@ -35,7 +37,18 @@ HIGHEST_EXPONENT = 111
 HALF_INFINITY = np.uint16(0x7C00)
 HALF_BUT_SIGN = np.uint16(0x7FFF)
 
-if not (binding.get_host_cpu_features().get("f16c") or platform.machine().lower() in ("arm64", "aarch64")):
+
+def _has_float16() -> bool:
+    """Whether what Numba compiles for has instructions for it; without them the process would end."""
+    if platform.machine().lower() in ("arm64", "aarch64"):
+        return True
+    name, features = getattr(config, "CPU_NAME", None), getattr(config, "CPU_FEATURES", None)
+    if name is not None or features is not None:  # set by the user
+        return "+f16c" in (features or "")
+    return bool(binding.get_host_cpu_features().get("f16c"))
+
+
+if not _has_float16():
     raise ImportError("this processor has no instructions for float16")
 
 

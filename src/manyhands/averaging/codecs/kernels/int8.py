@@ -30,6 +30,8 @@ from manyhands.averaging.codecs.kernels.compiling import (
     write_past_cache,
 )
 
+INLINED = "e81a777bccb9"
+"""Digest of the files of which parts are compiled into these functions: Numba's cache looks at this file only."""
 ROW_BYTES = ROW_NUMEL + HEADER_BYTES
 HIGHEST_FINITE = np.int32(0x7F7FFFFF)
 LOWEST_FINITE = np.int32(-0x7F800000)
@@ -39,8 +41,6 @@ STEP = np.float32(KERNEL_EPSILON / LEVELS)
 LEAST_SCALE = np.float32(SMALL_SCALE)
 SCALE_LIMIT = np.float32(HUGE_SCALE)
 BIAS_LIMIT = np.float32(HUGE_BIAS)
-ROWS_KEPT_AT_ONCE = 16
-"""Whole lines of the cache, nearly all; one row alone is not."""
 USED_SCALE_BITS = np.int32(~UNUSED_SCALE_BITS)
 ROWS_KEPT_AT_ONCE = 16
 """Nearly all of them are whole lines of the cache; one row alone is not."""
