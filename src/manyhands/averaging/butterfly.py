@@ -45,8 +45,9 @@ _LABEL = struct.Struct("<QQ")
 """Goes before the values, and before the means, of a span: elements of the vector, and bytes that follow."""
 
 
-PIECE_NUMEL = 1 << 16
-"""Values that travel as they are are looked at in pieces of so many, while they are in the processor's cache."""
+PIECE_NUMEL = 1023 * 64
+"""Values that travel as they are are looked at in pieces of so many, while they are in the processor's cache. As
+float32 they are one record on a short link (:mod:`manyhands.transport.sealed_stream`)."""
 
 
 class Wanted(enum.Enum):

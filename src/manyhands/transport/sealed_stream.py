@@ -19,7 +19,7 @@ from manyhands.base.identity import PeerId
 from manyhands.runtime.threads import BlockingThreads
 from manyhands.transport import tcp
 from manyhands.transport.api import Delivery
-from manyhands.transport.chunks import CHUNK_BYTES, chunks_of
+from manyhands.transport.chunks import chunks_of
 from manyhands.transport.record_memory import give_back_room, take_room
 from manyhands.transport.sealing import RECORD_EXTRA_BYTES, BadRecord, Opener, RecordBuffer, Sealer
 
@@ -37,6 +37,10 @@ DROPPED_BYTES = 1 << 16
 
 RECORDS_AT_ONCE = 64
 """Records that are opened in one turn of the loop."""
+
+NEAR_BYTES = 1023 * 256
+"""Of a record elsewhere. With what sealing adds it is just below four segments of a machine's own network (65,483 bytes
+each): a short fifth one would cost the system as much as a full one."""
 
 FAR_BYTES = 1 << 15
 """Of a record on a long link: there progress is seen often, and what it costs does not matter."""
@@ -81,7 +85,7 @@ class SealedStream:
         self._records = RecordBuffer(opener, received)
         self._threads = threads
         self._is_far = tcp.is_long(sock)
-        self._max_plain = FAR_BYTES if self._is_far else CHUNK_BYTES
+        self._max_plain = FAR_BYTES if self._is_far else NEAR_BYTES
         self._sending = asyncio.Lock()
         self._closed: asyncio.Future[None] = self._loop.create_future()
         self._why_closed = ENDED
