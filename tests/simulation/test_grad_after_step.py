@@ -254,6 +254,7 @@ def test_an_interrupt_while_gradients_are_set_aside_ends_the_step(place: str, mo
             with pytest.raises(KeyboardInterrupt):
                 batch()
         assert not member.optimizer.is_stepping
+        assert place == "_shown" or all(gradient is not None for gradient in gradients_of(member.model))
         batch()
         made = member.optimizer.global_step - before
         assert made == (1 if place == "_has_own_memory" else 2)

@@ -12,8 +12,14 @@ import torch
 
 from manyhands.optim.flat import GradientLayout
 
-_ONE_NAME = 2
-"""What :func:`sys.getrefcount` says of an object that one local name refers to, and nothing else."""
+
+def _count_of_one_name() -> int:
+    """What :func:`sys.getrefcount` says of an object that one local name refers to, and nothing else."""
+    one = object()
+    return sys.getrefcount(one)
+
+
+_ONE_NAME = _count_of_one_name()
 
 _num_tensors_of: Callable[[Any], int] | None = getattr(torch._C, "_storage_Use_Count", None)  # noqa: SLF001
 """References to the memory of tensors; without it no memory is given back."""
@@ -67,8 +73,12 @@ class ModelGradients:
         is_plain = type(gradient) is torch.Tensor and gradient.layout is torch.strided
         place = _Place(gradient.size(), gradient.stride(), gradient.dtype) if is_plain else None
         self._parameters[number].grad = None  # from here on nobody new can see it
-        is_seen = place is None or sys.getrefcount(gradient) > _ONE_NAME or not _has_own_memory(gradient)
-        taken[number] = gradient if is_seen or place is None else place
+        try:
+            is_seen = place is None or sys.getrefcount(gradient) > _ONE_NAME or not _has_own_memory(gradient)
+            taken[number] = gradient if is_seen or place is None else place
+        except BaseException:  # an interrupt
+            self._parameters[number].grad = gradient
+            raise
 
     def _give_back(self, taken: dict[int, torch.Tensor | _Place], shown_N: torch.Tensor, is_for_all: bool) -> None:
         """Have all of them back, whatever goes wrong with one; the first of that is raised in the end."""
