@@ -11,6 +11,7 @@ from manyhands.optim.accumulator import Contribution
 from manyhands.optim.averaged import Averaged
 from manyhands.optim.global_step import GlobalStep
 from manyhands.optim.replica import Replica
+from manyhands.optim.samples import Samples
 
 OWN_N = torch.tensor([4.0, 4.0, 1.0])
 AVERAGE_N = torch.tensor([2.0, 2.0, 1.0])
@@ -108,3 +109,27 @@ def test_an_optimizer_that_raises_spoils_only_what_was_in_the_average(is_left_ou
     assert parameter.tolist() == [1.0, 1.0]
     if is_left_out:
         assert torch.equal(step.contribution.mean_N, OWN_N)
+
+
+@pytest.mark.parametrize("is_left_out", [False, True])
+def test_a_refused_update_drops_only_samples_that_were_in_it(is_left_out: bool) -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    replica = Replica(torch.optim.SGD([parameter], lr=0.5), None)
+    samples = Samples(PeerId("me"), replica, is_delayed=False)
+    parameter.grad = torch.full((2,), 4.0)
+    samples.add(8, None, 1.0, 0, is_overflow=False)
+    step = GlobalStep(replica, samples.freeze())
+    manifest = RoundManifest(
+        bytes(32), step.left_from, [PeerId("me"), PeerId("other")], [0.0 if is_left_out else 8.0, 8.0], bytes(32)
+    )
+    not_finite_N = torch.tensor([float("inf"), 2.0, 1.0])
+    contributors = [PeerId("other")] if is_left_out else [PeerId("me"), PeerId("other")]
+    averaged = Averaged(
+        not_finite_N, manifest, b"there", 16, 2, 1.0, is_left_out=is_left_out, contributors=contributors
+    )
+    step.committed(averaged)
+    step.advance()
+    assert step.refusal
+    samples.count(step)
+    assert (samples.waiting, samples.statistics.samples_dropped) == ((8, 0) if is_left_out else (0, 8))
+    assert parameter.tolist() == [1.0, 1.0]
