@@ -43,7 +43,7 @@ class Halves:
 
     Attributes:
         held: when, by whom, after which step, and what: the mean of its parameters.
-        loaded, dropped, carried: of each peer, when the cut ends.
+        loaded, carried: states, and samples of the step before, of each peer until the cut ends.
     """
 
     many: list[str]
