@@ -7,7 +7,7 @@ PIP := $(PY) -m pip install -q -c constraints.txt
 BUILD_TOOLS := pip hatchling editables
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-faults test-step-faults sim fuzz check bench docs constraints clean
+.PHONY: help install demo test test-cuda test-faults test-step-faults sim fuzz check bench docs constraints clean
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' Makefile
@@ -19,6 +19,10 @@ demo: $(VENV)/.installed  ## train one ALBERT on several peers of this machine (
 
 test: check  ## all checks, then all tests, two at a time (ARGS='-k address' picks some, ARGS='-n 0' is one by one)
 	$(PY) -m pytest -q -n 2 --dist worksteal $(ARGS)
+
+test-cuda: $(VENV)/.dev  ## the tests that need an NVIDIA GPU, which `make test` skips where there is none
+	@$(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available() and "torch finds no GPU here")'
+	$(PY) -m pytest -q tests/cuda tests/unit/averaging/test_codecs.py $(ARGS)
 
 test-faults: $(VENV)/.dev  ## kill and stop real processes in each phase of a round (ARGS='--case half' picks some)
 	$(PY) -m tests.faults $(ARGS)

@@ -20,8 +20,9 @@ The figures, 1 MB = 10^6 bytes, always of the float32 vector, whatever the codec
   formation_s    until the group is known; with gloo it is given
   cpu_s_per_gb   user and system time of all processes of the system in its rounds, formation included, for each GB of
                  vector and peer; a mean, as the system counts it in steps that are long beside a round
-  peak_extra_mb  the most memory that a peer needed in a round above what it had before the first, its result included
-                 if that is not written over the vector; of all its processes, without what these share. On Linux only
+  peak_extra_mb  the most memory that a peer needed in a round above what it had before the first of that codec, its
+                 result included if that is not written over the vector; of all its processes, without what these share
+                 and what rounds of other codecs have kept. On Linux only
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ import json
 import statistics
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -137,7 +139,8 @@ class Group:
         self.system = system
         self.codecs = codecs
         self._figures = {codec: Figures() for codec in codecs}
-        self._memory_before: dict[tuple[str, Worker], int] = {}
+        self._memory_before: dict[Worker, int] = {}
+        self._kept_bytes: Counter[tuple[str, Worker]] = Counter()
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         self._pool = stack.enter_context(ThreadPoolExecutor(num_peers))
         self._workers: list[Worker] = []
@@ -202,12 +205,18 @@ class Group:
     def _before(self, codec: str, worker: Worker) -> None:
         if not HAS_PROC:
             return
-        self._memory_before.setdefault((codec, worker), self._memory(worker, own_bytes))
+        self._memory_before[worker] = self._memory(worker, own_bytes)
         for process in self._processes(worker):
             start_peak(process.pid)
 
     def _extra(self, codec: str, worker: Worker) -> int:
-        return self._memory(worker, peak_own_bytes) - self._memory_before[codec, worker] if HAS_PROC else 0
+        """What a round needed at most, with what earlier ones of its codec keep, and without what others keep."""
+        if not HAS_PROC:
+            return 0
+        before = self._memory_before[worker]
+        needed = self._memory(worker, peak_own_bytes) - before + self._kept_bytes[codec, worker]
+        self._kept_bytes[codec, worker] += self._memory(worker, own_bytes) - before
+        return needed
 
 
 def measure(codecs: dict[str, list[str]], num_peers: int, mb: float, num_rounds: int) -> list[Row]:

@@ -100,19 +100,23 @@ def values_at(tensors: Sequence[torch.Tensor], indices: Sequence[int]) -> list[f
 def are_finite(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether all values are, as float32; asks each device once.
 
-    Adds them up, which reads them once and keeps nothing. If that sum is finite, so are they; else they are looked at
-    one by one.
+    On the host it adds them up, which reads them once and keeps nothing; elsewhere it looks for the largest of each,
+    with one kernel for all of a kind. If that is finite, so are they; else they are looked at one by one.
     """
-    on_host, by_device = 0.0, dict[torch.device, list[torch.Tensor]]()
+    on_host, by_kind = 0.0, dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]()
     for tensor in tensors:
-        total = tensor.sum(dtype=torch.float32)
         if tensor.is_cpu:
-            on_host += total.item()
-        else:
-            by_device.setdefault(tensor.device, []).append(total)
-    if math.isfinite(on_host) and all(bool(torch.stack(sums).isfinite().all()) for sums in by_device.values()):
+            on_host += tensor.sum(dtype=torch.float32).item()
+        elif tensor.numel():
+            by_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    if math.isfinite(on_host) and all(map(_largest_is_finite, by_kind.values())):
         return True
     return all(bool(piece.float().isfinite().all()) for tensor in tensors for piece in _pieces(tensor))
+
+
+def _largest_is_finite(tensors: list[torch.Tensor]) -> bool:
+    largest = torch.stack(torch._foreach_norm(tensors, math.inf))  # noqa: SLF001 (one kernel, not one for each)
+    return bool(largest.float().isfinite().all())
 
 
 def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
