@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections.abc import Iterable
 
 import msgspec
@@ -11,6 +10,7 @@ import torch
 
 from manyhands.averaging.member_values import is_finite
 from manyhands.averaging.memory import Memory
+from manyhands.averaging.tensor_memory import end_of, overlapping, overlaps_itself
 from manyhands.base.errors import ConfigError
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -132,7 +132,7 @@ class TensorList:
                     f"tensor {number} was {spec} and is {now} now, and it was not written; "
                     "an Averager is for fixed tensors: make another one for the new list"
                 )
-            if tensor.numel() and tensor.untyped_storage().nbytes() < _end_of(tensor):
+            if tensor.numel() and tensor.untyped_storage().nbytes() < end_of(tensor):
                 raise ConfigError(f"the memory of tensor {number} was freed, and it was not written")
 
 
@@ -152,41 +152,13 @@ def _check(number: int, tensor: object) -> None:
         raise ConfigError(f"tensor {number} was made in inference mode, and cannot be written; give a clone of it")
     if tensor.requires_grad and not tensor.is_leaf:
         raise ConfigError(f"tensor {number} is the result of a computation with gradients; give tensor.detach()")
-    if _overlaps_itself(tensor):
+    if overlaps_itself(tensor):
         raise ConfigError(f"several values of tensor {number} share memory, as after expand(); give a clone of it")
 
 
-def _overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Whether two values may have the same address; never said of what slicing and transposing make."""
-    if not tensor.numel():
-        return False
-    reach = 0
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1:
-            if stride <= reach:
-                return True
-            reach += stride * (size - 1)
-    return False
-
-
-def _end_of(tensor: torch.Tensor) -> int:
-    """Where the last value ends, in bytes from the begin of the storage; the tensor is not empty."""
-    reach = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
-    return int(tensor.storage_offset() + reach + 1) * tensor.element_size()
-
-
 def _check_apart(tensors: list[torch.Tensor]) -> None:
-    ranges = []
-    for number, tensor in enumerate(tensors):
-        if tensor.numel():
-            base = tensor.untyped_storage().data_ptr()
-            begin = base + tensor.storage_offset() * tensor.element_size()
-            ranges.append((str(tensor.device), begin, base + _end_of(tensor), number))
-    ranges.sort()
-    for (device, _, end, number), (other_device, begin, _, other) in itertools.pairwise(ranges):
-        if device == other_device and begin < end:
-            first, second = sorted((number, other))
-            raise ConfigError(
-                f"tensors {first} and {second} share memory, or lie across each other in it; "
-                "give each value once, and the base instead of interleaved views of it"
-            )
+    if pair := overlapping(tensors):
+        raise ConfigError(
+            f"tensors {pair[0]} and {pair[1]} share memory, or lie across each other in it; "
+            "give each value once, and the base instead of interleaved views of it"
+        )

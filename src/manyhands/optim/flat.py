@@ -44,19 +44,23 @@ class GradientLayout:
         return FlatGradients(self, torch.empty(self.numel, dtype=torch.float32, device=device))
 
     @contextmanager
-    def installed(self, parameters: Sequence[torch.Tensor], flat_N: torch.Tensor) -> Iterator[None]:
+    def installed(
+        self, parameters: Sequence[torch.Tensor], flat_N: torch.Tensor, others: Sequence[torch.Tensor] = ()
+    ) -> Iterator[None]:
         """Within the block, the ``.grad`` of all parameters is that of a flat vector; after it, what it was before.
 
-        A parameter that no sample used gets None, as plain PyTorch does.
+        A parameter that no sample used gets None, as plain PyTorch does; and so do others, which are not in the vector.
         """
-        before = [parameter.grad for parameter in parameters]
+        before = [(parameter, parameter.grad) for parameter in (*parameters, *others)]
         values, shares = self.views(flat_N)
-        for parameter, value, used in zip(parameters, values, shares.tolist(), strict=True):
-            parameter.grad = value.to(parameter) if used > 0 else None
         try:
+            for parameter, value, used in zip(parameters, values, shares.tolist(), strict=True):
+                parameter.grad = value.to(parameter) if used > 0 else None
+            for parameter in others:
+                parameter.grad = None
             yield
         finally:
-            for parameter, gradient in zip(parameters, before, strict=True):
+            for parameter, gradient in before:
                 parameter.grad = gradient
 
 

@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 
-from manyhands.optim.state import parameters_of
+from manyhands.averaging.tensor_memory import overlapping
+from manyhands.base.errors import ConfigError
+from manyhands.optim.state import names_of, parameters_of
 
 HOST = torch.device("cpu")
 
@@ -21,11 +23,19 @@ class HostCopy:
 
     Attributes:
         shown_groups: its parameter groups, with the model's parameters instead of the copies.
+    Raises:
+        ConfigError: two parameters share memory, so the copy of one would overwrite what the other has learnt.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._model_parameters = parameters_of(optimizer)
+        if pair := overlapping(self._model_parameters):
+            one, other = (names_of(optimizer)[number] for number in pair)
+            raise ConfigError(
+                f"{one} and {other} share memory, or lie across each other in it, and cannot both have a copy on the "
+                "host; tie them by giving the modules one and the same Parameter, or use neither offload nor delay"
+            )
         self.shown_groups: list[dict[str, Any]] = [dict(group) for group in optimizer.param_groups]
         copies = {parameter: _copy_of(parameter) for parameter in self._model_parameters}
         for parameter, copy in copies.items():
@@ -57,15 +67,19 @@ class HostCopy:
 
 
 def _copy_of(parameter: torch.Tensor) -> torch.Tensor:
-    dtype = torch.promote_types(parameter.dtype, torch.float32)
-    copy = parameter.detach().to(HOST, dtype, copy=True)
+    copy = parameter.detach().to(HOST, _dtype_on_host(parameter), copy=True)
     return torch.nn.Parameter(copy, requires_grad=parameter.requires_grad)
 
 
 def _on_host(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
-    return value.to(HOST, torch.promote_types(value.dtype, torch.float32) if value.is_floating_point() else value.dtype)
+    return value.to(HOST, _dtype_on_host(value))
+
+
+def _dtype_on_host(value: torch.Tensor) -> torch.dtype:
+    """At least float32; float32 would not hold large integers."""
+    return torch.promote_types(value.dtype, torch.float32) if value.is_floating_point() else value.dtype
 
 
 def _share_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:

@@ -17,6 +17,7 @@ from manyhands.base.forgetting import without_frames
 from manyhands.optim.advice import Advice
 from manyhands.optim.collaboration import Collaboration, Decision
 from manyhands.optim.config import ProgressConfig
+from manyhands.optim.failures import Failures
 from manyhands.optim.global_step import GlobalStep
 from manyhands.optim.joining import manifest_of
 from manyhands.optim.membership import Membership
@@ -26,6 +27,7 @@ from manyhands.optim.replica import Replica, SchedulerMaker
 from manyhands.optim.samples import Samples
 from manyhands.optim.speed import SpeedMeter
 from manyhands.optim.statistics import Statistics
+from manyhands.optim.trained import FrozenParameters
 from manyhands.optim.wrapper import OptimizerWrapper
 from manyhands.peer import BlockingPeer
 
@@ -33,7 +35,6 @@ logger = logging.getLogger(__name__)
 
 AUXILIARY_PERIOD_S = 0.25
 SETTLE_PERIOD_S = 0.01
-FAILURES_UNTIL_ADVICE = 3
 
 
 class Optimizer(OptimizerWrapper):
@@ -68,7 +69,7 @@ class Optimizer(OptimizerWrapper):
         averaging: times and sizes of the averaging rounds.
         progress: periods of the progress records.
     Raises:
-        ConfigError: an argument breaks a rule.
+        ConfigError: an argument breaks a rule, or a parameter cannot be trained.
         ManifestMismatch: the model or the settings differ from those of the run; it names both.
         Unavailable: the DHT, or every peer that could hand out the state of the run, does not answer.
     """
@@ -105,6 +106,7 @@ class Optimizer(OptimizerWrapper):
         )  # fmt: skip
         averaging = averaging_of(averaging, matchmaking_time_s, averaging_timeout_s)
         super().__init__(made_optimizer(optimizer, params))
+        self._frozen = FrozenParameters(self.inner)  # the model's own
         self.wrap(Replica(self.inner, scheduler, max_grad_norm=max_grad_norm, offload=options.has_host_copy))
         self.last_round: RoundManifest | None = None
         """The manifest of the round behind the current global step; None for a step made alone or loaded."""
@@ -117,7 +119,7 @@ class Optimizer(OptimizerWrapper):
         self._current: GlobalStep | None = None  # that is being made; between calls of step(), in the background
         self._speed = SpeedMeter()
         self._advice = Advice(target_batch_size)
-        self._failures = 0
+        self._failures = Failures(allow_solo=allow_solo)
         self._was_alone = False
         prepare_kernels(sum(parameter.numel() for parameter in self._replica.model_parameters), averaging.codec)
         extra = dict(must_match or {}) | options.facts()
@@ -178,8 +180,9 @@ class Optimizer(OptimizerWrapper):
             batch_size: samples behind the current gradients, instead of ``batch_size_per_step``; 0 adds nothing.
             weight: what the loss is a mean over, where that is not samples: tokens, say.
         Raises:
-            ConfigError: no batch size was given.
+            ConfigError: no batch size was given; or a parameter that was frozen when this was made requires grad.
         """
+        self._frozen.check()
         loss, at_step = None, self._shown_step
         if closure is not None:
             with torch.enable_grad():
@@ -270,7 +273,7 @@ class Optimizer(OptimizerWrapper):
                 self._samples.load(before, in_group_from)
                 self._moved_elsewhere()
         elif decision is Decision.AVERAGE:
-            if self._options.allow_solo and self._failures >= FAILURES_UNTIL_ADVICE and self._samples.waiting:
+            if self._failures.is_time_to_go_alone and self._samples.waiting:
                 self._step_alone()
             else:
                 self._average()
@@ -354,7 +357,7 @@ class Optimizer(OptimizerWrapper):
             self._attempt_failed(step.error)
             return
         self._current = None
-        self._failures = 0
+        self._failures.end()
         counts.rounds_committed += step.manifest is not None
         counts.disagreement = step.disagreement
         counts.steps_alone += step.manifest is None
@@ -378,16 +381,7 @@ class Optimizer(OptimizerWrapper):
         if not isinstance(error, (RoundAborted, Unavailable)):
             raise error
         self.statistics.rounds_aborted += 1
-        self._failures += 1
-        logger.warning("Skipped averaging: %s; the %d samples of this peer count in the next attempt",
-                       error, self._samples.waiting)  # fmt: skip
-        if self._failures % FAILURES_UNTIL_ADVICE == 0:
-            logger.warning(
-                "%d attempts failed in a row: other peers of the run are seen, but no round with them succeeds. %s; "
-                "manyhands doctor --initial-peers ... says whether it can reach them, and they can reach it",
-                self._failures,
-                "It goes on alone" if self._options.allow_solo else "This peer does not step alone",
-            )
+        self._failures.add(error, self._samples.waiting)
 
     def _moved_elsewhere(self) -> None:
         """The parameters are not those after a step that this peer has made."""

@@ -24,9 +24,13 @@ MAX_CONTRIBUTORS = 4096
 LOCAL_OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """How an optimizer computes on this machine, not what: not part of the state, and peers need not agree."""
 
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
-    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool
-)}  # fmt: skip
+DTYPES_OF_STATES = (
+    torch.float16, torch.bfloat16, torch.float32, torch.float64,
+    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+)  # fmt: skip
+"""Of tensors that can be handed to a newcomer."""
+
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES_OF_STATES}
 
 _MISFITS = (LookupError, TypeError, ValueError, AttributeError, RuntimeError)
 """What optimizers raise for statistics that are not theirs."""

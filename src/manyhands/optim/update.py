@@ -9,6 +9,7 @@ import torch
 
 from manyhands.optim.flat import GradientLayout, are_finite
 from manyhands.optim.risk import may_overflow, statistics_of
+from manyhands.optim.state import parameters_of
 
 
 def guarded_step(
@@ -41,6 +42,8 @@ def guarded_step(
     if max_grad_norm is not None and norm > max_grad_norm:
         values_N.mul_(max_grad_norm / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_ does
         norm = max_grad_norm
+    trained = set(map(id, parameters))
+    frozen = [parameter for parameter in parameters_of(optimizer) if id(parameter) not in trained]
     before = _remembered(parameters, layout, spare_N)
     statistics = _copied(optimizer) if may_overflow(optimizer, parameters, norm) else None
 
@@ -53,7 +56,7 @@ def guarded_step(
             optimizer.state.update(statistics)
 
     try:
-        with layout.installed(parameters, averaged_N):
+        with layout.installed(parameters, averaged_N, frozen):
             optimizer.step()
     except BaseException:
         take_back()
