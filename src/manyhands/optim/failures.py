@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 
+from manyhands.base.errors import RoundAborted, Unavailable
+
 logger = logging.getLogger(__name__)
 
 FAILURES_UNTIL_ADVICE = 3
@@ -26,7 +28,13 @@ class Failures:
         return self._allow_solo and self._in_a_row >= FAILURES_UNTIL_ADVICE
 
     def add(self, error: BaseException, samples: int) -> None:
-        """One more; so many samples of this peer wait."""
+        """One more; so many samples of this peer wait.
+
+        Raises:
+            BaseException: what it failed with, if that has nothing to do with the others.
+        """
+        if not isinstance(error, (RoundAborted, Unavailable)):
+            raise error
         self._in_a_row += 1
         logger.warning("Skipped averaging: %s; the %d samples of this peer count in the next attempt", error, samples)
         if self._in_a_row % FAILURES_UNTIL_ADVICE == 0:

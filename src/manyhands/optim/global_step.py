@@ -99,17 +99,20 @@ class GlobalStep:
         logger.info("Averaged tensors successfully with %d peers", averaged.num_peers)
 
     def advance(self) -> None:
-        """Make the update, on any thread; what the optimizer raises passes through."""
+        """Make the update, on any thread; what the optimizer or the schedule raises passes through."""
         averaged_N, self._averaged_N = self._averaged_N, None
         assert averaged_N is not None, "a step follows a round that committed"
         self._is_free = averaged_N is not self.contribution.mean_N and not self.is_left_out
         spare_N = self.contribution.mean_N if self._is_free else None
         self.applied_N, self.is_spoiled = averaged_N, not self.is_left_out
         parameters_N, self._parameters_N = self._parameters_N, None
-        self.refusal = self._replica.advance(
-            averaged_N, self._lineage, self._samples, spare_N, parameters_N, self._contributors
-        )
-        self.is_spoiled, self.has_moved = False, True
+        try:
+            self.refusal = self._replica.advance(
+                averaged_N, self._lineage, self._samples, spare_N, parameters_N, self._contributors
+            )
+        finally:
+            self.has_moved = self._replica.position != self.left_from
+            self.is_spoiled = self.is_spoiled and not self.has_moved
 
     def free_average(self) -> None:
         """After the update let go of one of the two vectors: of that which the wrapped optimizer has seen."""

@@ -14,6 +14,7 @@ from manyhands.optim.collaboration import Collaboration, Decision
 from manyhands.optim.global_step import GlobalStep
 from manyhands.optim.replica import Replica
 from manyhands.optim.speed import SpeedMeter
+from manyhands.optim.state import State
 from manyhands.optim.state_transfer import MAX_DOWNLOAD_S
 from manyhands.peer import BlockingPeer
 from manyhands.rpc.frames import readable
@@ -41,6 +42,7 @@ class Membership:
         self._collaboration = collaboration
         self._replica = replica
         self._averaging = averaging
+        self._untold: Callable[[], Coroutine[Any, Any, None]] | None = None
 
     def join(self) -> bool:
         """Join the run, with its state; returns whether that had to be loaded.
@@ -63,7 +65,7 @@ class Membership:
         failures = []
         while not self._run(self._collaboration.is_on_best_branch(), "joining the run"):
             try:
-                self._download()
+                self._restore(self._download())
             except Unavailable as error:
                 failures.append(error)
             else:
@@ -79,6 +81,7 @@ class Membership:
 
     def wait_for_others(self, timeout_s: float) -> bool:
         """Stay until all peers have reached this step; returns whether they have in time."""
+        self.tell()
         deadline = self._peer.time() + timeout_s
         while self._run(self._collaboration.is_ahead_of_somebody(), "looking at the others"):
             if self._peer.time() > deadline:
@@ -88,9 +91,10 @@ class Membership:
 
     def decide(self, samples: int, speed: SpeedMeter) -> Decision:
         """Report what this peer has accumulated; returns what to do next."""
-        if self._collaboration.is_lull(samples, self._peer.time()):
-            return Decision.ACCUMULATE
         try:
+            self.tell()
+            if self._collaboration.is_lull(samples, self._peer.time()):
+                return Decision.ACCUMULATE
             return self._run(self._collaboration.decide(samples, speed.samples_per_second, speed.batch_s), "deciding")
         except Timeout as error:  # this machine was held up; training goes on
             logger.warning("%s; going on with the next batch", error)
@@ -118,35 +122,51 @@ class Membership:
         """Have the network thread make a step."""
         self._tell(lambda: self._collaboration.begin_step(step))
 
-    def announce(self, step: GlobalStep) -> None:
-        """Tell the network thread what became of a step."""
-        self._tell(lambda: step.announce(self._collaboration))
+    def moved(self, step: GlobalStep) -> None:
+        """The network thread is to know what became of a step; see :meth:`tell`."""
+        self._untold = lambda: step.announce(self._collaboration)
 
-    def announce_position(self) -> None:
-        """Tell the network thread where this peer is now, other than by a step."""
+    def moved_elsewhere(self) -> None:
+        """The network thread is to know where this peer is now, other than by a step; see :meth:`tell`."""
         replica = self._replica
-        self._tell(lambda: self._collaboration.move_elsewhere(replica.position, replica.lineage_samples))
+        self._untold = lambda: self._collaboration.move_elsewhere(replica.position, replica.lineage_samples)
 
-    def load_state(self) -> bool:
-        """Go to the leading branch of the run; returns whether its state could be had."""
+    def tell(self) -> None:
+        """Tell it to the network thread; what an interrupt keeps from it, the next :meth:`decide` tells."""
+        if self._untold is not None:
+            self._tell(self._untold)
+            self._untold = None
+
+    def downloaded(self) -> State | None:
+        """The state of the leading branch of the run; None if it could not be had."""
         logger.info("Peer is out of sync.")
         try:
-            self._download()
+            return self._download()
+        except Unavailable as error:
+            logger.warning("%s; trying again after the next batch", error)
+            return None
+
+    def load(self, state: State) -> bool:
+        """Go to a state; returns whether it fits."""
+        try:
+            self._restore(state)
         except Unavailable as error:
             logger.warning("%s; trying again after the next batch", error)
             return False
-        self.announce_position()
+        self.moved_elsewhere()
         return True
 
-    def _download(self) -> None:
+    def _download(self) -> State:
         started = self._peer.time()
         state = self._run(self._collaboration.download(), "downloading the state", MAX_DOWNLOAD_S)
+        logger.info("Received the state of step %d in %.2f s", state.header.position.step, self._peer.time() - started)
+        return state
+
+    def _restore(self, state: State) -> None:
         try:
             self._replica.restore(state)
         except ValueError as error:
             raise Unavailable(f"the state that was sent cannot be loaded: {readable(str(error))}") from error
-        step = self._replica.position.step
-        logger.info("Loaded the state of step %d in %.2f s", step, self._peer.time() - started)
 
     def _tell(self, what: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Have the network thread note something that has happened already; if it is held up, again."""

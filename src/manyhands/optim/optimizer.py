@@ -12,7 +12,7 @@ import torch
 from manyhands.averaging.codecs import prepare_kernels
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import RoundManifest
-from manyhands.base.errors import ConfigError, RoundAborted, Timeout, Unavailable
+from manyhands.base.errors import ConfigError, ManyhandsError, RoundAborted, Timeout, Unavailable
 from manyhands.base.forgetting import without_frames
 from manyhands.optim.advice import Advice
 from manyhands.optim.collaboration import Collaboration, Decision
@@ -26,10 +26,12 @@ from manyhands.optim.options import Delay, OptimizerMaker, Options, averaging_of
 from manyhands.optim.replica import Replica, SchedulerMaker
 from manyhands.optim.samples import Samples
 from manyhands.optim.speed import SpeedMeter
+from manyhands.optim.state import State
 from manyhands.optim.statistics import Statistics
 from manyhands.optim.trained import FrozenParameters
 from manyhands.optim.wrapper import OptimizerWrapper
 from manyhands.peer import BlockingPeer
+from manyhands.runtime.interrupts import uninterrupted
 
 logger = logging.getLogger(__name__)
 
@@ -238,10 +240,12 @@ class Optimizer(OptimizerWrapper):
         is further than that, its state is loaded from the others at the next :meth:`step`, as always.
         """
         self.settle()
-        super().load_state_dict(state_dict)
-        self._samples.drop_waiting("a checkpoint was loaded")
-        self._moved_elsewhere()
-        self._membership.announce_position()
+        with uninterrupted():
+            super().load_state_dict(state_dict)
+            self._samples.drop_waiting("a checkpoint was loaded")
+            self._moved_elsewhere()
+            self._membership.moved_elsewhere()
+        self._membership.tell()
 
     # micro-batches
 
@@ -260,18 +264,17 @@ class Optimizer(OptimizerWrapper):
             logger.info("%s", advice)
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)  # of a GradScaler
         is_overflow = found_inf is not None and float(found_inf) > 0
-        self._samples.add(samples, weight, 1.0 if scale is None else float(scale), at_step, is_overflow=is_overflow)
+        with uninterrupted():
+            self._samples.add(samples, weight, 1.0 if scale is None else float(scale), at_step, is_overflow=is_overflow)
         return True
 
     # global steps
 
     def _act_on(self, decision: Decision) -> None:
         if decision is Decision.LOAD_STATE:
-            before, in_group_from = self._replica.position, self._collaboration.in_group_from
-            if self._membership.load_state():
-                self.statistics.states_loaded += 1
-                self._samples.load(before, in_group_from)
-                self._moved_elsewhere()
+            if state := self._membership.downloaded():
+                self._go_to(state)
+                self._membership.tell()
         elif decision is Decision.AVERAGE:
             if self._failures.is_time_to_go_alone and self._samples.waiting:
                 self._step_alone()
@@ -282,36 +285,40 @@ class Optimizer(OptimizerWrapper):
 
     def _average(self) -> None:
         logger.info("Beginning global optimizer step #%d", self.global_step)
-        step = self._begin_step()
-        if self._options.delay == "gradients":
-            self._leave_to_background(step)
-            return
-        with self._begun(step), self._gradients_aside(step):
-            try:
-                step.committed(self._membership.average(step.contribution))
-            except (RoundAborted, Unavailable) as error:
-                step.error = without_frames(error)
-                self._end_step(step)
-            else:
-                self._make(step)
+        with self._begun() as step:
+            if self._options.delay == "gradients":
+                self._membership.leave_to_background(step)
+                return
+            with self._gradients_aside(step):
+                try:
+                    step.committed(self._membership.average(step.contribution))
+                except (RoundAborted, Unavailable) as error:
+                    step.error = without_frames(error)
+                    self._end_step(step)
+                else:
+                    self._make(step)
 
     def _step_alone(self) -> None:
         if not self._was_alone:
             logger.info("Found no active peers: this peer makes global steps alone, from #%d on", self.global_step)
         self._was_alone = True
-        step = self._begin_step()
-        with self._begun(step), self._gradients_aside(step):
+        with self._begun() as step, self._gradients_aside(step):
             step.is_alone(self._peer.peer_id)
             self._make(step)
 
     @contextmanager
-    def _begun(self, step: GlobalStep) -> Iterator[None]:
+    def _begun(self) -> Iterator[GlobalStep]:
         """A step that ends with an error or an interrupt is over: it was made, or its samples count in the next one."""
+        step = None
         try:
-            yield
+            with uninterrupted():
+                self._replica.hear()
+                step = self._current = GlobalStep(self._replica, self._samples.freeze())
+            yield step
         except BaseException:
-            if self._current is step and not step.is_begun:
+            if step is not None and self._current is step and not step.is_begun:
                 if step.has_moved:
+                    self._membership.moved(step)
                     self._end_step(step)
                 else:
                     self._give_up(step)
@@ -323,45 +330,36 @@ class Optimizer(OptimizerWrapper):
             return nullcontext()
         return self._gradients.set_aside(lambda: (step.gradient_N, step.has_moved))
 
-    def _begin_step(self) -> GlobalStep:
-        self._replica.hear()
-        self._current = GlobalStep(self._replica, self._samples.freeze())
-        return self._current
-
     def _give_up(self, step: GlobalStep) -> None:
         self._samples.give_up(step)
         self._current = None
 
     def _make(self, step: GlobalStep) -> None:
         """Make the update of a step whose average is there, or lost."""
-        if not step.is_lost:
-            if self._options.delay is not None:
-                self._leave_to_background(step)
-                return
-            step.advance()
-            step.free_average()
+        if self._options.delay is not None and not step.is_lost:
+            self._membership.leave_to_background(step)
+            return
+        with uninterrupted():  # parameters, statistics and position move together
+            if not step.is_lost:
+                step.advance()
+                step.free_average()
+            self._membership.moved(step)
         try:
-            self._membership.announce(step)
+            self._membership.tell()
         finally:  # it was made, whoever knows of it
             self._end_step(step)
 
-    def _leave_to_background(self, step: GlobalStep) -> None:
-        with self._begun(step):
-            self._membership.leave_to_background(step)
-
+    @uninterrupted()
     def _end_step(self, step: GlobalStep) -> None:
         """Count what became of a step, and have the model use its parameters."""
-        contribution, counts = step.contribution, self.statistics
-        if step.error is not None and not step.has_moved:
+        error = step.error
+        if error is not None and not step.has_moved:
             self._give_up(step)
-            self._attempt_failed(step.error)
+            self._failures.add(error, self._samples.waiting)
+            self.statistics.rounds_aborted += 1
             return
         self._current = None
         self._failures.end()
-        counts.rounds_committed += step.manifest is not None
-        counts.disagreement = step.disagreement
-        counts.steps_alone += step.manifest is None
-        counts.updates_refused += bool(step.refusal)
         self._samples.count(step)
         if step.is_lost:
             logger.warning("The group averaged its tensors, but this peer lost the result and must load the state")
@@ -369,19 +367,27 @@ class Optimizer(OptimizerWrapper):
         self._was_alone = step.manifest is None
         self._replica.show()
         self._show()
-        self.last_round, self.last_contribution = step.manifest, 0 if step.is_left_out else contribution.samples
-        logger.info("Optimizer step: done! Step %d, %s", self.global_step, counts.summary())
+        self.last_round = step.manifest
+        self.last_contribution = 0 if step.is_left_out else step.contribution.samples
+        logger.info("Optimizer step: done! Step %d, %s", self.global_step, self.statistics.summary())
         speed = self._collaboration.tracker.progress.samples_per_second
         if step.manifest is not None and speed > 0:
             computing_s = self._options.target_batch_size / speed
             if advice := self._advice.after_step(computing_s, step.averaging_s):
                 logger.warning("%s", advice)
+        if error is not None:  # in the midst of a step in the background, or in telling of it
+            self._membership.moved(step)
+            if not isinstance(error, ManyhandsError):
+                raise error
 
-    def _attempt_failed(self, error: BaseException) -> None:
-        if not isinstance(error, (RoundAborted, Unavailable)):
-            raise error
-        self.statistics.rounds_aborted += 1
-        self._failures.add(error, self._samples.waiting)
+    @uninterrupted()
+    def _go_to(self, state: State) -> None:
+        """Go to a state of others, if it fits."""
+        before, in_group_from = self._replica.position, self._collaboration.in_group_from
+        if self._membership.load(state):
+            self.statistics.states_loaded += 1
+            self._samples.load(before, in_group_from)
+            self._moved_elsewhere()
 
     def _moved_elsewhere(self) -> None:
         """The parameters are not those after a step that this peer has made."""

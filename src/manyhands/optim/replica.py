@@ -89,6 +89,9 @@ class Replica:
             contributors: whose samples count in it; None if nobody knows them all.
         Returns:
             Why the update was refused, and the parameters are those of the step before; or nothing.
+
+        What the wrapped optimizer raises passes through, and nothing has moved; what the schedule raises does so when
+        the step is made.
         """
         with self._lock:
             if parameters_N is not None:
@@ -97,10 +100,12 @@ class Replica:
                 self.optimizer, self._parameters, self._layout, averaged_N,
                 max_grad_norm=self._max_grad_norm, spare_N=spare_N,
             )  # fmt: skip
-            self._advance_schedule(is_alone=bool(reason))
-            self.lineage_samples += samples
-            self.origin = Origin(self.position, contributors)
-            self.position = Position(self.position.step + 1, lineage)
+            try:
+                self._advance_schedule(is_alone=bool(reason))
+            finally:  # the parameters have moved, also if it raises
+                self.lineage_samples += samples
+                self.origin = Origin(self.position, contributors)
+                self.position = Position(self.position.step + 1, lineage)
         return reason
 
     def _advance_schedule(self, *, is_alone: bool) -> None:

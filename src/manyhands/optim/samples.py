@@ -64,13 +64,17 @@ class Samples:
 
     def count(self, step: GlobalStep) -> None:
         """A step was made, by this peer or by the others without it."""
-        contribution = step.contribution
+        contribution, counts = step.contribution, self.statistics
+        counts.rounds_committed += step.manifest is not None
+        counts.steps_alone += step.manifest is None
+        counts.updates_refused += bool(step.refusal)
+        counts.disagreement = step.disagreement
         if step.refusal and not step.is_left_out:
             self._drop(contribution)
             logger.warning("Global step %d changes nothing: %s. All its samples are dropped",
                            self._replica.position.step, step.refusal)  # fmt: skip
         elif not step.is_left_out:
-            self.statistics.samples_used += contribution.samples
+            counts.samples_used += contribution.samples
             self._accumulator.recycle(contribution)
         elif step.is_lost:  # once the state is loaded it is known where they can count
             self._accumulator.take_back(contribution)

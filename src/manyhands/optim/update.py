@@ -58,10 +58,11 @@ def guarded_step(
     try:
         with layout.installed(parameters, averaged_N, frozen):
             optimizer.step()
+        is_finite = are_finite(parameters) and (statistics is None or are_finite(statistics_of(optimizer)))
     except BaseException:
         take_back()
         raise
-    if are_finite(parameters) and (statistics is None or are_finite(statistics_of(optimizer))):
+    if is_finite:
         return ""
     take_back()
     return "with it, the parameters or the optimizer's statistics would not be finite"
