@@ -103,6 +103,63 @@ def test_a_loop_alone_sees_what_plain_torch_shows(zero: str, offload: bool) -> N
         assert_close(ours, others)
 
 
+class Keeping(torch.optim.SGD):
+    """Keeps the gradients of its last step in its state, and each first one for ever."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["last"] = parameter.grad
+                state.setdefault("first", parameter.grad.view(-1))
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("options", [{}, {"offload": True}, {"delay": "gradients"}], ids=str)
+def test_an_optimizer_alone_may_keep_the_gradients_that_it_was_given(options: dict[str, Any]) -> None:
+    """They lie in the memory in which the next batches were added up, if nobody keeps them."""
+
+    def train(member: Member) -> None:
+        optimizer = member.optimizer
+        for number in range(NUM_STEPS):
+            kept = [(one, one.clone()) for values in optimizer.inner.state.values() for one in values.values()]
+            for _ in range(2):
+                member.step(loss_of(member.model, number))
+                assert all(torch.equal(one, copy) for one, copy in kept)
+            optimizer.settle()
+            assert all(torch.equal(one, copy) for one, copy in kept)
+        assert optimizer.statistics.steps_alone >= NUM_STEPS - 1
+
+    swarm = Swarm(seed=3)
+    swarm.start(
+        "p0", new_model, lambda model: Keeping(model.parameters(), lr=0.1), train,
+        target_batch_size=2 * BATCH_SIZE, batch_size_per_step=BATCH_SIZE, **options,
+    )  # fmt: skip
+    swarm.run()
+
+
+@pytest.mark.parametrize("options", [{}, {"offload": True}, {"delay": "optimizer"}, {"delay": "gradients"}], ids=str)
+def test_an_optimizer_alone_that_keeps_nothing_has_the_same_memory_again(options: dict[str, Any]) -> None:
+    addresses = set()
+
+    def train(member: Member) -> None:
+        optimizer = member.optimizer
+
+        def note(inner: torch.optim.Optimizer, *_: Any) -> None:
+            addresses.add(inner.param_groups[0]["params"][0].grad.data_ptr())
+
+        optimizer.inner.register_step_pre_hook(note)
+        for number in range(10):
+            member.step(loss_of(member.model, number))
+        optimizer.settle()
+        assert optimizer.statistics.steps_alone >= 8
+
+    swarm = Swarm(seed=3)
+    swarm.start("p0", new_model, sgd, train, target_batch_size=BATCH_SIZE, batch_size_per_step=BATCH_SIZE, **options)
+    swarm.run()
+    assert len(addresses) <= (2 if "delay" in options else 1)
+
+
 class Watch:
     """What a member's gradients were before and after each call of ``step()``, and what they should be."""
 
@@ -233,7 +290,7 @@ def test_an_optimizer_that_raises_leaves_the_gradient_that_it_was_given() -> Non
     swarm.run()
 
 
-@pytest.mark.parametrize("place", ["_has_own_memory", "_shown"])
+@pytest.mark.parametrize("place", ["_is_free", "_shown"])
 def test_an_interrupt_while_gradients_are_set_aside_ends_the_step(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No step stays begun for ever, and no sample is lost or counted twice."""
 
@@ -257,7 +314,7 @@ def test_an_interrupt_while_gradients_are_set_aside_ends_the_step(place: str, mo
         assert place == "_shown" or all(gradient is not None for gradient in gradients_of(member.model))
         batch()
         made = member.optimizer.global_step - before
-        assert made == (1 if place == "_has_own_memory" else 2)
+        assert made == (1 if place == "_is_free" else 2)
         counts = member.optimizer.statistics
         assert counts.samples_computed == 3 * BATCH_SIZE
         assert (counts.samples_used, counts.samples_dropped) == (3 * BATCH_SIZE, 0)

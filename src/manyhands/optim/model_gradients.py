@@ -6,11 +6,12 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from manyhands.optim.flat import GradientLayout
+from manyhands.optim.own_memory import has_own_memory
 
 
 def _count_of_one_name() -> int:
@@ -20,11 +21,6 @@ def _count_of_one_name() -> int:
 
 
 _ONE_NAME = _count_of_one_name()
-
-_num_tensors_of: Callable[[Any], int] | None = getattr(torch._C, "_storage_Use_Count", None)  # noqa: SLF001
-"""References to the memory of tensors; without it no memory is given back."""
-_ONE_TENSOR = 2
-"""What it says of the memory of one tensor, while that is asked for."""
 
 
 class _Place(NamedTuple):
@@ -74,7 +70,7 @@ class ModelGradients:
         place = _Place(gradient.size(), gradient.stride(), gradient.dtype) if is_plain else None
         self._parameters[number].grad = None  # from here on nobody new can see it
         try:
-            is_seen = place is None or sys.getrefcount(gradient) > _ONE_NAME or not _has_own_memory(gradient)
+            is_seen = place is None or sys.getrefcount(gradient) > _ONE_NAME or not _is_free(gradient)
             taken[number] = gradient if is_seen or place is None else place
         except BaseException:  # an interrupt
             self._parameters[number].grad = gradient
@@ -129,9 +125,9 @@ def _address_of(gradient: torch.Tensor | _Place) -> int | None:
     return gradient.data_ptr()
 
 
-def _has_own_memory(gradient: torch.Tensor) -> bool:
+def _is_free(gradient: torch.Tensor) -> bool:
     """Whether the memory of a plain gradient is on the host, and all of that tensor alone."""
     storage, num_bytes = gradient.untyped_storage(), gradient.numel() * gradient.element_size()
     if not gradient.is_cpu or gradient.is_shared() or storage.nbytes() != num_bytes or not storage.resizable():  # type: ignore[no-untyped-call]
         return False
-    return _num_tensors_of is not None and _num_tensors_of(storage._cdata) == _ONE_TENSOR  # noqa: SLF001
+    return has_own_memory(gradient)

@@ -9,6 +9,7 @@ from manyhands.base.identity import PeerId
 from manyhands.optim.accumulator import Contribution, GradientAccumulator, Part
 from manyhands.optim.global_step import GlobalStep
 from manyhands.optim.leftover import reason_to_drop
+from manyhands.optim.own_memory import has_own_memory
 from manyhands.optim.replica import Replica
 from manyhands.optim.statistics import Statistics
 
@@ -56,7 +57,7 @@ class Samples:
     def give_up(self, step: GlobalStep) -> None:
         """A step was not made: its contribution counts in the next attempt, if it is still there."""
         if step.is_spoiled:
-            self._drop(step.contribution)
+            self._drop(step)
             logger.warning("The update of global step %d broke off; its %d samples of this peer are dropped",
                            self._replica.position.step + 1, step.contribution.samples)  # fmt: skip
         else:
@@ -70,16 +71,16 @@ class Samples:
         counts.updates_refused += bool(step.refusal)
         counts.disagreement = step.disagreement
         if step.refusal and not step.is_left_out:
-            self._drop(contribution)
+            self._drop(step)
             logger.warning("Global step %d changes nothing: %s. All its samples are dropped",
                            self._replica.position.step, step.refusal)  # fmt: skip
         elif not step.is_left_out:
             counts.samples_used += contribution.samples
-            self._accumulator.recycle(contribution)
+            self._recycle(step)
         elif step.is_lost:  # once the state is loaded it is known where they can count
             self._accumulator.take_back(contribution)
         elif reason := self._reason_to_drop(contribution.since_step, step.left_from, was_in_group=True):
-            self._drop(contribution)
+            self._drop(step)
             logger.warning("The group made global step %d without this peer; its %d samples are dropped: %s",
                            self._replica.position.step, contribution.samples, reason)  # fmt: skip
         else:
@@ -110,9 +111,14 @@ class Samples:
         logger.warning("%d samples are dropped: %s", part.samples, reason)
         self._accumulator.drop(part)
 
-    def _drop(self, contribution: Contribution) -> None:
-        self.statistics.samples_dropped += contribution.samples
-        self._accumulator.recycle(contribution)
+    def _drop(self, step: GlobalStep) -> None:
+        self.statistics.samples_dropped += step.contribution.samples
+        self._recycle(step)
+
+    def _recycle(self, step: GlobalStep) -> None:
+        """Use the memory of a contribution again, unless the wrapped optimizer was given it, and keeps it."""
+        if step.manifest is not None or has_own_memory(step.contribution.mean_N):
+            self._accumulator.recycle(step.contribution)
 
     def _reason_to_drop(self, since_step: int, before: Position, *, was_in_group: bool) -> str:
         after, origin = self._replica.position, self._replica.origin
