@@ -35,7 +35,7 @@ fuzz: $(VENV)/.dev  ## feed all decoders with bad input for a minute (SECONDS=60
 
 sim: $(VENV)/.dev  ## simulated swarms under random faults (SEEDS=200 FIRST=0 SCENARIO=dht; SEED=7 replays one)
 	@$(PY) -m tests.simulation.explore $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),200) --first $(or $(FIRST),0)) \
-	  $(if $(SCENARIO),--scenario $(SCENARIO))
+	  $(if $(SCENARIO),--scenario $(SCENARIO)) $(ARGS)
 
 check: $(VENV)/.dev  ## lint, format, types, import rules
 	$(VENV)/bin/ruff check .

@@ -10,11 +10,9 @@
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import contextlib
+import faulthandler
 import logging
-import multiprocessing
-import signal
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,10 +24,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from manyhands.testing import World
 from tests.simulation.scenarios import SCENARIOS
+from tests.simulation.seed_processes import Job, SeedProcesses
 
 LOG_DIR = Path("build/sim")
 MAX_WORKERS = 2
 SHOWN_LINES = 30
+SEED_TIMEOUT_S = 300.0
+"""Of real time: seeds take seconds."""
+MAX_SEED_TIMEOUT_S = 86_400.0
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class Outcome:
 
     Attributes:
         error: why it failed; empty if it did not.
-        digest: of the trace: equal for equal seeds.
+        digest: of the trace: equal for equal seeds; empty if its process did not come to the end of it.
     """
 
     scenario: str
@@ -56,9 +58,11 @@ class Outcome:
 
     def report(self) -> str:
         """What went wrong, and how to see it again."""
+        when = f" at {self.virtual_s:.3f} virtual seconds" if self.digest else ""
+        faults = f"  faults: {self.schedule}\n" if self.digest else ""
         return (
-            f"scenario {self.scenario}, seed {self.seed}: failed at {self.virtual_s:.3f} virtual seconds\n"
-            f"  {self.error}\n  faults: {self.schedule}\n  replay: {self.replay_command()}"
+            f"scenario {self.scenario}, seed {self.seed}: failed{when}\n"
+            f"  {self.error}\n{faults}  replay: {self.replay_command()}"
         )
 
 
@@ -71,7 +75,8 @@ def run_seed(name: str, seed: int, log: Path | None = None) -> Outcome:
     with contextlib.ExitStack() as stack:
         if log is not None:
             log.parent.mkdir(parents=True, exist_ok=True)
-            world.trace.log = stack.enter_context(log.open("w"))
+            world.trace.log = stack.enter_context(log.open("w", buffering=1))
+            world.trace.flush_at = 1  # they are there also if the seed spins, and its process is ended
             stack.callback(world.trace.close_log)
             stack.enter_context(_library_log(world))
         try:
@@ -105,35 +110,45 @@ def _library_log(world: World) -> Iterator[None]:
         logger.setLevel(level)
 
 
-def explore(names: Sequence[str], seeds: Iterable[int], num_workers: int, console: Console) -> list[Outcome]:
+def explore(
+    names: Sequence[str], seeds: Iterable[int], num_workers: int, console: Console, seed_timeout_s: float
+) -> list[Outcome]:
     """Run seeds of scenarios, and print each failure when it happens; Ctrl-C returns what there is so far."""
     jobs = [(name, seed) for seed in seeds for name in names]
     done: list[Outcome] = []
-    spawn = multiprocessing.get_context("spawn")
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with (
         Progress(*columns, console=console) as progress,
-        concurrent.futures.ProcessPoolExecutor(num_workers, mp_context=spawn, initializer=_start_worker) as pool,
+        SeedProcesses(_run_quietly, _lost, num_processes=num_workers, bound_s=seed_timeout_s) as processes,
     ):
         bar = progress.add_task("seeds", total=len(jobs))
-        running = [pool.submit(run_seed, name, seed) for name, seed in jobs]
+
+        def note(outcome: Outcome) -> None:
+            done.append(outcome)
+            num_failed = sum(bool(one.error) for one in done)
+            progress.update(bar, advance=1, description=f"{num_failed} failed" if num_failed else "seeds")
+            if outcome.error:
+                progress.console.print(outcome.report(), markup=False, highlight=False, soft_wrap=True)
+
         try:
-            for job in concurrent.futures.as_completed(running):
-                outcome = job.result()
-                done.append(outcome)
-                num_failed = sum(bool(one.error) for one in done)
-                progress.update(bar, advance=1, description=f"{num_failed} failed" if num_failed else "seeds")
-                if outcome.error:
-                    progress.console.print(outcome.report(), markup=False, highlight=False)
+            for outcome in processes.results(jobs):
+                note(outcome)
         except KeyboardInterrupt:
             progress.console.print("stopping; the seeds that run now are finished first")
-            pool.shutdown(wait=True, cancel_futures=True)
+            for outcome in processes.results([]):
+                note(outcome)
     return done
 
 
-def _start_worker() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+def _run_quietly(name: str, seed: int) -> Outcome:
     quieten()
+    return run_seed(name, seed)
+
+
+def _lost(job: Job, reason: str, wall_s: float) -> Outcome:
+    """Of a seed whose process ended, or was ended since the seed spun."""
+    name, seed = job
+    return Outcome(name, seed, reason, schedule="", digest="", num_events=0, virtual_s=0.0, wall_s=wall_s)
 
 
 def quieten() -> None:
@@ -142,10 +157,17 @@ def quieten() -> None:
         logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
-def replay(name: str, seed: int, console: Console) -> Outcome:
-    """Run one seed, write its events to a file, and show the last of them."""
+def replay(name: str, seed: int, console: Console, seed_timeout_s: float = SEED_TIMEOUT_S) -> Outcome:
+    """Run one seed, write its events to a file, and show the last of them.
+
+    If it spins, this process shows where, and ends with status 1.
+    """
     log = LOG_DIR / f"{name}-{seed}.log"
-    outcome = run_seed(name, seed, log)
+    faulthandler.dump_traceback_later(seed_timeout_s, exit=True, file=sys.__stderr__)
+    try:
+        outcome = run_seed(name, seed, log)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
     if outcome.error:
         with log.open() as file:
             tail = list(file)[-SHOWN_LINES:]
@@ -170,6 +192,13 @@ def summarize(done: Sequence[Outcome], console: Console) -> None:
         console.print("replay: " + "; ".join(outcome.replay_command() for outcome in failed[:5]), soft_wrap=True)
 
 
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds <= MAX_SEED_TIMEOUT_S:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0 and at most {MAX_SEED_TIMEOUT_S:g}")
+    return seconds
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 if all seeds held."""
     parser = argparse.ArgumentParser(prog="make sim", description=__doc__.splitlines()[0] if __doc__ else "")
@@ -178,13 +207,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--seed", type=int, help="replay this one, with its event log")
     parser.add_argument("--workers", type=int, choices=range(1, MAX_WORKERS + 1), default=MAX_WORKERS)
+    parser.add_argument(
+        "--seed-timeout", type=_seconds, metavar="SECONDS", default=SEED_TIMEOUT_S,
+        help=f"real time for one seed (default {SEED_TIMEOUT_S:g}); one that takes longer has failed",
+    )  # fmt: skip
     options = parser.parse_args(arguments)
     names = list(SCENARIOS) if options.scenario == "all" else [options.scenario]
     console = Console()
     if options.seed is not None:
         quieten()
-        return int(any(replay(name, options.seed, console).error for name in names))
-    done = explore(names, range(options.first, options.first + options.seeds), options.workers, console)
+        return int(any(replay(name, options.seed, console, options.seed_timeout).error for name in names))
+    seeds = range(options.first, options.first + options.seeds)
+    done = explore(names, seeds, options.workers, console, options.seed_timeout)
     summarize(done, console)
     return int(len(done) < len(names) * options.seeds or any(outcome.error for outcome in done))
 

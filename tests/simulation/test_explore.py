@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,8 +16,9 @@ from rich.console import Console
 
 from manyhands.testing import Host, World, at
 from tests.simulation import explore
-from tests.simulation.explore import run_seed
+from tests.simulation.explore import Outcome, run_seed
 from tests.simulation.scenarios import SCENARIOS, Scenario
+from tests.simulation.seed_processes import SeedProcesses
 
 NUM_SEEDS = {"rpc": 220, "rounds": 16, "averages": 20, "dht": 30, "training": 30}
 GROUP = 20
@@ -95,6 +99,56 @@ def test_a_real_scenario_is_replayed_event_by_event(name: str, tmp_path: Path) -
     assert first.digest == second.digest
     events = [line for line in (tmp_path / "log").read_text().splitlines() if not re.match(r"\S+ log: ", line)]
     assert len([line for line in events if re.match(r"\d+\.\d{6} ", line)]) == second.num_events
+
+
+def spinning(seed: int) -> Scenario:
+    """A world in which a peer of some seeds never gives the loop to anybody again, or ends its process."""
+    world = World(seed)
+
+    async def program(host: Host) -> None:
+        await asyncio.sleep(1.0)
+        world.trace.add(world.loop.time(), "awake")
+        while seed == 1:
+            pass
+        if seed == 3:
+            os._exit(7)
+
+    world.start("a", program)
+    return Scenario(world, 20.0, lambda: None)
+
+
+def run_spinning(name: str, seed: int) -> Outcome:
+    """In a process of its own."""
+    SCENARIOS[name] = spinning
+    return run_seed(name, seed)
+
+
+def test_a_seed_that_spins_or_crashes_is_reported_and_the_next_ones_run() -> None:
+    with SeedProcesses(run_spinning, explore._lost, num_processes=2, bound_s=3.0) as processes:
+        outcomes = sorted(processes.results([("spin", seed) for seed in range(6)]), key=lambda outcome: outcome.seed)
+    assert [outcome.seed for outcome in outcomes if not outcome.error] == [0, 2, 4, 5]
+    spun, crashed = outcomes[1], outcomes[3]
+    assert spun.error.startswith("it ran for more than 3 s of real time:")
+    assert re.search(r'test_explore.py", line \d+ in program', spun.error)
+    assert "replay: make sim SCENARIO=spin SEED=1" in spun.report()
+    assert crashed.error == "its process ended with status 7"
+
+
+def test_a_replay_that_spins_ends_with_its_stack_and_its_log(tmp_path: Path) -> None:
+    code = f"""
+import sys
+from pathlib import Path
+from rich.console import Console
+from tests.simulation import explore
+from tests.simulation.test_explore import SCENARIOS, spinning
+SCENARIOS["spin"] = spinning
+explore.LOG_DIR = Path({str(tmp_path)!r})
+explore.replay("spin", 1, Console(), 1.0)
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60.0, check=False)
+    assert result.returncode == 1
+    assert re.search(r'test_explore.py", line \d+ in program', result.stderr)
+    assert "1.000000 awake" in (tmp_path / "spin-1.log").read_text()
 
 
 def test_many_seeds_at_once(capsys: pytest.CaptureFixture[str]) -> None:

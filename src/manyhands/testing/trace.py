@@ -25,11 +25,13 @@ class Trace:
     Attributes:
         num_events: all of them.
         log: a file that gets each line, if there is one.
+        flush_at: so many events are hashed, and written to the log, at once.
     """
 
     def __init__(self) -> None:
         self.num_events = 0
         self.log: TextIO | None = None
+        self.flush_at = FLUSH_AT
         self._last: deque[Event] = deque(maxlen=REMEMBERED_LINES)
         self._new: list[Event] = []
         self._sha256 = hashlib.sha256()
@@ -45,7 +47,7 @@ class Trace:
     def _add(self, event: Event) -> None:
         self.num_events += 1
         self._new.append(event)
-        if len(self._new) >= FLUSH_AT:
+        if len(self._new) >= self.flush_at:
             self.flush()
 
     @property
