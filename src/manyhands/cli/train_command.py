@@ -34,7 +34,12 @@ def train(
     training, recipe = training or TrainingSettings(), recipe or AlbertRecipe()
     checked_run_id(run_id)
     require_albert()
-    load_documents(recipe.text)  # a text that cannot be read is told before anything is started
+    load_documents(recipe.text)  # what cannot be used is told before anything is started
+    if training.device != "auto":
+        logger.info("Loading PyTorch")
+        from manyhands.recipes.albert.compute import Compute
+
+        Compute(training.device, training.precision)
     emit = output.begin()
     with network.connect() as peer:
         logger.info("Joining run %s as peer %s", run_id, peer.peer_id)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from manyhands.base.errors import ConfigError
+
+Precision = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +33,12 @@ class TrainingSettings:
 
     allow_solo: bool = False
     """Go on alone when other peers are seen, but no round with them succeeds; the run may split."""
+
+    device: str = "auto"
+    """Where to compute, as torch names it: cpu, cuda, cuda:1, mps; auto is an NVIDIA GPU if there is one, else cpu."""
+
+    precision: Precision = "auto"
+    """What to compute products in; auto is the half precision that the GPU is fast in, and float32 on others."""
 
     threads: int | None = None
     """CPU threads that torch may use; by default as many as it likes."""

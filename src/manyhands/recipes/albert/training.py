@@ -12,6 +12,7 @@ from manyhands.optim.metrics import MetricsRecord, publish_metrics
 from manyhands.optim.optimizer import Optimizer
 from manyhands.peer import Peer
 from manyhands.recipes.albert.batches import Batches, heldout_batch
+from manyhands.recipes.albert.compute import Compute
 from manyhands.recipes.albert.config import AlbertRecipe
 from manyhands.recipes.albert.corpus import load_documents
 from manyhands.recipes.albert.events import BatchDone, Counts, Event, Finished, Joined, StepDone
@@ -58,11 +59,13 @@ class AlbertTrainer:
         self._on_event = on_event
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
+        self._compute = Compute(settings.device, settings.precision)
+        logger.info("Computing on %s", self._compute)
         documents = load_documents(recipe.text)
         logger.info("Training the tokenizer on %d documents", len(documents))
         tokenizer = train_tokenizer(documents, recipe.vocab_size)
         samples = make_samples(documents, tokenizer, recipe)
-        self._model = build_model(recipe, tokenizer)
+        self._model = build_model(recipe, tokenizer).to(self._compute.device)  # type: ignore[arg-type]
         self._batches = Batches(samples, recipe, peer.peer_id)
         self._heldout = heldout_batch(samples, recipe)
         schedule = warmup_linear(recipe.total_steps, recipe.warmup_steps)
@@ -99,12 +102,14 @@ class AlbertTrainer:
         return stop_step is not None and self._optimizer.global_step >= stop_step
 
     def _train_one_batch(self) -> None:
-        started = time.monotonic()
-        loss = loss_of(self._model, next(self._batches))
-        loss.backward()  # type: ignore[no-untyped-call]
-        time.sleep((time.monotonic() - started) * (self._settings.slow_down - 1))
+        started, scaler = time.monotonic(), self._compute.scaler
+        with self._compute.autocast():
+            loss = loss_of(self._model, next(self._batches))
+        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         self._losses.append(loss.item())
-        self._optimizer.step()
+        time.sleep((time.monotonic() - started) * (self._settings.slow_down - 1))
+        scaler.step(self._optimizer)
+        scaler.update()
         self._optimizer.zero_grad()
         self._on_event(
             BatchDone(self._optimizer.global_step, self._losses[-1], self._optimizer.samples_per_second, self._counts())
