@@ -38,7 +38,8 @@ class Checkpoints:
         self._optimizer = optimizer
         self._every = every
         self._saved_step = optimizer.global_step
-        transformers.utils.logging.disable_progress_bar()  # it would be a line in the log for each file
+        # each file would be a line in the log
+        transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
     def resume(self) -> None:
         """Go to the newest one, unless the run is at its step, or further.
