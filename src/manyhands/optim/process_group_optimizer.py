@@ -13,7 +13,7 @@ from manyhands.base.errors import ConfigError, RankLost, Unavailable
 from manyhands.optim.optimizer import Optimizer
 from manyhands.optim.options import OptimizerMaker, made_optimizer
 from manyhands.optim.plain import merged
-from manyhands.optim.rank_words import Batch, Call, Standing, Word, added_up, batches_of
+from manyhands.optim.rank_words import Batch, Call, Standing, Word, added_up, batches_of, unequal
 from manyhands.optim.ranks import Ranks
 from manyhands.optim.state import hyper_parameters_of, parameters_of, specs_of
 from manyhands.optim.statistics import Statistics
@@ -71,6 +71,7 @@ class ProcessGroupOptimizer(OptimizerWrapper):
         )  # the model's own; with a copy on the host the optimizer has others
         self._batch_size_per_step = batch_size_per_step
         self._standing = Standing()
+        self._has_warned = False
         self._shared: tuple[int, int] | None = None  # which parameters all ranks have; None if they may differ
         self._compare(peer)
 
@@ -190,6 +191,9 @@ class ProcessGroupOptimizer(OptimizerWrapper):
     def _step(self, batches: Sequence[Batch]) -> None:
         leader = self._own_leader
         samples, weight = added_up(batches)
+        if samples is not None and not self._has_warned and (hint := unequal(batches)):
+            self._has_warned = True
+            logger.warning("%s", hint)
         for name in ("grad_scale", "found_inf"):  # of a GradScaler
             if hasattr(self, name):
                 setattr(leader, name, getattr(self, name))

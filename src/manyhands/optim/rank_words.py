@@ -74,6 +74,18 @@ def added_up(batches: Sequence[Batch]) -> tuple[int | None, float | None]:
     return int(_sum_or_wrong(samples)), _sum_or_wrong(weights) if weights else None
 
 
+def unequal(batches: Sequence[Batch]) -> str:
+    """A hint, if the mean of the ranks' gradients, each a mean over its own batch, is not the mean over all batches."""
+    sizes = [batch.samples if batch.weight is None else batch.weight for batch in batches]
+    if len(set(sizes)) == 1:
+        return ""
+    return (
+        f"the ranks have batches of {', '.join(f'{size:g}' for size in sizes if size is not None)}, but "
+        "DistributedDataParallel counts each rank alike: give all of them equal batches, or multiply the loss of each "
+        "by the number of ranks and by its part of the whole batch"
+    )
+
+
 def _sum_or_wrong(numbers: list[float]) -> float:
     return next((number for number in numbers if not number >= 0), sum(numbers))
 

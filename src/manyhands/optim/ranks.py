@@ -60,7 +60,7 @@ class Ranks:
 
     def gather(self, numbers: Sequence[float | None]) -> list[list[float | None]]:
         """Equally many numbers of each rank, by rank, on rank 0; on the others nothing, and they go on at once."""
-        own = torch.tensor([[number is not None, number or 0] for number in numbers], dtype=torch.float64)
+        own = torch.tensor([[number is not None, number or 0] for number in numbers], dtype=torch.float64, device="cpu")
         said = [torch.empty_like(own) for _ in range(self.num_ranks)] if self.rank == 0 else None
         with self._lost("to come to the same call"):
             dist.gather(own, said, dst=0, group=self._words)
