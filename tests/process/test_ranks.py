@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -333,21 +334,58 @@ def test_scaled_losses_checkpoints_and_steps_in_the_background(tmp_path: Path) -
 
 def wait_long(rank: int) -> None:
     ranks.PATIENCE_S = 1.0
-    for ranks.AT_WORK_S in (0.1, 100.0):
+
+    def work(group: ranks.Ranks, at_work_s: float) -> str:
+        ranks.AT_WORK_S = at_work_s
+        if rank != 0:
+            return str(group.hear())
+        with group.at_work():  # as when it downloads a large state
+            threading.Event().wait(2 * ranks.PATIENCE_S)
+        group.tell("done")
+        return "told"
+
+    def come_late(group: ranks.Ranks) -> str:
+        if rank != 0:
+            threading.Event().wait(2 * ranks.PATIENCE_S)
+            return "late"
+        return str(group.gather([1.0]))
+
+    for act in (lambda group: work(group, 0.1), lambda group: work(group, 100.0), come_late):
         torch.distributed.barrier()
-        group = ranks.Ranks()
         try:
-            if rank == 0:
-                with group.at_work():  # as when it downloads a large state
-                    threading.Event().wait(3 * ranks.PATIENCE_S)
-                group.tell("done")
-            say(outcome="told" if rank == 0 else group.hear())
+            say(outcome=act(ranks.Ranks()))
         except manyhands.ManyhandsError as error:
             say(outcome=type(error).__name__)
 
 
-def test_a_rank_waits_for_as_long_as_rank_0_says_that_it_is_at_work(tmp_path: Path) -> None:
+def test_a_rank_waits_for_another_one_for_so_long_and_for_rank_0_while_that_is_at_work(tmp_path: Path) -> None:
     with job(wait_long, tmp_path) as both:
         assert [said["outcome"] for said in both.hear()] == ["told", "done"]
         assert [said["outcome"] for said in both.hear()] == ["RankLost", "RankLost"]
+        assert [said["outcome"] for said in both.hear()] == ["RankLost", "late"]
+        assert both.wait() == [0, 0]
+
+
+def prepare(rank: int) -> None:
+    from accelerate import Accelerator
+
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": NUM_RANKS, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
+    os.environ |= {name: str(value) for name, value in place.items()}  # as torchrun does
+    accelerator = Accelerator(cpu=True)
+    with the_peer(rank) as peer:
+        plain = new_model(seed=rank)
+        optimizer = optimizer_of(plain, peer, "accelerate", 16, batch_size_per_step=BATCH_SIZE)
+        model, prepared = accelerator.prepare(plain, optimizer)
+        for _ in range(4):
+            accelerator.backward(loss_of(model, random_batch(rank)))
+            prepared.step()
+            prepared.zero_grad()
+        say(model=type(model).__name__, step=optimizer.global_step, digest=digest_of(plain))
+
+
+def test_accelerate_prepares_it_as_any_other_optimizer(tmp_path: Path) -> None:
+    with job(prepare, tmp_path) as both:
+        first, second = both.hear()
+        assert first == second
+        assert (first["model"], first["step"]) == ("DistributedDataParallel", 2)
         assert both.wait() == [0, 0]
