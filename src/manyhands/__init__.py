@@ -18,15 +18,17 @@ if TYPE_CHECKING:
     from manyhands.averaging.tensor_averager import Averager, RoundResult
     from manyhands.base.errors import ManyhandsError
     from manyhands.optim.optimizer import Optimizer
+    from manyhands.optim.process_group_optimizer import ProcessGroupOptimizer
     from manyhands.peer import Peer
 
-__all__ = ["Averager", "ManyhandsError", "Optimizer", "Peer", "RoundResult", "__version__"]
+__all__ = ["Averager", "ManyhandsError", "Optimizer", "Peer", "ProcessGroupOptimizer", "RoundResult", "__version__"]
 
 _HOMES = {
     "Averager": "manyhands.averaging.tensor_averager",
     "ManyhandsError": "manyhands.base.errors",
     "Optimizer": "manyhands.optim.optimizer",
     "Peer": "manyhands.peer",
+    "ProcessGroupOptimizer": "manyhands.optim.process_group_optimizer",
     "RoundResult": "manyhands.averaging.tensor_averager",
 }
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 
 import manyhands
 from manyhands.optim.accumulator import GradientAccumulator
@@ -338,6 +339,59 @@ def test_a_failed_step_leaves_its_gradients_to_the_next() -> None:
     loss_of(model, (torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches]))).backward()
     expected_N = torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None]).cpu()
     torch.testing.assert_close(both.mean_N[: expected_N.numel()], expected_N, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_model_that_is_moved_once_its_optimizer_is_made(offload: bool) -> None:
+    models = [new_model("cpu"), new_model("cpu")]
+
+    def loop(number: int, optimizer: manyhands.Optimizer, model: torch.nn.Module) -> None:
+        model.cuda()
+        plain_loop(number, optimizer, model)
+        buffer = optimizer._samples._accumulator._latest.mean
+        assert buffer is not None
+        assert buffer.flat_N.is_cuda, "each batch would be copied to the host"
+
+    digests = train_together(models, ADAMW, loop=loop, offload=offload)
+    assert digests[0] == digests[1]
+    for ours, theirs in zip(models[0].parameters(), alone(ADAMW, 2).parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=1e-5)
+
+
+def test_a_model_that_is_moved_in_the_midst_of_a_step() -> None:
+    model = new_model("cpu")
+    accumulator = GradientAccumulator(list(model.parameters()), is_delayed=True)
+    gradients = []
+    for step, device in enumerate(["cpu", "cuda", "cuda", "cpu", "cuda"]):
+        model.to(device)
+        model.zero_grad()
+        loss_of(model, batch_of(step, 0, model)).backward()
+        accumulator.add(BATCH_SIZE, at_step=step)
+        gradients.append(torch.cat([p.grad.reshape(-1).cpu() for p in model.parameters() if p.grad is not None]))
+        if step == 2:
+            failed = accumulator.freeze()
+    accumulator.take_back(failed)
+    both = accumulator.freeze()
+    assert both.samples == 5 * BATCH_SIZE
+    expected_N = torch.stack(gradients).mean(0)
+    torch.testing.assert_close(both.mean_N[: expected_N.numel()], expected_N, rtol=1e-5, atol=1e-6)
+
+
+def test_accelerate_moves_the_model_and_takes_the_optimizer() -> None:
+    with peers(1) as (peer,):
+        model = new_model("cpu")
+        collaborative = manyhands.Optimizer(ADAMW(list(model.parameters())), peer=peer, run_id="accelerate",
+                                            target_batch_size=BATCH_SIZE, batch_size_per_step=BATCH_SIZE,
+                                            averaging=AVERAGING, progress=FAST)  # fmt: skip
+        accelerator = Accelerator(mixed_precision="bf16")
+        prepared, optimizer = accelerator.prepare(model, collaborative)
+        for step in range(3):
+            inputs, targets = batch_of(step, 0, prepared)
+            accelerator.backward(torch.nn.functional.mse_loss(prepared(inputs), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+            wait_for_step(collaborative, step + 1)
+        assert all(parameter.is_cuda and bool(parameter.isfinite().all()) for parameter in model.parameters())
 
 
 def test_a_model_on_two_kinds_of_device() -> None:

@@ -26,6 +26,7 @@ STARTUP_S = 2.0  # of Python and its imports
         (["train", "--run-id", "r", "--initial-peers", "nonsense"], "cannot read address 'nonsense'"),
         (["train", "--run-id", "r", "--text", "/no/such/file"], "/no/such/file"),
         (["train", "--run-id", "r", "--batch-size", "0"], "batch_size is 0; it must be at least 1"),
+        (["train", "--run-id", "r", "--precision", "float8"], "float8"),
         (["demo", "--peers", "0"], "--peers is 0; it must be at least 1"),
         (["demo", "--text", "/no/such/file"], "/no/such/file"),
         (["demo", "--summary", "/no/such/folder/file"], "--summary /no/such/folder/file"),
@@ -84,6 +85,13 @@ def test_initial_peers_that_cannot_be_reached_are_named_with_their_reasons() -> 
         assert "another identity answered" in first
         assert f"{nowhere}: connection refused" in second
         assert f"{quiet}: timed out" in third
+
+
+def test_a_device_that_is_not_there_is_told_before_anybody_is_met() -> None:
+    with running("train", "--run-id", "r", "--device", "cuda:77") as command:
+        assert command.wait(60) == USAGE
+        assert "device 'cuda:77' cannot be used here" in command.output.strip().splitlines()[-1]
+        assert "Others can join" not in command.output
 
 
 def test_another_model_is_refused_with_both_shapes() -> None:

@@ -181,3 +181,14 @@ def test_optimizer_overhead(tmp_path: Path, case: str, figure: str) -> None:
         assert figure in output
         more = {"plain_step_s", f"{figure}_less_core_wait"} if IS_LINUX else {"plain_step_s"}
         assert result.keys() == {figure} | (more if case == "idle" else set())
+
+
+def test_gpu(tmp_path: Path) -> None:
+    few = ["--batch-sizes", "2", "--batches", "1", "--mb", "1"]
+    results, output = results_of("gpu.py", tmp_path, *few)
+    if not results:
+        assert output.strip() == "skipped: torch finds no NVIDIA GPU here"
+        return
+    local, copies = results
+    assert local.keys() == {"batch_size", "plain_ms", "added_ms"}
+    assert copies.keys() == {"mb", "read_ms", "write_ms", "advance_ms", "peak_extra_x_params"}

@@ -11,8 +11,18 @@ from tests.process.commands import Command
 pytestmark = pytest.mark.process
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-SHOWS = {"quickstart.py": ": 2 peers, loss", "averaging.py": "averaged by 2 peers"}
+SHOWS = {
+    "quickstart.py": ": 2 peers, loss",
+    "averaging.py": "averaged by 2 peers",
+    "several_gpus.py": ": 2 peers, loss",
+}
 """What each program prints when two peers work together."""
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+STARTED_BY = {"several_gpus.py": TORCHRUN}
+
+
+def start(name: str, *arguments: str) -> Command:
+    return Command([*STARTED_BY.get(name, []), str(EXAMPLES / name), *arguments], module=None)
 
 
 def test_every_example_is_tested_and_short() -> None:
@@ -23,15 +33,24 @@ def test_every_example_is_tested_and_short() -> None:
 
 @pytest.mark.parametrize("name", SHOWS)
 def test_with_two_peers(name: str) -> None:
-    program = str(EXAMPLES / name)
-    first = Command([program], module=None)
+    first = start(name)
     second = None
     try:
         addresses = first.wait_for("others join with").split(f"{name} ")[1].split()
-        second = Command([program, *addresses], module=None)
+        second = start(name, *addresses)
         first.wait_for(SHOWS[name])
         second.wait_for(SHOWS[name])
     finally:
         first.close()
         if second is not None:
             second.close()
+
+
+def test_a_peer_of_several_processes_that_cannot_join_ends_all_of_them() -> None:
+    """Rank 0 fails before the others know of it; they wait for it, and torchrun ends them."""
+    program = start("several_gpus.py", "/ip4/127.0.0.1/tcp/1")
+    try:
+        program.wait_for("JoinFailed: none of the 1 initial peers could be reached")
+        assert program.wait(30.0) == 1
+    finally:
+        program.close()

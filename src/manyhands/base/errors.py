@@ -15,9 +15,10 @@
     │   ├── ProtocolViolation  it sent what the protocol does not allow
     │   ├── BadSignature       a signature does not match its owner
     │   └── Refused            it understood the request and said no
-    └── RoundAborted           carries the reason and the members blamed
-        ├── NothingToAverage   all members gave a weight of 0
-        └── NobodyThere        all who were expected are gone, or elsewhere
+    ├── RoundAborted           carries the reason and the members blamed
+    │   ├── NothingToAverage   all members gave a weight of 0
+    │   └── NobodyThere        all who were expected are gone, or elsewhere
+    └── RankLost               a process of this peer's own job is gone, or failed: end this one too
 """
 
 from __future__ import annotations
@@ -155,3 +156,7 @@ class NothingToAverage(RoundAborted):
 
 class NobodyThere(RoundAborted):
     """Whoever was expected is gone, or is at another round: there is nobody to wait for."""
+
+
+class RankLost(ManyhandsError):
+    """Of several processes that are one peer together another one is gone, does not come, or failed."""

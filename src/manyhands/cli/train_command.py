@@ -11,6 +11,7 @@ from cyclopts import Parameter
 from manyhands.base.errors import MissingExtra
 from manyhands.base.run_id import checked_run_id
 from manyhands.cli.options import NetworkOptions, OutputOptions
+from manyhands.recipes.albert.checkpoint_dir import CheckpointDir
 from manyhands.recipes.albert.config import AlbertRecipe
 from manyhands.recipes.albert.corpus import load_documents
 from manyhands.recipes.albert.settings import TrainingSettings
@@ -34,7 +35,14 @@ def train(
     training, recipe = training or TrainingSettings(), recipe or AlbertRecipe()
     checked_run_id(run_id)
     require_albert()
-    load_documents(recipe.text)  # a text that cannot be read is told before anything is started
+    load_documents(recipe.text)  # what cannot be used is told before anything is started
+    if training.checkpoint_dir is not None:
+        CheckpointDir(training.checkpoint_dir, run_id).close()
+    if training.device != "auto":
+        logger.info("Loading PyTorch")
+        from manyhands.recipes.albert.compute import Compute
+
+        Compute(training.device, training.precision)
     emit = output.begin()
     with network.connect() as peer:
         logger.info("Joining run %s as peer %s", run_id, peer.peer_id)

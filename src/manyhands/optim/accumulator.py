@@ -71,13 +71,13 @@ class GradientAccumulator:
     def __init__(self, parameters: Sequence[torch.Tensor], *, is_delayed: bool = False) -> None:
         self._parameters = list(parameters)
         self.layout = GradientLayout(self._parameters)
-        devices = {parameter.device for parameter in self._parameters}
-        self._device = devices.pop() if len(devices) == 1 else HOST
-        self._has_two = is_delayed and self._device == HOST
+        self._is_delayed = is_delayed
+        self._device = HOST  # of the latest part
         self._earlier: Part | None = None
         self._latest = Part()
         self._spare_N: torch.Tensor | None = None  # its values mean nothing
         self._last_used: tuple[list[bool], torch.Tensor] | None = None
+        self._follow_model()
 
     @property
     def parts(self) -> list[Part]:
@@ -200,8 +200,18 @@ class GradientAccumulator:
         elif part is self._earlier and part.mean is not None:
             self._earlier, self._spare_N = None, part.mean.flat_N
 
+    def _follow_model(self) -> None:
+        """Be where the parameters are now: a model may be moved to a GPU after its optimizer was made."""
+        devices = {parameter.device for parameter in self._parameters}
+        device = devices.pop() if len(devices) == 1 else HOST
+        if device != self._device:
+            self._device, self._latest.mean, self._last_used = device, None, None
+        self._has_two = self._is_delayed and device == HOST
+
     def _buffer(self) -> FlatGradients:
         part = self._latest
+        if part.weight == 0:  # there is nothing in it yet
+            self._follow_model()
         if part.mean is None:
             if self._device == HOST and self._spare_N is not None:
                 part.mean, self._spare_N = FlatGradients(self.layout, self._spare_N), None

@@ -46,15 +46,19 @@ class Advice:
 
 def describe_batch(batch_s: float, samples: int, most: float = math.inf) -> str:
     """The hint for a micro-batch that is too short or too long; a size above ``most`` would leave a step too few."""
-    if batch_s < SHORTEST_BATCH_S:
+    is_short = batch_s < SHORTEST_BATCH_S
+    if is_short:
         what, how = "shorter", "a larger batch, or several backward passes before each step(), have less overhead"
     else:
         what, how = "longer", "a smaller batch lets the others wait less for this peer"
     best = samples * math.sqrt(SHORTEST_BATCH_S * LONGEST_BATCH_S) / max(batch_s, 1e-3)
-    best = float(f"{min(best, max(most, samples)):.2g}")
+    best = max(round(float(f"{min(best, max(most, samples)):.2g}")), 1)
+    hint = f"; about {best} samples would do"
+    if best == samples:  # the target, or a single sample, allows for no other size
+        hint = ", or a larger target_batch_size on all peers" if is_short else ""
     return (
         f"A micro-batch of {samples} samples takes {batch_s:.3g} s here, {what} than the {SHORTEST_BATCH_S} to "
-        f"{LONGEST_BATCH_S:.0f} s that suit a swarm: {how}; about {max(round(best), 1)} samples would do"
+        f"{LONGEST_BATCH_S:.0f} s that suit a swarm: {how}{hint}"
     )
 
 

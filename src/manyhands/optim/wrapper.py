@@ -40,7 +40,7 @@ class OptimizerWrapper(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused once the run is joined: all its peers must have the same parameters."""
-        if hasattr(self, "_replica"):
+        if hasattr(self, "inner"):
             raise ConfigError("the parameters of a run are fixed; give all groups to the wrapped optimizer at first")
         super().add_param_group(param_group)
 

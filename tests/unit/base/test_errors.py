@@ -16,6 +16,7 @@ from manyhands.base.errors import (
     PeerError,
     PeerLost,
     ProtocolViolation,
+    RankLost,
     Refused,
     RoundAborted,
     Timeout,
@@ -88,6 +89,7 @@ def test_each_dial_reason_has_words_of_its_own() -> None:
         (ProtocolViolation, [PeerError]),
         (Refused, [PeerError]),
         (RoundAborted, [ManyhandsError]),
+        (RankLost, [ManyhandsError]),
     ],
 )
 def test_the_tree(kind: type[Exception], parents: list[type[Exception]]) -> None:

@@ -55,7 +55,8 @@ class Story:
         self._num_steps = num_steps
         self._stop_file = folder / "stop"
         self._trainer_arguments = [
-            "--target-batch-size", str(target_batch_size), "--threads", "1", "--stop-file", str(self._stop_file)
+            "--target-batch-size", str(target_batch_size), "--threads", "1", "--device", "cpu",
+            "--stop-file", str(self._stop_file),
         ]  # fmt: skip
         if text:
             self._trainer_arguments += ["--text", *(str(path.resolve()) for path in text)]

@@ -38,12 +38,12 @@ class Batches(Iterator[Batch]):
     Args:
         samples: :attr:`Samples.training` is used.
         recipe: the one that made the samples; it gives ``batch_size`` (B), ``seq_length`` (S) and ``num_masked``.
-        peer_id: different peers see the samples in different orders and with different masks; the same peer id and
-            ``recipe.seed`` give the same batches again.
+        order: names the order: different ones give different orders of the samples and different masks, the same one
+            with the same ``recipe.seed`` the same batches again.
     """
 
-    def __init__(self, samples: Samples, recipe: AlbertRecipe, peer_id: str) -> None:
-        self._rng = random.Random(f"batches {recipe.seed} {peer_id}")  # text is hashed with SHA-512
+    def __init__(self, samples: Samples, recipe: AlbertRecipe, order: str) -> None:
+        self._rng = random.Random(f"batches {recipe.seed} {order}")  # text is hashed with SHA-512
         self._encoder = _Encoder(recipe.seq_length, recipe.num_masked, samples.vocab_size)
         self._batch_size = recipe.batch_size
         self._order = _endless_order(samples.training, self._rng)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from manyhands.base.errors import ConfigError
+
+Precision = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,11 +28,23 @@ class TrainingSettings:
     stop_file: Path | None = None
     """Stop at the global step whose number another program writes into this file."""
 
+    checkpoint_dir: Path | None = None
+    """Save model, tokenizer and optimizer into this folder, and begin from the newest that is there."""
+
+    checkpoint_every: int = 100
+    """Global steps from one checkpoint to the next; one more is saved at the end."""
+
     linger_s: float = 30.0
     """At the end, stay at most this many seconds for peers that still need to load the state."""
 
     allow_solo: bool = False
     """Go on alone when other peers are seen, but no round with them succeeds; the run may split."""
+
+    device: str = "auto"
+    """Where to compute, as torch names it: cpu, cuda, cuda:1, mps; auto is an NVIDIA GPU if there is one, else cpu."""
+
+    precision: Precision = "auto"
+    """What to compute products in; auto is the half precision that the GPU is fast in, and float32 on others."""
 
     threads: int | None = None
     """CPU threads that torch may use; by default as many as it likes."""
@@ -42,6 +57,8 @@ class TrainingSettings:
             raise ConfigError(f"target_batch_size is {self.target_batch_size}; it must be at least 1, for example 4096")
         if self.max_steps is not None and self.max_steps < 1:
             raise ConfigError(f"max_steps is {self.max_steps}; it must be at least 1, for example 1000")
+        if self.checkpoint_every < 1:
+            raise ConfigError(f"checkpoint_every is {self.checkpoint_every}; it must be at least 1, for example 100")
         if not 1.0 <= self.slow_down <= 1000.0:
             raise ConfigError(f"slow_down is {self.slow_down}; it must be from 1 to 1000, for example 2")
         if self.threads is not None and self.threads < 1:

@@ -12,6 +12,9 @@ from manyhands.optim.metrics import MetricsRecord, publish_metrics
 from manyhands.optim.optimizer import Optimizer
 from manyhands.peer import Peer
 from manyhands.recipes.albert.batches import Batches, heldout_batch
+from manyhands.recipes.albert.checkpoint_dir import CheckpointDir
+from manyhands.recipes.albert.checkpoints import Checkpoints
+from manyhands.recipes.albert.compute import Compute
 from manyhands.recipes.albert.config import AlbertRecipe
 from manyhands.recipes.albert.corpus import load_documents
 from manyhands.recipes.albert.events import BatchDone, Counts, Event, Finished, Joined, StepDone
@@ -58,12 +61,13 @@ class AlbertTrainer:
         self._on_event = on_event
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
+        self._compute = Compute(settings.device, settings.precision)
+        logger.info("Computing on %s", self._compute)
         documents = load_documents(recipe.text)
         logger.info("Training the tokenizer on %d documents", len(documents))
         tokenizer = train_tokenizer(documents, recipe.vocab_size)
         samples = make_samples(documents, tokenizer, recipe)
-        self._model = build_model(recipe, tokenizer)
-        self._batches = Batches(samples, recipe, peer.peer_id)
+        self._model = build_model(recipe, tokenizer).to(self._compute.device)  # type: ignore[arg-type]
         self._heldout = heldout_batch(samples, recipe)
         schedule = warmup_linear(recipe.total_steps, recipe.warmup_steps)
         self._optimizer = Optimizer(
@@ -78,16 +82,29 @@ class AlbertTrainer:
             must_match=_facts(recipe, tokenizer_digest(tokenizer)),
         )
         self._losses: list[float] = []
+        self._checkpoints: Checkpoints | None = None
+        if settings.checkpoint_dir is not None:
+            folder = CheckpointDir(settings.checkpoint_dir, run_id)
+            self._checkpoints = Checkpoints(folder, self._model, tokenizer, self._optimizer, settings.checkpoint_every)
+            self._checkpoints.resume()
+        order = f"{peer.peer_id} from step {self._optimizer.global_step}"  # other batches than before a restart
+        self._batches = Batches(samples, recipe, order)
 
     def run(self) -> None:
         """Train until the settings say stop, then stay a little for peers that are behind."""
         optimizer = self._optimizer
         self._on_event(Joined(self._peer.peer_id, optimizer.global_step, heldout_loss(self._model, self._heldout)))
-        while not self._should_stop():
-            step_before = optimizer.global_step
-            self._train_one_batch()
-            if optimizer.global_step != step_before:
-                self._report_step()
+        try:
+            while not self._should_stop():
+                step_before = optimizer.global_step
+                self._train_one_batch()
+                if optimizer.global_step != step_before:
+                    self._report_step()
+                    if self._checkpoints is not None:
+                        self._checkpoints.save_if_due()
+        finally:  # also when it is interrupted, by Ctrl-C say
+            if self._checkpoints is not None:
+                self._checkpoints.close()
         logger.info("Stopping at global step %d; waiting for peers that are behind", optimizer.global_step)
         optimizer.wait_for_others(self._settings.linger_s)
         loss = heldout_loss(self._model, self._heldout)
@@ -99,12 +116,14 @@ class AlbertTrainer:
         return stop_step is not None and self._optimizer.global_step >= stop_step
 
     def _train_one_batch(self) -> None:
-        started = time.monotonic()
-        loss = loss_of(self._model, next(self._batches))
-        loss.backward()  # type: ignore[no-untyped-call]
-        time.sleep((time.monotonic() - started) * (self._settings.slow_down - 1))
+        started, scaler = time.monotonic(), self._compute.scaler
+        with self._compute.autocast():
+            loss = loss_of(self._model, next(self._batches))
+        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         self._losses.append(loss.item())
-        self._optimizer.step()
+        time.sleep((time.monotonic() - started) * (self._settings.slow_down - 1))
+        scaler.step(self._optimizer)
+        scaler.update()
         self._optimizer.zero_grad()
         self._on_event(
             BatchDone(self._optimizer.global_step, self._losses[-1], self._optimizer.samples_per_second, self._counts())

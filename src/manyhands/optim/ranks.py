@@ -1,0 +1,121 @@
+"""What the ranks of a ``torch.distributed`` job say to each other when all of them together are one peer.
+
+All ranks come to each call, and then rank 0 says what came of it; if that takes long, the others hear now and then that
+it is at it. Words go over a gloo group of their own: they wait for no GPU, and when a rank dies its sockets close,
+which all notice at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from manyhands.base.errors import ConfigError, RankLost
+
+logger = logging.getLogger(__name__)
+
+PATIENCE_S = 1800.0
+"""A rank waits so long for another one, which may be evaluating, say: as torch does by default."""
+AT_WORK_S = 60.0
+"""Rank 0 says so often that it is still at it, as when it downloads the state of a run."""
+
+_AT_WORK = None
+"""The word for it."""
+
+
+class Ranks:
+    """The ranks of the default process group, as one of them sees them.
+
+    Attributes:
+        rank, num_ranks: of this process, and how many there are.
+    Raises:
+        ConfigError: there is no process group.
+        RankLost: another rank does not come.
+    """
+
+    def __init__(self) -> None:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise ConfigError(
+                "there are no ranks: start the program with torchrun --nproc-per-node N, and call "
+                "torch.distributed.init_process_group() first; a process by itself needs manyhands.Optimizer only"
+            )
+        self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
+        with self._lost("to begin"):
+            self._words = dist.new_group(backend="gloo", timeout=timedelta(seconds=PATIENCE_S))
+        self._turn = threading.Lock()  # one word at a time
+
+    def compare(self, own: Any) -> list[Any]:
+        """What each rank says, by rank; all of them hear it."""
+        said: list[Any] = [None] * self.num_ranks
+        with self._lost("to begin"):
+            dist.all_gather_object(said, own, group=self._words)
+        return said
+
+    def gather(self, numbers: Sequence[float | None]) -> list[list[float | None]]:
+        """Equally many numbers of each rank, by rank, on rank 0; on the others nothing, and they go on at once."""
+        own = torch.tensor([[number is not None, number or 0] for number in numbers], dtype=torch.float64, device="cpu")
+        said = [torch.empty_like(own) for _ in range(self.num_ranks)] if self.rank == 0 else None
+        with self._lost("to come to the same call"):
+            dist.gather(own, said, dst=0, group=self._words)
+        return [[number if is_given else None for is_given, number in row.tolist()] for row in said or []]
+
+    def tell(self, word: Any) -> None:
+        """Rank 0 has all others hear a word, which can be pickled and is not None."""
+        with self._turn, self._lost("to hear rank 0"):
+            dist.broadcast_object_list([word], src=0, group=self._words)
+
+    def hear(self) -> Any:
+        """Wait for a word of rank 0."""
+        said: list[Any] = [_AT_WORK]
+        while said[0] is _AT_WORK:
+            with self._lost("that is rank 0"):
+                dist.broadcast_object_list(said, src=0, group=self._words)
+        return said[0]
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Within the block rank 0 may take its time: the others hear now and then that it is at it."""
+        over = threading.Event()
+
+        def reassure() -> None:
+            while not over.wait(AT_WORK_S):
+                with self._turn:
+                    if over.is_set():
+                        return
+                    try:
+                        dist.broadcast_object_list([_AT_WORK], src=0, group=self._words)
+                    except RuntimeError as error:
+                        logger.warning("another rank does not hear rank 0 any more (%s)", error)
+                        return
+
+        thread = threading.Thread(target=reassure, name="manyhands ranks", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()  # it says nothing more from here on, unless it has begun to
+            thread.join(PATIENCE_S)
+
+    @torch.no_grad()
+    def share(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Give all ranks the values that rank 0 has, over the job's own process group; all of them call it."""
+        with self._lost("to share the parameters"):
+            for tensor in tensors:
+                dense = tensor.detach().contiguous()
+                dist.broadcast(dense, src=0)
+                if self.rank != 0 and not tensor.is_contiguous():
+                    tensor.copy_(dense)
+
+    @contextmanager
+    def _lost(self, what_for: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:  # of gloo and NCCL alike
+            raise RankLost(f"rank {self.rank} of {self.num_ranks} waited for a rank {what_for}: {error}") from error

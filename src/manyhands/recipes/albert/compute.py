@@ -1,0 +1,69 @@
+"""Where a peer of the ALBERT recipe computes, and in what precision."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+from manyhands.base.errors import ConfigError
+from manyhands.recipes.albert.packages import torch
+from manyhands.recipes.albert.settings import Precision
+
+_BFLOAT16_CAPABILITY = (8, 0)
+"""From Ampere on NVIDIA's GPUs have units for bfloat16; older ones emulate it, slowly, and have units for float16."""
+
+
+class Compute:
+    """A device and a precision that it can compute in.
+
+    Parameters, gradients and what other peers get are float32 in any case: peers with different devices and precisions
+    train together.
+
+    Args:
+        device: as torch names it, or ``auto`` for an NVIDIA GPU where there is one, else the CPU.
+        precision: of the products; ``auto`` for the half precision that the GPU has units for, else float32.
+    Attributes:
+        scaler: of the loss, so that no gradient of float16 is lost; it does nothing for others.
+    Raises:
+        ConfigError: the device cannot be used here.
+    """
+
+    def __init__(self, device: str, precision: Precision) -> None:
+        self.device = _device_named(device)
+        self._dtype = _dtype_for(self.device, precision)
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=self._dtype == torch.float16)
+
+    def autocast(self) -> AbstractContextManager[None]:
+        """Within it products are computed in the precision."""
+        if self._dtype == torch.float32:
+            return nullcontext()
+        return torch.autocast(self.device.type, self._dtype)
+
+    def __str__(self) -> str:
+        name = f" ({torch.cuda.get_device_name(self.device)})" if self.device.type == "cuda" else ""
+        return f"{self.device}{name} in {str(self._dtype).removeprefix('torch.')}"
+
+
+def _device_named(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        torch.ones(1, device=device).add_(1).item()
+    except (
+        RuntimeError,
+        AssertionError,
+        NotImplementedError,
+    ) as error:  # it depends on how torch was built
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(f"device {name!r} cannot be used here: {reason}; for example cpu") from error
+    return device
+
+
+def _dtype_for(device: torch.device, precision: Precision) -> torch.dtype:
+    if precision != "auto":
+        dtype: torch.dtype = getattr(torch, precision)
+        return dtype
+    if device.type != "cuda" or torch.version.hip is not None:
+        return torch.float32
+    has_bfloat16 = torch.cuda.get_device_capability(device) >= _BFLOAT16_CAPABILITY
+    return torch.bfloat16 if has_bfloat16 else torch.float16

@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+from itertools import islice
+
+import pytest
+import torch
+
+from manyhands.base.errors import ConfigError
+from manyhands.recipes.albert.batches import Batches
+from manyhands.recipes.albert.compute import Compute
+from manyhands.recipes.albert.model import build_model, loss_of
+
+
+@pytest.mark.parametrize("device", ["cuda:77", "nonsense", "meta", "", "cpu:x"])
+def test_a_device_that_cannot_be_used_is_named(device: str) -> None:
+    with pytest.raises(ConfigError, match=f"device '{device}' cannot be used here: .+; for example cpu"):
+        Compute(device, "auto")
+
+
+def test_the_cpu_computes_in_float32() -> None:
+    compute = Compute("cpu", "auto")
+    assert str(compute) == "cpu in float32"
+    assert not compute.scaler.is_enabled()
+    with compute.autocast():
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype"), [((7, 5), torch.float16), ((8, 0), torch.bfloat16), ((12, 0), torch.bfloat16)]
+)
+def test_a_gpu_computes_in_the_half_precision_that_it_has_units_for(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], dtype: torch.dtype
+) -> None:
+    from manyhands.recipes.albert import compute
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert compute._dtype_for(torch.device("cuda"), "auto") == dtype
+    assert compute._dtype_for(torch.device("cuda"), "float32") == torch.float32
+    assert compute._dtype_for(torch.device("mps"), "auto") == torch.float32
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_in_half_precision_the_gradients_are_nearly_the_same_and_float32(precision, recipe, tokenizer, samples):
+    gradients = []
+    for compute in (Compute("cpu", "float32"), Compute("cpu", precision)):
+        model = build_model(recipe, tokenizer)
+        (batch,) = islice(Batches(samples, recipe, "peer"), 1)
+        with compute.autocast():
+            loss = loss_of(model, batch)
+        scale = compute.scaler.get_scale()
+        compute.scaler.scale(loss).backward()
+        assert all(parameter.grad.dtype == torch.float32 for parameter in model.parameters())
+        gradients.append(torch.cat([parameter.grad.flatten() / scale for parameter in model.parameters()]))
+    assert compute.scaler.is_enabled() == (precision == "float16")
+    similarity = torch.nn.functional.cosine_similarity(*gradients, dim=0)
+    assert similarity > 0.99
