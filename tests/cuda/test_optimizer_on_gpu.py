@@ -162,7 +162,7 @@ def test_steps_in_the_background_leave_all_with_the_same(delay: str, dtype: torc
         ends[number] = optimizer.global_step
 
     digests = train_together(models, ADAMW, delay=delay, loop=loop, check=check)
-    if ends[0] == ends[1]:
+    XX
         assert digests[0] == digests[1]
         for first, second in zip(*[model.parameters() for model in models], strict=True):
             assert torch.equal(first, second)

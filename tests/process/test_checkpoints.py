@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,7 @@ def test_a_trainer_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
         second.wait_for("[INFO] Step 6")
         second.interrupt()
         assert second.wait(10) == INTERRUPTED, second.output
-    (step,) = re.findall(r"Saved a checkpoint at global step (\d+)", second.output)
+    (step,) = re.findall(r"Saving a checkpoint at global step (\d+)", second.output)
 
     with running(*arguments(folder, "--max-steps", step)) as third:
         assert third.wait(90) == 0, third.output
@@ -45,14 +46,39 @@ def test_a_trainer_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
     assert model(**tokenizer("a text", return_tensors="pt")).prediction_logits.shape[-1] == len(tokenizer)
 
 
-def test_a_checkpoint_that_is_damaged_or_of_another_model_is_one_line(tmp_path: Path) -> None:
-    with running(*arguments(tmp_path, "--max-steps", "1")) as first:
+def test_what_cannot_be_gone_on_from_is_said(tmp_path: Path) -> None:
+    with running(*arguments(tmp_path, "--max-steps", "2", "--checkpoint-every", "1")) as first:
         assert first.wait(90) == 0, first.output
+    with running(*arguments(tmp_path, "--learning-rate", "0.001")) as other:
+        assert other.wait(60) == USAGE
+    assert "learning_rate 0.01 there, 0.001 here" in other.output.strip().splitlines()[-1]
+
     with running(*arguments(tmp_path, "--embedding-size", "32")) as other:
         assert other.wait(60) == USAGE
     assert "size mismatch" in other.output.strip().splitlines()[-1]
-    optimizer = tmp_path / "checkpoint-1" / "optimizer.pt"
-    optimizer.write_bytes(optimizer.read_bytes()[:1000])
+
+    for name in ("model.safetensors", "optimizer.pt"):
+        file = tmp_path / ("checkpoint-2" if name == "optimizer.pt" else "checkpoint-1") / name
+        file.write_bytes(file.read_bytes()[:1000])
     with running(*arguments(tmp_path)) as damaged:
         assert damaged.wait(60) == USAGE
-    assert f"checkpoint {tmp_path / 'checkpoint-1'} cannot be loaded: " in damaged.output.strip().splitlines()[-1]
+    assert "checkpoint-2 is damaged (optimizer.pt); it is not used" in damaged.output
+    assert "checkpoint-1 is damaged (model.safetensors); it is not used" in damaged.output
+    assert "no checkpoint in checkpoint_dir can be read" in damaged.output.strip().splitlines()[-1]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no such limit there")
+def test_a_disk_that_is_full_does_not_stop_the_training(tmp_path: Path) -> None:
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        with running(*arguments(tmp_path, "--max-steps", "3", "--checkpoint-every", "1")) as trainer:
+            assert trainer.wait(90) == 0, trainer.output
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    for step in (1, 2, 3):
+        assert f"the checkpoint of step {step} was not saved" in trainer.output
+    assert not list(tmp_path.glob("checkpoint-*"))
+    assert "Traceback" not in trainer.output

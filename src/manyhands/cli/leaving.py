@@ -12,9 +12,10 @@ from contextlib import contextmanager
 from types import FrameType
 
 from manyhands.cli.entry import EXIT_INTERRUPTED
+from manyhands.runtime.finishing import finishing_for_s
 
 LEAVE_TIMEOUT_S = 4.5
-"""A command that was told to leave has so long to do it in good order."""
+"""A command that was told to leave has so long to do it in good order, and again once it has saved what it must."""
 
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
@@ -25,8 +26,8 @@ def leaving_on_signals() -> Iterator[None]:
 
     Ctrl-C too, where it was ignored: a background job of a shell starts like that.
     """
-    last_resort = threading.Timer(LEAVE_TIMEOUT_S, os._exit, [EXIT_INTERRUPTED])
-    last_resort.daemon = True
+    has_left = threading.Event()
+    last_resort = threading.Thread(target=_end_unless, args=[has_left], name="last resort", daemon=True)
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         for other in SIGNALS:  # leaving has begun: a second signal does not disturb it
@@ -38,9 +39,21 @@ def leaving_on_signals() -> Iterator[None]:
     try:
         yield
     finally:
-        last_resort.cancel()
+        has_left.set()
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _end_unless(has_left: threading.Event) -> None:
+    """End the process when it has not left in time; what it still has to save is waited for."""
+    if has_left.wait(LEAVE_TIMEOUT_S):
+        return
+    if (left_s := finishing_for_s()) > 0:
+        while left_s > 0 and not has_left.wait(min(left_s, 0.1)):
+            left_s = finishing_for_s()
+        if has_left.wait(LEAVE_TIMEOUT_S):
+            return
+    os._exit(EXIT_INTERRUPTED)
 
 
 def leave_on_eof() -> None:

@@ -10,6 +10,8 @@ WARM_UP_BATCHES = 3
 """The first batches take longer than the others."""
 BATCHES_IN_A_STEP = 8
 """At least so many, of all peers together: else steps have many more samples than their target."""
+ENOUGH_LARGER = 1.25
+"""A size that is larger by less than this is none to recommend."""
 NUM_STEPS = 3
 """In a row, before anything is said about them."""
 
@@ -52,10 +54,11 @@ def describe_batch(batch_s: float, samples: int, most: float = math.inf) -> str:
     else:
         what, how = "longer", "a smaller batch lets the others wait less for this peer"
     best = samples * math.sqrt(SHORTEST_BATCH_S * LONGEST_BATCH_S) / max(batch_s, 1e-3)
-    best = max(round(float(f"{min(best, max(most, samples)):.2g}")), 1)
-    hint = f"; about {best} samples would do"
-    if best == samples:  # the target, or a single sample, allows for no other size
-        hint = ", or a larger target_batch_size on all peers" if is_short else ""
+    best = min(best, most) if is_short else max(best, 1.0)
+    if is_short and best < ENOUGH_LARGER * samples:  # with larger ones steps would have much more than their target
+        hint = ", or a larger target_batch_size on all peers"
+    else:
+        hint = f"; about {round(float(f'{best:.2g}'))} samples would do" if round(best) != samples else ""
     return (
         f"A micro-batch of {samples} samples takes {batch_s:.3g} s here, {what} than the {SHORTEST_BATCH_S} to "
         f"{LONGEST_BATCH_S:.0f} s that suit a swarm: {how}{hint}"

@@ -31,8 +31,9 @@ def test_the_hint_names_a_size_that_would_do() -> None:
 def test_the_hint_names_a_round_size_of_which_several_make_a_step() -> None:
     assert "about 2400 samples" in describe_batch(0.01, 38)
     assert "about 510 samples" in describe_batch(0.0004, 32, most=512)
-    only_the_target = describe_batch(0.0004, 32, most=8)  # with larger batches steps would have much more than it
-    assert only_the_target.endswith("less overhead, or a larger target_batch_size on all peers")
+    for samples, most in ((32, 8), (128, 128), (512, 512), (144, 144), (120, 128)):
+        only_the_target = describe_batch(0.01, samples, most)  # with larger batches steps would have much more than it
+        assert only_the_target.endswith("less overhead, or a larger target_batch_size on all peers")
     assert describe_batch(60.0, 1).endswith("wait less for this peer"), "there is no smaller batch"
     advice = Advice(4096)
     said = [advice.after_batch(0.0004, 32) for _ in range(10)]

@@ -17,6 +17,14 @@ def test_a_device_that_cannot_be_used_is_named(device: str) -> None:
         Compute(device, "auto")
 
 
+def test_a_gpu_that_does_not_work_is_not_taken_by_itself(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # and there is none
+    assert str(Compute("auto", "auto")) == "cpu in float32"
+    assert "computing on the CPU, as the GPU does not work" in caplog.text
+
+
 def test_the_cpu_computes_in_float32() -> None:
     compute = Compute("cpu", "auto")
     assert str(compute) == "cpu in float32"
@@ -26,7 +34,8 @@ def test_the_cpu_computes_in_float32() -> None:
 
 
 @pytest.mark.parametrize(
-    ("capability", "dtype"), [((7, 5), torch.float16), ((8, 0), torch.bfloat16), ((12, 0), torch.bfloat16)]
+    ("capability", "dtype"),
+    [((6, 1), torch.float32), ((7, 0), torch.float16), ((7, 5), torch.float16), ((8, 0), torch.bfloat16)],
 )
 def test_a_gpu_computes_in_the_half_precision_that_it_has_units_for(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], dtype: torch.dtype

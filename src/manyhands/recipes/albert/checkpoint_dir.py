@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,29 +17,34 @@ import msgspec
 
 from manyhands.base.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
 NUM_KEPT = 2
 """The newest of them; if one is damaged there is another."""
 _NAME = re.compile(r"checkpoint-(\d{1,18})")
 _ABOUT = "run.json"
+_READ_BYTES = 1 << 20
 
 
 class About(msgspec.Struct, frozen=True):
     """What a checkpoint is of.
 
     Attributes:
-        state_digest: of :meth:`manyhands.Optimizer.state_digest`.
+        facts: settings that must be the same when it is loaded.
+        files: SHA-256 of each, in hexadecimal.
     """
 
     run_id: str
     global_step: int
-    state_digest: str
+    facts: dict[str, str]
+    files: dict[str, str]
 
 
 class Checkpoint(NamedTuple):
-    """One that is complete."""
+    """One whose files are what they were."""
 
     path: Path
-    about: About
+    global_step: int
 
 
 class CheckpointDir:
@@ -68,7 +75,7 @@ class CheckpointDir:
         except OSError as error:
             raise ConfigError(f"checkpoint_dir {path}: {error.strerror}; name a folder that can be written") from error
         try:
-            self.newest()
+            self._check_run()
         except ConfigError:
             self.close()
             raise
@@ -77,46 +84,61 @@ class CheckpointDir:
         """Let others use the folder. May be called twice."""
         self._lock.release(force=True)
 
-    def newest(self) -> Checkpoint | None:
-        """That of the highest global step.
+    def newest(self, facts: Mapping[str, str]) -> Iterator[Checkpoint]:
+        """Those that can be read, the highest global step first; of others it is said why not.
 
         Raises:
-            ConfigError: it is of another run, or cannot be read.
+            ConfigError: one was made with other settings; it names them.
         """
-        steps = self._steps()
-        if not steps:
-            return None
-        path = self._of_step(steps[-1])
-        try:
-            about = msgspec.json.decode((path / _ABOUT).read_bytes(), type=About)
-        except (OSError, msgspec.MsgspecError) as error:
-            raise ConfigError(f"checkpoint {path} cannot be read ({error}); remove it to go on without it") from error
-        if about.run_id != self._run_id:
-            raise ConfigError(
-                f"checkpoint {path} is of run {about.run_id!r}, and this is {self._run_id!r}; "
-                "give each run a checkpoint_dir of its own"
-            )
-        return Checkpoint(path, about)
+        for step in reversed(self._steps()):
+            path = self._of_step(step)
+            try:
+                about = _read(path)
+                damaged = [name for name, digest in about.files.items() if _sha256(path / name) != digest]
+            except (OSError, msgspec.MsgspecError) as error:
+                logger.warning("checkpoint %s cannot be read (%s); it is not used", path, error)
+                continue
+            if damaged:
+                logger.warning("checkpoint %s is damaged (%s); it is not used", path, ", ".join(damaged))
+                continue
+            if differences := _differences(about.facts, facts):
+                raise ConfigError(
+                    f"checkpoint {path} was made with other settings: {'; '.join(differences)}. "
+                    "Give the same ones, or another checkpoint_dir"
+                )
+            yield Checkpoint(path, step)
+
+    def has_any(self) -> bool:
+        """Whether there is a checkpoint, readable or not."""
+        return bool(self._steps())
 
     @contextmanager
-    def adding(self, global_step: int, state_digest: str) -> Iterator[Path]:
-        """Within the block, a folder to write a checkpoint into; it counts once the block ends without an error.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+    def adding(self, global_step: int, facts: Mapping[str, str]) -> Iterator[Path]:
+        """Within the block, a folder to write a checkpoint into; it counts once the block ends without an error."""
         with self._unfinished(global_step) as draft:
             yield draft
-            about = About(self._run_id, global_step, state_digest)
+            files = {file.name: _sha256(file) for file in sorted(draft.iterdir())}
+            about = About(self._run_id, global_step, dict(facts), files)
             (draft / _ABOUT).write_bytes(msgspec.json.format(msgspec.json.encode(about)) + b"\n")
-            for file in draft.iterdir():
-                _flush(file)
+            for entry in (*draft.iterdir(), draft):
+                _flush(entry)
             path = self._of_step(global_step)
             if path.exists():
                 shutil.rmtree(path)
             draft.replace(path)
+            _flush(self._path)
         for step in self._steps()[:-NUM_KEPT]:
-            shutil.rmtree(self._of_step(step))
+            shutil.rmtree(self._of_step(step), ignore_errors=True)
+
+    def _check_run(self) -> None:
+        for step in reversed(self._steps()):
+            with suppress(OSError, msgspec.MsgspecError):
+                about = _read(self._of_step(step))
+                if about.run_id != self._run_id:
+                    raise ConfigError(
+                        f"checkpoint {self._of_step(step)} is of run {about.run_id!r}, and this is {self._run_id!r}; "
+                        "give each run a checkpoint_dir of its own"
+                    )
 
     @contextmanager
     def _unfinished(self, global_step: int) -> Iterator[Path]:
@@ -139,7 +161,33 @@ class CheckpointDir:
         return self._path / f"checkpoint-{global_step}"
 
 
-def _flush(file: Path) -> None:
-    """Have the disk hold what was written, so that a machine that loses its power finds all of it or none."""
+def _read(path: Path) -> About:
+    return msgspec.json.decode((path / _ABOUT).read_bytes(), type=About)
+
+
+def _sha256(file: Path) -> str:
+    sha256 = hashlib.sha256()
     with file.open("rb") as opened:
-        os.fsync(opened.fileno())
+        while part := opened.read(_READ_BYTES):
+            sha256.update(part)
+    return sha256.hexdigest()
+
+
+def _differences(there: Mapping[str, str], here: Mapping[str, str]) -> list[str]:
+    names = dict.fromkeys([*there, *here])
+    return [
+        f"{name} {there.get(name, 'unknown')} there, {here.get(name, 'unknown')} here"
+        for name in names
+        if there.get(name) != here.get(name)
+    ]
+
+
+def _flush(path: Path) -> None:
+    """Have the disk hold a file, or the names in a folder, so that a machine that loses its power finds all or none."""
+    if path.is_dir() and os.name == "nt":  # its folders cannot be opened
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import logging
-import pickle
+from collections.abc import Mapping
 from pathlib import Path
 
 from manyhands.base.errors import ConfigError
 from manyhands.optim.optimizer import Optimizer
 from manyhands.recipes.albert.checkpoint_dir import CheckpointDir
 from manyhands.recipes.albert.packages import torch, transformers
+from manyhands.runtime.finishing import finishing
+from manyhands.runtime.interrupts import uninterrupted
 
 logger = logging.getLogger(__name__)
 
+SAVE_TIMEOUT_S = 120.0
+"""A program that was told to leave may take so long to save."""
 MAX_REASON_LENGTH = 300
 _OPTIMIZER = "optimizer.pt"
 
@@ -21,80 +25,84 @@ class Checkpoints:
     """Of one trainer: model and tokenizer as transformers loads them, and the optimizer beside them.
 
     Args:
+        facts: settings that must be the same when one is loaded.
         every: global steps from one to the next.
     """
 
     def __init__(
         self,
         folder: CheckpointDir,
+        facts: Mapping[str, str],
         model: transformers.PreTrainedModel,
         tokenizer: transformers.PreTrainedTokenizerFast,
         optimizer: Optimizer,
         every: int,
     ) -> None:
         self._folder = folder
+        self._facts = facts
         self._model = model
         self._tokenizer = tokenizer
         self._optimizer = optimizer
         self._every = every
-        self._saved_step = optimizer.global_step
+        self._saved_step = self._tried_step = optimizer.global_step
         # each file would be a line in the log
         transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
     def resume(self) -> None:
-        """Go to the newest one, unless the run is at its step, or further.
+        """Go to the newest one that can be read, unless the run is at its step, or further.
 
         Raises:
-            ConfigError: it does not fit the model, or is damaged.
+            ConfigError: it was made with other settings, or none of those that are there can be loaded.
         """
-        newest, here = self._folder.newest(), self._optimizer.global_step
-        if newest is None:
+        here = self._optimizer.global_step
+        for checkpoint in self._folder.newest(self._facts):
+            if checkpoint.global_step <= here:
+                logger.info("The run is at global step %d; %s is not needed", here, checkpoint.path)
+                return
+            try:
+                self._load(checkpoint.path)
+            except Exception as error:
+                reason = " ".join(str(error).split())[:MAX_REASON_LENGTH]
+                raise ConfigError(f"checkpoint {checkpoint.path} cannot be loaded: {reason}") from error
+            self._saved_step = self._tried_step = checkpoint.global_step
+            logger.info("Going on from %s", checkpoint.path)
             return
-        if newest.about.global_step <= here:
-            logger.info("The run is at global step %d; %s is not needed", here, newest.path)
-            return
-        try:
-            self._load(newest.path)
-        except (OSError, RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError) as error:
-            reason = " ".join(str(error).split())[:MAX_REASON_LENGTH]
-            raise ConfigError(f"checkpoint {newest.path} cannot be loaded: {reason}; remove it to go on") from error
-        if self._optimizer.state_digest() != newest.about.state_digest:
-            raise ConfigError(f"checkpoint {newest.path} is damaged: its digest is another one; remove it to go on")
-        self._saved_step = newest.about.global_step
-        logger.info("Going on from %s", newest.path)
+        if self._folder.has_any():
+            raise ConfigError("no checkpoint in checkpoint_dir can be read; remove them to begin anew")
 
     def save_if_due(self) -> None:
-        """Save if enough steps were made since the last one."""
-        if self._optimizer.global_step >= self._saved_step + self._every:
-            self.save()
-
-    def save(self) -> None:
-        """Save what has changed since the last one. Training goes on if the disk does not take it: that is said."""
-        optimizer = self._optimizer
-        state = optimizer.state_dict()  # first: it waits for a step that is being made
-        step = optimizer.global_step
-        if step <= self._saved_step:
-            return
-        try:
-            with self._folder.adding(step, optimizer.state_digest()) as draft:
-                self._model.save_pretrained(draft)
-                self._tokenizer.save_pretrained(draft)
-                torch.save(state, draft / _OPTIMIZER)
-        except OSError as error:
-            logger.warning("the checkpoint of step %d was not saved: %s", step, error)
-        else:
-            logger.info("Saved a checkpoint at global step %d", step)
-        self._saved_step = step  # the next attempt is with the next one
+        """Save if enough steps were made since the last attempt."""
+        if self._optimizer.global_step >= self._tried_step + self._every:
+            self._save()
 
     def close(self) -> None:
         """Save what has changed since the last one, and let others use the folder."""
         try:
-            self.save()
+            self._save()
         finally:
             self._folder.close()
+
+    def _save(self) -> None:
+        """Training goes on if the disk does not take it: that is said."""
+        with finishing(SAVE_TIMEOUT_S), uninterrupted():
+            state = self._optimizer.state_dict()  # first: it waits for a step that is being made
+            step = self._tried_step = self._optimizer.global_step
+            if step <= self._saved_step:
+                return
+            logger.info("Saving a checkpoint at global step %d", step)
+            try:
+                with self._folder.adding(step, self._facts) as draft:
+                    self._model.save_pretrained(draft)
+                    self._tokenizer.save_pretrained(draft)
+                    torch.save(state, draft / _OPTIMIZER)
+            except Exception as error:  # noqa: BLE001 (a full disk is a different error for each of the writers)
+                logger.warning("the checkpoint of step %d was not saved: %s", step, error)
+            else:
+                self._saved_step = step
 
     def _load(self, path: Path) -> None:
         saved = type(self._model).from_pretrained(path)
         state = torch.load(path / _OPTIMIZER, map_location="cpu", weights_only=True)
-        self._model.load_state_dict(saved.state_dict())
-        self._optimizer.load_state_dict(state)
+        with uninterrupted():
+            self._model.load_state_dict(saved.state_dict())
+            self._optimizer.load_state_dict(state)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import AbstractContextManager, nullcontext
 
 from manyhands.base.errors import ConfigError
 from manyhands.recipes.albert.packages import torch
 from manyhands.recipes.albert.settings import Precision
 
+logger = logging.getLogger(__name__)
+
 _BFLOAT16_CAPABILITY = (8, 0)
-"""From Ampere on NVIDIA's GPUs have units for bfloat16; older ones emulate it, slowly, and have units for float16."""
+"""From Ampere on NVIDIA's GPUs have units for bfloat16; older ones emulate it, slowly."""
+_FLOAT16_CAPABILITY = (7, 0)
+"""From Volta on they have units for float16."""
 
 
 class Compute:
@@ -44,16 +49,21 @@ class Compute:
 
 
 def _device_named(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name != "auto":
+        return _checked(name)
+    if torch.cuda.is_available():
+        try:
+            return _checked("cuda")
+        except ConfigError as error:  # it is full, say, or too old for this torch
+            logger.warning("computing on the CPU, as the GPU does not work: %s", error)
+    return torch.device("cpu")
+
+
+def _checked(name: str) -> torch.device:
     try:
         device = torch.device(name)
         torch.ones(1, device=device).add_(1).item()
-    except (
-        RuntimeError,
-        AssertionError,
-        NotImplementedError,
-    ) as error:  # it depends on how torch was built
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # it depends on how torch was built
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(f"device {name!r} cannot be used here: {reason}; for example cpu") from error
     return device
@@ -65,5 +75,7 @@ def _dtype_for(device: torch.device, precision: Precision) -> torch.dtype:
         return dtype
     if device.type != "cuda" or torch.version.hip is not None:
         return torch.float32
-    has_bfloat16 = torch.cuda.get_device_capability(device) >= _BFLOAT16_CAPABILITY
-    return torch.bfloat16 if has_bfloat16 else torch.float16
+    capability = torch.cuda.get_device_capability(device)
+    if capability >= _BFLOAT16_CAPABILITY:
+        return torch.bfloat16
+    return torch.float16 if capability >= _FLOAT16_CAPABILITY else torch.float32

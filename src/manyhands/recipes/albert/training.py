@@ -30,11 +30,16 @@ logger = logging.getLogger(__name__)
 METRICS_TIMEOUT_S = 10.0
 
 
+FACTS = ("seq_length", "num_hidden_layers", "num_attention_heads", "mask_probability", "seed", "num_heldout")
+"""Of the recipe; the tensors do not show them. The last two choose the held-out samples."""
+OPTIONS = ("learning_rate", "weight_decay")
+"""Of the optimizer, which says them by itself to the other peers."""
+
+
 def _facts(recipe: AlbertRecipe, tokenizer: str) -> dict[str, str]:
     """What all peers must have alike, besides the model: else they learn different things from different text."""
-    facts = ("seq_length", "mask_probability", "seed", "num_heldout")  # the last two choose the held-out samples
     schedule = f"warmup_linear(total_steps={recipe.total_steps}, warmup_steps={recipe.warmup_steps})"
-    return {"tokenizer": tokenizer, "schedule": schedule, **{name: str(getattr(recipe, name)) for name in facts}}
+    return {"tokenizer": tokenizer, "schedule": schedule, **{name: str(getattr(recipe, name)) for name in FACTS}}
 
 
 class AlbertTrainer:
@@ -69,6 +74,7 @@ class AlbertTrainer:
         samples = make_samples(documents, tokenizer, recipe)
         self._model = build_model(recipe, tokenizer).to(self._compute.device)  # type: ignore[arg-type]
         self._heldout = heldout_batch(samples, recipe)
+        facts = _facts(recipe, tokenizer_digest(tokenizer))
         schedule = warmup_linear(recipe.total_steps, recipe.warmup_steps)
         self._optimizer = Optimizer(
             build_optimizer(self._model, recipe),
@@ -79,13 +85,20 @@ class AlbertTrainer:
             max_grad_norm=MAX_GRAD_NORM,
             scheduler=lambda inner: torch.optim.lr_scheduler.LambdaLR(inner, schedule),
             allow_solo=settings.allow_solo,
-            must_match=_facts(recipe, tokenizer_digest(tokenizer)),
+            must_match=facts,
         )
         self._losses: list[float] = []
         self._checkpoints: Checkpoints | None = None
         if settings.checkpoint_dir is not None:
             folder = CheckpointDir(settings.checkpoint_dir, run_id)
-            self._checkpoints = Checkpoints(folder, self._model, tokenizer, self._optimizer, settings.checkpoint_every)
+            self._checkpoints = Checkpoints(
+                folder,
+                facts | {name: str(getattr(recipe, name)) for name in OPTIONS},
+                self._model,
+                tokenizer,
+                self._optimizer,
+                settings.checkpoint_every,
+            )
             self._checkpoints.resume()
         order = f"{peer.peer_id} from step {self._optimizer.global_step}"  # other batches than before a restart
         self._batches = Batches(samples, recipe, order)
