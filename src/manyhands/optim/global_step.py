@@ -69,6 +69,7 @@ class GlobalStep:
         self._contributors: list[PeerId] | None = None
         self._lineage = b""
         self._samples = 0
+        self._sketch = b""
 
     @property
     def is_lost(self) -> bool:
@@ -110,6 +111,7 @@ class GlobalStep:
             averaged_N, self._lineage, self._samples, spare_N, parameters_N, self._contributors
         )
         self.is_spoiled, self.has_moved = False, True
+        self._sketch = self._replica.sketch() if self.manifest is not None else b""  # alone, it is not asked for
 
     def free_average(self) -> None:
         """After the update let go of one of the two vectors: of that which the wrapped optimizer has seen."""
@@ -123,8 +125,9 @@ class GlobalStep:
             position = Position(replica.position.step + 1, self._lineage)
             await collaboration.fall_behind(position, replica.lineage_samples + self._samples, self._members)
         else:
-            sketch = replica.sketch() if self.is_in_grid else b""
-            await collaboration.move(replica.position, replica.lineage_samples, self._members, sketch)
+            await collaboration.move(
+                replica.position, replica.lineage_samples, self._members, self._sketch, is_in_grid=self.is_in_grid
+            )
 
     async def run(self, collaboration: Collaboration) -> None:
         """Do what is left of the step on the network thread; the update on a thread of its executor."""

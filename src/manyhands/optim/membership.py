@@ -124,11 +124,11 @@ class Membership:
 
     def announce_position(self) -> None:
         """Tell the network thread where this peer is now, other than by a step."""
-        replica = self._replica
-        self._tell(lambda: self._collaboration.move_elsewhere(replica.position, replica.lineage_samples))
+        position, samples, sketch = self._replica.position, self._replica.lineage_samples, self._replica.sketch()
+        self._tell(lambda: self._collaboration.move_elsewhere(position, samples, sketch))
 
     def load_state(self) -> bool:
-        """Go to the leading branch of the run; returns whether its state could be had."""
+        """Take over the state of the leading branch of the run; returns whether it could be had."""
         logger.info("Peer is out of sync.")
         try:
             self._download()

@@ -263,11 +263,14 @@ class Optimizer(OptimizerWrapper):
     # global steps
 
     def _act_on(self, decision: Decision) -> None:
-        if decision is Decision.LOAD_STATE:
+        if decision in (Decision.LOAD_STATE, Decision.RELOAD):
             before, in_group_from = self._replica.position, self._collaboration.in_group_from
             if self._membership.load_state():
                 self.statistics.states_loaded += 1
-                self._samples.load(before, in_group_from)
+                if decision is Decision.RELOAD:
+                    self._samples.reload()
+                else:
+                    self._samples.load(before, in_group_from)
                 self._moved_elsewhere()
         elif decision is Decision.AVERAGE:
             if self._options.allow_solo and self._failures >= FAILURES_UNTIL_ADVICE and self._samples.waiting:

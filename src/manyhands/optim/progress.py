@@ -61,7 +61,8 @@ class ProgressRecord(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
         counted_s_ago: when it was published, so long ago were the samples counted.
         batch_s: seconds that the peer takes for a batch; 0: it does not know yet.
         seat: its place among the groups of a run that is too large for one, as of the round ``seat_round``.
-        sketch: some of the parameters that it held after its last step in a grid, as float32.
+        sketch: sums of the parameters that it held after its last step, as float32; see
+            :mod:`manyhands.optim.signed_sums`.
         sketch_step: the global step that this led to; 0 without one.
         recent_rounds: of its last steps, if they were made in a grid; see :mod:`manyhands.optim.company`.
     """
