@@ -19,7 +19,9 @@ from manyhands.averaging.sketch import MAX_SKETCH_BYTES, MIN_SKETCHES, unpacked
 from manyhands.base.identity import PeerId
 
 BOUND = 5e-4
-"""Of float32 parameters: 300 times what rounding does in 10,000 steps (``benchmarks/rounding_drift.py``)."""
+"""Of float32 parameters: 300 times what rounding does in 10,000 steps (``benchmarks/rounding_drift.py``), and less than
+one cast to bfloat16 and back does.
+"""
 HALF_BOUND = 0.5
 """Where the optimizer itself has parameters in half precision: what rounding loses there is as large as the updates."""
 HALF = frozenset({torch.float16, torch.bfloat16})

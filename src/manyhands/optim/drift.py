@@ -95,8 +95,7 @@ class Drift:
 
     def should_load(self) -> bool:
         """Whether this peer must load the state of the majority. Tells the log what is new."""
-        comparison = self._compare()
-        if comparison is None or not self._held:
+        if not self._compare_anew() or (comparison := self._comparison) is None:
             return False
         position = next(reversed(self._held))
         self._tell_of_others(comparison, position.step)
@@ -152,18 +151,18 @@ class Drift:
         if new:
             logger.warning("%s", describe_others(new, comparison, self._bound))
 
-    def _compare(self) -> Comparison | None:
-        """At the last position that enough have told of."""
+    def _compare_anew(self) -> bool:
+        """At the last position that enough have told of; returns whether there was news."""
         if self._is_in_grid or not self._held:
-            return None
-        newest, own = next(reversed(self._held.items()))
+            return False
         self._reader.observed()  # forgets what has expired
-        basis = (self._reader.version, newest, own)
-        if basis != self._basis:
-            self._basis = basis
-            comparisons = map(self._compare_at, reversed(self._held))
-            self._comparison = next((each for each in comparisons if each is not None), None)
-        return self._comparison
+        basis = (self._reader.version, *next(reversed(self._held.items())))
+        if basis == self._basis:
+            return False
+        self._basis = basis
+        comparisons = map(self._compare_at, reversed(self._held))
+        self._comparison = next((each for each in comparisons if each is not None), None)
+        return True
 
     def _compare_at(self, position: Position) -> Comparison | None:
         sketches = self._said_at(position)

@@ -204,8 +204,8 @@ def is_news(
         target_batch_size: samples of a global step, of all ``num_peers`` together.
         is_near: the target may be reached before this peer's next batch; then exact numbers count.
     """
-    is_moved = (own.position, own.seat, own.seat_round, own.recent_rounds) != (
-        published.position, published.seat, published.seat_round, published.recent_rounds,
+    is_moved = (own.position, own.seat, own.seat_round, own.recent_rounds, own.sketch) != (
+        published.position, published.seat, published.seat_round, published.recent_rounds, published.sketch,
     )  # fmt: skip
     if is_moved or (is_near and own.samples != published.samples):
         return True

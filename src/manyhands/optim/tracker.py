@@ -135,6 +135,7 @@ class ProgressTracker:
         """These are sums of the parameters that this peer holds at its position."""
         own = self._own
         self._publisher.own = msgspec.structs.replace(own, sketch=sketch, sketch_step=own.position.step)
+        self._publisher.tell_news()
 
     def expect_move(self) -> None:
         """A round committed, and its result is being applied: where this peer was is not published any more."""

@@ -179,6 +179,8 @@ async def test_the_state_comes_from_those_who_hold_what_the_majority_holds() -> 
     dave = PeerId("dave")
     async with drifting() as (run, drift):
         assert drift.ordered([dave, BOB], HERE) == [dave, BOB]
+        await hear(run, RIGHT, HERE)
+        assert drift.ordered([dave, BOB], HERE) == [BOB, dave], "so for a newcomer, which holds nothing yet"
         await go_to(run, drift, HERE, RIGHT)
         assert drift.ordered([dave, BOB], HERE) == [BOB, dave]
         await hear(run, WRONG, HERE, (BOB,))
