@@ -13,18 +13,19 @@ machine does. The learning rate is constant, and nothing decays, which is the wo
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 from collections.abc import Callable
 
 import torch
+from _command_line import Parser, json_path, positive_int, progress_of, run, write_json
 
 from manyhands.optim.lamb import Lamb
 
 Step = Callable[[list[torch.Tensor]], None]
 OptimizerMaker = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 VOCABULARY, LENGTH, WIDTH = 64, 16, 32
+RATES = {"adamw": 1e-3, "lamb": 2e-3, "sgd": 1e-2}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -137,11 +138,11 @@ def distance(one: list[torch.Tensor], other: list[torch.Tensor]) -> float:
     return float(apart / torch.cat([a.double().flatten() for a in one]).norm())
 
 
-def measure(name: str, dtype: torch.dtype, num_steps: int, lr: float) -> dict[str, dict[int, float]]:
+def measure(name: str, dtype: torch.dtype, num_steps: int) -> dict[str, dict[int, float]]:
     torch.manual_seed(0)
     model = Model()
     base = [torch.nn.Parameter(parameter.detach().to(dtype)) for parameter in model.parameters()]
-    made = variants(name, base, lr)
+    made = variants(name, base, RATES[name])
     reference = next(iter(made.values()))[0]
     generator = torch.Generator().manual_seed(0)
     rule = torch.rand(VOCABULARY, VOCABULARY, generator=generator) ** 8
@@ -158,24 +159,28 @@ def measure(name: str, dtype: torch.dtype, num_steps: int, lr: float) -> dict[st
             step([gradient.clone() for gradient in gradients])
         if number in marks:
             for label in told:
-                told[label][number] = distance(reference, made[label][0])
+                told[label][number] = float(f"{distance(reference, made[label][0]):.2g}")
     return told
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=10_000)
-    parser.add_argument("--optimizers", nargs="+", default=["adamw", "lamb", "sgd"])
+    parser = Parser(__doc__)
+    parser.add_argument("--steps", type=positive_int, default=10_000, help="default: 10000")
+    parser.add_argument("--optimizers", nargs="+", default=list(RATES), choices=list(RATES), help="default: all")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=list(DTYPES))
+    parser.add_argument("--json", type=json_path, metavar="FILE", help="write the figures there, too")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    for dtype in arguments.dtypes:
-        for name in arguments.optimizers:
-            lr = {"adamw": 1e-3, "lamb": 2e-3, "sgd": 1e-2}[name]
-            for label, told in measure(name, DTYPES[dtype], arguments.steps, lr).items():
-                rounded = {number: float(f"{value:.2g}") for number, value in told.items()}
-                print(json.dumps({"dtype": dtype, "optimizer": name, "how": label, "apart": rounded}), flush=True)
+    results = []
+    with progress_of(len(arguments.dtypes) * len(arguments.optimizers)) as steps:
+        for dtype in arguments.dtypes:
+            for name in arguments.optimizers:
+                steps.begin(f"{name} in {dtype}")
+                for how, apart in measure(name, DTYPES[dtype], arguments.steps).items():
+                    results.append({"dtype": dtype, "optimizer": name, "how": how, "apart": apart})
+                    print(json.dumps(results[-1]), flush=True)
+    write_json(arguments.json, results)
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

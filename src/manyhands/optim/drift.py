@@ -63,6 +63,7 @@ class Drift:
         """
         if is_in_grid or self._is_in_grid:
             self._held.clear()
+            self._comparison = None
         self._is_in_grid = is_in_grid
         self._held[position] = sketch
         while len(self._held) > KEPT_STEPS:

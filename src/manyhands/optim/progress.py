@@ -2,8 +2,9 @@
 
 A record says how many samples its peer had, when, and how fast it computes; whoever reads it later reckons on from
 there. So far from the target a peer publishes only what the others could not have reckoned: another position, other
-samples than its last record leads to, another speed. What is reckoned only decides when to publish and to read: a
-global step is due when the samples that peers have *said* they have reach the target, and near it each says so at once.
+parameters, other samples than its last record leads to, another speed. What is reckoned only decides when to publish
+and to read: a global step is due when the samples that peers have *said* they have reach the target, and near it each
+says so at once.
 
 In a crowd each peer counts for less, so less is told and read of each:
 
