@@ -22,7 +22,7 @@ PATIENCE_STEPS = 100
 """Global steps from one load to the next; each time twice as many."""
 MAX_DOUBLINGS = 20
 MAX_WRONG_STATES = 2
-"""In a row: whoever hands out the state may lie, so another one is asked in the next step."""
+"""In a row: whoever hands out the state may lie, so this peer asks again in the next step, by chance another one."""
 QUIET_STEPS = 10
 """Whoever has held the same as the others for so many global steps is told of again when it no longer does."""
 KEPT_STEPS = 4
@@ -77,8 +77,8 @@ class Drift:
         comparison = self._compare_at(position)
         if comparison is not None and self._is_far(comparison) and self._num_wrong_states < MAX_WRONG_STATES:
             self._num_wrong_states += 1
-            logger.warning("the state that this peer has got is not what %d of %d peers hold; it asks another one in "
-                           "the next step", len(comparison.majority), comparison.num_peers)  # fmt: skip
+            logger.warning("the state that this peer has got is not what %d of %d peers hold; it asks again in the "
+                           "next step", len(comparison.majority), comparison.num_peers)  # fmt: skip
             return
         self._next_load = position.step + PATIENCE_STEPS * 2 ** min(self._num_loads, MAX_DOUBLINGS)
         self._num_loads += 1
