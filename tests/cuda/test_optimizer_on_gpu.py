@@ -14,6 +14,8 @@ from accelerate import Accelerator
 
 import manyhands
 from manyhands.optim.accumulator import GradientAccumulator
+from manyhands.optim.flat import flattened
+from manyhands.optim.replica import Replica
 from tests.trainers import AVERAGING, FAST, in_threads, peers
 
 BATCH_SIZE = 4
@@ -155,18 +157,15 @@ def test_steps_in_the_background_leave_all_with_the_same(delay: str, dtype: torc
             batch += 1
             time.sleep(0.05)
         optimizer.settle()
-
-    ends = [0, 0]
-
-    def check(number: int, optimizer: manyhands.Optimizer) -> None:
         ends[number] = optimizer.global_step
+        both_ended.wait()
+        wait_for_step(optimizer, max(ends))
 
-    digests = train_together(models, ADAMW, delay=delay, loop=loop, check=check)
-    XX
-        assert digests[0] == digests[1]
-        for first, second in zip(*[model.parameters() for model in models], strict=True):
-            assert torch.equal(first, second)
-    assert min(ends) >= NUM_STEPS
+    ends, both_ended = [0, 0], threading.Barrier(2, timeout=30)
+    digests = train_together(models, ADAMW, delay=delay, loop=loop)
+    assert digests[0] == digests[1]
+    for first, second in zip(*[model.parameters() for model in models], strict=True):
+        assert torch.equal(first, second)
 
 
 @pytest.mark.parametrize("half_params", [False, True])
@@ -356,6 +355,22 @@ def test_a_model_that_is_moved_once_its_optimizer_is_made(offload: bool) -> None
     assert digests[0] == digests[1]
     for ours, theirs in zip(models[0].parameters(), alone(ADAMW, 2).parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("make", [SGD, ADAMW], ids=["SGD", "AdamW"])
+def test_statistics_of_a_loaded_state_go_where_the_model_goes(make: Make) -> None:
+    model, reference = new_model("cpu"), new_model("cpu")
+    replicas = [Replica(make(list(one.parameters())), None) for one in (model, reference)]
+    generator = torch.Generator().manual_seed(3)
+    for device in ("cpu", "cuda", "cuda", "cpu"):
+        model.to(device)
+        averaged_N = torch.cat(
+            [torch.randn(flattened(list(model.parameters())).numel(), generator=generator), torch.ones(4)]
+        )
+        for replica in replicas:
+            assert not replica.advance(averaged_N.clone(), b"next", 1, None)
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
 def test_a_model_that_is_moved_in_the_midst_of_a_step() -> None:

@@ -87,6 +87,13 @@ def test_codecs(tmp_path: Path) -> None:
     assert [result["mean_squared_error"] == 0 for result in results] == [True, True, False, False, False, False]
 
 
+def test_rounding_drift(tmp_path: Path) -> None:
+    arguments = ["--steps", "10", "--optimizers", "adamw", "--dtypes", "float32"]
+    results, _ = results_of("rounding_drift.py", tmp_path, *arguments)
+    assert [result["how"] for result in results] == ["foreach", "fused", "in double", "one ulp"]
+    assert 0 < results[2]["apart"]["10"] < results[3]["apart"]["10"] < 1e-6
+
+
 def test_coordinator(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     arguments = ["--peers", "3", "--processes", "2", "--settle", "0.1", "--seconds", "0.5", "--json", str(path)]

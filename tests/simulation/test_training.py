@@ -40,6 +40,7 @@ def assert_nobody_disagrees(trainers: dict[str, Trainer]) -> None:
         by_step.setdefault(trainer.optimizer.global_step, set()).add(str(trainer.parameter.tolist()))
     assert all(len(values) == 1 for values in by_step.values()), by_step
     assert max(by_step) - min(by_step) <= 1, by_step
+    assert all(trainer.optimizer.statistics.parameters_reloaded == 0 for trainer in trainers.values())
 
 
 def assert_no_sample_is_lost(trainers: dict[str, Trainer]) -> None:

@@ -1,4 +1,8 @@
-"""How far apart the peers of a grid are: each publishes a few of its values, the same ones as all others. Pure."""
+"""How far apart peers are: each publishes a few numbers that stand for all its values. Pure.
+
+An averager publishes some of its values, the same ones as all others; the optimizer publishes sums of its parameters
+(:mod:`manyhands.optim.signed_sums`).
+"""
 
 from __future__ import annotations
 
@@ -25,17 +29,23 @@ def packed(values: Sequence[float]) -> bytes:
     return struct.pack(f"<{len(values)}f", *(value if abs(value) <= largest else math.inf for value in values))
 
 
+def unpacked(sketch: bytes) -> tuple[float, ...] | None:
+    """The numbers of a sketch; None if it has none, or not all are finite."""
+    if not sketch or len(sketch) % 4:
+        return None
+    row = struct.unpack(f"<{len(sketch) // 4}f", sketch)
+    return row if all(map(math.isfinite, row)) else None
+
+
 def disagreement_of(sketches: Sequence[bytes]) -> float | None:
     """The root mean square distance of the peers' values from their mean, as a fraction of the latter's size.
 
     Sketches of another length than the first, and values that are not finite, are left out. None if there are fewer
     than two sketches, or the mean is 0.
     """
-    if not sketches or not sketches[0] or len(sketches[0]) % 4:
+    if not sketches:
         return None
-    size = len(sketches[0])
-    rows = [struct.unpack(f"<{size // 4}f", sketch) for sketch in sketches if len(sketch) == size]
-    rows = [row for row in rows if all(math.isfinite(value) for value in row)]
+    rows = [row for sketch in sketches if len(sketch) == len(sketches[0]) and (row := unpacked(sketch)) is not None]
     if len(rows) < MIN_SKETCHES:
         return None
     means = [math.fsum(column) / len(rows) for column in zip(*rows, strict=True)]

@@ -29,8 +29,8 @@ class Averaged:
         contributors: whose samples count in it; None in a grid, of which nobody knows all groups.
         is_left_out: what this peer brought is not in it.
         num_rounds, num_committed: of the step, and of these how many committed here.
-        disagreement: in a grid, how far apart the parameters of the peers were before the step, if that is known: the
-            root mean square distance from their mean, as a fraction of its size.
+        disagreement: how far apart the parameters of the peers were before the step, if that is known: the root mean
+            square distance from their mean, as a fraction of its size.
     """
 
     mean_N: torch.Tensor | None
@@ -48,7 +48,9 @@ class Averaged:
     disagreement: float | None = None
 
 
-def averaged_in_one_group(result: CommittedRound, position: Position, own_id: PeerId, weight: float) -> Averaged:
+def averaged_in_one_group(
+    result: CommittedRound, position: Position, own_id: PeerId, weight: float, disagreement: float | None
+) -> Averaged:
     """The outcome of a round of all peers, from a position."""
     manifest = result.manifest
     return Averaged(
@@ -61,6 +63,7 @@ def averaged_in_one_group(result: CommittedRound, position: Position, own_id: Pe
         list(manifest.members),
         [member for member, of_member in zip(manifest.members, manifest.weights, strict=True) if of_member > 0],
         is_left_out=weight > 0 and not manifest.weights[manifest.members.index(own_id)] > 0,
+        disagreement=disagreement,
     )
 
 

@@ -9,7 +9,6 @@ import math
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -20,12 +19,14 @@ from manyhands.averaging.rounds import RoundRunner
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ManyhandsError, RoundAborted, Unavailable
 from manyhands.base.identity import PeerId
-from manyhands.optim.accumulator import Contribution
 from manyhands.optim.advice import describe_late_states
 from manyhands.optim.averaged import Averaged
+from manyhands.optim.comparison import bound_of
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.departures import Departures
+from manyhands.optim.drift import Drift
 from manyhands.optim.foresight import Foresight
+from manyhands.optim.lent import BackgroundStep, LocalState
 from manyhands.optim.progress import Progress, describe_progress
 from manyhands.optim.run_manifest import ManifestKeeper, RunManifest
 from manyhands.optim.run_records import declare_run
@@ -64,33 +65,7 @@ class Decision(enum.Enum):
     AVERAGE = "the target is reached: average with the others"
     GO_ALONE = "the target is reached, and nobody else is there"
     LOAD_STATE = "the run is on another branch: load its state"
-
-
-class LocalState(Protocol):
-    """What the training thread lends to the network thread: a :class:`manyhands.optim.replica.Replica`."""
-
-    position: Position
-    lineage_samples: int
-
-    def capture(self) -> State:
-        """Copy the state; safe to call from any thread."""
-
-    def flat_parameters(self) -> torch.Tensor:
-        """The trained parameters end to end, copied; safe to call from any thread."""
-
-
-class BackgroundStep(Protocol):
-    """A global step that is made in the background: :class:`manyhands.optim.global_step.GlobalStep`."""
-
-    contribution: Contribution
-    has_moved: bool
-    is_begun: bool
-
-    def end(self) -> None:
-        """Nothing more is done for it."""
-
-    async def run(self, collaboration: Collaboration) -> None:
-        """Make the step."""
+    RELOAD = "most peers at this position hold other parameters: load their state"
 
 
 @dataclass(frozen=True)
@@ -152,6 +127,7 @@ class Collaboration:
             on_update=log_progress,
             is_silent=self._is_silent,
         )
+        self._drift = Drift(self.tracker.reader, presence.peer_id, bound_of(self._local.dtypes))
         self._departures = Departures(presence.endpoint, self.tracker, self._tasks)
         seating = Seating(self.tracker, presence.peer_id, self._averaging.max_group_size, self._rng)
         async with AsyncExitStack() as parts:
@@ -172,8 +148,9 @@ class Collaboration:
             parts.callback(self._foresight.close)
             self.tracker.on_outlook = self._look_ahead
             self._step_rounds = StepRounds(
-                presence.peer_id, self._rounds, seating, self.tracker, self._foresight, self._local, self._averaging
-            )
+                presence.peer_id, self._rounds, seating, self.tracker, self._drift, self._foresight, self._local,
+                self._averaging,
+            )  # fmt: skip
             self._server = server = StateServer(
                 presence.endpoint,
                 manifest.run_id,
@@ -216,6 +193,8 @@ class Collaboration:
             await self._look_again(NEAR_TIMEOUT_S)
         if self.tracker.should_load_state():
             return Decision.LOAD_STATE
+        if self._drift.should_load():
+            return Decision.RELOAD
         if not self.tracker.is_due():
             self._lull = self._lull_after(samples)
             return Decision.ACCUMULATE
@@ -317,17 +296,25 @@ class Collaboration:
         return result
 
     async def move(
-        self, position: Position, lineage_samples: int, together_with: list[PeerId], sketch: bytes = b""
+        self,
+        position: Position,
+        lineage_samples: int,
+        together_with: list[PeerId],
+        sketch: bytes,
+        *,
+        is_in_grid: bool = False,
     ) -> None:
-        """This peer's parameters are at ``position`` now; after a step in a grid this is a sketch of them."""
+        """This peer's parameters are at ``position`` now, after a step; the sketch is of them."""
         self.tracker.move(position, lineage_samples, together_with)
-        if sketch:
-            self.tracker.tell(sketch)
+        self.tracker.tell(sketch)
+        self._drift.moved(position, sketch, is_in_grid=is_in_grid)
 
-    async def move_elsewhere(self, position: Position, lineage_samples: int) -> None:
+    async def move_elsewhere(self, position: Position, lineage_samples: int, sketch: bytes) -> None:
         """This peer has loaded a state; what its gradients were before is of no use there."""
         self._rounds.forget_errors()
         self.tracker.move(position, lineage_samples, [])
+        self.tracker.tell(sketch)
+        self._drift.loaded(position, sketch)
 
     async def fall_behind(self, position: Position, lineage_samples: int, members: list[PeerId]) -> None:
         """The other members of a round are at ``position`` now, and this peer is not."""
@@ -356,6 +343,7 @@ class Collaboration:
         branch = self.tracker.leading_branch()
         donors = [peer_id for peer_id in branch.holders if peer_id != self._presence.peer_id]
         self._rng.shuffle(donors)  # so that newcomers do not all ask the same one
+        donors = self._drift.ordered(donors, branch.position)
         loop, is_late = asyncio.get_running_loop(), self._num_vain_loads > 0
         started = loop.time()
         try:

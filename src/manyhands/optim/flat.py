@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -88,16 +86,6 @@ def assign_flat(tensors: Sequence[torch.Tensor], flat_N: torch.Tensor) -> None:
     """Write what :func:`flattened` has read, or the like."""
     for tensor, values in zip(tensors, torch.split(flat_N, [tensor.numel() for tensor in tensors]), strict=True):
         tensor.copy_(values.view(tensor.shape))
-
-
-def values_at(tensors: Sequence[torch.Tensor], indices: Sequence[int]) -> list[float]:
-    """Single values, by their place in :func:`flattened`."""
-    stops = list(itertools.accumulate(tensor.numel() for tensor in tensors))
-    values = []
-    for index in indices:
-        number = bisect.bisect_right(stops, index)
-        values.append(float(tensors[number].detach().reshape(-1)[index - stops[number]]))
-    return values
 
 
 @torch.no_grad()

@@ -69,6 +69,7 @@ class GlobalStep:
         self._contributors: list[PeerId] | None = None
         self._lineage = b""
         self._samples = 0
+        self._sketch = b""
 
     @property
     def is_lost(self) -> bool:
@@ -113,6 +114,7 @@ class GlobalStep:
         finally:
             self.has_moved = self._replica.position != self.left_from
             self.is_spoiled = self.is_spoiled and not self.has_moved
+        self._sketch = self._replica.sketch() if self.manifest is not None else b""  # alone, it is not asked for
 
     def free_average(self) -> None:
         """After the update let go of one of the two vectors: of that which the wrapped optimizer has seen."""
@@ -126,8 +128,9 @@ class GlobalStep:
             position = Position(replica.position.step + 1, self._lineage)
             await collaboration.fall_behind(position, replica.lineage_samples + self._samples, self._members)
         else:
-            sketch = replica.sketch() if self.is_in_grid else b""
-            await collaboration.move(replica.position, replica.lineage_samples, self._members, sketch)
+            await collaboration.move(
+                replica.position, replica.lineage_samples, self._members, self._sketch, is_in_grid=self.is_in_grid
+            )
 
     async def run(self, collaboration: Collaboration) -> None:
         """Do what is left of the step on the network thread; the update on a thread of its executor."""

@@ -271,9 +271,9 @@ class Optimizer(OptimizerWrapper):
     # global steps
 
     def _act_on(self, decision: Decision) -> None:
-        if decision is Decision.LOAD_STATE:
+        if decision in (Decision.LOAD_STATE, Decision.RELOAD):
             if state := self._membership.downloaded():
-                self._go_to(state)
+                self._go_to(state, is_reload=decision is Decision.RELOAD)
                 self._membership.tell()
         elif decision is Decision.AVERAGE:
             if self._failures.is_time_to_go_alone and self._samples.waiting:
@@ -381,12 +381,12 @@ class Optimizer(OptimizerWrapper):
                 raise error
 
     @uninterrupted()
-    def _go_to(self, state: State) -> None:
+    def _go_to(self, state: State, *, is_reload: bool) -> None:
         """Go to a state of others, if it fits."""
         before, in_group_from = self._replica.position, self._collaboration.in_group_from
         if self._membership.load(state):
             self.statistics.states_loaded += 1
-            self._samples.load(before, in_group_from)
+            self._samples.reload() if is_reload else self._samples.load(before, in_group_from)
             self._moved_elsewhere()
 
     def _moved_elsewhere(self) -> None:

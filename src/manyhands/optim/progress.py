@@ -2,8 +2,9 @@
 
 A record says how many samples its peer had, when, and how fast it computes; whoever reads it later reckons on from
 there. So far from the target a peer publishes only what the others could not have reckoned: another position, other
-samples than its last record leads to, another speed. What is reckoned only decides when to publish and to read: a
-global step is due when the samples that peers have *said* they have reach the target, and near it each says so at once.
+parameters, other samples than its last record leads to, another speed. What is reckoned only decides when to publish
+and to read: a global step is due when the samples that peers have *said* they have reach the target, and near it each
+says so at once.
 
 In a crowd each peer counts for less, so less is told and read of each:
 
@@ -61,7 +62,8 @@ class ProgressRecord(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
         counted_s_ago: when it was published, so long ago were the samples counted.
         batch_s: seconds that the peer takes for a batch; 0: it does not know yet.
         seat: its place among the groups of a run that is too large for one, as of the round ``seat_round``.
-        sketch: some of the parameters that it held after its last step in a grid, as float32.
+        sketch: sums of the parameters that it held after its last step, as float32; see
+            :mod:`manyhands.optim.signed_sums`.
         sketch_step: the global step that this led to; 0 without one.
         recent_rounds: of its last steps, if they were made in a grid; see :mod:`manyhands.optim.company`.
     """
@@ -203,8 +205,8 @@ def is_news(
         target_batch_size: samples of a global step, of all ``num_peers`` together.
         is_near: the target may be reached before this peer's next batch; then exact numbers count.
     """
-    is_moved = (own.position, own.seat, own.seat_round, own.recent_rounds) != (
-        published.position, published.seat, published.seat_round, published.recent_rounds,
+    is_moved = (own.position, own.seat, own.seat_round, own.recent_rounds, own.sketch) != (
+        published.position, published.seat, published.seat_round, published.recent_rounds, published.sketch,
     )  # fmt: skip
     if is_moved or (is_near and own.samples != published.samples):
         return True

@@ -41,7 +41,7 @@ class Observed(msgspec.Struct, frozen=True, gc=False):
     Attributes:
         expires_at: until when it counts (loop time).
         reckoning: how its samples must grow from here.
-        said_step: the global step that it has named itself; what it said else is of then.
+        said: the position that it has named itself; what it said else is of then.
         moved_at: when a round was seen to take the peer to this position (loop time); earlier records are out of date.
     """
 
@@ -49,7 +49,7 @@ class Observed(msgspec.Struct, frozen=True, gc=False):
     sequence: int
     expires_at: float
     reckoning: Reckoning
-    said_step: int
+    said: Position
     moved_at: float = -math.inf
 
     def is_outdated_by(self, record: ProgressRecord, issued_at: float) -> bool:
@@ -120,9 +120,7 @@ class ProgressReader:
             if remaining_s > ttl_s:
                 remaining_s = ttl_s
             reckoning = Reckoning.of(record, now + remaining_s - ttl_s)
-            self._observe(
-                peer_id, Observed(record, stored.sequence, now + remaining_s, reckoning, record.position.step)
-            )
+            self._observe(peer_id, Observed(record, stored.sequence, now + remaining_s, reckoning, record.position))
             if known is None or known.record.addresses != record.addresses:
                 self._endpoint.learn(peer_id, readable_addresses(record.addresses))
 
@@ -196,7 +194,7 @@ class ProgressReader:
                 {
                     peer_id: seen.record.recent_rounds
                     for peer_id, seen in observed.items()
-                    if abs(seen.said_step - self._step) < NUM_STEPS
+                    if abs(seen.said.step - self._step) < NUM_STEPS
                 }
             )
             self._strangers_of = self.version
@@ -232,5 +230,5 @@ class ProgressReader:
                     seen.record, position=position, samples=0, lineage_samples=lineage_samples, counted_s_ago=0.0
                 )
                 reckoning = Reckoning.of(record, now)
-                assumed = Observed(record, seen.sequence, seen.expires_at, reckoning, seen.said_step, now)
+                assumed = Observed(record, seen.sequence, seen.expires_at, reckoning, seen.said, now)
                 self._observe(peer_id, assumed)

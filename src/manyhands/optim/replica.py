@@ -13,14 +13,15 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from manyhands.averaging.messages import Position
-from manyhands.averaging.sketch import packed, sketched_indices
+from manyhands.averaging.sketch import packed
 from manyhands.base.errors import ConfigError
 from manyhands.base.identity import PeerId
-from manyhands.optim.flat import GradientLayout, assign_flat, flattened, values_at
+from manyhands.optim.flat import GradientLayout, assign_flat, flattened
 from manyhands.optim.host_copy import HostCopy
 from manyhands.optim.plain import merged, plain_part
+from manyhands.optim.signed_sums import signed_sums
 from manyhands.optim.state import Origin, State, capture, digest_of, parameters_of, restore, sealed, specs_of
-from manyhands.optim.update import guarded_step
+from manyhands.optim.update import guarded_step, move_statistics
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +97,7 @@ class Replica:
         with self._lock:
             if parameters_N is not None:
                 assign_flat(self._parameters, parameters_N)
+            move_statistics(self.optimizer)
             reason = guarded_step(
                 self.optimizer, self._parameters, self._layout, averaged_N,
                 max_grad_norm=self._max_grad_norm, spare_N=spare_N,
@@ -124,10 +126,14 @@ class Replica:
             return flattened(self._parameters)
 
     def sketch(self) -> bytes:
-        """Some of the parameters, the same ones on all peers at this step, for comparing."""
+        """A few numbers that stand for the trained parameters at this step, to compare peers by."""
         with self._lock:
-            indices = sketched_indices(self._layout.num_values, self.position.step)
-            return packed(values_at(self._parameters, indices))
+            return packed(signed_sums(self._parameters, self.position.step))
+
+    @property
+    def dtypes(self) -> set[torch.dtype]:
+        """Of the trained parameters that the optimizer holds."""
+        return {parameter.dtype for parameter in self._parameters}
 
     def show(self) -> None:
         """Have the model use the parameters at :attr:`position`."""

@@ -101,6 +101,11 @@ class Samples:
             else:
                 self._carried(part.samples)
 
+    def reload(self) -> None:
+        """The state of others was loaded, as this peer held other parameters than they at the same position."""
+        self.statistics.parameters_reloaded += 1
+        self.drop_waiting("they were computed on parameters that are not those of the run")
+
     def drop_waiting(self, reason: str) -> None:
         """The parameters are not those any more that the gradients so far were computed on."""
         for part in self._accumulator.parts:

@@ -19,8 +19,9 @@ class Statistics:
         steps_alone: global steps made while nobody else was there.
         updates_refused: global steps that left the parameters as they were, since the update was not finite.
         states_loaded: how often the state was downloaded.
-        disagreement: in a run of several groups, how far apart the parameters of the peers were before the last step,
-            as a fraction of their size, by what they published; else None.
+        parameters_reloaded: of these, because the majority held other parameters at the same place in the run.
+        disagreement: how far apart the parameters of the peers were before the last step, as a fraction of their size,
+            by what they published; None if that is not known.
     """
 
     samples_computed: int = 0
@@ -32,6 +33,7 @@ class Statistics:
     steps_alone: int = 0
     updates_refused: int = 0
     states_loaded: int = 0
+    parameters_reloaded: int = 0
     disagreement: float | None = None
 
     def summary(self) -> str:

@@ -18,6 +18,7 @@ from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ManyhandsError, RoundAborted
 from manyhands.base.identity import PeerId
 from manyhands.optim.averaged import Averaged, averaged_in_grid, averaged_in_one_group
+from manyhands.optim.drift import Drift
 from manyhands.optim.foresight import Foresight
 from manyhands.optim.seating import Seating
 from manyhands.optim.tracker import ProgressTracker
@@ -42,6 +43,7 @@ class StepRounds:
     """Averages the gradients of one peer with those of the others. Lives on the network thread.
 
     Args:
+        drift: knows what the peers hold.
         foresight: has looked for the group.
         local: of this peer.
     """
@@ -52,6 +54,7 @@ class StepRounds:
         rounds: RoundRunner,
         seating: Seating,
         tracker: ProgressTracker,
+        drift: Drift,
         foresight: Foresight[Averaged],
         local: Parameters,
         config: AveragingConfig,
@@ -61,6 +64,7 @@ class StepRounds:
         self._shapes: Sequence[Sequence[int]] = rounds.shapes or []
         self._seating = seating
         self._tracker = tracker
+        self._drift = drift
         self._foresight = foresight
         self._local = local
         self._config = config
@@ -88,7 +92,7 @@ class StepRounds:
         if not self._seating.begin_step():
             with self._tracker.in_round():
                 result = await self._rounds.average(mean_N, weight)
-            return averaged_in_one_group(result, position, self._own_id, weight)
+            return averaged_in_one_group(result, position, self._own_id, weight, self._drift.disagreement())
         try:
             return await self._in_grid(position, mean_N, weight)
         except BaseException:
@@ -121,7 +125,7 @@ class StepRounds:
             self._tracker.target_batch_size,
             members,
             meter.averaging_s + meter.vote_s,
-            self._tracker.disagreement(),
+            self._drift.disagreement(),
         )
 
     async def _look(self) -> None:

@@ -13,7 +13,6 @@ import msgspec
 
 from manyhands.averaging.messages import Position
 from manyhands.averaging.places import Seat
-from manyhands.averaging.sketch import disagreement_of
 from manyhands.base.errors import ManyhandsError
 from manyhands.base.identity import PeerId
 from manyhands.dht import DhtNode
@@ -133,19 +132,10 @@ class ProgressTracker:
             self._update(msgspec.structs.replace(self._own, seat=seat, seat_round=round_number))
 
     def tell(self, sketch: bytes) -> None:
-        """In a grid: these are some of the parameters that this peer holds at its position."""
+        """These are sums of the parameters that this peer holds at its position."""
         own = self._own
         self._publisher.own = msgspec.structs.replace(own, sketch=sketch, sketch_step=own.position.step)
-
-    def disagreement(self) -> float | None:
-        """How far apart the parameters of the peers were after this peer's last step in a grid, as far as is known."""
-        own, strangers = self._own, self.reader.strangers()
-        others = [
-            record.sketch
-            for peer_id, record in self.reader.records().items()
-            if record.sketch_step == own.sketch_step and peer_id not in strangers
-        ]
-        return disagreement_of([own.sketch, *others])
+        self._publisher.tell_news()
 
     def expect_move(self) -> None:
         """A round committed, and its result is being applied: where this peer was is not published any more."""
@@ -163,7 +153,7 @@ class ProgressTracker:
         """This peer, and the others of its round, have gone to ``position``."""
         self.reader.moves(self._own.position, position)
         self.others_moved(position, lineage_samples, together_with)
-        self._is_called = False
+        self._is_called = self._is_called and position == self._own.position  # a reload answers no call
         self._publisher.hurry()
         self._stirred.ring()
         own = msgspec.structs.replace(self._own, position=position, samples=0, lineage_samples=lineage_samples)

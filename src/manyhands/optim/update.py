@@ -68,6 +68,15 @@ def guarded_step(
     return "with it, the parameters or the optimizer's statistics would not be finite"
 
 
+def move_statistics(optimizer: torch.optim.Optimizer) -> None:
+    """Have the statistics of each parameter where it is now: its model may be moved to a GPU once they are there."""
+    for parameter, statistics in optimizer.state.items():
+        for name, value in statistics.items():
+            is_like_it = isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == parameter.shape
+            if is_like_it and value.device != parameter.device:
+                statistics[name] = value.to(parameter.device)
+
+
 def global_norm(tensors: Sequence[torch.Tensor]) -> float:
     """The Euclidean norm of all values together, in float32."""
     norms = [torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in tensors]

@@ -133,3 +133,17 @@ def test_a_refused_update_drops_only_samples_that_were_in_it(is_left_out: bool) 
     samples.count(step)
     assert (samples.waiting, samples.statistics.samples_dropped) == ((8, 0) if is_left_out else (0, 8))
     assert parameter.tolist() == [1.0, 1.0]
+
+
+def test_what_the_others_compare_is_told_unless_nobody_is_there() -> None:
+    parameter, step = new_step()
+    commit(step)
+    step.advance()
+    assert step._sketch == step._replica.sketch()
+    with torch.no_grad():
+        parameter.add_(1.0)
+    assert step._sketch != step._replica.sketch(), "it is of the parameters as the step has left them"
+    _, alone = new_step()
+    alone.is_alone(PeerId("me"))
+    alone.advance()
+    assert alone._sketch == b""

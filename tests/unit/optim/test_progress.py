@@ -247,6 +247,13 @@ def test_a_first_speed_is_news() -> None:
     assert not is_news(record(), 1.0, record(), 1000, 10, is_near=False)
 
 
+def test_other_parameters_at_the_same_position_are_news() -> None:
+    """After they were loaded, the others need not take this peer for far off until the next step."""
+    own = msgspec.structs.replace(record(), sketch=b"these")
+    assert is_news(record(), 1.0, own, 1000, 10, is_near=False)
+    assert not is_news(own, 1.0, own, 1000, 10, is_near=False)
+
+
 # when a batch is over
 
 

@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager
 
 from manyhands.averaging.grid import Layout
 from manyhands.averaging.places import MAX_ROUNDS_AGO, NO_SEAT, Seat
-from manyhands.averaging.sketch import packed
 from manyhands.base.identity import PeerId
 from manyhands.optim.seating import Seating
 from tests.swarm import identity_of
@@ -106,12 +105,3 @@ async def test_of_two_in_one_cell_the_higher_takes_another() -> None:
         seating.position()
         moved = run.tracker.seat()[1]
         assert (moved == mine) == (run.endpoint.peer_id < lowest)
-
-
-async def test_how_far_apart_the_parameters_are_by_what_all_have_said() -> None:
-    async with seats() as (run, _):
-        assert run.tracker.disagreement() is None
-        run.tracker.tell(packed([1.0] * 16))
-        await run.hears(OTHERS[0], sketch=packed([3.0] * 16), sketch_step=HERE.step)
-        await run.hears(OTHERS[1], sketch=packed([9.0] * 16), sketch_step=HERE.step - 1)
-        assert run.tracker.disagreement() == 0.5, "each is 1 from the mean, which is 2"

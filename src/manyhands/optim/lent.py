@@ -1,0 +1,45 @@
+"""What the training thread lends to the network thread."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from manyhands.averaging.messages import Position
+from manyhands.optim.accumulator import Contribution
+from manyhands.optim.state import State
+
+if TYPE_CHECKING:
+    from manyhands.optim.collaboration import Collaboration
+
+
+class LocalState(Protocol):
+    """A :class:`manyhands.optim.replica.Replica`."""
+
+    position: Position
+    lineage_samples: int
+
+    @property
+    def dtypes(self) -> set[torch.dtype]:
+        """Of the trained parameters."""
+
+    def capture(self) -> State:
+        """Copy the state; safe to call from any thread."""
+
+    def flat_parameters(self) -> torch.Tensor:
+        """The trained parameters end to end, copied; safe to call from any thread."""
+
+
+class BackgroundStep(Protocol):
+    """A global step that is made in the background: :class:`manyhands.optim.global_step.GlobalStep`."""
+
+    contribution: Contribution
+    has_moved: bool
+    is_begun: bool
+
+    def end(self) -> None:
+        """Nothing more is done for it."""
+
+    async def run(self, collaboration: Collaboration) -> None:
+        """Make the step."""

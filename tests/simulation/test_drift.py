@@ -1,0 +1,275 @@
+"""Peers whose parameters are changed behind the optimizer's back, in a run of one group."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from manyhands.averaging.messages import Position
+from manyhands.averaging.sketch import packed
+from manyhands.optim.comparison import BOUND
+from manyhands.optim.state import State, sealed
+from tests.simulation.swarm_of_trainers import Member, Swarm, together
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+BATCH_SIZE, TARGET = 4, 128
+"""Four peers take 4 s for a step."""
+NUM_STEPS = 16
+SPOILED_AT = 5  # global step
+
+Change = Callable[[list[torch.Tensor]], None]
+
+
+def new_model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(40, 60), torch.nn.ReLU(), torch.nn.Linear(60, 40))
+
+
+def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.001)
+
+
+@dataclass
+class Run:
+    """A swarm; ``change`` is made to the parameters that a peer's optimizer holds, after one of its batches."""
+
+    num_peers: int = 4
+    options: dict[str, Any] = field(default_factory=dict)
+    change: dict[str, Callable[[Member], None]] = field(default_factory=dict)
+    reloaded_at: dict[str, list[int]] = field(default_factory=dict)
+    held: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    apart: list[float] = field(default_factory=list)
+    swarm: Swarm = field(default_factory=lambda: Swarm(seed=7))
+
+    def go(self, num_steps: int = NUM_STEPS) -> dict[str, Member]:
+        for number in range(self.num_peers):
+            self.swarm.start(
+                f"p{number}", new_model, adamw, lambda member: self._train(member, num_steps),
+                **{"target_batch_size": TARGET, "batch_size_per_step": BATCH_SIZE, **self.options},
+            )  # fmt: skip
+        self.swarm.run()
+        return self.swarm.members
+
+    def _train(self, member: Member, num_steps: int) -> None:
+        together(self.num_peers, member)
+        rng = torch.Generator().manual_seed(int(member.name[1:]))
+        at = self.reloaded_at.setdefault(member.name, [])
+        while member.optimizer.global_step < num_steps:
+            step = member.optimizer.global_step
+            inputs = torch.randn(BATCH_SIZE, 40, generator=rng)
+            member.step((member.model(inputs) - inputs).square().mean())
+            member.check_samples()
+            if member.optimizer.global_step != step:
+                self._note(member)
+            if member.optimizer.statistics.parameters_reloaded > len(at):
+                at.append(member.optimizer.global_step)
+            if member.name in self.change:
+                self.change[member.name](member)
+        member.optimizer.settle()
+
+    def _note(self, member: Member) -> None:
+        flat_N = torch.cat([parameter.detach().flatten() for parameter in member.model.parameters()])
+        self.held.setdefault(member.optimizer.global_step, []).append(flat_N)
+        if (apart := member.optimizer.statistics.disagreement) is not None:
+            self.apart.append(apart)
+
+
+def parameters_of(member: Member) -> list[torch.Tensor]:
+    return member.optimizer._replica._parameters
+
+
+def once(change: Callable[[Member], None]) -> Callable[[Member], None]:
+    done: list[int] = []
+
+    def change_once(member: Member) -> None:
+        if not done and member.optimizer.global_step >= SPOILED_AT:
+            done.append(member.optimizer.global_step)
+            change(member)
+
+    return change_once
+
+
+@torch.no_grad()
+def forget_an_average(member: Member) -> None:
+    for parameter in parameters_of(member):
+        parameter.mul_(0.97)
+
+
+@torch.no_grad()
+def clamp(member: Member) -> None:
+    for parameter in parameters_of(member):
+        parameter.clamp_(-0.14, 0.14)
+
+
+@torch.no_grad()
+def flip_a_bit(member: Member) -> None:
+    parameters_of(member)[0][3, 5] = 2.0
+
+
+@torch.no_grad()
+def cast(member: Member) -> None:
+    for parameter in parameters_of(member):
+        parameter.copy_(parameter.bfloat16())
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name.endswith("optim.drift")]
+
+
+@pytest.mark.parametrize("change", [forget_an_average, clamp, flip_a_bit, cast])
+def test_a_peer_with_other_parameters_loads_those_of_the_majority(
+    change: Callable[[Member], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(change={"p2": once(change)})
+    members = run.go()
+    (at,) = run.reloaded_at["p2"]
+    assert at - SPOILED_AT <= 2
+    for name, member in members.items():
+        counts = member.optimizer.statistics
+        assert (counts.states_loaded, counts.parameters_reloaded) == ((1, 1) if name == "p2" else (0, 0))
+        assert counts.samples_dropped <= (TARGET if name == "p2" else 0)
+        assert counts.rounds_aborted == 0
+    for step, held in run.held.items():
+        assert step in range(SPOILED_AT + 1, at + 2) or all(torch.equal(one, held[0]) for one in held), step
+    assert set(run.apart) == {0.0}, "before the next step they are the same again"
+    own = [text for text in warnings(caplog) if text.startswith("The parameters of this peer")]
+    assert len(own) == 1, own
+    others = [text for text in warnings(caplog) if text not in own]
+    assert len(others) <= 3, "each of the others says it once"
+    assert all(members["p2"].peer.peer_id in text for text in others)
+
+
+@pytest.mark.parametrize("options", [{}, {"delay": "optimizer"}, {"delay": "gradients"}, {"offload": True}], ids=str)
+def test_the_same_parameters_are_left_alone(options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    run = Run(options=options)
+    members = run.go()
+    assert warnings(caplog) == []
+    assert len(run.apart) > 3 * NUM_STEPS, "it is told"
+    assert set(run.apart) == {0.0}
+    assert all(member.optimizer.statistics.states_loaded == 0 for member in members.values())
+
+
+@pytest.mark.parametrize("options", [{"delay": "optimizer"}, {"delay": "gradients"}, {"offload": True}], ids=str)
+def test_in_the_background_and_on_the_host(options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    run = Run(options=options, change={"p2": once(flip_a_bit)})
+    members = run.go()
+    (at,) = run.reloaded_at["p2"]
+    assert at - SPOILED_AT <= 3
+    final = [parameters_of(member) for member in members.values()]
+    for parameters in final[1:]:
+        assert all(map(torch.equal, parameters, final[0]))
+    assert all(member.optimizer.statistics.states_loaded == (name == "p2") for name, member in members.items())
+
+
+def test_rounding_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """Each peer but one moves each of its parameters by a unit in the last place after each batch."""
+    num_changes = 0
+
+    @torch.no_grad()
+    def round_otherwise(member: Member) -> None:
+        nonlocal num_changes
+        num_changes += 1
+        for parameter in parameters_of(member):
+            away = torch.where(torch.rand_like(parameter) < 0.5, -torch.inf, torch.inf)
+            parameter.copy_(torch.nextafter(parameter, away))
+
+    run = Run(change=dict.fromkeys(("p1", "p2", "p3"), round_otherwise))
+    members = run.go()
+    assert num_changes >= 3 * NUM_STEPS * TARGET / BATCH_SIZE / 4
+    assert warnings(caplog) == []
+    assert 0 < max(run.apart) < BOUND / 100
+    assert all(member.optimizer.statistics.states_loaded == 0 for member in members.values())
+
+
+def test_a_peer_whose_own_code_changes_its_parameters_loads_once_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    run = Run(change={"p2": clamp})
+    members = run.go(num_steps=30)
+    assert [member.optimizer.statistics.states_loaded for member in members.values()] == [0, 0, 1, 0]
+    own = [text for text in warnings(caplog) if text.startswith("The parameters of this peer")]
+    assert len(own) == 2, own
+    assert "it loads their state" in own[0]
+    assert "although it has loaded their state" in own[1]
+    assert len(warnings(caplog)) <= 2 + 3, "each of the others says it once"
+    for member in members.values():
+        counts = member.optimizer.statistics
+        assert counts.samples_dropped <= TARGET
+        assert counts.rounds_aborted == 0
+    assert max(run.apart) > BOUND
+
+
+def test_a_liar_changes_nothing_for_the_others(caplog: pytest.LogCaptureFixture) -> None:
+    """It publishes wild numbers, other ones each time, now and then the right ones, and loads nothing itself."""
+    rng = random.Random(5)
+
+    def lie(member: Member) -> None:
+        replica, truth = member.optimizer._replica, type(member.optimizer._replica).sketch
+        kinds: list[Callable[[], bytes]] = [
+            lambda: packed([rng.gauss(0, 10.0 ** rng.randint(-5, 30)) for _ in range(16)]),
+            lambda: packed([float("nan")] * 16),
+            lambda: b"",
+            lambda: packed([1.0]),
+            lambda: truth(replica),
+        ]
+        replica.sketch = lambda: rng.choice(kinds)()  # type: ignore[method-assign]
+        member.optimizer._collaboration._drift.should_load = lambda: False  # type: ignore[method-assign]
+
+    run = Run(change={"p3": once(lie)})
+    members = run.go(num_steps=40)
+    for name, member in members.items():
+        counts = member.optimizer.statistics
+        assert counts.states_loaded == counts.samples_dropped == counts.rounds_aborted == 0
+        assert name == "p3" or counts.samples_used == counts.samples_computed - member.optimizer.samples_accumulated
+    for held in run.held.values():
+        assert all(torch.equal(one, held[0]) for one in held)
+    assert 3 <= len(warnings(caplog)) <= 3 * 4, "not each step"
+    assert all(members["p3"].peer.peer_id in text for text in warnings(caplog))
+
+
+def test_of_a_liar_that_hands_out_a_wrong_state_another_one_is_asked(caplog: pytest.LogCaptureFixture) -> None:
+    def lie(member: Member) -> None:
+        server = member.optimizer._collaboration._server
+        capture = server._capture
+
+        def captured() -> State:
+            state = capture()
+            state.tensors[0].mul_(2.0)
+            return sealed(state)
+
+        server._capture = captured
+
+    def meet_the_liar(member: Member) -> None:
+        liar = run.swarm.members["p3"]
+        lie(liar)
+        drift: Any = member.optimizer._collaboration._drift
+
+        def liar_first(donors: list[Any], _: Position) -> list[Any]:
+            del drift.ordered  # once
+            return sorted(donors, key=lambda donor: donor != liar.peer.peer_id)
+
+        drift.ordered = liar_first
+        flip_a_bit(member)
+
+    run = Run(change={"p2": once(meet_the_liar)})
+    members = run.go(num_steps=24)
+    assert 2 <= members["p2"].optimizer.statistics.states_loaded <= 3
+    assert sum("the state that this peer has got is not what" in text for text in warnings(caplog)) in (1, 2)
+    assert all(map(torch.equal, parameters_of(members["p2"]), parameters_of(members["p0"])))
+    assert members["p0"].optimizer.statistics.states_loaded == 0
+
+
+def test_of_two_peers_both_are_told_and_none_loads(caplog: pytest.LogCaptureFixture) -> None:
+    run = Run(num_peers=2, change={"p1": once(forget_an_average)})
+    members = run.go()
+    assert all(member.optimizer.statistics.states_loaded == 0 for member in members.values())
+    assert all(member.optimizer.statistics.samples_dropped == 0 for member in members.values())
+    told = warnings(caplog)
+    assert len(told) == 2
+    assert all("nobody can tell whose are right" in text for text in told)
+    assert {name for name in members for text in told if members[name].peer.peer_id in text} == {"p0", "p1"}
+    assert run.apart[-1] > BOUND

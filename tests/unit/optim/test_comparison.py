@@ -1,0 +1,100 @@
+"""Who holds what the majority holds, by what peers have told."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from manyhands.averaging.sketch import MAX_SKETCH_BYTES, packed
+from manyhands.base.identity import PeerId
+from manyhands.optim.comparison import BOUND, HALF_BOUND, bound_of, compared, describe_others, describe_own
+
+PEERS = [PeerId(f"peer{number}") for number in range(9)]
+OWN = PEERS[0]
+
+
+def telling(*values: float) -> dict[PeerId, bytes]:
+    """Each tells one number, 16 times."""
+    return {peer_id: packed([value] * 16) for peer_id, value in zip(PEERS, values, strict=False)}
+
+
+def test_the_bound_is_that_of_the_coarsest_parameters() -> None:
+    assert bound_of([]) == bound_of([torch.float32]) == bound_of([torch.float64, torch.float32]) == BOUND
+    assert bound_of([torch.float32, torch.bfloat16]) == bound_of([torch.float16]) == HALF_BOUND
+
+
+def test_one_who_is_far_off_is_not_of_the_majority() -> None:
+    comparison = compared(telling(1.0, 1.0, 1.5, 1.0 + BOUND / 2), OWN, 4, BOUND)
+    assert comparison is not None
+    assert comparison.majority == {PEERS[0], PEERS[1], PEERS[3]}
+    assert comparison.apart[PEERS[2]] == pytest.approx(0.5, rel=0.01)
+    assert comparison.is_complete
+
+
+def test_of_two_none_is_the_majority() -> None:
+    comparison = compared(telling(1.0, 1.5), OWN, 2, BOUND)
+    assert comparison is not None
+    assert comparison.majority == frozenset()
+    assert comparison.apart == {PEERS[0]: 0.0, PEERS[1]: pytest.approx(0.5)}
+
+
+def test_those_who_have_told_nothing_count_as_well() -> None:
+    """So two that lie make nobody load what they want, before the others have told."""
+    assert compared(telling(1.0, 2.0, 2.0), OWN, 6, BOUND) is None
+    few = compared(telling(1.0, 2.0, 2.0), OWN, 5, BOUND)
+    assert few is not None
+    assert few.majority == frozenset()
+    assert not few.is_complete
+    assert compared(telling(1.0), OWN, 1, BOUND) is None
+
+
+def test_who_has_told_nothing_itself_sees_a_majority_or_nothing() -> None:
+    others = dict(list(telling(0.0, 1.0, 1.0, 1.0, 3.0).items())[1:])
+    comparison = compared(others, OWN, 5, BOUND)
+    assert comparison is not None
+    assert comparison.majority == {*PEERS[1:4]}
+    assert compared(dict(list(telling(0.0, 1.0, 2.0).items())[1:]), OWN, 3, BOUND) is None
+
+
+@pytest.mark.parametrize("strange", [b"", b"abc", packed([1.0]), packed([math.nan] * 16), packed([1e300] * 16)])
+def test_what_makes_no_sense_has_told_nothing(strange: bytes) -> None:
+    comparison = compared(telling(1.0, 1.0, 1.0) | {PEERS[3]: strange}, OWN, 4, BOUND)
+    assert comparison is not None
+    assert PEERS[3] not in comparison.apart
+    assert len(comparison.majority) == 3
+
+
+def test_parameters_that_are_all_zero() -> None:
+    comparison = compared(telling(0.0, 0.0, 1.0), OWN, 3, BOUND)
+    assert comparison is not None
+    assert comparison.majority == {PEERS[0], PEERS[1]}
+    assert comparison.apart[PEERS[2]] == math.inf
+
+
+@given(st.integers(0, 4), st.data())
+def test_a_minority_that_tells_what_it_likes_pushes_nobody_out(num_liars: int, data: st.DataObject) -> None:
+    """Nor does it have the majority take one of those who lie far off for one of its own."""
+    num_honest = num_liars + 1
+    honest = telling(*[1.0 + data.draw(st.floats(0, BOUND / 4)) for _ in range(num_honest)])
+    lies = {peer_id: data.draw(st.binary(max_size=MAX_SKETCH_BYTES)) for peer_id in PEERS[5 : 5 + num_liars]}
+    comparison = compared({**lies, **honest}, OWN, num_honest + num_liars, BOUND)
+    if comparison is None:
+        assert num_honest == 1
+    else:
+        assert honest.keys() <= comparison.majority
+        assert all(comparison.apart[peer_id] <= BOUND for peer_id in comparison.majority)
+
+
+def test_the_words() -> None:
+    comparison = compared(telling(1.0, 1.0, 1.0, 1.0, 1.0, 1.5, 20.0, 1.5, 1.5), OWN, 9, BOUND)
+    assert comparison is not None
+    far = {peer_id: comparison.apart[peer_id] for peer_id in PEERS[5:]}
+    assert describe_others(far, comparison, BOUND) == (
+        "The parameters of peers peer5, peer6, peer7 and 1 more are up to 19 times of their size away from those that "
+        "5 of 9 peers hold (rounding stays below 0.05%)"
+    )
+    assert describe_own(0.5, comparison, BOUND).startswith("The parameters of this peer are 50.00% of their size away")
