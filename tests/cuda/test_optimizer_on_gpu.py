@@ -14,7 +14,6 @@ from accelerate import Accelerator
 
 import manyhands
 from manyhands.optim.accumulator import GradientAccumulator
-from manyhands.optim.flat import flattened
 from manyhands.optim.replica import Replica
 from tests.trainers import AVERAGING, FAST, in_threads, peers
 
@@ -361,12 +360,10 @@ def test_a_model_that_is_moved_once_its_optimizer_is_made(offload: bool) -> None
 def test_statistics_of_a_loaded_state_go_where_the_model_goes(make: Make) -> None:
     model, reference = new_model("cpu"), new_model("cpu")
     replicas = [Replica(make(list(one.parameters())), None) for one in (model, reference)]
-    generator = torch.Generator().manual_seed(3)
+    generator, numel = torch.Generator().manual_seed(3), sum(one.numel() for one in model.parameters())
     for device in ("cpu", "cuda", "cuda", "cpu"):
         model.to(device)
-        averaged_N = torch.cat(
-            [torch.randn(flattened(list(model.parameters())).numel(), generator=generator), torch.ones(4)]
-        )
+        averaged_N = torch.cat([torch.randn(numel, generator=generator), torch.ones(4)])
         for replica in replicas:
             assert not replica.advance(averaged_N.clone(), b"next", 1, None)
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):

@@ -219,7 +219,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks(tmp_path: Path) -> None:
                 expected = [
                     "ConfigError: rank 0 is the peer",
                     "ConfigError: rank 1 has other parameters",
-                    "ConfigError: the parameters on rank 0 are sharded",
+                    "ConfigError: on rank 0: parameter 0 is a DTensor",
                     f"{start or 'ManifestMismatch: '}this peer does not fit run 'shapes'",
                     f"{start or 'ConfigError: '}batch_size=None",
                     f"{start or 'ConfigError: '}weight was given on 1 of 2 ranks",

@@ -64,14 +64,14 @@ class ProcessGroupOptimizer(OptimizerWrapper):
         **options: Any,
     ) -> None:
         self._ranks = Ranks()
-        super().__init__(made_optimizer(optimizer, params))
+        inner = self._fitting(peer, optimizer, params)
+        super().__init__(inner)
         self.leader: Optimizer | None = None
-        self._parameters = parameters_of(self.inner)  # the model's own: a copy on the host has others
+        self._parameters = parameters_of(inner)  # the model's own: a copy on the host has others
         self._batch_size_per_step = batch_size_per_step
         self._standing = Standing()
         self._has_warned = False
         self._shared: tuple[int, int] | None = None  # which parameters all ranks have; None if they may differ
-        self._compare(peer)
 
         def make(_: Sequence[Batch]) -> None:
             assert peer is not None
@@ -256,31 +256,35 @@ class ProcessGroupOptimizer(OptimizerWrapper):
         for group, sent in zip(self.param_groups, options, strict=False):
             group.update(merged({name: value for name, value in group.items() if name != "params"}, sent))
 
-    def _compare(self, peer: BlockingPeer | None) -> None:
-        """Make sure on all ranks that they fit together."""
-        found = self._ranks.compare((problem_of(self._ranks.rank, peer, self._parameters), specs_of(self.inner)))
-        specs = found[0][1]
-        for rank, (problem, own_specs) in enumerate(found):
-            if problem:
-                raise ConfigError(problem)
-            if own_specs != specs:
-                raise ConfigError(f"rank {rank} has other parameters than rank 0; all ranks need the same whole model")
+    def _fitting(
+        self, peer: BlockingPeer | None, optimizer: OptimizerMaker, params: Iterable[Any] | None
+    ) -> torch.optim.Optimizer:
+        """The optimizer to wrap, once it is sure on all ranks that they fit together."""
+        rank, inner = self._ranks.rank, None
+        problem = problem_of(rank, peer)
+        try:
+            inner = made_optimizer(optimizer, params)
+        except ConfigError as error:  # the other ranks must hear of it
+            problem = problem or f"on rank {rank}: {error}"
+        if inner is not None and any(hasattr(parameter, "_is_flat_param") for parameter in parameters_of(inner)):
+            problem = problem or (
+                f"on rank {rank} the parameters are a part of the model (FSDP), which is not supported: "
+                "wrap the model in torch.nn.parallel.DistributedDataParallel, so that each rank has all of it"
+            )
+        found = self._ranks.compare((problem, [] if inner is None else specs_of(inner)))
+        for other, (its_problem, its_specs) in enumerate(found):
+            if its_problem:
+                raise ConfigError(its_problem)
+            if its_specs != found[0][1]:
+                raise ConfigError(f"rank {other} has other parameters than rank 0; all ranks need the same whole model")
+        assert inner is not None, "else there is a problem"
+        return inner
 
 
-def problem_of(rank: int, peer: BlockingPeer | None, parameters: Sequence[torch.Tensor]) -> str:
-    """What is wrong on one rank; nothing if all is well."""
+def problem_of(rank: int, peer: BlockingPeer | None) -> str:
+    """What is wrong with the peer of one rank; nothing if all is well."""
     if rank == 0 and peer is None:
         return "rank 0 is the peer: give it peer=manyhands.Peer(...)"
     if rank != 0 and peer is not None:
         return f"rank {rank} has a peer of its own, but rank 0 is the peer of all ranks: give peer=None on the others"
-    if any(is_sharded(parameter) for parameter in parameters):
-        return (
-            f"the parameters on rank {rank} are sharded (FSDP, tensor parallel), which is not supported: "
-            "wrap the model in torch.nn.parallel.DistributedDataParallel, so that each rank has all of it"
-        )
     return ""
-
-
-def is_sharded(parameter: torch.Tensor) -> bool:
-    """Whether a parameter is a part of one: a ``DTensor``, or of the first FSDP."""
-    return hasattr(parameter, "device_mesh") or hasattr(parameter, "_is_flat_param")

@@ -31,7 +31,10 @@ def _check(name: str, parameter: torch.Tensor) -> None:
     if torch.nn.parameter.is_lazy(parameter):
         raise ConfigError(f"{name} has no shape yet; run a batch through the model before the Optimizer is made")
     if _is_no_plain_tensor(parameter):
-        raise ConfigError(f"{name} is a {type(parameter).__name__}; an ordinary tensor is needed, all of it here")
+        is_sharded = hasattr(parameter, "device_mesh")
+        way_out = "; FSDP and tensor parallel are not supported, DistributedDataParallel is" if is_sharded else ""
+        kind = type(parameter).__name__
+        raise ConfigError(f"{name} is a {kind}; an ordinary tensor is needed, all of it here{way_out}")
     if parameter.layout != torch.strided:
         raise ConfigError(f"{name} is {parameter.layout}; a dense one is needed (its gradients may be sparse)")
     if parameter.device.type == "meta":
