@@ -13,9 +13,10 @@ import pytest
 import torch
 
 import manyhands
+from manyhands.runtime import interrupts
 from tests.trainers import FAST, LISTEN
 
-LIBRARY = str(Path(manyhands.__file__).parent / "optim")
+PLACES = (str(Path(manyhands.__file__).parent / "optim"), interrupts.__file__, __file__)
 MAX_LINES = 2000
 
 
@@ -28,7 +29,7 @@ class Interrupter:
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
         path = frame.f_code.co_filename
-        if not path.startswith(LIBRARY) and path != __file__:
+        if not path.startswith(PLACES):
             return None
         if event == "line" and self._left > 0:
             self._left -= 1
@@ -61,11 +62,11 @@ def peer() -> Iterator[manyhands.Peer]:
 class User:
     """A loop in which a parameter counts the steps that were made with it, and so does the momentum."""
 
-    def __init__(self, peer: manyhands.Peer, *, offload: bool) -> None:
+    def __init__(self, peer: manyhands.Peer, options: dict[str, Any]) -> None:
         self.parameters = [torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(1))]
         self.optimizer = manyhands.Optimizer(
             torch.optim.SGD(self.parameters, lr=1.0),
-            peer=peer, run_id="interrupts", target_batch_size=1, batch_size_per_step=1, offload=offload,
+            peer=peer, run_id="interrupts", target_batch_size=1, batch_size_per_step=1, **options,
             scheduler=lambda inner: torch.optim.lr_scheduler.LambdaLR(inner, self.factor), progress=FAST,
         )  # fmt: skip
 
@@ -78,6 +79,7 @@ class User:
         self.optimizer.step()
 
     def check(self, where: str) -> None:
+        self.optimizer.settle()
         replica, counts = self.optimizer._replica, self.optimizer.statistics
         step = replica.position.step
         for parameter in replica._parameters:
@@ -87,12 +89,13 @@ class User:
         assert replica.lineage_samples == counts.samples_used, (where, counts)
         assert counts.samples_used <= counts.samples_computed, (where, counts)
         assert not self.optimizer.is_stepping, where
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, where
 
 
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")  # it was made, and then came the interrupt
-@pytest.mark.parametrize("offload", [False, True])
-def test_an_interrupt_at_any_line_of_a_step(peer: manyhands.Peer, offload: bool) -> None:
-    user, interrupt = User(peer, offload=offload), Interrupter()
+@pytest.mark.parametrize("options", [{}, {"offload": True}, {"delay": "optimizer"}, {"delay": "gradients"}], ids=str)
+def test_an_interrupt_at_any_line_of_a_step(peer: manyhands.Peer, options: dict[str, Any]) -> None:
+    user, interrupt = User(peer, options), Interrupter()
     for _ in range(3):
         user.batch()
     for number in range(1, MAX_LINES):
@@ -100,7 +103,7 @@ def test_an_interrupt_at_any_line_of_a_step(peer: manyhands.Peer, offload: bool)
         user.check(interrupt.where)
         if not was_interrupted:
             break
-        step = user.optimizer.global_step
+        step = user.optimizer._replica.position.step
         user.batch()
         user.check(f"after {interrupt.where}")
         assert user.optimizer.global_step > step, f"after {interrupt.where}"

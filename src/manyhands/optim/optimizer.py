@@ -28,7 +28,7 @@ from manyhands.optim.samples import Samples
 from manyhands.optim.speed import SpeedMeter
 from manyhands.optim.state import State
 from manyhands.optim.statistics import Statistics
-from manyhands.optim.trained import FrozenParameters
+from manyhands.optim.trained import FrozenParameters, checked_parameters
 from manyhands.optim.wrapper import OptimizerWrapper
 from manyhands.peer import BlockingPeer
 from manyhands.runtime.interrupts import uninterrupted
@@ -108,7 +108,7 @@ class Optimizer(OptimizerWrapper):
         )  # fmt: skip
         averaging = averaging_of(averaging, matchmaking_time_s, averaging_timeout_s)
         super().__init__(made_optimizer(optimizer, params))
-        self._frozen = FrozenParameters(self.inner)  # the model's own
+        self._frozen = FrozenParameters(checked_parameters(self.inner))  # the model's own
         self.wrap(Replica(self.inner, scheduler, max_grad_norm=max_grad_norm, offload=options.has_host_copy))
         self.last_round: RoundManifest | None = None
         """The manifest of the round behind the current global step; None for a step made alone or loaded."""

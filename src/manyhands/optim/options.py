@@ -12,7 +12,6 @@ import torch
 from manyhands.averaging.config import AveragingConfig
 from manyhands.base.errors import ConfigError
 from manyhands.base.run_id import checked_run_id
-from manyhands.optim.trained import check_parameters
 
 Delay = Literal["optimizer", "gradients"]
 DELAYS = ("optimizer", "gradients")
@@ -88,18 +87,15 @@ def made_optimizer(optimizer: OptimizerMaker, params: Iterable[Any] | None) -> t
     """The optimizer to wrap: as given, or made of ``params``.
 
     Raises:
-        ConfigError: a function without parameters, or parameters without a function; or a parameter cannot be trained.
+        ConfigError: a function without parameters, or parameters without a function.
     """
     if isinstance(optimizer, torch.optim.Optimizer):
         if params is not None:
             raise ConfigError("params are for a function that makes the optimizer; this one has parameters already")
-        made = optimizer
-    elif params is None:
+        return optimizer
+    if params is None:
         raise ConfigError("the optimizer is to be made by a function: give params=model.parameters() as well")
-    else:
-        made = optimizer(params)
-    check_parameters(made)
-    return made
+    return optimizer(params)
 
 
 def checked_batch(batch_size: int | None, weight: float | None) -> int:

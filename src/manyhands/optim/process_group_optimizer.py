@@ -17,6 +17,7 @@ from manyhands.optim.rank_words import Batch, Call, Standing, Word, added_up, ba
 from manyhands.optim.ranks import Ranks
 from manyhands.optim.state import hyper_parameters_of, parameters_of, specs_of
 from manyhands.optim.statistics import Statistics
+from manyhands.optim.trained import checked_parameters
 from manyhands.optim.wrapper import OptimizerWrapper
 from manyhands.peer import BlockingPeer
 
@@ -263,7 +264,9 @@ class ProcessGroupOptimizer(OptimizerWrapper):
         rank, inner = self._ranks.rank, None
         problem = problem_of(rank, peer)
         try:
-            inner = made_optimizer(optimizer, params)
+            made = made_optimizer(optimizer, params)
+            checked_parameters(made)
+            inner = made
         except ConfigError as error:  # the other ranks must hear of it
             problem = problem or f"on rank {rank}: {error}"
         if inner is not None and any(hasattr(parameter, "_is_flat_param") for parameter in parameters_of(inner)):

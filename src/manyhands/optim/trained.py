@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from manyhands.averaging.tensor_list import DTYPES
@@ -10,21 +12,22 @@ from manyhands.base.errors import ConfigError
 from manyhands.optim.state import DTYPES_OF_STATES, names_of, parameters_of
 
 
-def check_parameters(optimizer: torch.optim.Optimizer) -> None:
-    """Make sure that all parameters of an optimizer can be trained with others, or handed to a newcomer.
+def checked_parameters(optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]:
+    """All parameters of an optimizer with their names, if they can be trained with others, or handed to a newcomer.
 
     Raises:
         ConfigError: one of them cannot, or there is nothing to train; it names the parameter and says why.
     """
     seen: set[int] = set()
-    parameters = parameters_of(optimizer)
-    for name, parameter in zip(names_of(optimizer), parameters, strict=True):
+    named = list(zip(names_of(optimizer), parameters_of(optimizer), strict=True))
+    for name, parameter in named:
         if id(parameter) in seen:
             raise ConfigError(f"{name} is given to the optimizer twice; give each parameter once, as parameters() does")
         seen.add(id(parameter))
         _check(name, parameter)
-    if not any(parameter.requires_grad for parameter in parameters):
+    if not any(parameter.requires_grad for _, parameter in named):
         raise ConfigError("no parameter of the optimizer requires grad, so there is nothing to train")
+    return named
 
 
 def _check(name: str, parameter: torch.Tensor) -> None:
@@ -59,10 +62,12 @@ class FrozenParameters:
     """Those that did not require grad when the run was joined: it does not average them, and never changes them.
 
     One that is frozen later is like one that some batches do not use, and may be trained again.
+
+    Args:
+        named: all parameters, with their names.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        named = zip(names_of(optimizer), parameters_of(optimizer), strict=True)
+    def __init__(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
         self._named = [(name, parameter) for name, parameter in named if not parameter.requires_grad]
 
     def check(self) -> None:

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+import manyhands
 from manyhands.base.errors import ConfigError
 from manyhands.optim.host_copy import HostCopy
-from manyhands.optim.options import made_optimizer
 from manyhands.optim.replica import Replica
 from manyhands.optim.state import capture
-from manyhands.optim.trained import FrozenParameters, check_parameters
+from manyhands.optim.trained import FrozenParameters, checked_parameters
+from tests.trainers import LISTEN
 
 Parameter = torch.nn.Parameter
 GOOD = Parameter(torch.ones(2))
@@ -48,7 +49,7 @@ def test_what_cannot_be_trained_or_handed_on_is_refused_by_name(kind: str) -> No
     make, why = REFUSED[kind]
     optimizer = torch.optim.SGD([("layer.bias", GOOD), ("layer.weight", make())], lr=0.1)
     with pytest.raises(ConfigError, match=why) as error:
-        made_optimizer(optimizer, None)
+        checked_parameters(optimizer)
     assert "layer.weight" in str(error.value)
 
 
@@ -71,25 +72,32 @@ def test_a_parameter_in_several_processes_is_refused(mesh: Any) -> None:
 
     parameter = Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
     with pytest.raises(ConfigError, match="parameter 0 is a DTensor; an ordinary tensor is needed"):
-        check_parameters(torch.optim.SGD([parameter], lr=0.1))
+        checked_parameters(torch.optim.SGD([parameter], lr=0.1))
 
 
-def test_a_function_that_makes_the_optimizer_is_checked_too() -> None:
+@pytest.mark.parametrize("offload", [False, True])
+def test_it_is_refused_when_the_optimizer_is_made(offload: bool) -> None:
     parameters = [GOOD, Parameter(torch.ones(2, dtype=torch.complex128))]
-    with pytest.raises(ConfigError, match=r"parameter 1 is torch\.complex128"):
-        made_optimizer(lambda params: torch.optim.SGD(params, lr=0.1), parameters)
+    with (
+        manyhands.Peer(listen=LISTEN) as peer,
+        pytest.raises(ConfigError, match=r"parameter 1 is torch\.complex128"),
+    ):
+        manyhands.Optimizer(
+            lambda params: torch.optim.SGD(params, lr=0.1),
+            params=parameters, peer=peer, run_id="complex", target_batch_size=8, offload=offload,
+        )  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
 def test_a_parameter_that_is_given_twice_is_refused() -> None:
     optimizer = torch.optim.SGD([GOOD, Parameter(torch.ones(1)), GOOD], lr=0.1)
     with pytest.raises(ConfigError, match="parameter 2 is given to the optimizer twice"):
-        check_parameters(optimizer)
+        checked_parameters(optimizer)
 
 
 def test_nothing_to_train_is_refused() -> None:
     with pytest.raises(ConfigError, match="no parameter of the optimizer requires grad"):
-        check_parameters(torch.optim.SGD([frozen(torch.ones(2))], lr=0.1))
+        checked_parameters(torch.optim.SGD([frozen(torch.ones(2))], lr=0.1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -98,7 +106,7 @@ def test_what_can_be_trained(dtype: torch.dtype) -> None:
     views = [Parameter(flat[:2]), Parameter(flat[2:].view(2, 2).t())]
     tied = torch.nn.Linear(2, 2, dtype=dtype)
     model = torch.nn.Sequential(tied, torch.nn.Linear(2, 2, dtype=dtype), tied)
-    check_parameters(torch.optim.SGD([*views, Parameter(torch.zeros(0, dtype=dtype)), *model.parameters()], lr=0.1))
+    checked_parameters(torch.optim.SGD([*views, Parameter(torch.zeros(0, dtype=dtype)), *model.parameters()], lr=0.1))
 
 
 FROZEN_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool, torch.float64)
@@ -111,7 +119,7 @@ def test_a_newcomer_gets_frozen_numbers_exactly(dtype: torch.dtype, offload: boo
     ours = Replica(torch.optim.SGD([GOOD, frozen(large.clone())], lr=0.1), None, offload=offload)
     newcomer = Parameter(torch.zeros(2)), frozen(torch.zeros_like(large))
     theirs = Replica(torch.optim.SGD(newcomer, lr=0.1), None, offload=offload)
-    check_parameters(theirs.optimizer)
+    checked_parameters(theirs.optimizer)
     theirs.restore(ours.capture())
     assert torch.equal(newcomer[1], large)
     assert theirs.capture().header.digest == ours.capture().header.digest
@@ -128,7 +136,7 @@ def test_specs_of_frozen_numbers_do_not_depend_on_offload() -> None:
 def test_parameters_that_share_memory_have_no_copies_on_the_host() -> None:
     """Each would get one of its own, and show the model what the other has not."""
     base = torch.ones(4)
-    check_parameters(torch.optim.SGD([Parameter(base), Parameter(base)], lr=0.1))
+    checked_parameters(torch.optim.SGD([Parameter(base), Parameter(base)], lr=0.1))
     with pytest.raises(ConfigError, match=r"0\.weight and 1\.weight share memory"):
         HostCopy(torch.optim.SGD([("0.weight", Parameter(base)), ("1.weight", Parameter(base[1:]))], lr=0.1))
     HostCopy(torch.optim.SGD([Parameter(base[:2]), Parameter(base[2:])], lr=0.1))
@@ -137,7 +145,7 @@ def test_parameters_that_share_memory_have_no_copies_on_the_host() -> None:
 def test_frozen_parameters_that_are_frozen_no_more_are_named() -> None:
     late, always = frozen(torch.ones(2)), frozen(torch.ones(2))
     optimizer = torch.optim.SGD([("head", GOOD), ("body", late), ("words", always)], lr=0.1)
-    watch = FrozenParameters(optimizer)
+    watch = FrozenParameters(checked_parameters(optimizer))
     watch.check()
     late.requires_grad_(True)
     with pytest.raises(ConfigError, match="body was frozen when the Optimizer was made"):
