@@ -8,7 +8,15 @@ import math
 import random
 from collections.abc import Collection, Mapping
 
-from manyhands.averaging.admission import BEHIND, FULL, OTHER_MANIFEST, TOLD_BEHIND
+from manyhands.averaging.admission import (
+    BEHIND,
+    FULL,
+    OTHER_MANIFEST,
+    OTHER_PART,
+    OTHER_POSITION,
+    TOLD_BEHIND,
+    strange_part,
+)
 from manyhands.averaging.codec_choice import chosen_codec
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.gathering import Gathering
@@ -28,7 +36,15 @@ from manyhands.averaging.messages import (
 from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.averaging.view import View, short_id, split_ids
 from manyhands.base.deadline import time_limit
-from manyhands.base.errors import ManyhandsError, NobodyThere, PeerError, Refused, RoundAborted, Unavailable
+from manyhands.base.errors import (
+    ManyhandsError,
+    NobodyThere,
+    Overruled,
+    PeerError,
+    Refused,
+    RoundAborted,
+    Unavailable,
+)
 from manyhands.base.identity import PeerId
 from manyhands.runtime import TaskOwner
 
@@ -190,6 +206,17 @@ class Convener:
         except ManyhandsError as error:
             logger.info("this peer leads with what it knew before: %s", error)
 
+    async def told_apart(self, peer_id: PeerId) -> None:
+        """A peer says that it is of another part of the run: find out which of the two goes on.
+
+        Raises:
+            Overruled: the other one.
+        """
+        self._view.report_missing(peer_id)
+        await self._look_around()
+        if self._roster.is_overruled():
+            raise Overruled("another part of the run goes on, whose state this peer has to load")
+
     def _outcome(self, gathering: Gathering) -> JoinResponse | Exception:
         """What to tell those who came: their group, or why there is none."""
         own_id = self._endpoint.peer_id
@@ -281,7 +308,7 @@ class Convener:
                 continue
             if peer_id in invitations and not invitations[peer_id].done():
                 continue
-            request = InviteRequest(gathering.position, self._run_fingerprint, is_early)
+            request = InviteRequest(gathering.position, self._run_fingerprint, is_early, self._roster.recent_rounds())
             invitation = self._invite(peer_id, request, gathering)
             invitations[peer_id] = self._tasks.spawn(invitation, name=f"inviting {peer_id}")
 
@@ -293,17 +320,24 @@ class Convener:
             self._view.report_missing(peer_id)
         except Refused as error:
             logger.info("peer %s does not come to this round: %s", peer_id, error)
-            self._refused(peer_id, error, gathering)
+            await self._refused(peer_id, error, gathering)
         except PeerError as error:
             logger.info("peer %s does not come to this round: %s", peer_id, error)
         else:
             self._heard(peer_id, response, gathering)
         gathering.changed.set()
 
-    def _refused(self, peer_id: PeerId, refusal: Refused, gathering: Gathering) -> None:
+    async def _refused(self, peer_id: PeerId, refusal: Refused, gathering: Gathering) -> None:
         """An invited peer does not come, and says why."""
         if refusal.code == OTHER_MANIFEST:
             self._view.note_refusal(peer_id, refusal)
+        elif refusal.code == OTHER_PART:
+            try:
+                await self.told_apart(peer_id)
+            except Overruled:  # those who have come here are told so, and look themselves
+                gathering.close(strange_part(self._endpoint.peer_id))
+        elif refusal.code == OTHER_POSITION:
+            gathering.leave_out(peer_id)
         elif refusal.code == BEHIND and gathering.position.group_key:
             gathering.leave_out(peer_id)  # its group is done with this round of the grid; others may not be
         elif refusal.code == BEHIND and peer_id in self._view.expected():

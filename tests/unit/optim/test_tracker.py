@@ -11,11 +11,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from manyhands.averaging.messages import Position
+from manyhands.averaging.messages import ROUND_NAME_BYTES, Position
 from manyhands.base.deadline import time_limit
 from manyhands.base.identity import PeerId
 from manyhands.dht import StoredValue
-from manyhands.optim.company import ROUND_BYTES
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.progress import RANK_DELAY_S, ProgressRecord
 from manyhands.optim.progress_reader import GOODBYE, IN_FLIGHT_S, progress_key
@@ -479,7 +478,7 @@ def make_steps(run: Run, names: str) -> None:
 
 
 def published(names: str) -> list[bytes]:
-    return [fingerprint[:ROUND_BYTES] for fingerprint in rounds_of(*names)]
+    return [fingerprint[:ROUND_NAME_BYTES] for fingerprint in rounds_of(*names)]
 
 
 async def test_those_at_its_position_who_made_their_last_steps_elsewhere_are_strangers() -> None:
