@@ -186,32 +186,6 @@ def test_who_comes_after_a_leader_was_given_up_leads_nobody_back_to_it() -> None
     assert world["g"].took_s < AT_ONCE_S
 
 
-@pytest.mark.parametrize("name", ["a", "c"])
-def test_one_that_is_in_another_group_of_the_same_round_is_not_waited_for(name: str) -> None:
-    """All expect each other, as they know different seats; e is with it."""
-    here, elsewhere = ({"position": Position(4, b"start", f"3x3 {group}")} for group in (0, 1))
-    rest = set("abcd") - {name}
-    changes = dict.fromkeys(rest, here) | dict.fromkeys([name, "e"], elsewhere)
-    world = search(everybody("abcde", **changes))
-    world.run()
-    for group in (rest, {name, "e"}):
-        for other in group:
-            assert world.members(other) == group, world[other].reasons
-            assert world[other].took_s < 2 * AT_ONCE_S
-    world.check_that_groups_agree()
-
-
-def test_one_that_has_not_begun_the_step_may_come_from_another_group() -> None:
-    """Who holds a place ahead takes its seat for good only when the step begins."""
-    here, elsewhere = (Position(4, b"start", f"3x3 {group}") for group in (0, 1))
-    world = search(everybody("abc", a={"position": here}, b={"position": here}, c={
-        "position": elsewhere, "begins_s": 3.0}))  # fmt: skip
-    world.world.loop.call_at(2.5, lambda: setattr(world["c"].roster, "at", here))
-    world.run()
-    for name in "abc":
-        assert world.members(name) == set("abc"), world[name].reasons
-
-
 @pytest.mark.parametrize("haste_s", [0.2, 0.6, 1.5])
 def test_one_that_is_in_a_hurry_has_nobody_else_go_on_without_a_leader_that_is_a_little_later(haste_s: float) -> None:
     """b goes on soon, and leads for as long again; the others are patient for 6 s, and a comes 2 s after them."""

@@ -43,16 +43,6 @@ def check_lineage(me: PeerId, here: Position, position: Position) -> None:
         raise Refused(me, OTHER_POSITION, f"this peer is at step {here.step} of another branch")
 
 
-def check_group(me: PeerId, here: Position, position: Position) -> None:
-    """Tell who waits for this peer that it is in another group of the same round of the grid.
-
-    Raises:
-        Refused: it is.
-    """
-    if position.step == here.step and position.group_key and here.group_key:
-        raise Refused(me, OTHER_POSITION, f"this peer is at step {here.step} in group {here.group_key} of the grid")
-
-
 def strange_part(me: PeerId) -> Refused:
     """What to tell a peer of another part of the run."""
     return Refused(me, OTHER_PART, "this peer is of another part of the run; the better one of the two goes on")

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from manyhands.averaging.admission import (
     OTHER_MANIFEST,
     check_ahead,
-    check_group,
     check_join,
     check_lineage,
     is_later_round,
@@ -83,8 +82,6 @@ class Reception:
         check_ahead(me, here, request.position)
         check_lineage(me, here, request.position)
         if request.position != here:
-            if self._standing.is_in_round(here):
-                check_group(me, here, request.position)
             return InviteResponse()
         if self._roster.is_stranger(remote, request.recent_rounds):
             raise strange_part(me)

@@ -43,10 +43,6 @@ class Standing:
         """Whether this peer waits for the group of a leader."""
         return self.sought_at == math.inf and self.following == leader
 
-    def is_in_round(self, here: Position) -> bool:
-        """Whether this peer looks for the group of its round, or is in it: in a grid it comes to no other one."""
-        return self.sought_at == math.inf or self.busy_at == here
-
     def note_call(self, leader: PeerId, position: Position) -> None:
         """A peer leads a group there, and has called this one, which goes to it when it looks for a group next."""
         self._inviter = (leader, position)
