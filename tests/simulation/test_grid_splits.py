@@ -142,7 +142,7 @@ def test_of_parts_that_meet_at_the_same_step_the_larger_one_wins_or_that_of_the_
 
 def test_at_different_steps_the_part_that_is_further_wins_and_what_the_other_has_computed_is_dropped() -> None:
     """Also for the step that the others have just made, which has the same name as the one that they were at."""
-    parts = halves(14, 10, 125.0, seed=3)
+    parts = halves(14, 10, 125.0, seed=4)
     parts.run(170.0, pause_at=(11, 10))
     many, few = parts.at_the_heal(parts.many), parts.at_the_heal(parts.few)
     assert {step for step, _ in many.values()} == {11}

@@ -91,9 +91,7 @@ class Convener:
         self._tasks = tasks
         self.gathering: Gathering | None = None
         self._former: Gathering | None = None
-        self._called: tuple[Position, float] | None = (
-            None  # where others wait for this peer, and since when (loop time)
-        )
+        self._called: tuple[Position, float] | None = None  # where others wait for this peer, and since when
         self.shunned: Collection[PeerId] = ()
 
     async def lead(self, own: Member, gather_s: float, ends_at: float) -> JoinResponse:

@@ -21,7 +21,7 @@ class Gathering:
         joined: who has come.
         reserved: who holds a place, and comes once its values are there; until when (loop time).
         stands: all who are expected hold places, or have come.
-        absent: who has said that it does not come: it is in another group, or at a later round of the grid.
+        absent: who has said that it does not come: it is on another branch, or at a later round of the grid.
         began: loop time.
         deadline: when it is closed with who has come then (loop time); infinite until somebody's values are there.
         leader_due: until when the most patient one that has come waits for the leader itself (loop time); None if
