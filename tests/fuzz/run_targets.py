@@ -18,6 +18,7 @@ from manyhands.averaging.messages import (
     INVITE,
     JOIN,
     LEAVE,
+    NUM_RECENT_STEPS,
     VOTE,
     Group,
     InviteRequest,
@@ -41,7 +42,7 @@ from manyhands.averaging.verdict_checks import checked as checked_verdict
 from manyhands.base.errors import PeerLost, ProtocolViolation, Refused
 from manyhands.base.identity import PeerId
 from manyhands.dht.records import decode_value, encode_value
-from manyhands.optim.company import NUM_STEPS, Company
+from manyhands.optim.company import Company
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.metrics import MetricsRecord
 from manyhands.optim.progress import ProgressRecord, aggregate, describe_progress, leading_branch, next_refresh_s
@@ -209,8 +210,8 @@ def _state(data: bytes) -> None:
     header, recent_rounds = finish(_receive_header(ByteStream(data)))
     company = Company()
     company.follow(recent_rounds)
-    assert len(company.recent_rounds) <= NUM_STEPS
-    company.strangers({IDS[0]: [b"8 bytes."] * NUM_STEPS, IDS[1]: recent_rounds})
+    assert len(company.recent_rounds) <= NUM_RECENT_STEPS
+    company.strangers({IDS[0]: [b"8 bytes."] * NUM_RECENT_STEPS, IDS[1]: recent_rounds})
     _check_header(REMOTE, header, RUN, AT)
     state = State(header, empty_tensors(header.tensors))
     assert sum(tensor.numel() for tensor in state.tensors) < 1000
@@ -234,14 +235,15 @@ def _decoder(name: str, kind: type[msgspec.Struct], *seeds: msgspec.Struct) -> T
 
 _VIOLATION = (ProtocolViolation,)
 _VERDICTS = _messages(Verdict(True, MANIFEST), Verdict(True, None, "lost", [IDS[1]]), Verdict(False))
-_JOINS = _messages(JoinRequest(b"f" * 32, AT, MEMBERS[1]))
+_SAID = [b"8 bytes." * 2] * NUM_RECENT_STEPS
+_JOINS = _messages(JoinRequest(b"f" * 32, AT, MEMBERS[1]), JoinRequest(b"", AT, MEMBERS[0], recent_rounds=_SAID))
 _JOINED = _messages(JoinResponse(GROUP), JoinResponse(None, IDS[0], ["/ip4/10.0.0.1/tcp/1"]))
 _VOTES = _messages(Vote(GROUP.group_id, b"d" * 32), Vote(GROUP.group_id, b"", "no result"))
 
 TARGETS = [
     Target(name=f"{JOIN.name}.request", seeds=_JOINS, run=_join_request, errors=_VIOLATION),
     Target(name=f"{JOIN.name}.response", seeds=_JOINED, run=_join_response, errors=_VIOLATION),
-    _decoder(f"{INVITE.name}.request", InviteRequest, InviteRequest(AT)),
+    _decoder(f"{INVITE.name}.request", InviteRequest, InviteRequest(AT), InviteRequest(AT, recent_rounds=_SAID)),
     _decoder(f"{INVITE.name}.response", InviteResponse, InviteResponse()),
     _decoder(f"{LEAVE.name}.request", LeaveRequest, LeaveRequest(AT)),
     _decoder(f"{LEAVE.name}.response", LeaveResponse, LeaveResponse(is_too_late=True)),

@@ -41,6 +41,7 @@ class Seeker:
         stood_s: when it was told first that the group stands.
         failures: so many of its rounds fail, and it looks again.
         gather_s: how long it waits for those whom it expects; ``matchmaking_time_s`` if that is None.
+        part, is_other_part_better: of its roster.
     """
 
     name: str
@@ -61,6 +62,8 @@ class Seeker:
     stood_s: float | None = None
     failures: int = 0
     gather_s: float | None = None
+    part: bytes = b""
+    is_other_part_better: bool = False
 
 
 @dataclass
@@ -116,7 +119,12 @@ def search(seekers: Iterable[Seeker], seed: int = 1, config: AveragingConfig = C
         if not seeker.is_client:
             await endpoint.listen([Address.of(host.ip, 0)])
             addresses[host.name] = endpoint.addresses
-        seeker.roster = FixedRoster({ids[name]: by_name[name].is_client for name in seeker.knows}, seeker.position)
+        seeker.roster = FixedRoster(
+            {ids[name]: by_name[name].is_client for name in seeker.knows},
+            seeker.position,
+            part=seeker.part,
+            is_other_part_better=seeker.is_other_part_better,
+        )
         rng = world.rng(f"groups of {host.name}")
         seeker.matchmaker = Matchmaker(RunEndpoint(endpoint, "run"), seeker.fingerprint, seeker.roster, config, rng)
         try:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 
-from manyhands.optim.company import NUM_STEPS
+from manyhands.averaging.messages import NUM_RECENT_STEPS
 from manyhands.optim.step_rounds import PARAMETERS_EVERY
 from manyhands.testing import between
 from tests.simulation.swarm_of_trainers import PLAIN, Member, Swarm
@@ -44,6 +44,8 @@ class Halves:
     Attributes:
         held: when, by whom, after which step, and what: the mean of its parameters.
         loaded, carried: states, and samples of the step before, of each peer until the cut ends.
+        met: since then, in the last round of each step, by its fingerprint: of which parts those were who were in it,
+            and had not loaded a state of the other one.
     """
 
     many: list[str]
@@ -53,6 +55,7 @@ class Halves:
     held: list[tuple[float, str, int, float]] = field(default_factory=list)
     loaded: dict[str, int] = field(default_factory=dict)
     carried: dict[str, int] = field(default_factory=dict)
+    met: dict[bytes, set[bool]] = field(default_factory=dict)
 
     def run(self, until_s: float, pause_at: tuple[int, int] = (-1, -1), max_group_size: int = 6) -> None:
         """Train; who comes to the step of its part in ``pause_at`` says nothing more until the cut is over."""
@@ -73,6 +76,9 @@ class Halves:
                     optimizer.step()
                 optimizer.zero_grad()
                 member.check_samples()
+                manifest, is_as_it_was = optimizer.last_round, statistics.states_loaded == self.loaded[member.name]
+                if manifest is not None and is_as_it_was and member.peer.time() > self.healed_s:
+                    self.met.setdefault(manifest.fingerprint(), set()).add(is_one)
                 value = float(member.model.values_N.detach().mean())  # type: ignore[operator, union-attr]
                 self.held.append((member.peer.time(), member.name, optimizer.global_step, value))
 
@@ -136,7 +142,7 @@ def test_of_parts_that_meet_at_the_same_step_the_larger_one_wins_or_that_of_the_
 
 def test_at_different_steps_the_part_that_is_further_wins_and_what_the_other_has_computed_is_dropped() -> None:
     """Also for the step that the others have just made, which has the same name as the one that they were at."""
-    parts = halves(14, 10, 125.0, seed=3)
+    parts = halves(14, 10, 125.0, seed=4)
     parts.run(170.0, pause_at=(11, 10))
     many, few = parts.at_the_heal(parts.many), parts.at_the_heal(parts.few)
     assert {step for step, _ in many.values()} == {11}
@@ -150,6 +156,17 @@ def test_at_different_steps_the_part_that_is_further_wins_and_what_the_other_has
         assert counts.samples_dropped >= BATCH_SIZE
 
 
+@pytest.mark.parametrize(("healed_s", "seed"), [(101.3, 3), (101.3, 4), (108.7, 7)])
+def test_parts_that_meet_in_the_midst_of_a_step_are_in_no_group_together(healed_s: float, seed: int) -> None:
+    """Some have read of the others, and some not yet, when they look for their groups."""
+    parts = halves(12, 12, healed_s, seed)
+    parts.run(healed_s + 45.0)
+    assert all(len(of_parts) == 1 for of_parts in parts.met.values())
+    loads = sorted(([*parts.num_loads(names)] for names in (parts.many, parts.few)), key=sum)
+    assert min(loads[1]) >= 1, "all of one part follow"
+    assert sum(loads[0]) <= 2, "but for who comes too late for a step"
+
+
 def test_a_cut_of_fewer_steps_is_healed_by_averaging_the_parameters() -> None:
     """What the parts have done in fewer steps than make strangers of them both counts."""
     parts = halves(12, 12, 70.0, seed=3)
@@ -157,7 +174,7 @@ def test_a_cut_of_fewer_steps_is_healed_by_averaging_the_parameters() -> None:
     before = parts.at_the_heal(parts.many) | parts.at_the_heal(parts.few)
     steps = [step for step, _ in before.values()]
     first = max(step for time, _, step, _ in parts.held if time < CUT_S)
-    assert max(steps) - first < NUM_STEPS
+    assert max(steps) - first < NUM_RECENT_STEPS
     assert parts.apart(parts.healed_s - 5.0, parts.healed_s) > 0.1
     assert sum(parts.num_loads([*parts.many, *parts.few])) <= 2
     averaged = max(steps) // PARAMETERS_EVERY * PARAMETERS_EVERY + PARAMETERS_EVERY

@@ -186,6 +186,49 @@ def test_who_comes_after_a_leader_was_given_up_leads_nobody_back_to_it() -> None
     assert world["g"].took_s < AT_ONCE_S
 
 
+@pytest.mark.parametrize("haste_s", [0.2, 0.6, 1.5])
+def test_one_that_is_in_a_hurry_has_nobody_else_go_on_without_a_leader_that_is_a_little_later(haste_s: float) -> None:
+    """b goes on soon, and leads for as long again; the others are patient for 6 s, and a comes 2 s after them."""
+    changes = {name: {"gather_s": 6.0} for name in "cd"} | {"b": {"gather_s": haste_s}, "a": {"begins_s": 3.0}}
+    world = search(everybody("abcd", **changes))
+    world.run()
+    is_back = 2 * haste_s > 2.0  # a calls it before it has given the round up
+    for name in "acd":
+        assert world.members(name) == set("abcd" if is_back else "acd"), world[name].reasons
+        assert world[name].reasons == []
+    if is_back:
+        assert world["a"].took_s < AT_ONCE_S
+    else:
+        assert world["b"].took_s < 2 * haste_s + 2 * AT_ONCE_S
+    world.check_that_groups_agree()
+
+
+def test_one_that_is_in_a_hurry_has_a_leader_given_up_for_nobody_else() -> None:
+    """b, of which they do not know, asks before them, and goes at once; a has time until 7 s, and comes at 5 s."""
+    changes: dict[str, dict[str, object]] = {
+        "a": {"begins_s": 5.0, "knows": "cd"},
+        "b": {"gather_s": 0.01},
+        "c": {"gather_s": 6.0, "begins_s": 3.5, "knows": "ad"},
+        "d": {"gather_s": 6.0, "begins_s": 3.5, "knows": "ac"},
+    }
+    world = search(everybody("abcd", **changes))
+    world.run()
+    for name in "acd":
+        assert world.members(name) == set("acd"), world[name].reasons
+        assert world[name].reasons == []
+
+
+def test_a_leader_that_does_not_come_is_given_up_with_the_most_patient_one() -> None:
+    """b goes after 2 s, and leads those who come to it a second later."""
+    changes: dict[str, dict[str, object]] = {name: {"gather_s": 3.0} for name in "cd"}
+    world = search(everybody("abcde", a={"begins_s": None}, b={"gather_s": 2.0}, e={"begins_s": 4.5}, **changes))
+    world.run()
+    for name in "bcde":
+        assert world.members(name) == set("bcde"), world[name].reasons
+        assert world[name].reasons == []
+    assert world["e"].took_s < AT_ONCE_S, "it hears at once that a was given up"
+
+
 @pytest.mark.parametrize("comes_ms", range(2400, 2800, 40))
 def test_a_leader_that_begins_as_it_is_given_up_is_in_the_group_or_hears_that_it_is_late(comes_ms: int) -> None:
     """The others are patient until 2.5 s; whatever they find, they agree, and nobody waits for a second time."""

@@ -15,6 +15,10 @@ TOLD_BEHIND = "told_behind"
 """Likewise, but the asked peer has only heard so from one that it has invited."""
 OTHER_MANIFEST = "other_manifest"
 """Code of a refusal: the asking peer has another model or other settings."""
+OTHER_POSITION = "other_position"
+"""Code of a refusal: the asking peer is elsewhere in the run."""
+OTHER_PART = "other_part"
+"""Code of a refusal: the position has the same name, but the two peers have made their last steps apart."""
 FULL = "full"
 """Code of a refusal: all places of the group are taken."""
 
@@ -27,6 +31,21 @@ def check_ahead(me: PeerId, here: Position, position: Position) -> None:
     """
     if position.step < here.step:
         raise Refused(me, BEHIND, f"the run is at step {here.step}, not {position.step}")
+
+
+def check_lineage(me: PeerId, here: Position, position: Position) -> None:
+    """Tell who is on another branch that nobody comes from this one.
+
+    Raises:
+        Refused: ``position`` has the same step as this peer's, and another lineage.
+    """
+    if position.step == here.step and position.lineage != here.lineage:
+        raise Refused(me, OTHER_POSITION, f"this peer is at step {here.step} of another branch")
+
+
+def strange_part(me: PeerId) -> Refused:
+    """What to tell a peer of another part of the run."""
+    return Refused(me, OTHER_PART, "this peer is of another part of the run; the better one of the two goes on")
 
 
 def check_join(
@@ -46,7 +65,7 @@ def check_join(
     check_ahead(me, here, request.position)
     if request.position != here:
         which = f" in group {here.group_key} of the grid" if here.group_key else ", perhaps of another branch"
-        raise Refused(me, "other_position", f"this peer is at step {here.step}{which}")
+        raise Refused(me, OTHER_POSITION, f"this peer is at step {here.step}{which}")
 
 
 def fault_of(group: Group, leader: PeerId, own: Member, here: Position, codec: str) -> str | None:

@@ -23,7 +23,7 @@ import asyncio
 import logging
 import random
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -208,6 +208,15 @@ class Attendance:
 
     def call_to_round(self) -> None:
         self.called.set()
+
+    def recent_rounds(self) -> list[bytes]:
+        return []  # there is no state that could part
+
+    def is_stranger(self, peer_id: PeerId, recent_rounds: Sequence[bytes]) -> bool:
+        return False
+
+    def is_overruled(self) -> bool:
+        return False
 
     # where this peer goes
 

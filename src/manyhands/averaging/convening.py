@@ -8,7 +8,15 @@ import math
 import random
 from collections.abc import Collection, Mapping
 
-from manyhands.averaging.admission import BEHIND, FULL, OTHER_MANIFEST, TOLD_BEHIND
+from manyhands.averaging.admission import (
+    BEHIND,
+    FULL,
+    OTHER_MANIFEST,
+    OTHER_PART,
+    OTHER_POSITION,
+    TOLD_BEHIND,
+    strange_part,
+)
 from manyhands.averaging.codec_choice import chosen_codec
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.gathering import Gathering
@@ -28,7 +36,15 @@ from manyhands.averaging.messages import (
 from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.averaging.view import View, short_id, split_ids
 from manyhands.base.deadline import time_limit
-from manyhands.base.errors import ManyhandsError, NobodyThere, PeerError, Refused, RoundAborted, Unavailable
+from manyhands.base.errors import (
+    ManyhandsError,
+    NobodyThere,
+    Overruled,
+    PeerError,
+    Refused,
+    RoundAborted,
+    Unavailable,
+)
 from manyhands.base.identity import PeerId
 from manyhands.runtime import TaskOwner
 
@@ -75,7 +91,7 @@ class Convener:
         self._tasks = tasks
         self.gathering: Gathering | None = None
         self._former: Gathering | None = None
-        self._given_up_at: Position | None = None  # where others have waited for this peer in vain
+        self._called: tuple[Position, float] | None = None  # where others wait for this peer, and since when
         self.shunned: Collection[PeerId] = ()
 
     async def lead(self, own: Member, gather_s: float, ends_at: float) -> JoinResponse:
@@ -85,12 +101,12 @@ class Convener:
             gather_s: how long to wait for those who are expected.
             ends_at: until when this peer has time for the round (loop time).
         """
-        self._given_up_at = None
+        self._called = None
         gathering, now = self.open(), asyncio.get_running_loop().time()
         gathering.begin(now + self._config.matchmaking_time_s)
         gathering.deadline = min(gathering.deadline, now + gather_s)
         gathering.ends_at = ends_at
-        gathering.add(own)
+        gathering.lead(own)
         try:
             return await asyncio.shield(gathering.answer)
         finally:
@@ -102,22 +118,35 @@ class Convener:
         Raises:
             PeerError, RoundAborted: why there is no group here.
         """
-        if self._given_up_at == self._roster.position():
+        now, member = asyncio.get_running_loop().time(), request.member
+        due = math.inf if self._has_come() else self._called_at(now) + self._patience_s(request)
+        if now >= due:
             raise self._not_here()
-        gathering, member, now = self.open(), request.member, asyncio.get_running_loop().time()
+        gathering = self.open()
         if member.peer_id not in gathering.joined and self._is_full(gathering):
             size = self._config.max_group_size
             raise Refused(self._endpoint.peer_id, FULL, f"the group has its {size} members; try the next round")
         gathering.begin(now + self._config.matchmaking_time_s)
-        patience_s = max(LEADER_S, request.gather_s or math.inf)
-        gathering.leader_due = min(gathering.leader_due, now + min(patience_s, self._config.matchmaking_time_s))
         self._note_hearsay(gathering, request.expects)
         gathering.seen |= split_ids(request.clients)
-        gathering.add(member)
-        try:
-            return await asyncio.shield(gathering.answer)
-        finally:
-            gathering.remove(member)
+        return await gathering.wait_with(member, due)
+
+    def _called_at(self, now: float) -> float:
+        """Since when others have called this peer to the round here, while it did not come (loop time).
+
+        All count from then, so that those who are equally patient go on together.
+        """
+        position = self._roster.position()
+        if self._called is None or self._called[0] != position:
+            self._called = (position, now)
+        return self._called[1]
+
+    def _patience_s(self, request: JoinRequest) -> float:
+        """How long a peer waits for this one to come itself."""
+        return min(max(LEADER_S, request.gather_s or math.inf), self._config.matchmaking_time_s)
+
+    def _has_come(self) -> bool:
+        return self.gathering is not None and self._endpoint.peer_id in self.gathering.joined
 
     def _not_here(self) -> Refused:
         return Refused(self._endpoint.peer_id, "busy", "the leader's own training loop did not come to the round")
@@ -190,6 +219,17 @@ class Convener:
         except ManyhandsError as error:
             logger.info("this peer leads with what it knew before: %s", error)
 
+    async def told_apart(self, peer_id: PeerId) -> None:
+        """A peer says that it is of another part of the run: find out which of the two goes on.
+
+        Raises:
+            Overruled: the other one.
+        """
+        self._view.report_missing(peer_id)
+        await self._look_around()
+        if self._roster.is_overruled():
+            raise Overruled("another part of the run goes on, whose state this peer has to load")
+
     def _outcome(self, gathering: Gathering) -> JoinResponse | Exception:
         """What to tell those who came: their group, or why there is none."""
         own_id = self._endpoint.peer_id
@@ -198,7 +238,6 @@ class Convener:
         if gathering.deadline == math.inf:
             return RoundAborted("those who held places have all gone")
         if own_id not in gathering.joined:
-            self._given_up_at = gathering.position
             return self._not_here()
         late = self._view.expected().keys() - gathering.joined.keys() - gathering.absent
         for peer_id in late:
@@ -229,11 +268,14 @@ class Convener:
     async def _wait_for_all(self, gathering: Gathering, invitations: dict[PeerId, asyncio.Task[None]]) -> None:
         loop = asyncio.get_running_loop()
         while not gathering.answer.done() and gathering.position == self._roster.position():
-            left_s = gathering.left_s(self._endpoint.peer_id)
+            own_id, next_due = self._endpoint.peer_id, math.inf
+            if own_id not in gathering.joined:
+                gathering.give_up_leader(loop.time(), self._not_here())
+                next_due = gathering.next_due()
+            left_s = gathering.left_s(own_id)
             expected = self._without_lost_clients(gathering)
             have_places = gathering.have_places(loop.time())
             waits_for_hearsay = gathering.waits_for_hearsay(loop.time())
-            own_id = self._endpoint.peer_id
             awaited = expected.keys() - gathering.absent | have_places | {own_id}
             are_all_here = awaited <= gathering.joined.keys() and not waits_for_hearsay
             is_full = own_id in gathering.joined and self._is_full(gathering)
@@ -243,7 +285,7 @@ class Convener:
             self._invite_all(expected, gathering, invitations)
             gathering.changed.clear()
             waiter = loop.create_task(gathering.changed.wait())
-            await asyncio.wait([waiter], timeout=min(left_s, ROSTER_POLL_S))
+            await asyncio.wait([waiter], timeout=min(left_s, ROSTER_POLL_S, next_due - loop.time()))
             waiter.cancel()
 
     def _without_lost_clients(self, gathering: Gathering) -> Mapping[PeerId, bool]:
@@ -281,7 +323,7 @@ class Convener:
                 continue
             if peer_id in invitations and not invitations[peer_id].done():
                 continue
-            request = InviteRequest(gathering.position, self._run_fingerprint, is_early)
+            request = InviteRequest(gathering.position, self._run_fingerprint, is_early, self._roster.recent_rounds())
             invitation = self._invite(peer_id, request, gathering)
             invitations[peer_id] = self._tasks.spawn(invitation, name=f"inviting {peer_id}")
 
@@ -293,17 +335,24 @@ class Convener:
             self._view.report_missing(peer_id)
         except Refused as error:
             logger.info("peer %s does not come to this round: %s", peer_id, error)
-            self._refused(peer_id, error, gathering)
+            await self._refused(peer_id, error, gathering)
         except PeerError as error:
             logger.info("peer %s does not come to this round: %s", peer_id, error)
         else:
             self._heard(peer_id, response, gathering)
         gathering.changed.set()
 
-    def _refused(self, peer_id: PeerId, refusal: Refused, gathering: Gathering) -> None:
+    async def _refused(self, peer_id: PeerId, refusal: Refused, gathering: Gathering) -> None:
         """An invited peer does not come, and says why."""
         if refusal.code == OTHER_MANIFEST:
             self._view.note_refusal(peer_id, refusal)
+        elif refusal.code == OTHER_PART:
+            try:
+                await self.told_apart(peer_id)
+            except Overruled:  # those who have come here are told so, and look themselves
+                gathering.close(strange_part(self._endpoint.peer_id))
+        elif refusal.code == OTHER_POSITION:
+            gathering.leave_out(peer_id)
         elif refusal.code == BEHIND and gathering.position.group_key:
             gathering.leave_out(peer_id)  # its group is done with this round of the grid; others may not be
         elif refusal.code == BEHIND and peer_id in self._view.expected():

@@ -22,7 +22,7 @@ from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import Position, RoundManifest
 from manyhands.averaging.round_outcome import CommittedRound, RoundMeter
 from manyhands.averaging.rounds import RoundRunner
-from manyhands.base.errors import NobodyThere, NothingToAverage, RoundAborted, Unavailable
+from manyhands.base.errors import NobodyThere, NothingToAverage, Overruled, RoundAborted, Unavailable
 from manyhands.base.identity import PeerId
 
 logger = logging.getLogger(__name__)
@@ -175,7 +175,7 @@ class GridSteps:
                 gather_s = min(self._patience_s(), left_s * GATHER_SHARE)
                 try:
                     return await self._rounds.average(mean_N, weight, timeout_s=left_s, gather_s=gather_s, meter=meter)
-                except NothingToAverage:
+                except (NothingToAverage, Overruled):
                     raise
                 except NobodyThere as error:
                     reason = error.reason

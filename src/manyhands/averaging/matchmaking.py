@@ -29,6 +29,7 @@ from manyhands.averaging.admission import (
     BEHIND,
     FULL,
     OTHER_MANIFEST,
+    OTHER_PART,
     TOLD_BEHIND,
     fault_of,
 )
@@ -210,6 +211,13 @@ class Matchmaker:
                 await self._try_the_others(unreachable, leader)
                 leader = None
                 continue
+            except Refused as refusal:
+                if refusal.code != OTHER_PART:
+                    raise
+                unreachable.add(leader)
+                await self._convener.told_apart(leader)
+                leader = None
+                continue
             self.group_stands = response.stands
             if response.leader:
                 leader = await self._redirected(response, unreachable)
@@ -234,6 +242,8 @@ class Matchmaker:
                     self._give_up_if_told(leader, error)
                     if error.code == OTHER_MANIFEST:
                         self._view.note_refusal(leader, error)
+                    elif error.code == OTHER_PART:
+                        await self._convener.told_apart(leader)
                 if isinstance(error, Unavailable) or (isinstance(error, Refused) and error.code == "busy"):
                     self._view.report_missing(leader)
                 unreachable.add(leader)
@@ -323,6 +333,7 @@ class Matchmaker:
             is_early,
             self.group_stands,
             0.0 if is_early else min(self._gather_s, MAX_ROUND_S),
+            self._roster.recent_rounds(),
         )
         better = self._standing.follow(leader)
         self._convener.send_to(leader)

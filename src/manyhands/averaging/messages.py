@@ -10,6 +10,7 @@ from typing import Annotated
 
 import msgspec
 
+from manyhands.averaging.grid import MAX_AXES
 from manyhands.base.address import Address
 from manyhands.base.errors import ConfigError
 from manyhands.base.identity import PeerId
@@ -30,6 +31,10 @@ MAX_ROUND_S = 1e6
 NAME_BYTES = 16
 """Of what names a round on a stream."""
 MAX_EXPECTED = 4096
+NUM_RECENT_STEPS = 4
+"""Fewer see a cut sooner; but records of others that are so many steps old must not look like one."""
+ROUND_NAME_BYTES = 8
+"""Of the digest of a round's manifest, where rounds are only told apart."""
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Weight = Annotated[float, msgspec.Meta(ge=0, le=MAX_SUM_WEIGHT)]
@@ -40,6 +45,11 @@ Digest = Annotated[bytes, msgspec.Meta(max_length=64)]
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=2**16)]
 BallotNumber = Annotated[int, msgspec.Meta(ge=-1, le=2**31)]
 MAX_PARTS = 4096
+RecentRounds = Annotated[
+    list[Annotated[bytes, msgspec.Meta(max_length=ROUND_NAME_BYTES * MAX_AXES)]],
+    msgspec.Meta(max_length=NUM_RECENT_STEPS),
+]
+"""For each of a peer's last steps in a grid, the newest last, the rounds that committed there, end to end."""
 
 
 class Position(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -184,6 +194,7 @@ class JoinRequest(msgspec.Struct, omit_defaults=True):
             when there is news of whether the group stands.
         knows_it_stands: what the asking peer has heard of that.
         gather_s: for so long it waits for a leader that has not come itself; 0 if it does not say.
+        recent_rounds: its last steps, by which a peer of another part of the run is told apart.
     """
 
     run_fingerprint: Digest
@@ -194,6 +205,7 @@ class JoinRequest(msgspec.Struct, omit_defaults=True):
     is_early: bool = False
     knows_it_stands: bool = False
     gather_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_ROUND_S)] = 0.0
+    recent_rounds: RecentRounds = []
 
 
 class JoinResponse(msgspec.Struct, omit_defaults=True):
@@ -230,11 +242,13 @@ class InviteRequest(msgspec.Struct, omit_defaults=True):
 
     Attributes:
         is_early: not yet, but its group forms.
+        recent_rounds: as in :class:`JoinRequest`.
     """
 
     position: Position
     run_fingerprint: Digest = b""
     is_early: bool = False
+    recent_rounds: RecentRounds = []
 
 
 class InviteResponse(msgspec.Struct):

@@ -5,7 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from manyhands.averaging.admission import OTHER_MANIFEST, check_ahead, check_join, is_later_round
+from manyhands.averaging.admission import (
+    OTHER_MANIFEST,
+    check_ahead,
+    check_join,
+    check_lineage,
+    is_later_round,
+    strange_part,
+)
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.convening import Convener
 from manyhands.averaging.messages import (
@@ -71,9 +78,13 @@ class Reception:
         me = self._endpoint.peer_id
         if request.run_fingerprint not in (b"", self._run_fingerprint):
             raise Refused(me, OTHER_MANIFEST, "the model or the settings differ from those of this peer")
-        check_ahead(me, self._roster.position(), request.position)
-        if request.position != self._roster.position():
+        here = self._roster.position()
+        check_ahead(me, here, request.position)
+        check_lineage(me, here, request.position)
+        if request.position != here:
             return InviteResponse()
+        if self._roster.is_stranger(remote, request.recent_rounds):
+            raise strange_part(me)
         if self._standing.busy_at == request.position:
             self._standing.note_call(remote, request.position)  # it comes if that round fails, and else is ahead soon
             return InviteResponse()
@@ -122,6 +133,8 @@ class Reception:
             if refusal.code == OTHER_MANIFEST and remote in self._view.expected():
                 self._view.note_refusal(remote, refusal)  # it cannot come
             raise
+        if self._roster.is_stranger(remote, request.recent_rounds):
+            raise strange_part(me)
         if self._standing.following is not None:
             return self._convener.redirect(self._standing.following)
         self._endpoint.learn(remote, readable_addresses(request.member.addresses))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from manyhands.averaging.messages import Position
@@ -26,3 +26,12 @@ class Roster(Protocol):
 
     def call_to_round(self) -> None:
         """Another peer has begun a round at this position; the training loop should come as soon as it can."""
+
+    def recent_rounds(self) -> list[bytes]:
+        """What this peer tells others of its last steps, in a run whose parts have to be told apart by them."""
+
+    def is_stranger(self, peer_id: PeerId, recent_rounds: Sequence[bytes]) -> bool:
+        """Whether a peer that says this of its last steps is of another part of the run."""
+
+    def is_overruled(self) -> bool:
+        """Whether another part of the run goes on, as far as is known, whose state this peer should load."""

@@ -17,7 +17,8 @@
     │   └── Refused            it understood the request and said no
     ├── RoundAborted           carries the reason and the members blamed
     │   ├── NothingToAverage   all members gave a weight of 0
-    │   └── NobodyThere        all who were expected are gone, or elsewhere
+    │   ├── NobodyThere        all who were expected are gone, or elsewhere
+    │   └── Overruled          another part of the run goes on; its state is to be loaded
     └── RankLost               a process of this peer's own job is gone, or failed: end this one too
 """
 
@@ -156,6 +157,10 @@ class NothingToAverage(RoundAborted):
 
 class NobodyThere(RoundAborted):
     """Whoever was expected is gone, or is at another round: there is nobody to wait for."""
+
+
+class Overruled(RoundAborted):
+    """Another part of the run is the better one: this peer does nothing for its own any more, but loads that state."""
 
 
 class RankLost(ManyhandsError):

@@ -26,11 +26,10 @@ from typing import Annotated
 
 import msgspec
 
-from manyhands.averaging.messages import Count, Position
+from manyhands.averaging.messages import NUM_RECENT_STEPS, Count, Position, RecentRounds
 from manyhands.averaging.places import NO_SEAT, Seat
 from manyhands.averaging.sketch import MAX_SKETCH_BYTES
 from manyhands.base.identity import PeerId
-from manyhands.optim.company import NUM_STEPS, RecentRounds
 from manyhands.optim.config import ProgressConfig
 
 NEWS_SHARE = 0.1
@@ -287,7 +286,7 @@ def leading_branch(
     sizes = Counter(  # all who read the same records count the same peers
         strangers.get(peer_id, b"")
         for peer_id, record in {**others, own_id: own}.items()
-        if len(record.recent_rounds) == NUM_STEPS and rank_of(record) == first
+        if len(record.recent_rounds) == NUM_RECENT_STEPS and rank_of(record) == first
     )
 
     def rank(peer_id: PeerId) -> tuple[tuple[int, int, bytes], int]:

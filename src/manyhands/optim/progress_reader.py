@@ -10,10 +10,10 @@ from typing import Literal
 
 import msgspec
 
-from manyhands.averaging.messages import Position, readable_addresses
+from manyhands.averaging.messages import NUM_RECENT_STEPS, Position, readable_addresses
 from manyhands.base.identity import PeerId
 from manyhands.dht import DhtNode, Schema, StoredValue
-from manyhands.optim.company import NUM_STEPS, Company
+from manyhands.optim.company import Company
 from manyhands.optim.crowd import Crowd
 from manyhands.optim.progress import MAX_TTL_S, ProgressRecord, Reckoning
 from manyhands.rpc import Endpoint
@@ -190,15 +190,21 @@ class ProgressReader:
         """In a grid, those who have made their last steps without this peer's part of it, and in which part."""
         observed = self.observed()
         if self._strangers_of != self.version:
-            self._strangers = self._company.strangers(
-                {
-                    peer_id: seen.record.recent_rounds
-                    for peer_id, seen in observed.items()
-                    if abs(seen.said.step - self._step) < NUM_STEPS
-                }
-            )
+            self._strangers = self._company.strangers(self._said_of(observed))
             self._strangers_of = self.version
         return self._strangers
+
+    def is_stranger(self, peer_id: PeerId, recent_rounds: Sequence[bytes]) -> bool:
+        """Whether a peer at this peer's step is one, by what it says of its last steps now; its record may be late."""
+        return peer_id in self._company.strangers({**self._said_of(self.observed()), peer_id: recent_rounds})
+
+    def _said_of(self, observed: Mapping[PeerId, Observed]) -> dict[PeerId, Sequence[bytes]]:
+        """What they have published of their last steps, if these are about this peer's."""
+        return {
+            peer_id: seen.record.recent_rounds
+            for peer_id, seen in observed.items()
+            if abs(seen.said.step - self._step) < NUM_RECENT_STEPS
+        }
 
     def here(self, position: Position) -> Mapping[PeerId, Observed]:
         """The records of those at a position, but for strangers; looked for once, however often one is asked for."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from manyhands.averaging.messages import Position
 from manyhands.averaging.places import (
@@ -84,6 +84,18 @@ class Seating:
         self.called.set()
         if self._stepping_from is None:  # else it is a later round of the step
             self._tracker.call_to_round()
+
+    def recent_rounds(self) -> list[bytes]:
+        """Of this peer's last steps in a grid."""
+        return self._tracker.reader.recent_rounds
+
+    def is_stranger(self, peer_id: PeerId, recent_rounds: Sequence[bytes]) -> bool:
+        """Whether a peer at this position, which says this of its last steps, has made them apart."""
+        return self._tracker.reader.is_stranger(peer_id, recent_rounds)
+
+    def is_overruled(self) -> bool:
+        """Whether another part goes on."""
+        return self._tracker.should_load_state()
 
     # a step
 

@@ -12,12 +12,11 @@ from dataclasses import replace
 
 import msgspec
 
-from manyhands.averaging.messages import Position
+from manyhands.averaging.messages import Position, RecentRounds
 from manyhands.base.deadline import time_limit, while_moving
 from manyhands.base.errors import PeerError, ProtocolViolation, Refused, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.base.structs import make_ready
-from manyhands.optim.company import RecentRounds
 from manyhands.optim.run_manifest import RunManifest
 from manyhands.optim.state import State, StateHeader, as_bytes, checked_scalars, digest_of, empty_tensors
 from manyhands.rpc import Endpoint

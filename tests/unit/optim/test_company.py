@@ -9,8 +9,9 @@ import msgspec
 import pytest
 
 from manyhands.averaging.grid import Layout, group_of, layout_for, next_cell
+from manyhands.averaging.messages import NUM_RECENT_STEPS, ROUND_NAME_BYTES, RecentRounds
 from manyhands.base.identity import PeerId
-from manyhands.optim.company import NUM_STEPS, ROUND_BYTES, Company, RecentRounds
+from manyhands.optim.company import Company
 
 SIZES = [(12, 4), (36, 6), (256, 16)]
 
@@ -62,10 +63,10 @@ def test_parts_of_a_cut_are_strangers_once_it_is_so_many_steps_old_and_not_befor
     for _ in range(6):
         run.step(run.peers)
     few, many = run.peers[: num_peers // 3], run.peers[num_peers // 3 :]
-    for steps_apart in range(1, NUM_STEPS + 1):
+    for steps_apart in range(1, NUM_RECENT_STEPS + 1):
         run.step(few, many)
         strangers = run.strangers(few[0])
-        assert sorted(strangers) == (many if steps_apart == NUM_STEPS else [])
+        assert sorted(strangers) == (many if steps_apart == NUM_RECENT_STEPS else [])
     assert len(set(strangers.values())) == 1, "they are one part"
     assert sorted(run.strangers(many[0])) == few
     run.step(run.peers)  # not that they should
@@ -88,7 +89,7 @@ def test_failed_rounds_and_dead_peers_make_no_strangers(num_peers: int, max_grou
 def test_of_three_parts_each_has_a_name() -> None:
     run = Run(36, 6)
     parts = [run.peers[:12], run.peers[12:24], run.peers[24:]]
-    for _ in range(NUM_STEPS):
+    for _ in range(NUM_RECENT_STEPS):
         run.step(*parts)
     strangers = run.strangers(parts[0][0])
     assert [len({strangers[peer_id] for peer_id in part}) for part in parts[1:]] == [1, 1]
@@ -98,11 +99,11 @@ def test_of_three_parts_each_has_a_name() -> None:
 def test_records_of_the_steps_before_make_no_strangers() -> None:
     """A peer reads nothing for a while; older ones are not asked about."""
     run = Run(36, 6)
-    for _ in range(NUM_STEPS):
+    for _ in range(NUM_RECENT_STEPS):
         run.step(run.peers)
     reader = run.companies[run.peers[0]]
     said = {peer_id: run.companies[peer_id].recent_rounds for peer_id in run.peers[1:]}
-    for _ in range(NUM_STEPS - 1):
+    for _ in range(NUM_RECENT_STEPS - 1):
         run.step(run.peers)
         assert not reader.strangers(said)
 
@@ -110,10 +111,10 @@ def test_records_of_the_steps_before_make_no_strangers() -> None:
 def test_a_record_that_spans_the_cut_is_the_same_to_both_parts() -> None:
     """Of a peer that died in the third step after it."""
     run = Run(36, 6)
-    for _ in range(NUM_STEPS):
+    for _ in range(NUM_RECENT_STEPS):
         run.step(run.peers)
     parts = run.peers[:18], run.peers[18:]
-    for _ in range(NUM_STEPS - 1):
+    for _ in range(NUM_RECENT_STEPS - 1):
         run.step(*parts)
     dead = run.peers[-1]
     before = run.companies[dead].recent_rounds
@@ -131,19 +132,19 @@ def test_rounds_of_a_state_that_are_cut_short_make_no_strangers() -> None:
     """A donor may say what it likes."""
     run = Run(12, 4)
     reader = run.companies[run.peers[0]]
-    reader.follow([b"abc", b"", b"x" * (ROUND_BYTES + 1)])
-    for _ in range(NUM_STEPS):
+    reader.follow([b"abc", b"", b"x" * (ROUND_NAME_BYTES + 1)])
+    for _ in range(NUM_RECENT_STEPS):
         run.step(run.peers)
         assert not run.strangers(run.peers[0])
 
 
 def test_who_has_not_made_enough_steps_in_a_grid_is_no_stranger_and_takes_nobody_for_one() -> None:
     run = Run(12, 4)
-    for _ in range(NUM_STEPS):
+    for _ in range(NUM_RECENT_STEPS):
         run.step(run.peers[:6], run.peers[6:])
     newcomer, said = Company(), {peer_id: run.companies[peer_id].recent_rounds for peer_id in run.peers}
     assert not newcomer.strangers(said)
-    for number in range(NUM_STEPS - 1):
+    for number in range(NUM_RECENT_STEPS - 1):
         newcomer.met([bytes([number]) * 32])
     assert not newcomer.strangers(said)
     mine = run.companies[run.peers[0]]
@@ -155,7 +156,7 @@ def test_who_has_not_made_enough_steps_in_a_grid_is_no_stranger_and_takes_nobody
 def test_who_loads_a_state_belongs_to_those_who_made_it() -> None:
     run = Run(12, 4)
     few, many = run.peers[:5], run.peers[5:]
-    for _ in range(NUM_STEPS):
+    for _ in range(NUM_RECENT_STEPS):
         run.step(few, many)
     run.companies[few[0]].follow(run.companies[many[0]].recent_rounds)
     assert sorted(run.strangers(few[0])) == few[1:]
@@ -168,16 +169,16 @@ def test_what_is_published_is_bounded() -> None:
     for number in range(100):
         company.met([bytes([number, axis]) * 16 for axis in range(16)])
     published = company.recent_rounds
-    assert (len(published), len(published[0])) == (NUM_STEPS, 16 * ROUND_BYTES)
+    assert (len(published), len(published[0])) == (NUM_RECENT_STEPS, 16 * ROUND_NAME_BYTES)
     assert msgspec.convert(published, RecentRounds) == published
-    for wrong in ([*published, b""], [b"x" * (16 * ROUND_BYTES + 1)]):
+    for wrong in ([*published, b""], [b"x" * (16 * ROUND_NAME_BYTES + 1)]):
         with pytest.raises(msgspec.ValidationError):
             msgspec.convert(wrong, RecentRounds)
 
 
 def test_whatever_a_stranger_publishes_is_some_round() -> None:
     run = Run(12, 4)
-    for _ in range(NUM_STEPS):
+    for _ in range(NUM_RECENT_STEPS):
         run.step(run.peers)
     odd = {PeerId("x"): [b"", b"abc", b"x" * 13, b""], PeerId("y"): [b""] * 4}
     said = {peer_id: run.companies[peer_id].recent_rounds for peer_id in run.peers[1:]}

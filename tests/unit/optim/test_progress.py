@@ -9,9 +9,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from manyhands.averaging.messages import Position
+from manyhands.averaging.messages import NUM_RECENT_STEPS, Position
 from manyhands.base.identity import PeerId
-from manyhands.optim.company import NUM_STEPS
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.progress import (
     Progress,
@@ -162,7 +161,7 @@ def test_at_step_0_the_lowest_peer_id_wins_whatever_it_has() -> None:
 
 
 def test_of_parts_of_a_grid_at_one_position_the_one_with_more_peers_wins_then_the_lowest_peer_id() -> None:
-    rounds = [b"a round."] * NUM_STEPS
+    rounds = [b"a round."] * NUM_RECENT_STEPS
     here, own = record(step=3, recent_rounds=rounds), PeerId("m")
     far = {PeerId(name): b"far" for name in "xy"}
     both = leading_branch(named(n=here, x=here, y=here), own, here, far)

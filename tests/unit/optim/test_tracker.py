@@ -11,11 +11,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from manyhands.averaging.messages import Position
+from manyhands.averaging.messages import ROUND_NAME_BYTES, Position
 from manyhands.base.deadline import time_limit
 from manyhands.base.identity import PeerId
 from manyhands.dht import StoredValue
-from manyhands.optim.company import ROUND_BYTES
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.progress import RANK_DELAY_S, ProgressRecord
 from manyhands.optim.progress_reader import GOODBYE, IN_FLIGHT_S, progress_key
@@ -479,7 +478,7 @@ def make_steps(run: Run, names: str) -> None:
 
 
 def published(names: str) -> list[bytes]:
-    return [fingerprint[:ROUND_BYTES] for fingerprint in rounds_of(*names)]
+    return [fingerprint[:ROUND_NAME_BYTES] for fingerprint in rounds_of(*names)]
 
 
 async def test_those_at_its_position_who_made_their_last_steps_elsewhere_are_strangers() -> None:
@@ -497,6 +496,22 @@ async def test_those_at_its_position_who_made_their_last_steps_elsewhere_are_str
         assert not run.tracker.is_on_best_branch()
         assert run.tracker.should_load_state()
         assert (run.tracker.leading_branch().is_foreign, run.tracker.leading_branch().position) == (True, here)
+
+
+async def test_one_that_asks_for_a_place_is_judged_by_what_it_says_then() -> None:
+    """Its record may be older, or not have been read."""
+    async with run_of_one() as run:
+        make_steps(run, "abcd")
+        reader, here = run.tracker.reader, run.tracker.position()
+        await run.hears(BOB, here, lineage_samples=20, recent_rounds=published("bcde"))
+        await run.hears(CAROL, here, lineage_samples=20, recent_rounds=published("wxyz"))
+        assert not reader.is_stranger(CAROL, published("defg")), "it has loaded the state of this part"
+        assert not reader.is_stranger(CAROL, published("efgh")), "which Bob connects"
+        assert reader.is_stranger(BOB, published("wxyz"))
+        assert reader.is_stranger(PeerId("unheard of"), published("uvwx"))
+        assert not reader.is_stranger(CAROL, published("xyz")), "too few steps to tell"
+        assert not reader.is_stranger(CAROL, []), "nor does an older version say"
+        assert list(run.tracker.expected()) == [BOB], "records are judged as before"
 
 
 async def test_who_loads_the_state_of_strangers_is_one_of_them_though_its_position_has_the_same_name() -> None:
