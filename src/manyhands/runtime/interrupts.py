@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -15,6 +16,9 @@ SIGNALS = [
     if hasattr(signal, name)
 ]
 """Not SIGALRM: an alarm is there to end what hangs."""
+ENDING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGBREAK") if hasattr(signal, name)]
+AGAIN_AFTER_S = 1.0
+"""Terminals and launchers may send one and the same Ctrl-C twice, at once; a person needs longer."""
 Handler = Callable[[int, FrameType | None], Any]
 
 
@@ -23,22 +27,22 @@ def uninterrupted() -> Iterator[None]:
     """Signals that come within the block are handled when it is over, whether it ends well or not.
 
     Those are meant whose handlers are written in Python, Ctrl-C above all: they may raise an error after any line. They
-    do so in the main thread only, and in others this does nothing. A second signal is not put off: it ends a block
-    that hangs. The block must not hand the thread on to other blocks like it, as a greenlet can.
+    do so in the main thread only, and in others this does nothing. One that is to end the program is not put off when
+    it comes again after a second: it ends a block that hangs. The block must not hand the thread on to other blocks
+    like it, as a greenlet can.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     found = {number: signal.getsignal(number) for number in SIGNALS}
     handlers = {number: handler for number, handler in found.items() if callable(handler)}
-    put_off: list[int] = []
+    put_off: dict[int, float] = {}  # since when
 
     def note(number: int, frame: FrameType | None) -> None:
-        if put_off:
-            put_off.clear()
+        since = put_off.setdefault(number, time.monotonic())
+        if number in ENDING and time.monotonic() - since > AGAIN_AFTER_S:
+            del put_off[number]
             handlers[number](number, frame)
-        else:
-            put_off.append(number)
 
     try:
         for number in handlers:
@@ -46,8 +50,18 @@ def uninterrupted() -> Iterator[None]:
         yield
     finally:
         _restore(list(handlers.items()), note)
-        if put_off:
-            handlers[put_off[0]](put_off[0], None)
+        _handle(list(put_off), handlers)
+
+
+def _handle(numbers: list[int], handlers: Mapping[int, Handler]) -> None:
+    """Call the handlers of all, also when one raises; but of none that was replaced, by another handler say."""
+    if numbers:
+        number = numbers.pop(0)
+        try:
+            if signal.getsignal(number) is handlers[number]:
+                handlers[number](number, None)
+        finally:
+            _handle(numbers, handlers)
 
 
 def _restore(handlers: list[tuple[int, Handler]], current: Handler) -> None:

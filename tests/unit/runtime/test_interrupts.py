@@ -7,6 +7,7 @@ from types import FrameType
 
 import pytest
 
+from manyhands.runtime import interrupts
 from manyhands.runtime.interrupts import SIGNALS, uninterrupted
 
 HANDLED = (signal.SIGINT, signal.SIGTERM)
@@ -52,20 +53,47 @@ def test_without_a_signal_nothing_happens(heard: list[int]) -> None:
     assert [signal.getsignal(one) for one in SIGNALS] == before
 
 
-def test_a_second_signal_ends_a_block_that_hangs(heard: list[int]) -> None:
-    lines = []
+def test_one_that_comes_again_after_a_while_ends_a_block_that_hangs(
+    heard: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines, now = [], 100.0
+    monkeypatch.setattr(interrupts.time, "monotonic", lambda: now)
 
     @uninterrupted()
     def work() -> None:
-        signal.raise_signal(signal.SIGTERM)
-        lines.append("after the first")
-        signal.raise_signal(signal.SIGINT)
-        lines.append("after the second")
+        nonlocal now
+        for seconds, line in ((0.0, "first"), (0.5, "the same, sent twice"), (0.7, "again")):
+            now += seconds
+            signal.raise_signal(signal.SIGINT)
+            lines.append(line)
 
     with pytest.raises(KeyboardInterrupt):
         work()
-    assert lines == ["after the first"]
+    assert lines == ["first", "the same, sent twice"]
     assert heard == [signal.SIGINT]
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="there is no such signal")
+@pytest.mark.parametrize("order", [("SIGINT", "SIGUSR1"), ("SIGUSR1", "SIGINT"), ("SIGTERM", "SIGUSR1", "SIGINT")])
+def test_none_is_lost_when_several_come(heard: list[int], order: tuple[str, ...]) -> None:
+    """Schedulers ask for a checkpoint by a signal, and end the program by another."""
+    noted, lines = [], []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: noted.append(number))
+
+    @uninterrupted()
+    def work() -> None:
+        for name in order:
+            signal.raise_signal(getattr(signal, name))
+            lines.append(name)
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            work()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert lines == list(order), "none of them broke it off"
+    assert noted == [signal.SIGUSR1]
+    assert heard == [getattr(signal, name) for name in order if name != "SIGUSR1"]
 
 
 def test_a_handler_that_has_others_ignored_is_obeyed() -> None:
