@@ -309,12 +309,12 @@ class Collaboration:
         self.tracker.tell(sketch)
         self._drift.moved(position, sketch, is_in_grid=is_in_grid)
 
-    async def move_elsewhere(self, position: Position, lineage_samples: int, sketch: bytes) -> None:
+    async def move_elsewhere(self, position: Position, lineage_samples: int) -> None:
         """This peer has loaded a state; what its gradients were before is of no use there."""
         self._rounds.forget_errors()
         self.tracker.move(position, lineage_samples, [])
-        self.tracker.tell(sketch)
-        self._drift.loaded(position, sketch)
+        self.tracker.tell(b"")  # the others' are of before their own code has changed what they hold: a clamp, say
+        self._drift.loaded(position)
 
     async def fall_behind(self, position: Position, lineage_samples: int, members: list[PeerId]) -> None:
         """The other members of a round are at ``position`` now, and this peer is not."""

@@ -21,8 +21,6 @@ logger = logging.getLogger(__name__)
 PATIENCE_STEPS = 100
 """Global steps from one load to the next; each time twice as many."""
 MAX_DOUBLINGS = 20
-MAX_WRONG_STATES = 2
-"""In a row: whoever hands out the state may lie, so this peer asks again in the next step, by chance another one."""
 QUIET_STEPS = 10
 """Whoever has held the same as the others for so many global steps is told of again when it no longer does."""
 KEPT_STEPS = 4
@@ -51,7 +49,6 @@ class Drift:
         self._tried_at: Position | None = None
         self._next_load = 0  # global step
         self._num_loads = 0
-        self._num_wrong_states = 0
 
     # what this peer holds
 
@@ -69,20 +66,18 @@ class Drift:
         while len(self._held) > KEPT_STEPS:
             del self._held[next(iter(self._held))]
 
-    def loaded(self, position: Position, sketch: bytes) -> None:
-        """This peer has loaded a state; what it held before is gone."""
-        self._held = {position: sketch}
+    def loaded(self, position: Position) -> None:
+        """This peer has loaded a state; what it held before is gone.
+
+        It is judged from its next step on. What others have told is of right after their step, before code beside the
+        optimizer has changed it on all peers alike; a state has been changed by that.
+        """
+        self._held.clear()
+        self._comparison = None
         if not self._is_loading:
-            return
-        comparison = self._compare_at(position)
-        if comparison is not None and self._is_far(comparison) and self._num_wrong_states < MAX_WRONG_STATES:
-            self._num_wrong_states += 1
-            logger.warning("the state that this peer has got is not what %d of %d peers hold; it asks again in the "
-                           "next step", len(comparison.majority), comparison.num_peers)  # fmt: skip
             return
         self._next_load = position.step + PATIENCE_STEPS * 2 ** min(self._num_loads, MAX_DOUBLINGS)
         self._num_loads += 1
-        self._num_wrong_states = 0
         self._is_loading = self._is_said = False
 
     # what the others hold
@@ -134,8 +129,9 @@ class Drift:
             return
         self._is_said = True
         if step < self._next_load:
-            logger.warning("%s, although it has loaded their state: something here changes them again, code beside the "
-                           "optimizer, another precision or bad memory. It goes on with its own", what)  # fmt: skip
+            logger.warning("%s, although it has loaded their state: something here changes them again (code beside the "
+                           "optimizer, another precision, bad memory), or the state was wrong. It goes on with its own",
+                           what)  # fmt: skip
         else:
             logger.warning("%s, and nobody can dial these to load their state: it goes on with its own", what)
 

@@ -54,7 +54,7 @@ async def test_who_is_far_off_loads_the_state_once(caplog: pytest.LogCaptureFixt
         await go_to(run, drift, HERE, WRONG)
         assert drift.should_load()
         assert not drift.should_load(), "at one position it is tried once"
-        drift.loaded(HERE, RIGHT)
+        drift.loaded(HERE)
         assert not drift.should_load()
         assert len(caplog.messages) == 1
 
@@ -76,23 +76,21 @@ async def test_when_loading_does_not_help_it_says_so_and_tries_again_much_later(
             await go_to(run, drift, step_of(number), WRONG)
             if drift.should_load():
                 loads.append(number)
-                drift.loaded(step_of(number), RIGHT)
+                drift.loaded(step_of(number))
         assert loads == [4, 4 + PATIENCE_STEPS, 4 + 3 * PATIENCE_STEPS]
         assert len(caplog.messages) == 2 * len(loads)
         assert all("although it has loaded" in text for text in caplog.messages[1::2])
 
 
-async def test_a_wrong_state_does_not_count_as_loaded(caplog: pytest.LogCaptureFixture) -> None:
-    """Whoever handed it out lies; but if all states are wrong, it is this machine."""
+async def test_who_has_loaded_is_judged_from_its_next_step_on() -> None:
     async with drifting() as (run, drift):
-        loads = []
-        for number in range(4, PATIENCE_STEPS):
-            await go_to(run, drift, step_of(number), WRONG)
-            if drift.should_load():
-                loads.append(number)
-                drift.loaded(step_of(number), packed([7.0] * 16))
-        assert loads == [4, 5, 6]
-        assert ["the state that this peer has got" in text for text in caplog.messages] == [False, True, True, False]
+        await go_to(run, drift, HERE, RIGHT)
+        drift.loaded(HERE)
+        await hear(run, WRONG, HERE)
+        assert not drift.should_load()
+        assert drift.disagreement() is None
+        await go_to(run, drift, NEXT, WRONG)
+        assert drift.should_load()
 
 
 async def test_of_those_whom_nobody_can_dial_no_state_is_loaded(caplog: pytest.LogCaptureFixture) -> None:
