@@ -12,6 +12,7 @@ import torch
 
 from manyhands.averaging.sketch import packed
 from manyhands.optim.comparison import BOUND
+from manyhands.optim.signed_sums import Sketch
 from tests.simulation.swarm_of_trainers import Member, Swarm, together
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -111,6 +112,16 @@ def flip_a_bit(member: Member) -> None:
 
 
 @torch.no_grad()
+def spoil(member: Member) -> None:
+    parameters_of(member)[0][3, 5] = torch.nan
+
+
+@torch.no_grad()
+def overflow(member: Member) -> None:
+    parameters_of(member)[0][3, 5] = torch.inf
+
+
+@torch.no_grad()
 def cast(member: Member) -> None:
     for parameter in parameters_of(member):
         parameter.copy_(parameter.bfloat16())
@@ -120,7 +131,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name.endswith("optim.drift")]
 
 
-@pytest.mark.parametrize("change", [forget_an_average, clamp, flip_a_bit, cast])
+@pytest.mark.parametrize("change", [forget_an_average, clamp, flip_a_bit, cast, spoil, overflow])
 def test_a_peer_with_other_parameters_loads_those_of_the_majority(
     change: Callable[[Member], None], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -212,9 +223,9 @@ def test_a_liar_changes_nothing_for_the_others(caplog: pytest.LogCaptureFixture)
             lambda: packed([float("nan")] * 16),
             lambda: b"",
             lambda: packed([1.0]),
-            lambda: truth(replica),
+            lambda: truth(replica).sums,
         ]
-        replica.sketch = lambda: rng.choice(kinds)()  # type: ignore[method-assign]
+        replica.sketch = lambda: Sketch(rng.choice(kinds)(), 1.0)  # type: ignore[method-assign]
         member.optimizer._collaboration._drift.should_load = lambda: False  # type: ignore[method-assign]
 
     run = Run(change={"p3": once(lie)})

@@ -15,6 +15,7 @@ from manyhands.averaging.sketch import disagreement_of
 from manyhands.base.identity import PeerId
 from manyhands.optim.comparison import Comparison, compared, describe_others, describe_own
 from manyhands.optim.progress_reader import ProgressReader
+from manyhands.optim.signed_sums import Sketch
 
 logger = logging.getLogger(__name__)
 
@@ -39,10 +40,10 @@ class Drift:
         self._reader = reader
         self._own_id = own_id
         self._bound = bound
-        self._held: dict[Position, bytes] = {}  # by this peer, the newest last
+        self._held: dict[Position, Sketch] = {}  # by this peer, the newest last
         self._is_in_grid = False
         self._comparison: Comparison | None = None
-        self._basis: tuple[int, Position, bytes] | None = None  # of the comparison
+        self._basis: tuple[int, Position, Sketch] | None = None  # of the comparison
         self._far: dict[PeerId, int] = {}  # others who are known to be far off, and when last (global step)
         self._is_loading = False  # or tries to
         self._is_said = False  # that this peer is far off and goes on nevertheless
@@ -52,7 +53,7 @@ class Drift:
 
     # what this peer holds
 
-    def moved(self, position: Position, sketch: bytes, *, is_in_grid: bool) -> None:
+    def moved(self, position: Position, sketch: Sketch, *, is_in_grid: bool) -> None:
         """This peer has made a step.
 
         Args:
@@ -83,11 +84,17 @@ class Drift:
     # what the others hold
 
     def disagreement(self) -> float | None:
-        """How far apart the parameters were after this peer's last step, as a fraction of their size; or None."""
+        """How far apart the parameters were after this peer's last step, as a fraction of their size; or None.
+
+        Of this peer and the majority, as one of the others may tell what it likes; of all in a grid, or without one.
+        """
         if not self._held:
             return None
         position, own = next(reversed(self._held.items()))
-        return disagreement_of([own, *self._said_at(position).values()])
+        said = self._said_at(position)
+        comparison = None if self._is_in_grid else self._compare_at(position)
+        peers = comparison.majority & said.keys() if comparison is not None and comparison.majority else said.keys()
+        return disagreement_of([own.sums, *(said[peer_id] for peer_id in peers)])
 
     def should_load(self) -> bool:
         """Whether this peer must load the state of the majority. Tells the log what is new."""
@@ -163,10 +170,11 @@ class Drift:
 
     def _compare_at(self, position: Position) -> Comparison | None:
         sketches = self._said_at(position)
-        if position in self._held:
-            sketches[self._own_id] = self._held[position]
+        own = self._held.get(position, Sketch())
+        if own.sums:
+            sketches[self._own_id] = own.sums
         num_others = len(self._reader.observed().keys() - self._reader.strangers().keys())
-        return compared(sketches, self._own_id, num_others + 1, self._bound)
+        return compared(sketches, self._own_id, num_others + 1, self._bound, own.size)
 
     def _said_at(self, position: Position) -> dict[PeerId, bytes]:
         strangers = self._reader.strangers()
