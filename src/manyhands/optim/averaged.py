@@ -30,7 +30,8 @@ class Averaged:
         is_left_out: what this peer brought is not in it.
         num_rounds, num_committed: of the step, and of these how many committed here.
         disagreement: how far apart the parameters of the peers were before the step, if that is known: the root mean
-            square distance from their mean, as a fraction of its size.
+            square distance from their mean, as a fraction of its size; of whom says
+            :meth:`manyhands.optim.drift.Drift.disagreement`.
     """
 
     mean_N: torch.Tensor | None

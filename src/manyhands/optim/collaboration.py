@@ -21,7 +21,6 @@ from manyhands.base.errors import ManyhandsError, RoundAborted, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.optim.advice import describe_late_states
 from manyhands.optim.averaged import Averaged
-from manyhands.optim.comparison import bound_of
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.departures import Departures
 from manyhands.optim.drift import Drift
@@ -31,6 +30,7 @@ from manyhands.optim.progress import Progress, describe_progress
 from manyhands.optim.run_manifest import ManifestKeeper, RunManifest
 from manyhands.optim.run_records import declare_run
 from manyhands.optim.seating import Seating
+from manyhands.optim.signed_sums import Sketch
 from manyhands.optim.state import State, without_origin
 from manyhands.optim.state_transfer import StateServer, download_state
 from manyhands.optim.step_rounds import StepRounds
@@ -127,7 +127,7 @@ class Collaboration:
             on_update=log_progress,
             is_silent=self._is_silent,
         )
-        self._drift = Drift(self.tracker.reader, presence.peer_id, bound_of(self._local.dtypes))
+        self._drift = Drift(self.tracker.reader, presence.peer_id, self._local.drift_bound)
         self._departures = Departures(presence.endpoint, self.tracker, self._tasks)
         seating = Seating(self.tracker, presence.peer_id, self._averaging.max_group_size, self._rng)
         async with AsyncExitStack() as parts:
@@ -300,21 +300,21 @@ class Collaboration:
         position: Position,
         lineage_samples: int,
         together_with: list[PeerId],
-        sketch: bytes,
+        sketch: Sketch,
         *,
         is_in_grid: bool = False,
     ) -> None:
         """This peer's parameters are at ``position`` now, after a step; the sketch is of them."""
         self.tracker.move(position, lineage_samples, together_with)
-        self.tracker.tell(sketch)
+        self.tracker.tell(sketch.sums)
         self._drift.moved(position, sketch, is_in_grid=is_in_grid)
 
-    async def move_elsewhere(self, position: Position, lineage_samples: int, sketch: bytes) -> None:
+    async def move_elsewhere(self, position: Position, lineage_samples: int) -> None:
         """This peer has loaded a state; what its gradients were before is of no use there."""
         self._rounds.forget_errors()
         self.tracker.move(position, lineage_samples, [])
-        self.tracker.tell(sketch)
-        self._drift.loaded(position, sketch)
+        self.tracker.tell(b"")  # the others' are of before their own code has changed what they hold: a clamp, say
+        self._drift.loaded(position)
 
     async def fall_behind(self, position: Position, lineage_samples: int, members: list[PeerId]) -> None:
         """The other members of a round are at ``position`` now, and this peer is not."""

@@ -15,14 +15,13 @@ from manyhands.averaging.sketch import disagreement_of
 from manyhands.base.identity import PeerId
 from manyhands.optim.comparison import Comparison, compared, describe_others, describe_own
 from manyhands.optim.progress_reader import ProgressReader
+from manyhands.optim.signed_sums import Sketch
 
 logger = logging.getLogger(__name__)
 
 PATIENCE_STEPS = 100
 """Global steps from one load to the next; each time twice as many."""
 MAX_DOUBLINGS = 20
-MAX_WRONG_STATES = 2
-"""In a row: whoever hands out the state may lie, so this peer asks again in the next step, by chance another one."""
 QUIET_STEPS = 10
 """Whoever has held the same as the others for so many global steps is told of again when it no longer does."""
 KEPT_STEPS = 4
@@ -41,21 +40,20 @@ class Drift:
         self._reader = reader
         self._own_id = own_id
         self._bound = bound
-        self._held: dict[Position, bytes] = {}  # by this peer, the newest last
+        self._held: dict[Position, Sketch] = {}  # by this peer, the newest last
         self._is_in_grid = False
         self._comparison: Comparison | None = None
-        self._basis: tuple[int, Position, bytes] | None = None  # of the comparison
+        self._basis: tuple[int, Position, Sketch] | None = None  # of the comparison
         self._far: dict[PeerId, int] = {}  # others who are known to be far off, and when last (global step)
         self._is_loading = False  # or tries to
         self._is_said = False  # that this peer is far off and goes on nevertheless
         self._tried_at: Position | None = None
         self._next_load = 0  # global step
         self._num_loads = 0
-        self._num_wrong_states = 0
 
     # what this peer holds
 
-    def moved(self, position: Position, sketch: bytes, *, is_in_grid: bool) -> None:
+    def moved(self, position: Position, sketch: Sketch, *, is_in_grid: bool) -> None:
         """This peer has made a step.
 
         Args:
@@ -69,30 +67,34 @@ class Drift:
         while len(self._held) > KEPT_STEPS:
             del self._held[next(iter(self._held))]
 
-    def loaded(self, position: Position, sketch: bytes) -> None:
-        """This peer has loaded a state; what it held before is gone."""
-        self._held = {position: sketch}
+    def loaded(self, position: Position) -> None:
+        """This peer has loaded a state; what it held before is gone.
+
+        It is judged from its next step on. What others have told is of right after their step, before code beside the
+        optimizer has changed it on all peers alike; a state has been changed by that.
+        """
+        self._held.clear()
+        self._comparison = None
         if not self._is_loading:
-            return
-        comparison = self._compare_at(position)
-        if comparison is not None and self._is_far(comparison) and self._num_wrong_states < MAX_WRONG_STATES:
-            self._num_wrong_states += 1
-            logger.warning("the state that this peer has got is not what %d of %d peers hold; it asks again in the "
-                           "next step", len(comparison.majority), comparison.num_peers)  # fmt: skip
             return
         self._next_load = position.step + PATIENCE_STEPS * 2 ** min(self._num_loads, MAX_DOUBLINGS)
         self._num_loads += 1
-        self._num_wrong_states = 0
         self._is_loading = self._is_said = False
 
     # what the others hold
 
     def disagreement(self) -> float | None:
-        """How far apart the parameters were after this peer's last step, as a fraction of their size; or None."""
+        """How far apart the parameters were after this peer's last step, as a fraction of their size; or None.
+
+        Of this peer and the majority, as one of the others may tell what it likes; of all in a grid, or without one.
+        """
         if not self._held:
             return None
         position, own = next(reversed(self._held.items()))
-        return disagreement_of([own, *self._said_at(position).values()])
+        said = self._said_at(position)
+        comparison = None if self._is_in_grid else self._compare_at(position)
+        peers = comparison.majority & said.keys() if comparison is not None and comparison.majority else said.keys()
+        return disagreement_of([own.sums, *(said[peer_id] for peer_id in peers)])
 
     def should_load(self) -> bool:
         """Whether this peer must load the state of the majority. Tells the log what is new."""
@@ -134,8 +136,9 @@ class Drift:
             return
         self._is_said = True
         if step < self._next_load:
-            logger.warning("%s, although it has loaded their state: something here changes them again, code beside the "
-                           "optimizer, another precision or bad memory. It goes on with its own", what)  # fmt: skip
+            logger.warning("%s, although it has loaded their state: something here changes them again (code beside the "
+                           "optimizer, another precision, bad memory), or the state was wrong. It goes on with its own",
+                           what)  # fmt: skip
         else:
             logger.warning("%s, and nobody can dial these to load their state: it goes on with its own", what)
 
@@ -167,10 +170,11 @@ class Drift:
 
     def _compare_at(self, position: Position) -> Comparison | None:
         sketches = self._said_at(position)
-        if position in self._held:
-            sketches[self._own_id] = self._held[position]
+        own = self._held.get(position, Sketch())
+        if own.sums:
+            sketches[self._own_id] = own.sums
         num_others = len(self._reader.observed().keys() - self._reader.strangers().keys())
-        return compared(sketches, self._own_id, num_others + 1, self._bound)
+        return compared(sketches, self._own_id, num_others + 1, self._bound, own.size)
 
     def _said_at(self, position: Position) -> dict[PeerId, bytes]:
         strangers = self._reader.strangers()

@@ -16,6 +16,7 @@ from manyhands.base.identity import PeerId
 from manyhands.optim.accumulator import Contribution
 from manyhands.optim.averaged import Averaged
 from manyhands.optim.replica import Replica
+from manyhands.optim.signed_sums import Sketch
 
 if TYPE_CHECKING:
     from manyhands.optim.collaboration import Collaboration
@@ -69,7 +70,7 @@ class GlobalStep:
         self._contributors: list[PeerId] | None = None
         self._lineage = b""
         self._samples = 0
-        self._sketch = b""
+        self._sketch = Sketch()
 
     @property
     def is_lost(self) -> bool:
@@ -114,7 +115,7 @@ class GlobalStep:
         finally:
             self.has_moved = self._replica.position != self.left_from
             self.is_spoiled = self.is_spoiled and not self.has_moved
-        self._sketch = self._replica.sketch() if self.manifest is not None else b""  # alone, it is not asked for
+        self._sketch = self._replica.sketch() if self.manifest is not None else Sketch()  # alone, it is not asked for
 
     def free_average(self) -> None:
         """After the update let go of one of the two vectors: of that which the wrapped optimizer has seen."""

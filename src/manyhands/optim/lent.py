@@ -21,8 +21,8 @@ class LocalState(Protocol):
     lineage_samples: int
 
     @property
-    def dtypes(self) -> set[torch.dtype]:
-        """Of the trained parameters."""
+    def drift_bound(self) -> float:
+        """See :func:`manyhands.optim.comparison.bound_of`."""
 
     def capture(self) -> State:
         """Copy the state; safe to call from any thread."""

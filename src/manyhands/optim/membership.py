@@ -128,8 +128,8 @@ class Membership:
 
     def moved_elsewhere(self) -> None:
         """The network thread is to know where this peer is now, other than by a step; see :meth:`tell`."""
-        position, samples, sketch = self._replica.position, self._replica.lineage_samples, self._replica.sketch()
-        self._untold = lambda: self._collaboration.move_elsewhere(position, samples, sketch)
+        position, samples = self._replica.position, self._replica.lineage_samples
+        self._untold = lambda: self._collaboration.move_elsewhere(position, samples)
 
     def tell(self) -> None:
         """Tell it to the network thread; what an interrupt keeps from it, the next :meth:`decide` tells."""

@@ -13,13 +13,13 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from manyhands.averaging.messages import Position
-from manyhands.averaging.sketch import packed
 from manyhands.base.errors import ConfigError
 from manyhands.base.identity import PeerId
+from manyhands.optim.comparison import bound_of
 from manyhands.optim.flat import GradientLayout, assign_flat, flattened
 from manyhands.optim.host_copy import HostCopy
 from manyhands.optim.plain import merged, plain_part
-from manyhands.optim.signed_sums import signed_sums
+from manyhands.optim.signed_sums import Sketch, sketch_of
 from manyhands.optim.state import Origin, State, capture, digest_of, parameters_of, restore, sealed, specs_of
 from manyhands.optim.update import guarded_step, move_statistics
 
@@ -125,15 +125,15 @@ class Replica:
         with self._lock:
             return flattened(self._parameters)
 
-    def sketch(self) -> bytes:
+    def sketch(self) -> Sketch:
         """A few numbers that stand for the trained parameters at this step, to compare peers by."""
         with self._lock:
-            return packed(signed_sums(self._parameters, self.position.step))
+            return sketch_of(self._parameters, self.position.step)
 
     @property
-    def dtypes(self) -> set[torch.dtype]:
-        """Of the trained parameters that the optimizer holds."""
-        return {parameter.dtype for parameter in self._parameters}
+    def drift_bound(self) -> float:
+        """How far apart rounding may get the peers; see :func:`manyhands.optim.comparison.bound_of`."""
+        return bound_of({parameter.dtype for parameter in self._parameters}, type(self.optimizer))
 
     def show(self) -> None:
         """Have the model use the parameters at :attr:`position`."""

@@ -20,8 +20,9 @@ class Statistics:
         updates_refused: global steps that left the parameters as they were, since the update was not finite.
         states_loaded: how often the state was downloaded.
         parameters_reloaded: of these, because the majority held other parameters at the same place in the run.
-        disagreement: how far apart the parameters of the peers were before the last step, as a fraction of their size,
-            by what they published; None if that is not known.
+        disagreement: how far apart the parameters of this peer and the majority (in a grid, or without one, of all
+            peers) were before the last step, as a fraction of their size, by what they published; None if that is not
+            known.
     """
 
     samples_computed: int = 0

@@ -12,6 +12,7 @@ from manyhands.averaging.sketch import packed
 from manyhands.base.identity import PeerId
 from manyhands.optim.comparison import BOUND
 from manyhands.optim.drift import KEPT_STEPS, PATIENCE_STEPS, QUIET_STEPS, Drift
+from manyhands.optim.signed_sums import Sketch
 from tests.unit.optim.test_tracker import BOB, CAROL, HERE, NEXT, Run, run_of_one
 
 RIGHT, WRONG = packed([1.0] * 16), packed([1.5] * 16)
@@ -35,18 +36,30 @@ def step_of(number: int) -> Position:
 async def go_to(run: Run, drift: Drift, position: Position, own: bytes) -> None:
     """Everybody makes a step; the others hold what is right."""
     run.tracker.move(position, 20, [BOB, CAROL])
-    drift.moved(position, own, is_in_grid=False)
+    drift.moved(position, Sketch(own, 4.0), is_in_grid=False)
     await hear(run, RIGHT, position)
 
 
 async def test_how_far_apart_all_are() -> None:
     async with drifting() as (run, drift):
         assert drift.disagreement() is None
-        drift.moved(HERE, packed([1.0] * 16), is_in_grid=True)
+        drift.moved(HERE, Sketch(packed([1.0] * 16), 4.0), is_in_grid=True)
         assert drift.disagreement() is None
         await run.hears(BOB, sketch=packed([3.0] * 16), sketch_step=HERE.step)
         await run.hears(CAROL, sketch=packed([9.0] * 16), sketch_step=HERE.step - 1)
         assert drift.disagreement() == 0.5, "each is 1 from the mean, which is 2"
+
+
+async def test_how_far_apart_this_peer_and_the_majority_are() -> None:
+    dave = PeerId("dave")
+    async with drifting() as (run, drift):
+        await go_to(run, drift, HERE, RIGHT)
+        await hear(run, packed([1e30] * 16), HERE, (dave,))
+        assert drift.disagreement() == 0.0
+        await go_to(run, drift, NEXT, WRONG)
+        await hear(run, RIGHT, NEXT, (PeerId("erin"),))
+        await hear(run, packed([1e30] * 16), NEXT, (dave,))
+        assert drift.disagreement() == pytest.approx(0.1925, rel=1e-3), "three hold 1, this peer 1.5"
 
 
 async def test_who_is_far_off_loads_the_state_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -54,7 +67,7 @@ async def test_who_is_far_off_loads_the_state_once(caplog: pytest.LogCaptureFixt
         await go_to(run, drift, HERE, WRONG)
         assert drift.should_load()
         assert not drift.should_load(), "at one position it is tried once"
-        drift.loaded(HERE, RIGHT)
+        drift.loaded(HERE)
         assert not drift.should_load()
         assert len(caplog.messages) == 1
 
@@ -76,28 +89,26 @@ async def test_when_loading_does_not_help_it_says_so_and_tries_again_much_later(
             await go_to(run, drift, step_of(number), WRONG)
             if drift.should_load():
                 loads.append(number)
-                drift.loaded(step_of(number), RIGHT)
+                drift.loaded(step_of(number))
         assert loads == [4, 4 + PATIENCE_STEPS, 4 + 3 * PATIENCE_STEPS]
         assert len(caplog.messages) == 2 * len(loads)
         assert all("although it has loaded" in text for text in caplog.messages[1::2])
 
 
-async def test_a_wrong_state_does_not_count_as_loaded(caplog: pytest.LogCaptureFixture) -> None:
-    """Whoever handed it out lies; but if all states are wrong, it is this machine."""
+async def test_who_has_loaded_is_judged_from_its_next_step_on() -> None:
     async with drifting() as (run, drift):
-        loads = []
-        for number in range(4, PATIENCE_STEPS):
-            await go_to(run, drift, step_of(number), WRONG)
-            if drift.should_load():
-                loads.append(number)
-                drift.loaded(step_of(number), packed([7.0] * 16))
-        assert loads == [4, 5, 6]
-        assert ["the state that this peer has got" in text for text in caplog.messages] == [False, True, True, False]
+        await go_to(run, drift, HERE, RIGHT)
+        drift.loaded(HERE)
+        await hear(run, WRONG, HERE)
+        assert not drift.should_load()
+        assert drift.disagreement() is None
+        await go_to(run, drift, NEXT, WRONG)
+        assert drift.should_load()
 
 
 async def test_of_those_whom_nobody_can_dial_no_state_is_loaded(caplog: pytest.LogCaptureFixture) -> None:
     async with drifting() as (run, drift):
-        drift.moved(HERE, WRONG, is_in_grid=False)
+        drift.moved(HERE, Sketch(WRONG, 6.0), is_in_grid=False)
         for peer_id in (BOB, CAROL):
             await run.hears(peer_id, sketch=RIGHT, sketch_step=HERE.step, is_client=True)
         assert not drift.should_load()
@@ -126,9 +137,9 @@ async def test_others_who_are_far_off_are_named_once_until_they_have_been_close_
 
 async def test_what_is_read_late_is_compared_with_what_was_held_then() -> None:
     async with drifting() as (run, drift):
-        drift.moved(HERE, WRONG, is_in_grid=False)
+        drift.moved(HERE, Sketch(WRONG, 6.0), is_in_grid=False)
         run.tracker.move(NEXT, 20, [BOB, CAROL])
-        drift.moved(NEXT, WRONG, is_in_grid=False)
+        drift.moved(NEXT, Sketch(WRONG, 6.0), is_in_grid=False)
         assert not drift.should_load()
         await hear(run, RIGHT, HERE)
         assert drift.should_load()
@@ -138,7 +149,7 @@ async def test_a_position_that_is_known_from_a_round_only_says_nothing_of_what_i
     async with drifting() as (run, drift):
         await hear(run, RIGHT, HERE)
         run.tracker.move(NEXT, 20, [BOB, CAROL])
-        drift.moved(NEXT, packed([2.0] * 16), is_in_grid=False)
+        drift.moved(NEXT, Sketch(packed([2.0] * 16), 8.0), is_in_grid=False)
         assert run.position_of(BOB) == NEXT
         assert drift.disagreement() is None
         assert not drift.should_load()
@@ -147,7 +158,7 @@ async def test_a_position_that_is_known_from_a_round_only_says_nothing_of_what_i
 async def test_old_positions_and_other_branches_are_not_compared() -> None:
     async with drifting() as (run, drift):
         for number in range(3, 3 + KEPT_STEPS + 1):
-            drift.moved(step_of(number), WRONG, is_in_grid=False)
+            drift.moved(step_of(number), Sketch(WRONG, 6.0), is_in_grid=False)
         await hear(run, RIGHT, step_of(3))
         assert not drift.should_load()
         await hear(run, RIGHT, Position(3 + KEPT_STEPS, b"another"))
@@ -159,10 +170,10 @@ async def test_old_positions_and_other_branches_are_not_compared() -> None:
 async def test_in_a_grid_nobody_is_judged_nor_by_what_was_held_before_it() -> None:
     async with drifting() as (run, drift):
         for number, is_in_grid in ((3, False), (4, True)):
-            drift.moved(step_of(number), WRONG, is_in_grid=is_in_grid)
+            drift.moved(step_of(number), Sketch(WRONG, 6.0), is_in_grid=is_in_grid)
             await hear(run, RIGHT, step_of(number))
         assert not drift.should_load()
-        drift.moved(step_of(5), WRONG, is_in_grid=False)
+        drift.moved(step_of(5), Sketch(WRONG, 6.0), is_in_grid=False)
         assert not drift.should_load(), "the step of the grid does not count"
         await hear(run, RIGHT, step_of(5))
         assert drift.should_load()

@@ -130,6 +130,7 @@ def test_a_refused_update_drops_only_samples_that_were_in_it(is_left_out: bool) 
     step.committed(averaged)
     step.advance()
     assert step.refusal
+    assert step._sketch == step._replica.sketch(), "it is told all the same"
     samples.count(step)
     assert (samples.waiting, samples.statistics.samples_dropped) == ((8, 0) if is_left_out else (0, 8))
     assert parameter.tolist() == [1.0, 1.0]
@@ -146,4 +147,4 @@ def test_what_the_others_compare_is_told_unless_nobody_is_there() -> None:
     _, alone = new_step()
     alone.is_alone(PeerId("me"))
     alone.advance()
-    assert alone._sketch == b""
+    assert alone._sketch.sums == b""
