@@ -333,7 +333,7 @@ def test_scaled_losses_checkpoints_and_steps_in_the_background(tmp_path: Path) -
 
 
 def wait_long(rank: int) -> None:
-    ranks.PATIENCE_S = 1.0
+    ranks.PATIENCE_S = 4.0
 
     def work(group: ranks.Ranks, at_work_s: float) -> str:
         ranks.AT_WORK_S = at_work_s

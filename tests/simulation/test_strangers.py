@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from manyhands.averaging.messages import Position
-from tests.simulation.groups import AT_ONCE_S, CONFIG, START, Search, everybody, search
+from tests.simulation.groups import AT_ONCE_S, Search, everybody, search
 
 ONE, OTHER = {"part": b"one"}, {"part": b"other"}
 
@@ -92,16 +91,3 @@ def test_who_has_just_loaded_a_state_is_no_stranger_though_its_record_still_says
     world.run()
     for name in "abc":
         assert world.members(name) == set("abc"), world[name].reasons
-
-
-@pytest.mark.parametrize("name", ["a", "c"])
-def test_in_one_group_another_lineage_of_the_same_step_is_refused(name: str) -> None:
-    """All expect each other; nobody waits for the one that is elsewhere, which hears so."""
-    rest = set("abc") - {name}
-    world = search(everybody("abc", **{name: {"position": Position(START.step, b"another")}}))
-    world.run()
-    assert world.members(name) == set()
-    assert world[name].took_s < AT_ONCE_S
-    for other in rest:
-        assert world.members(other) == rest, world[other].reasons
-        assert world[other].took_s < CONFIG.matchmaking_time_s + AT_ONCE_S

@@ -33,16 +33,6 @@ def check_ahead(me: PeerId, here: Position, position: Position) -> None:
         raise Refused(me, BEHIND, f"the run is at step {here.step}, not {position.step}")
 
 
-def check_lineage(me: PeerId, here: Position, position: Position) -> None:
-    """Tell who is on another branch that nobody comes from this one.
-
-    Raises:
-        Refused: ``position`` has the same step as this peer's, and another lineage.
-    """
-    if position.step == here.step and position.lineage != here.lineage:
-        raise Refused(me, OTHER_POSITION, f"this peer is at step {here.step} of another branch")
-
-
 def strange_part(me: PeerId) -> Refused:
     """What to tell a peer of another part of the run."""
     return Refused(me, OTHER_PART, "this peer is of another part of the run; the better one of the two goes on")

@@ -13,7 +13,6 @@ from manyhands.averaging.admission import (
     FULL,
     OTHER_MANIFEST,
     OTHER_PART,
-    OTHER_POSITION,
     TOLD_BEHIND,
     strange_part,
 )
@@ -52,6 +51,7 @@ logger = logging.getLogger(__name__)
 
 ROSTER_POLL_S = 0.2
 LOOK_TIMEOUT_S = 1.0
+LOOK_AGAIN_S = 2.0
 HEARSAY_S = 2.0
 """For so long those are waited for of whom only a member knows."""
 CLIENT_S = 5.0
@@ -92,6 +92,7 @@ class Convener:
         self.gathering: Gathering | None = None
         self._former: Gathering | None = None
         self._called: tuple[Position, float] | None = None  # where others wait for this peer, and since when
+        self._looked_again_at = -math.inf  # loop time
         self.shunned: Collection[PeerId] = ()
 
     async def lead(self, own: Member, gather_s: float, ends_at: float) -> JoinResponse:
@@ -219,6 +220,13 @@ class Convener:
         except ManyhandsError as error:
             logger.info("this peer leads with what it knew before: %s", error)
 
+    async def look_again(self) -> None:
+        """As :meth:`_look_around`, but not again right after the last time, however many strangers ask."""
+        now = asyncio.get_running_loop().time()
+        if now >= self._looked_again_at + LOOK_AGAIN_S:
+            self._looked_again_at = now
+            await self._look_around()
+
     async def told_apart(self, peer_id: PeerId) -> None:
         """A peer says that it is of another part of the run: find out which of the two goes on.
 
@@ -226,7 +234,7 @@ class Convener:
             Overruled: the other one.
         """
         self._view.report_missing(peer_id)
-        await self._look_around()
+        await self.look_again()
         if self._roster.is_overruled():
             raise Overruled("another part of the run goes on, whose state this peer has to load")
 
@@ -351,8 +359,6 @@ class Convener:
                 await self.told_apart(peer_id)
             except Overruled:  # those who have come here are told so, and look themselves
                 gathering.close(strange_part(self._endpoint.peer_id))
-        elif refusal.code == OTHER_POSITION:
-            gathering.leave_out(peer_id)
         elif refusal.code == BEHIND and gathering.position.group_key:
             gathering.leave_out(peer_id)  # its group is done with this round of the grid; others may not be
         elif refusal.code == BEHIND and peer_id in self._view.expected():

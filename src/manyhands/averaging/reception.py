@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from manyhands.averaging.admission import (
     OTHER_MANIFEST,
     check_ahead,
     check_join,
-    check_lineage,
     is_later_round,
     strange_part,
 )
@@ -80,11 +79,11 @@ class Reception:
             raise Refused(me, OTHER_MANIFEST, "the model or the settings differ from those of this peer")
         here = self._roster.position()
         check_ahead(me, here, request.position)
-        check_lineage(me, here, request.position)
         if request.position != here:
             return InviteResponse()
-        if self._roster.is_stranger(remote, request.recent_rounds):
-            raise strange_part(me)
+        await self._check_part(remote, request.recent_rounds)
+        if request.position != self._roster.position():
+            return InviteResponse()
         if self._standing.busy_at == request.position:
             self._standing.note_call(remote, request.position)  # it comes if that round fails, and else is ahead soon
             return InviteResponse()
@@ -98,6 +97,17 @@ class Reception:
         elif gathering is not None and me in gathering.joined:
             return self._follows(me)
         return InviteResponse()
+
+    async def _check_part(self, remote: PeerId, recent_rounds: Sequence[bytes]) -> None:
+        """Refuse a stranger; but what this peer has read may be late, and it looks again before it says so.
+
+        Raises:
+            Refused: the peer is of another part of the run.
+        """
+        if self._roster.is_stranger(remote, recent_rounds):
+            await self._convener.look_again()
+            if self._roster.is_stranger(remote, recent_rounds):
+                raise strange_part(self._endpoint.peer_id)
 
     def _answer_as_follower(self, remote: PeerId, position: Position) -> InviteResponse:
         """Of two leaders the lower one is the better."""
@@ -133,8 +143,9 @@ class Reception:
             if refusal.code == OTHER_MANIFEST and remote in self._view.expected():
                 self._view.note_refusal(remote, refusal)  # it cannot come
             raise
-        if self._roster.is_stranger(remote, request.recent_rounds):
-            raise strange_part(me)
+        await self._check_part(remote, request.recent_rounds)
+        if self._roster.position() != here:  # it took a while
+            check_join(me, is_client, self._run_fingerprint, self._roster.position(), remote, request)
         if self._standing.following is not None:
             return self._convener.redirect(self._standing.following)
         self._endpoint.learn(remote, readable_addresses(request.member.addresses))

@@ -63,13 +63,15 @@ def added_up(batches: Sequence[Batch]) -> tuple[int | None, float | None]:
     """The batch of all ranks together; what breaks a rule on one of them breaks it for all.
 
     Raises:
-        ConfigError: some ranks gave a weight, and others did not.
+        ConfigError: some ranks gave a weight, or a batch size, and others did not.
     """
     weights = [batch.weight for batch in batches if batch.weight is not None]
     if weights and len(weights) != len(batches):
         raise ConfigError(f"weight was given on {len(weights)} of {len(batches)} ranks; give it on all, or on none")
     samples = [batch.samples for batch in batches if batch.samples is not None]
     if len(samples) != len(batches):
+        if samples:
+            raise ConfigError(f"a batch size was given on {len(samples)} of {len(batches)} ranks; give it on all")
         return None, None
     return int(_sum_or_wrong(samples)), _sum_or_wrong(weights) if weights else None
 

@@ -94,8 +94,8 @@ class Seating:
         return self._tracker.reader.is_stranger(peer_id, recent_rounds)
 
     def is_overruled(self) -> bool:
-        """Whether another part goes on."""
-        return self._tracker.should_load_state()
+        """Whether another part goes on; who is only ahead, as others of a grid may be, is no such part."""
+        return self._tracker.leading_branch().is_foreign
 
     # a step
 
