@@ -198,9 +198,9 @@ class Matchmaker:
         leader: PeerId | None = None
         while True:
             position = self._roster.position()
-            if (inviting := self._standing.invitation()) in unreachable:
-                inviting = None  # a stranger may go on inviting
-            leader = leader or inviting or self._choose_leader(unreachable)
+            if leader is None and (leader := self._standing.invitation()) in unreachable:
+                leader = None  # a stranger may go on inviting
+            leader = leader or self._choose_leader(unreachable)
             self._held = (leader, position)
             try:
                 if leader == own.peer_id:
