@@ -19,4 +19,4 @@ def test_on_a_gpu_and_on_several_devices(dtype: torch.dtype) -> None:
     for places in (on_gpu, [on_gpu[0], *tensors[1:]]):
         sums, size = signed_sums(places, 5)
         assert sums == expected
-        assert size == pytest.approx(norm, rel=1e-6)
+        assert size == pytest.approx(norm, rel=1e-4)
