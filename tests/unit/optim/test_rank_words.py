@@ -23,7 +23,9 @@ def test_what_is_wrong_on_one_rank_is_wrong_for_all(rank: int) -> None:
     def with_one(wrong: Batch) -> list[Batch]:
         return [wrong if number == rank else Batch(4, 4.0) for number in range(3)]
 
-    assert added_up(with_one(Batch(None, 4.0))) == (None, None), "the optimizer asks for a batch size"
+    with pytest.raises(ConfigError, match="a batch size was given on 2 of 3 ranks"):
+        added_up(with_one(Batch(None, 4.0)))
+    assert added_up([Batch(None, 4.0)] * 3) == (None, None), "the optimizer asks for a batch size"
     assert added_up(with_one(Batch(-1, 4.0)))[0] == -1
     assert added_up(with_one(Batch(4, -2.0)))[1] == -2.0
     weight = added_up(with_one(Batch(4, math.nan)))[1]
