@@ -35,7 +35,7 @@ _MARKUP = re.compile(
 )
 _PLAIN_WORD = re.compile(r"[(\"“'`*]*[A-Za-z’'-]+[)\"”'`*]*[.,;:?!]*[)\"”]?")  # noqa: RUF001
 _CO_HAS_DOCSTRING = 0x4000000
-"""Flag of a function's code, from Python 3.13 on."""
+"""Flag of a function's code, from Python 3.14 on; before, the first constant is the docstring or None."""
 
 _DOCSTRING_WITHIN = 16
 """Instructions of a class or a module; its docstring is set before anything else."""
@@ -92,14 +92,16 @@ def _docstrings(module: str) -> Iterator[str]:
 def _docstrings_in(code: CodeType) -> Iterator[str]:
     yield inspect.cleandoc(_docstring_of(code))
     for constant in code.co_consts:
-        if isinstance(constant, CodeType) and not constant.co_name.startswith("<"):  # lambdas, comprehensions
+        if isinstance(constant, CodeType):
             yield from _docstrings_in(constant)
 
 
 def _docstring_of(code: CodeType) -> str:
+    if code.co_name == "<lambda>":
+        return ""
     if code.co_flags & inspect.CO_OPTIMIZED:  # of a function
         first = code.co_consts[0] if code.co_consts else None
-        has_one = sys.version_info < (3, 13) or code.co_flags & _CO_HAS_DOCSTRING
+        has_one = sys.version_info < (3, 14) or code.co_flags & _CO_HAS_DOCSTRING
         return first if isinstance(first, str) and has_one else ""
     beginning = list(islice(dis.get_instructions(code), _DOCSTRING_WITHIN))
     for load, store in pairwise(beginning):
