@@ -97,7 +97,7 @@ def _docstrings_in(code: CodeType) -> Iterator[str]:
 
 
 def _docstring_of(code: CodeType) -> str:
-    if code.co_name == "<lambda>":
+    if code.co_name.startswith("<") and code.co_name != "<module>":  # a lambda, say
         return ""
     if code.co_flags & inspect.CO_OPTIMIZED:  # of a function
         first = code.co_consts[0] if code.co_consts else None
