@@ -12,9 +12,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
-from manyhands.base.address import Address, parse_addresses
+from manyhands.base.address import Address, parse_addresses, parse_listen_addresses
 from manyhands.base.deadline import time_limit
-from manyhands.base.errors import ManyhandsError, Timeout
+from manyhands.base.errors import ConfigError, ManyhandsError, Timeout
 from manyhands.base.identity import Identity, PeerId
 from manyhands.dht import DhtConfig, DhtNode
 from manyhands.reach import Reach
@@ -132,9 +132,11 @@ class Peer:
 
     Args:
         initial_peers: multiaddrs or ``HOST:PORT`` of any peers that are already there; none makes this the first peer.
-        listen: where to accept connections; by default on all interfaces, on a free port.
+        listen: where to accept connections; by default on all interfaces, with IPv4, on a free port. ``31337`` is that
+            port on all interfaces, with IPv4 and IPv6.
         announce: what to tell others to dial instead of what this machine finds out by itself (behind a tunnel, say).
-        client_mode: dial out only; for machines that nobody can dial, such as those behind a firewall.
+        client_mode: dial out only; for machines that nobody can dial, such as those behind a firewall. It needs
+            ``initial_peers``, or a ``state_dir`` that knows some.
         identity: a file with the private key, made when it does not exist; by default the one in ``state_dir``, or a
             new identity each time.
         state_dir: a folder of this peer's own, made when it does not exist. It keeps the identity and the addresses of
@@ -162,11 +164,13 @@ class Peer:
         dht_config: DhtConfig | None = None,
     ) -> None:
         initial_addresses = parse_addresses(initial_peers)
-        listen_addresses = [] if client_mode else parse_addresses(listen)
+        listen_addresses = [] if client_mode else parse_listen_addresses(listen)
         announce_addresses = parse_addresses(announce)
         self._is_closed = False
         self._state_dir = StateDir(state_dir) if state_dir is not None else None
         try:
+            if client_mode and not initial_addresses:
+                self._check_knows_others()
             self.identity = self._identity_of(identity)
         except BaseException:
             self._release_state_dir()
@@ -197,6 +201,13 @@ class Peer:
         if given is None and self._state_dir is not None:
             given = self._state_dir.identity_path
         return Identity.load_or_create(given) if given is not None else Identity.generate()
+
+    def _check_knows_others(self) -> None:
+        if self._state_dir is None or not len(self._state_dir.load_peers()):
+            raise ConfigError(
+                "a peer in client mode cannot be the first one, since others could not join it; give it the address of "
+                "a peer that accepts connections (--initial-peers, initial_peers=), or leave client mode out"
+            )
 
     def _release_state_dir(self) -> None:
         if self._state_dir is not None:

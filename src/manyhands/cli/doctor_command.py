@@ -10,7 +10,7 @@ import msgspec
 from cyclopts import Parameter
 from rich.console import Console
 
-from manyhands.base.address import parse_addresses
+from manyhands.base.address import parse_addresses, parse_listen_addresses
 from manyhands.base.identity import Identity
 from manyhands.doctor import Check, Examination
 from manyhands.doctor.checks import NAMES
@@ -54,7 +54,7 @@ def doctor(
     """
     examination = Examination(
         initial_peers=parse_addresses(initial_peers),
-        listen=parse_addresses(listen),
+        listen=parse_listen_addresses(listen),
         announce=parse_addresses(announce),
         client_mode=client_mode,
     )
