@@ -30,6 +30,8 @@ BACKLOG = 128  # connections that the system holds until they are accepted
 
 HEAD_START_S = 0.25
 
+SILENT = "waited {:.3g} s; a firewall may drop the packets, or the host is down"
+
 MAX_LOOKUPS = 32
 """Names that are looked up at once; each has a thread, and a lookup that hangs keeps it for half a minute."""
 
@@ -80,7 +82,7 @@ async def connect_to(address: Address, places: Places, timeout_s: float) -> sock
         async with time_limit(timeout_s, f"connecting to {address}"):
             sock: socket.socket = await start_connection(list(places), happy_eyeballs_delay=HEAD_START_S)
     except Timeout as error:
-        raise DialFailed(str(address), DialReason.TIMED_OUT, f"waited {timeout_s:.3g} s") from error
+        raise DialFailed(str(address), DialReason.TIMED_OUT, SILENT.format(timeout_s)) from error
     except ConnectionRefusedError as error:
         raise DialFailed(str(address), DialReason.REFUSED) from error
     except OSError as error:

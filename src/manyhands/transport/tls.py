@@ -207,7 +207,7 @@ class TlsTransport:
             async with time_limit(timeout_s, f"in the TLS handshake with {address}"):
                 await _shake_hands(sock, session)
         except Timeout as error:
-            detail = "TCP connects, but no TLS handshake follows"
+            detail = "TCP connects, but no TLS handshake follows: another program, or a peer that hangs"
             raise DialFailed(str(address), DialReason.TIMED_OUT, detail) from error
         except TlsFailed as error:
             detail = "it accepts TCP connections, but does not answer in TLS 1.3"
