@@ -30,6 +30,8 @@ ALL_INTERFACES = ("/ip4/0.0.0.0/tcp/0",)
 START_TIMEOUT_S = 15.0
 CLOSE_TIMEOUT_S = 4.0
 PART_CLOSE_TIMEOUT_S = 2.0
+DHT_TIMEOUT_S = 30.0
+"""A lookup, and some requests after it, each with its own bound."""
 FIRST_SAVE_S = 10.0
 SAVE_PERIOD_S = 60.0
 
@@ -239,6 +241,43 @@ class Peer:
             Timeout: ``timeout_s`` seconds were over; ``phase`` says what was waited for.
         """
         return self._runtime.run(coro, timeout_s, phase)
+
+    def store(
+        self, key: str, value: Any, *, ttl_s: float, subkey: str | None = None, timeout_s: float = DHT_TIMEOUT_S
+    ) -> int:
+        """Publish a small value under a key of the DHT for all peers, and wait until it is stored.
+
+        ::
+
+            peer.store("my-run.notes", {"loss": 3.2}, ttl_s=600, subkey=peer.peer_id)
+
+        Args:
+            key: 1 to 256 characters.
+            value: bool, int, float, str, bytes, or lists and dicts of them; at most 64 KiB. None deletes.
+            ttl_s: seconds until it is forgotten; at most a day.
+            subkey: one of many values of the key. With this peer's own id only this peer can write it; else everybody
+                can. By default the empty one.
+        Returns:
+            How many peers hold it now; 0 if no peer could be reached.
+        Raises:
+            ConfigError: an argument breaks its rule.
+            Refused: all peers that could be reached refuse it.
+            Timeout: ``timeout_s`` seconds were over.
+        """
+        return self.run(self.dht.store(key, value, ttl_s, subkey), timeout_s, f"storing key {key!r}")
+
+    def get(self, key: str, *, timeout_s: float = DHT_TIMEOUT_S) -> dict[str, Any]:
+        """Read the values of a key of the DHT.
+
+        Returns:
+            The latest value of each subkey, as it was stored, but tuples have become lists; what was stored without a
+            subkey is under ``""``. Empty if there is none, or no peer could be reached.
+        Raises:
+            ConfigError: not a key.
+            Timeout: ``timeout_s`` seconds were over.
+        """
+        found = self.run(self.dht.get(key), timeout_s, f"reading key {key!r}")
+        return {subkey: stored.value for subkey, stored in found.items()}
 
     def time(self) -> float:
         """Seconds of this machine's monotonic clock."""

@@ -119,6 +119,24 @@ def test_a_taken_port_is_named_and_nothing_is_left() -> None:
         assert num_sockets() == before
 
 
+def test_a_peer_stores_and_reads_without_a_coroutine() -> None:
+    with manyhands.Peer(listen=LOOPBACK) as first, manyhands.Peer(first.addresses, listen=LOOPBACK) as second:
+        assert first.store("notes", {"loss": 3.5, "shape": (2, 3)}, ttl_s=60, subkey=first.peer_id) == 2
+        second.store("notes", b"for everybody", ttl_s=60)
+        notes = {first.peer_id: {"loss": 3.5, "shape": [2, 3]}, "": b"for everybody"}
+        assert first.get("notes") == second.get("notes") == notes
+        first.store("notes", None, ttl_s=60)
+        assert second.get("notes") == {first.peer_id: notes[first.peer_id]}
+        assert second.get("nothing") == {}
+        for key in (5, b"x", ("a",), ["a"]):
+            with pytest.raises(ConfigError, match="it must be a str"):
+                first.store(key, 1, ttl_s=60)  # type: ignore[arg-type]
+            with pytest.raises(ConfigError, match="it must be a str"):
+                first.get(key)  # type: ignore[arg-type]
+            with pytest.raises(ConfigError, match="it must be a str"):
+                on(first, first.dht.get_many([key]))  # type: ignore[list-item]
+
+
 # joining
 
 
