@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import http.server
 import socket
+import threading
 import time
 from pathlib import Path
 
@@ -95,6 +97,28 @@ def test_initial_peers_that_cannot_be_reached_are_named_with_their_reasons() -> 
         assert "another identity answered" in first
         assert f"{nowhere}: connection refused" in second
         assert f"{quiet}: timed out" in third
+
+
+@pytest.mark.parametrize("there", ["nobody", "a web server", "a port that says nothing"])
+def test_an_address_where_no_peer_answers_is_one_line_in_time(there: str) -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listening,
+        http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as web,
+    ):
+        threading.Thread(target=web.serve_forever, daemon=True).start()
+        port, why = {
+            "nobody": (1, "connection refused: nothing listens on that port"),
+            "a web server": (web.server_port, "not a manyhands peer"),
+            "a port that says nothing": (listening.getsockname()[1], "another program, or a peer that hangs"),
+        }[there]
+        started = time.monotonic()
+        with running("train", "--run-id", "r", "--initial-peers", f"127.0.0.1:{port}") as command:
+            assert command.wait(30) == USAGE
+            assert time.monotonic() - started < 10 + STARTUP_S
+            assert "the initial peer could not be reached" in command.output
+            assert why in command.output
+            assert len(command.output.strip().splitlines()) == 1, command.output
+        web.shutdown()
 
 
 def test_a_device_that_is_not_there_is_told_before_anybody_is_met() -> None:
