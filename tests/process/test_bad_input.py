@@ -112,7 +112,7 @@ def test_an_address_where_no_peer_answers_is_one_line_in_time(there: str) -> Non
             "a port that says nothing": (listening.getsockname()[1], "another program, or a peer that hangs"),
         }[there]
         started = time.monotonic()
-        with running("train", "--run-id", "r", "--initial-peers", f"127.0.0.1:{port}") as command:
+        with running("monitor", "--run-id", "r", "--initial-peers", f"127.0.0.1:{port}") as command:
             assert command.wait(30) == USAGE
             assert time.monotonic() - started < 10 + STARTUP_S
             assert "the initial peer could not be reached" in command.output
