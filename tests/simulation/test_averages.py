@@ -42,7 +42,9 @@ def test_without_faults_all_are_in_every_round() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_peers_that_wait_for_the_others_all_hold_the_last_mean_when_they_leave(seed: int) -> None:
+@pytest.mark.parametrize("dies", [False, True])
+def test_peers_that_wait_for_the_others_all_hold_the_last_mean_when_they_leave(seed: int, *, dies: bool) -> None:
+    """If one dies right after its step, the others wait for 10 s at most."""
     world = world_of(seed)
     initial_peers: list[Address] = []
     left: dict[str, tuple[bool, bool, float]] = {}
@@ -61,6 +63,8 @@ def test_peers_that_wait_for_the_others_all_hold_the_last_mean_when_they_leave(s
         averager = Averager([torch.zeros(NUMEL)], peer=sim_peer, run_id="simulated", matchmaking_time_s=4.0)
         sim_peer.sleep(3.0)
         result = averager.step()
+        if dies and name == "p3":
+            world.loop.call_soon(world.crash, "p3")
         began = world.loop.time()
         waited = averager.wait_for_others()
         left[name] = (result.committed and len(result.group) == 4, waited, world.loop.time() - began)
@@ -69,8 +73,12 @@ def test_peers_that_wait_for_the_others_all_hold_the_last_mean_when_they_leave(s
     for name in [*NAMES, "p3"]:
         world.start(name, peer)
     world.run(40.0)
-    assert len(left) == 4
-    assert all(committed and waited and seconds < 1.5 for committed, waited, seconds in left.values()), left
+    assert left.keys() == {*NAMES, "p3"} - ({"p3"} if dies else set())
+    assert all(committed for committed, _, _ in left.values()), left
+    if dies:
+        assert all(seconds < 10.5 for _, _, seconds in left.values()), left
+    else:
+        assert all(seconds < 1.5 and waited for _, waited, seconds in left.values()), left
 
 
 @pytest.mark.parametrize("seed", range(3))
