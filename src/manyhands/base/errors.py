@@ -88,7 +88,7 @@ class DialReason(enum.Enum):
     """Why one address could not be dialled, in the words shown to people."""
 
     REFUSED = "connection refused: nothing listens on that port"
-    TIMED_OUT = "timed out: no answer (a firewall may drop the packets, or the host is down)"
+    TIMED_OUT = "timed out: no answer"
     UNREACHABLE = "network unreachable"
     NAME_NOT_FOUND = "the host name does not resolve"
     WRONG_IDENTITY = "another identity answered"
@@ -112,8 +112,11 @@ class JoinFailed(Unavailable):
     """None of the initial peers could be reached; ``failures`` has one :class:`DialFailed` for each address."""
 
     def __init__(self, failures: Sequence[DialFailed]) -> None:
-        lines = "".join(f"\n  {failure}" for failure in failures)
-        super().__init__(f"none of the {len(failures)} initial peers could be reached:{lines}")
+        if len(failures) == 1:
+            super().__init__(f"the initial peer could not be reached: {failures[0]}")
+        else:
+            lines = "".join(f"\n  {failure}" for failure in failures)
+            super().__init__(f"none of the {len(failures)} initial peers could be reached:{lines}")
         self.failures = list(failures)
 
 

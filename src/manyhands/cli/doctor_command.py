@@ -10,7 +10,7 @@ import msgspec
 from cyclopts import Parameter
 from rich.console import Console
 
-from manyhands.base.address import parse_addresses
+from manyhands.base.address import parse_addresses, parse_listen_addresses
 from manyhands.base.identity import Identity
 from manyhands.base.run_id import checked_run_id
 from manyhands.doctor import Check, Examination
@@ -56,7 +56,7 @@ def doctor(
     """
     examination = Examination(
         initial_peers=parse_addresses(initial_peers),
-        listen=parse_addresses(listen),
+        listen=parse_listen_addresses(listen),
         announce=parse_addresses(announce),
         client_mode=client_mode,
         run_id=checked_run_id(run_id) if run_id is not None else None,

@@ -7,7 +7,7 @@ import threading
 
 import msgspec
 
-from manyhands.base.address import parse_addresses
+from manyhands.base.address import parse_listen_addresses
 from manyhands.base.errors import Timeout
 from manyhands.cli.event_file import EventWriter
 from manyhands.cli.memory import memory_bytes
@@ -64,7 +64,7 @@ def what_changes(options: PeerOptions) -> str:
     advice: dict[str, str] = {}
     if options.identity is None and options.state_dir is None:
         advice["its id"] = "--state-dir (or --identity) keeps the id"
-    if any(address.port == 0 for address in parse_addresses(options.listen)):
+    if any(address.port == 0 for address in parse_listen_addresses(options.listen)):
         advice["its port"] = "--listen with a number above 0 keeps the port"
     if not advice:
         return ""

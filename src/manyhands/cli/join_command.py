@@ -58,12 +58,14 @@ def join(
     if run_id is not None and ticket.run_id and run_id != ticket.run_id:
         raise ConfigError(f"the ticket is for run {ticket.run_id!r}, and --run-id is {run_id!r}; leave --run-id out")
     check_before(training, given)
-    network = dataclasses.replace(network, initial_peers=(*map(str, ticket.addresses), *network.initial_peers))
+    initial_peers = (*map(str, ticket.addresses), *(network.initial_peers or ()))
+    network = dataclasses.replace(network, initial_peers=initial_peers)
     run = _chosen(network, run_id or ticket.run_id or None, ticket)
     take_part(run.run_id, network, training, given, output, run=run)
 
 
 def _chosen(network: NetworkOptions, run_id: str | None, ticket: Ticket) -> Run:
+    assert network.initial_peers
     with Scout(network.initial_peers) as scout:
         run = scout.choose(run_id, is_trained=True)
     peers = " ".join(network.initial_peers)

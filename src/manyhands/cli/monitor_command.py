@@ -31,8 +31,13 @@ def monitor(
     emit = output.begin()
     with network.connect() as peer:
         logger.info("Running a coordinator of run %s as peer %s", run_id, peer.peer_id)
-        logger.info("To train with it, run this on any machine that can reach this one:")
-        addresses = " ".join(peer.addresses)
+        if peer.addresses:
+            logger.info("To train with it, run this on any machine that can reach this one:")
+        else:
+            logger.info(
+                "Others cannot join through this monitor, as it is in client mode; they join through its own peers:"
+            )
+        addresses = " ".join(peer.addresses or network.initial_peers or ["ADDRESS-OF-ANY-OTHER-PEER"])
         print(f"\n    manyhands train --run-id {run_id} --initial-peers {addresses}\n", flush=True)  # noqa: T201
         emit(Listening(peer.peer_id, peer.addresses))
         peer.run(RunMonitor(peer, run_id, emit).start(), 5.0, "starting the monitor")

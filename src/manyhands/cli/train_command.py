@@ -75,7 +75,7 @@ def look_for(network: NetworkOptions, run_id: str | None, *, start_new: bool) ->
     Raises:
         RunNotFound: it is not there, and shall not be begun.
     """
-    with Scout(network.initial_peers) as scout:
+    with Scout(network.initial_peers or ()) as scout:
         if start_new and run_id is not None:
             return next((run for run in scout.runs() if run.run_id == run_id), None)
         try:

@@ -188,9 +188,10 @@ class DhtNode:
         Raises:
             ConfigError: one is not a key.
         """
-        wanted = list(dict.fromkeys(keys))
+        wanted = list(keys)
         for key in wanted:
             check_key(key)
+        wanted = list(dict.fromkeys(wanted))
         found: dict[str, dict[str, StoredValue]] = {key: {} for key in wanted}
         left = wanted[::-1]
 

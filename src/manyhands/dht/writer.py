@@ -93,7 +93,9 @@ class Writer:
         return response if response is not None and len(response.outcomes) == len(records) else None
 
     def _issue(self, entry: Entry, above: int = 0) -> Record:
-        return self._issuer.issue(entry.key, entry.subkey or "", entry.value, entry.ttl_s, above)
+        return self._issuer.issue(
+            entry.key, "" if entry.subkey is None else entry.subkey, entry.value, entry.ttl_s, above
+        )
 
     async def _write(self, records: Sequence[Record]) -> list[Outcomes]:
         """Have each record held by the peers nearest to its key; who answered, and what it made of the record."""

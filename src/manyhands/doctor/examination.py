@@ -54,7 +54,10 @@ class Examination:
 
     def __post_init__(self) -> None:
         if not self.initial_peers:
-            raise ConfigError("no initial peer is given; give the addresses that your peer was started with")
+            raise ConfigError(
+                "no initial peer is given: a variable of the shell is probably unset; "
+                "give the addresses that your peer was started with"
+            )
         if len(set(self.initial_peers)) > MAX_INITIAL_PEERS:
             raise ConfigError(
                 f"{len(self.initial_peers)} initial peers; at most {MAX_INITIAL_PEERS} are examined at once"

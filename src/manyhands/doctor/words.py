@@ -74,7 +74,7 @@ def not_connected(address: Address, failure: DialFailed) -> Finding:
     if failure.reason is DialReason.TIMED_OUT:
         return Finding(
             False,
-            f"no answer from {_place(address)} ({failure.detail})",
+            f"no answer from {_place(address)}",
             f"the machine is down, its address has changed, or a firewall drops the packets: let TCP port "
             f"{address.port} in there, and if it is behind a router, have the router forward the port",
         )

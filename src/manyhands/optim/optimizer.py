@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from manyhands.averaging.codecs import prepare_kernels
-from manyhands.averaging.config import AveragingConfig
+from manyhands.averaging.config import AveragingConfig, averaging_of
 from manyhands.averaging.messages import RoundManifest
 from manyhands.base.errors import ConfigError, ManyhandsError, RoundAborted, Timeout, Unavailable
 from manyhands.base.forgetting import without_frames
@@ -22,7 +22,7 @@ from manyhands.optim.global_step import GlobalStep
 from manyhands.optim.joining import manifest_of
 from manyhands.optim.membership import Membership
 from manyhands.optim.model_gradients import ModelGradients
-from manyhands.optim.options import Delay, OptimizerMaker, Options, averaging_of, checked_batch, made_optimizer
+from manyhands.optim.options import Delay, OptimizerMaker, Options, checked_batch, made_optimizer
 from manyhands.optim.replica import Replica, SchedulerMaker
 from manyhands.optim.samples import Samples
 from manyhands.optim.speed import SpeedMeter

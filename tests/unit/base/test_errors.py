@@ -71,6 +71,11 @@ def test_join_failed_has_a_line_with_a_reason_for_each_address() -> None:
     assert lines == [f"  {failure}" for failure in failures]
 
 
+def test_a_failure_to_join_by_one_address_is_one_line() -> None:
+    failure = DialFailed("/ip4/10.0.0.1/tcp/80", DialReason.REFUSED)
+    assert str(JoinFailed([failure])) == f"the initial peer could not be reached: {failure}"
+
+
 def test_each_dial_reason_has_words_of_its_own() -> None:
     assert len({reason.value for reason in DialReason}) == len(list(DialReason)) == 9
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from manyhands.averaging.config import AveragingConfig
+from manyhands.averaging.config import AveragingConfig, averaging_of
 from manyhands.base.errors import ConfigError
-from manyhands.optim.options import Options, averaging_of, checked_batch
+from manyhands.optim.options import Options, checked_batch
 
 GOOD: dict[str, Any] = {
     "run_id": "run", "target_batch_size": 64, "batch_size_per_step": None, "batch_size_lead": 0, "max_grad_norm": None,
