@@ -108,7 +108,9 @@ class JoinFailed(Unavailable):
 
     def __init__(self, failures: Sequence[DialFailed]) -> None:
         lines = "".join(f"\n  {failure}" for failure in failures)
-        super().__init__(f"none of the {len(failures)} initial peers could be reached:{lines}")
+        num_peers = len(failures)
+        what = f"none of the {num_peers} initial peers could" if num_peers > 1 else "the initial peer could not"
+        super().__init__(f"{what} be reached:{lines}")
         self.failures = list(failures)
 
 

@@ -26,7 +26,8 @@ from manyhands.optim.departures import Departures
 from manyhands.optim.drift import Drift
 from manyhands.optim.foresight import Foresight
 from manyhands.optim.lent import BackgroundStep, LocalState
-from manyhands.optim.progress import Progress, describe_progress
+from manyhands.optim.progress import Progress
+from manyhands.optim.progress_log import ProgressLog
 from manyhands.optim.run_manifest import ManifestKeeper, RunManifest
 from manyhands.optim.run_records import declare_run
 from manyhands.optim.seating import Seating
@@ -103,6 +104,7 @@ class Collaboration:
         """From where the last round led on whose group has formed with this peer in it."""
         self._lull: Lull | None = None
         self._told_until = -math.inf  # loop time
+        self._progress_log = ProgressLog()
         self._rng = presence.rng
         self._parts = AsyncExitStack()
         self._tasks = TaskOwner("collaboration")
@@ -124,7 +126,7 @@ class Collaboration:
             manifest.target_batch_size,
             self._local.position,
             self._progress_config,
-            on_update=log_progress,
+            on_update=self._log_progress,
             is_silent=self._is_silent,
         )
         self._drift = Drift(self.tracker.reader, presence.peer_id, self._local.drift_bound)
@@ -166,6 +168,9 @@ class Collaboration:
             await self.tracker.refresh()
             self._parts = parts.pop_all()
         presence.on_close.append(self.close)
+
+    def _log_progress(self, progress: Progress, refresh_s: float) -> None:
+        self._progress_log.tell(self._local.position.step, progress, refresh_s, asyncio.get_running_loop().time())
 
     def _note_phase(self, phase: Phase) -> None:
         if phase is Phase.FORMED:
@@ -376,8 +381,3 @@ def _shapes_of(manifest: RunManifest) -> list[Sequence[int]]:
     frozen = set(manifest.frozen)
     shapes: list[Sequence[int]] = [tensor.shape for tensor in manifest.tensors if tensor.name not in frozen]
     return [*shapes, (len(shapes),)]
-
-
-def log_progress(progress: Progress, refresh_s: float) -> None:
-    """The line by which a person sees that a run is alive."""
-    logger.info("%s", describe_progress(progress, refresh_s))
