@@ -138,7 +138,8 @@ class Peer:
         identity: a file with the private key, made when it does not exist; by default the one in ``state_dir``, or a
             new identity each time.
         state_dir: a folder of this peer's own, made when it does not exist. It keeps the identity and the addresses of
-            other peers there, and joins by these as well when it starts again.
+            other peers there, and joins by these as well when it starts again. One that is open already is closed with
+            this peer.
         must_join: False to begin alone if none of the initial peers answers, and go on trying, as coordinators do: else
             they would wait for each other.
     Raises:
@@ -156,7 +157,7 @@ class Peer:
         announce: Sequence[str | Address] = (),
         client_mode: bool = False,
         identity: str | Path | Identity | None = None,
-        state_dir: str | Path | None = None,
+        state_dir: str | Path | StateDir | None = None,
         must_join: bool = True,
         rpc_config: RpcConfig | None = None,
         dht_config: DhtConfig | None = None,
@@ -165,7 +166,7 @@ class Peer:
         listen_addresses = [] if client_mode else parse_addresses(listen)
         announce_addresses = parse_addresses(announce)
         self._is_closed = False
-        self._state_dir = StateDir(state_dir) if state_dir is not None else None
+        self._state_dir = StateDir(state_dir) if isinstance(state_dir, (str, Path)) else state_dir
         try:
             self.identity = self._identity_of(identity)
         except BaseException:

@@ -5,7 +5,8 @@
     ManyhandsError
     ├── ConfigError            yours to fix: says the value, the rule and a value that would work
     │   ├── MissingExtra       a part of the library needs a package that is not installed
-    │   └── ManifestMismatch   this peer's model or settings differ from those of the run
+    │   ├── ManifestMismatch   this peer's model or settings differ from those of the run
+    │   └── RunNotFound        none of the peers that were joined is in this run
     ├── Unavailable            the network: retryable; says who, what address, how long, what to try
     │   ├── Timeout            names the phase it waited in and for whom
     │   ├── PeerLost           the connection to a peer closed, or its heartbeat stopped
@@ -55,6 +56,10 @@ class ManifestMismatch(ConfigError):
         super().__init__(f"this peer does not fit run {run_id!r}: " + "; ".join(differences))
         self.run_id = run_id
         self.differences = list(differences)
+
+
+class RunNotFound(ConfigError):
+    """None of the peers that were joined is in this run; most often its name was mistyped."""
 
 
 class Unavailable(ManyhandsError):

@@ -13,6 +13,7 @@ from manyhands.cli.logs import log_to_stdout
 from manyhands.cli.open_files import raise_open_files_limit
 from manyhands.peer import ALL_INTERFACES, Peer
 from manyhands.rpc import RpcConfig
+from manyhands.state_dir import StateDir
 
 
 @Parameter(name="*", group="Network")
@@ -35,18 +36,22 @@ class PeerOptions:
     state_dir: Path | None = None
     """Folder of this peer's own: keeps its private key and the addresses of other peers, to come back by them."""
 
-    def connect(self, *, must_join: bool = True) -> Peer:
-        """A peer with these options; see :class:`manyhands.Peer`."""
-        raise_open_files_limit()
-        return self._new_peer(must_join)
+    def connect(self, *, must_join: bool = True, own_dir: StateDir | None = None) -> Peer:
+        """A peer with these options; see :class:`manyhands.Peer`.
 
-    def _new_peer(self, must_join: bool) -> Peer:
+        Args:
+            own_dir: takes the place of ``state_dir`` if that was not given.
+        """
+        raise_open_files_limit()
+        return self._new_peer(must_join, self.state_dir or own_dir)
+
+    def _new_peer(self, must_join: bool, state_dir: Path | StateDir | None) -> Peer:
         return Peer(
             self.initial_peers,
             listen=self.listen,
             announce=self.announce,
             identity=self.identity,
-            state_dir=self.state_dir,
+            state_dir=state_dir,
             must_join=must_join,
         )
 
@@ -62,14 +67,14 @@ class NetworkOptions(PeerOptions):
     max_upload_mbit_s: float | None = None
     """Send bulk data (averages, states) no faster than this many megabits per second in all; by default, no limit."""
 
-    def _new_peer(self, must_join: bool) -> Peer:
+    def _new_peer(self, must_join: bool, state_dir: Path | StateDir | None) -> Peer:
         return Peer(
             self.initial_peers,
             listen=self.listen,
             announce=self.announce,
             client_mode=self.client_mode,
             identity=self.identity,
-            state_dir=self.state_dir,
+            state_dir=state_dir,
             must_join=must_join,
             rpc_config=RpcConfig(max_upload_mbit_s=self.max_upload_mbit_s),
         )

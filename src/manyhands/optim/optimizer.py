@@ -68,12 +68,15 @@ class Optimizer(OptimizerWrapper):
         auxiliary: this peer has no data, and helps to average.
         allow_solo: when other peers are seen, but several rounds with them have failed in a row, go on alone instead of
             waiting; the run may split, and what the branch with fewer steps has done is lost when they meet again.
+        start_new: whether to begin the run if none of the peers that ``peer`` has joined is in it. False refuses: the
+            name may be mistyped. None begins it with a warning.
         must_match: further facts that all peers must agree on, such as ``{"tokenizer": digest}``.
         averaging: times and sizes of the averaging rounds.
         progress: periods of the progress records.
     Raises:
         ConfigError: an argument breaks a rule, or a parameter cannot be trained.
         ManifestMismatch: the model or the settings differ from those of the run; it names both.
+        RunNotFound: see ``start_new``.
         Unavailable: the DHT, or every peer that could hand out the state of the run, does not answer.
     """
 
@@ -98,6 +101,7 @@ class Optimizer(OptimizerWrapper):
         offload: bool | None = None,
         auxiliary: bool = False,
         allow_solo: bool = False,
+        start_new: bool | None = None,
         must_match: Mapping[str, str] | None = None,
         averaging: AveragingConfig | None = None,
         progress: ProgressConfig | None = None,
@@ -129,7 +133,7 @@ class Optimizer(OptimizerWrapper):
         manifest = manifest_of(self._replica, run_id, target_batch_size, averaging, extra)
         self._collaboration = Collaboration(
             peer.presence, manifest, self._replica, averaging, progress or ProgressConfig(),
-            batch_size_lead=batch_size_lead, is_silent=auxiliary,
+            batch_size_lead=batch_size_lead, is_silent=auxiliary, start_new=start_new,
         )  # fmt: skip
         self._membership = Membership(peer, self._collaboration, self._replica, averaging)
         self.statistics.states_loaded += self._membership.join()

@@ -56,7 +56,7 @@ class Story:
         self._stop_file = folder / "stop"
         self._trainer_arguments = [
             "--target-batch-size", str(target_batch_size), "--threads", "1", "--device", "cpu",
-            "--stop-file", str(self._stop_file),
+            "--batch-size", "8", "--stop-file", str(self._stop_file), "--no-checkpoints",
         ]  # fmt: skip
         if text:
             self._trainer_arguments += ["--text", *(str(path.resolve()) for path in text)]

@@ -12,10 +12,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-import filelock
 import msgspec
 
 from manyhands.base.errors import ConfigError
+from manyhands.base.folder_lock import locked_folder
 
 logger = logging.getLogger(__name__)
 
@@ -53,29 +53,22 @@ class CheckpointDir:
     It belongs to this process until :meth:`close`.
 
     Raises:
-        ConfigError: it cannot be used, another process uses it, or what is in it is another run's.
+        FolderInUse: another process uses it.
+        ConfigError: it cannot be used, or what is in it is another run's.
     """
 
     def __init__(self, path: Path, run_id: str) -> None:
         self._path = path
         self._run_id = run_id
+        self._lock = locked_folder(path, "checkpoint_dir", "checkpoints.lock")
         try:
-            path.mkdir(parents=True, exist_ok=True)
-            self._lock = filelock.FileLock(path / "lock", timeout=0, thread_local=False)
-            self._lock.acquire()
             self._remove_unfinished()
             with self._unfinished(0):
                 pass
-        except filelock.Timeout as error:
-            raise ConfigError(
-                f"checkpoint_dir {path} is in use by another trainer; give each trainer a checkpoint_dir of its own"
-            ) from error
-        except FileExistsError as error:
-            raise ConfigError(f"checkpoint_dir {path} is a file; name a folder, or one that does not exist") from error
-        except OSError as error:
-            raise ConfigError(f"checkpoint_dir {path}: {error.strerror}; name a folder that can be written") from error
-        try:
             self._check_run()
+        except OSError as error:
+            self.close()
+            raise ConfigError(f"checkpoint_dir {path}: {error.strerror}; name a folder that can be written") from error
         except ConfigError:
             self.close()
             raise
@@ -107,6 +100,13 @@ class CheckpointDir:
                     "Give the same ones, or another checkpoint_dir"
                 )
             yield Checkpoint(path, step)
+
+    def newest_facts(self) -> Mapping[str, str]:
+        """The settings of the newest checkpoint whose description can be read; none without one."""
+        for step in reversed(self._steps()):
+            with suppress(OSError, msgspec.MsgspecError):
+                return _read(self._of_step(step)).facts
+        return {}
 
     def has_any(self) -> bool:
         """Whether there is a checkpoint, readable or not."""
