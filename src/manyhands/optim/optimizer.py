@@ -24,6 +24,7 @@ from manyhands.optim.membership import Membership
 from manyhands.optim.model_gradients import ModelGradients
 from manyhands.optim.options import Delay, OptimizerMaker, Options, averaging_of, checked_batch, made_optimizer
 from manyhands.optim.progress import Progress
+from manyhands.optim.progress_log import SHOWN_LIVE
 from manyhands.optim.replica import Replica, SchedulerMaker
 from manyhands.optim.samples import Samples
 from manyhands.optim.speed import SpeedMeter
@@ -295,7 +296,7 @@ class Optimizer(OptimizerWrapper):
             self._step_alone()
 
     def _average(self) -> None:
-        logger.info("Beginning global optimizer step #%d", self.global_step + 1)
+        logger.info("Beginning global optimizer step #%d", self.global_step + 1, extra=SHOWN_LIVE)
         with self._begun() as step:
             if self._options.delay == "gradients":
                 self._membership.leave_to_background(step)

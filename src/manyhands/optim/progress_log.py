@@ -1,6 +1,6 @@
 """The line by which a person sees that a run is alive.
 
-It has a logger of its own, so that a program that shows the progress in another way can do without the line.
+A program that shows the progress in another way can leave the line out: it is marked by :data:`SHOWN_LIVE`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from manyhands.optim.progress import Progress, describe_progress
 logger = logging.getLogger(__name__)
 
 PERIOD_S = 10.0
+SHOWN_LIVE = {"is_shown_live": True}
+"""``extra`` of the log lines that say what a live view shows at every moment."""
 
 
 class ProgressLog:
@@ -35,7 +37,7 @@ class ProgressLog:
             now: seconds of any clock.
         """
         if self._is_worth_a_line(step, progress, now):
-            logger.info("%s", describe_progress(progress, refresh_s))
+            logger.info("%s", describe_progress(progress, refresh_s), extra=SHOWN_LIVE)
 
     def _is_worth_a_line(self, step: int, progress: Progress, now: float) -> bool:
         place, stage = (step, progress.num_peers), _stage(progress)
