@@ -8,7 +8,6 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from manyhands.base.errors import ConfigError
-from manyhands.cli.logs import log_to_stdout
 from manyhands.cli.taking_part import require_albert
 from manyhands.recipes.albert.checkpoint_dir import newest_checkpoint
 
@@ -30,7 +29,6 @@ def fill(
     if MASK not in text:
         raise ConfigError(f'the text has no {MASK} for the model to fill; for example "The capital of {MASK} is ..."')
     require_albert()
-    log_to_stdout(verbose=False)
     from manyhands.recipes.albert.fill import fill_masks  # takes seconds: it imports torch
 
     filled = fill_masks(path, text)
