@@ -11,7 +11,7 @@ from manyhands.optim.runs import Run, find_runs, look_up_run, nobody_is_in
 from manyhands.peer import Peer
 
 LOOK_TIMEOUT_S = 8.0
-PATIENCE_S = 5.0
+PATIENCE_S = 3.0
 """Others may be starting just now."""
 
 PERIOD_S = 0.5

@@ -42,7 +42,8 @@ def check_before(training: TrainingSettings, given: Mapping[str, Any]) -> None:
         ConfigError: the text cannot be used.
     """
     require_albert()
-    load_documents(given.get("text", ()))
+    if text := given.get("text"):  # Python's own can be read
+        load_documents(text)
 
 
 def require_albert() -> None:

@@ -10,6 +10,7 @@ from manyhands.base.errors import DialFailed, DialReason, ManyhandsError, Refuse
 from manyhands.base.identity import PeerId
 from manyhands.base.words import counted
 from manyhands.doctor.checks import Finding
+from manyhands.optim.runs import Run
 from manyhands.reach.messages import NOT_ALLOWED, DialOutcome, ExamineResponse
 from manyhands.rpc.frames import readable
 from manyhands.transport.certificate import ALPN
@@ -340,3 +341,26 @@ def do_not_see(first: Address, second: Address, *, first_sees: bool, second_sees
         f"{label_of(seeing)} sees {label_of(blind)}, but not the other way round",
         f"see that the machine of {label_of(blind)} can dial {seeing}",
     )
+
+
+# the run
+
+
+def no_runs_seen(error: ManyhandsError) -> Finding:
+    return Finding(None, f"which runs are there cannot be seen: {_said(error)}")
+
+
+def runs_seen(runs: Sequence[Run]) -> Finding:
+    if not runs:
+        return Finding(None, "no run is there yet; manyhands train --run-id NAME --start-new begins one")
+    return Finding(None, f"runs here: {', '.join(map(str, runs))}; --run-id looks at one of them")
+
+
+def run_is_there(run: Run) -> Finding:
+    if run.manifest is None:
+        return Finding(True, f"run {run.run_id!r} is there, but nobody trains in it yet")
+    return Finding(True, f"run {run} is there")
+
+
+def run_not_there(nobody_is_in: str) -> Finding:
+    return Finding(False, nobody_is_in, "compare --run-id with the names of the runs that are there")
