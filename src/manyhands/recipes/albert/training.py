@@ -15,7 +15,7 @@ from manyhands.optim.metrics import MetricsRecord, publish_metrics
 from manyhands.optim.optimizer import Optimizer
 from manyhands.optim.progress_log import SHOWN_LIVE
 from manyhands.peer import Peer
-from manyhands.recipes.albert.account import Account, Standing
+from manyhands.recipes.albert.account import Account, HeldoutLosses, Standing
 from manyhands.recipes.albert.adoption import RunRecipe, facts_of
 from manyhands.recipes.albert.batches import Batches, heldout_batch
 from manyhands.recipes.albert.checkpoint_dir import CheckpointDir
@@ -224,10 +224,17 @@ class AlbertTrainer:
             samples_of_all=counts.samples_of_all,
             first_loss=_mean(losses) if losses else self._first_loss,
             last_loss=_mean(losses) if losses else self._last_loss,
-            heldout=self._heldout.compare(LAST_LOOK_S),
+            heldout=self._compare_heldout(),
             folder=folder.path if folder is not None else None,
             checkpoint=folder.newest_path() if folder is not None else None,
         )
+
+    def _compare_heldout(self) -> HeldoutLosses | None:
+        try:
+            return self._heldout.compare(LAST_LOOK_S)
+        except RuntimeError as error:  # a batch that was broken off may still have the memory of the GPU
+            logger.warning("the held-out loss cannot be computed now: %s", error)
+            return None
 
     def _should_stop(self) -> bool:
         stop_step = self._settings.stop_step()
