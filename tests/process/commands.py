@@ -71,6 +71,9 @@ class Command:
     def interrupt(self) -> None:
         self._process.send_signal(signal.SIGINT)
 
+    def terminate(self) -> None:
+        self._process.send_signal(signal.SIGTERM)
+
     def kill(self) -> None:
         self._process.kill()
 

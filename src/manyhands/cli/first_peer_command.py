@@ -9,6 +9,7 @@ import msgspec
 
 from manyhands.base.address import parse_listen_addresses
 from manyhands.base.errors import Timeout
+from manyhands.base.words import counted
 from manyhands.cli.event_file import EventWriter
 from manyhands.cli.memory import memory_bytes
 from manyhands.cli.options import OutputOptions, PeerOptions
@@ -98,6 +99,6 @@ def described(standing: StandingBy) -> str:
     """A line for people."""
     memory = f", {standing.memory_bytes / MB:.0f} MB of memory" if standing.memory_bytes is not None else ""
     return (
-        f"{standing.num_known_peers} peers in the table, {standing.num_connected_peers} connected; "
-        f"{standing.num_records} records held{memory}"
+        f"{counted(standing.num_known_peers, 'peer')} in the table, {standing.num_connected_peers} connected; "
+        f"{counted(standing.num_records, 'record')} held{memory}"
     )

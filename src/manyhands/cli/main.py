@@ -1,4 +1,4 @@
-"""The command line: ``manyhands join | train | monitor | first-peer | ticket | doctor | demo``."""
+"""The command line: ``manyhands join | train | fill | monitor | first-peer | ticket | doctor | demo``."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from manyhands.base.errors import ConfigError, JoinFailed, ManyhandsError
 from manyhands.cli.demo.command import demo
 from manyhands.cli.doctor_command import doctor
 from manyhands.cli.entry import EXIT_INTERRUPTED
+from manyhands.cli.fill_command import fill
 from manyhands.cli.first_peer_command import first_peer
 from manyhands.cli.join_command import join
 from manyhands.cli.leaving import leaving_on_signals
@@ -29,7 +30,7 @@ app = App(
     suppress_keyboard_interrupt=False,
     default_parameter=Parameter(negative="", consume_multiple=True),
 )
-for command in (join, train, monitor, first_peer, ticket, doctor, demo):
+for command in (join, train, fill, monitor, first_peer, ticket, doctor, demo):
     app.command(command)
 
 

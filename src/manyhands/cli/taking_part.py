@@ -16,6 +16,7 @@ from manyhands.base.folder_lock import FolderInUse
 from manyhands.cli.invitation import print_ticket
 from manyhands.cli.options import NetworkOptions, OutputOptions
 from manyhands.cli.run_look_up import look_up
+from manyhands.cli.training_view import run_in_view
 from manyhands.optim.run_records import declare_run
 from manyhands.optim.runs import Run
 from manyhands.peer import Peer
@@ -117,7 +118,7 @@ def take_part(
         if peer.addresses and (manifest := look_up(peer, run_id).manifest) is not None:
             logger.info("Others can join this run with one word:")
             print_ticket(run_id, peer.addresses, manifest.fingerprint())
-        trainer.run()
+        run_in_view(trainer)
 
 
 def open_folders(run_id: str, network: NetworkOptions, training: TrainingSettings) -> OwnFolders:

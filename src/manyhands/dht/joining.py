@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from manyhands.base.address import Address
 from manyhands.base.errors import DialFailed, DialReason, JoinFailed, PeerError, Unavailable
 from manyhands.base.identity import PeerId
+from manyhands.base.words import counted
 from manyhands.dht.config import DhtConfig
 from manyhands.dht.ids import node_id
 from manyhands.dht.known_peers import MAX_PEERS, KnownPeers
@@ -105,7 +106,8 @@ class InitialPeers:
         reached = await self._reach_one(failures) if self._peers or len(self._known) else None
         if reached is not None:
             await self._look_through([reached], deadline)
-            logger.info("joined the DHT; %d peers are known", len(self._overlay.table))
+            known = counted(len(self._overlay.table), "peer")
+            logger.info("joined the DHT; %s in the table", known)
             return
         if addresses and must_join and not any(f.reason is DialReason.ITSELF for f in failures.values()):
             raise JoinFailed([failures[str(address)] for address in addresses])

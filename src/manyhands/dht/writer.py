@@ -193,4 +193,5 @@ def _check_taken(record: Record, outcomes: Outcomes) -> None:
         return
     peer_id, outcome = next(iter(outcomes.items()))
     what = f"the record {record.key!r}" + (f", {record.subkey!r}" if record.subkey else "")
-    raise Refused(peer_id, outcome.code, f"none of the {len(outcomes)} peers nearest to it takes {what}")
+    who = f"none of the {len(outcomes)} peers" if len(outcomes) > 1 else "not the one peer"
+    raise Refused(peer_id, outcome.code, f"{who} nearest to it takes {what}")

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from manyhands.base.address import Address
 from manyhands.base.errors import DialFailed, DialReason, ManyhandsError, Refused, Unavailable
 from manyhands.base.identity import PeerId
+from manyhands.base.words import counted
 from manyhands.doctor.checks import Finding
 from manyhands.optim.runs import Run
 from manyhands.reach.messages import NOT_ALLOWED, DialOutcome, ExamineResponse
@@ -158,7 +159,7 @@ def not_welcomed(error: ManyhandsError) -> Finding:
 def answers(seen: ExamineResponse | None) -> Finding:
     if seen is None:
         return Finding(True, "it answers")
-    peers = "1 peer" if seen.num_known_peers == 1 else f"{seen.num_known_peers} peers"
+    peers = counted(seen.num_known_peers, "peer")
     return Finding(True, f"it answers; it knows {peers}, and runs {readable(seen.agent) or 'an unnamed version'}")
 
 

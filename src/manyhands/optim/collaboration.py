@@ -26,7 +26,8 @@ from manyhands.optim.departures import Departures
 from manyhands.optim.drift import Drift
 from manyhands.optim.foresight import Foresight
 from manyhands.optim.lent import BackgroundStep, LocalState
-from manyhands.optim.progress import Progress, describe_progress
+from manyhands.optim.progress import Progress
+from manyhands.optim.progress_log import ProgressLog
 from manyhands.optim.run_manifest import ManifestKeeper, RunManifest
 from manyhands.optim.run_records import declare_run
 from manyhands.optim.runs import find_run_ids, find_runs, nobody_is_in
@@ -106,6 +107,7 @@ class Collaboration:
         """From where the last round led on whose group has formed with this peer in it."""
         self._lull: Lull | None = None
         self._told_until = -math.inf  # loop time
+        self._progress_log = ProgressLog()
         self._rng = presence.rng
         self._parts = AsyncExitStack()
         self._tasks = TaskOwner("collaboration")
@@ -127,7 +129,7 @@ class Collaboration:
             manifest.target_batch_size,
             self._local.position,
             self._progress_config,
-            on_update=log_progress,
+            on_update=self._log_progress,
             is_silent=self._is_silent,
         )
         self._drift = Drift(self.tracker.reader, presence.peer_id, self._local.drift_bound)
@@ -169,6 +171,9 @@ class Collaboration:
             await self.tracker.refresh()
             self._parts = parts.pop_all()
         presence.on_close.append(self.close)
+
+    def _log_progress(self, progress: Progress, refresh_s: float) -> None:
+        self._progress_log.tell(self._local.position.step, progress, refresh_s, asyncio.get_running_loop().time())
 
     async def _check_new_run(self) -> None:
         """Nobody trains in this run yet: make sure that this is meant, or warn.
@@ -393,8 +398,3 @@ def _shapes_of(manifest: RunManifest) -> list[Sequence[int]]:
     frozen = set(manifest.frozen)
     shapes: list[Sequence[int]] = [tensor.shape for tensor in manifest.tensors if tensor.name not in frozen]
     return [*shapes, (len(shapes),)]
-
-
-def log_progress(progress: Progress, refresh_s: float) -> None:
-    """The line by which a person sees that a run is alive."""
-    logger.info("%s", describe_progress(progress, refresh_s))

@@ -23,6 +23,8 @@ from manyhands.optim.joining import manifest_of
 from manyhands.optim.membership import Membership
 from manyhands.optim.model_gradients import ModelGradients
 from manyhands.optim.options import Delay, OptimizerMaker, Options, checked_batch, made_optimizer
+from manyhands.optim.progress import Progress
+from manyhands.optim.progress_log import SHOWN_LIVE
 from manyhands.optim.replica import Replica, SchedulerMaker
 from manyhands.optim.samples import Samples
 from manyhands.optim.speed import SpeedMeter
@@ -156,13 +158,19 @@ class Optimizer(OptimizerWrapper):
     @property
     def samples_accumulated(self) -> int:
         """This peer's samples towards the next global step, or in one that is being made."""
-        waiting = self._current.contribution.samples if self._current is not None else 0
-        return self._samples.waiting + waiting
+        current = self._current  # another thread may look, too
+        return self._samples.waiting + (current.contribution.samples if current is not None else 0)
 
     @property
     def is_stepping(self) -> bool:
         """Whether a global step is made in the background; see ``delay``."""
-        return self._current is not None and not self._current.is_done
+        current = self._current
+        return current is not None and not current.is_done
+
+    @property
+    def progress(self) -> Progress:
+        """Of all peers at this peer's global step towards the next one, as reckoned; may be read from any thread."""
+        return self._collaboration.tracker.outlook
 
     @property
     def samples_per_second(self) -> float:
@@ -288,7 +296,7 @@ class Optimizer(OptimizerWrapper):
             self._step_alone()
 
     def _average(self) -> None:
-        logger.info("Beginning global optimizer step #%d", self.global_step)
+        logger.info("Beginning global optimizer step #%d", self.global_step + 1, extra=SHOWN_LIVE)
         with self._begun() as step:
             if self._options.delay == "gradients":
                 self._membership.leave_to_background(step)
@@ -304,7 +312,7 @@ class Optimizer(OptimizerWrapper):
 
     def _step_alone(self) -> None:
         if not self._was_alone:
-            logger.info("Found no active peers: this peer makes global steps alone, from #%d on", self.global_step)
+            logger.info("Found no active peers: this peer makes global steps alone, from #%d on", self.global_step + 1)
         self._was_alone = True
         with self._begun() as step, self._gradients_aside(step):
             step.is_alone(self._peer.peer_id)

@@ -11,6 +11,7 @@ import msgspec
 from manyhands.base.errors import ConfigError
 from manyhands.base.identity import PeerId
 from manyhands.base.run_id import checked_run_id
+from manyhands.base.words import counted
 from manyhands.dht import DhtNode
 from manyhands.optim.progress import ProgressRecord
 from manyhands.optim.progress_reader import GOODBYE, PROGRESS, PROGRESS_KIND, progress_key
@@ -35,12 +36,7 @@ class Run(NamedTuple):
     signers: Sequence[PeerId]
 
     def __str__(self) -> str:
-        return f"{self.run_id!r} ({described_peers(len(self.peers))})"
-
-
-def described_peers(num_peers: int) -> str:
-    """``1 peer``, ``2 peers``."""
-    return f"{num_peers} peer" if num_peers == 1 else f"{num_peers} peers"
+        return f"{self.run_id!r} ({counted(len(self.peers), 'peer')})"
 
 
 async def find_run_ids(dht: DhtNode) -> list[str]:
@@ -81,7 +77,7 @@ async def find_runs(dht: DhtNode) -> list[Run]:
 def nobody_is_in(run_id: str, num_joined: int, runs: Sequence[Run]) -> str:
     """What to tell somebody whose run nobody else knows: most often its name was mistyped."""
     here = f"runs here: {', '.join(map(str, runs))}" if runs else "they know of no run"
-    return f"joined {described_peers(num_joined)}; none of them is in run {run_id!r}; {here}"
+    return f"joined {counted(num_joined, 'peer')}; none of them is in run {run_id!r}; {here}"
 
 
 def _is_run_id(topic: str) -> bool:

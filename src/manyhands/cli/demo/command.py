@@ -44,7 +44,7 @@ def demo(
     check_text(text)
     writer = SummaryFile(summary)
     console = Console(highlight=False)
-    view: View = LiveView(console, steps) if console.is_terminal else PlainView()
+    view: View = LiveView(console) if console.is_terminal else PlainView()
     started = time.monotonic()
     children: list[Child] = []
     problem = ""

@@ -47,7 +47,7 @@ class Story:
         target_batch_size: int,
         text: Sequence[Path],
     ) -> None:
-        self.tally = Tally()
+        self.tally = Tally(planned_steps=num_steps)
         self._children = children
         self._folder = folder
         self._view = view
@@ -84,6 +84,7 @@ class Story:
         self._start_trainer("newcomer", is_newcomer=True)
         self._let_newcomer_contribute()
         stop_step = max(self._num_steps, self.tally.step + SAFE_DISTANCE)
+        self.tally.planned_steps = stop_step
         self._write_stop(stop_step)
         self._wait(
             lambda: self.tally.step >= stop_step, STALL_TIMEOUT_S, f"for progress towards global step {stop_step}"

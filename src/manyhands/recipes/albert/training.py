@@ -10,9 +10,12 @@ from dataclasses import dataclass, replace
 from manyhands.base.errors import Timeout, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.base.run_id import checked_run_id
+from manyhands.base.words import counted
 from manyhands.optim.metrics import MetricsRecord, publish_metrics
 from manyhands.optim.optimizer import Optimizer
+from manyhands.optim.progress_log import SHOWN_LIVE
 from manyhands.peer import Peer
+from manyhands.recipes.albert.account import Account, HeldoutLosses, Standing
 from manyhands.recipes.albert.adoption import RunRecipe, facts_of
 from manyhands.recipes.albert.batches import Batches, heldout_batch
 from manyhands.recipes.albert.checkpoint_dir import CheckpointDir
@@ -21,7 +24,8 @@ from manyhands.recipes.albert.compute import Compute
 from manyhands.recipes.albert.config import AlbertRecipe
 from manyhands.recipes.albert.corpus import load_documents
 from manyhands.recipes.albert.events import BatchDone, Counts, Event, Finished, Joined, StepDone
-from manyhands.recipes.albert.model import build_model, heldout_loss, loss_of, warmup_linear
+from manyhands.recipes.albert.heldout import HeldoutComparison
+from manyhands.recipes.albert.model import build_model, loss_of, warmup_linear
 from manyhands.recipes.albert.optimizer import MAX_GRAD_NORM, build_optimizer
 from manyhands.recipes.albert.packages import torch, transformers
 from manyhands.recipes.albert.samples import Samples, make_samples
@@ -36,6 +40,8 @@ METRICS_TIMEOUT_S = 10.0
 
 
 FETCH_TIMEOUT_S = 15.0
+LAST_LOOK_S = 1.0
+"""So long may the held-out loss of the account take: a trainer that was told to leave has few seconds."""
 TRIAL_SHARE = 4
 """A batch that the trial finds is at most this part of the target: peers come to a step a batch apart."""
 
@@ -90,7 +96,7 @@ class AlbertTrainer:
         self._peer.run(serve_tokenizer(peer.endpoint, tokenizer), FETCH_TIMEOUT_S, "handing out the tokenizer")
         samples = make_samples(documents, tokenizer, recipe)
         self._model = build_model(recipe, len(tokenizer)).to(self._compute.device)  # type: ignore[arg-type]
-        self._heldout = heldout_batch(samples, recipe)
+        self._heldout = HeldoutComparison(self._model, heldout_batch(samples, recipe))
         if not is_batch_size_chosen:
             recipe = replace(recipe, batch_size=self._try_batch_sizes(samples, recipe))
         facts = facts_of(recipe, tokenizer_digest(tokenizer), len(tokenizer))
@@ -107,7 +113,12 @@ class AlbertTrainer:
             start_new=True,  # the command line has looked for the run already
             must_match=facts,
         )
+        self._target_batch_size = recipe.target_batch_size
         self._losses: list[float] = []
+        self._first_loss: float | None = None
+        self._last_loss: float | None = None
+        self._began = time.monotonic()
+        self._checkpoint_dir = checkpoint_dir
         self._checkpoints: Checkpoints | None = None
         if checkpoint_dir is not None:
             self._checkpoints = Checkpoints(
@@ -164,7 +175,8 @@ class AlbertTrainer:
     def run(self) -> None:
         """Train until the settings say stop, then stay a little for peers that are behind."""
         optimizer = self._optimizer
-        self._on_event(Joined(self._peer.peer_id, optimizer.global_step, heldout_loss(self._model, self._heldout)))
+        self._began = time.monotonic()
+        self._on_event(Joined(self._peer.peer_id, optimizer.global_step, self._heldout.begin()))
         try:
             while not self._should_stop():
                 step_before = optimizer.global_step
@@ -178,9 +190,51 @@ class AlbertTrainer:
                 self._checkpoints.close()
         logger.info("Stopping at global step %d; waiting for peers that are behind", optimizer.global_step)
         optimizer.wait_for_others(self._settings.linger_s)
-        loss = heldout_loss(self._model, self._heldout)
+        loss = self._heldout.loss()
         logger.info("Held-out loss %.4f at global step %d", loss, optimizer.global_step)
         self._on_event(Finished(optimizer.global_step, loss, optimizer.state_digest(), self._counts()))
+
+    def standing(self) -> Standing:
+        """How this peer and the run stand now; safe to call from any thread."""
+        optimizer, losses = self._optimizer, self._losses
+        counts, progress, waiting = optimizer.statistics, optimizer.progress, optimizer.samples_accumulated
+        samples_of_all = counts.samples_of_all + max(progress.samples, waiting)
+        return Standing(
+            step=optimizer.global_step,
+            samples=progress.samples,
+            target_batch_size=self._target_batch_size,
+            eta_s=progress.eta_s,
+            num_peers=progress.num_peers,
+            is_averaging=optimizer.is_stepping,
+            share=(counts.samples_used + waiting) / samples_of_all if samples_of_all else 0.0,
+            loss=_mean(losses) if losses else self._last_loss,
+            samples_per_second=optimizer.samples_per_second,
+        )
+
+    def account(self) -> Account:
+        """What this peer has done, once :meth:`run` is over; it takes :data:`LAST_LOOK_S`, or a little longer."""
+        counts, folder = self._optimizer.statistics, self._checkpoint_dir
+        losses = self._losses if self._last_loss is None else []  # a step that was begun says little beside whole ones
+        return Account(
+            run_id=self._run_id,
+            seconds=time.monotonic() - self._began,
+            step=self._optimizer.global_step,
+            num_steps=counts.rounds_committed + counts.steps_alone,
+            samples_used=counts.samples_used,
+            samples_of_all=counts.samples_of_all,
+            first_loss=_mean(losses) if losses else self._first_loss,
+            last_loss=_mean(losses) if losses else self._last_loss,
+            heldout=self._compare_heldout(),
+            folder=folder.path if folder is not None else None,
+            checkpoint=folder.newest_path() if folder is not None else None,
+        )
+
+    def _compare_heldout(self) -> HeldoutLosses | None:
+        try:
+            return self._heldout.compare(LAST_LOOK_S)
+        except RuntimeError as error:  # a batch that was broken off may still have the memory of the GPU
+            logger.warning("the held-out loss cannot be computed now: %s", error)
+            return None
 
     def _should_stop(self) -> bool:
         stop_step = self._settings.stop_step()
@@ -203,17 +257,19 @@ class AlbertTrainer:
     def _report_step(self) -> None:
         optimizer, losses = self._optimizer, self._losses
         self._losses = []
-        mean = sum(losses) / len(losses) if losses else None
+        mean = _mean(losses) if losses else None
         manifest = optimizer.last_round
         round_id = manifest.group_id.hex() if manifest is not None else ""
         num_peers = len(manifest.members) if manifest is not None else 1
         contribution = optimizer.last_contribution
         self._on_event(StepDone(optimizer.global_step, mean, round_id, num_peers, self._counts()))
-        logger.info("Step %d", optimizer.global_step)
-        logger.info("Your current contribution: %d samples", contribution)
+        logger.info("Step %d", optimizer.global_step, extra=SHOWN_LIVE)
+        logger.info("Your current contribution: %s", counted(contribution, "sample"), extra=SHOWN_LIVE)
         if mean is None:
             return
-        logger.info("Local loss: %.5f", mean)
+        logger.info("Local loss: %.5f", mean, extra=SHOWN_LIVE)
+        self._first_loss = mean if self._first_loss is None else self._first_loss
+        self._last_loss = mean
         record = MetricsRecord(
             optimizer.global_step, optimizer.samples_per_second, contribution, sum(losses), len(losses)
         )
@@ -233,3 +289,7 @@ class AlbertTrainer:
             rounds_aborted=done.rounds_aborted,
             bytes_sent=self._peer.endpoint.bytes_sent,
         )
+
+
+def _mean(losses: Sequence[float]) -> float:
+    return sum(losses) / len(losses)
