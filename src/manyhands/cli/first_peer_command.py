@@ -11,6 +11,7 @@ from manyhands.base.address import parse_listen_addresses
 from manyhands.base.errors import Timeout
 from manyhands.base.words import counted
 from manyhands.cli.event_file import EventWriter
+from manyhands.cli.invitation import print_ticket
 from manyhands.cli.memory import memory_bytes
 from manyhands.cli.options import OutputOptions, PeerOptions
 from manyhands.monitor.events import Listening
@@ -53,7 +54,9 @@ def first_peer(*, network: PeerOptions | None = None, output: OutputOptions | No
         if changing := what_changes(network):
             logger.warning("%s; whoever has the old address cannot find this peer then", changing)
         logger.info("Others can join through this peer with:")
-        print(f"\n    --initial-peers {' '.join(peer.addresses)}\n", flush=True)  # noqa: T201
+        print(f"\n    --initial-peers {' '.join(peer.addresses)}")  # noqa: T201
+        print_ticket("", peer.addresses)
+        print(flush=True)  # noqa: T201
         emit(Listening(peer.peer_id, peer.addresses))
         while True:
             tell_standing(peer, emit)

@@ -12,7 +12,7 @@ from manyhands.base.ticket import Ticket
 
 
 def print_ticket(run_id: str, addresses: Sequence[str | Address], fingerprint: bytes = b"") -> None:
-    """Print how others join a run, or any run that is there if it has no name.
+    """Print how others join a run, or the run that is there if it has no name; once somebody trains in it.
 
     Args:
         fingerprint: of the run manifest, if it is known.

@@ -9,6 +9,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from manyhands.base.run_id import checked_run_id
+from manyhands.cli.invitation import print_ticket
 from manyhands.cli.options import NetworkOptions, OutputOptions
 from manyhands.monitor import RunMonitor
 from manyhands.monitor.events import Listening
@@ -37,8 +38,11 @@ def monitor(
             logger.info(
                 "Others cannot join through this monitor, as it is in client mode; they join through its own peers:"
             )
-        addresses = " ".join(peer.addresses or network.initial_peers or ["ADDRESS-OF-ANY-OTHER-PEER"])
-        print(f"\n    manyhands train --run-id {run_id} --initial-peers {addresses}\n", flush=True)  # noqa: T201
+        addresses = peer.addresses or network.initial_peers or ["ADDRESS-OF-ANY-OTHER-PEER"]
+        print(f"\n    manyhands train --run-id {run_id} --initial-peers {' '.join(addresses)}")  # noqa: T201
+        if peer.addresses:
+            print_ticket(run_id, peer.addresses)
+        print(flush=True)  # noqa: T201
         emit(Listening(peer.peer_id, peer.addresses))
         peer.run(RunMonitor(peer, run_id, emit).start(), 5.0, "starting the monitor")
         while True:  # a wait without a bound cannot be interrupted on every platform

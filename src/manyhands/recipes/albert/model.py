@@ -10,9 +10,6 @@ from manyhands.recipes.albert.config import AlbertRecipe
 from manyhands.recipes.albert.packages import torch, transformers
 from manyhands.recipes.albert.tokenizer import CLS_ID, PAD_ID, SEP_ID
 
-HELDOUT_TOKENS = 4096
-"""So few are evaluated at once that it takes less memory than training does."""
-
 
 def build_model(recipe: AlbertRecipe, vocab_size: int) -> transformers.AlbertForPreTraining:
     """A fresh model, float32, on the CPU, in training mode.
@@ -52,18 +49,12 @@ def loss_of(model: transformers.AlbertForPreTraining, batch: Batch) -> torch.Ten
 
 
 def heldout_loss(model: transformers.AlbertForPreTraining, batch: Batch) -> float:
-    """:func:`loss_of` in evaluation mode, without gradients, :data:`HELDOUT_TOKENS` at once; the mode is restored."""
-    num_samples, seq_length = batch["input_ids"].shape
-    at_once = max(1, HELDOUT_TOKENS // seq_length)
+    """:func:`loss_of` in evaluation mode, without gradients; the model's mode is restored."""
     was_training = model.training
     model.train(False)
     try:
         with torch.no_grad():
-            total = 0.0
-            for start in range(0, num_samples, at_once):
-                part = {name: tensor[start : start + at_once] for name, tensor in batch.items()}
-                total += loss_of(model, part).item() * len(part["input_ids"])
-            return total / num_samples
+            return loss_of(model, batch).item()
     finally:
         model.train(was_training)
 
