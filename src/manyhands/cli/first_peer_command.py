@@ -56,7 +56,6 @@ def first_peer(*, network: PeerOptions | None = None, output: OutputOptions | No
         logger.info("Others can join through this peer with:")
         print(f"\n    --initial-peers {' '.join(peer.addresses)}")  # noqa: T201
         print_ticket("", peer.addresses)
-        print(flush=True)  # noqa: T201
         emit(Listening(peer.peer_id, peer.addresses))
         while True:
             tell_standing(peer, emit)

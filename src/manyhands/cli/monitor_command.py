@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from typing import Annotated
 
@@ -42,7 +43,7 @@ def monitor(
         print(f"\n    manyhands train --run-id {run_id} --initial-peers {' '.join(addresses)}")  # noqa: T201
         if peer.addresses:
             print_ticket(run_id, peer.addresses)
-        print(flush=True)  # noqa: T201
+        sys.stdout.flush()
         emit(Listening(peer.peer_id, peer.addresses))
         peer.run(RunMonitor(peer, run_id, emit).start(), 5.0, "starting the monitor")
         while True:  # a wait without a bound cannot be interrupted on every platform
