@@ -64,6 +64,10 @@ class AddressBook:
         """The best first; none if the peer is not known."""
         return list(self._known.get(peer_id, {}))
 
+    def reached_at(self, peer_id: PeerId) -> list[Address]:
+        """Where it was reached, the latest first."""
+        return [address for address, known in self._known.get(peer_id, {}).items() if known is Source.WORKED]
+
     def is_reached(self, peer_id: PeerId) -> bool:
         """Whether one of its addresses worked the last time."""
         return peer_id in self._by_best_source[Source.WORKED]
