@@ -35,7 +35,8 @@ def train(
     training, recipe = training or TrainingSettings(), recipe or AlbertRecipe()
     checked_run_id(run_id)
     require_albert()
-    load_documents(recipe.text)  # what cannot be used is told before anything is started
+    if not training.auxiliary:
+        load_documents(recipe.text)  # what cannot be used is told before anything is started
     if training.checkpoint_dir is not None:
         CheckpointDir(training.checkpoint_dir, run_id).close()
     if training.device != "auto":
@@ -49,6 +50,11 @@ def train(
         if peer.addresses:
             logger.info("Others can join through this peer: --initial-peers %s", " ".join(peer.addresses))
         logger.info("Loading PyTorch and transformers")
+        if training.auxiliary:
+            from manyhands.recipes.albert.auxiliary import AlbertAuxiliary
+
+            AlbertAuxiliary(peer, run_id, recipe, training).run()
+            return
         from manyhands.recipes.albert.training import AlbertTrainer
 
         AlbertTrainer(peer, run_id, recipe, training, emit).run()

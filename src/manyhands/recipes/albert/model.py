@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from typing import Any
 
 from manyhands.recipes.albert.batches import Batch
@@ -11,16 +11,17 @@ from manyhands.recipes.albert.packages import torch, transformers
 from manyhands.recipes.albert.tokenizer import CLS_ID, PAD_ID, SEP_ID
 
 
-def build_model(
-    recipe: AlbertRecipe, tokenizer: transformers.PreTrainedTokenizerFast
-) -> transformers.AlbertForPreTraining:
+def build_model(recipe: AlbertRecipe, vocabulary: Sized) -> transformers.AlbertForPreTraining:
     """A fresh model, float32, on the CPU, in training mode.
 
     Its parameters depend on ``recipe`` and the size of the vocabulary alone; torch's global random state is left as it
     was. There is no dropout, as in ALBERT v2: the loss is a function of parameters and batch.
+
+    Args:
+        vocabulary: the tokenizer, or anything else that has as many elements.
     """
     config = transformers.AlbertConfig(
-        vocab_size=len(tokenizer),
+        vocab_size=len(vocabulary),
         embedding_size=recipe.embedding_size,
         hidden_size=recipe.hidden_size,
         num_hidden_layers=recipe.num_hidden_layers,
