@@ -17,7 +17,7 @@ from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ConfigError, PeerError, PeerLost, ProtocolViolation, Refused, Timeout, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.rpc.address_book import AddressBook, Source
-from manyhands.rpc.announce import dialable_addresses, seen_from_outside
+from manyhands.rpc.announce import check_announced, dialable_addresses, seen_from_outside
 from manyhands.rpc.asked import ASKED, DIAL_BULK, AskedStreams
 from manyhands.rpc.backoff import Backoff
 from manyhands.rpc.bulk import BulkAcceptor, BulkStreams, OpenOne
@@ -99,8 +99,9 @@ class Endpoint:
             addresses: where to listen; port 0 takes a free one.
             announce: what to tell others instead of what this machine finds out by itself (behind a tunnel, say).
         Raises:
-            ConfigError: a port is taken or a host is not of this machine.
+            ConfigError: a port is taken, a host is not of this machine, or nobody could dial what is announced.
         """
+        check_announced(announce)
         for address in addresses:
             self._listeners.append(await self._transport.listen(address, self._accepted))
         bound = [address for listener in self._listeners for address in listener.addresses]
@@ -164,6 +165,10 @@ class Endpoint:
         """Remember where a peer can be dialled."""
         if peer_id != self.peer_id and self._book.learn(peer_id, addresses, source):
             self._backoff.forget(peer_id)
+
+    def addresses_to_tell(self, peer_id: PeerId) -> list[Address]:
+        """Where others shall dial a peer: what it announced, whatever worked for this one."""
+        return self._book.addresses_to_tell(peer_id)
 
     def addresses_of(self, peer_id: PeerId) -> list[Address]:
         """Where a peer can be dialled, as far as is known here; the best first."""
@@ -444,7 +449,7 @@ class Endpoint:
     def _new_connection(self, stream: ControlStream, addresses: list[str], *, is_dialled: bool) -> ControlConnection:
         """Enter a connection; from now on it is used for calls, and :meth:`_run` must follow."""
         seen = seen_from_outside(stream.remote, addresses, stream.remote_host)
-        self.learn(stream.remote, seen, Source.ANNOUNCED)
+        self._book.announced(stream.remote, seen)
         self._backoff.connected(stream.remote, asyncio.get_running_loop().time())
         connection = ControlConnection(
             stream, not addresses, self._handlers, self._config, self.counters, is_dialled=is_dialled
