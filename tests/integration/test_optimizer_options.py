@@ -80,10 +80,15 @@ def test_auxiliary_peers_are_seen_and_count_for_no_trainer() -> None:
         helper = make(two, auxiliary=True)
         helper.step()
         assert helper.num_peers == 1
-        trainer._peer.run(trainer._collaboration.tracker.refresh(), 5.0, "reading")
+        tracker = trainer._collaboration.tracker
+
+        async def read() -> None:
+            await tracker.refresh()
+            assert tracker.reader.records()[two.peer_id].is_auxiliary
+            assert not tracker.expected(), "nobody waits for it"
+
+        one.run(read(), 5.0, "reading")
         assert trainer.num_peers == 1
-        assert not trainer._collaboration.tracker.expected(), "nobody waits for it"
-        assert trainer._collaboration.tracker.reader.records()[two.peer_id].is_auxiliary
 
 
 def test_what_all_peers_need_alike_is_in_the_manifest() -> None:
