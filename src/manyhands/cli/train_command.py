@@ -8,7 +8,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from manyhands.base.errors import MissingExtra
+from manyhands.base.errors import ConfigError, MissingExtra
 from manyhands.base.run_id import checked_run_id
 from manyhands.cli.options import NetworkOptions, OutputOptions
 from manyhands.recipes.albert.checkpoint_dir import CheckpointDir
@@ -34,6 +34,10 @@ def train(
     network, output = network or NetworkOptions(), output or OutputOptions()
     training, recipe = training or TrainingSettings(), recipe or AlbertRecipe()
     checked_run_id(run_id)
+    if training.auxiliary and network.client_mode:
+        raise ConfigError(
+            "--auxiliary helps those whom nobody can dial, so others must dial it: leave out --client-mode"
+        )
     require_albert()
     if not training.auxiliary:
         load_documents(recipe.text)  # what cannot be used is told before anything is started

@@ -23,11 +23,11 @@ class StrandedNotice:
         """Say it if it is time to.
 
         Args:
-            num_trainers: all who train, if nobody in the run can be dialled; else 0.
+            num_trainers: all who train, if nobody in the run can be dialled; else 0. One alone misses nobody.
             addresses: of any peer through which another one can join.
             now: seconds of a clock that never goes back.
         """
-        if num_trainers == 0:
+        if num_trainers < 2:
             self._due_at = math.inf
         elif self._due_at == math.inf:
             self._due_at = now + PATIENCE_S
@@ -38,10 +38,9 @@ class StrandedNotice:
 
 def describe_stranded(num_trainers: int, run_id: str, addresses: list[str]) -> str:
     """What is wrong, what it means, and the command that mends it."""
-    who = "The only peer that trains is" if num_trainers == 1 else f"All {num_trainers} peers that train are"
     return (
-        f"{who} in client mode, so nobody can dial them and they make no step together; their gradients are kept. At "
-        "least one of them must accept connections, or a machine without data helps: on the monitor's machine, or any "
-        "other that accepts connections, run: "
+        f"All {num_trainers} peers that train are in client mode, so nobody can dial them and they make no step "
+        "together; their gradients are kept. At least one of them must accept connections, or a machine without data "
+        "helps: on the monitor's machine, or any other that accepts connections, run: "
         f"manyhands train --auxiliary --run-id {run_id} --initial-peers {' '.join(addresses) or 'ADDRESS'}"
     )
