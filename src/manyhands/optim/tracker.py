@@ -270,10 +270,13 @@ class ProgressTracker:
 
     def in_need(self) -> list[PeerId]:
         """Those who can be dialled and are behind this peer, if nobody who can be dialled is not: some of them."""
-        hosts = {peer_id: record for peer_id, record in self.reader.records().items() if not record.is_client}
-        step = self._own.position.step
-        are_all_behind = all(record.position.step < step for record in hosts.values())
-        return sorted(hosts)[:MAX_IN_NEED] if are_all_behind else []
+        step, behind = self._own.position.step, []
+        for peer_id, seen in self.reader.observed().items():
+            if not seen.record.is_client:
+                if seen.record.position.step >= step:
+                    return []
+                behind.append(peer_id)
+        return sorted(behind)[:MAX_IN_NEED]
 
     def is_ahead_of_somebody(self) -> bool:
         """Whether a peer that is not missing has yet to reach this peer's global step."""
