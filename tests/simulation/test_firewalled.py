@@ -7,6 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from manyhands.base.errors import Unavailable
+from manyhands.optim.firewalled import Firewalled
 from manyhands.optim.stranded import PERIOD_S
 from tests.simulation.swarm_of_trainers import BATCH_S, Member, Swarm
 
@@ -152,3 +154,19 @@ def test_who_allows_it_goes_on_alone() -> None:
     start_clients(swarm, train_for(60.0), allow_solo=True)
     swarm.run()
     assert all(member.optimizer.global_step > 3 for member in swarm.members.values())
+
+
+def test_one_that_they_cannot_reach_either_is_told_so_in_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Firewalled, "call_on_those_in_need", lambda self: None)
+    swarm, digests = Swarm(), dict[str, str]()
+    start_clients(swarm, train_until(1000, digests))
+
+    def help_for_a_while(member: Member) -> None:
+        while member.optimizer.global_step < 4:
+            member.optimizer.step()
+        member.optimizer.close()
+
+    swarm.start("helper", seeded(7), adamw, help_for_a_while, target_batch_size=TARGET, auxiliary=True)
+    swarm.start("trainer", seeded(8), adamw, train_for(1.0), begins_s=120.0, target_batch_size=TARGET)
+    with pytest.raises(Unavailable, match="only peers in client mode have the state of the run, and none of them has"):
+        swarm.run(200.0)
