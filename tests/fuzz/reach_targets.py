@@ -18,6 +18,7 @@ from manyhands.reach.messages import (
     ExamineResponse,
 )
 from manyhands.reach.rules import may_dial
+from manyhands.rpc.asked import DIAL_BULK, TOKEN_BYTES, DialRequest, DialResponse
 from tests.fuzz.target import Target, decoded
 
 ADDRESSES = ["/ip4/203.0.113.7/tcp/31337", "/dns4/peer.example/tcp/1", "[::1]:7", "127.0.0.1:1"]
@@ -54,8 +55,26 @@ def _printable(finding: Finding) -> None:
     assert len(finding.detail) < 4000
 
 
+def _dial_request(data: bytes) -> None:
+    assert len(decoded(data, DialRequest).token) == TOKEN_BYTES
+
+
 _VIOLATION = (ProtocolViolation,)
 TARGETS = [
+    Target(
+        name=f"{DIAL_BULK.name}.request",
+        seeds=[msgspec.msgpack.encode(DialRequest(bytes(TOKEN_BYTES)))],
+        run=_dial_request,
+        errors=_VIOLATION,
+        weight=0.2,
+    ),
+    Target(
+        name=f"{DIAL_BULK.name}.response",
+        seeds=[msgspec.msgpack.encode(DialResponse())],
+        run=lambda data: decoded(data, DialResponse),
+        errors=_VIOLATION,
+        weight=0.2,
+    ),
     Target(
         name=f"{EXAMINE.name}.request",
         seeds=[msgspec.msgpack.encode(ExamineRequest())],

@@ -65,6 +65,7 @@ OWN_RECORD = ProgressRecord(AT, 5, 2.0, 99, False, [], 30.0)
 RECORDS = [
     ProgressRecord(AT, 64, 1.5, 4096, False, [f"/ip4/10.0.0.1/tcp/1/p2p/{IDS[0]}"], 30.0),
     ProgressRecord(Position(0, b""), 0, 0.0, 0, True, [], 30.0),
+    ProgressRecord(AT, 0, 0.0, 4096, False, [], 30.0, is_auxiliary=True),
 ]
 
 

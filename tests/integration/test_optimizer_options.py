@@ -73,13 +73,22 @@ def test_the_target_reaches_the_tracker_and_the_lead_what_looks_ahead() -> None:
         assert (collaboration.tracker.target_batch_size, collaboration._foresight._lead) == (48, 8)
 
 
-def test_auxiliary_peers_publish_nothing() -> None:
+def test_auxiliary_peers_are_seen_and_count_for_no_trainer() -> None:
+    """They once published nothing; but those who cannot be dialled must know where to dial them."""
     with peers(2) as (one, two):
-        make(one)
+        trainer = make(one)
         helper = make(two, auxiliary=True)
-        assert helper._collaboration.tracker._is_silent
         helper.step()
-        assert helper.num_peers == 2
+        assert helper.num_peers == 1
+        tracker = trainer._collaboration.tracker
+
+        async def read() -> None:
+            await tracker.refresh()
+            assert tracker.reader.records()[two.peer_id].is_auxiliary
+            assert not tracker.expected(), "nobody waits for it"
+
+        one.run(read(), 5.0, "reading")
+        assert trainer.num_peers == 1
 
 
 def test_what_all_peers_need_alike_is_in_the_manifest() -> None:

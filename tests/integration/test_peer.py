@@ -98,6 +98,21 @@ def test_what_it_shall_announce_is_told_instead() -> None:
         assert peer.addresses == [f"/dns4/x.tcp.ngrok.io/tcp/12345/p2p/{peer.peer_id}"]
 
 
+def test_others_are_told_what_it_announces_and_not_where_it_was_reached() -> None:
+    tunnel = "/dns4/x.tcp.ngrok.io/tcp/12345"
+    with manyhands.Peer(listen=LOOPBACK, announce=[tunnel]) as hidden:
+        (listener,) = hidden.endpoint._listeners
+        with manyhands.Peer([str(listener.addresses[0])], listen=LOOPBACK) as neighbour:
+            assert [contact.addresses for contact in neighbour.dht.contacts()] == [[tunnel]]
+            assert str(listener.addresses[0].port) in str(neighbour.endpoint.addresses_of(hidden.peer_id)[0])
+
+
+@pytest.mark.parametrize("bad", ["/ip4/0.0.0.0/tcp/31337", "127.0.0.1:0"])
+def test_what_nobody_could_dial_is_not_announced(bad: str) -> None:
+    with pytest.raises(ConfigError, match="that others could dial"):
+        manyhands.Peer(listen=LOOPBACK, announce=[bad])
+
+
 def test_two_peers_call_each_other() -> None:
     with manyhands.Peer(listen=LOOPBACK) as first:
         with manyhands.Peer(first.addresses, client_mode=True) as second:

@@ -99,6 +99,19 @@ async def test_a_state_arrives_whole(kind: str) -> None:
         assert_whole(await download(newcomer, donor), donor)
 
 
+@pytest.mark.parametrize("kind", ["memory", "tls"])
+async def test_a_donor_that_nobody_can_dial_is_asked_over_its_own_connection(kind: str) -> None:
+    async with endpoints(2, kind=kind, clients=[0]) as (client, newcomer):
+        donor = Donor(client)
+        with pytest.raises(Unavailable, match="a peer in client mode cannot be dialled"):
+            await download(newcomer, donor)
+        await client.call_on(newcomer.peer_id, 5.0)
+        async with time_limit(5.0, "waiting for the connection"):
+            while not newcomer.is_client(donor.peer_id):
+                await asyncio.sleep(0.001)
+        assert_whole(await download(newcomer, donor), donor)
+
+
 async def test_a_donor_that_moves_on_meanwhile_hands_out_what_it_began_with() -> None:
     async with endpoints(3) as (one, newcomer, late):
         donor = Donor(one)

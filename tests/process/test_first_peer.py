@@ -35,7 +35,7 @@ def test_it_welcomes_peers_and_says_how_it_stands(tmp_path: Path) -> None:
     first = Command(["-c", WATCHED, *arguments, "--events", str(events)], module=None)
     try:
         addresses = first.wait_for("--initial-peers").split()[1:]
-        first.wait_for("0 peers in the table, 0 connected; 0 records held")
+        first.wait_for("nodes in the table: 0, peers connected: 0; 0 records held")
         with manyhands.Peer(addresses, listen=["/ip4/127.0.0.1/tcp/0"]) as peer:
             assert peer.dht.num_known_peers == 1
             with running(*arguments) as second:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -79,11 +80,13 @@ class Swarm:
         train: Train,
         *,
         client_mode: bool = False,
+        begins_s: float = 0.0,
         **options: Any,
     ) -> None:
         """Start a peer, in client mode one that nobody can dial; ``options`` are those of the optimizer."""
 
         async def program(host: Host) -> None:
+            await asyncio.sleep(begins_s)
             presence = Presence(
                 self.world.transport(host),
                 client_mode=client_mode,
@@ -110,6 +113,20 @@ class Swarm:
 
         self._started.add(name)
         self.world.start(name, program)
+
+    def start_coordinator(self) -> None:
+        """Start a peer that only welcomes the others."""
+
+        async def program(host: Host) -> None:
+            presence = Presence(self.world.transport(host), rng=self.world.rng(host.name), wall_clock=host.wall_clock)
+            try:
+                await presence.start([], [Address.of(host.ip, 0)])
+                self._initial_peers.extend(presence.endpoint.addresses)
+                await asyncio.Event().wait()
+            finally:
+                await presence.stop()
+
+        self.world.start("coordinator", program)
 
     def run(self, until_s: float = 600.0) -> None:
         """Let virtual time pass until all programs are done; once."""

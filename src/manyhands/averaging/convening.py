@@ -188,7 +188,7 @@ class Convener:
             self.gathering.close(self.redirect(leader))
 
     def redirect(self, leader: PeerId) -> JoinResponse:
-        addresses = [str(address) for address in self._endpoint.addresses_of(leader)]
+        addresses = [str(address) for address in self._endpoint.addresses_to_tell(leader)]
         return JoinResponse(leader=leader, leader_addresses=addresses)
 
     def open(self) -> Gathering:

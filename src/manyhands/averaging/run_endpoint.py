@@ -82,9 +82,9 @@ class RunEndpoint:
         """Where this peer can be dialled."""
         return self._endpoint.addresses
 
-    def addresses_of(self, peer_id: PeerId) -> list[Address]:
+    def addresses_to_tell(self, peer_id: PeerId) -> list[Address]:
         """As of the endpoint."""
-        return self._endpoint.addresses_of(peer_id)
+        return self._endpoint.addresses_to_tell(peer_id)
 
     def learn(self, peer_id: PeerId, addresses: Sequence[Address]) -> None:
         """As of the endpoint."""

@@ -97,6 +97,11 @@ class Address:
         return self.protocol.startswith("ip") and ipaddress.ip_address(self.host).is_unspecified
 
     @property
+    def is_public(self) -> bool:
+        """Whether anybody on the internet may dial it: a name, or an IP address that is neither private nor local."""
+        return not self.protocol.startswith("ip") or ipaddress.ip_address(self.host).is_global
+
+    @property
     def is_loopback(self) -> bool:
         """Whether only this machine can dial it."""
         return self.protocol.startswith("ip") and ipaddress.ip_address(self.host).is_loopback

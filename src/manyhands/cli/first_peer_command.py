@@ -25,7 +25,13 @@ MB = 1e6
 
 
 class StandingBy(msgspec.Struct, tag="standing_by"):
-    """What a first peer sees and holds; ``memory_bytes`` is None where the system does not tell."""
+    """What a first peer sees and holds.
+
+    Attributes:
+        num_known_peers: nodes in its routing table, without those that have left; peers in client mode are none.
+        num_connected_peers: those in client mode too.
+        memory_bytes: None where the system does not tell.
+    """
 
     num_known_peers: int
     num_connected_peers: int
@@ -90,9 +96,7 @@ def standing_of(peer: Peer) -> StandingBy:
     """Look once."""
 
     async def look() -> StandingBy:
-        return StandingBy(
-            peer.dht.num_known_peers, peer.endpoint.num_connected_peers, peer.dht.num_records, memory_bytes()
-        )
+        return StandingBy(peer.dht.num_nodes, peer.endpoint.num_connected_peers, peer.dht.num_records, memory_bytes())
 
     return peer.run(look(), CALL_TIMEOUT_S, "looking how this peer stands")
 
@@ -101,6 +105,6 @@ def described(standing: StandingBy) -> str:
     """A line for people."""
     memory = f", {standing.memory_bytes / MB:.0f} MB of memory" if standing.memory_bytes is not None else ""
     return (
-        f"{counted(standing.num_known_peers, 'peer')} in the table, {standing.num_connected_peers} connected; "
+        f"nodes in the table: {standing.num_known_peers}, peers connected: {standing.num_connected_peers}; "
         f"{counted(standing.num_records, 'record')} held{memory}"
     )

@@ -57,9 +57,9 @@ def join(
     ticket = Ticket.parse(address) if Ticket.is_one(address) else Ticket("", [Address.parse(address)])
     if run_id is not None and ticket.run_id and run_id != ticket.run_id:
         raise ConfigError(f"the ticket is for run {ticket.run_id!r}, and --run-id is {run_id!r}; leave --run-id out")
-    check_before(training, given)
     initial_peers = (*map(str, ticket.addresses), *(network.initial_peers or ()))
     network = dataclasses.replace(network, initial_peers=initial_peers)
+    check_before(network, training, given)
     run = _chosen(network, run_id or ticket.run_id or None, ticket)
     take_part(run.run_id, network, training, given, output, run=run)
 

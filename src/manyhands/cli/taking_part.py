@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import logging
+import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 from manyhands.averaging.messages import readable_addresses
 from manyhands.base.errors import ConfigError, MissingExtra
 from manyhands.base.folder_lock import FolderInUse
+from manyhands.base.identity import PeerId
 from manyhands.cli.invitation import print_ticket
 from manyhands.cli.options import NetworkOptions, OutputOptions
 from manyhands.cli.run_look_up import look_up
@@ -20,7 +22,7 @@ from manyhands.cli.training_view import run_in_view
 from manyhands.optim.run_records import declare_run
 from manyhands.optim.runs import Run
 from manyhands.peer import Peer
-from manyhands.recipes.albert.adoption import RunRecipe, adopted
+from manyhands.recipes.albert.adoption import RunRecipe, RunToJoin, adopted
 from manyhands.recipes.albert.checkpoint_dir import CheckpointDir
 from manyhands.recipes.albert.config import AlbertRecipe
 from manyhands.recipes.albert.corpus import load_documents
@@ -32,15 +34,23 @@ logger = logging.getLogger(__name__)
 
 MAX_FOLDERS = 64
 NOTE_TIMEOUT_S = 5.0
+LOOK_PERIOD_S = 2.0
+TELL_PERIOD_S = 60.0
 
 
-def check_before(training: TrainingSettings, given: Mapping[str, Any]) -> None:
+def check_before(network: NetworkOptions, training: TrainingSettings, given: Mapping[str, Any]) -> None:
     """Make sure of all that can be told without a network.
 
     Raises:
         MissingExtra: the packages of ``manyhands[albert]`` are not installed.
-        ConfigError: the text cannot be used.
+        ConfigError: the text cannot be used, or options contradict each other.
     """
+    if training.auxiliary and network.client_mode:
+        raise ConfigError(
+            "--auxiliary helps peers that nobody can dial, so others must dial it: leave out --client-mode"
+        )
+    if training.auxiliary and not network.initial_peers:
+        raise ConfigError("--auxiliary helps a run that is there: name one of its peers, --initial-peers ADDRESS")
     require_albert()
     if text := given.get("text"):  # Python's own can be read
         load_documents(text)
@@ -103,14 +113,22 @@ def take_part(
         _declare(peer, run_id)  # loading torch takes seconds, and others may look for the run meanwhile
         if peer.dht.num_known_peers:  # also those of an earlier start
             run = look_up(peer, run_id)
+        if training.auxiliary:
+            run = _wait_for_trainers(peer, run_id)
         recipe, found = _recipe_for(run_id, run, given, folders.checkpoint_dir)
-        logger.info("Loading PyTorch and transformers")
-        from manyhands.recipes.albert.training import AlbertTrainer, RunToJoin
-
         to_join = None
         if found is not None and run is not None:
             _learn_addresses(peer, run)
-            to_join = RunToJoin(found, run.signers)
+            to_join = RunToJoin(found, sorted(run.signers, key=lambda peer_id: not _can_be_dialled(run, peer_id)))
+        logger.info("Loading PyTorch and transformers")
+        if training.auxiliary:
+            from manyhands.recipes.albert.auxiliary import AlbertAuxiliary
+
+            assert to_join is not None
+            AlbertAuxiliary(peer, run_id, to_join, training).run()
+            return
+        from manyhands.recipes.albert.training import AlbertTrainer
+
         trainer = AlbertTrainer(
             peer, run_id, recipe, training, emit,
             run=to_join, is_batch_size_chosen="batch_size" in given, checkpoint_dir=folders.checkpoint_dir,
@@ -127,7 +145,7 @@ def open_folders(run_id: str, network: NetworkOptions, training: TrainingSetting
     Raises:
         ConfigError: one cannot be used.
     """
-    if training.no_checkpoints:
+    if training.no_checkpoints or training.auxiliary:
         return OwnFolders(None, None)  # a state dir that was named is opened by the peer
     if training.checkpoint_dir is not None:
         return _open_folder(training.checkpoint_dir, run_id, network)
@@ -172,6 +190,21 @@ def _recipe_for(
 
 def _check_fit(run_id: str, found: RunRecipe) -> None:
     check_memory(run_id, found.recipe, found.vocab_size)
+
+
+def _wait_for_trainers(peer: Peer, run_id: str) -> Run:
+    """The run, once somebody trains in it: an auxiliary peer has no data to begin with."""
+    tell_at = time.monotonic()
+    while (run := look_up(peer, run_id)).manifest is None:
+        if time.monotonic() >= tell_at:
+            logger.info("Waiting for somebody who trains in run %s: an auxiliary peer has no data", run_id)
+            tell_at += TELL_PERIOD_S
+        time.sleep(LOOK_PERIOD_S)
+    return run
+
+
+def _can_be_dialled(run: Run, peer_id: PeerId) -> bool:
+    return peer_id in run.peers and not run.peers[peer_id].is_client
 
 
 def _declare(peer: Peer, run_id: str) -> None:

@@ -61,7 +61,7 @@ def train(
         )
     if not network.initial_peers:
         AlbertRecipe(**given)
-    check_before(training, given)
+    check_before(network, training, given)
     run = look_for(network, run_id, start_new=start_new) if network.initial_peers else None
     if run_id is None:
         assert run is not None

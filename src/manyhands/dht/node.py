@@ -92,6 +92,11 @@ class DhtNode:
         return len(self._overlay.table)
 
     @property
+    def num_nodes(self) -> int:
+        """Nodes in the routing table, but for those that were lost, or did not answer, and were not heard of since."""
+        return self._overlay.table.num_sound()
+
+    @property
     def num_records(self) -> int:
         """Records that this node holds, those too that have just expired."""
         return len(self._storage)

@@ -107,7 +107,7 @@ class Overlay:
 
     def contact_of(self, peer_id: PeerId) -> Contact | None:
         """A peer as it is told to others; None if it cannot be dialled, as far as is known."""
-        addresses = self._endpoint.addresses_of(peer_id)
+        addresses = self._endpoint.addresses_to_tell(peer_id)
         if not addresses or self._endpoint.is_client(peer_id):
             return None
         return Contact(peer_id, [_text_of(address) for address in addresses[:MAX_ADDRESSES]])

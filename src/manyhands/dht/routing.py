@@ -91,6 +91,11 @@ class RoutingTable:
         entry = self._live_entry(peer_id)
         return entry is not None and not entry.num_failures and not entry.is_silent
 
+    def num_sound(self) -> int:
+        """How many of the contacts have not failed or fallen silent since they were seen."""
+        live = (bucket.live.values() for bucket in self._buckets.values())
+        return sum(not entry.num_failures and not entry.is_silent for entries in live for entry in entries)
+
     def is_heard_again(self, peer_id: PeerId, just_now: float, since: float, now: float) -> bool:
         """As :meth:`seen` of a contact with the addresses that it has, if it was heard of ``since`` then, and nothing
         has been wrong with it; else False. One that was heard of ``just_now`` is left as it is.

@@ -18,6 +18,7 @@ from manyhands.optim.progress_log import ProgressLog
 from manyhands.optim.progress_reader import ProgressReader
 from manyhands.optim.run_manifest import read_manifests, run_manifest_of
 from manyhands.optim.run_records import declare_run
+from manyhands.optim.stranded import StrandedNotice
 from manyhands.peer import Peer
 from manyhands.runtime import TaskOwner
 
@@ -40,6 +41,7 @@ class RunMonitor:
         self._config = ProgressConfig(max_refresh_s=MAX_REFRESH_S)
         self._tasks = TaskOwner("monitor")
         self._is_watched = True
+        self._notice = StrandedNotice(run_id)
         self._last_step = -1
         self._last_progress: Progress | None = None
         self._log = ProgressLog()
@@ -63,22 +65,28 @@ class RunMonitor:
     async def _look(self) -> float:
         """Read and report once; returns when to look again, in seconds."""
         await self._reader.refresh()
-        records = self._reader.records()
-        if not records:
+        trainers = self._reader.trainers()
+        if not trainers:
             if self._is_watched:
                 logger.info("Found no active peers")
             self._is_watched = False
             return 1.0
         self._is_watched = True
-        leading = max(records.values(), key=rank_of).position
+        self._tell_stranded()
+        leading = max(trainers.values(), key=rank_of).position
         target = await self._target_batch_size()
-        progress = aggregate(None, records, leading, target, self._reader.reckoned_samples())
+        progress = aggregate(None, trainers, leading, target, self._reader.reckoned_samples())
         delay_s = next_refresh_s(progress, self._config)
         if progress != self._last_progress:
             self._report_progress(leading.step, target, progress, delay_s)
             self._last_progress = progress
         await self._report_step()
         return delay_s
+
+    def _tell_stranded(self) -> None:
+        """Say it if all who train are behind firewalls: this peer knows where another one can join."""
+        num_trainers = len(self._reader.trainers()) if self._reader.is_stranded() else 0
+        self._notice.look(num_trainers, self._peer.addresses, asyncio.get_running_loop().time())
 
     async def _target_batch_size(self) -> int:
         manifest = run_manifest_of(await read_manifests(self._peer.dht, self._run_id))

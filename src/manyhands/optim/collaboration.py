@@ -24,6 +24,7 @@ from manyhands.optim.averaged import Averaged
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.departures import Departures
 from manyhands.optim.drift import Drift
+from manyhands.optim.firewalled import Firewalled
 from manyhands.optim.foresight import Foresight
 from manyhands.optim.lent import BackgroundStep, LocalState
 from manyhands.optim.progress import Progress
@@ -90,7 +91,8 @@ class Collaboration:
         progress: ProgressConfig,
         *,
         batch_size_lead: int | None = None,
-        is_silent: bool = False,
+        is_auxiliary: bool = False,
+        allow_solo: bool = False,
         start_new: bool | None = True,
     ) -> None:
         self._start_new = start_new
@@ -100,7 +102,8 @@ class Collaboration:
         self._averaging = averaging
         self._progress_config = progress
         self._batch_size_lead = batch_size_lead
-        self._is_silent = is_silent
+        self._is_auxiliary = is_auxiliary
+        self._allow_solo = allow_solo
         self._due_at: tuple[Position, float] | None = None  # since when (loop time)
         self._num_vain_loads = 0  # since this peer took part in a round
         self.in_group_from: Position | None = None
@@ -130,10 +133,11 @@ class Collaboration:
             self._local.position,
             self._progress_config,
             on_update=self._log_progress,
-            is_silent=self._is_silent,
+            is_auxiliary=self._is_auxiliary,
         )
         self._drift = Drift(self.tracker.reader, presence.peer_id, self._local.drift_bound)
         self._departures = Departures(presence.endpoint, self.tracker, self._tasks)
+        self._firewalled = Firewalled(presence, self.tracker, manifest.run_id, self._tasks)
         seating = Seating(self.tracker, presence.peer_id, self._averaging.max_group_size, self._rng)
         async with AsyncExitStack() as parts:
             self._rounds = RoundRunner(
@@ -148,7 +152,7 @@ class Collaboration:
             self._rounds.on_phase.append(self._note_phase)
             parts.push_async_callback(self._rounds.close)
             parts.push_async_callback(self._tasks.close)
-            lead = 0 if self._is_silent else self._batch_size_lead  # nobody waits for a silent peer
+            lead = 0 if self._is_auxiliary else self._batch_size_lead  # nobody waits for it
             self._foresight = Foresight[Averaged](self._rounds, self.tracker, self._tasks, self._averaging, lead)
             parts.callback(self._foresight.close)
             self.tracker.on_outlook = self._look_ahead
@@ -171,6 +175,7 @@ class Collaboration:
             await self.tracker.refresh()
             self._parts = parts.pop_all()
         presence.on_close.append(self.close)
+        presence.endpoint.on_connected.append(self.tracker.reader.can_be_asked)
 
     def _log_progress(self, progress: Progress, refresh_s: float) -> None:
         self._progress_log.tell(self._local.position.step, progress, refresh_s, asyncio.get_running_loop().time())
@@ -198,12 +203,14 @@ class Collaboration:
         self._lull = None
         self._step_rounds.look_ahead()
         self._foresight.look_ahead()
+        self._firewalled.call_on_those_in_need()
 
     async def close(self) -> None:
         """Leave the run. May be called twice."""
         self._lull = None
         if self.close in self._presence.on_close:
             self._presence.on_close.remove(self.close)
+            self._presence.endpoint.on_connected.remove(self.tracker.reader.can_be_asked)
             await self._parts.aclose()
 
     async def decide(self, samples: int, samples_per_second: float, batch_s: float = 0.0) -> Decision:
@@ -211,6 +218,7 @@ class Collaboration:
         if self.tracker.position() != self._local.position:  # this thread was held up when it was to be told
             self.tracker.move(self._local.position, self._local.lineage_samples, [])
         self.tracker.report(samples, samples_per_second, batch_s)
+        self._firewalled.tell()
         if self.tracker.is_worth_a_look():
             await self._look_again(NEAR_TIMEOUT_S)
         if self.tracker.should_load_state():
@@ -279,6 +287,9 @@ class Collaboration:
         return self._due_at[1]
 
     def _is_alone(self) -> bool:
+        """Whether a step would be made with others if it waited; one in client mode begins no branch beside theirs."""
+        if self._presence.endpoint.client_mode and self.tracker.sees_trainers():
+            return self._allow_solo and self.tracker.is_stranded
         return self.tracker.num_peers_here() == 1 and self.tracker.is_on_best_branch()
 
     async def _look_again(self, timeout_s: float = LOOK_TIMEOUT_S) -> None:
@@ -351,6 +362,13 @@ class Collaboration:
         """Whether nobody is known to be on a better branch of the run."""
         return self.tracker.is_on_best_branch()
 
+    async def must_be_called_on(self) -> bool:
+        """Whether only peers in client mode have the state of the run; then this one shows them where to dial it."""
+        is_wanted = self.tracker.waits_for_clients()
+        if is_wanted:
+            self.tracker.start()
+        return is_wanted
+
     async def wait_for_news(self) -> None:
         """Give the others a moment to publish something new, and read it."""
         await asyncio.sleep(NEWS_PERIOD_S)
@@ -363,8 +381,16 @@ class Collaboration:
             Unavailable: nobody could hand it out.
         """
         branch = self.tracker.leading_branch()
-        donors = [peer_id for peer_id in branch.holders if peer_id != self._presence.peer_id]
+        donors = [peer_id for peer_id in branch.holders if self.tracker.can_hand_out(peer_id)]
+        if not donors and self.tracker.waits_for_clients():
+            where = ", ".join(map(str, self._presence.endpoint.addresses))
+            raise Unavailable(
+                "only peers in client mode have the state of the run, and none of them has connected to this one yet; "
+                f"they dial it at {where}, so that must accept connections"
+            )
         self._rng.shuffle(donors)  # so that newcomers do not all ask the same one
+        records = self.tracker.reader.records()
+        donors.sort(key=lambda peer_id: records[peer_id].is_client)  # their links are for what they compute
         donors = self._drift.ordered(donors, branch.position)
         loop, is_late = asyncio.get_running_loop(), self._num_vain_loads > 0
         started = loop.time()

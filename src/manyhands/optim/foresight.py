@@ -67,7 +67,7 @@ class Foresight(Generic[T]):
         """Plan the next round by when the target will be reached, as far as is known now."""
         if self._trigger is not None and self._planned_at != self._tracker.position():
             self._drop()
-        if self._lead == 0 or self._is_closed or self._tracker.outlook.num_peers == 1:
+        if self._lead == 0 or self._is_closed or self._tracker.outlook.num_peers == 1 or self._tracker.lacks_leader():
             return
         lead, ahead_s = (0, AHEAD_S) if self._lead is None else (self._lead, 0.0)
         left_s = self._tracker.seconds_until(self._tracker.target_batch_size - lead) - ahead_s

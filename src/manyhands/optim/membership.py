@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 15.0
 JOIN_ATTEMPTS = 3
+CALLED_WITHIN_S = 40.0
+"""A peer in client mode that has the state connects to a newcomer by then, or its record has expired."""
 WAIT_PERIOD_S = 0.25
 TELL_ATTEMPTS = 4
 
@@ -62,15 +64,17 @@ class Membership:
         return is_loaded
 
     def _catch_up(self) -> bool:
-        failures = []
+        failures: list[Unavailable] = []
+        called_by = self._peer.time() + CALLED_WITHIN_S
         while not self._run(self._collaboration.is_on_best_branch(), "joining the run"):
+            must_be_called_on = self._run(self._collaboration.must_be_called_on(), "joining the run")
             try:
                 self._restore(self._download())
             except Unavailable as error:
                 failures.append(error)
             else:
                 return True
-            if len(failures) == JOIN_ATTEMPTS:
+            if len(failures) >= JOIN_ATTEMPTS and not (must_be_called_on and self._peer.time() < called_by):
                 raise failures[0]  # it names all who were asked; later attempts skip those without news
             self._run(self._collaboration.wait_for_news(), "joining the run")
         return False

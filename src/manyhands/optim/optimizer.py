@@ -134,7 +134,7 @@ class Optimizer(OptimizerWrapper):
         manifest = manifest_of(self._replica, run_id, target_batch_size, averaging, extra)
         self._collaboration = Collaboration(
             peer.presence, manifest, self._replica, averaging, progress or ProgressConfig(),
-            batch_size_lead=batch_size_lead, is_silent=auxiliary, start_new=start_new,
+            batch_size_lead=batch_size_lead, is_auxiliary=auxiliary, allow_solo=allow_solo, start_new=start_new,
         )  # fmt: skip
         self._membership = Membership(peer, self._collaboration, self._replica, averaging)
         self.statistics.states_loaded += self._membership.join()

@@ -66,6 +66,7 @@ class ProgressRecord(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
             :mod:`manyhands.optim.signed_sums`.
         sketch_step: the global step that this led to; 0 without one.
         recent_rounds: of its last steps, if they were made in a grid; see :mod:`manyhands.optim.company`.
+        is_auxiliary: it has no data, and only helps to average; nobody waits for it, unless nobody else can be dialled.
     """
 
     position: Position
@@ -82,6 +83,7 @@ class ProgressRecord(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     sketch: Annotated[bytes, msgspec.Meta(max_length=MAX_SKETCH_BYTES)] = b""
     sketch_step: Count = 0
     recent_rounds: RecentRounds = []
+    is_auxiliary: bool = False
 
     def __post_init__(self) -> None:
         if not (
@@ -113,7 +115,7 @@ class Progress:
 
     Attributes:
         samples: accumulated at this position by all peers together.
-        num_peers: peers at this position, with this one.
+        num_peers: peers that train at this position, with this one.
         samples_per_second: of all peers.
         eta_s: seconds until the target at that speed; infinite when nobody computes.
     """
@@ -213,7 +215,8 @@ def is_news(
     leeway = math.sqrt(stretch(num_peers))
     if abs(own.samples_per_second - published.samples_per_second) > NEWS_SPEED * leeway * published.samples_per_second:
         return True
-    return abs(reckoned_samples(published, age_s) - own.samples) > NEWS_SHARE * leeway * target_batch_size / num_peers
+    share = target_batch_size / max(num_peers, 1)
+    return abs(reckoned_samples(published, age_s) - own.samples) > NEWS_SHARE * leeway * share
 
 
 def aggregate(
@@ -228,7 +231,9 @@ def aggregate(
     Args:
         samples: of the others, as reckoned since; without them those of their records count.
     """
-    here = {peer_id: record for peer_id, record in others.items() if record.position == position}
+    here = {
+        peer_id: record for peer_id, record in others.items() if record.position == position and not record.is_auxiliary
+    }
     counts = [record.samples if samples is None else samples[peer_id] for peer_id, record in here.items()]
     speed = sum(record.samples_per_second for record in here.values())
     return sum_up(own, len(here), sum(counts), speed, target_batch_size)
@@ -273,20 +278,22 @@ def leading_branch(
 
     The highest (global step, samples in its lineage, digest) wins. Of the parts of a grid, which may all have the same,
     the one with more peers, then the one with the lowest peer id. At step 0 nothing has been learnt yet, and the
-    initial parameters of the lowest peer id win. Only peers that can be dialled count: nobody could follow the others,
-    so a peer that cannot be dialled follows those who can.
+    initial parameters of the lowest peer id win: of the trainers that can be dialled, so that all can follow; without
+    any, of the auxiliary peers; without these, of all.
 
     Args:
         strangers: in a grid, those of another part, and which; see :meth:`manyhands.optim.company.Company.strangers`.
     """
-    candidates = {peer_id: record for peer_id, record in others.items() if not record.is_client}
-    if not own.is_client or not candidates:
-        candidates[own_id] = own
+    candidates = {**others, own_id: own}
     last_step = max(record.position.step for record in candidates.values())
+    if last_step == 0:
+        hosts = {peer_id: record for peer_id, record in candidates.items() if not record.is_client}
+        trainers = {peer_id: record for peer_id, record in hosts.items() if not record.is_auxiliary}
+        candidates = trainers or hosts or candidates
     first = max(map(rank_of, candidates.values()))
     sizes = Counter(  # all who read the same records count the same peers
         strangers.get(peer_id, b"")
-        for peer_id, record in {**others, own_id: own}.items()
+        for peer_id, record in candidates.items()
         if len(record.recent_rounds) == NUM_RECENT_STEPS and rank_of(record) == first
     )
 

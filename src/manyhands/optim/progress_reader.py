@@ -77,6 +77,7 @@ class ProgressReader:
         self._crowd: Crowd | None = None
         self._crowd_of: tuple[Position, int] | None = None
         self._here: Mapping[PeerId, Observed] = {}
+        self._helpers: Mapping[PeerId, Observed] = {}
         self._here_of: tuple[Position, int] | None = None
         self._sequences: dict[str, int] = {}  # by peer id
         self._company = Company()
@@ -210,16 +211,39 @@ class ProgressReader:
         }
 
     def here(self, position: Position) -> Mapping[PeerId, Observed]:
-        """The records of those at a position, but for strangers; looked for once, however often one is asked for."""
+        """The records of those who train at a position, but for strangers; looked for once, however often one asks."""
         observed, strangers = self.observed(), self.strangers()
         if self._here_of != (position, self.version):
-            self._here = {
+            at_position = {
                 peer_id: seen
                 for peer_id, seen in observed.items()
                 if seen.record.position == position and peer_id not in strangers
             }
+            self._here = {peer_id: seen for peer_id, seen in at_position.items() if not seen.record.is_auxiliary}
+            self._helpers = {peer_id: seen for peer_id, seen in at_position.items() if seen.record.is_auxiliary}
             self._here_of = (position, self.version)
         return self._here
+
+    def helpers(self, position: Position) -> Mapping[PeerId, Observed]:
+        """The records of the auxiliary peers at a position."""
+        self.here(position)
+        return self._helpers
+
+    def trainers(self) -> dict[PeerId, ProgressRecord]:
+        """What those say who train, wherever they are."""
+        return {peer_id: record for peer_id, record in self.records().items() if not record.is_auxiliary}
+
+    def is_stranded(self) -> bool:
+        """Whether others train, and nobody can be dialled."""
+        observed = self.observed().values()
+        return all(seen.record.is_client for seen in observed) and any(
+            not seen.record.is_auxiliary for seen in observed
+        )
+
+    def can_be_asked(self, peer_id: PeerId) -> None:
+        """A peer in client mode has called on this one: it can be asked for its state."""
+        if peer_id in self._observed:
+            self.version += 1
 
     def at(self, position: Position) -> Crowd:
         """Those at a position, summed up."""

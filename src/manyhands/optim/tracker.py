@@ -36,6 +36,9 @@ from manyhands.runtime import TaskOwner
 
 logger = logging.getLogger(__name__)
 
+MAX_IN_NEED = 2
+"""Peers that are behind, and that one in client mode calls on so that they can ask it for its state."""
+
 
 class ProgressTracker:
     """This peer's place in the run. Lives on the network thread; :attr:`progress` may be read from any.
@@ -43,7 +46,7 @@ class ProgressTracker:
     It is the :class:`manyhands.averaging.matchmaking.Roster` of the run's rounds.
 
     Args:
-        is_silent: publish nothing, for a peer that nobody should wait for.
+        is_auxiliary: this peer has no data; nobody waits for it, unless nobody else can be dialled.
 
     Attributes:
         on_outlook: called whenever the outlook may have changed, also by a step.
@@ -61,17 +64,18 @@ class ProgressTracker:
         config: ProgressConfig,
         on_update: Callable[[Progress, float], None] | None = None,
         *,
-        is_silent: bool = False,
+        is_auxiliary: bool = False,
     ) -> None:
         self.target_batch_size = target_batch_size
         self.on_outlook: Callable[[], None] | None = None
-        self._is_silent = is_silent
         self.reader = ProgressReader(endpoint, dht, run_id)
         self._endpoint = endpoint
         self._config = config
         self._on_update = on_update
         addresses = [str(address) for address in endpoint.addresses]
-        own = ProgressRecord(position, 0, 0.0, 0, endpoint.client_mode, addresses, config.ttl_s)
+        own = ProgressRecord(
+            position, 0, 0.0, 0, endpoint.client_mode, addresses, config.ttl_s, is_auxiliary=is_auxiliary
+        )
         self._publisher = Publisher(
             dht, progress_key(run_id), endpoint.peer_id, own, config, target_batch_size, lambda: self.outlook
         )
@@ -84,22 +88,23 @@ class ProgressTracker:
         self._is_read_wanted = False
         self._stirred = Bell()  # there is something to read, or reading has to be planned anew
         self._tasks = TaskOwner("progress")
-        self.progress = self.outlook = sum_up(own, 0, 0, 0.0, target_batch_size)
+        self.progress = self.outlook = sum_up(self._trainer, 0, 0, 0.0, target_batch_size)
         self._branch: tuple[tuple[object, ...], Branch] | None = None  # and from what it follows
         self._expected: tuple[tuple[int, Position], Mapping[PeerId, bool]] | None = None  # likewise
 
     def start(self) -> None:
-        """Begin to publish and to read."""
+        """Begin to publish and to read, if that has not begun."""
+        if self._is_started:
+            return
         self._is_started = True
         self._publisher.start()
-        if not self._is_silent:
-            self._tasks.spawn(self._publisher.publish_forever(), name="publishing")
+        self._tasks.spawn(self._publisher.publish_forever(), name="publishing")
         self._tasks.spawn(self._read_forever(), name="reading")
 
     async def close(self) -> None:
         """Stop, and tell the others that this peer left the run."""
         await self._tasks.close()
-        if self._is_started and not self._is_silent:
+        if self._is_started:
             await self._publisher.say_goodbye()
 
     # where this peer stands
@@ -107,6 +112,11 @@ class ProgressTracker:
     @property
     def _own(self) -> ProgressRecord:
         return self._publisher.own
+
+    @property
+    def _trainer(self) -> ProgressRecord | None:
+        """The same, if it counts among those who train."""
+        return None if self._own.is_auxiliary else self._own
 
     def position(self) -> Position:
         return self._own.position
@@ -185,7 +195,7 @@ class ProgressTracker:
         self._stirred.ring()
 
     def _update_progress(self) -> None:
-        crowd, own, enough = self.reader.at(self._own.position), self._own, self.target_batch_size
+        crowd, own, enough = self.reader.at(self._own.position), self._trainer, self.target_batch_size
         reckoned = crowd.reckoned_samples(asyncio.get_running_loop().time())
         num_others, speed = crowd.num_peers, crowd.samples_per_second
         self.progress = sum_up(own, num_others, crowd.samples, speed, enough)
@@ -237,18 +247,43 @@ class ProgressTracker:
         return RANK_DELAY_S * bisect.bisect_left(hosts, self._endpoint.peer_id)
 
     def num_peers_here(self) -> int:
-        """Peers at this position, with this one, whether or not they can be reached."""
+        """Peers that train at this position, with this one, whether or not they can be reached."""
         self._update_progress()
         return self.progress.num_peers
 
     def can_meet_somebody(self) -> bool:
-        """Whether a round could find another peer: one is expected, or one has called."""
-        return self._is_called or bool(self.expected())
+        """Whether a round could find another peer: one has called, or is expected and one of them can be dialled."""
+        return self._is_called or (bool(self.expected()) and not self.lacks_leader())
+
+    def lacks_leader(self) -> bool:
+        """Whether nobody who is expected can be dialled, nor this peer."""
+        return self._endpoint.client_mode and not self._is_called and all(self.expected().values())
+
+    @property
+    def is_stranded(self) -> bool:
+        """Whether others train, and nobody in the run can be dialled: they can make no step together."""
+        return self._endpoint.client_mode and self.reader.is_stranded()
+
+    def sees_trainers(self) -> bool:
+        """Whether another peer trains, wherever in the run it is."""
+        return any(not seen.record.is_auxiliary for seen in self.reader.observed().values())
+
+    def in_need(self) -> list[PeerId]:
+        """Those who can be dialled and are behind this peer, if nobody who can be dialled is not: some of them."""
+        step, behind = self._own.position.step, []
+        for peer_id, seen in self.reader.observed().items():
+            if not seen.record.is_client:
+                if seen.record.position.step >= step:
+                    return []
+                behind.append(peer_id)
+        return sorted(behind)[:MAX_IN_NEED]
 
     def is_ahead_of_somebody(self) -> bool:
         """Whether a peer that is not missing has yet to reach this peer's global step."""
         return any(
-            seen.record.position.step < self._own.position.step and not self._is_missing(peer_id, seen)
+            seen.record.position.step < self._own.position.step
+            and not seen.record.is_auxiliary
+            and not self._is_missing(peer_id, seen)
             for peer_id, seen in self.reader.observed().items()
         )
 
@@ -260,19 +295,44 @@ class ProgressTracker:
             others = {
                 peer_id: seen.record
                 for peer_id, seen in observed.items()
-                if not self._without_state or seen.sequence > self._without_state.get(peer_id, -1)
+                if seen.sequence > self._without_state.get(peer_id, -1)
+                and (seen.record.position == own.position or self.can_hand_out(peer_id))
             }
             self._branch = (basis, leading_branch(others, self._endpoint.peer_id, own, self.reader.strangers()))
         return self._branch[1]
+
+    def can_hand_out(self, peer_id: PeerId) -> bool:
+        """Whether this peer could have the state of another one: of a client only if that is connected to it."""
+        seen = self.reader.observed().get(peer_id)
+        if seen is None or not seen.record.is_client:
+            return seen is not None
+        return not self._own.is_client and self._endpoint.is_connected(peer_id)
 
     def should_load_state(self) -> bool:
         """Whether there is a better branch than this peer's whose state can be had."""
         return self._is_elsewhere(self.leading_branch())
 
     def is_on_best_branch(self) -> bool:
-        """Whether nobody is known to be on a better branch, whether or not its state can be had."""
-        records, strangers = self.reader.records(), self.reader.strangers()
-        return not self._is_elsewhere(leading_branch(records, self._endpoint.peer_id, self._own, strangers))
+        """Whether nobody is known to be on a better branch, whether or not its state can be had now.
+
+        Peers in client mode can never have it from each other: they follow those who can be dialled.
+        """
+        return not self._is_elsewhere(self._best_branch())
+
+    def waits_for_clients(self) -> bool:
+        """Whether this peer needs the state that only peers in client mode have: one of them has to connect to it."""
+        branch, records = self._best_branch(), self.reader.records()
+        return self._is_elsewhere(branch) and all(records[peer_id].is_client for peer_id in branch.holders)
+
+    def _best_branch(self) -> Branch:
+        records, own = self.reader.records(), self._own
+        if own.is_client:
+            records = {
+                peer_id: record
+                for peer_id, record in records.items()
+                if not record.is_client or record.position == own.position
+            }
+        return leading_branch(records, self._endpoint.peer_id, own, self.reader.strangers())
 
     def _is_elsewhere(self, branch: Branch) -> bool:
         return branch.is_foreign or branch.position != self._own.position
@@ -287,6 +347,9 @@ class ProgressTracker:
         here = self.reader.here(own)
         basis = (self.reader.version, own)
         if self._expected is None or self._expected[0] != basis:
+            are_all_clients = all(seen.record.is_client for seen in here.values())
+            if are_all_clients and (self._own.is_client or self._own.is_auxiliary):
+                here = {**here, **self.reader.helpers(own)}
             expected = {
                 peer_id: seen.record.is_client
                 for peer_id, seen in here.items()
@@ -366,6 +429,8 @@ class ProgressTracker:
 
     def _next_read_s(self, last_s: float) -> float:
         """When to read again. At the target there is nothing left to predict: the next batch of somebody looks."""
+        if self.is_stranded:
+            return self._config.default_refresh_s * stretch(self.outlook.num_peers)  # who can be dialled is wanted soon
         if self.is_due() or self.outlook.samples >= self.target_batch_size:
             return min(max(2 * last_s, self._config.min_refresh_s, self._patience_s()), self._longest_read_s())
         predicted_s, patience_s = next_refresh_s(self.outlook, self._config), self._patience_s()

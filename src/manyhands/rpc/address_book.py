@@ -35,6 +35,7 @@ class AddressBook:
     def __init__(self, max_peers: int) -> None:
         self._max_peers = max_peers
         self._known: dict[PeerId, dict[Address, Source]] = {}
+        self._announced: dict[PeerId, list[Address]] = {}
         self._by_best_source: dict[Source, OrderedDict[PeerId, None]] = {source: OrderedDict() for source in Source}
 
     def learn(self, peer_id: PeerId, addresses: Sequence[Address], source: Source) -> bool:
@@ -55,6 +56,22 @@ class AddressBook:
             self._forget_one()
         return any(address not in before for address in self._known.get(peer_id, {}))
 
+    def announced(self, peer_id: PeerId, addresses: Sequence[Address]) -> None:
+        """A peer has said itself where it can be dialled: others are told this, and nothing else."""
+        self.learn(peer_id, addresses, Source.ANNOUNCED)
+        if peer_id in self._known:
+            self._announced[peer_id] = list(addresses)
+
+    def addresses_to_tell(self, peer_id: PeerId) -> list[Address]:
+        """What to tell others of a peer: what it announced, else hearsay, but no address that was found another way.
+
+        A loopback address only if there is no other: on the same machine the others lead to the peer as well.
+        """
+        known = self._known.get(peer_id, {})
+        hearsay = [address for address, source in known.items() if source is Source.HEARSAY]
+        told = self._announced.get(peer_id) or hearsay
+        return [address for address in told if not address.is_loopback] or told
+
     def failed(self, peer_id: PeerId) -> None:
         """None of its addresses answered: what worked before is worth no more than what others say."""
         if peer_id in self._known:
@@ -63,6 +80,10 @@ class AddressBook:
     def addresses_of(self, peer_id: PeerId) -> list[Address]:
         """The best first; none if the peer is not known."""
         return list(self._known.get(peer_id, {}))
+
+    def reached_at(self, peer_id: PeerId) -> list[Address]:
+        """Where it was reached, the latest first."""
+        return [address for address, known in self._known.get(peer_id, {}).items() if known is Source.WORKED]
 
     def is_reached(self, peer_id: PeerId) -> bool:
         """Whether one of its addresses worked the last time."""
@@ -80,4 +101,5 @@ class AddressBook:
             if peers := self._by_best_source[source]:
                 peer_id, _ = peers.popitem(last=False)
                 del self._known[peer_id]
+                self._announced.pop(peer_id, None)
                 return

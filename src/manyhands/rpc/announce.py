@@ -29,11 +29,27 @@ def dialable_addresses(bound: Sequence[Address]) -> list[Address]:
     return list(dict.fromkeys(announced))
 
 
+def check_announced(addresses: Sequence[Address]) -> None:
+    """What others shall dial must be a place that they can dial.
+
+    Raises:
+        ConfigError: an address is none.
+    """
+    for address in addresses:
+        if address.is_unspecified or address.port == 0:
+            what = "port 0 is no port" if address.port == 0 else f"{address.host} is no host"
+            raise ConfigError(
+                f"announce={str(address)!r}: {what} that others could dial; give the address that leads to this peer "
+                "from outside, such as /ip4/203.0.113.7/tcp/31337 or /dns4/x.tcp.ngrok.io/tcp/12345"
+            )
+
+
 def seen_from_outside(peer_id: PeerId, announced: Sequence[str], remote_host: str) -> list[Address]:
     """The addresses of a peer, from what it announced and the host that its connection came from.
 
-    A peer behind a router does not know its public address; whoever it dials sees it. Loopback addresses of a peer that
-    came from another machine are dropped. What cannot be read is skipped: a newer version may announce more.
+    A peer behind a router does not know its public address; whoever it dials sees it. One that announces a public
+    address or a name knows better than this peer. Loopback addresses of a peer that came from another machine are
+    dropped. What cannot be read is skipped: a newer version may announce more.
     """
     return list(_seen_from_outside(peer_id, tuple(announced[:MAX_ANNOUNCED]), remote_host))
 
@@ -47,10 +63,11 @@ def _seen_from_outside(peer_id: PeerId, announced: Sequence[str], remote_host: s
         except ConfigError:
             continue
     if remote_host:
+        is_guess_wanted = not any(address.is_public for address in addresses)
         observed = [Address.of(remote_host, address.port, peer_id) for address in addresses if "ip" in address.protocol]
         if not Address.of(remote_host, 1).is_loopback:
             addresses = [address for address in addresses if not address.is_loopback]
-        addresses = observed[:1] + addresses
+        addresses = (observed[:1] if is_guess_wanted else []) + addresses
     return dict.fromkeys(addresses)
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any
 
 import msgspec
 
-from manyhands.base.address import Address
 from manyhands.base.identity import PeerId
 from manyhands.rpc.config import RpcConfig
-from manyhands.rpc.dialling import Dialler, Opened
+from manyhands.rpc.dialling import Opened
 from manyhands.rpc.frames import Hello, Stripe
 from manyhands.rpc.streams import OpenStreams
 from manyhands.rpc.striping import StripedStream, StripeSets, num_stripes
@@ -21,6 +21,8 @@ from manyhands.transport.api import Stream
 
 BulkAcceptor = Callable[[PeerId, bytes, Stream], Awaitable[None]]
 """Called with (remote, header, stream) for each bulk stream; the stream is aborted when it returns."""
+
+OpenOne = Callable[[Hello], Coroutine[Any, Any, Opened]]
 
 
 class BulkStreams:
@@ -33,22 +35,21 @@ class BulkStreams:
         acceptors: by kind of stream.
     """
 
-    def __init__(self, dialler: Dialler, streams: OpenStreams, config: RpcConfig) -> None:
+    def __init__(self, streams: OpenStreams, config: RpcConfig) -> None:
         self.acceptors: dict[str, BulkAcceptor] = {}
-        self._dialler = dialler
         self._streams = streams
         self._carriers: dict[Stream, list[Stream]] = {}
         cap = config.max_upload_mbit_s
         self._cap = UploadCap(cap) if cap is not None else None
         self._stripe_sets = StripeSets(config.hello_timeout_s)
 
-    async def open(
-        self, addresses: Sequence[Address], hello: Hello, timeout_s: float, *, rtt_s: float, size_bytes: int
-    ) -> Stream:
-        """Dial a peer as often as its link and the size are worth.
+    async def open(self, open_one: OpenOne, hello: Hello, *, rtt_s: float, size_bytes: int) -> Stream:
+        """Open as many connections to a peer as its link and the size are worth.
 
+        Args:
+            open_one: opens one, with the hello that is given to it.
         Raises:
-            Unavailable: it cannot be dialled.
+            Unavailable: there is none to be had.
             Refused: it does not take this stream.
         """
         count = num_stripes(rtt_s, size_bytes, has_bbr=tcp.has_bbr())
@@ -57,7 +58,7 @@ class BulkStreams:
             stream_id = os.urandom(16)
             stripes = (Stripe(stream_id, index, count) for index in range(count))
             hellos = [msgspec.structs.replace(hello, stripe=stripe) for stripe in stripes]
-        carriers = await self._open_all(addresses, hellos, timeout_s)
+        carriers = await self._open_all(open_one, hellos)
         parts = [self._capped(carrier, hello.purpose) for carrier in carriers]
         stream = parts[0] if count == 1 else StripedStream(parts)
         self._carriers[stream] = carriers
@@ -87,9 +88,9 @@ class BulkStreams:
         finally:
             whole.abort()
 
-    async def _open_all(self, addresses: Sequence[Address], hellos: Sequence[Hello], timeout_s: float) -> list[Stream]:
+    async def _open_all(self, open_one: OpenOne, hellos: Sequence[Hello]) -> list[Stream]:
         """One stream for each hello, or none at all."""
-        dials = [asyncio.ensure_future(self._dialler.open(addresses, hello, timeout_s)) for hello in hellos]
+        dials = [asyncio.ensure_future(open_one(hello)) for hello in hellos]
         try:
             return [opened.stream for opened in await asyncio.gather(*dials)]
         except BaseException:

@@ -21,13 +21,13 @@ class Opened:
     """A stream after its hello and welcome.
 
     Attributes:
-        address: where the peer was reached.
+        address: where the peer was reached; None if it has dialled itself.
         rtt_s: seconds from the hello to the welcome.
     """
 
     stream: Stream
     welcome: Welcome
-    address: Address
+    address: Address | None
     rtt_s: float
 
 
@@ -70,8 +70,17 @@ class Dialler:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         stream, address = await self._dial_first(addresses, timeout_s, is_bulk=hello.purpose != CONTROL)
+        return await self.greet(stream, address, hello, deadline - loop.time())
+
+    async def greet(self, stream: Stream, address: Address | None, hello: Hello, timeout_s: float) -> Opened:
+        """Say what a stream is for; it is released unless the other end takes it.
+
+        Raises:
+            as :meth:`open`.
+        """
+        loop, where = asyncio.get_running_loop(), str(address or f"peer {stream.remote}")
         try:
-            async with time_limit(deadline - loop.time(), f"waiting for the welcome of {address}"):
+            async with time_limit(timeout_s, f"waiting for the welcome of {where}"):
                 said_at = loop.time()
                 await send_frame(stream, hello)
                 answer = await receive_frame(stream)
@@ -84,9 +93,9 @@ class Dialler:
         except BaseException as error:
             self._streams.release(stream)
             if isinstance(error, Timeout):
-                raise DialFailed(str(address), DialReason.TIMED_OUT, str(error)) from error
+                raise DialFailed(where, DialReason.TIMED_OUT, str(error)) from error
             if isinstance(error, (PeerLost, ProtocolViolation)):
-                raise DialFailed(str(address), DialReason.REJECTED, str(error)) from error
+                raise DialFailed(where, DialReason.REJECTED, str(error)) from error
             raise
         return Opened(stream, answer, address, rtt_s)
 

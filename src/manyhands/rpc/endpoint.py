@@ -14,12 +14,13 @@ from typing import Any
 
 from manyhands.base.address import Address
 from manyhands.base.deadline import time_limit
-from manyhands.base.errors import ConfigError, PeerError, PeerLost, ProtocolViolation, Timeout, Unavailable
+from manyhands.base.errors import ConfigError, PeerError, PeerLost, ProtocolViolation, Refused, Timeout, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.rpc.address_book import AddressBook, Source
-from manyhands.rpc.announce import dialable_addresses, seen_from_outside
+from manyhands.rpc.announce import check_announced, dialable_addresses, seen_from_outside
+from manyhands.rpc.asked import ASKED, DIAL_BULK, AskedStreams
 from manyhands.rpc.backoff import Backoff
-from manyhands.rpc.bulk import BulkAcceptor, BulkStreams
+from manyhands.rpc.bulk import BulkAcceptor, BulkStreams, OpenOne
 from manyhands.rpc.config import RpcConfig
 from manyhands.rpc.connection import ControlConnection
 from manyhands.rpc.dialling import Dialler, Opened
@@ -80,8 +81,13 @@ class Endpoint:
         self._backoff = Backoff(self._rng)
         self._streams = OpenStreams()
         self._dialler = Dialler(transport, self._streams)
-        self._bulk = BulkStreams(self._dialler, self._streams, self._config)
+        self._bulk = BulkStreams(self._streams, self._config)
         self._tasks = TaskOwner("endpoint")
+        self._asked = AskedStreams(
+            self._dialler, self._tasks, self.counters, self._book.reached_at, self._hello, self._serve_stream
+        )
+        if client_mode:
+            self.handle(DIAL_BULK, self._asked.on_dial)
         self.uplink = Uplink(self._tasks)
 
     # set-up and end
@@ -93,8 +99,9 @@ class Endpoint:
             addresses: where to listen; port 0 takes a free one.
             announce: what to tell others instead of what this machine finds out by itself (behind a tunnel, say).
         Raises:
-            ConfigError: a port is taken or a host is not of this machine.
+            ConfigError: a port is taken, a host is not of this machine, or nobody could dial what is announced.
         """
+        check_announced(announce)
         for address in addresses:
             self._listeners.append(await self._transport.listen(address, self._accepted))
         bound = [address for listener in self._listeners for address in listener.addresses]
@@ -158,6 +165,10 @@ class Endpoint:
         """Remember where a peer can be dialled."""
         if peer_id != self.peer_id and self._book.learn(peer_id, addresses, source):
             self._backoff.forget(peer_id)
+
+    def addresses_to_tell(self, peer_id: PeerId) -> list[Address]:
+        """Where others shall dial a peer: what it announced, whatever worked for this one."""
+        return self._book.addresses_to_tell(peer_id)
 
     def addresses_of(self, peer_id: PeerId) -> list[Address]:
         """Where a peer can be dialled, as far as is known here; the best first."""
@@ -249,6 +260,14 @@ class Endpoint:
         self._backoff.forget(peer_id)
         self.learn(peer_id, [address], Source.WORKED)
 
+    async def call_on(self, peer_id: PeerId, timeout_s: float) -> None:
+        """Have a control connection to a peer: one in client mode can be asked for streams over it then.
+
+        Raises:
+            Unavailable, PeerError: there is none to be had.
+        """
+        await self._connection(peer_id, timeout_s)
+
     async def call(
         self, peer_id: PeerId, method: Method[Request, Response], request: Request, timeout_s: float = 5.0
     ) -> Response:
@@ -284,7 +303,9 @@ class Endpoint:
     async def open_bulk(
         self, peer_id: PeerId, kind: str, header: bytes, timeout_s: float = 5.0, *, size_bytes: int = 0
     ) -> Stream:
-        """Dial a stream of its own for bulk data; several connections carry it if the link is long.
+        """Open a stream of its own for bulk data; several connections carry it if the link is long.
+
+        A connected peer in client mode is asked to dial them; see :mod:`manyhands.rpc.asked`.
 
         Args:
             size_bytes: about what will be sent over it in either direction; little is not worth several connections.
@@ -292,11 +313,19 @@ class Endpoint:
             Unavailable: the peer cannot be dialled.
             Refused: it does not take this stream.
         """
-        addresses = self._addresses_to_dial(peer_id)
+        open_one = self._opener(peer_id, timeout_s)
         if size_bytes >= 2 * BYTES_OF_ONE:
             await self._connection(peer_id, timeout_s)  # it knows the round trip
         hello, rtt_s = self._hello(kind, header), self._pool.rtt_s(peer_id)
-        return await self._bulk.open(addresses, hello, timeout_s, rtt_s=rtt_s, size_bytes=size_bytes)
+        return await self._bulk.open(open_one, hello, rtt_s=rtt_s, size_bytes=size_bytes)
+
+    def _opener(self, peer_id: PeerId, timeout_s: float) -> OpenOne:
+        """How a bulk connection to a peer is made."""
+        connection = self._pool.of(peer_id)
+        if connection is None or self.client_mode or not self.is_client(peer_id):
+            addresses = self._addresses_to_dial(peer_id)
+            return lambda hello: self._dialler.open(addresses, hello, timeout_s)
+        return lambda hello: self._asked.open(connection, hello, timeout_s)
 
     def release(self, stream: Stream) -> None:
         """Abort a bulk stream that :meth:`open_bulk` opened, and count its bytes."""
@@ -362,7 +391,8 @@ class Endpoint:
         assert is_control(opened.stream), "the hello says that it is for control"
         connection = self._new_connection(opened.stream, opened.welcome.addresses, is_dialled=True)
         connection.rtt_s = opened.rtt_s
-        self.learn(connection.remote, [opened.address], Source.WORKED)
+        if opened.address is not None:
+            self.learn(connection.remote, [opened.address], Source.WORKED)
         self._tasks.spawn(self._run(connection, opened.stream), name=f"connection to {connection.remote}")
         return connection
 
@@ -371,6 +401,10 @@ class Endpoint:
     async def _accepted(self, stream: Stream) -> None:
         self._streams.add(stream)
         self._pool.reached()
+        await self._serve_stream(stream)
+
+    async def _serve_stream(self, stream: Stream) -> None:
+        """Do what the other end says that a stream is for."""
         try:
             async with time_limit(self._config.hello_timeout_s, "waiting for a hello"):
                 hello = await receive_frame(stream)
@@ -394,6 +428,11 @@ class Endpoint:
             else:
                 self.counters["refused_full"] += 1
                 await self._reject(stream, "full", f"this peer has {len(self._pool)} connections already")
+        elif stream.is_bulk and hello.purpose == ASKED:
+            try:
+                await self._asked.arrived(stream, hello, welcome)
+            except Refused as refusal:
+                await self._reject(stream, refusal.code, refusal.message)
         elif stream.is_bulk and (acceptor := self._bulk.acceptors.get(hello.purpose)) is not None:
             await send_frame(stream, welcome)
             await self._bulk.serve(stream, hello, acceptor)
@@ -410,7 +449,7 @@ class Endpoint:
     def _new_connection(self, stream: ControlStream, addresses: list[str], *, is_dialled: bool) -> ControlConnection:
         """Enter a connection; from now on it is used for calls, and :meth:`_run` must follow."""
         seen = seen_from_outside(stream.remote, addresses, stream.remote_host)
-        self.learn(stream.remote, seen, Source.ANNOUNCED)
+        self._book.announced(stream.remote, seen)
         self._backoff.connected(stream.remote, asyncio.get_running_loop().time())
         connection = ControlConnection(
             stream, not addresses, self._handlers, self._config, self.counters, is_dialled=is_dialled

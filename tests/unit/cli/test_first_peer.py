@@ -10,7 +10,17 @@ import pytest
 import manyhands
 from manyhands.cli import first_peer_command
 from manyhands.cli.event_file import EventWriter
-from manyhands.cli.first_peer_command import tell_standing
+from manyhands.cli.first_peer_command import standing_of, tell_standing
+
+
+def test_it_counts_the_nodes_in_its_table_and_none_that_has_left() -> None:
+    listen = ["/ip4/127.0.0.1/tcp/0"]
+    with manyhands.Peer(listen=listen) as first, manyhands.Peer(first.addresses, client_mode=True):
+        with manyhands.Peer(first.addresses, listen=listen):
+            standing = standing_of(first)
+            assert (standing.num_known_peers, standing.num_connected_peers) == (1, 2), "a client holds nothing"
+        standing = standing_of(first)
+        assert (standing.num_known_peers, standing.num_connected_peers) == (0, 1)
 
 
 def test_a_machine_that_hangs_for_a_while_does_not_end_it(

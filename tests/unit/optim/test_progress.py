@@ -38,10 +38,19 @@ def record(
     lineage_samples: int = 0,
     is_client: bool = False,
     recent_rounds: Sequence[bytes] = (),
+    is_auxiliary: bool = False,
 ) -> ProgressRecord:
     position = Position(step, lineage)
     return ProgressRecord(
-        position, samples, speed, lineage_samples, is_client, [], 30.0, recent_rounds=list(recent_rounds)
+        position,
+        samples,
+        speed,
+        lineage_samples,
+        is_client,
+        [],
+        30.0,
+        recent_rounds=list(recent_rounds),
+        is_auxiliary=is_auxiliary,
     )
 
 
@@ -112,7 +121,12 @@ def test_records_that_make_no_sense_are_refused(field: str, value: Any) -> None:
 # branches
 
 RECORDS = st.builds(
-    record, st.integers(0, 2), st.sampled_from([b"a", b"b"]), lineage_samples=st.integers(0, 2), is_client=st.booleans()
+    record,
+    st.integers(0, 2),
+    st.sampled_from([b"a", b"b"]),
+    lineage_samples=st.integers(0, 2),
+    is_client=st.booleans(),
+    is_auxiliary=st.booleans(),
 )
 SWARMS = st.dictionaries(st.sampled_from([PeerId(name) for name in "abcdef"]), RECORDS, min_size=1)
 
@@ -122,20 +136,18 @@ def test_all_peers_agree_on_the_leading_branch(swarm: dict[PeerId, ProgressRecor
     branches = set()
     for peer_id, own in swarm.items():
         others = {other: record for other, record in swarm.items() if other != peer_id}
-        if own.is_client and all(record.is_client for record in others.values()):
-            continue  # nobody can follow anybody
         branches.add(leading_branch(others, peer_id, own))
     assert len(branches) <= 1
 
 
 @given(SWARMS)
-def test_whoever_follows_has_somebody_to_ask(swarm: dict[PeerId, ProgressRecord]) -> None:
+def test_a_branch_has_holders_and_this_peer_follows_others_only(swarm: dict[PeerId, ProgressRecord]) -> None:
     for peer_id, own in swarm.items():
         others = {other: record for other, record in swarm.items() if other != peer_id}
         branch = leading_branch(others, peer_id, own)
         if branch.position != own.position:
-            assert any(not others[holder].is_client for holder in branch.holders)
-            assert peer_id not in branch.holders
+            assert branch.holders
+            assert all(others[holder].position == branch.position for holder in branch.holders)
 
 
 def test_the_highest_step_then_samples_then_digest_wins() -> None:
@@ -169,7 +181,7 @@ def test_of_parts_of_a_grid_at_one_position_the_one_with_more_peers_wins_then_th
     both = leading_branch(named(x=here, y=here), own, here, far)
     assert (both.holders, both.is_foreign, both.position) == (("x", "y"), True, here.position)
     client = record(step=3, is_client=True, recent_rounds=rounds)
-    assert leading_branch(named(n=client, x=here, y=here), own, here, far).holders == ("m",), "it counts all the same"
+    assert leading_branch(named(n=client, x=here, y=here), own, here, far).holders == ("m", "n")
     three = leading_branch(named(x=here, y=here, a=here), own, here, {**far, PeerId("a"): b"other"})
     assert three.holders == ("x", "y")
     newcomers = named(b=record(step=3), c=record(step=3), x=here, y=here)
@@ -178,15 +190,31 @@ def test_of_parts_of_a_grid_at_one_position_the_one_with_more_peers_wins_then_th
     assert (beyond.holders, beyond.is_foreign) == (("x",), True), "the step comes first"
 
 
-def test_nobody_follows_a_peer_that_cannot_be_dialled() -> None:
+def test_a_branch_of_peers_in_client_mode_counts_as_any_other() -> None:
+    """Who can be dialled has their state dialled to it, and hands it on; nobody drops what they have learnt."""
     client = record(step=9, is_client=True)
     behind = record(step=2)
-    assert leading_branch(named(client=client), PeerId("own"), behind).position == behind.position
-    assert leading_branch(named(other=behind), PeerId("client"), client).position == behind.position, "so it follows"
-    assert leading_branch({}, PeerId("client"), client).position == client.position
-    lowest = record(step=0, lineage=b"of the client", is_client=True)
-    start = record(step=0, lineage=b"start")
-    assert leading_branch(named(z=start), PeerId("a"), lowest).position == start.position
+    assert leading_branch(named(client=client), PeerId("own"), behind).position == client.position
+    assert leading_branch(named(other=behind), PeerId("client"), client).position == client.position
+    assert leading_branch(named(a=client, b=client), PeerId("own"), record(step=0, is_auxiliary=True)).holders == (
+        "a", "b",
+    )  # fmt: skip
+
+
+def test_at_step_0_the_parameters_are_those_of_somebody_whom_all_can_dial() -> None:
+    client = record(step=0, lineage=b"of the client", is_client=True)
+    helper = record(step=0, lineage=b"of the helper", is_auxiliary=True)
+    trainer = record(step=0, lineage=b"of the trainer")
+    assert leading_branch(named(b=helper, c=trainer), PeerId("a"), client).position == trainer.position
+    assert leading_branch(named(a=client, b=helper), PeerId("c"), trainer).position == trainer.position
+    assert leading_branch(named(b=helper), PeerId("a"), client).position == helper.position
+    other = record(step=0, lineage=b"of another client", is_client=True)
+    assert leading_branch(named(b=other), PeerId("a"), client).position == client.position
+
+
+def test_a_helper_counts_for_nothing_in_progress() -> None:
+    progress = aggregate(record(), named(a=record(samples=3), b=record(is_auxiliary=True)), record().position, 10)
+    assert (progress.num_peers, progress.samples) == (2, 3)
 
 
 # reckoning

@@ -24,7 +24,7 @@ from tests.swarm import endpoints, identity_of
 from tests.unit.optim.fake_dht import FakeDht
 
 KEY = progress_key("run")
-BOB, CAROL = sorted(identity_of(number).peer_id for number in (101, 102))
+BOB, CAROL, DAVE = sorted(identity_of(number).peer_id for number in (101, 102, 103))
 TTL_S = 30.0
 HERE, NEXT = Position(3, b"here"), Position(4, b"next")
 
@@ -53,8 +53,10 @@ class Run:
 
 
 @asynccontextmanager
-async def run_of_one(config: ProgressConfig | None = None, target_batch_size: int = 10) -> AsyncIterator[Run]:
-    async with endpoints(1) as (endpoint,):
+async def run_of_one(
+    config: ProgressConfig | None = None, target_batch_size: int = 10, *, is_client: bool = False
+) -> AsyncIterator[Run]:
+    async with endpoints(1, clients=[0] if is_client else []) as (endpoint,):
         run = Run(endpoint, config or ProgressConfig(ttl_s=TTL_S), target_batch_size)
         try:
             yield run
@@ -548,3 +550,58 @@ async def test_who_makes_a_step_in_one_group_or_goes_elsewhere_says_nothing_of_r
         run.tracker.met(rounds_of("lost"))
         run.tracker.move(Position(40, b"checkpoint"), 20, [])
         assert run.tracker._own.recent_rounds == []
+
+
+# peers that cannot be dialled, and those that have no data
+
+
+async def test_a_helper_is_no_trainer_and_expected_only_where_no_trainer_can_be_dialled() -> None:
+    async with run_of_one() as run:
+        await run.hears(BOB, is_client=True)
+        await run.hears(CAROL, is_auxiliary=True)
+        assert run.tracker.num_peers_here() == 2
+        assert run.tracker.expected() == {BOB: True}, "this peer can be dialled, and leads"
+    async with run_of_one(is_client=True) as run:
+        await run.hears(BOB, is_client=True)
+        assert run.tracker.is_stranded
+        assert not run.tracker.can_meet_somebody()
+        await run.hears(CAROL, is_auxiliary=True)
+        assert not run.tracker.is_stranded
+        assert run.tracker.expected() == {BOB: True, CAROL: False}
+        assert run.tracker.can_meet_somebody()
+        await run.hears(DAVE)
+        assert run.tracker.expected() == {BOB: True, DAVE: False}
+        assert run.tracker.num_peers_here() == 3
+
+
+async def test_a_client_calls_on_hosts_that_are_behind_if_all_hosts_are() -> None:
+    async with run_of_one(is_client=True) as run:
+        run.tracker.move(NEXT, 20, [])
+        assert run.tracker.in_need() == []
+        await run.hears(BOB, is_auxiliary=True)
+        await run.hears(CAROL, is_client=True)
+        assert run.tracker.in_need() == [BOB]
+        assert not run.tracker.should_load_state()
+        await run.hears(DAVE, NEXT)
+        assert run.tracker.in_need() == [], "it can have the state from that one"
+
+
+async def test_a_client_follows_only_those_who_can_be_dialled() -> None:
+    async with run_of_one(is_client=True) as run:
+        await run.hears(BOB, NEXT, is_client=True)
+        assert not run.tracker.should_load_state(), "it could not have it"
+        assert run.tracker.is_on_best_branch()
+        assert run.tracker.sees_trainers()
+        await run.hears(CAROL, NEXT, is_auxiliary=True)
+        assert run.tracker.leading_branch().holders == (CAROL,)
+
+
+async def test_a_host_follows_a_client_once_that_is_connected() -> None:
+    async with run_of_one() as run:
+        await run.hears(BOB, NEXT, is_client=True)
+        assert not run.tracker.should_load_state()
+        assert not run.tracker.is_on_best_branch()
+        assert run.tracker.waits_for_clients()
+        run.endpoint.is_connected = lambda peer_id: peer_id == BOB  # type: ignore[method-assign]
+        run.tracker.reader.can_be_asked(BOB)
+        assert run.tracker.leading_branch().holders == (BOB,)

@@ -28,6 +28,23 @@ def test_what_worked_comes_before_what_was_announced_and_hearsay_comes_last() ->
     assert book.addresses_of(PEER) == [address(3), address(2), address(4), address(1)]
 
 
+def test_others_are_told_what_a_peer_announced_and_nothing_that_worked_here_only() -> None:
+    book = AddressBook(10)
+    home, loopback = Address.of("192.168.0.2", 31337, PEER), Address.of("127.0.0.1", 31337, PEER)
+    assert book.addresses_to_tell(PEER) == []
+    book.learn(PEER, [address(4)], Source.HEARSAY)
+    assert book.addresses_to_tell(PEER) == [address(4)], "others told it, who told what they were told"
+    book.learn(PEER, [home], Source.WORKED)
+    assert book.addresses_to_tell(PEER) == [address(4)]
+    book.announced(PEER, [address(1), loopback])
+    assert book.addresses_to_tell(PEER) == [address(1)]
+    book.failed(PEER)
+    assert book.addresses_to_tell(PEER) == [address(1)]
+    assert home in book.addresses_of(PEER)
+    book.announced(PEER, [loopback])
+    assert book.addresses_to_tell(PEER) == [loopback], "there is no other"
+
+
 def test_a_liar_pushes_out_no_address_that_works() -> None:
     book = AddressBook(10)
     book.learn(PEER, [address(1)], Source.WORKED)

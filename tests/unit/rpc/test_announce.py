@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manyhands.base.address import Address
-from manyhands.rpc.announce import MAX_ANNOUNCED, dialable_addresses, seen_from_outside
+from manyhands.base.errors import ConfigError
+from manyhands.rpc.announce import MAX_ANNOUNCED, check_announced, dialable_addresses, seen_from_outside
 from tests.network import identity_of
 
 PEER = identity_of(1).peer_id
@@ -36,6 +37,20 @@ def test_a_peer_behind_a_router_is_also_dialled_where_it_came_from() -> None:
 
 def test_on_the_same_machine_loopback_counts() -> None:
     assert seen([HOME, LOOP], "127.0.0.1") == [LOOP, HOME]
+
+
+@pytest.mark.parametrize("public", ["/ip4/8.8.4.4/tcp/443", "/dns4/x.tcp.ngrok.io/tcp/12345"])
+@pytest.mark.parametrize("seen_at", ["127.0.0.1", "192.168.0.2", "1.1.1.1"])
+def test_one_that_knows_its_public_address_is_not_guessed_at(public: str, seen_at: str) -> None:
+    assert seen([public], seen_at) == [public]
+    assert seen(["/ip4/192.168.0.9/tcp/443", public], seen_at) == ["/ip4/192.168.0.9/tcp/443", public]
+
+
+@pytest.mark.parametrize("bad", ["/ip4/0.0.0.0/tcp/31337", "/ip6/::/tcp/31337", "/ip4/203.0.113.7/tcp/0"])
+def test_what_nobody_could_dial_is_not_announced(bad: str) -> None:
+    check_announced([Address.parse(ROUTER), Address.parse(LOOP)])
+    with pytest.raises(ConfigError, match=r"that others could dial; give .* such as /ip4/203.0.113.7/tcp/31337"):
+        check_announced([Address.parse(ROUTER), Address.parse(bad)])
 
 
 def test_a_client_has_no_address() -> None:
@@ -67,5 +82,5 @@ def test_any_text_gives_addresses_of_this_peer_or_none(announced: list[str], rem
 
 @pytest.mark.parametrize("host", ["::1", "fe80::1%eth0", "::ffff:192.0.2.1"])
 def test_the_host_of_an_ipv6_connection(host: str) -> None:
-    (address, *_) = seen_from_outside(PEER, ["/ip6/2001:db8::2/tcp/1"], host)
+    (address, *_) = seen_from_outside(PEER, ["/ip6/fd00::2/tcp/1"], host)
     assert ipaddress.ip_address(address.host) == ipaddress.ip_address(host)

@@ -6,11 +6,12 @@ so a newcomer needs to name none of them. Imports no torch: a newcomer that does
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 from manyhands.base.errors import ConfigError, ManifestMismatch
+from manyhands.base.identity import PeerId
 from manyhands.recipes.albert.config import OWN_SETTINGS, AlbertRecipe
 from manyhands.rpc.frames import readable
 
@@ -38,6 +39,18 @@ class RunRecipe:
     recipe: AlbertRecipe
     tokenizer: str
     vocab_size: int
+
+
+@dataclass(frozen=True)
+class RunToJoin:
+    """A run that others train in.
+
+    Attributes:
+        peers: some of them, to ask for what a newcomer needs.
+    """
+
+    recipe: RunRecipe
+    peers: Sequence[PeerId]
 
 
 def facts_of(recipe: AlbertRecipe, tokenizer: str, vocab_size: int) -> dict[str, str]:

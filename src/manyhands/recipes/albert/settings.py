@@ -41,6 +41,9 @@ class TrainingSettings:
     allow_solo: bool = False
     """Go on alone when other peers are seen, but no round with them succeeds; the run may split."""
 
+    auxiliary: bool = False
+    """Lend bandwidth without data: help those to average who cannot be dialled or have slow links; computes nothing."""
+
     device: str = "auto"
     """Where to compute, as torch names it: cpu, cuda, cuda:1, mps; auto is an NVIDIA GPU if there is one, else cpu."""
 

@@ -29,6 +29,9 @@ NUM_ASKED = 5
 TIMEOUT_S = 10.0
 """For all of it; the tokenizer of 30,000 tokens has 600 KB, compressed."""
 
+FETCH_TIMEOUT_S = TIMEOUT_S + 5.0
+"""For a caller of :func:`fetch_tokenizer` in another thread."""
+
 
 class TokenizerRequest(msgspec.Struct, frozen=True):
     """Which part of the tokenizer is wanted: what comes after ``offset`` bytes of its compressed JSON."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from manyhands.base.errors import Timeout, Unavailable
-from manyhands.base.identity import PeerId
 from manyhands.base.run_id import checked_run_id
 from manyhands.base.words import counted
 from manyhands.optim.metrics import MetricsRecord, publish_metrics
@@ -16,7 +15,7 @@ from manyhands.optim.optimizer import Optimizer
 from manyhands.optim.progress_log import SHOWN_LIVE
 from manyhands.peer import Peer
 from manyhands.recipes.albert.account import Account, HeldoutLosses, Standing
-from manyhands.recipes.albert.adoption import RunRecipe, facts_of
+from manyhands.recipes.albert.adoption import RunToJoin, facts_of
 from manyhands.recipes.albert.batches import Batches, heldout_batch
 from manyhands.recipes.albert.checkpoint_dir import CheckpointDir
 from manyhands.recipes.albert.checkpoints import Checkpoints
@@ -31,7 +30,7 @@ from manyhands.recipes.albert.packages import torch, transformers
 from manyhands.recipes.albert.samples import Samples, make_samples
 from manyhands.recipes.albert.settings import TrainingSettings
 from manyhands.recipes.albert.tokenizer import tokenizer_digest, train_tokenizer
-from manyhands.recipes.albert.tokenizer_exchange import fetch_tokenizer, serve_tokenizer
+from manyhands.recipes.albert.tokenizer_exchange import FETCH_TIMEOUT_S, fetch_tokenizer, serve_tokenizer
 from manyhands.recipes.albert.trial import OutOfMemory, fitting_batch_size, timed
 
 logger = logging.getLogger(__name__)
@@ -39,23 +38,10 @@ logger = logging.getLogger(__name__)
 METRICS_TIMEOUT_S = 10.0
 
 
-FETCH_TIMEOUT_S = 15.0
 LAST_LOOK_S = 1.0
 """So long may the held-out loss of the account take: a trainer that was told to leave has few seconds."""
 TRIAL_SHARE = 4
 """A batch that the trial finds is at most this part of the target: peers come to a step a batch apart."""
-
-
-@dataclass(frozen=True)
-class RunToJoin:
-    """A run that others train in.
-
-    Attributes:
-        peers: some of them, to ask for what a newcomer needs.
-    """
-
-    recipe: RunRecipe
-    peers: Sequence[PeerId]
 
 
 class AlbertTrainer:

@@ -1,0 +1,57 @@
+"""What a peer in client mode does because nobody can dial it: it dials those who need its state."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from manyhands.base.errors import PeerError, Unavailable
+from manyhands.base.identity import PeerId
+from manyhands.optim.stranded import StrandedNotice
+from manyhands.optim.tracker import ProgressTracker
+from manyhands.peer import Presence
+from manyhands.runtime import TaskOwner
+
+logger = logging.getLogger(__name__)
+
+CALL_TIMEOUT_S = 5.0
+
+
+class Firewalled:
+    """Does nothing for a peer that can be dialled. Lives on the network thread.
+
+    Args:
+        tasks: dial in the background.
+    """
+
+    def __init__(self, presence: Presence, tracker: ProgressTracker, run_id: str, tasks: TaskOwner) -> None:
+        self._presence = presence
+        self._endpoint = presence.endpoint
+        self._tracker = tracker
+        self._tasks = tasks
+        self._notice = StrandedNotice(run_id)
+        self._calling: asyncio.Task[None] | None = None
+
+    def call_on_those_in_need(self) -> None:
+        """Connect to peers that are behind, if only peers in client mode are not: they can ask for the state then."""
+        if not self._endpoint.client_mode or (self._calling is not None and not self._calling.done()):
+            return
+        in_need = [peer_id for peer_id in self._tracker.in_need() if not self._endpoint.is_connected(peer_id)]
+        if in_need:
+            self._calling = self._tasks.spawn(self._call_on(in_need), name="calling on those who need the state")
+
+    async def _call_on(self, peer_ids: list[PeerId]) -> None:
+        for peer_id in peer_ids:
+            try:
+                await self._endpoint.call_on(peer_id, CALL_TIMEOUT_S)
+            except (Unavailable, PeerError) as error:
+                logger.debug("peer %s needs the state, and cannot be reached: %s", peer_id, error)
+
+    def tell(self) -> None:
+        """Say it every minute if nobody in the run can be dialled."""
+        num_trainers, ways_in = 0, []
+        if self._tracker.is_stranded:
+            num_trainers = 1 + len(self._tracker.reader.trainers())
+            contacts = self._presence.dht.contacts()
+            ways_in = [f"{text}/p2p/{contact.peer_id}" for contact in contacts for text in contact.addresses]
+        self._notice.look(num_trainers, ways_in[:1], asyncio.get_running_loop().time())

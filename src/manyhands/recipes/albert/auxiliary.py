@@ -1,0 +1,71 @@
+"""A peer of an ALBERT run that lends its bandwidth, and computes nothing: it needs no text, no GPU and no batches."""
+
+from __future__ import annotations
+
+import logging
+
+from manyhands.base.run_id import checked_run_id
+from manyhands.optim.optimizer import Optimizer
+from manyhands.peer import Peer
+from manyhands.recipes.albert.adoption import RunToJoin, facts_of
+from manyhands.recipes.albert.model import build_model, warmup_linear
+from manyhands.recipes.albert.optimizer import MAX_GRAD_NORM, build_optimizer
+from manyhands.recipes.albert.packages import torch
+from manyhands.recipes.albert.settings import TrainingSettings
+from manyhands.recipes.albert.tokenizer_exchange import FETCH_TIMEOUT_S, fetch_tokenizer, serve_tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+class AlbertAuxiliary:
+    """One peer that averages with those who train the recipe's model, and makes their steps with them.
+
+    It hands out the tokenizer of the run as well: newcomers cannot ask trainers for it that nobody can dial.
+
+    Raises:
+        ManifestMismatch: the run has changed meanwhile.
+        Unavailable: the run's state could not be loaded.
+    """
+
+    def __init__(self, peer: Peer, run_id: str, run: RunToJoin, settings: TrainingSettings) -> None:
+        self._peer = peer
+        self._run_id = checked_run_id(run_id)
+        self._run = run
+        self._settings = settings
+        if settings.threads is not None:
+            torch.set_num_threads(settings.threads)
+        recipe, vocab_size = run.recipe.recipe, run.recipe.vocab_size
+        model = build_model(recipe, vocab_size)
+        schedule = warmup_linear(recipe.total_steps, recipe.warmup_steps)
+        self._optimizer = Optimizer(
+            build_optimizer(model, recipe),
+            peer=peer,
+            run_id=run_id,
+            target_batch_size=recipe.target_batch_size,
+            max_grad_norm=MAX_GRAD_NORM,
+            scheduler=lambda inner: torch.optim.lr_scheduler.LambdaLR(inner, schedule),
+            auxiliary=True,
+            start_new=True,
+            must_match=facts_of(recipe, run.recipe.tokenizer, vocab_size),
+        )
+
+    def run(self) -> None:
+        """Help until the settings say stop."""
+        optimizer = self._optimizer
+        logger.info("Helping run %s to average, from global step %d on", self._run_id, optimizer.global_step)
+        self._pass_tokenizer_on()
+        step = optimizer.global_step
+        while (stop_step := self._settings.stop_step()) is None or optimizer.global_step < stop_step:
+            optimizer.step()
+            if optimizer.global_step != step:
+                step = optimizer.global_step
+                logger.info("Step %d", step)
+        logger.info("Stopping at global step %d; waiting for peers that are behind", optimizer.global_step)
+        optimizer.wait_for_others(self._settings.linger_s)
+
+    def _pass_tokenizer_on(self) -> None:
+        endpoint = self._peer.endpoint
+        fetching = fetch_tokenizer(endpoint, self._run.peers, self._run.recipe.tokenizer)
+        tokenizer = self._peer.run(fetching, FETCH_TIMEOUT_S, "asking for the tokenizer")
+        if tokenizer is not None:
+            self._peer.run(serve_tokenizer(endpoint, tokenizer), FETCH_TIMEOUT_S, "handing out the tokenizer")

@@ -1,0 +1,146 @@
+"""Bulk streams to a peer in client mode: it is asked for them over its control connection, and dials."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from manyhands.base.errors import PeerLost, Refused, Unavailable
+from manyhands.base.identity import PeerId
+from manyhands.rpc import Endpoint, asked
+from manyhands.rpc.asked import DIAL_BULK, MAX_OF_ONE_PEER, TOKEN_BYTES, DialRequest
+from manyhands.transport import Stream
+from tests.network import ECHO, KINDS, LOOPBACK, Text, endpoints, serve_echo, until
+
+
+def serve_data(endpoint: Endpoint, data: bytes) -> None:
+    async def give(remote: PeerId, header: bytes, stream: Stream) -> None:
+        assert header == b"please"
+        await stream.send(data)
+        await stream.close()
+
+    endpoint.accept_bulk("data", give)
+
+
+async def taken(here: Endpoint, there: Endpoint, num_bytes: int) -> bytes:
+    stream = await here.open_bulk(there.peer_id, "data", b"please", size_bytes=num_bytes)
+    target = bytearray(num_bytes)
+    await stream.receive_into(memoryview(target))
+    here.release(stream)
+    return bytes(target)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_client_hands_out_bulk_to_whom_it_is_connected(kind: str) -> None:
+    async with endpoints(2, kind=kind, clients=[1]) as (here, client):
+        data = bytes(range(256)) * 100
+        serve_data(client, data)
+        with pytest.raises(Unavailable, match="no address is known"):
+            await taken(here, client, len(data))
+        await client.call_on(here.peer_id, 5.0)
+        await until(lambda: here.is_client(client.peer_id), "the host has the connection")
+        assert await taken(here, client, len(data)) == data
+        assert client.counters["asked_streams"] == 1
+        await until(lambda: not client._asked._num_of, "the stream is done with")
+        assert not here._asked._awaited
+        assert not client.was_reached, "nobody has dialled it"
+
+
+async def test_on_a_long_link_it_dials_several_connections() -> None:
+    async with endpoints(2, kind="tls", clients=[1]) as (here, client):
+        data = bytes(range(256)) * 16384
+        serve_data(client, data)
+        await client.call_on(here.peer_id, 5.0)
+        await until(lambda: here.is_client(client.peer_id), "the host has the connection")
+        here._pool.rtt_s = lambda peer_id: 0.1  # type: ignore[method-assign]
+        assert await taken(here, client, len(data)) == data
+        assert client.counters["asked_streams"] > 1
+
+
+async def test_what_it_does_not_take_is_refused_as_if_it_had_been_dialled() -> None:
+    async with endpoints(2, kind="tls", clients=[1]) as (here, client):
+        await client.call_on(here.peer_id, 5.0)
+        await until(lambda: here.is_client(client.peer_id), "the host has the connection")
+        with pytest.raises(Refused, match="unknown_purpose"):
+            await here.open_bulk(client.peer_id, "data", b"")
+        await until(lambda: not client._asked._num_of, "the stream is done with")
+
+
+async def test_it_dials_nobody_but_who_asks_and_only_where_it_has_reached_that_one() -> None:
+    """Whatever addresses a peer announces: nobody has a client dial into the network that it is in."""
+    async with endpoints(3, kind="tls", clients=[1]) as (here, client, victim):
+        serve_echo(here)
+        await client.call(here.peer_id, ECHO, Text("hi"))
+        client.learn(here.peer_id, [address.with_peer(here.peer_id) for address in victim.addresses])
+        await until(lambda: here.is_client(client.peer_id), "the host has the connection")
+        serve_data(client, b"data")
+        assert await taken(here, client, 4) == b"data"
+        assert victim.num_connected_peers == 0
+        assert not victim.was_reached
+        client._book.failed(here.peer_id)
+        with pytest.raises(Refused, match="not_reached"):
+            await here.open_bulk(client.peer_id, "data", b"please")
+        assert client.counters["refused_asked_streams"] == 1
+
+
+async def test_a_peer_that_asks_without_end_has_only_so_many_streams() -> None:
+    async with endpoints(2, kind="tls", clients=[1]) as (here, client):
+        held = asyncio.Event()
+
+        async def hold(remote: PeerId, header: bytes, stream: Stream) -> None:
+            await held.wait()
+
+        client.accept_bulk("data", hold)
+        await client.call_on(here.peer_id, 5.0)
+        await until(lambda: here.is_client(client.peer_id), "the host has the connection")
+        for _ in range(MAX_OF_ONE_PEER):
+            await here.open_bulk(client.peer_id, "data", b"")
+        with pytest.raises(Refused, match="busy"):
+            await here.open_bulk(client.peer_id, "data", b"")
+        held.set()
+        await until(lambda: not client._asked._num_of, "they are done with")
+
+
+async def test_a_stream_that_nobody_has_asked_for_is_turned_down() -> None:
+    async with endpoints(2, kind="tls", clients=[1]) as (here, client):
+        await client.call_on(here.peer_id, 5.0)
+        await until(lambda: here.is_client(client.peer_id), "the host has the connection")
+        with pytest.raises(Unavailable, match="nobody waits for this stream"):
+            await here.call(client.peer_id, DIAL_BULK, DialRequest(bytes(TOKEN_BYTES)))
+        assert not client._asked._num_of
+
+
+async def test_a_peer_that_can_be_dialled_is_not_asked() -> None:
+    async with endpoints(2, kind="tls") as (here, there):
+        with pytest.raises(Refused, match="unknown_method"):
+            await here.call(there.peer_id, DIAL_BULK, DialRequest(bytes(TOKEN_BYTES)))
+
+
+async def test_one_that_does_not_dial_in_time_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with endpoints(2, kind="tls", clients=[1]) as (here, client):
+        await client.call_on(here.peer_id, 5.0)
+        await until(lambda: here.is_client(client.peer_id), "the host has the connection")
+        monkeypatch.setattr(asked, "DIAL_TIMEOUT_S", 0.2)
+        client._book.reached_at = lambda peer_id: [LOOPBACK]  # type: ignore[method-assign]
+        client._asked._reached_at = client._book.reached_at
+        with pytest.raises(Unavailable):
+            await here.open_bulk(client.peer_id, "data", b"", 1.0)
+        assert not here._asked._awaited
+        assert not client._asked._num_of
+
+
+async def test_a_client_that_is_lost_meanwhile_is_said_to_be() -> None:
+    async with endpoints(2, kind="tls", clients=[1]) as (here, client):
+        await client.call_on(here.peer_id, 5.0)
+        await until(lambda: here.is_client(client.peer_id), "the host has the connection")
+
+        async def vanish(remote: PeerId, request: DialRequest) -> None:
+            client._streams.abort_all()
+            await asyncio.Event().wait()
+
+        client.unhandle(DIAL_BULK)
+        client.handle(DIAL_BULK, vanish)  # type: ignore[arg-type]
+        with pytest.raises(PeerLost):
+            await here.open_bulk(client.peer_id, "data", b"")
+        assert not here._asked._awaited
