@@ -182,9 +182,11 @@ class Optimizer(OptimizerWrapper):
             batch_size: samples behind the current gradients, instead of ``batch_size_per_step``; 0 adds nothing.
             weight: what the loss is a mean over, where that is not samples: tokens, say.
         Raises:
-            ConfigError: no batch size was given; or a parameter that was frozen when this was made requires grad.
+            ConfigError: no batch size was given; a parameter that was frozen when this was made requires grad; or
+                something other than ``scheduler`` has changed an option of the groups, such as the learning rate.
         """
         self._frozen.check()
+        self._replica.check_options(is_stepping=self.is_stepping)
         loss, at_step = None, self._shown_step
         if closure is not None:
             with torch.enable_grad():
@@ -312,7 +314,6 @@ class Optimizer(OptimizerWrapper):
         step = None
         try:
             with uninterrupted():
-                self._replica.hear()
                 step = self._current = GlobalStep(self._replica, self._samples.freeze())
             yield step
         except BaseException:
