@@ -77,7 +77,13 @@ class Address:
 
 
 def parse_addresses(texts: Sequence[str | Address]) -> list[Address]:
-    """Read several addresses; what is an :class:`Address` already stays as it is."""
+    """Read several addresses; what is an :class:`Address` already stays as it is.
+
+    Raises:
+        ConfigError: one cannot be read, or there is only one, without a list around it.
+    """
+    if isinstance(texts, (str, Address)):
+        raise ConfigError(f"{str(texts)!r} is one address where a list of them is needed; write [{str(texts)!r}]")
     return [text if isinstance(text, Address) else Address.parse(text) for text in texts]
 
 
