@@ -22,3 +22,4 @@ with manyhands.Peer(initial_peers=sys.argv[1:]) as peer:
             result = averager.step(weight=50 * 32, timeout_s=10.0)
             what = f"averaged by {len(result.group)} peers" if result.committed else f"not averaged: {result.reason}"
             print(f"loss {loss.item():.4f}, {what}", flush=True)
+        averager.wait_for_others()  # some may still need this peer for the last mean

@@ -29,6 +29,7 @@ from manyhands.base.errors import (
     RankLost,
     Refused,
     RoundAborted,
+    RunNotFound,
     Timeout,
     Unavailable,
 )
@@ -67,6 +68,7 @@ __all__ = [
     "Refused",
     "RoundAborted",
     "RoundResult",
+    "RunNotFound",
     "Timeout",
     "Unavailable",
     "__version__",

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
-from manyhands.base.address import Address, parse_addresses
+from manyhands.base.address import Address, parse_addresses, parse_listen_addresses
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ConfigError, ManyhandsError, Timeout
 from manyhands.base.from_hivemind import FromHivemind
@@ -31,6 +31,8 @@ ALL_INTERFACES = ("/ip4/0.0.0.0/tcp/0",)
 START_TIMEOUT_S = 15.0
 CLOSE_TIMEOUT_S = 4.0
 PART_CLOSE_TIMEOUT_S = 2.0
+DHT_TIMEOUT_S = 30.0
+"""A lookup, and some requests after it, each with its own bound."""
 FIRST_SAVE_S = 10.0
 SAVE_PERIOD_S = 60.0
 
@@ -147,13 +149,16 @@ class Peer(FromHivemind):
 
     Args:
         initial_peers: multiaddrs or ``HOST:PORT`` of any peers that are already there; none makes this the first peer.
-        listen: where to accept connections; by default on all interfaces, on a free port.
+        listen: where to accept connections; by default on all interfaces, with IPv4, on a free port. ``31337`` is that
+            port on all interfaces, with IPv4 and IPv6.
         announce: what to tell others to dial instead of what this machine finds out by itself (behind a tunnel, say).
-        client_mode: dial out only; for machines that nobody can dial, such as those behind a firewall.
+        client_mode: dial out only; for machines that nobody can dial, such as those behind a firewall. It needs
+            ``initial_peers``, or a ``state_dir`` that knows some.
         identity: a file with the private key, made when it does not exist; by default the one in ``state_dir``, or a
             new identity each time.
         state_dir: a folder of this peer's own, made when it does not exist. It keeps the identity and the addresses of
-            other peers there, and joins by these as well when it starts again.
+            other peers there, and joins by these as well when it starts again. One that is open already is closed with
+            this peer.
         must_join: False to begin alone if none of the initial peers answers, and go on trying, as coordinators do: else
             they would wait for each other.
     Raises:
@@ -171,17 +176,19 @@ class Peer(FromHivemind):
         announce: Sequence[str | Address] = (),
         client_mode: bool = False,
         identity: str | Path | Identity | None = None,
-        state_dir: str | Path | None = None,
+        state_dir: str | Path | StateDir | None = None,
         must_join: bool = True,
         rpc_config: RpcConfig | None = None,
         dht_config: DhtConfig | None = None,
     ) -> None:
         initial_addresses = parse_addresses(initial_peers)
-        listen_addresses = [] if client_mode else parse_addresses(listen)
+        listen_addresses = [] if client_mode else parse_listen_addresses(listen)
         announce_addresses = parse_addresses(announce)
         self._is_closed = False
-        self._state_dir = StateDir(state_dir) if state_dir is not None else None
+        self._state_dir = StateDir(state_dir) if isinstance(state_dir, (str, Path)) else state_dir
         try:
+            if client_mode and not initial_addresses:
+                self._check_knows_others()
             self.identity = self._identity_of(identity)
         except BaseException:
             self._release_state_dir()
@@ -213,6 +220,13 @@ class Peer(FromHivemind):
             given = self._state_dir.identity_path
         return Identity.load_or_create(given) if given is not None else Identity.generate()
 
+    def _check_knows_others(self) -> None:
+        if self._state_dir is None or not len(self._state_dir.load_peers()):
+            raise ConfigError(
+                "a peer in client mode cannot be the first one, since others could not join it; give it the address of "
+                "a peer that accepts connections (--initial-peers, initial_peers=), or leave client mode out"
+            )
+
     def _release_state_dir(self) -> None:
         if self._state_dir is not None:
             self._state_dir.close()
@@ -243,6 +257,43 @@ class Peer(FromHivemind):
             Timeout: ``timeout_s`` seconds were over; ``phase`` says what was waited for.
         """
         return self._runtime.run(coro, timeout_s, phase)
+
+    def store(
+        self, key: str, value: Any, *, ttl_s: float, subkey: str | None = None, timeout_s: float = DHT_TIMEOUT_S
+    ) -> int:
+        """Publish a small value under a key of the DHT for all peers, and wait until it is stored.
+
+        ::
+
+            peer.store("my-run.notes", {"loss": 3.2}, ttl_s=600, subkey=peer.peer_id)
+
+        Args:
+            key: 1 to 256 characters.
+            value: bool, int, float, str, bytes, or lists and dicts of them; at most 64 KiB. None deletes.
+            ttl_s: seconds until it is forgotten; at most a day.
+            subkey: one of many values of the key. With this peer's own id only this peer can write it; else everybody
+                can. By default the empty one.
+        Returns:
+            How many peers hold it now; 0 if no peer could be reached.
+        Raises:
+            ConfigError: an argument breaks its rule.
+            Refused: all peers that could be reached refuse it.
+            Timeout: ``timeout_s`` seconds were over.
+        """
+        return self.run(self.dht.store(key, value, ttl_s, subkey), timeout_s, f"storing key {key!r}")
+
+    def get(self, key: str, *, timeout_s: float = DHT_TIMEOUT_S) -> dict[str, Any]:
+        """Read the values of a key of the DHT.
+
+        Returns:
+            The latest value of each subkey, as it was stored, but tuples have become lists; what was stored without a
+            subkey is under ``""``. Empty if there is none, or no peer could be reached.
+        Raises:
+            ConfigError: not a key.
+            Timeout: ``timeout_s`` seconds were over.
+        """
+        found = self.run(self.dht.get(key), timeout_s, f"reading key {key!r}")
+        return {subkey: stored.value for subkey, stored in found.items()}
 
     def time(self) -> float:
         """Seconds of this machine's monotonic clock."""

@@ -7,9 +7,8 @@ import threading
 import time
 from pathlib import Path
 
-import filelock
-
 from manyhands.base.errors import ConfigError
+from manyhands.base.folder_lock import locked_folder
 from manyhands.dht import KnownPeers
 
 logger = logging.getLogger(__name__)
@@ -25,7 +24,8 @@ class StateDir:
         identity_path: where the private key is, unless the user named another file.
         peers_path: the addresses of other peers.
     Raises:
-        ConfigError: another process uses it, or it cannot be used at all.
+        FolderInUse: another process uses it.
+        ConfigError: it cannot be used at all.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -33,18 +33,7 @@ class StateDir:
         self._writing = threading.Lock()
         self.identity_path = self._path / "identity.pem"
         self.peers_path = self._path / "peers.json"
-        try:
-            self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._lock = filelock.FileLock(self._path / "lock", timeout=0, thread_local=False)
-            self._lock.acquire()
-        except filelock.Timeout as error:
-            raise ConfigError(
-                f"state dir {path} is in use by another peer; stop that one, or give each peer a state dir of its own"
-            ) from error
-        except FileExistsError as error:
-            raise ConfigError(f"state dir {path} is a file; name a folder, or one that does not exist yet") from error
-        except OSError as error:
-            raise ConfigError(f"state dir {path}: {error.strerror}; name a folder that can be written") from error
+        self._lock = locked_folder(self._path, "state dir", "lock")
 
     def load_peers(self) -> KnownPeers:
         """The peers that were seen before; none, and a warning, if the file is damaged."""

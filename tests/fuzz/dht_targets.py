@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import msgspec
 
 from manyhands.base.address import Address
@@ -14,6 +16,7 @@ from manyhands.dht.messages import (
     FIND,
     PING,
     STORE,
+    TOPICS,
     FindRequest,
     FindResponse,
     PingRequest,
@@ -21,6 +24,8 @@ from manyhands.dht.messages import (
     StoreOutcome,
     StoreRequest,
     StoreResponse,
+    TopicsRequest,
+    TopicsResponse,
 )
 from manyhands.dht.records import AgedRecord, Reason, Record, decode_value, fault_of
 from manyhands.dht.routing import Contact, RoutingTable
@@ -120,6 +125,8 @@ SEEDS: dict[type[msgspec.Struct], list[msgspec.Struct]] = {
     FindRequest: [FindRequest(id_to_bytes(key_id("key")), "key"), FindRequest(bytes(32))],
     FindResponse: [FindResponse(CONTACTS, AGED), FindResponse([])],
     StoreRequest: [StoreRequest(AGED)],
+    TopicsRequest: [TopicsRequest("manifest")],
+    TopicsResponse: [TopicsResponse(["run", "another"])],
     StoreResponse: [
         StoreResponse([StoreOutcome(True, "accepted"), StoreOutcome(False, "stale", AGED[2])]),
     ],
@@ -168,6 +175,16 @@ TARGETS = [
         seeds=_encoded(StoreRequest),
         run=lambda data: _offered(decoded(data, StoreRequest).records),
         errors=_VIOLATION,
+    ),
+    *(
+        Target(
+            name=f"{TOPICS.name}.{name}",
+            seeds=_encoded(kind),
+            run=functools.partial(decoded, kind=kind),
+            errors=_VIOLATION,
+            weight=0.2,
+        )
+        for name, kind in (("request", TopicsRequest), ("response", TopicsResponse))
     ),
     Target(name=f"{STORE.name}.response", seeds=_encoded(StoreResponse), run=_store_response, errors=_VIOLATION),
 ]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 import pytest
 import torch
 
 from manyhands.base.errors import ConfigError, NothingToAverage
+from manyhands.testing.blocking import run_blocking
 from tests.averagers import CONFIG, close_all, join, sim_peers, step_all, weighted_mean
 
 GROUPS_OF_3 = replace(CONFIG, max_group_size=3, codec="none")
@@ -35,6 +37,7 @@ async def test_six_peers_in_groups_of_three_hold_the_weighted_mean_of_all() -> N
             assert len(result.group) in (2, 3)
             assert result.num_bytes_sent > 0
             torch.testing.assert_close(tensor.double(), weighted_mean(before, weights), rtol=1e-5, atol=1e-4)
+        assert all(await asyncio.gather(*(run_blocking(averager.wait_for_others) for averager in averagers)))
         await close_all(averagers)
 
 

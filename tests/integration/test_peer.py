@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Coroutine, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
@@ -46,7 +47,7 @@ def on(peer: manyhands.Peer, coro: Coroutine[Any, Any, T]) -> T:
 
 
 def test_by_default_it_listens_on_all_interfaces_and_tells_addresses_that_work() -> None:
-    with manyhands.Peer() as peer, manyhands.Peer(client_mode=True) as other:
+    with manyhands.Peer() as peer, manyhands.Peer(peer.addresses, client_mode=True) as other:
         listening = {c.laddr for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN}
         ports = {Address.parse(text).port for text in peer.addresses}
         assert {("0.0.0.0", port) for port in ports} <= listening
@@ -58,6 +59,38 @@ def test_by_default_it_listens_on_all_interfaces_and_tells_addresses_that_work()
             stream = on(other, TlsTransport(identity_of(9)).dial(address, 5.0))
             other._runtime._loop.call_soon_threadsafe(stream.abort)
         assert other.addresses == []
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
+def test_with_a_port_alone_it_listens_with_both_families_and_tells_both() -> None:
+    with manyhands.Peer(listen=["/ip4/0.0.0.0/tcp/0", "*:*"]) as peer:
+        told = peer.endpoint.addresses
+        assert len({address.port for address in told}) == 1
+        for host in ("127.0.0.1", "::1"):
+            [address] = [address for address in told if address.host == host]
+            with manyhands.Peer([address], client_mode=True) as other:
+                assert other.dht.num_known_peers == 1
+                assert other.addresses == []
+
+
+def test_an_empty_address_is_refused_and_does_not_begin_a_swarm() -> None:
+    with pytest.raises(ConfigError, match="a variable of the shell is probably unset"):
+        manyhands.Peer(initial_peers=[""])
+
+
+def test_the_first_peer_cannot_be_in_client_mode() -> None:
+    with pytest.raises(ConfigError, match=r"initial_peers=\), or leave client mode out"):
+        manyhands.Peer(client_mode=True)
+
+
+def test_a_client_may_come_back_by_the_peers_that_it_knows(tmp_path: Path) -> None:
+    with manyhands.Peer(listen=LOOPBACK) as first:
+        with pytest.raises(ConfigError, match="client mode"):
+            manyhands.Peer(client_mode=True, state_dir=tmp_path)
+        with manyhands.Peer(first.addresses, client_mode=True, state_dir=tmp_path):
+            pass
+        with manyhands.Peer(client_mode=True, state_dir=tmp_path) as client:
+            assert client.dht.num_known_peers == 1
 
 
 def test_what_it_shall_announce_is_told_instead() -> None:
@@ -84,6 +117,24 @@ def test_a_taken_port_is_named_and_nothing_is_left() -> None:
         with pytest.raises(ConfigError, match=f"port {port} is taken; choose another, or 0 for a free one"):
             manyhands.Peer(listen=[*LOOPBACK, f"/ip4/127.0.0.1/tcp/{port}"])
         assert num_sockets() == before
+
+
+def test_a_peer_stores_and_reads_without_a_coroutine() -> None:
+    with manyhands.Peer(listen=LOOPBACK) as first, manyhands.Peer(first.addresses, listen=LOOPBACK) as second:
+        assert first.store("notes", {"loss": 3.5, "shape": (2, 3)}, ttl_s=60, subkey=first.peer_id) == 2
+        second.store("notes", b"for everybody", ttl_s=60)
+        notes = {first.peer_id: {"loss": 3.5, "shape": [2, 3]}, "": b"for everybody"}
+        assert first.get("notes") == second.get("notes") == notes
+        first.store("notes", None, ttl_s=60)
+        assert second.get("notes") == {first.peer_id: notes[first.peer_id]}
+        assert second.get("nothing") == {}
+        for key in (5, b"x", ("a",), ["a"]):
+            with pytest.raises(ConfigError, match="it must be a str"):
+                first.store(key, 1, ttl_s=60)  # type: ignore[arg-type]
+            with pytest.raises(ConfigError, match="it must be a str"):
+                first.get(key)  # type: ignore[arg-type]
+            with pytest.raises(ConfigError, match="it must be a str"):
+                on(first, first.dht.get_many([key]))  # type: ignore[list-item]
 
 
 # joining

@@ -568,6 +568,32 @@ async def test_a_name_to_listen_on(monkeypatch: pytest.MonkeyPatch) -> None:
         await TlsTransport(SERVER).listen(Address.parse("/dns4/nowhere.example/tcp/0"), accepted.on_stream)
 
 
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
+async def test_all_interfaces_with_both_families_are_one_port() -> None:
+    accepted = Accepted()
+    accepted.listener = await TlsTransport(SERVER).listen(Address.parse("[::]:0"), accepted.on_stream)
+    with_ip4, with_ip6 = accepted.listener.addresses
+    assert str(with_ip4) == f"/ip4/0.0.0.0/tcp/{with_ip6.port}"
+    assert str(with_ip6) == f"/ip6/::/tcp/{with_ip6.port}"
+    for host in ("127.0.0.1", "::1"):
+        stream = await TlsTransport(CLIENT).dial(Address.of(host, with_ip6.port), 5.0)
+        assert (await accepted.streams.get()).remote_host == host, "as others can dial it, not ::ffff:127.0.0.1"
+        stream.abort()
+    await accepted.listener.close()
+
+
+async def test_all_interfaces_of_a_machine_without_ip6(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: False)
+    caplog.set_level(logging.INFO)
+    accepted = Accepted()
+    accepted.listener = await TlsTransport(SERVER).listen(Address.parse("[::]:0"), accepted.on_stream)
+    assert [address.host for address in accepted.listener.addresses] == ["0.0.0.0"]
+    assert "no IPv6: listening with IPv4 only" in caplog.text
+    await accepted.listener.close()
+
+
 @pytest.mark.parametrize("side", ["dialled", "accepted"])
 async def test_a_socket_that_was_reset_before_it_was_set_up(side: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As macOS shows it; nothing of it counts for ever."""

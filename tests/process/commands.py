@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import queue
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import psutil
 import pytest
@@ -19,16 +22,22 @@ LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 
 
 class Command:
-    """A running Python program; its output can be waited for, and it never outlives the test."""
+    """A running Python program; its output can be waited for, and it never outlives the test.
 
-    def __init__(self, arguments: Sequence[str], module: str | None = "manyhands") -> None:
+    Args:
+        folder: where it runs; a command by default in a fresh folder, as trainers keep what they have there.
+    """
+
+    def __init__(self, arguments: Sequence[str], module: str | None = "manyhands", folder: Path | None = None) -> None:
         self.output = ""
+        self._own_folder = tempfile.mkdtemp() if module and folder is None else None
         self._process = subprocess.Popen(
             [sys.executable, "-u", *(["-m", module] if module else []), *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            cwd=folder or self._own_folder,
             start_new_session=True,
         )
         self._lines: queue.Queue[str | None] = queue.Queue()
@@ -62,6 +71,9 @@ class Command:
     def interrupt(self) -> None:
         self._process.send_signal(signal.SIGINT)
 
+    def terminate(self) -> None:
+        self._process.send_signal(signal.SIGTERM)
+
     def kill(self) -> None:
         self._process.kill()
 
@@ -81,11 +93,13 @@ class Command:
         self._reader.join(5.0)
         assert self._process.stdout is not None
         self._process.stdout.close()
+        if self._own_folder is not None:
+            shutil.rmtree(self._own_folder, ignore_errors=True)
 
 
 @contextmanager
-def running(*arguments: str) -> Iterator[Command]:
-    command = Command(arguments)
+def running(*arguments: str, folder: Path | None = None) -> Iterator[Command]:
+    command = Command(arguments, folder=folder)
     try:
         yield command
     finally:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import http.server
 import socket
+import threading
 import time
 from pathlib import Path
 
@@ -24,6 +26,16 @@ STARTUP_S = 2.0  # of Python and its imports
         (["train", "--run-id", ""], "run_id is empty"),
         (["train", "--run-id", "x" * 65], "has 65 characters; at most 64 fit"),
         (["train", "--run-id", "r", "--initial-peers", "nonsense"], "cannot read address 'nonsense'"),
+        (["train", "--run-id", "r", "--initial-peers", ""], "--initial-peers is given without an address"),
+        (["train", "--run-id", "r", "--initial-peers", "--threads", "1"], "a variable of the shell is probably unset"),
+        (["monitor", "--run-id", "r", "--initial-peers"], "write --initial-peers HOST:PORT or a multiaddr"),
+        (["first-peer", "--initial-peers="], "--initial-peers is given without an address"),
+        (["first-peer", "--listen", ""], "--listen is given without an address"),
+        (["doctor", "--initial-peers"], "a variable of the shell is probably unset"),
+        (["train", "--run-id", "r", "--client-mode"], "in client mode cannot be the first one"),
+        (["monitor", "--run-id", "r", "--client-mode"], "give it the address of a peer that accepts connections"),
+        (["train", "--run-id", "r", "--initial-peers", "http://host:1"], "write it without http://, like host:1"),
+        (["train", "--run-id", "r", "--initial-peers", "31337"], "'31337' has no host"),
         (["train", "--run-id", "r", "--text", "/no/such/file"], "/no/such/file"),
         (["train", "--run-id", "r", "--batch-size", "0"], "batch_size is 0; it must be at least 1"),
         (["train", "--run-id", "r", "--precision", "float8"], "float8"),
@@ -87,6 +99,28 @@ def test_initial_peers_that_cannot_be_reached_are_named_with_their_reasons() -> 
         assert f"{quiet}: timed out" in third
 
 
+@pytest.mark.parametrize("there", ["nobody", "a web server", "a port that says nothing"])
+def test_an_address_where_no_peer_answers_is_one_line_in_time(there: str) -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listening,
+        http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler) as web,
+    ):
+        threading.Thread(target=web.serve_forever, daemon=True).start()
+        port, why = {
+            "nobody": (1, "connection refused: nothing listens on that port"),
+            "a web server": (web.server_port, "not a manyhands peer"),
+            "a port that says nothing": (listening.getsockname()[1], "another program, or a peer that hangs"),
+        }[there]
+        started = time.monotonic()
+        with running("monitor", "--run-id", "r", "--initial-peers", f"127.0.0.1:{port}") as command:
+            assert command.wait(30) == USAGE
+            assert time.monotonic() - started < 10 + STARTUP_S
+            assert "the initial peer could not be reached" in command.output
+            assert why in command.output
+            assert len(command.output.strip().splitlines()) == 1, command.output
+        web.shutdown()
+
+
 def test_a_device_that_is_not_there_is_told_before_anybody_is_met() -> None:
     with running("train", "--run-id", "r", "--device", "cuda:77") as command:
         assert command.wait(60) == USAGE
@@ -94,12 +128,11 @@ def test_a_device_that_is_not_there_is_told_before_anybody_is_met() -> None:
         assert "Others can join" not in command.output
 
 
-def test_another_model_is_refused_with_both_shapes() -> None:
+def test_another_model_is_refused_with_both_sizes() -> None:
     common = ("train", "--run-id", "r", "--threads", "1")
     with running(*common, "--listen", LOOPBACK) as first:
         address = first.wait_for("Others can join").split()[-1]
         first.wait_for("Collaboration accumulated")
         with running(*common, "--initial-peers", address, "--listen", LOOPBACK, "--hidden-size", "128") as other:
             assert other.wait(90) == USAGE
-        assert "does not fit run 'r'" in other.output
-        assert "embedding_hidden_mapping_in.weight has shape [128, 128] here, [256, 128] in the run" in other.output
+        assert "does not fit run 'r': hidden_size is 128 here, 256 in the run" in other.output

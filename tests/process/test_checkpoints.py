@@ -51,11 +51,11 @@ def test_what_cannot_be_gone_on_from_is_said(tmp_path: Path) -> None:
         assert first.wait(90) == 0, first.output
     with running(*arguments(tmp_path, "--learning-rate", "0.001")) as other:
         assert other.wait(60) == USAGE
-    assert "learning_rate 0.01 there, 0.001 here" in other.output.strip().splitlines()[-1]
+    assert "learning_rate is 0.001 here, 0.01 in" in other.output.strip().splitlines()[-1]
 
     with running(*arguments(tmp_path, "--embedding-size", "32")) as other:
         assert other.wait(60) == USAGE
-    assert "size mismatch" in other.output.strip().splitlines()[-1]
+    assert "embedding_size is 32 here, 128 in" in other.output.strip().splitlines()[-1]
 
     for name in ("model.safetensors", "optimizer.pt"):
         file = tmp_path / ("checkpoint-2" if name == "optimizer.pt" else "checkpoint-1") / name

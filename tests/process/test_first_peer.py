@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import manyhands
+from manyhands.base.address import Address
 from tests.process.commands import LOOPBACK, Command, running
 
 pytestmark = pytest.mark.process
@@ -63,6 +65,31 @@ def test_one_that_keeps_nothing_says_so_in_one_line_and_does_not_wait_for_others
         first.wait_for("nobody answers (initial peers: 1, peers seen before: 0); this peer begins alone")
         line = first.wait_for("change at each start")
         assert "its id and its port change at each start (--state-dir" in line
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
+@pytest.mark.parametrize("listen", ["[::]:*", ":{port}", "{port}", "/ip6/::/tcp/{port}"])
+def test_all_interfaces_are_those_of_both_families(listen: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with running("first-peer", "--listen", listen.format(port=port)) as first:
+        told = [Address.parse(text) for text in first.wait_for("--initial-peers").split()[1:]]
+        assert {address.protocol for address in told} >= {"ip4"}
+        if "*" not in listen:
+            assert {address.port for address in told} == {port}
+        for host in ("127.0.0.1", "[::1]"):
+            with manyhands.Peer([f"{host}:{told[0].port}"], client_mode=True) as peer:
+                assert peer.dht.num_known_peers == 1
+
+
+def test_a_monitor_in_client_mode_names_the_peers_through_which_others_can_join() -> None:
+    with (
+        manyhands.Peer(listen=[LOOPBACK]) as first,
+        running("monitor", "--run-id", "r", "--client-mode", "--initial-peers", *first.addresses) as monitor,
+    ):
+        monitor.wait_for("cannot join through this monitor")
+        line = monitor.wait_for("manyhands train")
+        assert line.split() == ["manyhands", "train", "--run-id", "r", "--initial-peers", *first.addresses]
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no such limit there")

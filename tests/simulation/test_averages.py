@@ -12,11 +12,13 @@ import torch
 
 from manyhands.averaging.attendance_record import LAST_ROUND, AttendanceRecord, attendance_key, first_position
 from manyhands.averaging.messages import Position
+from manyhands.averaging.tensor_averager import Averager
 from manyhands.averaging.tensor_list import TensorList
 from manyhands.base.address import Address
 from manyhands.base.errors import ManyhandsError
 from manyhands.peer import Presence
 from manyhands.testing import Host, World
+from manyhands.testing.blocking import SimPeer, run_blocking
 from tests.simulation.averages import NUMEL, start_averages
 from tests.simulation.worlds import join
 
@@ -37,6 +39,46 @@ def test_without_faults_all_are_in_every_round() -> None:
     world.run(60.0)
     assert averages.num_rounds >= 30
     assert all(time > 57 and num_members == 3 for time, num_members in averages.times.values()), averages.times
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("dies", [False, True])
+def test_peers_that_wait_for_the_others_all_hold_the_last_mean_when_they_leave(seed: int, *, dies: bool) -> None:
+    """If one dies right after its step, the others wait for 10 s at most."""
+    world = world_of(seed)
+    initial_peers: list[Address] = []
+    left: dict[str, tuple[bool, bool, float]] = {}
+
+    async def peer(host: Host) -> None:
+        presence = Presence(world.transport(host), rng=world.rng(host.name), wall_clock=host.wall_clock)
+        try:
+            await presence.endpoint.listen([Address.of(host.ip, 0)])
+            await join(presence.dht, initial_peers)
+            initial_peers.extend(presence.endpoint.addresses)
+            await run_blocking(lambda: average_once(SimPeer(presence), host.name))
+        finally:
+            await presence.stop()
+
+    def average_once(sim_peer: SimPeer, name: str) -> None:
+        averager = Averager([torch.zeros(NUMEL)], peer=sim_peer, run_id="simulated", matchmaking_time_s=4.0)
+        sim_peer.sleep(3.0)
+        result = averager.step()
+        if dies and name == "p3":
+            world.loop.call_soon(world.crash, "p3")
+        began = world.loop.time()
+        waited = averager.wait_for_others()
+        left[name] = (result.committed and len(result.group) == 4, waited, world.loop.time() - began)
+        averager.close()
+
+    for name in [*NAMES, "p3"]:
+        world.start(name, peer)
+    world.run(40.0)
+    assert left.keys() == {*NAMES, "p3"} - ({"p3"} if dies else set())
+    assert all(committed for committed, _, _ in left.values()), left
+    if dies:
+        assert all(seconds < 10.5 for _, _, seconds in left.values()), left
+    else:
+        assert all(seconds < 1.5 and waited for _, waited, seconds in left.values()), left
 
 
 @pytest.mark.parametrize("seed", range(3))

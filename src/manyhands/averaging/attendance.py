@@ -23,7 +23,7 @@ import asyncio
 import logging
 import random
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -294,6 +294,15 @@ class Attendance:
         """The highest position of those whose tensors fit."""
         positions = [seen.record.position for seen in self._fitting().values()]
         return max([self._own.position, *positions], key=rank_of)
+
+    def is_ahead_of(self, peers: Iterable[PeerId]) -> bool:
+        """Whether one of these peers is behind this one, as last read; peers that left or are missing do not count."""
+        own, fitting = rank_of(self._own.position), self._fitting()
+        return any(
+            rank_of(seen.record.position) < own and not self._is_missing(peer_id, seen)
+            for peer_id in peers
+            if (seen := fitting.get(peer_id)) is not None
+        )
 
     def num_peers(self) -> int:
         """Peers with fitting tensors, with this one, as last read."""

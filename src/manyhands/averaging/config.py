@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 from manyhands.averaging.grid import MAX_SIDE
 from manyhands.averaging.messages import DEFAULT_CHUNK_NUMEL
@@ -72,3 +74,18 @@ class AveragingConfig:
                 f"bandwidth_mbit_s={self.bandwidth_mbit_s} must be above 0 and at most {MAX_BANDWIDTH_MBIT_S}; "
                 "for example 100.0, or None to have it measured"
             )
+
+
+def averaging_of(
+    config: AveragingConfig | None, matchmaking_time_s: float | None = None, averaging_timeout_s: float | None = None
+) -> AveragingConfig:
+    """The settings of the rounds: the two times may be given by themselves.
+
+    Raises:
+        ConfigError: they do not fit together, or are given twice.
+    """
+    times: dict[str, Any] = {"matchmaking_time_s": matchmaking_time_s, "averaging_timeout_s": averaging_timeout_s}
+    given = {name: value for name, value in times.items() if value is not None}
+    if config is not None and given:
+        raise ConfigError(f"{' and '.join(given)} belong into averaging=AveragingConfig(...) when that is given too")
+    return dataclasses.replace(config or AveragingConfig(), **given)

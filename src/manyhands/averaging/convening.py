@@ -253,7 +253,9 @@ class Convener:
         if len(gathering.joined) == 1:
             if not late:
                 return NobodyThere(self._view.with_refusals("no other peer can be reached"))
-            reason = f"none of the {len(late)} expected peers came"
+            reason = (
+                f"none of the {len(late)} expected peers came" if len(late) > 1 else "the expected peer did not come"
+            )
             return RoundAborted(self._view.with_refusals(reason), sorted(late))
         members = [gathering.joined[peer_id] for peer_id in sorted(gathering.joined)]
         return JoinResponse(self._group(gathering, members))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,6 +19,7 @@ from manyhands.averaging.sketch import packed, sketched_indices
 from manyhands.averaging.tensor_list import TensorList
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ManyhandsError, NothingToAverage, RoundAborted, Unavailable
+from manyhands.base.identity import PeerId
 from manyhands.peer import Presence
 from manyhands.runtime.executor import run_to_end
 
@@ -64,6 +66,7 @@ class Participation:
         self._running: set[asyncio.Task[None]] = set()
         self._one_at_a_time = asyncio.Lock()  # a step that Ctrl-C ended may still be ending here
         self._is_closed = False
+        self._last_group: Sequence[PeerId] = ()  # of the last round that committed
 
     async def start(self) -> None:
         """Join those who average under the run id.
@@ -144,11 +147,27 @@ class Participation:
             self._running.discard(running)
         if not running.cancelled():
             running.result()
-        if attempts.committed is None and self._has_left():
+        if attempts.committed is not None:
+            self._last_group = attempts.committed.manifest.members
+        elif self._has_left():
             attempts.reason = CLOSED
-        elif attempts.committed is None and is_late:
+        elif is_late:
             attempts.reason = f"no round committed within {timeout_s:g} s; {attempts.reason or 'the last one went on'}"
         return attempts
+
+    async def wait_for_others(self, timeout_s: float) -> bool:
+        """Stay until the others of the last round have its result, or have left; returns whether they have in time.
+
+        A peer publishes where it is once it holds the result.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        while not self._has_left() and (left_s := deadline - loop.time()) > 0:
+            await self._look(min(left_s, LOOK_TIMEOUT_S))
+            if not self.attendance.is_ahead_of(self._last_group):
+                return True
+            await asyncio.sleep(FIRST_LOOK_S)
+        return False
 
     async def _try_until(self, attempts: Attempts, flat_N: torch.Tensor, weight: float, deadline: float) -> None:
         async with self._one_at_a_time:

@@ -12,7 +12,7 @@ from types import TracebackType
 import torch
 
 from manyhands.averaging.codecs import prepare_kernels
-from manyhands.averaging.config import AveragingConfig
+from manyhands.averaging.config import AveragingConfig, averaging_of
 from manyhands.averaging.messages import MAX_WEIGHT
 from manyhands.averaging.participation import Attempts, Participation
 from manyhands.averaging.tensor_list import TensorList
@@ -75,6 +75,7 @@ class Averager(FromHivemind):
             for _ in range(100):
                 train_for_a_while(model)
                 result = averager.step(weight=num_samples)
+            averager.wait_for_others()
 
     All members need lists of the same shapes, dtypes and kinds of device, in the same order. A peer in client mode
     takes part, but reduces nothing for others. Use it as a context manager, or call :meth:`close`; closing the peer
@@ -88,6 +89,7 @@ class Averager(FromHivemind):
         run_id: name of the run, 1 to 64 characters without ``.``
         auxiliary: reduce for others and get the mean, but contribute nothing.
         averaging: times and sizes of the rounds.
+        matchmaking_time_s: as in ``averaging``: how long a step waits for peers that are expected.
     Raises:
         ConfigError: an argument breaks a rule, or the peer averages under this run id already.
         ManifestMismatch: the tensors of the others differ; it says whose, and how.
@@ -102,6 +104,7 @@ class Averager(FromHivemind):
         run_id: str,
         auxiliary: bool = False,
         averaging: AveragingConfig | None = None,
+        matchmaking_time_s: float | None = None,
     ) -> None:
         check_peer(peer)
         checked_run_id(run_id)
@@ -110,7 +113,7 @@ class Averager(FromHivemind):
         self._tensors = TensorList(tensors)
         self._is_closed = False
         self._is_stepping = threading.Lock()
-        config = averaging or AveragingConfig()
+        config = averaging_of(averaging, matchmaking_time_s=matchmaking_time_s)
         prepare_kernels(self._tensors.numel, config.codec)
         self._participation = Participation(peer.presence, run_id, self._tensors, config)
         peer.run(self._participation.start(), START_TIMEOUT_S, "joining the averaging")
@@ -137,10 +140,7 @@ class Averager(FromHivemind):
         """
         if not 0 <= _number(weight) <= MAX_WEIGHT:
             raise ConfigError(f"weight={weight} must be a number from 0 to {MAX_WEIGHT:.0f}; for example 32.0")
-        if not 0 < _number(timeout_s) <= MAX_TIMEOUT_S:
-            raise ConfigError(
-                f"timeout_s={timeout_s} must be more than 0 and at most {MAX_TIMEOUT_S:.0f} seconds; for example 30.0"
-            )
+        _check_timeout(timeout_s)
         if not self._is_stepping.acquire(blocking=False):
             raise ConfigError("step() is running in another thread; an Averager takes one step at a time")
         try:
@@ -169,6 +169,26 @@ class Averager(FromHivemind):
                 self._participation.give_back(attempts.committed.averaged_N)
         return result
 
+    def wait_for_others(self, timeout_s: float = 10.0) -> bool:
+        """Stay until the other members of the last round hold its mean too; call it before this peer leaves.
+
+        A member may still need this peer for the mean that this one holds already, and loses it if this peer leaves.
+
+        Returns:
+            Whether all of them hold it, or have left, in time; True if no round has committed.
+        Raises:
+            ConfigError: ``timeout_s`` is not a number above 0.
+        """
+        _check_timeout(timeout_s)
+        if self._is_closed:
+            return False
+        waiting = self._participation.wait_for_others(float(timeout_s))
+        try:
+            return self._peer.run(waiting, timeout_s + GRACE_S, "waiting for the others of the last round")
+        except Timeout as error:  # the network thread was held up
+            logger.warning("%s", error)
+            return False
+
     def close(self) -> None:
         """Leave; the peer stays. A step that runs in another thread ends and says so. May be called twice."""
         if self._is_closed:
@@ -186,6 +206,13 @@ class Averager(FromHivemind):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _check_timeout(timeout_s: object) -> None:
+    if not 0 < _number(timeout_s) <= MAX_TIMEOUT_S:
+        raise ConfigError(
+            f"timeout_s={timeout_s} must be more than 0 and at most {MAX_TIMEOUT_S:.0f} seconds; for example 30.0"
+        )
 
 
 def _number(value: object) -> float:

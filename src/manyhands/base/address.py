@@ -2,6 +2,7 @@
 
 Also read: ``HOST:PORT`` and ``[IPV6]:PORT``, as in older tutorials; such an address has no peer id and is trusted on
 first use. Only the part of the multiaddr grammar that we dial is understood: one host, TCP, and perhaps a peer id.
+Where to listen has short forms as well (:meth:`Address.parse_listen`).
 Source: multiformats/multiaddr.
 """
 
@@ -16,7 +17,9 @@ from manyhands.base.errors import ConfigError
 from manyhands.base.identity import PeerId, public_key_of
 
 _NAME = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)(\.(?!-)[A-Za-z0-9_-]{1,63}(?<!-))*\.?")
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://([^/?#]*)")
 _EXAMPLE = "/ip4/203.0.113.7/tcp/31337/p2p/12D3KooW… or HOST:PORT"
+_LISTEN_EXAMPLE = "/ip4/0.0.0.0/tcp/31337, 0.0.0.0:31337 or 31337"
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,30 @@ class Address:
         Raises:
             ConfigError: it is neither, or names a transport that is not TCP.
         """
-        return _parse_multiaddr(text) if text.startswith("/") else _parse_host_port(text)
+        _check_is_address(text, _EXAMPLE)
+        if text.startswith("/"):
+            return _parse_multiaddr(text)
+        host, _, port = text.rpartition(":")
+        if host in ("", "*") and port.isdigit():
+            raise ConfigError(f"address {text!r} has no host; to be dialled it needs one, such as 203.0.113.7:{port}")
+        return _parse_host_port(text, _EXAMPLE)
+
+    @classmethod
+    def parse_listen(cls, text: str) -> Address:
+        """Read where to listen: as :meth:`parse`, but ``*`` as port is any free one, and the host may be left out.
+
+        ``31337``, ``:31337`` and ``*:31337`` mean all interfaces, as ``[::]:31337`` does: with IPv4 and IPv6.
+
+        Raises:
+            ConfigError: as :meth:`parse`.
+        """
+        _check_is_address(text, _LISTEN_EXAMPLE)
+        if text.startswith("/"):
+            return _parse_multiaddr(text[:-1] + "0" if text.endswith("/tcp/*") else text)
+        host, separator, port = text.rpartition(":")
+        if host in ("", "*") and (separator or port.isdigit()):
+            host = "[::]"
+        return _parse_host_port(f"{host}:{0 if port == '*' else port}" if host else text, _LISTEN_EXAMPLE)
 
     @classmethod
     def of(cls, host: str, port: int, peer_id: PeerId | None = None) -> Address:
@@ -82,9 +108,31 @@ def parse_addresses(texts: Sequence[str | Address]) -> list[Address]:
     Raises:
         ConfigError: one cannot be read, or there is only one, without a list around it.
     """
+    _check_is_list(texts)
+    return [text if isinstance(text, Address) else Address.parse(text) for text in texts]
+
+
+def parse_listen_addresses(texts: Sequence[str | Address]) -> list[Address]:
+    """As :func:`parse_addresses`, for where to listen; ``0.0.0.0`` is left out beside ``::``, which has it in it."""
+    _check_is_list(texts)
+    addresses = [text if isinstance(text, Address) else Address.parse_listen(text) for text in texts]
+    of_both_families = {a.port for a in addresses if a.is_unspecified and a.protocol == "ip6"}
+    is_covered = [a.is_unspecified and a.protocol == "ip4" and a.port in of_both_families for a in addresses]
+    return [address for address, covered in zip(addresses, is_covered, strict=True) if not covered]
+
+
+def _check_is_list(texts: Sequence[str | Address]) -> None:
     if isinstance(texts, (str, Address)):
         raise ConfigError(f"{str(texts)!r} is one address where a list of them is needed; write [{str(texts)!r}]")
-    return [text if isinstance(text, Address) else Address.parse(text) for text in texts]
+
+
+def _check_is_address(text: str, example: str) -> None:
+    if not text.strip():
+        raise ConfigError(f"an address is empty: a variable of the shell is probably unset; write it like {example}")
+    if url := _URL.match(text):
+        host, _, port = url[2].rpartition("@")[2].rpartition(":")
+        place = f"{host}:{port}" if host and port.isdigit() else "HOST:PORT"
+        raise ConfigError(f"{text!r} is a URL, not an address; write it without {url[1]}://, like {place}")
 
 
 def _parse_multiaddr(text: str) -> Address:
@@ -109,14 +157,14 @@ def _parse_multiaddr(text: str) -> Address:
     return Address(protocol, host, port, peer_id)
 
 
-def _parse_host_port(text: str) -> Address:
+def _parse_host_port(text: str, example: str) -> Address:
     host, separator, port = text.rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
     elif ":" in host:
         raise ConfigError(f"cannot read address {text!r}; write an IPv6 address in brackets: [::1]:31337")
     if not separator or not host:
-        raise ConfigError(f"cannot read address {text!r}; write it like {_EXAMPLE}")
+        raise ConfigError(f"cannot read address {text!r}; write it like {example}")
     return Address.of(host, _checked_port(text, port))
 
 

@@ -5,7 +5,8 @@
     ManyhandsError
     ├── ConfigError            yours to fix: says the value, the rule and a value that would work
     │   ├── MissingExtra       a part of the library needs a package that is not installed
-    │   └── ManifestMismatch   this peer's model or settings differ from those of the run
+    │   ├── ManifestMismatch   this peer's model or settings differ from those of the run
+    │   └── RunNotFound        none of the peers that were joined is in this run
     ├── Unavailable            the network: retryable; says who, what address, how long, what to try
     │   ├── Timeout            names the phase it waited in and for whom
     │   ├── PeerLost           the connection to a peer closed, or its heartbeat stopped
@@ -65,6 +66,10 @@ class ManifestMismatch(ConfigError):
         self.differences = list(differences)
 
 
+class RunNotFound(ConfigError):
+    """None of the peers that were joined is in this run; most often its name was mistyped."""
+
+
 class Unavailable(ManyhandsError):
     """Something in the network did not answer; trying again may help."""
 
@@ -91,7 +96,7 @@ class DialReason(enum.Enum):
     """Why one address could not be dialled, in the words shown to people."""
 
     REFUSED = "connection refused: nothing listens on that port"
-    TIMED_OUT = "timed out: no answer (a firewall may drop the packets, or the host is down)"
+    TIMED_OUT = "timed out: no answer"
     UNREACHABLE = "network unreachable"
     NAME_NOT_FOUND = "the host name does not resolve"
     WRONG_IDENTITY = "another identity answered"
@@ -115,8 +120,11 @@ class JoinFailed(Unavailable):
     """None of the initial peers could be reached; ``failures`` has one :class:`DialFailed` for each address."""
 
     def __init__(self, failures: Sequence[DialFailed]) -> None:
-        lines = "".join(f"\n  {failure}" for failure in failures)
-        super().__init__(f"none of the {len(failures)} initial peers could be reached:{lines}")
+        if len(failures) == 1:
+            super().__init__(f"the initial peer could not be reached: {failures[0]}")
+        else:
+            lines = "".join(f"\n  {failure}" for failure in failures)
+            super().__init__(f"none of the {len(failures)} initial peers could be reached:{lines}")
         self.failures = list(failures)
 
 

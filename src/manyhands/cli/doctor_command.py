@@ -10,8 +10,9 @@ import msgspec
 from cyclopts import Parameter
 from rich.console import Console
 
-from manyhands.base.address import parse_addresses
+from manyhands.base.address import parse_addresses, parse_listen_addresses
 from manyhands.base.identity import Identity
+from manyhands.base.run_id import checked_run_id
 from manyhands.doctor import Check, Examination
 from manyhands.doctor.checks import NAMES
 from manyhands.doctor.page import lines_of
@@ -40,6 +41,7 @@ def doctor(
     client_mode: Annotated[
         bool, Parameter(help="Your peer only dials out: do not try whether it can be dialled.")
     ] = False,
+    run_id: Annotated[str | None, Parameter(help="The run that your peer was told to join: is anybody in it?")] = None,
     identity: Annotated[
         Path | None, Parameter(help="File with a private key, to go about it as that peer; else a new identity.")
     ] = None,
@@ -54,9 +56,10 @@ def doctor(
     """
     examination = Examination(
         initial_peers=parse_addresses(initial_peers),
-        listen=parse_addresses(listen),
+        listen=parse_listen_addresses(listen),
         announce=parse_addresses(announce),
         client_mode=client_mode,
+        run_id=checked_run_id(run_id) if run_id is not None else None,
     )
     own_dir = StateDir(state_dir) if state_dir is not None else None
     if identity is None and own_dir is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -12,9 +13,12 @@ from manyhands.base.errors import ConfigError
 
 E = TypeVar("E")
 
+VERSION = 1
+"""Of the format, as docs/events.md has it: raised when a field goes or means something else, not when one is added."""
+
 
 class EventWriter:
-    """Appends events to a file; without a path, drops them.
+    """Appends events to a file, each with the time and the version of the format; without a path, drops them.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -28,7 +32,8 @@ class EventWriter:
 
     def __call__(self, event: msgspec.Struct) -> None:
         if self._file is not None:
-            self._file.write(msgspec.json.encode(event) + b"\n")
+            common = {"time": round(time.time(), 3), "version": VERSION}
+            self._file.write(msgspec.json.encode(msgspec.to_builtins(event) | common) + b"\n")
 
     def close(self) -> None:
         if self._file is not None:

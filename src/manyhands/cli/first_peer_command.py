@@ -7,9 +7,11 @@ import threading
 
 import msgspec
 
-from manyhands.base.address import parse_addresses
+from manyhands.base.address import parse_listen_addresses
 from manyhands.base.errors import Timeout
+from manyhands.base.words import counted
 from manyhands.cli.event_file import EventWriter
+from manyhands.cli.invitation import print_ticket
 from manyhands.cli.memory import memory_bytes
 from manyhands.cli.options import OutputOptions, PeerOptions
 from manyhands.monitor.events import Listening
@@ -52,7 +54,8 @@ def first_peer(*, network: PeerOptions | None = None, output: OutputOptions | No
         if changing := what_changes(network):
             logger.warning("%s; whoever has the old address cannot find this peer then", changing)
         logger.info("Others can join through this peer with:")
-        print(f"\n    --initial-peers {' '.join(peer.addresses)}\n", flush=True)  # noqa: T201
+        print(f"\n    --initial-peers {' '.join(peer.addresses)}")  # noqa: T201
+        print_ticket("", peer.addresses)
         emit(Listening(peer.peer_id, peer.addresses))
         while True:
             tell_standing(peer, emit)
@@ -64,7 +67,7 @@ def what_changes(options: PeerOptions) -> str:
     advice: dict[str, str] = {}
     if options.identity is None and options.state_dir is None:
         advice["its id"] = "--state-dir (or --identity) keeps the id"
-    if any(address.port == 0 for address in parse_addresses(options.listen)):
+    if any(address.port == 0 for address in parse_listen_addresses(options.listen)):
         advice["its port"] = "--listen with a number above 0 keeps the port"
     if not advice:
         return ""
@@ -98,6 +101,6 @@ def described(standing: StandingBy) -> str:
     """A line for people."""
     memory = f", {standing.memory_bytes / MB:.0f} MB of memory" if standing.memory_bytes is not None else ""
     return (
-        f"{standing.num_known_peers} peers in the table, {standing.num_connected_peers} connected; "
-        f"{standing.num_records} records held{memory}"
+        f"{counted(standing.num_known_peers, 'peer')} in the table, {standing.num_connected_peers} connected; "
+        f"{counted(standing.num_records, 'record')} held{memory}"
     )

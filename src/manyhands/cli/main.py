@@ -1,4 +1,4 @@
-"""The command line: ``manyhands demo | doctor | first-peer | monitor | train``."""
+"""The command line: ``manyhands join | train | fill | monitor | first-peer | ticket | doctor | demo``."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from manyhands.base.errors import ConfigError, JoinFailed, ManyhandsError
 from manyhands.cli.demo.command import demo
 from manyhands.cli.doctor_command import doctor
 from manyhands.cli.entry import EXIT_INTERRUPTED
+from manyhands.cli.fill_command import fill
 from manyhands.cli.first_peer_command import first_peer
+from manyhands.cli.join_command import join
 from manyhands.cli.leaving import leaving_on_signals
 from manyhands.cli.monitor_command import monitor
+from manyhands.cli.ticket_command import ticket
 from manyhands.cli.train_command import train
 from manyhands.version import __version__
 
@@ -27,7 +30,7 @@ app = App(
     suppress_keyboard_interrupt=False,
     default_parameter=Parameter(negative="", consume_multiple=True),
 )
-for command in (demo, doctor, first_peer, monitor, train):
+for command in (join, train, fill, monitor, first_peer, ticket, doctor, demo):
     app.command(command)
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from typing import Annotated
 
 from cyclopts import Parameter
 
 from manyhands.base.run_id import checked_run_id
+from manyhands.cli.invitation import print_ticket
 from manyhands.cli.options import NetworkOptions, OutputOptions
 from manyhands.monitor import RunMonitor
 from manyhands.monitor.events import Listening
@@ -31,9 +33,17 @@ def monitor(
     emit = output.begin()
     with network.connect() as peer:
         logger.info("Running a coordinator of run %s as peer %s", run_id, peer.peer_id)
-        logger.info("To train with it, run this on any machine that can reach this one:")
-        addresses = " ".join(peer.addresses)
-        print(f"\n    manyhands train --run-id {run_id} --initial-peers {addresses}\n", flush=True)  # noqa: T201
+        if peer.addresses:
+            logger.info("To train with it, run this on any machine that can reach this one:")
+        else:
+            logger.info(
+                "Others cannot join through this monitor, as it is in client mode; they join through its own peers:"
+            )
+        addresses = peer.addresses or network.initial_peers or ["ADDRESS-OF-ANY-OTHER-PEER"]
+        print(f"\n    manyhands train --run-id {run_id} --initial-peers {' '.join(addresses)}")  # noqa: T201
+        if peer.addresses:
+            print_ticket(run_id, peer.addresses)
+        sys.stdout.flush()
         emit(Listening(peer.peer_id, peer.addresses))
         peer.run(RunMonitor(peer, run_id, emit).start(), 5.0, "starting the monitor")
         while True:  # a wait without a bound cannot be interrupted on every platform

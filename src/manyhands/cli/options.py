@@ -7,12 +7,14 @@ from pathlib import Path
 
 from cyclopts import Parameter
 
+from manyhands.base.errors import ConfigError
 from manyhands.cli.event_file import EventWriter
 from manyhands.cli.leaving import leave_on_eof
 from manyhands.cli.logs import log_to_stdout
 from manyhands.cli.open_files import raise_open_files_limit
 from manyhands.peer import ALL_INTERFACES, Peer
 from manyhands.rpc import RpcConfig
+from manyhands.state_dir import StateDir
 
 
 @Parameter(name="*", group="Network")
@@ -20,13 +22,13 @@ from manyhands.rpc import RpcConfig
 class PeerOptions:
     """How to reach the other peers, and how to be reached."""
 
-    initial_peers: tuple[str, ...] = ()
+    initial_peers: tuple[str, ...] | None = None
     """Multiaddrs (or HOST:PORT) of any peers that are there already; one that answers is enough."""
 
     listen: tuple[str, ...] = ALL_INTERFACES
-    """Where to accept connections; port 0 takes a free one."""
+    """Where to accept connections; port 0 takes a free one. 31337 alone means all interfaces, with IPv4 and IPv6."""
 
-    announce: tuple[str, ...] = ()
+    announce: tuple[str, ...] | None = None
     """What others shall dial instead of what this machine finds out by itself, for example a tunnel's address."""
 
     identity: Path | None = None
@@ -35,18 +37,31 @@ class PeerOptions:
     state_dir: Path | None = None
     """Folder of this peer's own: keeps its private key and the addresses of other peers, to come back by them."""
 
-    def connect(self, *, must_join: bool = True) -> Peer:
-        """A peer with these options; see :class:`manyhands.Peer`."""
-        raise_open_files_limit()
-        return self._new_peer(must_join)
+    def __post_init__(self) -> None:
+        given = {"--initial-peers": self.initial_peers, "--listen": self.listen, "--announce": self.announce}
+        for option, addresses in given.items():
+            if addresses is not None and not "".join(addresses).strip():
+                raise ConfigError(
+                    f"{option} is given without an address: a variable of the shell is probably unset; "
+                    f"write {option} HOST:PORT or a multiaddr, or leave the option out"
+                )
 
-    def _new_peer(self, must_join: bool) -> Peer:
+    def connect(self, *, must_join: bool = True, own_dir: StateDir | None = None) -> Peer:
+        """A peer with these options; see :class:`manyhands.Peer`.
+
+        Args:
+            own_dir: takes the place of ``state_dir`` if that was not given.
+        """
+        raise_open_files_limit()
+        return self._new_peer(must_join, self.state_dir or own_dir)
+
+    def _new_peer(self, must_join: bool, state_dir: Path | StateDir | None) -> Peer:
         return Peer(
-            self.initial_peers,
+            self.initial_peers or (),
             listen=self.listen,
-            announce=self.announce,
+            announce=self.announce or (),
             identity=self.identity,
-            state_dir=self.state_dir,
+            state_dir=state_dir,
             must_join=must_join,
         )
 
@@ -62,14 +77,14 @@ class NetworkOptions(PeerOptions):
     max_upload_mbit_s: float | None = None
     """Send bulk data (averages, states) no faster than this many megabits per second in all; by default, no limit."""
 
-    def _new_peer(self, must_join: bool) -> Peer:
+    def _new_peer(self, must_join: bool, state_dir: Path | StateDir | None) -> Peer:
         return Peer(
-            self.initial_peers,
+            self.initial_peers or (),
             listen=self.listen,
-            announce=self.announce,
+            announce=self.announce or (),
             client_mode=self.client_mode,
             identity=self.identity,
-            state_dir=self.state_dir,
+            state_dir=state_dir,
             must_join=must_join,
             rpc_config=RpcConfig(max_upload_mbit_s=self.max_upload_mbit_s),
         )

@@ -2,29 +2,47 @@
 
 from __future__ import annotations
 
-import importlib.util
-import logging
-from typing import Annotated
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from manyhands.base.errors import MissingExtra
+from manyhands.base.errors import ConfigError, RunNotFound
 from manyhands.base.run_id import checked_run_id
 from manyhands.cli.options import NetworkOptions, OutputOptions
-from manyhands.recipes.albert.checkpoint_dir import CheckpointDir
+from manyhands.cli.run_look_up import Scout
+from manyhands.cli.taking_part import check_before, take_part
+from manyhands.optim.runs import Run
 from manyhands.recipes.albert.config import AlbertRecipe
-from manyhands.recipes.albert.corpus import load_documents
 from manyhands.recipes.albert.settings import TrainingSettings
 
-logger = logging.getLogger(__name__)
+
+@dataclass(frozen=True, kw_only=True, init=False)
+class GivenRecipe(AlbertRecipe):
+    """The settings of a recipe that were named on the command line; a run that is there has the others.
+
+    Attributes:
+        given: by their names.
+    """
+
+    def __init__(self, **given: Any) -> None:
+        object.__setattr__(self, "given", given)
 
 
 def train(
     *,
-    run_id: Annotated[str, Parameter(help="Name of the run: 1 to 64 characters, without '.'.")],
+    run_id: Annotated[
+        str | None,
+        Parameter(help="Name of the run: 1 to 64 characters, without '.'. Not needed to join the only one there is."),
+    ] = None,
+    start_new: Annotated[
+        bool, Parameter(help="Begin the run although none of the peers that --initial-peers names knows it.")
+    ] = False,
     network: NetworkOptions | None = None,
     training: Annotated[TrainingSettings | None, Parameter(name="*", group="Training")] = None,
-    recipe: Annotated[AlbertRecipe | None, Parameter(name="*", group="Recipe (the same for all peers)")] = None,
+    recipe: Annotated[
+        GivenRecipe | None, Parameter(name="*", group="Recipe (of who begins a run; others take it from the run)")
+    ] = None,
     output: OutputOptions | None = None,
 ) -> None:
     """Join a run and train its ALBERT with this machine.
@@ -32,33 +50,36 @@ def train(
     Without --initial-peers it begins a run of its own, which others can join. Stays until Ctrl-C or --max-steps.
     """
     network, output = network or NetworkOptions(), output or OutputOptions()
-    training, recipe = training or TrainingSettings(), recipe or AlbertRecipe()
-    checked_run_id(run_id)
-    require_albert()
-    load_documents(recipe.text)  # what cannot be used is told before anything is started
-    if training.checkpoint_dir is not None:
-        CheckpointDir(training.checkpoint_dir, run_id).close()
-    if training.device != "auto":
-        logger.info("Loading PyTorch")
-        from manyhands.recipes.albert.compute import Compute
-
-        Compute(training.device, training.precision)
-    emit = output.begin()
-    with network.connect() as peer:
-        logger.info("Joining run %s as peer %s", run_id, peer.peer_id)
-        if peer.addresses:
-            logger.info("Others can join through this peer: --initial-peers %s", " ".join(peer.addresses))
-        logger.info("Loading PyTorch and transformers")
-        from manyhands.recipes.albert.training import AlbertTrainer
-
-        AlbertTrainer(peer, run_id, recipe, training, emit).run()
+    training = training or TrainingSettings()
+    given: dict[str, Any] = getattr(recipe, "given", {})
+    if run_id is not None:
+        checked_run_id(run_id)
+    elif not network.initial_peers:
+        raise ConfigError(
+            "name the run that is to be begun, for example: --run-id my-albert; or join one that is there: "
+            "--initial-peers ADDRESS"
+        )
+    if not network.initial_peers:
+        AlbertRecipe(**given)
+    check_before(training, given)
+    run = look_for(network, run_id, start_new=start_new) if network.initial_peers else None
+    if run_id is None:
+        assert run is not None
+        run_id = run.run_id
+    take_part(run_id, network, training, given, output, run=run)
 
 
-def require_albert() -> None:
-    """Say at once what is missing, without importing it.
+def look_for(network: NetworkOptions, run_id: str | None, *, start_new: bool) -> Run | None:
+    """The run that is meant, if it is there; None for one that is to be begun.
 
     Raises:
-        MissingExtra: the packages of ``manyhands[albert]`` are not installed.
+        RunNotFound: it is not there, and shall not be begun.
     """
-    if any(importlib.util.find_spec(name) is None for name in ("torch", "transformers", "tokenizers")):
-        raise MissingExtra("the ALBERT recipe", "albert")
+    with Scout(network.initial_peers or ()) as scout:
+        if start_new and run_id is not None:
+            return next((run for run in scout.runs() if run.run_id == run_id), None)
+        try:
+            return scout.choose(run_id)
+        except RunNotFound as error:
+            advice = "Check --run-id, or begin the run with --start-new"
+            raise RunNotFound(f"{error}. {advice if run_id is not None else 'Begin one: --run-id NAME'}") from None

@@ -29,7 +29,8 @@ class DhtConfig:
         slow_after_s: a lookup waits so long for one reply before it asks others in its place; a dial and a call take
             four round trips.
         lookup_timeout_s: wait for a whole lookup; it then goes on with what it has found.
-        join_timeout_s: wait for the initial peers, and for learning one's neighbours from them.
+        join_timeout_s: wait for the initial peers, and for learning one's neighbours from them; 6, so that a command
+            with a wrong address has ended after 10 s, and a dial at a round trip of 1 s has not.
         refresh_period_s: mean time between two rounds of upkeep; half of it is how long a newcomer near a key
             waits on average for the records that it should hold.
         max_ttl_s: longest life of a record; a day, so that what nobody renews goes away.
@@ -57,7 +58,7 @@ class DhtConfig:
     request_timeout_s: float = 3.0
     slow_after_s: float = 1.0
     lookup_timeout_s: float = 10.0
-    join_timeout_s: float = 8.0
+    join_timeout_s: float = 6.0
     refresh_period_s: float = 30.0
     max_ttl_s: float = 86400.0
     max_value_bytes: int = MAX_VALUE_BYTES

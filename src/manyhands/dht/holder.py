@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from manyhands.base.errors import Refused
 from manyhands.base.identity import PeerId
@@ -13,9 +13,11 @@ from manyhands.dht.config import DhtConfig
 from manyhands.dht.ids import id_from_bytes, key_id
 from manyhands.dht.messages import (
     FIND,
+    MAX_TOPICS,
     PING,
     STORE,
     TOO_MANY_REQUESTS,
+    TOPICS,
     FindRequest,
     FindResponse,
     Nearest,
@@ -24,12 +26,15 @@ from manyhands.dht.messages import (
     StoreOutcome,
     StoreRequest,
     StoreResponse,
+    TopicsRequest,
+    TopicsResponse,
 )
 from manyhands.dht.overlay import Overlay
 from manyhands.dht.rate_limit import RateLimit
 from manyhands.dht.records import AgedRecord, Reason, Record
 from manyhands.dht.replicas import Replicas
 from manyhands.dht.routing import Contact
+from manyhands.dht.schema import Schema
 from manyhands.dht.storage import Storage
 from manyhands.rpc.endpoint import Endpoint
 from manyhands.transport.admission import source_of
@@ -51,6 +56,7 @@ class Holder:
         overlay: Overlay,
         storage: Storage,
         replicas: Replicas,
+        schemas: Mapping[str, Schema],
         wall_clock: Callable[[], float],
     ) -> None:
         self.refusals: Counter[Reason] = Counter()
@@ -59,17 +65,19 @@ class Holder:
         self._overlay = overlay
         self._storage = storage
         self._replicas = replicas
+        self._schemas = schemas
         self._wall_clock = wall_clock
         self._rate_limit = RateLimit(config)
         if not endpoint.client_mode:
             endpoint.handle(PING, self._on_ping)
             endpoint.handle(FIND, self._on_find)
             endpoint.handle(STORE, self._on_store)
+            endpoint.handle(TOPICS, self._on_topics)
 
     def close(self) -> None:
         """Serve no more."""
         if not self._endpoint.client_mode:
-            for method in (PING, FIND, STORE):
+            for method in (PING, FIND, STORE, TOPICS):
                 self._endpoint.unhandle(method)
 
     def answer(self, remote: PeerId, request: FindRequest) -> FindResponse:
@@ -126,6 +134,15 @@ class Holder:
             self._rate_limit.charge_forged(remote, self._machine_of(remote), num_forged, now)
         knows_same = bool(request.records) and self._knows_same(key_id(request.records[0].record.key), request.nearest)
         return StoreResponse(outcomes, knows_same)
+
+    def _on_topics(self, remote: PeerId, request: TopicsRequest) -> TopicsResponse:
+        self._let_in(remote)
+        return TopicsResponse(sorted(self.topics(request.kind))[:MAX_TOPICS])
+
+    def topics(self, kind: str) -> set[str]:
+        """The topics of which this node holds records of a kind, or has declared what they look like."""
+        declared = {topic for topic, _, key_kind in (key.partition(".") for key in self._schemas) if key_kind == kind}
+        return declared | self._storage.topics(kind, asyncio.get_running_loop().time())
 
     def _let_in(self, remote: PeerId) -> None:
         """Enter who asks in the table, unless it asks too often."""

@@ -96,8 +96,10 @@ class Issuer:
         _check_text("subkey", subkey, MAX_SUBKEY_LENGTH)
         if names_peer(subkey) and subkey != self._identity.peer_id:
             raise ConfigError(f"subkey {subkey} is another peer's id; only that peer may write it")
-        if not 0 < ttl_s <= self._config.max_ttl_s:
-            raise ConfigError(f"ttl_s is {ttl_s}; it must be above 0 and at most {self._config.max_ttl_s}, such as 60")
+        if not isinstance(ttl_s, (int, float)) or not 0 < ttl_s <= self._config.max_ttl_s:
+            raise ConfigError(
+                f"ttl_s is {ttl_s!r}; it must be above 0 and at most {self._config.max_ttl_s}, such as 60"
+            )
 
     def _encoded(self, value: Any) -> bytes:
         raw, max_bytes = encode_value(value), self._config.max_value_bytes
@@ -112,12 +114,14 @@ def check_key(key: str) -> None:
     Raises:
         ConfigError: it is empty, too long, or not text.
     """
-    if not key:
+    if key == "":
         raise ConfigError("the key is empty; a text of 1 to 256 characters is needed, such as my-run.progress")
     _check_text("key", key, MAX_KEY_LENGTH)
 
 
 def _check_text(what: str, text: str, max_length: int) -> None:
+    if not isinstance(text, str):
+        raise ConfigError(f"{what} {text!r} is a {type(text).__name__}; it must be a str, such as 'my-run.progress'")
     if len(text) > max_length:
         raise ConfigError(f"{what} {text[:16]!r}… has {len(text)} characters; at most {max_length} fit")
     try:

@@ -20,9 +20,9 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 
 from manyhands.base.address import Address
-from manyhands.base.deadline import time_limit
 from manyhands.base.errors import DialFailed, DialReason, JoinFailed, PeerError, Unavailable
 from manyhands.base.identity import PeerId
+from manyhands.base.words import counted
 from manyhands.dht.config import DhtConfig
 from manyhands.dht.ids import node_id
 from manyhands.dht.known_peers import MAX_PEERS, KnownPeers
@@ -81,6 +81,7 @@ class InitialPeers:
         self._has_looked = False
         self._tried_at: dict[PeerId, float] = {}  # peers seen before; loop time
         self._told: dict[Address, DialReason] = {}  # why each failed the last time
+        self._is_joining = False  # a failure is told by JoinFailed, or when it has failed again
         self._round: asyncio.Task[None] | None = None
         self._round_began = 0.0
 
@@ -105,7 +106,8 @@ class InitialPeers:
         reached = await self._reach_one(failures) if self._peers or len(self._known) else None
         if reached is not None:
             await self._look_through([reached], deadline)
-            logger.info("joined the DHT; %d peers are known", len(self._overlay.table))
+            known = counted(len(self._overlay.table), "peer")
+            logger.info("joined the DHT; %s in the table", known)
             return
         if addresses and must_join and not any(f.reason is DialReason.ITSELF for f in failures.values()):
             raise JoinFailed([failures[str(address)] for address in addresses])
@@ -157,6 +159,7 @@ class InitialPeers:
         """
         dials = [self._tasks.spawn(self._dial(address), name=f"dial {address}") for address in self._peers]
         asking_known = self._tasks.spawn(self._ask_known(self._known.latest_first()), name="dial peers seen before")
+        self._is_joining = True
         try:
             for dial in asyncio.as_completed([*dials, asking_known]):
                 outcome = await dial
@@ -165,6 +168,7 @@ class InitialPeers:
                 elif outcome is not None:
                     return outcome
         finally:
+            self._is_joining = False
             self._tasks.cancel(asking_known)
         return None
 
@@ -249,10 +253,12 @@ class InitialPeers:
 
     async def _dial(self, address: Address) -> PeerId | DialFailed:
         """Connect, and make sure that a DHT node is there."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._config.join_timeout_s
         try:
-            async with time_limit(self._config.join_timeout_s, f"dialling {address}"):
-                peer_id = await self._endpoint.connect(address, self._config.join_timeout_s)
-                await self._endpoint.call(peer_id, PING, self._overlay.greeting(), self._config.request_timeout_s)
+            peer_id = await self._endpoint.connect(address, self._config.join_timeout_s)
+            timeout_s = min(self._config.request_timeout_s, max(deadline - loop.time(), 0.0))
+            await self._endpoint.call(peer_id, PING, self._overlay.greeting(), timeout_s)
         except DialFailed as error:
             return self._failed(address, error)
         except Unavailable as error:
@@ -262,14 +268,14 @@ class InitialPeers:
         if self._told.pop(address, None) is not None:
             logger.info("initial peer %s is there now", address)
         self._peers[address] = peer_id
-        self._answered_at[peer_id] = asyncio.get_running_loop().time()
+        self._answered_at[peer_id] = loop.time()
         self._overlay.seen(peer_id)
         return peer_id
 
     def _failed(self, address: Address, failure: DialFailed) -> DialFailed:
         if failure.reason is DialReason.ITSELF:  # a list that all peers share may name this one too
             self._peers.pop(address, None)
-        elif self._told.get(address) is not failure.reason:
+        elif not self._is_joining and self._told.get(address) is not failure.reason:
             self._told[address] = failure.reason
             logger.info("initial peer %s; it is tried again", failure)
         return failure

@@ -6,6 +6,7 @@ method      request                                             response
 dht.ping    whether anybody has dialled the asker               nothing: I am here, and a DHT node
 dht.find    a point, perhaps a key and where to read on         contacts nearest to the point, a page of the records
 dht.store   records with their ages                             for each what became of it
+dht.topics  a kind of keys                                      the topics that have keys of this kind
 ==========  ==================================================  ====================================================
 
 All lists are bounded, so that the largest message fits into a frame.
@@ -22,6 +23,8 @@ from manyhands.dht.ids import ID_BYTES
 from manyhands.dht.records import MAX_KEY_LENGTH, MAX_SUBKEY_LENGTH, AgedRecord
 from manyhands.dht.routing import Contact
 from manyhands.rpc.method import Method
+
+MAX_TOPICS = 256
 
 
 class PingRequest(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -129,9 +132,28 @@ class StoreResponse(msgspec.Struct, frozen=True, omit_defaults=True):
     knows_same: bool = False
 
 
+class TopicsRequest(msgspec.Struct, frozen=True):
+    """Which topics do you know? A key is made of both: ``TOPIC.KIND``.
+
+    Attributes:
+        kind: what comes after the first dot of the keys that are meant.
+    """
+
+    kind: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_KEY_LENGTH)]
+
+
+class TopicsResponse(msgspec.Struct, frozen=True):
+    """The topics under whose keys the node holds records, or takes part itself; at most :data:`MAX_TOPICS`."""
+
+    topics: Annotated[
+        list[Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_KEY_LENGTH)]], msgspec.Meta(max_length=MAX_TOPICS)
+    ]
+
+
 TOO_MANY_REQUESTS = "too_many_requests"
 """The code of a refusal: the asker may come again, but not at once."""
 
 PING = Method("dht.ping", PingRequest, PingResponse)
 FIND = Method("dht.find", FindRequest, FindResponse)
 STORE = Method("dht.store", StoreRequest, StoreResponse)
+TOPICS = Method("dht.topics", TopicsRequest, TopicsResponse)

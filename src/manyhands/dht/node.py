@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from manyhands.base.address import Address
+from manyhands.base.errors import PeerError, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.dht.config import DhtConfig
 from manyhands.dht.findings import StoredValue
@@ -16,6 +18,7 @@ from manyhands.dht.holder import Holder
 from manyhands.dht.issuing import Issuer, check_key
 from manyhands.dht.joining import InitialPeers
 from manyhands.dht.known_peers import KnownPeers
+from manyhands.dht.messages import TOPICS, TopicsRequest
 from manyhands.dht.overlay import Overlay
 from manyhands.dht.reader import Reader
 from manyhands.dht.records import Reason
@@ -28,6 +31,11 @@ from manyhands.dht.upkeep import Upkeep
 from manyhands.dht.writer import KEYS_AT_ONCE, Entry, Writer
 from manyhands.rpc.endpoint import Endpoint
 from manyhands.runtime.tasks import TaskOwner
+
+logger = logging.getLogger(__name__)
+
+NUM_ASKED = 16
+"""Peers that are asked which topics they know."""
 
 
 class DhtNode:
@@ -54,6 +62,7 @@ class DhtNode:
     ) -> None:
         self._known_peers = known_peers if known_peers is not None else KnownPeers()
         self._endpoint = endpoint
+        self._config = config
         self._tasks = TaskOwner("dht")
         self._overlay = overlay = Overlay(endpoint, config)
         self._initial_peers = InitialPeers(
@@ -63,7 +72,7 @@ class DhtNode:
         self._storage = storage = Storage(config, self._schemas)
         own_id = endpoint.peer_id
         replicas = Replicas(own_id, overlay.table, config, overlay.is_client)
-        self._holder = holder = Holder(endpoint, config, overlay, storage, replicas, wall_clock)
+        self._holder = holder = Holder(endpoint, config, overlay, storage, replicas, self._schemas, wall_clock)
         self._reader = Reader(own_id, config, overlay, storage, replicas, holder, self._schemas, rng, wall_clock)
         issuer = Issuer(endpoint.identity, config, wall_clock, self._schemas)
         writer = self._writer = Writer(own_id, config, overlay, replicas, holder, issuer)
@@ -179,9 +188,10 @@ class DhtNode:
         Raises:
             ConfigError: one is not a key.
         """
-        wanted = list(dict.fromkeys(keys))
+        wanted = list(keys)
         for key in wanted:
             check_key(key)
+        wanted = list(dict.fromkeys(wanted))
         found: dict[str, dict[str, StoredValue]] = {key: {} for key in wanted}
         left = wanted[::-1]
 
@@ -192,6 +202,24 @@ class DhtNode:
 
         await all_of(*(read_next() for _ in range(min(KEYS_AT_ONCE, len(left)))))
         return found
+
+    async def topics(self, kind: str) -> set[str]:
+        """The topics with keys ``TOPIC.KIND`` that the peers in the routing table know; :data:`NUM_ASKED` are asked.
+
+        In a swarm with few nodes each holds all records. In a large one each that takes part in a topic knows it.
+        """
+        asked = [contact.peer_id for contact in self.contacts()][:NUM_ASKED]
+        answers = await asyncio.gather(*(self._topics_of(peer_id, kind) for peer_id in asked))
+        return set().union(*answers)
+
+    async def _topics_of(self, peer_id: PeerId, kind: str) -> set[str]:
+        timeout_s = self._config.request_timeout_s
+        try:
+            response = await self._endpoint.call(peer_id, TOPICS, TopicsRequest(kind), timeout_s)
+        except (Unavailable, PeerError) as error:  # it may be of an older version
+            logger.debug("peer %s does not say which topics it knows: %s", peer_id, error)
+            return set()
+        return set(response.topics)
 
     async def refresh(self) -> None:
         """One round of upkeep; happens by itself about every ``refresh_period_s``."""

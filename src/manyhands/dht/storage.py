@@ -20,7 +20,7 @@ import msgspec
 
 from manyhands.dht.accounts import Accounts
 from manyhands.dht.config import MAX_FOUND_BYTES, MAX_FOUND_RECORDS, DhtConfig
-from manyhands.dht.records import AgedRecord, Reason, Record, remaining_s, sum_of
+from manyhands.dht.records import TOMBSTONE, AgedRecord, Reason, Record, remaining_s, sum_of
 from manyhands.dht.schema import Schema, examined_under
 
 
@@ -73,6 +73,15 @@ class Storage:
         """The keys with at least one record."""
         self.expire(now)
         return list(self._held)
+
+    def topics(self, kind: str, now: float) -> set[str]:
+        """The topics with a key ``TOPIC.KIND`` that has a record which is not a tombstone."""
+        return {
+            topic
+            for topic, _, key_kind in (key.partition(".") for key in self.keys(now))
+            if key_kind == kind
+            and any(held.record.value != TOMBSTONE for held in self._held[f"{topic}.{kind}"].values())
+        }
 
     def get(self, key: str, now: float) -> list[Held]:
         """All records of a key that have not expired, tombstones too."""

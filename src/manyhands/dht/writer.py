@@ -93,7 +93,9 @@ class Writer:
         return response if response is not None and len(response.outcomes) == len(records) else None
 
     def _issue(self, entry: Entry, above: int = 0) -> Record:
-        return self._issuer.issue(entry.key, entry.subkey or "", entry.value, entry.ttl_s, above)
+        return self._issuer.issue(
+            entry.key, "" if entry.subkey is None else entry.subkey, entry.value, entry.ttl_s, above
+        )
 
     async def _write(self, records: Sequence[Record]) -> list[Outcomes]:
         """Have each record held by the peers nearest to its key; who answered, and what it made of the record."""
@@ -191,4 +193,5 @@ def _check_taken(record: Record, outcomes: Outcomes) -> None:
         return
     peer_id, outcome = next(iter(outcomes.items()))
     what = f"the record {record.key!r}" + (f", {record.subkey!r}" if record.subkey else "")
-    raise Refused(peer_id, outcome.code, f"none of the {len(outcomes)} peers nearest to it takes {what}")
+    who = f"none of the {len(outcomes)} peers" if len(outcomes) > 1 else "not the one peer"
+    raise Refused(peer_id, outcome.code, f"{who} nearest to it takes {what}")

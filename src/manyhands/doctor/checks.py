@@ -8,7 +8,7 @@ from typing import Final, Literal, NamedTuple
 import msgspec
 
 Kind = Literal[
-    "dns", "tcp", "tls", "identity", "protocol", "dht", "clock", "dial_back", "listen", "peers", "coordinators"
+    "dns", "tcp", "tls", "identity", "protocol", "dht", "clock", "dial_back", "listen", "peers", "coordinators", "run"
 ]
 
 NAMES: Final[dict[Kind, str]] = {
@@ -23,6 +23,7 @@ NAMES: Final[dict[Kind, str]] = {
     "listen": "listening",
     "peers": "peers",
     "coordinators": "initial peers",
+    "run": "run",
 }
 """What people call the checks, in the order in which they are shown."""
 

@@ -18,6 +18,7 @@ from manyhands.dht.sight import leads_to
 from manyhands.doctor import words
 from manyhands.doctor.checks import Check, Finding, Kind, Report, report_of
 from manyhands.doctor.probe import OnCheck, Probe, Probed
+from manyhands.optim.runs import find_runs, nobody_is_in
 from manyhands.peer import ALL_INTERFACES, Presence
 from manyhands.reach.messages import DIAL_BACK, MAX_DIALLED, DialBackRequest
 from manyhands.rpc.announce import dialable_addresses
@@ -40,6 +41,7 @@ class Examination:
     Attributes:
         initial_peers: as they would be given to a peer.
         listen, announce, client_mode: likewise.
+        run_id: the run that the peer was told to join; None to see which runs are there.
     Raises:
         ConfigError: there are no initial peers, or too many.
     """
@@ -48,10 +50,14 @@ class Examination:
     listen: Sequence[Address] = tuple(map(Address.parse, ALL_INTERFACES))
     announce: Sequence[Address] = ()
     client_mode: bool = False
+    run_id: str | None = None
 
     def __post_init__(self) -> None:
         if not self.initial_peers:
-            raise ConfigError("no initial peer is given; give the addresses that your peer was started with")
+            raise ConfigError(
+                "no initial peer is given: a variable of the shell is probably unset; "
+                "give the addresses that your peer was started with"
+            )
         if len(set(self.initial_peers)) > MAX_INITIAL_PEERS:
             raise ConfigError(
                 f"{len(self.initial_peers)} initial peers; at most {MAX_INITIAL_PEERS} are examined at once"
@@ -215,6 +221,25 @@ class _Examiner:
         seen = {contact.peer_id for contact in self._presence.dht.contacts()} | {peer.peer_id for peer in joined}
         finding = words.peers_seen(len(seen), len(joined), is_part=len(seen) >= DHT_CONFIG.k)
         self._note("peers", finding, None, began)
+        await self._look_for_run()
+
+    async def _look_for_run(self) -> None:
+        began, run_id = asyncio.get_running_loop().time(), self._examination.run_id
+        try:
+            async with time_limit(SWARM_TIMEOUT_S, "looking which runs are there"):
+                runs = await find_runs(self._presence.dht)
+        except (Unavailable, PeerError) as error:
+            self._note("run", words.no_runs_seen(error), None, began)
+            return
+        if run_id is None:
+            self._note("run", words.runs_seen(runs), None, began)
+            return
+        run = next((run for run in runs if run.run_id == run_id), None)
+        if run is None:
+            nobody = nobody_is_in(run_id, self._presence.dht.num_known_peers, runs)
+            self._note("run", words.run_not_there(nobody), None, began)
+        else:
+            self._note("run", words.run_is_there(run), None, began)
 
     async def _look_at_pairs(self, joined: Sequence[Probed]) -> None:
         """Each initial peer and the next one, round in a ring: a split shows, whoever is in which part."""

@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from manyhands.base.address import Address
 from manyhands.base.errors import DialFailed, DialReason, ManyhandsError, Refused, Unavailable
 from manyhands.base.identity import PeerId
+from manyhands.base.words import counted
 from manyhands.doctor.checks import Finding
+from manyhands.optim.runs import Run
 from manyhands.reach.messages import NOT_ALLOWED, DialOutcome, ExamineResponse
 from manyhands.rpc.frames import readable
 from manyhands.transport.certificate import ALPN
@@ -73,7 +75,7 @@ def not_connected(address: Address, failure: DialFailed) -> Finding:
     if failure.reason is DialReason.TIMED_OUT:
         return Finding(
             False,
-            f"no answer from {_place(address)} ({failure.detail})",
+            f"no answer from {_place(address)}",
             f"the machine is down, its address has changed, or a firewall drops the packets: let TCP port "
             f"{address.port} in there, and if it is behind a router, have the router forward the port",
         )
@@ -157,7 +159,7 @@ def not_welcomed(error: ManyhandsError) -> Finding:
 def answers(seen: ExamineResponse | None) -> Finding:
     if seen is None:
         return Finding(True, "it answers")
-    peers = "1 peer" if seen.num_known_peers == 1 else f"{seen.num_known_peers} peers"
+    peers = counted(seen.num_known_peers, "peer")
     return Finding(True, f"it answers; it knows {peers}, and runs {readable(seen.agent) or 'an unnamed version'}")
 
 
@@ -339,3 +341,26 @@ def do_not_see(first: Address, second: Address, *, first_sees: bool, second_sees
         f"{label_of(seeing)} sees {label_of(blind)}, but not the other way round",
         f"see that the machine of {label_of(blind)} can dial {seeing}",
     )
+
+
+# the run
+
+
+def no_runs_seen(error: ManyhandsError) -> Finding:
+    return Finding(None, f"which runs are there cannot be seen: {_said(error)}")
+
+
+def runs_seen(runs: Sequence[Run]) -> Finding:
+    if not runs:
+        return Finding(None, "no run is there yet; manyhands train --run-id NAME --start-new begins one")
+    return Finding(None, f"runs here: {', '.join(map(str, runs))}; --run-id looks at one of them")
+
+
+def run_is_there(run: Run) -> Finding:
+    if run.manifest is None:
+        return Finding(True, f"run {run.run_id!r} is there, but nobody trains in it yet")
+    return Finding(True, f"run {run} is there")
+
+
+def run_not_there(nobody_is_in: str) -> Finding:
+    return Finding(False, nobody_is_in, "compare --run-id with the names of the runs that are there")

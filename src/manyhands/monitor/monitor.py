@@ -13,7 +13,8 @@ from manyhands.base.run_id import checked_run_id
 from manyhands.monitor.events import Event, ProgressMade, StepMade
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.metrics import MetricsRecord, read_metrics
-from manyhands.optim.progress import Progress, aggregate, describe_progress, next_refresh_s, rank_of
+from manyhands.optim.progress import Progress, aggregate, next_refresh_s, rank_of
+from manyhands.optim.progress_log import ProgressLog
 from manyhands.optim.progress_reader import ProgressReader
 from manyhands.optim.run_manifest import read_manifests, run_manifest_of
 from manyhands.optim.run_records import declare_run
@@ -41,6 +42,7 @@ class RunMonitor:
         self._is_watched = True
         self._last_step = -1
         self._last_progress: Progress | None = None
+        self._log = ProgressLog()
 
     async def start(self) -> None:
         """Begin to watch; ends when the peer is closed."""
@@ -83,7 +85,7 @@ class RunMonitor:
         return manifest.target_batch_size if manifest is not None else 0
 
     def _report_progress(self, step: int, target: int, progress: Progress, delay_s: float) -> None:
-        logger.info("%s", describe_progress(progress, delay_s))
+        self._log.tell(step, progress, delay_s, asyncio.get_running_loop().time())
         eta_s = progress.eta_s if math.isfinite(progress.eta_s) else None
         self._on_event(
             ProgressMade(

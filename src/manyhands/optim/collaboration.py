@@ -17,7 +17,7 @@ from manyhands.averaging.messages import Position
 from manyhands.averaging.round_outcome import Phase
 from manyhands.averaging.rounds import RoundRunner
 from manyhands.base.deadline import time_limit
-from manyhands.base.errors import ManyhandsError, RoundAborted, Unavailable
+from manyhands.base.errors import ManyhandsError, RoundAborted, RunNotFound, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.optim.advice import describe_late_states
 from manyhands.optim.averaged import Averaged
@@ -26,9 +26,11 @@ from manyhands.optim.departures import Departures
 from manyhands.optim.drift import Drift
 from manyhands.optim.foresight import Foresight
 from manyhands.optim.lent import BackgroundStep, LocalState
-from manyhands.optim.progress import Progress, describe_progress
+from manyhands.optim.progress import Progress
+from manyhands.optim.progress_log import ProgressLog
 from manyhands.optim.run_manifest import ManifestKeeper, RunManifest
 from manyhands.optim.run_records import declare_run
+from manyhands.optim.runs import find_run_ids, find_runs, nobody_is_in
 from manyhands.optim.seating import Seating
 from manyhands.optim.signed_sums import Sketch
 from manyhands.optim.state import State, without_origin
@@ -90,7 +92,9 @@ class Collaboration:
         *,
         batch_size_lead: int | None = None,
         is_silent: bool = False,
+        start_new: bool | None = True,
     ) -> None:
+        self._start_new = start_new
         self._presence = presence
         self._manifest = manifest
         self._local = local
@@ -104,6 +108,7 @@ class Collaboration:
         """From where the last round led on whose group has formed with this peer in it."""
         self._lull: Lull | None = None
         self._told_until = -math.inf  # loop time
+        self._progress_log = ProgressLog()
         self._rng = presence.rng
         self._parts = AsyncExitStack()
         self._tasks = TaskOwner("collaboration")
@@ -125,7 +130,7 @@ class Collaboration:
             manifest.target_batch_size,
             self._local.position,
             self._progress_config,
-            on_update=log_progress,
+            on_update=self._log_progress,
             is_silent=self._is_silent,
         )
         self._drift = Drift(self.tracker.reader, presence.peer_id, self._local.drift_bound)
@@ -161,13 +166,30 @@ class Collaboration:
                 lambda: self.tracker.reader.recent_rounds,
             )
             parts.callback(server.close)
-            keeper = ManifestKeeper(presence.dht, presence.peer_id, manifest)
+            keeper = ManifestKeeper(presence.dht, presence.peer_id, manifest, self._check_new_run)
             await keeper.agree()
             parts.push_async_callback(keeper.close)
             parts.push_async_callback(self.tracker.close)
             await self.tracker.refresh()
             self._parts = parts.pop_all()
         presence.on_close.append(self.close)
+
+    def _log_progress(self, progress: Progress, refresh_s: float) -> None:
+        self._progress_log.tell(self._local.position.step, progress, refresh_s, asyncio.get_running_loop().time())
+
+    async def _check_new_run(self) -> None:
+        """Nobody trains in this run yet: make sure that this is meant, or warn.
+
+        Raises:
+            RunNotFound: other peers are there, none of them knows the run, and it shall not be begun.
+        """
+        dht = self._presence.dht
+        if self._start_new or not dht.num_known_peers or self.run_id in await find_run_ids(dht):
+            return
+        message = nobody_is_in(self.run_id, dht.num_known_peers, await find_runs(dht))
+        if self._start_new is False:
+            raise RunNotFound(f"{message}. Check the run id; start_new=True begins a run")
+        logger.warning("%s. This peer begins it; if that is meant, start_new=True says so", message)
 
     def _note_phase(self, phase: Phase) -> None:
         if phase is Phase.FORMED:
@@ -383,8 +405,3 @@ def _shapes_of(manifest: RunManifest) -> list[Sequence[int]]:
     frozen = set(manifest.frozen)
     shapes: list[Sequence[int]] = [tensor.shape for tensor in manifest.tensors if tensor.name not in frozen]
     return [*shapes, (len(shapes),)]
-
-
-def log_progress(progress: Progress, refresh_s: float) -> None:
-    """The line by which a person sees that a run is alive."""
-    logger.info("%s", describe_progress(progress, refresh_s))

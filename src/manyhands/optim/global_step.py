@@ -13,6 +13,7 @@ from manyhands.averaging.messages import Position, RoundManifest
 from manyhands.base.errors import ManyhandsError, RoundAborted, Unavailable
 from manyhands.base.forgetting import without_frames
 from manyhands.base.identity import PeerId
+from manyhands.base.words import counted
 from manyhands.optim.accumulator import Contribution
 from manyhands.optim.averaged import Averaged
 from manyhands.optim.replica import Replica
@@ -34,6 +35,7 @@ class GlobalStep:
             out.
         applied_N: the averaged gradient, clipped, since the update has begun; None if that is made by :meth:`run`.
         left_from: where the step was begun.
+        samples: of the step, by all peers together, as it is averaged: by weight where that is not samples.
         manifest: of the round, in a grid of the last one; None for a step made alone, or while there is none.
         is_left_out: the group left out what this peer has contributed.
         is_in_grid: it had several rounds.
@@ -51,6 +53,7 @@ class GlobalStep:
         self.contribution = contribution
         self.applied_N: torch.Tensor | None = None
         self.left_from = replica.position
+        self.samples = 0
         self.manifest: RoundManifest | None = None
         self.is_left_out = False
         self.is_in_grid = False
@@ -69,7 +72,6 @@ class GlobalStep:
         self._members: list[PeerId] = []
         self._contributors: list[PeerId] | None = None
         self._lineage = b""
-        self._samples = 0
         self._sketch = Sketch()
 
     @property
@@ -86,7 +88,7 @@ class GlobalStep:
         """Nobody else is there: this peer's own gradient is the average."""
         self._averaged_N = self.contribution.mean_N
         self._lineage = hashlib.sha256(self._replica.position.lineage + b"alone" + own_id.encode()).digest()
-        self._samples = round(self.contribution.weight)
+        self.samples = round(self.contribution.weight)
         self._contributors = [own_id]
 
     def committed(self, averaged: Averaged) -> None:
@@ -95,10 +97,10 @@ class GlobalStep:
         self.is_left_out, self.disagreement = averaged.is_left_out, averaged.disagreement
         self.averaging_s = averaged.averaging_s
         self._averaged_N, self._parameters_N = averaged.mean_N, averaged.parameters_N
-        self._lineage, self._samples, self._members = averaged.lineage, averaged.samples, averaged.members
+        self._lineage, self.samples, self._members = averaged.lineage, averaged.samples, averaged.members
         self._contributors = averaged.contributors
         self.is_in_grid = averaged.num_rounds > 1
-        logger.info("Averaged tensors successfully with %d peers", averaged.num_peers)
+        logger.info("Averaged tensors successfully with %s", counted(averaged.num_peers, "peer"))
 
     def advance(self) -> None:
         """Make the update, on any thread; what the optimizer or the schedule raises passes through."""
@@ -110,7 +112,7 @@ class GlobalStep:
         parameters_N, self._parameters_N = self._parameters_N, None
         try:
             self.refusal = self._replica.advance(
-                averaged_N, self._lineage, self._samples, spare_N, parameters_N, self._contributors
+                averaged_N, self._lineage, self.samples, spare_N, parameters_N, self._contributors
             )
         finally:
             self.has_moved = self._replica.position != self.left_from
@@ -127,7 +129,7 @@ class GlobalStep:
         replica = self._replica
         if self.is_lost:
             position = Position(replica.position.step + 1, self._lineage)
-            await collaboration.fall_behind(position, replica.lineage_samples + self._samples, self._members)
+            await collaboration.fall_behind(position, replica.lineage_samples + self.samples, self._members)
         else:
             await collaboration.move(
                 replica.position, replica.lineage_samples, self._members, self._sketch, is_in_grid=self.is_in_grid

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from manyhands.averaging.codecs import prepare_kernels
-from manyhands.averaging.config import AveragingConfig
+from manyhands.averaging.config import AveragingConfig, averaging_of
 from manyhands.averaging.messages import RoundManifest
 from manyhands.base.errors import ConfigError, ManyhandsError, RoundAborted, Timeout, Unavailable
 from manyhands.base.forgetting import without_frames
@@ -23,7 +23,9 @@ from manyhands.optim.held_batches import HeldBatches
 from manyhands.optim.joining import manifest_of
 from manyhands.optim.membership import Membership
 from manyhands.optim.model_gradients import ModelGradients
-from manyhands.optim.options import Delay, OptimizerMaker, Options, averaging_of, checked_batch, made_optimizer
+from manyhands.optim.options import Delay, OptimizerMaker, Options, checked_batch, made_optimizer
+from manyhands.optim.progress import Progress
+from manyhands.optim.progress_log import SHOWN_LIVE
 from manyhands.optim.replica import Replica, SchedulerMaker
 from manyhands.optim.running_statistics import RunningStatistics
 from manyhands.optim.samples import Samples
@@ -69,12 +71,15 @@ class Optimizer(OptimizerWrapper):
         auxiliary: this peer has no data, and helps to average.
         allow_solo: when other peers are seen, but several rounds with them have failed in a row, go on alone instead of
             waiting; the run may split, and what the branch with fewer steps has done is lost when they meet again.
+        start_new: whether to begin the run if none of the peers that ``peer`` has joined is in it. False refuses: the
+            name may be mistyped. None begins it with a warning.
         must_match: further facts that all peers must agree on, such as ``{"tokenizer": digest}``.
         averaging: times and sizes of the averaging rounds.
         progress: periods of the progress records.
     Raises:
         ConfigError: an argument breaks a rule, or a parameter cannot be trained.
         ManifestMismatch: the model or the settings differ from those of the run; it names both.
+        RunNotFound: see ``start_new``.
         Unavailable: the DHT, or every peer that could hand out the state of the run, does not answer.
     """
 
@@ -99,6 +104,7 @@ class Optimizer(OptimizerWrapper):
         offload: bool | None = None,
         auxiliary: bool = False,
         allow_solo: bool = False,
+        start_new: bool | None = None,
         must_match: Mapping[str, str] | None = None,
         averaging: AveragingConfig | None = None,
         progress: ProgressConfig | None = None,
@@ -131,7 +137,7 @@ class Optimizer(OptimizerWrapper):
         manifest = manifest_of(self._replica, run_id, target_batch_size, averaging, extra)
         self._collaboration = Collaboration(
             peer.presence, manifest, self._replica, averaging, progress or ProgressConfig(),
-            batch_size_lead=batch_size_lead, is_silent=auxiliary,
+            batch_size_lead=batch_size_lead, is_silent=auxiliary, start_new=start_new,
         )  # fmt: skip
         self._membership = Membership(peer, self._collaboration, self._replica, averaging)
         self.statistics.states_loaded += self._membership.join()
@@ -159,13 +165,19 @@ class Optimizer(OptimizerWrapper):
     @property
     def samples_accumulated(self) -> int:
         """This peer's samples towards the next global step, or in one that is being made."""
-        waiting = self._current.contribution.samples if self._current is not None else 0
-        return self._samples.waiting + waiting
+        current = self._current  # another thread may look, too
+        return self._samples.waiting + (current.contribution.samples if current is not None else 0)
 
     @property
     def is_stepping(self) -> bool:
         """Whether a global step is made in the background; see ``delay``."""
-        return self._current is not None and not self._current.is_done
+        current = self._current
+        return current is not None and not current.is_done
+
+    @property
+    def progress(self) -> Progress:
+        """Of all peers at this peer's global step towards the next one, as reckoned; may be read from any thread."""
+        return self._collaboration.tracker.outlook
 
     @property
     def samples_per_second(self) -> float:
@@ -298,7 +310,7 @@ class Optimizer(OptimizerWrapper):
             self._step_alone()
 
     def _average(self) -> None:
-        logger.info("Beginning global optimizer step #%d", self.global_step)
+        logger.info("Beginning global optimizer step #%d", self.global_step + 1, extra=SHOWN_LIVE)
         with self._begun() as step:
             if self._options.delay == "gradients":
                 self._membership.leave_to_background(step)
@@ -314,7 +326,7 @@ class Optimizer(OptimizerWrapper):
 
     def _step_alone(self) -> None:
         if not self._was_alone:
-            logger.info("Found no active peers: this peer makes global steps alone, from #%d on", self.global_step)
+            logger.info("Found no active peers: this peer makes global steps alone, from #%d on", self.global_step + 1)
         self._was_alone = True
         with self._begun() as step, self._gradients_aside(step):
             step.is_alone(self._peer.peer_id)

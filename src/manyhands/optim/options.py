@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 import torch
 
-from manyhands.averaging.config import AveragingConfig
 from manyhands.base.errors import ConfigError
 from manyhands.base.run_id import checked_run_id
 
@@ -67,21 +66,6 @@ class Options:
     def facts(self) -> dict[str, str]:
         """What all peers of a run must have alike."""
         return {"max_grad_norm": str(float(self.max_grad_norm))} if self.max_grad_norm is not None else {}
-
-
-def averaging_of(
-    config: AveragingConfig | None, matchmaking_time_s: float | None, averaging_timeout_s: float | None
-) -> AveragingConfig:
-    """The settings of the rounds: the two times may be given by themselves.
-
-    Raises:
-        ConfigError: they do not fit together, or are given twice.
-    """
-    times: dict[str, Any] = {"matchmaking_time_s": matchmaking_time_s, "averaging_timeout_s": averaging_timeout_s}
-    given = {name: value for name, value in times.items() if value is not None}
-    if config is not None and given:
-        raise ConfigError(f"{' and '.join(given)} belong into averaging=AveragingConfig(...) when that is given too")
-    return dataclasses.replace(config or AveragingConfig(), **given)
 
 
 def made_optimizer(optimizer: OptimizerMaker, params: Iterable[Any] | None) -> torch.optim.Optimizer:

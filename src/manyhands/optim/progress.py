@@ -30,6 +30,7 @@ from manyhands.averaging.messages import NUM_RECENT_STEPS, Count, Position, Rece
 from manyhands.averaging.places import NO_SEAT, Seat
 from manyhands.averaging.sketch import MAX_SKETCH_BYTES
 from manyhands.base.identity import PeerId
+from manyhands.base.words import counted
 from manyhands.optim.config import ProgressConfig
 
 NEWS_SHARE = 0.1
@@ -263,7 +264,7 @@ def describe_progress(progress: Progress, refresh_s: float) -> str:
     """The sentence that people know from the tutorials."""
     eta = f"{progress.eta_s:.2f} seconds" if math.isfinite(progress.eta_s) else "unknown"
     return (
-        f"Collaboration accumulated {progress.samples} samples from {progress.num_peers} peers; "
+        f"Collaboration accumulated {progress.samples} samples from {counted(progress.num_peers, 'peer')}; "
         f"ETA {eta} (refresh in {refresh_s:.2f}s.)"
     )
 

@@ -26,13 +26,16 @@ GOODBYE = "goodbye"
 PROGRESS = Schema(ProgressRecord | Literal["goodbye"], is_owned=True, max_ttl_s=MAX_TTL_S)
 """What peers publish of their progress."""
 
+PROGRESS_KIND = "progress"
+"""Of the DHT keys under which progress records are."""
+
 IN_FLIGHT_S = 1.0
 """What a record may take from its owner to its reader."""
 
 
 def progress_key(run_id: str) -> str:
     """The DHT key of a run's progress records."""
-    return f"{run_id}.progress"
+    return f"{run_id}.{PROGRESS_KIND}"
 
 
 class Observed(msgspec.Struct, frozen=True, gc=False):

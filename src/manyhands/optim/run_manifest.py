@@ -7,7 +7,7 @@ import hashlib
 import logging
 import zlib
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -23,10 +23,16 @@ from manyhands.runtime import TaskOwner
 
 logger = logging.getLogger(__name__)
 
+MANIFEST_KIND = "manifest"
+"""Of the DHT keys under which manifests are."""
+
 TTL_S = 300.0
 WITHDRAW_TIMEOUT_S = 0.5
 MAX_BYTES = 8 << 20
 MAX_HYPER_PARAMETERS_BYTES = 1 << 20
+OPTION_NAMES = {"lr": "learning_rate"}
+"""Hyper-parameters that have a longer name on the command line."""
+
 SHOWN_DIFFERENCES = 5
 SHOWN_CHARACTERS = 1000
 """Of one value in a difference: what others published has to fit on a screen."""
@@ -77,9 +83,9 @@ make_ready(RunManifest)
 
 
 def differences(own: RunManifest, run: RunManifest) -> list[str]:
-    """What differs between a peer's settings and those of the run, one line each."""
+    """What differs between a peer's settings and those of the run, one line each; one for all of its tensors."""
     lines = []
-    for name in ("protocol", "target_batch_size", "optimizer", "hyper_parameters", "scheduler", "codec", "frozen"):
+    for name in ("protocol", "target_batch_size", "optimizer", "scheduler", "codec", "frozen"):
         here, there = getattr(own, name), getattr(run, name)
         if here != there:
             lines.append(f"{name} is {_shown(here)} here, {_shown(there)} in the run")
@@ -88,25 +94,40 @@ def differences(own: RunManifest, run: RunManifest) -> list[str]:
         for key in sorted(own.extra.keys() | run.extra.keys())
         if own.extra.get(key) != run.extra.get(key)
     ]
+    lines += _option_differences(own.hyper_parameters, run.hyper_parameters)
     lines += _tensor_differences(own.tensors, run.tensors)
+    lines = list(dict.fromkeys(lines))  # several parameter groups differ alike, or a fact tells the same
     if len(lines) > SHOWN_DIFFERENCES:
         lines[SHOWN_DIFFERENCES:] = [f"and {len(lines) - SHOWN_DIFFERENCES} more"]
     return lines
 
 
-def _tensor_differences(own: list[TensorSpec], run: list[TensorSpec]) -> list[str]:
-    lines = []
+def _option_differences(own: list[dict[str, Any]], run: list[dict[str, Any]]) -> list[str]:
     if len(own) != len(run):
-        lines.append(f"the model has {len(own)} tensors here, {len(run)} in the run")
-    for here, there in zip(own, run, strict=False):
-        if here == there:
-            continue
-        name = here.name if here.name == there.name else f"{here.name} (here) / {readable(there.name)} (in the run)"
-        if here.shape != there.shape:
-            lines.append(f"tensor {name} has shape {list(here.shape)} here, {_shown(list(there.shape))} in the run")
-        else:
-            lines.append(f"tensor {name} is {here.dtype} here, {readable(there.dtype)} in the run")
-    return lines
+        return [f"the optimizer has {len(own)} parameter groups here, {len(run)} in the run"]
+    return [
+        f"{OPTION_NAMES.get(key, readable(key))} is {_shown(here.get(key))} here, {_shown(there.get(key))} in the run"
+        for here, there in zip(own, run, strict=True)
+        for key in {**here, **there}
+        if here.get(key) != there.get(key)
+    ]
+
+
+def _tensor_differences(own: list[TensorSpec], run: list[TensorSpec]) -> list[str]:
+    if len(own) != len(run):
+        return [f"the model has {len(own)} tensors here, {len(run)} in the run"]
+    different = [(here, there) for here, there in zip(own, run, strict=True) if here != there]
+    if not different:
+        return []
+    here, there = different[0]
+    name = here.name if here.name == there.name else f"{here.name} (here) / {readable(there.name)} (in the run)"
+    if here.shape != there.shape:
+        line = f"tensor {name} has shape {list(here.shape)} here, {_shown(list(there.shape))} in the run"
+    else:
+        line = f"tensor {name} is {readable(here.dtype)} here, {readable(there.dtype)} in the run"
+    if len(different) == 1:
+        return [line]
+    return [f"{line} ({len(different)} of {len(own)} tensors differ)"]
 
 
 def _shown(value: object) -> str:
@@ -119,9 +140,20 @@ def _shown_fact(manifest: RunManifest, key: str) -> str:
 
 
 class ManifestKeeper:
-    """Compares this peer's manifest with that of the run at join, then keeps it alive in the DHT."""
+    """Compares this peer's manifest with that of the run at join, then keeps it alive in the DHT.
 
-    def __init__(self, dht: DhtNode, own_id: PeerId, manifest: RunManifest) -> None:
+    Args:
+        may_begin: called before a run that nobody has signed is begun; it raises if this peer shall not.
+    """
+
+    def __init__(
+        self,
+        dht: DhtNode,
+        own_id: PeerId,
+        manifest: RunManifest,
+        may_begin: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        self._may_begin = may_begin
         self._dht = dht
         self._own_id = own_id
         self._manifest = manifest
@@ -135,7 +167,8 @@ class ManifestKeeper:
             ManifestMismatch: this peer's settings differ from those of the run; it names both.
             Unavailable: the DHT does not answer.
         """
-        await self._compare()
+        if not await self._compare() and self._may_begin is not None:
+            await self._may_begin()
         await self._publish()
         try:
             await self._compare()  # of two that begin at once, both see both
@@ -149,10 +182,12 @@ class ManifestKeeper:
         await self._tasks.close()
         await self._withdraw()
 
-    async def _compare(self) -> None:
+    async def _compare(self) -> bool:
+        """Whether anybody has signed a manifest; this peer's is equal to it then."""
         run = run_manifest_of(await read_manifests(self._dht, self._manifest.run_id))
         if run is not None and run.fingerprint() != self._manifest.fingerprint():
             raise ManifestMismatch(self._manifest.run_id, differences(self._manifest, run))
+        return run is not None
 
     async def _publish(self) -> None:
         await self._dht.store(self._key, zlib.compress(self._manifest.encoded()), TTL_S, subkey=self._own_id)
@@ -175,7 +210,7 @@ class ManifestKeeper:
 
 def manifest_key(run_id: str) -> str:
     """The DHT key of a run's manifests."""
-    return f"{run_id}.manifest"
+    return f"{run_id}.{MANIFEST_KIND}"
 
 
 async def read_manifests(dht: DhtNode, run_id: str) -> dict[PeerId, RunManifest]:

@@ -70,6 +70,7 @@ class Samples:
         counts.steps_alone += step.manifest is None
         counts.updates_refused += bool(step.refusal)
         counts.disagreement = step.disagreement
+        counts.samples_of_all += 0 if step.is_lost else step.samples
         if step.refusal and not step.is_left_out:
             self._drop(step)
             logger.warning("Global step %d changes nothing: %s. All its samples are dropped",

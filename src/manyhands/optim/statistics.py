@@ -12,6 +12,7 @@ class Statistics:
     Attributes:
         samples_computed: went through ``step`` on this peer.
         samples_used: of these, in committed global steps.
+        samples_of_all: in those steps that this peer made, of all peers together; by weight where that is not samples.
         samples_dropped: of these, thrown away: an overflow, a refused update, or the state of another branch was
             loaded.
         samples_carried: how many were left out of a step that the others made, and went on to the next one.
@@ -27,6 +28,7 @@ class Statistics:
 
     samples_computed: int = 0
     samples_used: int = 0
+    samples_of_all: int = 0
     samples_dropped: int = 0
     samples_carried: int = 0
     rounds_committed: int = 0

@@ -6,6 +6,8 @@ import asyncio
 import concurrent.futures
 import errno
 import functools
+import ipaddress
+import logging
 import math
 import socket
 import struct
@@ -22,9 +24,13 @@ from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ConfigError, DialFailed, DialReason, Timeout
 from manyhands.transport.api import Delivery
 
+logger = logging.getLogger(__name__)
+
 BACKLOG = 128  # connections that the system holds until they are accepted
 
 HEAD_START_S = 0.25
+
+SILENT = "waited {:.3g} s; a firewall may drop the packets, or the host is down"
 
 MAX_LOOKUPS = 32
 """Names that are looked up at once; each has a thread, and a lookup that hangs keeps it for half a minute."""
@@ -76,7 +82,7 @@ async def connect_to(address: Address, places: Places, timeout_s: float) -> sock
         async with time_limit(timeout_s, f"connecting to {address}"):
             sock: socket.socket = await start_connection(list(places), happy_eyeballs_delay=HEAD_START_S)
     except Timeout as error:
-        raise DialFailed(str(address), DialReason.TIMED_OUT, f"waited {timeout_s:.3g} s") from error
+        raise DialFailed(str(address), DialReason.TIMED_OUT, SILENT.format(timeout_s)) from error
     except ConnectionRefusedError as error:
         raise DialFailed(str(address), DialReason.REFUSED) from error
     except OSError as error:
@@ -174,19 +180,53 @@ def pace(sock: socket.socket, bytes_per_s: float) -> None:
 async def listen(address: Address) -> list[socket.socket]:
     """Listening sockets; one for each address of the host.
 
+    ``::`` means all interfaces, with IPv4 and IPv6; with IPv4 alone where the system has no IPv6.
+
     Raises:
         ConfigError: the port is taken, or the host is not an address of this machine.
     """
     sockets: list[socket.socket] = []
     try:
-        for family, _, _, _, where in await _look_up(address):
-            sockets.append(socket.create_server(where, family=family, backlog=BACKLOG))
-            sockets[-1].setblocking(False)
+        if address.is_unspecified and address.protocol == "ip6":
+            sockets.append(_listen_with_both_families(address.port))
+        else:
+            for family, _, _, _, where in await _look_up(address):
+                sockets.append(socket.create_server(where, family=family, backlog=BACKLOG))
     except OSError as error:
         for sock in sockets:
             sock.close()
         raise ConfigError(_why_not_listening(address, error)) from error
+    for sock in sockets:
+        sock.setblocking(False)
     return sockets
+
+
+def _listen_with_both_families(port: int) -> socket.socket:
+    if socket.has_dualstack_ipv6():
+        try:
+            return socket.create_server(("::", port), family=socket.AF_INET6, backlog=BACKLOG, dualstack_ipv6=True)
+        except OSError as error:
+            if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                raise
+    logger.info("this machine has no IPv6: listening with IPv4 only")
+    return socket.create_server(("", port), backlog=BACKLOG)
+
+
+def bound_addresses(sock: socket.socket) -> list[Address]:
+    """Where a listening socket accepts connections: two addresses if it takes IPv4 and IPv6."""
+    host, port = sock.getsockname()[:2]
+    address = Address.of(host, port)
+    if sock.family == socket.AF_INET6 and not sock.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY):
+        return [Address("ip4", "0.0.0.0", port), address]
+    return [address]
+
+
+def accept(sock: socket.socket) -> tuple[socket.socket, str]:
+    """A new connection, and the IP address of its other end: with IPv4 in the form of IPv4, on every socket."""
+    accepted, where = sock.accept()
+    host = str(where[0])
+    ip = ipaddress.ip_address(host)
+    return accepted, str(ip.ipv4_mapped) if isinstance(ip, ipaddress.IPv6Address) and ip.ipv4_mapped else host
 
 
 async def look_up(address: Address, timeout_s: float) -> Places:

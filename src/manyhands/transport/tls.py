@@ -34,7 +34,7 @@ class TlsListener:
     """An open TCP port; each handshaken stream is handed to ``on_stream`` in a task of its own."""
 
     def __init__(self, transport: TlsTransport, on_stream: OnStream, sockets: list[socket.socket]) -> None:
-        self.addresses = [Address.of(*sock.getsockname()[:2]) for sock in sockets]
+        self.addresses = [address for sock in sockets for address in tcp.bound_addresses(sock)]
         self._transport = transport
         self._limits = transport.limits
         self._on_stream = on_stream
@@ -59,7 +59,7 @@ class TlsListener:
             self._paused.add(listening)
             return
         try:
-            sock, where = listening.accept()
+            sock, host = tcp.accept(listening)
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
             return
         except OSError as error:
@@ -67,7 +67,6 @@ class TlsListener:
             loop.remove_reader(listening)
             loop.call_later(ACCEPT_PAUSE_S, self._resume, listening)
             return
-        host = str(where[0])
         if not self._admission.admit(host):
             logger.debug("too many connections from %s", host)
             sock.close()
@@ -208,7 +207,7 @@ class TlsTransport:
             async with time_limit(timeout_s, f"in the TLS handshake with {address}"):
                 await _shake_hands(sock, session)
         except Timeout as error:
-            detail = "TCP connects, but no TLS handshake follows"
+            detail = "TCP connects, but no TLS handshake follows: another program, or a peer that hangs"
             raise DialFailed(str(address), DialReason.TIMED_OUT, detail) from error
         except TlsFailed as error:
             detail = "it accepts TCP connections, but does not answer in TLS 1.3"

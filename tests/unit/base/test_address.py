@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from manyhands.base.address import Address, parse_addresses
+from manyhands.base.address import Address, parse_addresses, parse_listen_addresses
 from manyhands.base.errors import ConfigError
 from manyhands.base.identity import PeerId, peer_id_from_public_key
 
@@ -50,10 +50,17 @@ def test_other_spellings(text: str, multiaddr: str) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "cannot read address ''; write it like /ip4/203.0.113.7/tcp/31337"),
+        (
+            "",
+            "an address is empty: a variable of the shell is probably unset; write it like /ip4/203.0.113.7/",
+        ),
+        (" ", "an address is empty"),
         ("/", "cannot read address '/'"),
         ("localhost", "cannot read address 'localhost'"),
-        (":80", "cannot read address ':80'"),
+        (":80", "address ':80' has no host; to be dialled it needs one, such as 203.0.113.7:80"),
+        ("80", "address '80' has no host"),
+        ("*:80", "address '*:80' has no host"),
+        ("host:*", "'*' is not a port"),
         ("[]:80", "cannot read address '[]:80'"),
         ("host:", "'' is not a port; a port is a number from 1 to 65535"),
         ("host:http", "'http' is not a port"),
@@ -67,7 +74,10 @@ def test_other_spellings(text: str, multiaddr: str) -> None:
         ("a..b:80", "'a..b' is not a host name"),
         ("a" * 64 + ":80", "is not a host name"),
         ("a." * 127 + ":80", "is not a host name"),
-        ("http://host:80", "brackets"),
+        ("http://host:80", "'http://host:80' is a URL, not an address; write it without http://, like host:80"),
+        ("https://me@host:80/path", "write it without https://, like host:80"),
+        ("tcp://[::1]:80", "write it without tcp://, like [::1]:80"),
+        ("http://host", "write it without http://, like HOST:PORT"),
         ("10.0.0.256:80", "'10.0.0.256' is not an IPv4 address"),
         ("127.1:80", "'127.1' is not an IPv4 address"),
         ("/dns4/127.1/tcp/80", "'127.1' is not an IPv4 address"),
@@ -95,6 +105,54 @@ def test_bad_input_is_named_with_its_rule(text: str, said: str) -> None:
     assert said in str(caught.value)
 
 
+BOTH_FAMILIES = "/ip6/::/tcp/1337"
+
+
+@pytest.mark.parametrize(
+    ("text", "multiaddr"),
+    [
+        ("1337", BOTH_FAMILIES),
+        (":1337", BOTH_FAMILIES),
+        ("*:1337", BOTH_FAMILIES),
+        ("[::]:1337", BOTH_FAMILIES),
+        ("[::]:*", "/ip6/::/tcp/0"),
+        (":*", "/ip6/::/tcp/0"),
+        ("*:*", "/ip6/::/tcp/0"),
+        ("127.0.0.1:*", "/ip4/127.0.0.1/tcp/0"),
+        ("/ip6/::/tcp/*", "/ip6/::/tcp/0"),
+        ("/ip4/0.0.0.0/tcp/1337", "/ip4/0.0.0.0/tcp/1337"),
+        ("localhost:1337", "/dns/localhost/tcp/1337"),
+    ],
+)
+def test_where_to_listen_may_be_said_in_short(text: str, multiaddr: str) -> None:
+    assert str(Address.parse_listen(text)) == multiaddr
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "an address is empty: a variable of the shell is probably unset; write it like /ip4/0.0.0.0/tcp/31337"),
+        ("localhost", "cannot read address 'localhost'; write it like /ip4/0.0.0.0/tcp/31337, 0.0.0.0:31337 or 31337"),
+        ("*", "cannot read address '*'"),
+        (":http", "'http' is not a port"),
+        (":", "'' is not a port"),
+        ("65536", "'65536' is not a port"),
+        ("http://0.0.0.0:1337", "is a URL, not an address; write it without http://, like 0.0.0.0:1337"),
+        ("::1:80", "write an IPv6 address in brackets"),
+    ],
+)
+def test_what_is_no_place_to_listen(text: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Address.parse_listen(text)
+    assert said in str(caught.value)
+
+
+def test_all_interfaces_of_both_families_have_those_of_one_in_them() -> None:
+    both, other_port = "/ip6/::/tcp/1337", "/ip4/0.0.0.0/tcp/1338"
+    addresses = parse_listen_addresses(["/ip4/0.0.0.0/tcp/1337", "1337", other_port])
+    assert [str(address) for address in addresses] == [both, other_port]
+
+
 LABELS = st.from_regex(r"[a-z]([a-z0-9_-]{0,20}[a-z0-9_])?", fullmatch=True)
 NAMES = st.lists(LABELS, min_size=1, max_size=4).map(".".join)
 PORTS = st.integers(0, 65535)
@@ -120,18 +178,39 @@ def test_of_gives_one_address_to_each_place(
 
 
 FRAGMENTS = st.sampled_from(
-    ["/", "ip4", "ip6", "dns", "tcp", "p2p", ":", "[", "]", "%", ".", "-", "::1", "1.2.3.4", "80", "a", PEER_ID]
+    [
+        "/",
+        "ip4",
+        "ip6",
+        "dns",
+        "tcp",
+        "p2p",
+        ":",
+        "[",
+        "]",
+        "%",
+        "*",
+        "://",
+        ".",
+        "-",
+        "::1",
+        "1.2.3.4",
+        "80",
+        "a",
+        PEER_ID,
+    ]
 )
 
 
 @given(st.text() | st.lists(FRAGMENTS | st.text(max_size=3), max_size=14).map("".join))
 @example("/ip4/1.2.3.4/tcp/" + "9" * 5000)
 def test_no_text_raises_anything_but_a_config_error(text: str) -> None:
-    try:
-        address = Address.parse(text)
-    except ConfigError:
-        return
-    assert Address.parse(str(address)) == address
+    for parse in (Address.parse, Address.parse_listen):
+        try:
+            address = parse(text)
+        except ConfigError:
+            continue
+        assert Address.parse(str(address)) == address
 
 
 def test_of_refuses_what_is_neither_ip_nor_name() -> None:

@@ -72,6 +72,12 @@ def test_join_failed_has_a_line_with_a_reason_for_each_address() -> None:
     first, *lines = str(JoinFailed(failures)).splitlines()
     assert first == "none of the 2 initial peers could be reached:"
     assert lines == [f"  {failure}" for failure in failures]
+    assert str(JoinFailed(failures[:1])).startswith("the initial peer could not be reached:\n")
+
+
+def test_a_failure_to_join_by_one_address_is_one_line() -> None:
+    failure = DialFailed("/ip4/10.0.0.1/tcp/80", DialReason.REFUSED)
+    assert str(JoinFailed([failure])) == f"the initial peer could not be reached: {failure}"
 
 
 def test_each_dial_reason_has_words_of_its_own() -> None:

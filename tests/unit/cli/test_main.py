@@ -13,7 +13,7 @@ from manyhands.cli.main import run
 
 @pytest.mark.parametrize(
     "command",
-    [["--help"], *([name, "--help"] for name in ("demo", "doctor", "first-peer", "monitor", "train"))],
+    [["--help"], *([name, "--help"] for name in ("demo", "doctor", "fill", "first-peer", "monitor", "train"))],
 )
 def test_help_teaches(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(command) == 0

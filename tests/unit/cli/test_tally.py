@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import io
+
+import pytest
+from rich.console import Console
+
 from manyhands.cli.demo.tally import Tally, TrainerTally
+from manyhands.cli.demo.view import LiveView
 from manyhands.recipes.albert.events import BatchDone, Counts, Finished, Joined, StepDone
 
 
@@ -60,6 +66,17 @@ def test_what_ended_the_story_early_is_the_first_problem() -> None:
     assert good_run().summary(1.0, "trainer 2 ended with exit code 1: out of memory").problems == [
         "trainer 2 ended with exit code 1: out of memory"
     ]
+
+
+@pytest.mark.parametrize("planned", [0, 1, 2, 6])
+def test_the_bar_never_ends_beyond_its_end(planned: int) -> None:
+    tally = good_run()
+    tally.planned_steps = planned
+    console = Console(width=200, record=True, file=io.StringIO())
+    view = LiveView(console)
+    with view:
+        view.refresh(tally)
+    assert f"2 of {max(planned, 2)}" in console.export_text()
 
 
 def test_a_run_in_which_nothing_happened_has_problems_and_no_crash() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -173,6 +175,13 @@ class TestIssuer:
         ("key", "subkey", "value", "ttl_s", "message"),
         [
             ("", "", 1, 60.0, "key is empty"),
+            (5, "", 1, 60.0, "key 5 is a int; it must be a str, such as 'my-run.progress'"),
+            (None, "", 1, 60.0, "key None is a NoneType"),
+            (b"x", "", 1, 60.0, "key b'x' is a bytes"),
+            (b"", "", 1, 60.0, "key b'' is a bytes"),
+            (("a",), "", 1, 60.0, r"key \('a',\) is a tuple"),
+            ("key", 0, 1, 60.0, "subkey 0 is a int"),
+            ("key", "", 1, "60", "ttl_s is '60'"),
             ("k" * 257, "", 1, 60.0, "has 257 characters"),
             ("\ud800", "", 1, 60.0, "is not text"),
             ("key", "s" * 129, 1, 60.0, "has 129 characters"),
@@ -184,7 +193,7 @@ class TestIssuer:
             ("key", "", 1, float("nan"), "ttl_s is nan"),
         ],
     )
-    def test_a_wrong_argument_is_named(self, key: str, subkey: str, value: object, ttl_s: float, message: str) -> None:
+    def test_a_wrong_argument_is_named(self, key: Any, subkey: Any, value: object, ttl_s: Any, message: str) -> None:
         with pytest.raises(ConfigError, match=message):
             Issuer(ALICE, DhtConfig(), lambda: WALL_NOW).issue(key, subkey, value, ttl_s)
 

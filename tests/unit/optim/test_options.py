@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from manyhands.averaging.config import AveragingConfig
+from manyhands.averaging.config import AveragingConfig, averaging_of
 from manyhands.base.errors import ConfigError
-from manyhands.optim.options import Options, averaging_of, checked_batch, made_optimizer
+from manyhands.optim.options import Options, checked_batch, made_optimizer
 
 GOOD: dict[str, Any] = {
     "run_id": "run", "target_batch_size": 64, "batch_size_per_step": None, "batch_size_lead": 0, "max_grad_norm": None,

@@ -52,7 +52,12 @@ def published(manifest: RunManifest) -> bytes:
     [
         (changed(target_batch_size=32), "target_batch_size is 64 here, 32 in the run"),
         (changed(optimizer="SGD"), "optimizer is 'AdamW' here, 'SGD' in the run"),
-        (changed(hyper_parameters=[{"lr": 0.2}]), "hyper_parameters is [{'lr': 0.1}] here, [{'lr': 0.2}] in the run"),
+        (changed(hyper_parameters=[{"lr": 0.2}]), "learning_rate is 0.1 here, 0.2 in the run"),
+        (changed(hyper_parameters=[{"lr": 0.1, "eps": 1e-6}]), "eps is None here, 1e-06 in the run"),
+        (
+            changed(hyper_parameters=[{"lr": 0.1}, {"lr": 0.2}]),
+            "the optimizer has 1 parameter groups here, 2 in the run",
+        ),
         (changed(scheduler="StepLR()"), "scheduler is '' here, 'StepLR()' in the run"),
         (changed(frozen=["bias"]), "frozen is [] here, ['bias'] in the run"),
         (changed(extra={"tokenizer": "xyz"}), "tokenizer is abc here, xyz in the run"),
@@ -82,7 +87,20 @@ def test_many_differences_are_cut_short() -> None:
                     optimizer="SGD", scheduler="x", codec="y", extra={})  # fmt: skip
     lines = differences(MANIFEST, other)
     assert len(lines) == 6
-    assert lines[-1] == "and 2 more"
+    assert lines[-1] == "and 1 more"
+
+
+def test_tensors_that_differ_are_one_line() -> None:
+    other = changed(tensors=[TensorSpec("weight", (9, 5), "float32"), TensorSpec("bias", (9,), "float32")])
+    assert differences(MANIFEST, other) == [
+        "tensor weight has shape [8, 5] here, [9, 5] in the run (2 of 2 tensors differ)"
+    ]
+
+
+def test_what_several_groups_and_a_fact_tell_alike_is_one_line() -> None:
+    own = changed(hyper_parameters=[{"lr": 0.1}, {"lr": 0.1}], extra={"learning_rate": "0.1"})
+    run = changed(hyper_parameters=[{"lr": 0.2}, {"lr": 0.2}], extra={"learning_rate": "0.2"})
+    assert differences(own, run) == ["learning_rate is 0.1 here, 0.2 in the run"]
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def test_a_gpu_computes_in_the_half_precision_that_it_has_units_for(
 def test_in_half_precision_the_gradients_are_nearly_the_same_and_float32(precision, recipe, tokenizer, samples):
     gradients = []
     for compute in (Compute("cpu", "float32"), Compute("cpu", precision)):
-        model = build_model(recipe, tokenizer)
+        model = build_model(recipe, len(tokenizer))
         (batch,) = islice(Batches(samples, recipe, "peer"), 1)
         with compute.autocast():
             loss = loss_of(model, batch)

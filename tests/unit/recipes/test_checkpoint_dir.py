@@ -96,7 +96,7 @@ def test_other_settings_are_named(tmp_path: Path) -> None:
 
 def test_what_is_not_this_runs_is_refused(tmp_path: Path) -> None:
     folder = CheckpointDir(tmp_path, "run")
-    with pytest.raises(ConfigError, match="in use by another trainer"):
+    with pytest.raises(ConfigError, match="in use by another peer"):
         CheckpointDir(tmp_path, "run")
     add(folder, 1)
     folder.close()

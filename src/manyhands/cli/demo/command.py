@@ -16,7 +16,7 @@ from manyhands.cli.demo.child import Child, end_all
 from manyhands.cli.demo.story import Story
 from manyhands.cli.demo.tally import Summary
 from manyhands.cli.demo.view import LiveView, PlainView, View, print_summary
-from manyhands.cli.train_command import require_albert
+from manyhands.cli.taking_part import require_albert
 from manyhands.recipes.albert.config import AlbertRecipe
 from manyhands.recipes.albert.corpus import load_documents
 
@@ -44,7 +44,7 @@ def demo(
     check_text(text)
     writer = SummaryFile(summary)
     console = Console(highlight=False)
-    view: View = LiveView(console, steps) if console.is_terminal else PlainView()
+    view: View = LiveView(console) if console.is_terminal else PlainView()
     started = time.monotonic()
     children: list[Child] = []
     problem = ""

@@ -47,7 +47,7 @@ class Story:
         target_batch_size: int,
         text: Sequence[Path],
     ) -> None:
-        self.tally = Tally()
+        self.tally = Tally(planned_steps=num_steps)
         self._children = children
         self._folder = folder
         self._view = view
@@ -56,7 +56,7 @@ class Story:
         self._stop_file = folder / "stop"
         self._trainer_arguments = [
             "--target-batch-size", str(target_batch_size), "--threads", "1", "--device", "cpu",
-            "--stop-file", str(self._stop_file),
+            "--batch-size", "8", "--stop-file", str(self._stop_file), "--no-checkpoints",
         ]  # fmt: skip
         if text:
             self._trainer_arguments += ["--text", *(str(path.resolve()) for path in text)]
@@ -84,6 +84,7 @@ class Story:
         self._start_trainer("newcomer", is_newcomer=True)
         self._let_newcomer_contribute()
         stop_step = max(self._num_steps, self.tally.step + SAFE_DISTANCE)
+        self.tally.planned_steps = stop_step
         self._write_stop(stop_step)
         self._wait(
             lambda: self.tally.step >= stop_step, STALL_TIMEOUT_S, f"for progress towards global step {stop_step}"

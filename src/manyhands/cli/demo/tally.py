@@ -86,6 +86,7 @@ class Tally:
     trainers: list[TrainerTally] = field(default_factory=list)
     addresses: list[str] = field(default_factory=list)
     progress: ProgressMade | None = None
+    planned_steps: int = 0
     rounds: set[str] = field(default_factory=set)
 
     def apply_monitor(self, event: MonitorEvent) -> None:
@@ -105,6 +106,11 @@ class Tally:
     def step(self) -> int:
         """The highest global step that a trainer has reached."""
         return max((trainer.step for trainer in self.trainers), default=0)
+
+    @property
+    def num_steps(self) -> int:
+        """Global steps of the whole run, as far as is known: more than planned while it waits for the newcomer."""
+        return max(self.planned_steps, self.step)
 
     @property
     def newcomer(self) -> TrainerTally | None:

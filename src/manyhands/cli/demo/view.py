@@ -13,6 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from manyhands.base.words import counted
 from manyhands.cli.demo.tally import Summary, Tally, TrainerTally
 
 SHOWN_LINES = 8
@@ -55,8 +56,7 @@ class PlainView:
 class LiveView:
     """Draws progress bars, a table of the trainers and the last lines, again and again."""
 
-    def __init__(self, console: Console, num_steps: int) -> None:
-        self._num_steps = num_steps
+    def __init__(self, console: Console) -> None:
         self._lines: deque[str] = deque(maxlen=SHOWN_LINES)
         self._live = Live(console=console, refresh_per_second=8)
 
@@ -73,15 +73,13 @@ class LiveView:
         grid.add_column(width=40)
         grid.add_column()
         step = tally.step
-        grid.add_row(
-            "global steps", ProgressBar(self._num_steps, min(step, self._num_steps)), f"{step} of {self._num_steps}"
-        )
+        grid.add_row("global steps", ProgressBar(tally.num_steps, step), f"{step} of {tally.num_steps}")
         if (progress := tally.progress) is not None and progress.target_batch_size:
             eta = f"ETA {progress.eta_s:.1f} s" if progress.eta_s is not None else "ETA unknown"
             grid.add_row(
                 "samples to the next",
                 ProgressBar(progress.target_batch_size, min(progress.samples, progress.target_batch_size)),
-                f"{progress.samples} of {progress.target_batch_size}, {eta}, {progress.num_peers} peers, "
+                f"{progress.samples} of {progress.target_batch_size}, {eta}, {counted(progress.num_peers, 'peer')}, "
                 f"{progress.samples_per_second:.0f} samples/s",
             )
         return grid

@@ -12,10 +12,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-import filelock
 import msgspec
 
 from manyhands.base.errors import ConfigError
+from manyhands.base.folder_lock import locked_folder
 
 logger = logging.getLogger(__name__)
 
@@ -53,29 +53,22 @@ class CheckpointDir:
     It belongs to this process until :meth:`close`.
 
     Raises:
-        ConfigError: it cannot be used, another process uses it, or what is in it is another run's.
+        FolderInUse: another process uses it.
+        ConfigError: it cannot be used, or what is in it is another run's.
     """
 
     def __init__(self, path: Path, run_id: str) -> None:
-        self._path = path
+        self.path = path
         self._run_id = run_id
+        self._lock = locked_folder(path, "checkpoint_dir", "checkpoints.lock")
         try:
-            path.mkdir(parents=True, exist_ok=True)
-            self._lock = filelock.FileLock(path / "lock", timeout=0, thread_local=False)
-            self._lock.acquire()
             self._remove_unfinished()
             with self._unfinished(0):
                 pass
-        except filelock.Timeout as error:
-            raise ConfigError(
-                f"checkpoint_dir {path} is in use by another trainer; give each trainer a checkpoint_dir of its own"
-            ) from error
-        except FileExistsError as error:
-            raise ConfigError(f"checkpoint_dir {path} is a file; name a folder, or one that does not exist") from error
-        except OSError as error:
-            raise ConfigError(f"checkpoint_dir {path}: {error.strerror}; name a folder that can be written") from error
-        try:
             self._check_run()
+        except OSError as error:
+            self.close()
+            raise ConfigError(f"checkpoint_dir {path}: {error.strerror}; name a folder that can be written") from error
         except ConfigError:
             self.close()
             raise
@@ -92,14 +85,8 @@ class CheckpointDir:
         """
         for step in reversed(self._steps()):
             path = self._of_step(step)
-            try:
-                about = _read(path)
-                damaged = [name for name, digest in about.files.items() if _sha256(path / name) != digest]
-            except (OSError, msgspec.MsgspecError) as error:
-                logger.warning("checkpoint %s cannot be read (%s); it is not used", path, error)
-                continue
-            if damaged:
-                logger.warning("checkpoint %s is damaged (%s); it is not used", path, ", ".join(damaged))
+            about = _read_whole(path)
+            if about is None:
                 continue
             if differences := _differences(about.facts, facts):
                 raise ConfigError(
@@ -107,6 +94,18 @@ class CheckpointDir:
                     "Give the same ones, or another checkpoint_dir"
                 )
             yield Checkpoint(path, step)
+
+    def newest_facts(self) -> Mapping[str, str]:
+        """The settings of the newest checkpoint whose description can be read; none without one."""
+        for step in reversed(self._steps()):
+            with suppress(OSError, msgspec.MsgspecError):
+                return _read(self._of_step(step)).facts
+        return {}
+
+    def newest_path(self) -> Path | None:
+        """The newest checkpoint, readable or not."""
+        steps = self._steps()
+        return self._of_step(steps[-1]) if steps else None
 
     def has_any(self) -> bool:
         """Whether there is a checkpoint, readable or not."""
@@ -126,7 +125,7 @@ class CheckpointDir:
             if path.exists():
                 shutil.rmtree(path)
             draft.replace(path)
-            _flush(self._path)
+            _flush(self.path)
         for step in self._steps()[:-NUM_KEPT]:
             shutil.rmtree(self._of_step(step), ignore_errors=True)
 
@@ -142,7 +141,7 @@ class CheckpointDir:
 
     @contextmanager
     def _unfinished(self, global_step: int) -> Iterator[Path]:
-        draft = self._path / f".unfinished-{os.getpid()}-{global_step}"
+        draft = self.path / f".unfinished-{os.getpid()}-{global_step}"
         draft.mkdir()
         try:
             yield draft
@@ -150,15 +149,42 @@ class CheckpointDir:
             shutil.rmtree(draft, ignore_errors=True)
 
     def _remove_unfinished(self) -> None:
-        for draft in self._path.glob(".unfinished-*"):  # of a process that was killed
+        for draft in self.path.glob(".unfinished-*"):  # of a process that was killed
             shutil.rmtree(draft, ignore_errors=True)
 
     def _steps(self) -> list[int]:
-        found = (_NAME.fullmatch(entry.name) for entry in self._path.iterdir() if entry.is_dir())
-        return sorted(int(match[1]) for match in found if match)
+        return _steps_in(self.path)
 
     def _of_step(self, global_step: int) -> Path:
-        return self._path / f"checkpoint-{global_step}"
+        return self.path / f"checkpoint-{global_step}"
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """The newest checkpoint in a folder whose files are what they were; of others it is said why not.
+
+    It locks nothing: a trainer may be at work there.
+    """
+    paths = (folder / f"checkpoint-{step}" for step in reversed(_steps_in(folder)))
+    return next((path for path in paths if _read_whole(path) is not None), None)
+
+
+def _steps_in(folder: Path) -> list[int]:
+    found = (_NAME.fullmatch(entry.name) for entry in folder.iterdir() if entry.is_dir())
+    return sorted(int(match[1]) for match in found if match)
+
+
+def _read_whole(path: Path) -> About | None:
+    """What a checkpoint is of; None, and a warning, if it is damaged."""
+    try:
+        about = _read(path)
+        damaged = [name for name, digest in about.files.items() if _sha256(path / name) != digest]
+    except (OSError, msgspec.MsgspecError) as error:
+        logger.warning("checkpoint %s cannot be read (%s); it is not used", path, error)
+        return None
+    if damaged:
+        logger.warning("checkpoint %s is damaged (%s); it is not used", path, ", ".join(damaged))
+        return None
+    return about
 
 
 def _read(path: Path) -> About:

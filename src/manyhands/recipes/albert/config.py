@@ -11,17 +11,23 @@ from manyhands.base.errors import ConfigError
 NUM_PAIR_TOKENS = 3
 """Special tokens around a pair of segments: ``[CLS] A [SEP] B [SEP]``."""
 
+OWN_SETTINGS = ("text", "batch_size", "seed")
+"""Of a recipe, what each peer of a run may choose for itself."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class AlbertRecipe:
     """A small ALBERT, trained by masked language modelling and sentence-order prediction.
 
-    All peers of a run need the same values, ``batch_size`` excepted: it may suit the machine.
+    All peers of a run need the same values, those of :data:`OWN_SETTINGS` excepted.
 
     Raises:
         ConfigError: a value breaks its rule.
     Source: Lan et al., ALBERT, arXiv:1909.11942. Small by default: about 1.5 million parameters.
     """
+
+    target_batch_size: int = 256
+    """Samples of one global step, by all peers together; 4096 for weeks with many peers."""
 
     text: tuple[Path, ...] = ()
     """UTF-8 text files to train on; by default the English documentation that comes with Python."""
@@ -48,7 +54,7 @@ class AlbertRecipe:
     """Width of the feed-forward part of a layer."""
 
     batch_size: int = 8
-    """Samples in one local step of this peer."""
+    """Samples in one local step of this peer; by default as many as take 0.2 to 1 s, found by a short trial."""
 
     learning_rate: float = 0.01
     """Learning rate of LAMB at the end of the warm-up; 0.00176 for weeks with a target batch size of 4096."""
@@ -69,7 +75,7 @@ class AlbertRecipe:
     """Samples kept out of training, on which the held-out loss is measured."""
 
     seed: int = 0
-    """Seed of the initial parameters, the held-out samples and, with the peer id, the order of the data."""
+    """Seed of the initial parameters and, with the peer id, of the order of the data; each peer may have its own."""
 
     def __post_init__(self) -> None:
         self._check_sizes()
@@ -84,7 +90,7 @@ class AlbertRecipe:
         _at_least("vocab_size", self.vocab_size, 512)  # the 256 bytes and the special tokens, and some words
         _at_least("seq_length", self.seq_length, 16)
         for name in ("embedding_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
-                     "batch_size", "num_heldout"):  # fmt: skip
+                     "batch_size", "num_heldout", "target_batch_size"):  # fmt: skip
             _at_least(name, getattr(self, name), 1)
         if self.hidden_size % self.num_attention_heads:
             raise ConfigError(

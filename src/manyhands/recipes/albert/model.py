@@ -11,16 +11,14 @@ from manyhands.recipes.albert.packages import torch, transformers
 from manyhands.recipes.albert.tokenizer import CLS_ID, PAD_ID, SEP_ID
 
 
-def build_model(
-    recipe: AlbertRecipe, tokenizer: transformers.PreTrainedTokenizerFast
-) -> transformers.AlbertForPreTraining:
+def build_model(recipe: AlbertRecipe, vocab_size: int) -> transformers.AlbertForPreTraining:
     """A fresh model, float32, on the CPU, in training mode.
 
-    Its parameters depend on ``recipe`` and the size of the vocabulary alone; torch's global random state is left as it
-    was. There is no dropout, as in ALBERT v2: the loss is a function of parameters and batch.
+    Its parameters depend on ``recipe`` and ``vocab_size``, the length of the tokenizer, alone; torch's global random
+    state is left as it was. There is no dropout, as in ALBERT v2: the loss is a function of parameters and batch.
     """
     config = transformers.AlbertConfig(
-        vocab_size=len(tokenizer),
+        vocab_size=vocab_size,
         embedding_size=recipe.embedding_size,
         hidden_size=recipe.hidden_size,
         num_hidden_layers=recipe.num_hidden_layers,

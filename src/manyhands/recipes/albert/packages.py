@@ -10,6 +10,8 @@ try:
     import tokenizers
     import torch
     import transformers
+
+    _ = transformers.AlbertForPreTraining  # transformers imports its parts when they are first used: seconds, too
 except ModuleNotFoundError as error:
     if error.name not in _NEEDED:  # installed, but broken: its own message says more
         raise

@@ -90,9 +90,9 @@ def _encode(
 
 
 def _choose_heldout(by_document: Sequence[Sequence[Sample]], recipe: AlbertRecipe) -> list[int]:
-    """Indices of documents, drawn by the seed until they have ``num_heldout`` samples."""
+    """Indices of documents, drawn alike on all peers until they have ``num_heldout`` samples."""
     order = list(range(len(by_document)))
-    random.Random(f"held-out documents {recipe.seed}").shuffle(order)
+    random.Random("held-out documents").shuffle(order)
     chosen, num_samples = [], 0
     for index in order:
         if num_samples >= recipe.num_heldout:

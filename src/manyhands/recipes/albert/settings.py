@@ -19,9 +19,6 @@ class TrainingSettings:
         ConfigError: a value breaks its rule.
     """
 
-    target_batch_size: int = 256
-    """Samples of one global step, by all peers together; the same for all peers of a run."""
-
     max_steps: int | None = None
     """Stop when the run has made this many global steps; without it, train until Ctrl-C."""
 
@@ -29,7 +26,11 @@ class TrainingSettings:
     """Stop at the global step whose number another program writes into this file."""
 
     checkpoint_dir: Path | None = None
-    """Save model, tokenizer and optimizer into this folder, and begin from the newest that is there."""
+    """Save model, tokenizer and optimizer into this folder, and begin from the newest that is there; by default
+    ./manyhands-RUN_ID, where this peer's private key and the addresses of other peers are kept as well."""
+
+    no_checkpoints: bool = False
+    """Keep nothing: no model, and no identity but that of --state-dir or --identity."""
 
     checkpoint_every: int = 100
     """Global steps from one checkpoint to the next; one more is saved at the end."""
@@ -53,10 +54,10 @@ class TrainingSettings:
     """Take this many times as long for each batch, by sleeping: to see how unequal machines train together."""
 
     def __post_init__(self) -> None:
-        if self.target_batch_size < 1:
-            raise ConfigError(f"target_batch_size is {self.target_batch_size}; it must be at least 1, for example 4096")
         if self.max_steps is not None and self.max_steps < 1:
             raise ConfigError(f"max_steps is {self.max_steps}; it must be at least 1, for example 1000")
+        if self.no_checkpoints and self.checkpoint_dir is not None:
+            raise ConfigError("no_checkpoints and checkpoint_dir contradict each other; give one of them")
         if self.checkpoint_every < 1:
             raise ConfigError(f"checkpoint_every is {self.checkpoint_every}; it must be at least 1, for example 100")
         if not 1.0 <= self.slow_down <= 1000.0:

@@ -16,6 +16,8 @@ from manyhands.recipes.albert.packages import tokenizers, transformers
 SPECIAL_TOKENS = ("<pad>", "<unk>", "[CLS]", "[SEP]", "[MASK]")
 """In the order of their ids, which are those of the published ALBERT vocabularies."""
 
+MAX_REASON_LENGTH = 200
+
 PAD_ID, UNKNOWN_ID, CLS_ID, SEP_ID, MASK_ID = range(len(SPECIAL_TOKENS))
 
 
@@ -53,6 +55,25 @@ def tokenizer_digest(tokenizer: transformers.PreTrainedTokenizerFast) -> str:
     for per_call in ("padding", "truncation"):
         description.pop(per_call, None)
     return hashlib.sha256(json.dumps(description, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def tokenizer_json(tokenizer: transformers.PreTrainedTokenizerFast) -> str:
+    """The tokenizer as JSON, for :func:`tokenizer_from_json`."""
+    text: str = tokenizer.backend_tokenizer.to_str()
+    return text
+
+
+def tokenizer_from_json(text: str) -> transformers.PreTrainedTokenizerFast:
+    """A tokenizer that another peer trained.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    try:
+        return _wrapped(tokenizers.Tokenizer.from_str(text))
+    except Exception as error:
+        # the reader of tokenizers raises Exception itself
+        raise ValueError(" ".join(str(error).split())[:MAX_REASON_LENGTH]) from error
 
 
 def _wrapped(backend: tokenizers.Tokenizer) -> transformers.PreTrainedTokenizerFast:

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
-from manyhands.base.errors import Timeout
+from manyhands.base.errors import Timeout, Unavailable
+from manyhands.base.identity import PeerId
 from manyhands.base.run_id import checked_run_id
+from manyhands.base.words import counted
 from manyhands.optim.metrics import MetricsRecord, publish_metrics
 from manyhands.optim.optimizer import Optimizer
+from manyhands.optim.progress_log import SHOWN_LIVE
 from manyhands.peer import Peer
+from manyhands.recipes.albert.account import Account, HeldoutLosses, Standing
+from manyhands.recipes.albert.adoption import RunRecipe, facts_of
 from manyhands.recipes.albert.batches import Batches, heldout_batch
 from manyhands.recipes.albert.checkpoint_dir import CheckpointDir
 from manyhands.recipes.albert.checkpoints import Checkpoints
@@ -18,28 +24,38 @@ from manyhands.recipes.albert.compute import Compute
 from manyhands.recipes.albert.config import AlbertRecipe
 from manyhands.recipes.albert.corpus import load_documents
 from manyhands.recipes.albert.events import BatchDone, Counts, Event, Finished, Joined, StepDone
-from manyhands.recipes.albert.model import build_model, heldout_loss, loss_of, warmup_linear
+from manyhands.recipes.albert.heldout import HeldoutComparison
+from manyhands.recipes.albert.model import build_model, loss_of, warmup_linear
 from manyhands.recipes.albert.optimizer import MAX_GRAD_NORM, build_optimizer
-from manyhands.recipes.albert.packages import torch
-from manyhands.recipes.albert.samples import make_samples
+from manyhands.recipes.albert.packages import torch, transformers
+from manyhands.recipes.albert.samples import Samples, make_samples
 from manyhands.recipes.albert.settings import TrainingSettings
 from manyhands.recipes.albert.tokenizer import tokenizer_digest, train_tokenizer
+from manyhands.recipes.albert.tokenizer_exchange import fetch_tokenizer, serve_tokenizer
+from manyhands.recipes.albert.trial import OutOfMemory, fitting_batch_size, timed
 
 logger = logging.getLogger(__name__)
 
 METRICS_TIMEOUT_S = 10.0
 
 
-FACTS = ("seq_length", "num_hidden_layers", "num_attention_heads", "mask_probability", "seed", "num_heldout")
-"""Of the recipe; the tensors do not show them. The last two choose the held-out samples."""
-OPTIONS = ("learning_rate", "weight_decay")
-"""Of the optimizer, which says them by itself to the other peers."""
+FETCH_TIMEOUT_S = 15.0
+LAST_LOOK_S = 1.0
+"""So long may the held-out loss of the account take: a trainer that was told to leave has few seconds."""
+TRIAL_SHARE = 4
+"""A batch that the trial finds is at most this part of the target: peers come to a step a batch apart."""
 
 
-def _facts(recipe: AlbertRecipe, tokenizer: str) -> dict[str, str]:
-    """What all peers must have alike, besides the model: else they learn different things from different text."""
-    schedule = f"warmup_linear(total_steps={recipe.total_steps}, warmup_steps={recipe.warmup_steps})"
-    return {"tokenizer": tokenizer, "schedule": schedule, **{name: str(getattr(recipe, name)) for name in FACTS}}
+@dataclass(frozen=True)
+class RunToJoin:
+    """A run that others train in.
+
+    Attributes:
+        peers: some of them, to ask for what a newcomer needs.
+    """
+
+    recipe: RunRecipe
+    peers: Sequence[PeerId]
 
 
 class AlbertTrainer:
@@ -47,9 +63,12 @@ class AlbertTrainer:
 
     Args:
         on_event: called with each :data:`manyhands.recipes.albert.events.Event`.
+        run: the run to join, if somebody trains in it already; ``recipe`` is its recipe then.
+        is_batch_size_chosen: False to find ``recipe.batch_size`` by a short trial.
+        checkpoint_dir: where to keep the model; it is closed at the end of :meth:`run`.
     Raises:
         ConfigError: the text cannot be used, or this peer does not fit the run.
-        Unavailable: the run's state could not be loaded.
+        Unavailable: the tokenizer of the run, or its state, could not be loaded.
     """
 
     def __init__(
@@ -59,6 +78,10 @@ class AlbertTrainer:
         recipe: AlbertRecipe,
         settings: TrainingSettings,
         on_event: Callable[[Event], None] = lambda event: None,
+        *,
+        run: RunToJoin | None = None,
+        is_batch_size_chosen: bool = True,
+        checkpoint_dir: CheckpointDir | None = None,
     ) -> None:
         self._peer = peer
         self._run_id = checked_run_id(run_id)
@@ -69,44 +92,91 @@ class AlbertTrainer:
         self._compute = Compute(settings.device, settings.precision)
         logger.info("Computing on %s", self._compute)
         documents = load_documents(recipe.text)
-        logger.info("Training the tokenizer on %d documents", len(documents))
-        tokenizer = train_tokenizer(documents, recipe.vocab_size)
+        tokenizer = self._tokenizer_for(documents, recipe, run)
+        self._peer.run(serve_tokenizer(peer.endpoint, tokenizer), FETCH_TIMEOUT_S, "handing out the tokenizer")
         samples = make_samples(documents, tokenizer, recipe)
-        self._model = build_model(recipe, tokenizer).to(self._compute.device)  # type: ignore[arg-type]
-        self._heldout = heldout_batch(samples, recipe)
-        facts = _facts(recipe, tokenizer_digest(tokenizer))
+        self._model = build_model(recipe, len(tokenizer)).to(self._compute.device)  # type: ignore[arg-type]
+        self._heldout = HeldoutComparison(self._model, heldout_batch(samples, recipe))
+        if not is_batch_size_chosen:
+            recipe = replace(recipe, batch_size=self._try_batch_sizes(samples, recipe))
+        facts = facts_of(recipe, tokenizer_digest(tokenizer), len(tokenizer))
         schedule = warmup_linear(recipe.total_steps, recipe.warmup_steps)
         self._optimizer = Optimizer(
             build_optimizer(self._model, recipe),
             peer=peer,
             run_id=run_id,
-            target_batch_size=settings.target_batch_size,
+            target_batch_size=recipe.target_batch_size,
             batch_size_per_step=recipe.batch_size,
             max_grad_norm=MAX_GRAD_NORM,
             scheduler=lambda inner: torch.optim.lr_scheduler.LambdaLR(inner, schedule),
             allow_solo=settings.allow_solo,
+            start_new=True,  # the command line has looked for the run already
             must_match=facts,
         )
+        self._target_batch_size = recipe.target_batch_size
         self._losses: list[float] = []
+        self._first_loss: float | None = None
+        self._last_loss: float | None = None
+        self._began = time.monotonic()
+        self._checkpoint_dir = checkpoint_dir
         self._checkpoints: Checkpoints | None = None
-        if settings.checkpoint_dir is not None:
-            folder = CheckpointDir(settings.checkpoint_dir, run_id)
+        if checkpoint_dir is not None:
             self._checkpoints = Checkpoints(
-                folder,
-                facts | {name: str(getattr(recipe, name)) for name in OPTIONS},
-                self._model,
-                tokenizer,
-                self._optimizer,
-                settings.checkpoint_every,
+                checkpoint_dir, facts, self._model, tokenizer, self._optimizer, settings.checkpoint_every
             )
             self._checkpoints.resume()
         order = f"{peer.peer_id} from step {self._optimizer.global_step}"  # other batches than before a restart
         self._batches = Batches(samples, recipe, order)
 
+    def _tokenizer_for(
+        self, documents: Sequence[Sequence[str]], recipe: AlbertRecipe, run: RunToJoin | None
+    ) -> transformers.PreTrainedTokenizerFast:
+        """The tokenizer of the run, from its peers; or one that is trained on the text, as its first peer does."""
+        if run is not None:
+            fetching = fetch_tokenizer(self._peer.endpoint, run.peers, run.recipe.tokenizer)
+            tokenizer = self._peer.run(fetching, FETCH_TIMEOUT_S, "asking for the tokenizer")
+            if tokenizer is not None:
+                return tokenizer
+        logger.info("Training the tokenizer on %d documents", len(documents))
+        tokenizer = train_tokenizer(documents, recipe.vocab_size)
+        if run is not None and tokenizer_digest(tokenizer) != run.recipe.tokenizer:
+            raise Unavailable(
+                f"the tokenizer of run {self._run_id!r} cannot be had: none of its {len(run.peers)} peers that were "
+                "asked hands it out, and the text here gives another one. Try again; or give the same --text as the "
+                "others (without it, the same version of Python)"
+            )
+        return tokenizer
+
+    def _try_batch_sizes(self, samples: Samples, recipe: AlbertRecipe) -> int:
+        """The batch size that suits this machine."""
+
+        def seconds_for(size: int) -> float:
+            batch = next(Batches(samples, replace(recipe, batch_size=size), "trial"))
+
+            def compute() -> None:
+                with self._compute.autocast():
+                    loss = loss_of(self._model, batch)
+                loss.backward()  # type: ignore[no-untyped-call]
+                next(self._model.parameters()).sum().item()  # waits for a GPU
+
+            try:
+                return timed(compute)
+            except torch.cuda.OutOfMemoryError as error:
+                torch.cuda.empty_cache()
+                raise OutOfMemory from error
+            finally:
+                self._model.zero_grad(set_to_none=True)
+
+        limit = min(max(1, recipe.target_batch_size // TRIAL_SHARE), len(samples.training))
+        size = fitting_batch_size(seconds_for, limit)
+        logger.info("A short trial chose %d samples for each batch (--batch-size says otherwise)", size)
+        return size
+
     def run(self) -> None:
         """Train until the settings say stop, then stay a little for peers that are behind."""
         optimizer = self._optimizer
-        self._on_event(Joined(self._peer.peer_id, optimizer.global_step, heldout_loss(self._model, self._heldout)))
+        self._began = time.monotonic()
+        self._on_event(Joined(self._peer.peer_id, optimizer.global_step, self._heldout.begin()))
         try:
             while not self._should_stop():
                 step_before = optimizer.global_step
@@ -120,9 +190,51 @@ class AlbertTrainer:
                 self._checkpoints.close()
         logger.info("Stopping at global step %d; waiting for peers that are behind", optimizer.global_step)
         optimizer.wait_for_others(self._settings.linger_s)
-        loss = heldout_loss(self._model, self._heldout)
+        loss = self._heldout.loss()
         logger.info("Held-out loss %.4f at global step %d", loss, optimizer.global_step)
         self._on_event(Finished(optimizer.global_step, loss, optimizer.state_digest(), self._counts()))
+
+    def standing(self) -> Standing:
+        """How this peer and the run stand now; safe to call from any thread."""
+        optimizer, losses = self._optimizer, self._losses
+        counts, progress, waiting = optimizer.statistics, optimizer.progress, optimizer.samples_accumulated
+        samples_of_all = counts.samples_of_all + max(progress.samples, waiting)
+        return Standing(
+            step=optimizer.global_step,
+            samples=progress.samples,
+            target_batch_size=self._target_batch_size,
+            eta_s=progress.eta_s,
+            num_peers=progress.num_peers,
+            is_averaging=optimizer.is_stepping,
+            share=(counts.samples_used + waiting) / samples_of_all if samples_of_all else 0.0,
+            loss=_mean(losses) if losses else self._last_loss,
+            samples_per_second=optimizer.samples_per_second,
+        )
+
+    def account(self) -> Account:
+        """What this peer has done, once :meth:`run` is over; it takes :data:`LAST_LOOK_S`, or a little longer."""
+        counts, folder = self._optimizer.statistics, self._checkpoint_dir
+        losses = self._losses if self._last_loss is None else []  # a step that was begun says little beside whole ones
+        return Account(
+            run_id=self._run_id,
+            seconds=time.monotonic() - self._began,
+            step=self._optimizer.global_step,
+            num_steps=counts.rounds_committed + counts.steps_alone,
+            samples_used=counts.samples_used,
+            samples_of_all=counts.samples_of_all,
+            first_loss=_mean(losses) if losses else self._first_loss,
+            last_loss=_mean(losses) if losses else self._last_loss,
+            heldout=self._compare_heldout(),
+            folder=folder.path if folder is not None else None,
+            checkpoint=folder.newest_path() if folder is not None else None,
+        )
+
+    def _compare_heldout(self) -> HeldoutLosses | None:
+        try:
+            return self._heldout.compare(LAST_LOOK_S)
+        except RuntimeError as error:  # a batch that was broken off may still have the memory of the GPU
+            logger.warning("the held-out loss cannot be computed now: %s", error)
+            return None
 
     def _should_stop(self) -> bool:
         stop_step = self._settings.stop_step()
@@ -145,17 +257,19 @@ class AlbertTrainer:
     def _report_step(self) -> None:
         optimizer, losses = self._optimizer, self._losses
         self._losses = []
-        mean = sum(losses) / len(losses) if losses else None
+        mean = _mean(losses) if losses else None
         manifest = optimizer.last_round
         round_id = manifest.group_id.hex() if manifest is not None else ""
         num_peers = len(manifest.members) if manifest is not None else 1
         contribution = optimizer.last_contribution
         self._on_event(StepDone(optimizer.global_step, mean, round_id, num_peers, self._counts()))
-        logger.info("Step %d", optimizer.global_step)
-        logger.info("Your current contribution: %d samples", contribution)
+        logger.info("Step %d", optimizer.global_step, extra=SHOWN_LIVE)
+        logger.info("Your current contribution: %s", counted(contribution, "sample"), extra=SHOWN_LIVE)
         if mean is None:
             return
-        logger.info("Local loss: %.5f", mean)
+        logger.info("Local loss: %.5f", mean, extra=SHOWN_LIVE)
+        self._first_loss = mean if self._first_loss is None else self._first_loss
+        self._last_loss = mean
         record = MetricsRecord(
             optimizer.global_step, optimizer.samples_per_second, contribution, sum(losses), len(losses)
         )
@@ -175,3 +289,7 @@ class AlbertTrainer:
             rounds_aborted=done.rounds_aborted,
             bytes_sent=self._peer.endpoint.bytes_sent,
         )
+
+
+def _mean(losses: Sequence[float]) -> float:
+    return sum(losses) / len(losses)

@@ -1,0 +1,94 @@
+"""A run in one word: ``mh1...``, which can be copied, sent in a message or drawn as a QR code.
+
+It holds the name of the run, addresses of some of its peers, and a digest of the run's settings. It is no secret, and
+no permission. ``mh`` is followed by the version of the format.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import base58
+import msgspec
+
+from manyhands.base.address import Address
+from manyhands.base.errors import ConfigError
+from manyhands.base.identity import PeerId
+from manyhands.base.run_id import checked_run_id
+
+PREFIX = "mh1"
+MAX_ADDRESSES = 4
+DIGEST_BYTES = 16
+MAX_LENGTH = 1000
+_WORD = re.compile(r"mh(\d)[0-9A-Za-z]*")
+_EXAMPLE = "copy it whole, from mh1 to its end"
+
+
+class _Content(msgspec.Struct, array_like=True):
+    run_id: str
+    digest: bytes
+    addresses: list[tuple[str, bytes]]  # without the peer id, and the peer id
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """What a newcomer needs to join a run.
+
+    Attributes:
+        run_id: its name; empty for whichever run there is.
+        addresses: of some of its peers; at most :data:`MAX_ADDRESSES` are kept.
+        digest: the first :data:`DIGEST_BYTES` of the fingerprint of the run manifest; empty if that was not known.
+    """
+
+    run_id: str
+    addresses: Sequence[Address]
+    digest: bytes = b""
+
+    def __str__(self) -> str:
+        places = [
+            (str(Address(a.protocol, a.host, a.port)), base58.b58decode(a.peer_id) if a.peer_id else b"")
+            for a in self.addresses[:MAX_ADDRESSES]
+        ]
+        content = msgspec.msgpack.encode(_Content(self.run_id, self.digest[:DIGEST_BYTES], places))
+        return PREFIX + base58.b58encode_check(content).decode()
+
+    @classmethod
+    def is_one(cls, text: str) -> bool:
+        """Whether a text is meant as a ticket, and not as an address."""
+        return _WORD.fullmatch(text.strip()) is not None
+
+    @classmethod
+    def parse(cls, text: str) -> Ticket:
+        """Read a ticket.
+
+        Raises:
+            ConfigError: it was cut off or mistyped, or is of another version.
+        """
+        text = text.strip()
+        shown = text if len(text) <= 20 else f"{text[:16]}…"
+        match = _WORD.fullmatch(text)
+        if match is None or len(text) > MAX_LENGTH:
+            raise ConfigError(f"{shown!r} is no ticket; a ticket is one word that begins with {PREFIX}")
+        if not text.startswith(PREFIX):
+            raise ConfigError(
+                f"ticket {shown} is of version {match[1]}, and this manyhands reads version 1; install a newer one: "
+                "pip install --upgrade manyhands"
+            )
+        try:
+            content = msgspec.msgpack.decode(base58.b58decode_check(text.removeprefix(PREFIX)), type=_Content)
+        except (ValueError, msgspec.DecodeError) as error:
+            raise ConfigError(f"ticket {shown} is cut off or mistyped; {_EXAMPLE}") from error
+        if not content.addresses:
+            raise ConfigError(f"ticket {shown} has no address in it; ask for another one")
+        run_id = checked_run_id(content.run_id) if content.run_id else ""
+        addresses = [
+            Address.parse(place + (f"/p2p/{PeerId(base58.b58encode(peer).decode())}" if peer else ""))
+            for place, peer in content.addresses[:MAX_ADDRESSES]
+        ]
+        return cls(run_id, addresses, content.digest)
+
+    def fits(self, fingerprint: bytes) -> bool:
+        """Whether a run manifest with this fingerprint is the one that the ticket was made for."""
+        return not self.digest or fingerprint.startswith(self.digest)

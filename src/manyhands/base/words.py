@@ -1,0 +1,17 @@
+"""Words for log lines and reports."""
+
+from __future__ import annotations
+
+
+def counted(number: int, noun: str) -> str:
+    """``1 peer``, ``2 peers``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def rough(seconds: float) -> str:
+    """A duration as people say it: ``95 s``, ``12 min``, ``5.5 h``."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    if seconds < 100 * 60:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"

@@ -1,0 +1,82 @@
+"""``manyhands join``"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from manyhands.base.address import Address
+from manyhands.base.errors import ConfigError, RunNotFound
+from manyhands.base.run_id import checked_run_id
+from manyhands.base.ticket import Ticket
+from manyhands.cli.options import NetworkOptions, OutputOptions
+from manyhands.cli.run_look_up import Scout
+from manyhands.cli.taking_part import check_before, take_part
+from manyhands.optim.runs import Run
+from manyhands.recipes.albert.settings import TrainingSettings
+
+
+def join(
+    address: Annotated[
+        str, Parameter(help="Multiaddr or HOST:PORT of any peer of the run, or a ticket, which begins with mh1.")
+    ],
+    /,
+    *,
+    run_id: Annotated[str | None, Parameter(help="Name of the run, if several are there.")] = None,
+    text: Annotated[
+        tuple[Path, ...],
+        Parameter(help="UTF-8 text files to train on; by default the English documentation that comes with Python."),
+    ] = (),
+    batch_size: Annotated[
+        int | None, Parameter(help="Samples in one local step; by default as many as take 0.2 to 1 s.")
+    ] = None,
+    network: NetworkOptions | None = None,
+    training: Annotated[TrainingSettings | None, Parameter(name="*", group="Training")] = None,
+    output: OutputOptions | None = None,
+) -> None:
+    """Join a run with one word, and train its model with this machine.
+
+    The model, its tokenizer, the optimizer and all that the peers of the run
+    must have alike come from the run. This machine chooses device, precision
+    and batch size. For example:
+
+        manyhands join 203.0.113.7:31337
+
+    Stays until Ctrl-C or --max-steps.
+    """
+    network, output = network or NetworkOptions(), output or OutputOptions()
+    training = training or TrainingSettings()
+    given: dict[str, Any] = {"text": text} if text else {}
+    if batch_size is not None:
+        given |= {"batch_size": batch_size}
+    if run_id is not None:
+        checked_run_id(run_id)
+    ticket = Ticket.parse(address) if Ticket.is_one(address) else Ticket("", [Address.parse(address)])
+    if run_id is not None and ticket.run_id and run_id != ticket.run_id:
+        raise ConfigError(f"the ticket is for run {ticket.run_id!r}, and --run-id is {run_id!r}; leave --run-id out")
+    check_before(training, given)
+    initial_peers = (*map(str, ticket.addresses), *(network.initial_peers or ()))
+    network = dataclasses.replace(network, initial_peers=initial_peers)
+    run = _chosen(network, run_id or ticket.run_id or None, ticket)
+    take_part(run.run_id, network, training, given, output, run=run)
+
+
+def _chosen(network: NetworkOptions, run_id: str | None, ticket: Ticket) -> Run:
+    assert network.initial_peers
+    with Scout(network.initial_peers) as scout:
+        run = scout.choose(run_id, is_trained=True)
+    peers = " ".join(network.initial_peers)
+    if run.manifest is None:
+        raise RunNotFound(
+            f"nobody trains in run {run.run_id!r}, so there is nothing to join yet; begin it with: "
+            f"manyhands train --run-id {run.run_id} --initial-peers {peers}"
+        )
+    if not ticket.fits(run.manifest.fingerprint()):
+        raise ConfigError(
+            f"run {run.run_id!r} has other settings now than when the ticket was made; ask for a new one, or join "
+            f"without it: manyhands join {network.initial_peers[0]} --run-id {run.run_id}"
+        )
+    return run

@@ -1,0 +1,79 @@
+"""One line at the end of a terminal that is drawn again and again, while log lines scroll above it."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from types import TracebackType
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+PERIOD_S = 0.5
+
+
+class LiveLine:
+    """Within a ``with`` block of this, the line is there.
+
+    Log lines marked as :data:`manyhands.optim.progress_log.SHOWN_LIVE` are left out meanwhile.
+
+    Args:
+        console: of standard output.
+        text: the line, for a width of the terminal in characters; called in a thread of its own.
+    """
+
+    def __init__(self, console: Console, text: Callable[[int], str]) -> None:
+        self._console = console
+        self._text = text
+        self._live = Live(console=console, auto_refresh=False, transient=True)
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._redraw_forever, name="live line", daemon=True)
+        self._handlers: list[logging.Handler] = []
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether standard output is a terminal that can draw a line again, whatever FORCE_COLOR says."""
+        return sys.stdout.isatty() and self._console.is_interactive
+
+    def __enter__(self) -> LiveLine:
+        self._live.start()
+        self._console.show_cursor(True)  # a process that is ended by force could not bring it back
+        root = logging.getLogger()
+        self._handlers, above = root.handlers, _AboveTheLine(self._console)
+        above.setFormatter(self._handlers[0].formatter if self._handlers else None)
+        root.handlers = [above]
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._is_over.set()
+        self._thread.join()
+        logging.getLogger().handlers = self._handlers
+        with suppress(OSError):  # the terminal was closed
+            self._live.stop()
+
+    def _redraw_forever(self) -> None:
+        with suppress(OSError):
+            while not self._is_over.wait(PERIOD_S):
+                text = self._text(self._console.width)
+                self._live.update(Text(text, no_wrap=True, overflow="crop"), refresh=True)
+
+
+class _AboveTheLine(logging.Handler):
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._console = console
+        self.addFilter(lambda record: not getattr(record, "is_shown_live", False))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            line = self.format(record)
+            self._console.print(line, markup=False, highlight=False, emoji=False, soft_wrap=True)
+        except Exception:  # noqa: BLE001 (as all handlers do it: who logs does not fail)
+            self.handleError(record)

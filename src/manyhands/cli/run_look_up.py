@@ -1,0 +1,71 @@
+"""Looks at the runs of a swarm before this peer joins one: what cannot work is said before anything is computed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from manyhands.base.address import Address
+from manyhands.base.errors import ConfigError, RunNotFound
+from manyhands.optim.runs import Run, find_runs, look_up_run, nobody_is_in
+from manyhands.peer import Peer
+
+LOOK_TIMEOUT_S = 8.0
+PATIENCE_S = 3.0
+"""Others may be starting just now."""
+
+PERIOD_S = 0.5
+
+
+class Scout:
+    """A peer for a moment, in nobody's table and without a name, that looks which runs are there.
+
+    Raises:
+        ConfigError: an address cannot be read.
+        JoinFailed: none of the addresses answers.
+    """
+
+    def __init__(self, addresses: Sequence[str | Address]) -> None:
+        self._peer = Peer(addresses, client_mode=True)
+
+    def __enter__(self) -> Scout:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._peer.close()
+
+    def choose(self, run_id: str | None, *, is_trained: bool = False) -> Run:
+        """The run of this name; without a name the only one that is there. Waits a moment for it.
+
+        Args:
+            is_trained: wait a moment also until somebody trains in it; it is returned in any case.
+        Raises:
+            RunNotFound: it is not there.
+            ConfigError: there are several to choose from; it lists them.
+        """
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            runs = self.runs()
+            is_late = time.monotonic() > deadline
+            for run in runs:
+                is_meant = run.run_id == run_id or (run_id is None and len(runs) == 1)
+                if is_meant and (is_late or run.manifest is not None or not is_trained):
+                    return run
+            if len(runs) > 1 and run_id is None:
+                listed = ", ".join(map(str, runs))
+                raise ConfigError(f"{len(runs)} runs are there: {listed}; choose one of them with --run-id")
+            if is_late:
+                break
+            time.sleep(PERIOD_S)
+        if run_id is None:
+            raise RunNotFound("no run is there yet")
+        raise RunNotFound(nobody_is_in(run_id, self._peer.dht.num_known_peers, runs))
+
+    def runs(self) -> list[Run]:
+        """The runs that are there, the largest first."""
+        return self._peer.run(find_runs(self._peer.dht), LOOK_TIMEOUT_S, "looking which runs are there")
+
+
+def look_up(peer: Peer, run_id: str) -> Run:
+    """A run, as a peer that has joined the swarm sees it."""
+    return peer.run(look_up_run(peer.dht, run_id), LOOK_TIMEOUT_S, f"looking up run {run_id!r}")

@@ -1,0 +1,98 @@
+"""What a volunteer sees of a trainer: one line in a terminal while it trains, and a card at its end."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from contextlib import nullcontext, suppress
+from typing import Protocol
+
+from rich.console import Console
+
+from manyhands.base.words import counted, rough
+from manyhands.cli.live_line import LiveLine
+from manyhands.recipes.albert.account import Account, Standing
+from manyhands.runtime.finishing import finishing
+
+ACCOUNT_TIMEOUT_S = 4.0
+"""A trainer that was told to leave may take so long to add up what it has done."""
+SAMPLE_TEXT = "The capital of [MASK] is ..."
+MAX_BAR, MIN_BAR = 24, 6
+
+
+class Trainer(Protocol):
+    """See :class:`manyhands.recipes.albert.training.AlbertTrainer`."""
+
+    def run(self) -> None: ...
+
+    def standing(self) -> Standing: ...
+
+    def account(self) -> Account: ...
+
+
+def run_in_view(trainer: Trainer) -> None:
+    """Run a trainer to its end, which may be Ctrl-C, and show how it goes and what it came to."""
+    console = Console(highlight=False)
+    live_line = LiveLine(console, lambda width: line_of(trainer.standing(), width))
+    try:
+        with live_line if live_line.is_possible else nullcontext():
+            trainer.run()
+    except KeyboardInterrupt:
+        with finishing(ACCOUNT_TIMEOUT_S):
+            print_card(console, trainer.account())
+        raise
+    print_card(console, trainer.account())
+
+
+def line_of(standing: Standing, width: int) -> str:
+    """How a trainer and its run stand, in one line of at most ``width`` characters."""
+    samples, target = standing.samples, standing.target_batch_size
+    head = f"Step {standing.step + 1}: {samples}/{target} samples"
+    eta = f"ETA {rough(standing.eta_s)}" if math.isfinite(standing.eta_s) else "ETA unknown"
+    parts = [
+        "averaging" if standing.is_averaging else eta,
+        counted(standing.num_peers, "peer"),
+        f"your share {standing.share:.0%}",
+    ]
+    if standing.loss is not None:
+        parts.append(f"loss {standing.loss:.3f}")
+    parts.append(f"{standing.samples_per_second:.1f} samples/s")
+    tail = ", ".join(parts)
+    bar_width = min(width - len(head) - len(tail) - 5, MAX_BAR)  # two brackets, two spaces, and the last column
+    if bar_width < MIN_BAR:
+        return f"{head}, {tail}"[: width - 1]
+    full = min(bar_width * samples // target, bar_width)
+    return f"{head} [{'#' * full}{'.' * (bar_width - full)}] {tail}"
+
+
+def card_of(account: Account) -> tuple[str, list[tuple[str, str]]]:
+    """The heading of a card, and its lines: what each is about, and what it says."""
+    share = account.samples_used / account.samples_of_all if account.samples_of_all else 0.0
+    lines = [
+        ("steps", f"{counted(account.num_steps, 'global step')} with you; the run is at step {account.step}"),
+        ("samples", f"{account.samples_used} of yours, {share:.1%} of all {account.samples_of_all} in these steps"),
+    ]
+    if account.first_loss is not None and account.last_loss is not None:
+        lines.append(("loss", f"{account.first_loss:.4f} at first, {account.last_loss:.4f} at last, on your samples"))
+    if (heldout := account.heldout) is not None:
+        what = f"on {counted(heldout.num_samples, 'sample')} that nobody trains on"
+        lines.append(("held-out loss", f"{heldout.before:.4f} before, {heldout.after:.4f} after, {what}"))
+    if account.folder is None:
+        lines.append(("model", "not saved, as --no-checkpoints says"))
+    elif account.checkpoint is None:
+        lines.append(("model", f"not saved yet; the next start with {account.folder} begins anew"))
+    else:
+        lines.append(("model", str(account.checkpoint)))
+        lines.append(("try it", f'manyhands fill {shlex.quote(str(account.folder))} "{SAMPLE_TEXT}"'))
+    return f"Your part in run {account.run_id!r}, {rough(account.seconds)}", lines
+
+
+def print_card(console: Console, account: Account) -> None:
+    """Print it, unless nobody is there to read it any more."""
+    heading, lines = card_of(account)
+    width = max(len(name) for name, _ in lines)
+    with suppress(OSError):  # the terminal was closed
+        console.print()
+        console.print(heading, style="bold", markup=False, soft_wrap=True)
+        for name, text in lines:
+            console.print(f"  {name:<{width}}  {text}", markup=False, emoji=False, soft_wrap=True)

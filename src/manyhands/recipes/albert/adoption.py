@@ -1,0 +1,88 @@
+"""The recipe of a run, as its manifest tells it, and what a newcomer takes over from there.
+
+All settings of a recipe that the peers of a run must share are facts of the manifest (``must_match`` of the optimizer),
+so a newcomer needs to name none of them. Imports no torch: a newcomer that does not fit is told so at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from manyhands.base.errors import ConfigError, ManifestMismatch
+from manyhands.recipes.albert.config import OWN_SETTINGS, AlbertRecipe
+from manyhands.rpc.frames import readable
+
+NAME = "albert 1"
+"""Of this recipe and its version, which counts up when its facts or their meaning change."""
+
+_RECIPE, _TOKENIZER, _VOCABULARY = "recipe", "tokenizer", "vocabulary"
+_KINDS: dict[str, Callable[[str], Any]] = {
+    field.name: {"int": int, "float": float}[str(field.type)]
+    for field in fields(AlbertRecipe)
+    if field.name not in OWN_SETTINGS
+}
+"""The settings that all peers of a run share, and what reads them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecipe:
+    """What a run trains.
+
+    Attributes:
+        tokenizer: digest of its tokenizer; see :func:`manyhands.recipes.albert.tokenizer.tokenizer_digest`.
+        vocab_size: length of that tokenizer.
+    """
+
+    recipe: AlbertRecipe
+    tokenizer: str
+    vocab_size: int
+
+
+def facts_of(recipe: AlbertRecipe, tokenizer: str, vocab_size: int) -> dict[str, str]:
+    """What all peers of a run must have alike, as text.
+
+    Args:
+        tokenizer: its digest.
+        vocab_size: its length, which may be below ``recipe.vocab_size``.
+    """
+    shared = {name: str(getattr(recipe, name)) for name in _KINDS}
+    return {_RECIPE: NAME, _TOKENIZER: tokenizer, _VOCABULARY: str(vocab_size), **shared}
+
+
+def adopted(run_id: str, facts: Mapping[str, str], given: Mapping[str, Any]) -> RunRecipe:
+    """The recipe of a run, with what a newcomer has chosen for itself.
+
+    Args:
+        facts: as :func:`facts_of` gave them: ``extra`` of the run manifest, or what a checkpoint was made with.
+        given: settings that the newcomer named, by the names of :class:`AlbertRecipe`.
+    Raises:
+        ManifestMismatch: one of them must be alike on all peers, and the run has another value; it names both.
+        ConfigError: this version does not know the recipe of the run.
+    """
+    if _RECIPE not in facts:
+        raise ConfigError(
+            f"run {run_id!r} was begun by a program of its own, not by manyhands train; run that program to join it"
+        )
+    if facts[_RECIPE] != NAME:
+        raise ConfigError(
+            f"run {run_id!r} trains recipe {readable(facts[_RECIPE])!r}, which this version does not know (it knows "
+            f"{NAME!r}); another version of manyhands does"
+        )
+    try:
+        shared = {name: kind(facts[name]) for name, kind in _KINDS.items()}
+        recipe = AlbertRecipe(**shared, **{name: given[name] for name in OWN_SETTINGS if name in given})
+        run = RunRecipe(recipe=recipe, tokenizer=facts[_TOKENIZER], vocab_size=int(facts[_VOCABULARY]))
+    except (KeyError, ValueError) as error:
+        if isinstance(error, ConfigError) and given.keys() & set(OWN_SETTINGS):
+            raise
+        raise ConfigError(f"the recipe of run {run_id!r} cannot be used: {readable(str(error))}") from error
+    differences = [
+        f"{name} is {given[name]} here, {shared[name]} in the run"
+        for name in _KINDS
+        if name in given and given[name] != shared[name]
+    ]
+    if differences:
+        raise ManifestMismatch(run_id, differences)
+    return run

@@ -1,0 +1,79 @@
+"""Fills the masks in a text with a model that was trained."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+from manyhands.base.errors import ConfigError
+from manyhands.recipes.albert.packages import torch, transformers
+
+NUM_GUESSES = 5
+MAX_REASON_LENGTH = 300
+
+
+class Guess(NamedTuple):
+    """A token, and how likely the model takes it to be."""
+
+    token: str
+    probability: float
+
+
+class Filled(NamedTuple):
+    """A text with the best guess in each mask, and the best guesses for each, the best first."""
+
+    text: str
+    guesses: list[list[Guess]]
+
+
+def fill_masks(path: Path, text: str) -> Filled:
+    """Guess the masked tokens of a text.
+
+    Args:
+        path: folder of a checkpoint, as ``save_pretrained`` writes it.
+        text: with the tokenizer's mask token in it.
+    Raises:
+        ConfigError: the model cannot be loaded, or the text is too long for it.
+    """
+    model, tokenizer = _load(path)
+    encoded = tokenizer(text, return_tensors="pt")
+    length, longest = encoded["input_ids"].shape[1], model.config.max_position_embeddings
+    if length > longest:
+        raise ConfigError(f"the text has {length} tokens, and this model reads {longest} at most; give a shorter one")
+    with torch.inference_mode():
+        logits_BSV = model(**encoded).prediction_logits  # noqa: N806
+    ids = encoded["input_ids"][0]
+    places = (ids == tokenizer.mask_token_id).nonzero()[:, 0].tolist()
+    probabilities_MV = logits_BSV[0, places].float().softmax(-1)  # noqa: N806
+    probabilities_MV[:, tokenizer.all_special_ids] = 0.0
+    best = torch.topk(probabilities_MV, NUM_GUESSES)
+    guesses = [
+        [Guess(_shown(tokenizer, token), value) for token, value in zip(tokens, values, strict=True)]
+        for tokens, values in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    ]
+    parts = text.split(tokenizer.mask_token)
+    filled = parts[0] + "".join(f"{of_mask[0].token}{part}" for of_mask, part in zip(guesses, parts[1:], strict=True))
+    return Filled(filled, guesses)
+
+
+def _shown(tokenizer: transformers.PreTrainedTokenizerBase, token: int) -> str:
+    text = str(tokenizer.decode([token]))
+    return text.strip() or repr(text)
+
+
+def _load(path: Path) -> tuple[transformers.AlbertForPreTraining, transformers.PreTrainedTokenizerBase]:
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        kind = transformers.AutoConfig.from_pretrained(path, local_files_only=True).model_type
+        if kind != "albert":
+            raise ConfigError(f"{path} holds a model of type {kind!r}, and this command fills masks with 'albert' only")
+        model = transformers.AlbertForPreTraining.from_pretrained(os.fspath(path), local_files_only=True)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(os.fspath(path), local_files_only=True)
+    except ConfigError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())[:MAX_REASON_LENGTH]
+        raise ConfigError(f"checkpoint {path} cannot be loaded: {reason}") from error
+    model.train(False)
+    return model, tokenizer

@@ -1,0 +1,59 @@
+"""How much memory a model takes, told before anything is started. Imports no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+
+from manyhands.base.errors import ConfigError
+from manyhands.recipes.albert.config import AlbertRecipe
+
+BYTES_PER_PARAMETER = 28
+"""Parameter, gradient, LAMB's two averages, the accumulated and the averaged gradient, what the others send."""
+
+LIBRARY_BYTES = 500e6
+"""Of torch and transformers, once they are imported."""
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def num_parameters(recipe: AlbertRecipe, vocab_size: int) -> int:
+    """Parameters of the model."""
+    embedding, hidden, inner = recipe.embedding_size, recipe.hidden_size, recipe.intermediate_size
+    embeddings = (vocab_size + recipe.seq_length + 2 + 2) * embedding  # words, positions, segments; a LayerNorm
+    layer = 4 * (hidden + 1) * hidden + (hidden + 1) * inner + (inner + 1) * hidden + 4 * hidden  # shared by all
+    heads = (hidden + 1) * hidden + 2 * (hidden + 1) + vocab_size + (hidden + 3) * embedding
+    return embeddings + (embedding + 1) * hidden + layer + heads
+
+
+def needed_bytes(recipe: AlbertRecipe, vocab_size: int) -> int:
+    """About what training takes with one sample at a time, in bytes."""
+    tokens, hidden = recipe.seq_length, recipe.hidden_size
+    in_a_layer = tokens * (10 * hidden + 4 * recipe.intermediate_size + 3 * recipe.num_attention_heads * tokens)
+    activations = 4 * (recipe.num_hidden_layers * in_a_layer + 3 * tokens * vocab_size)
+    return int(LIBRARY_BYTES) + BYTES_PER_PARAMETER * num_parameters(recipe, vocab_size) + activations
+
+
+def available_bytes() -> int:
+    """What this process may still take: of the machine, or of its container if that has less."""
+    available: int = psutil.virtual_memory().available
+    try:
+        limit, used = ((_CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
+    except OSError:  # no container, or no Linux
+        return available
+    return available if limit == "max" else min(available, max(int(limit) - int(used), 0))
+
+
+def check_memory(run_id: str, recipe: AlbertRecipe, vocab_size: int) -> None:
+    """Make sure that the model fits into this machine.
+
+    Raises:
+        ConfigError: it does not; it says what is needed.
+    """
+    needed, available = needed_bytes(recipe, vocab_size), available_bytes()
+    if needed > available:
+        raise ConfigError(
+            f"too little memory for the model of run {run_id!r}: its {num_parameters(recipe, vocab_size) / 1e6:.1f} "
+            f"million parameters need about {needed / 1e9:.1f} GB, and this machine has {available / 1e9:.1f} GB free"
+        )

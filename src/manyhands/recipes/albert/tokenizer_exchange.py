@@ -1,0 +1,102 @@
+"""Peers hand out the tokenizer of their run, so that a newcomer needs neither the same text nor the same Python.
+
+A newcomer asks for it by its digest, which is in the run manifest, and believes nothing that has another one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import zlib
+from collections.abc import Sequence
+from typing import Annotated
+
+import msgspec
+
+from manyhands.base.deadline import time_limit
+from manyhands.base.errors import ManyhandsError, PeerError, ProtocolViolation, Refused, Unavailable
+from manyhands.base.identity import PeerId
+from manyhands.recipes.albert.packages import transformers
+from manyhands.recipes.albert.tokenizer import tokenizer_digest, tokenizer_from_json, tokenizer_json
+from manyhands.rpc import Endpoint, Method
+
+logger = logging.getLogger(__name__)
+
+PART_BYTES = 1 << 18
+MAX_BYTES = 16 << 20
+MAX_JSON_BYTES = 64 << 20
+NUM_ASKED = 5
+TIMEOUT_S = 10.0
+"""For all of it; the tokenizer of 30,000 tokens has 600 KB, compressed."""
+
+
+class TokenizerRequest(msgspec.Struct, frozen=True):
+    """Which part of the tokenizer is wanted: what comes after ``offset`` bytes of its compressed JSON."""
+
+    digest: Annotated[str, msgspec.Meta(max_length=64)]
+    offset: Annotated[int, msgspec.Meta(ge=0, le=MAX_BYTES)]
+
+
+class TokenizerPart(msgspec.Struct, frozen=True):
+    """At most :data:`PART_BYTES` of it, and how many there are in all."""
+
+    part: Annotated[bytes, msgspec.Meta(max_length=PART_BYTES)]
+    num_bytes: Annotated[int, msgspec.Meta(ge=1, le=MAX_BYTES)]
+
+
+TOKENIZER = Method("albert.tokenizer", TokenizerRequest, TokenizerPart)
+
+
+async def serve_tokenizer(endpoint: Endpoint, tokenizer: transformers.PreTrainedTokenizerFast) -> None:
+    """Hand out a tokenizer from now on, until the endpoint is closed."""
+    digest = tokenizer_digest(tokenizer)
+    packed = zlib.compress(tokenizer_json(tokenizer).encode())
+
+    def on_request(remote: PeerId, request: TokenizerRequest) -> TokenizerPart:
+        if request.digest != digest:
+            raise Refused(endpoint.peer_id, "unknown_tokenizer", "this peer has another tokenizer")
+        return TokenizerPart(packed[request.offset : request.offset + PART_BYTES], len(packed))
+
+    endpoint.handle(TOKENIZER, on_request)
+
+
+async def fetch_tokenizer(
+    endpoint: Endpoint, donors: Sequence[PeerId], digest: str
+) -> transformers.PreTrainedTokenizerFast | None:
+    """Get the tokenizer with this digest from one of the peers of its run; None if none of them hands it out."""
+    try:
+        async with time_limit(TIMEOUT_S, "waiting for the tokenizer of the run"):
+            for donor in donors[:NUM_ASKED]:
+                try:
+                    packed = await _fetch(endpoint, donor, digest)
+                    return await asyncio.to_thread(_unpacked, donor, packed, digest)
+                except (Unavailable, PeerError) as error:
+                    logger.info("The tokenizer of the run could not be had from a peer: %s", error)
+    except ManyhandsError as error:
+        logger.info("%s", error)
+    return None
+
+
+async def _fetch(endpoint: Endpoint, donor: PeerId, digest: str) -> bytes:
+    packed = b""
+    while True:
+        response = await endpoint.call(donor, TOKENIZER, TokenizerRequest(digest, len(packed)))
+        packed += response.part
+        if len(packed) >= response.num_bytes:
+            return packed
+        if not response.part:
+            raise ProtocolViolation(donor, "handed out only a part of the tokenizer")
+
+
+def _unpacked(donor: PeerId, packed: bytes, digest: str) -> transformers.PreTrainedTokenizerFast:
+    try:
+        decompressor = zlib.decompressobj()
+        raw = decompressor.decompress(packed, MAX_JSON_BYTES)
+        if not decompressor.eof:
+            raise ValueError("it is too large, or cut off")
+        tokenizer = tokenizer_from_json(raw.decode())
+    except (zlib.error, ValueError) as error:
+        raise ProtocolViolation(donor, f"handed out a tokenizer that cannot be read: {error}") from error
+    if tokenizer_digest(tokenizer) != digest:
+        raise ProtocolViolation(donor, "handed out another tokenizer")
+    return tokenizer

@@ -1,0 +1,173 @@
+"""``manyhands join`` takes the whole recipe from the run, and says at once what cannot work."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from manyhands import Peer
+from manyhands.base.address import Address
+from manyhands.base.ticket import Ticket
+from manyhands.optim.run_manifest import ManifestKeeper, RunManifest
+from manyhands.recipes.albert.adoption import facts_of
+from manyhands.recipes.albert.config import AlbertRecipe
+from tests.process.commands import LOOPBACK, Command, address_of, running
+
+pytestmark = pytest.mark.process
+
+USAGE = 2
+SOON_S = 10.0
+STARTUP_S = 3.0  # of Python and its imports
+SMALL = (
+    "--hidden-size", "48", "--num-attention-heads", "3", "--intermediate-size", "64", "--num-hidden-layers", "1",
+    "--seq-length", "32", "--vocab-size", "600", "--learning-rate", "0.02", "--target-batch-size", "24",
+)  # fmt: skip
+COMMON = ("--listen", LOOPBACK, "--threads", "1")
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Command, str, str]]:
+    """A trainer of a run with settings of its own; its address, and its ticket."""
+    text = tmp_path_factory.mktemp("text") / "other.txt"
+    text.write_text(
+        "".join(f"Sentence number {n} of this text is here. It has another one behind it.\n\n" for n in range(3000))
+    )
+    with running("train", "--run-id", "runA", *COMMON, *SMALL, "--text", str(text)) as command:
+        address = command.wait_for("Others can join through this peer").split()[-1]
+        ticket = command.wait_for("manyhands join mh1").split()[-1]
+        yield command, address, ticket
+
+
+def wait_for_usage_error(command: Command, started: float) -> str:
+    assert command.wait(60) == USAGE, command.output
+    assert time.monotonic() - started < SOON_S + STARTUP_S
+    return command.output.strip().splitlines()[-1]
+
+
+def test_one_word_joins_a_run_with_another_model_and_contributes(
+    trainer: tuple[Command, str, str], tmp_path: Path
+) -> None:
+    _, address, _ = trainer
+    host_port = f"127.0.0.1:{Address.parse(address).port}"
+    with running("join", host_port, *COMMON, folder=tmp_path) as newcomer:
+        newcomer.wait_for("A short trial chose")
+        newcomer.wait_for("Averaged tensors successfully with 2 peers")
+        assert re.search(r"[1-9]\d* samples", newcomer.wait_for("Your current contribution"))
+        newcomer.interrupt()
+        newcomer.wait(20)
+    assert "Training the tokenizer" not in newcomer.output, "it came from the run, whose text is not here"
+    folder = tmp_path / "manyhands-runA"
+    assert (folder / "identity.pem").exists()
+    assert list(folder.glob("checkpoint-*/model.safetensors"))
+
+
+def test_a_ticket_joins_and_a_restart_is_the_same_peer(trainer: tuple[Command, str, str], tmp_path: Path) -> None:
+    _, _, ticket = trainer
+    peer_ids = []
+    for _ in range(2):
+        with running("join", ticket, *COMMON, "--batch-size", "4", folder=tmp_path) as newcomer:
+            peer_ids.append(newcomer.wait_for("Joining run runA as peer").split()[-1])
+            newcomer.wait_for("Your current contribution")
+            newcomer.interrupt()
+            newcomer.wait(20)
+    assert peer_ids[0] == peer_ids[1]
+
+
+def test_two_trainers_that_are_started_in_one_folder_have_one_each(tmp_path: Path) -> None:
+    start = ("train", "--run-id", "two", *COMMON, *SMALL)
+    with running(*start, folder=tmp_path) as first:
+        address = first.wait_for("Others can join through this peer").split()[-1]
+        with running(*start, "--initial-peers", address, folder=tmp_path) as second:
+            second.wait_for("Joining run two")
+            assert sorted(path.name for path in tmp_path.iterdir()) == ["manyhands-two", "manyhands-two-2"]
+
+
+def test_train_adopts_too_and_refuses_only_what_differs(trainer: tuple[Command, str, str]) -> None:
+    _, address, _ = trainer
+    start = ("train", "--initial-peers", address, *COMMON)
+    with running(*start, "--learning-rate", "0.1", "--hidden-size", "96") as other:
+        line = wait_for_usage_error(other, time.monotonic())
+    assert "hidden_size is 96 here, 48 in the run; learning_rate is 0.1 here, 0.02 in the run" in line
+    assert "Loading PyTorch" not in other.output
+
+    with running(*start, "--hidden-size", "48", "--seed", "7", "--no-checkpoints") as newcomer:
+        newcomer.wait_for("Averaged tensors successfully with 2 peers")
+
+
+def test_a_mistyped_run_id_is_told_with_the_runs_that_are_there(trainer: tuple[Command, str, str]) -> None:
+    _, address, _ = trainer
+    with running("train", "--run-id", "runB", "--initial-peers", address, *COMMON) as mistyped:
+        line = wait_for_usage_error(mistyped, time.monotonic())
+    assert "joined 1 peer; none of them is in run 'runB'; runs here: 'runA' (" in line
+    assert "Check --run-id, or begin the run with --start-new" in line
+
+    with running("doctor", "--run-id", "runB", "--initial-peers", address, "--listen", LOOPBACK) as doctor:
+        assert doctor.wait(60) == 1
+    assert re.search(r"FAIL  run +joined 1 peer; none of them is in run 'runB'; runs here: 'runA'", doctor.output)
+
+    with running("train", "--run-id", "runB", "--initial-peers", address, "--start-new", *COMMON, *SMALL) as new:
+        new.wait_for("Step 1")
+        with running("join", address, *COMMON) as lost:
+            line = wait_for_usage_error(lost, time.monotonic())
+        assert re.search(r"2 runs are there: .*'run[AB]' \(1 peer\).*; choose one of them with --run-id", line)
+
+
+def test_a_ticket_that_cannot_be_used(trainer: tuple[Command, str, str]) -> None:
+    _, address, ticket = trainer
+    place = Address.parse(address)
+    for bad, message in [
+        (ticket[:-7], "is cut off or mistyped; copy it whole"),
+        ("mh2" + ticket[3:], "is of version 2, and this manyhands reads version 1"),
+        (str(Ticket("gone", [place])), "none of them is in run 'gone'"),
+        (str(Ticket("runA", [place], b"x" * 16)), "run 'runA' has other settings now than when the ticket was made"),
+        (str(Ticket("runA", [Address.parse("127.0.0.1:1")])), "connection refused"),
+    ]:
+        with running("join", bad, *COMMON) as newcomer:
+            line = wait_for_usage_error(newcomer, time.monotonic())
+        assert message in line, newcomer.output
+
+
+def test_a_run_that_only_its_monitor_knows_is_begun_and_not_joined() -> None:
+    with running("monitor", "--run-id", "quiet", "--listen", LOOPBACK) as monitor:
+        address = address_of(monitor)
+        with running("join", address, *COMMON) as newcomer:
+            line = wait_for_usage_error(newcomer, time.monotonic())
+        assert "nobody trains in run 'quiet', so there is nothing to join yet; begin it with: manyhands train" in line
+        with running("train", "--initial-peers", address, *COMMON, *SMALL) as first:
+            first.wait_for("Step 1")
+
+
+def sign(peer: Peer, **extra: str) -> None:
+    """Have a run whose manifest has these facts."""
+    manifest = RunManifest("manyhands/1", "odd", 64, [], [], "Lamb", [], "", "none", extra)
+    keeper = ManifestKeeper(peer.dht, peer.peer_id, manifest)
+
+    async def keep() -> None:
+        await keeper.agree()
+        peer.presence.on_close.append(keeper.close)
+
+    peer.run(keep(), 5.0, "signing")
+
+
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [
+        ({"recipe": "albert 99"}, "trains recipe 'albert 99', which this version does not know"),
+        ({}, "was begun by a program of its own"),
+        (
+            facts_of(AlbertRecipe(hidden_size=1 << 17, intermediate_size=1 << 19), "digest", 30_000),
+            "too little memory for the model of run 'odd': its",
+        ),
+    ],
+)
+def test_a_recipe_that_cannot_be_trained_here(facts: dict[str, str], message: str) -> None:
+    with Peer(listen=[LOOPBACK]) as peer:
+        sign(peer, **facts)
+        with running("join", peer.addresses[0], *COMMON) as newcomer:
+            line = wait_for_usage_error(newcomer, time.monotonic())
+    assert message in line
+    assert len(newcomer.output.strip().splitlines()) == 1

@@ -1,0 +1,197 @@
+"""What a volunteer sees of a trainer in a terminal and in a pipe, and the model that it leaves."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from manyhands.cli.main import run
+from tests.process.commands import LOOPBACK, PATIENCE_S, running
+
+pytestmark = pytest.mark.process
+
+INTERRUPTED, USAGE = 130, 2
+LINE = r"Step \d+: \d+/64 samples \[[#.]+\]"
+WORDS = ("the", "a", "dog", "house", "river", "city", "capital", "of", "france", "is", "was", "big", "runs", "over")
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """A small corpus."""
+    rng = random.Random(0)
+    sentences = [" ".join(rng.choices(WORDS, k=9)).capitalize() + "." for _ in range(1200)]
+    documents = [" ".join(sentences[start : start + 12]) for start in range(0, len(sentences), 12)]
+    path = tmp_path / "small.txt"
+    path.write_text("\n\n".join(documents))
+    return path
+
+
+def arguments(text: Path, *more: str) -> tuple[str, ...]:
+    return (
+        "train", "--run-id", "seen", "--listen", LOOPBACK, "--threads", "1", "--device", "cpu", "--batch-size", "8",
+        "--hidden-size", "32", "--num-hidden-layers", "1", "--intermediate-size", "32", "--embedding-size", "16",
+        "--vocab-size", "512", "--seq-length", "16", "--target-batch-size", "64", "--linger-s", "0",
+        "--text", str(text), *more,
+    )  # fmt: skip
+
+
+class Terminal:
+    """A command in a terminal of its own."""
+
+    def __init__(self, *command: str) -> None:
+        import fcntl
+        import struct
+        import termios
+
+        self.screen = ""
+        self._master, slave = os.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+        self._process = subprocess.Popen(
+            [sys.executable, "-u", "-m", "manyhands", *command],
+            stdin=slave, stdout=slave, stderr=slave, start_new_session=True, env={**os.environ, "TERM": "xterm"},
+        )  # fmt: skip
+        os.close(slave)
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        while True:
+            try:
+                data = os.read(self._master, 4096)
+            except OSError:  # nobody has the terminal open any more
+                return
+            if not data:
+                return
+            self.screen += data.decode(errors="replace")
+
+    def wait_until(self, pattern: str, times: int = 1) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while len(re.findall(pattern, self.screen)) < times:
+            assert time.monotonic() < deadline, self.screen
+            assert self._process.poll() is None, self.screen
+            time.sleep(0.05)
+
+    def send(self, number: int) -> None:
+        self._process.send_signal(number)
+
+    def wait(self, timeout_s: float) -> int:
+        code = self._process.wait(timeout_s)
+        self._reader.join(5.0)
+        return code
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._reader.join(5.0)
+        os.close(self._master)
+
+
+@contextmanager
+def in_terminal(*command: str) -> Iterator[Terminal]:
+    terminal = Terminal(*command)
+    try:
+        yield terminal
+    finally:
+        terminal.close()
+
+
+def final_rows(screen: str) -> list[str]:
+    """What is left to read, of a terminal that is wide enough: erased rows are gone."""
+    rows = [""]
+    for piece in re.split(r"(\r\n|\r|\x1b\[1A|\x1b\[2K)", screen):
+        if piece == "\r\n":
+            rows.append("")
+        elif piece == "\x1b[1A":
+            rows.pop()
+        elif piece == "\x1b[2K":
+            rows[-1] = ""
+        elif piece != "\r":
+            rows[-1] += re.sub(r"\x1b\[[?0-9;]*[a-zA-Z]", "", piece)
+    return rows
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="it has no pseudo-terminals")
+@pytest.mark.timeout(240)
+def test_a_terminal_has_one_live_line_and_scrolls_events(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "kept"
+    with in_terminal(*arguments(text, "--checkpoint-dir", str(folder), "--slow-down", "10")) as terminal:
+        terminal.wait_until(r"Optimizer step: done! Step 3")
+        terminal.wait_until(rf"\r\x1b\[2K{LINE}", times=3)
+        terminal.send(signal.SIGINT)
+        assert terminal.wait(15) == INTERRUPTED, terminal.screen
+    rows = final_rows(terminal.screen)
+    _, drawn = re.split(LINE, terminal.screen, maxsplit=1)
+    assert not re.search("Collaboration accumulated|Local loss|Beginning global", drawn), "the line says it"
+    assert not [row for row in rows if "/64 samples" in row], "the line was drawn again and again, and is gone"
+    steps = [int(match[1]) for row in rows if (match := re.search(r"\[INFO\] Optimizer step: done! Step (\d+)", row))]
+    assert steps == list(range(1, steps[-1] + 1))
+    card = "\n".join(rows[rows.index(next(row for row in rows if "Your part in run 'seen'" in row)) :])
+    assert re.search(rf"steps +{steps[-1]} global steps with you; the run is at step {steps[-1]}", card), card
+    assert "100.0% of all" in card
+    assert re.search(r"held-out loss +\d\.\d+ before, \d\.\d+ after, on 64 samples", card), card
+    assert f"{folder / f'checkpoint-{steps[-1]}'}" in card
+    assert f'manyhands fill {folder} "The capital of [MASK] is ..."' in card
+
+    assert run(["fill", str(folder), "The capital of [MASK] is [MASK]."]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("The capital of ")
+    assert "[MASK]" not in said[0]
+    assert sum(bool(re.fullmatch(r" +\d+\.\d% {2}\S+", line)) for line in said) == 2 * 5
+    assert run(["fill", str(folder / f"checkpoint-{steps[-1]}"), "a [MASK]"]) == 0
+    assert run(["fill", str(folder), "[MASK] " * 20]) == USAGE
+    assert "tokens, and this model reads 16 at most" in capsys.readouterr().err
+
+
+@pytest.mark.timeout(240)
+def test_a_pipe_has_plain_lines_and_the_card(text: Path) -> None:
+    with running(*arguments(text, "--no-checkpoints", "--slow-down", "3")) as trainer:
+        for words in (
+            "Collaboration accumulated 0 samples from 1 peer; ETA unknown (refresh in ",
+            "[INFO] Optimizer step: done! Step 1, ",
+            "[INFO] Step 1",
+            "[INFO] Your current contribution: ",
+            "[INFO] Local loss: ",
+            "Step 2",
+        ):
+            trainer.wait_for(words)
+        trainer.terminate()
+        assert trainer.wait(15) == INTERRUPTED, trainer.output
+    assert "Your part in run 'seen'" in trainer.output
+    assert "not saved, as --no-checkpoints says" in trainer.output
+    assert "manyhands fill" not in trainer.output
+    assert "\x1b" not in trainer.output
+    assert "Traceback" not in trainer.output
+
+
+@pytest.mark.timeout(240)
+def test_the_steps_of_two_peers_have_one_numbering_and_shares(text: Path, tmp_path: Path) -> None:
+    common = arguments(text, "--no-checkpoints", "--slow-down", "5")
+    with running("monitor", "--run-id", "seen", "--listen", LOOPBACK) as monitor:
+        address = monitor.wait_for("manyhands train").split()[-1]
+        with running(*common, "--initial-peers", address, "--start-new") as first:
+            first.wait_for("Collaboration accumulated")
+            with running(*common, "--initial-peers", address) as second:
+                line = second.wait_for("Beginning global optimizer step #")
+                number = int(line.rpartition("#")[2])
+                assert f"Step {number}," in second.wait_for("Optimizer step: done!")
+                monitor.wait_for(f"Step #{number}  loss")
+                second.interrupt()
+                assert second.wait(15) == INTERRUPTED, second.output
+            first.interrupt()
+            assert first.wait(15) == INTERRUPTED, first.output
+    (used, share, total) = re.findall(r"samples +(\d+) of yours, ([\d.]+)% of all (\d+)", second.output)[0]
+    assert 0 < int(used) < int(total)
+    assert float(share) == pytest.approx(100 * int(used) / int(total), abs=0.1)

@@ -1,0 +1,114 @@
+"""What a volunteer sees of a trainer, from made-up numbers."""
+
+from __future__ import annotations
+
+import io
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from manyhands.cli.training_view import card_of, line_of, print_card, run_in_view
+from manyhands.recipes.albert.account import Account, HeldoutLosses, Standing
+
+STANDING = Standing(
+    step=3, samples=128, target_batch_size=256, eta_s=12.3, num_peers=3, is_averaging=False, share=0.333,
+    loss=7.1234, samples_per_second=41.27,
+)  # fmt: skip
+ACCOUNT = Account(
+    run_id="demo", seconds=723.0, step=318, num_steps=118, samples_used=4096, samples_of_all=16384,
+    first_loss=8.321, last_loss=6.51, heldout=HeldoutLosses(before=8.31, after=6.49, num_samples=64),
+    folder=Path("my model"), checkpoint=Path("my model/checkpoint-318"),
+)  # fmt: skip
+
+
+def test_the_line_says_how_far_the_next_step_is() -> None:
+    assert line_of(STANDING, 120) == (
+        "Step 4: 128/256 samples [############............] "
+        "ETA 12 s, 3 peers, your share 33%, loss 7.123, 41.3 samples/s"
+    )
+
+
+@pytest.mark.parametrize("width", [20, 60, 80, 90, 100, 200])
+def test_the_line_never_wraps(width: int) -> None:
+    line = line_of(STANDING, width)
+    assert len(line) < width
+    assert line.startswith("Step 4: 128/256")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"eta_s": math.inf, "loss": None}, "ETA unknown, 3 peers, your share 33%, 41.3 samples/s"),
+        ({"num_peers": 1}, "1 peer, "),
+        ({"eta_s": 0.0, "samples": 300, "is_averaging": True}, "[########################] averaging, "),
+    ],
+)
+def test_the_line_in_other_moments(changes: dict[str, object], words: str) -> None:
+    assert words in line_of(replace(STANDING, **changes), 120)  # type: ignore[arg-type]
+
+
+def test_the_card_of_a_trainer_that_kept_its_model() -> None:
+    heading, lines = card_of(ACCOUNT)
+    assert heading == "Your part in run 'demo', 12 min"
+    assert dict(lines) == {
+        "steps": "118 global steps with you; the run is at step 318",
+        "samples": "4096 of yours, 25.0% of all 16384 in these steps",
+        "loss": "8.3210 at first, 6.5100 at last, on your samples",
+        "held-out loss": "8.3100 before, 6.4900 after, on 64 samples that nobody trains on",
+        "model": "my model/checkpoint-318",
+        "try it": "manyhands fill 'my model' \"The capital of [MASK] is ...\"",
+    }
+
+
+def test_the_card_says_where_there_is_no_model() -> None:
+    _, lines = card_of(replace(ACCOUNT, folder=None, checkpoint=None))
+    assert dict(lines)["model"] == "not saved, as --no-checkpoints says"
+    assert "try it" not in dict(lines)
+    _, lines = card_of(replace(ACCOUNT, checkpoint=None))
+    assert dict(lines)["model"].startswith("not saved yet")
+
+
+def test_a_trainer_that_made_no_step_has_a_card() -> None:
+    nothing = replace(
+        ACCOUNT, num_steps=0, samples_used=0, samples_of_all=0, first_loss=None, last_loss=None, heldout=None
+    )
+    _, lines = card_of(nothing)
+    assert dict(lines)["samples"] == "0 of yours, 0.0% of all 0 in these steps"
+    assert not {"loss", "held-out loss"} & dict(lines).keys()
+
+
+def test_the_command_of_the_card_can_be_copied_from_a_narrow_terminal() -> None:
+    console = Console(width=30, file=io.StringIO())
+    print_card(console, ACCOUNT)
+    assert isinstance(console.file, io.StringIO)
+    assert "  try it         manyhands fill 'my model' \"The capital of [MASK] is ...\"\n" in console.file.getvalue()
+
+
+class ATrainer:
+    def __init__(self, end: type[BaseException] | None) -> None:
+        self._end = end
+
+    def run(self) -> None:
+        if self._end is not None:
+            raise self._end
+
+    def standing(self) -> Standing:
+        return STANDING
+
+    def account(self) -> Account:
+        return ACCOUNT
+
+
+@pytest.mark.parametrize(("end", "has_card"), [(None, True), (KeyboardInterrupt, True), (ValueError, False)])
+def test_the_card_comes_at_the_end_and_at_ctrl_c(
+    end: type[BaseException] | None, has_card: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if end is None:
+        run_in_view(ATrainer(end))
+    else:
+        with pytest.raises(end):
+            run_in_view(ATrainer(end))
+    assert ("Your part in run 'demo'" in capsys.readouterr().out) is has_card

@@ -1,0 +1,53 @@
+"""The line about the collaboration's progress comes at once when there is news, and else every ten seconds."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from manyhands.optim.progress import Progress
+from manyhands.optim.progress_log import ProgressLog
+
+GROWS = Progress(64, 2, 8.0, 24.0)
+
+
+def told(caplog: pytest.LogCaptureFixture, *looks: tuple[float, int, Progress]) -> list[float]:
+    """The times at which there was a line."""
+    log, times = ProgressLog(), []
+    for now, step, progress in looks:
+        caplog.clear()
+        with caplog.at_level("INFO", "manyhands"):
+            log.tell(step, progress, 1.0, now)
+        times += [now] * len(caplog.records)
+    return times
+
+
+def test_mere_growth_is_told_every_ten_seconds(caplog: pytest.LogCaptureFixture) -> None:
+    looks = [(float(now), 0, Progress(8 * now, 2, 8.0, 100.0 - now)) for now in range(31)]
+    assert told(caplog, *looks) == [0.0, 10.0, 20.0, 30.0]
+
+
+@pytest.mark.parametrize(
+    ("step", "news"),
+    [
+        (1, GROWS),  # another step
+        (0, Progress(64, 3, 8.0, 24.0)),  # another number of peers
+        (0, Progress(256, 2, 8.0, 0.0)),  # the target
+    ],
+)
+def test_news_is_told_at_once_and_once(step: int, news: Progress, caplog: pytest.LogCaptureFixture) -> None:
+    assert told(caplog, (0.0, 0, GROWS), (1.0, step, news), (2.0, step, news)) == [0.0, 1.0]
+
+
+def test_an_eta_is_news_when_it_becomes_known_and_not_when_it_is_lost(caplog: pytest.LogCaptureFixture) -> None:
+    unknown = Progress(0, 2, 0.0, math.inf)
+    assert told(caplog, (0.0, 0, unknown), (1.0, 0, GROWS), (2.0, 0, unknown), (3.0, 0, GROWS)) == [0.0, 1.0]
+
+
+def test_the_words_are_those_of_the_tutorials(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "manyhands"):
+        ProgressLog().tell(0, Progress(64, 1, 8.0, 24.0), 0.5, 0.0)
+    assert caplog.messages == [
+        "Collaboration accumulated 64 samples from 1 peer; ETA 24.00 seconds (refresh in 0.50s.)"
+    ]

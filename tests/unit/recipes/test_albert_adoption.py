@@ -1,0 +1,61 @@
+"""A newcomer takes over the recipe of a run, and is told what it asked for in vain."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from manyhands.base.errors import ConfigError, ManifestMismatch
+from manyhands.recipes.albert.adoption import RunRecipe, adopted, facts_of
+from manyhands.recipes.albert.config import AlbertRecipe
+
+RECIPE = AlbertRecipe(
+    vocab_size=600, seq_length=32, hidden_size=48, num_attention_heads=3, learning_rate=0.00176, target_batch_size=64,
+    batch_size=4, seed=5, mask_probability=0.2,
+)  # fmt: skip
+FACTS = facts_of(RECIPE, "digest", 555)
+
+
+def test_all_but_ones_own_settings_come_from_the_run() -> None:
+    own = {"text": (Path("a.txt"),), "batch_size": 16, "seed": 7}
+    expected = RunRecipe(recipe=replace(RECIPE, **own), tokenizer="digest", vocab_size=555)
+    assert adopted("run", FACTS, own) == expected
+    assert adopted("run", FACTS, {**own, "hidden_size": 48, "learning_rate": 0.00176}) == expected
+
+
+def test_what_was_given_and_differs_is_named_with_both_values() -> None:
+    with pytest.raises(ManifestMismatch) as error:
+        adopted("run", FACTS, {"learning_rate": 0.1, "hidden_size": 512, "target_batch_size": 64})
+    assert error.value.differences == [
+        "hidden_size is 512 here, 48 in the run",
+        "learning_rate is 0.1 here, 0.00176 in the run",
+    ]
+
+
+def test_the_recipe_of_a_peer_that_adopted_it_is_the_same() -> None:
+    run = adopted("run", FACTS, {"batch_size": 2, "seed": 9})
+    assert facts_of(run.recipe, run.tokenizer, run.vocab_size) == FACTS
+
+
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [
+        ({}, "was begun by a program of its own"),
+        ({**FACTS, "recipe": "albert 2"}, "trains recipe 'albert 2', which this version does not know"),
+        ({**FACTS, "recipe": "\x1b[2J"}, "trains recipe '?[2J'"),
+        ({**FACTS, "hidden_size": "many"}, "the recipe of run 'run' cannot be used"),
+        ({**FACTS, "hidden_size": "-3"}, "the recipe of run 'run' cannot be used"),
+        ({name: value for name, value in FACTS.items() if name != "seq_length"}, "cannot be used"),
+    ],
+)
+def test_recipes_that_cannot_be_used(facts: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        adopted("run", facts, {})
+
+
+def test_ones_own_wrong_setting_is_ones_own_fault() -> None:
+    with pytest.raises(ConfigError, match="batch_size is 0"):
+        adopted("run", FACTS, {"batch_size": 0})
