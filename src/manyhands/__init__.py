@@ -12,28 +12,94 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from manyhands.base.errors import (
+    BadSignature,
+    ConfigError,
+    DialFailed,
+    JoinFailed,
+    ManifestMismatch,
+    ManyhandsError,
+    MissingExtra,
+    NobodyThere,
+    NothingToAverage,
+    Overruled,
+    PeerError,
+    PeerLost,
+    ProtocolViolation,
+    RankLost,
+    Refused,
+    RoundAborted,
+    RunNotFound,
+    Timeout,
+    Unavailable,
+)
 from manyhands.version import __version__
 
 if TYPE_CHECKING:
+    from manyhands import optim
+    from manyhands.averaging.config import AveragingConfig
     from manyhands.averaging.tensor_averager import Averager, RoundResult
-    from manyhands.base.errors import ManyhandsError
+    from manyhands.optim.config import ProgressConfig
     from manyhands.optim.optimizer import Optimizer
     from manyhands.optim.process_group_optimizer import ProcessGroupOptimizer
     from manyhands.peer import Peer
 
-__all__ = ["Averager", "ManyhandsError", "Optimizer", "Peer", "ProcessGroupOptimizer", "RoundResult", "__version__"]
+__all__ = [
+    "Averager",
+    "AveragingConfig",
+    "BadSignature",
+    "ConfigError",
+    "DialFailed",
+    "JoinFailed",
+    "ManifestMismatch",
+    "ManyhandsError",
+    "MissingExtra",
+    "NobodyThere",
+    "NothingToAverage",
+    "Optimizer",
+    "Overruled",
+    "Peer",
+    "PeerError",
+    "PeerLost",
+    "ProcessGroupOptimizer",
+    "ProgressConfig",
+    "ProtocolViolation",
+    "RankLost",
+    "Refused",
+    "RoundAborted",
+    "RoundResult",
+    "RunNotFound",
+    "Timeout",
+    "Unavailable",
+    "__version__",
+    "optim",
+]
 
 _HOMES = {
     "Averager": "manyhands.averaging.tensor_averager",
-    "ManyhandsError": "manyhands.base.errors",
+    "AveragingConfig": "manyhands.averaging.config",
     "Optimizer": "manyhands.optim.optimizer",
     "Peer": "manyhands.peer",
     "ProcessGroupOptimizer": "manyhands.optim.process_group_optimizer",
+    "ProgressConfig": "manyhands.optim.config",
     "RoundResult": "manyhands.averaging.tensor_averager",
 }
+_OF_TORCH = ("torch", "numpy", "blake3")
+"""The packages of the extra ``torch``."""
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:  # on first use only: the optimizer imports torch, which a coordinator never needs
+    if name == "optim":
+        return importlib.import_module("manyhands.optim")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'manyhands' has no attribute {name!r}")
+    try:  # on first use only: the optimizer imports torch, which a coordinator never needs
         return getattr(importlib.import_module(_HOMES[name]), name)
-    raise AttributeError(f"module 'manyhands' has no attribute {name!r}")
+    except ModuleNotFoundError as error:
+        if error.name not in _OF_TORCH:
+            raise
+        raise MissingExtra(f"manyhands.{name}", "torch") from None
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 from manyhands.base.address import Address, parse_addresses, parse_listen_addresses
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ConfigError, ManyhandsError, Timeout
+from manyhands.base.from_hivemind import FromHivemind
 from manyhands.base.identity import Identity, PeerId
 from manyhands.dht import DhtConfig, DhtNode
 from manyhands.reach import Reach
@@ -129,7 +130,21 @@ class BlockingPeer(Protocol):
         """Let time pass."""
 
 
-class Peer:
+def check_peer(peer: object) -> None:
+    """Make sure that an optimizer or averager is given a peer.
+
+    Raises:
+        ConfigError: it is none; says what to write.
+    """
+    if not hasattr(peer, "presence"):
+        given = "None" if peer is None else f"of type {type(peer).__name__}"
+        raise ConfigError(
+            f"peer is {given}, and this machine's manyhands.Peer is needed: peer=manyhands.Peer() begins a swarm, "
+            "peer=manyhands.Peer(initial_peers=[ADDRESS]) joins one"
+        )
+
+
+class Peer(FromHivemind):
     """A machine's presence in the swarm. Use it as a context manager, or call :meth:`close`.
 
     Args:

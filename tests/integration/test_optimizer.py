@@ -248,3 +248,40 @@ def test_short_batches_far_from_the_target_do_not_each_wake_the_network_thread()
         trainer.optimizer.step(batch_size=0)
         assert trainer.optimizer.global_step == 1, "what reaches the target is reported at once"
         assert trainer.optimizer.statistics.samples_used == num_batches * BATCH_SIZE + 10**6
+
+
+def test_a_state_that_lacks_something_says_what_and_loads_nothing() -> None:
+    with peers(1) as (peer,):
+        model = new_model()
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = manyhands.Optimizer(inner, peer=peer, run_id="state", target_batch_size=4, batch_size_per_step=4)
+        whole = optimizer.state_dict()
+        halved = {**whole, "manyhands": {name: whole["manyhands"][name] for name in ("step", "scheduler")}}
+        before = optimizer.state_digest()
+        for state, says in (
+            ({}, "no 'state' and no 'param_groups'"),
+            (model.state_dict(), "no 'state' and no 'param_groups'"),
+            ({"state": {}}, "no 'param_groups'"),
+            (halved, "no 'manyhands.lineage' and no 'manyhands.lineage_samples'"),
+        ):
+            with pytest.raises(ConfigError, match=says):
+                optimizer.load_state_dict(state)
+            assert optimizer.state_digest() == before
+        optimizer.load_state_dict(inner.state_dict())
+
+
+def test_a_model_with_batch_norm_is_told_once_that_its_statistics_do_not_travel(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with peers(1) as (peer,):
+        model = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 3))
+        optimizer = manyhands.Optimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), peer=peer, run_id="norm", target_batch_size=4,
+            batch_size_per_step=4,
+        )  # fmt: skip
+        optimizer.step(batch_size=0)
+        for _ in range(3):
+            model(torch.randn(4, 5)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert sum("running mean and variance do not travel yet" in text for text in caplog.messages) == 1

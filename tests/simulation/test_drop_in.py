@@ -197,12 +197,6 @@ def test_zero_grad_and_groups_are_those_of_the_model(offload: bool) -> None:
         assert all(not p.grad.any() for p in member.model.parameters() if p.grad is not None)
         optimizer.zero_grad()
         assert all(parameter.grad is None for parameter in member.model.parameters())
-        optimizer.param_groups[0]["lr"] = 0.0  # as an own schedule would
-        before = [parameter.detach().clone() for parameter in member.model.parameters()]
-        optimizer.param_groups[0]["weight_decay"] = 0.0
-        member.step(loss_of(member.model, 0))
-        assert optimizer.global_step == 1
-        assert all(torch.equal(p, old) for p, old in zip(member.model.parameters(), before, strict=True))
 
     alone(train, offload=offload)
 

@@ -17,9 +17,10 @@ from manyhands.averaging.messages import MAX_WEIGHT
 from manyhands.averaging.participation import Attempts, Participation
 from manyhands.averaging.tensor_list import TensorList
 from manyhands.base.errors import ConfigError, ManyhandsError, Timeout
+from manyhands.base.from_hivemind import FromHivemind
 from manyhands.base.identity import PeerId
 from manyhands.base.run_id import checked_run_id
-from manyhands.peer import BlockingPeer
+from manyhands.peer import BlockingPeer, check_peer
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ class RoundResult:
     cut: Mapping[PeerId, Sequence[tuple[int, int]]] = field(default_factory=dict)
 
 
-class Averager:
+class Averager(FromHivemind):
     """Averages a fixed list of tensors with whoever else does so under the same run id.
 
     ::
@@ -105,6 +106,7 @@ class Averager:
         averaging: AveragingConfig | None = None,
         matchmaking_time_s: float | None = None,
     ) -> None:
+        check_peer(peer)
         checked_run_id(run_id)
         self.auxiliary = auxiliary
         self._peer = peer

@@ -108,16 +108,27 @@ class Address:
 
 
 def parse_addresses(texts: Sequence[str | Address]) -> list[Address]:
-    """Read several addresses; what is an :class:`Address` already stays as it is."""
+    """Read several addresses; what is an :class:`Address` already stays as it is.
+
+    Raises:
+        ConfigError: one cannot be read, or there is only one, without a list around it.
+    """
+    _check_is_list(texts)
     return [text if isinstance(text, Address) else Address.parse(text) for text in texts]
 
 
 def parse_listen_addresses(texts: Sequence[str | Address]) -> list[Address]:
     """As :func:`parse_addresses`, for where to listen; ``0.0.0.0`` is left out beside ``::``, which has it in it."""
+    _check_is_list(texts)
     addresses = [text if isinstance(text, Address) else Address.parse_listen(text) for text in texts]
     of_both_families = {a.port for a in addresses if a.is_unspecified and a.protocol == "ip6"}
     is_covered = [a.is_unspecified and a.protocol == "ip4" and a.port in of_both_families for a in addresses]
     return [address for address, covered in zip(addresses, is_covered, strict=True) if not covered]
+
+
+def _check_is_list(texts: Sequence[str | Address]) -> None:
+    if isinstance(texts, (str, Address)):
+        raise ConfigError(f"{str(texts)!r} is one address where a list of them is needed; write [{str(texts)!r}]")
 
 
 def _check_is_address(text: str, example: str) -> None:

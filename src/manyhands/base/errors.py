@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
+from pathlib import Path
 
 
 class ManyhandsError(Exception):
@@ -41,8 +42,15 @@ class MissingExtra(ConfigError):
     """A part of the library needs a package that is not installed."""
 
     def __init__(self, what: str, extra: str) -> None:
-        super().__init__(f"{what} needs packages that are not installed; try: pip install 'manyhands[{extra}]'")
+        super().__init__(f"{what} needs packages that are not installed; try: {_install(extra)}")
         self.extra = extra
+
+
+def _install(extra: str) -> str:
+    """The command that installs an extra: in a checkout from there."""
+    source = Path(__file__).resolve().parents[2]
+    is_checkout = source.name == "src" and (source.parent / "pyproject.toml").is_file()
+    return f"pip install '.[{extra}]' in {source.parent}" if is_checkout else f"pip install 'manyhands[{extra}]'"
 
 
 class ManifestMismatch(ConfigError):

@@ -38,6 +38,7 @@ from manyhands.optim.state import State, without_origin
 from manyhands.optim.state_transfer import StateServer, download_state
 from manyhands.optim.step_rounds import StepRounds
 from manyhands.optim.tracker import ProgressTracker
+from manyhands.optim.unlike_options import UnlikeOptions
 from manyhands.peer import Presence
 from manyhands.runtime import TaskOwner
 
@@ -136,6 +137,7 @@ class Collaboration:
             is_auxiliary=self._is_auxiliary,
         )
         self._drift = Drift(self.tracker.reader, presence.peer_id, self._local.drift_bound)
+        self._unlike_options = UnlikeOptions(self.tracker.reader, manifest.hyper_parameters)
         self._departures = Departures(presence.endpoint, self.tracker, self._tasks)
         self._firewalled = Firewalled(presence, self.tracker, manifest.run_id, self._tasks)
         seating = Seating(self.tracker, presence.peer_id, self._averaging.max_group_size, self._rng)
@@ -216,11 +218,12 @@ class Collaboration:
     async def decide(self, samples: int, samples_per_second: float, batch_s: float = 0.0) -> Decision:
         """Report what this peer has accumulated, and how long a batch takes it; returns what to do next."""
         if self.tracker.position() != self._local.position:  # this thread was held up when it was to be told
-            self.tracker.move(self._local.position, self._local.lineage_samples, [])
+            self._move(self._local.position, self._local.lineage_samples)
         self.tracker.report(samples, samples_per_second, batch_s)
         self._firewalled.tell()
         if self.tracker.is_worth_a_look():
             await self._look_again(NEAR_TIMEOUT_S)
+        self._unlike_options.look(self._local.position)
         if self.tracker.should_load_state():
             return Decision.LOAD_STATE
         if self._drift.should_load():
@@ -338,16 +341,20 @@ class Collaboration:
         is_in_grid: bool = False,
     ) -> None:
         """This peer's parameters are at ``position`` now, after a step; the sketch is of them."""
-        self.tracker.move(position, lineage_samples, together_with)
+        self._move(position, lineage_samples, together_with)
         self.tracker.tell(sketch.sums)
         self._drift.moved(position, sketch, is_in_grid=is_in_grid)
 
     async def move_elsewhere(self, position: Position, lineage_samples: int) -> None:
         """This peer has loaded a state; what its gradients were before is of no use there."""
         self._rounds.forget_errors()
-        self.tracker.move(position, lineage_samples, [])
+        self._move(position, lineage_samples)
         self.tracker.tell(b"")  # the others' are of before their own code has changed what they hold: a clamp, say
         self._drift.loaded(position)
+
+    def _move(self, position: Position, lineage_samples: int, together_with: Sequence[PeerId] = ()) -> None:
+        self.tracker.tell_options(self._unlike_options.moved(self._local.options))
+        self.tracker.move(position, lineage_samples, list(together_with))
 
     async def fall_behind(self, position: Position, lineage_samples: int, members: list[PeerId]) -> None:
         """The other members of a round are at ``position`` now, and this peer is not."""
@@ -355,7 +362,7 @@ class Collaboration:
 
     async def begin(self, position: Position, lineage_samples: int) -> None:
         """Publish progress from ``position`` on."""
-        self.tracker.move(position, lineage_samples, [])
+        self._move(position, lineage_samples)
         self.tracker.start()
 
     async def is_on_best_branch(self) -> bool:

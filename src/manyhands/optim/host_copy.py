@@ -8,6 +8,7 @@ import torch
 
 from manyhands.averaging.tensor_memory import overlapping
 from manyhands.base.errors import ConfigError
+from manyhands.optim.group_options import options_of
 from manyhands.optim.state import names_of, parameters_of
 
 HOST = torch.device("cpu")
@@ -23,6 +24,7 @@ class HostCopy:
 
     Attributes:
         shown_groups: its parameter groups, with the model's parameters instead of the copies.
+        shown_options: what they say; see :mod:`manyhands.optim.group_options`.
     Raises:
         ConfigError: two parameters share memory, so the copy of one would overwrite what the other has learnt.
     """
@@ -37,6 +39,7 @@ class HostCopy:
                 "host; tie them by giving the modules one and the same Parameter, or use neither offload nor delay"
             )
         self.shown_groups: list[dict[str, Any]] = [dict(group) for group in optimizer.param_groups]
+        self._show_options()
         copies = {parameter: _copy_of(parameter) for parameter in self._model_parameters}
         for parameter, copy in copies.items():
             if parameter in optimizer.state:
@@ -51,7 +54,7 @@ class HostCopy:
         """Give the model the parameters that the optimizer holds, and the groups their options."""
         for parameter, copy in zip(self._model_parameters, self._copies, strict=True):
             parameter.copy_(copy)
-        _share_options(self._optimizer.param_groups, self.shown_groups)
+        self._show_options()
 
     @torch.no_grad()
     def take_over(self) -> None:
@@ -59,11 +62,15 @@ class HostCopy:
         for parameter, copy in zip(self._model_parameters, self._copies, strict=True):
             if not torch.equal(copy.to(parameter), parameter):  # else the copy has them with more precision
                 copy.copy_(parameter)
-        _share_options(self._optimizer.param_groups, self.shown_groups)
+        self._show_options()
 
-    def hear(self) -> None:
-        """Give the optimizer the options that somebody may have set in the groups that are shown."""
-        _share_options(self.shown_groups, self._optimizer.param_groups)
+    def _show_options(self) -> None:
+        for group, shown in zip(self._optimizer.param_groups, self.shown_groups, strict=True):
+            options = {name: value for name, value in group.items() if name != "params"}
+            shown.update(  # a rate may be a tensor, which an update in the background writes
+                {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in options.items()}
+            )
+        self.shown_options = options_of(self.shown_groups)
 
 
 def _copy_of(parameter: torch.Tensor) -> torch.Tensor:
@@ -80,8 +87,3 @@ def _on_host(value: Any) -> Any:
 def _dtype_on_host(value: torch.Tensor) -> torch.dtype:
     """At least float32; float32 would not hold large integers."""
     return torch.promote_types(value.dtype, torch.float32) if value.is_floating_point() else value.dtype
-
-
-def _share_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
-    for here, there in zip(source, target, strict=True):
-        there.update({name: value for name, value in here.items() if name != "params"})

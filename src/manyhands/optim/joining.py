@@ -18,7 +18,7 @@ def manifest_of(
     if averaging.max_group_size != AveragingConfig.max_group_size:
         extra = extra | {"max_group_size": str(averaging.max_group_size)}
     optimizer = replica.optimizer
-    groups = hyper_parameters_of(optimizer)
+    groups = hyper_parameters_of(optimizer.param_groups)
     for group in groups:
         group.pop("param_names", None)  # they are in the tensors' specs
         group["lr"] = group.pop("initial_lr", group["lr"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -19,6 +19,7 @@ class LocalState(Protocol):
 
     position: Position
     lineage_samples: int
+    options: list[dict[str, Any]]
 
     @property
     def drift_bound(self) -> float:

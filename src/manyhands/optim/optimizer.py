@@ -19,6 +19,7 @@ from manyhands.optim.collaboration import Collaboration, Decision
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.failures import Failures
 from manyhands.optim.global_step import GlobalStep
+from manyhands.optim.held_batches import HeldBatches
 from manyhands.optim.joining import manifest_of
 from manyhands.optim.membership import Membership
 from manyhands.optim.model_gradients import ModelGradients
@@ -26,13 +27,14 @@ from manyhands.optim.options import Delay, OptimizerMaker, Options, checked_batc
 from manyhands.optim.progress import Progress
 from manyhands.optim.progress_log import SHOWN_LIVE
 from manyhands.optim.replica import Replica, SchedulerMaker
+from manyhands.optim.running_statistics import RunningStatistics
 from manyhands.optim.samples import Samples
 from manyhands.optim.speed import SpeedMeter
 from manyhands.optim.state import State
 from manyhands.optim.statistics import Statistics
 from manyhands.optim.trained import FrozenParameters, checked_parameters
 from manyhands.optim.wrapper import OptimizerWrapper
-from manyhands.peer import BlockingPeer
+from manyhands.peer import BlockingPeer, check_peer
 from manyhands.runtime.interrupts import uninterrupted
 
 logger = logging.getLogger(__name__)
@@ -112,6 +114,7 @@ class Optimizer(OptimizerWrapper):
             batch_size_lead=batch_size_lead, max_grad_norm=max_grad_norm, delay=delay, offload=offload,
             auxiliary=auxiliary, allow_solo=allow_solo,
         )  # fmt: skip
+        check_peer(peer)
         averaging = averaging_of(averaging, matchmaking_time_s, averaging_timeout_s)
         super().__init__(made_optimizer(optimizer, params))
         self._frozen = FrozenParameters(checked_parameters(self.inner))  # the model's own
@@ -138,6 +141,10 @@ class Optimizer(OptimizerWrapper):
         )  # fmt: skip
         self._membership = Membership(peer, self._collaboration, self._replica, averaging)
         self.statistics.states_loaded += self._membership.join()
+        self._held = HeldBatches(self._replica.model_parameters)
+        self._running_statistics = RunningStatistics(self._replica.model_parameters)
+        if auxiliary:  # no batch will come
+            self._running_statistics.close()
         self._show()
 
     @property
@@ -194,9 +201,13 @@ class Optimizer(OptimizerWrapper):
             batch_size: samples behind the current gradients, instead of ``batch_size_per_step``; 0 adds nothing.
             weight: what the loss is a mean over, where that is not samples: tokens, say.
         Raises:
-            ConfigError: no batch size was given; or a parameter that was frozen when this was made requires grad.
+            ConfigError: no batch size was given; a parameter that was frozen when this was made requires grad;
+                something other than ``scheduler`` has changed an option of the groups, such as the learning rate; or
+                accelerate accumulates gradients as well.
         """
         self._frozen.check()
+        self._replica.check_options(is_stepping=self.is_stepping)
+        self._held.check()
         loss, at_step = None, self._shown_step
         if closure is not None:
             with torch.enable_grad():
@@ -235,6 +246,8 @@ class Optimizer(OptimizerWrapper):
 
     def close(self) -> None:
         """Leave the run; the peer stays. Closing the peer does this too."""
+        self._held.close()
+        self._running_statistics.close()
         self._membership.leave()
 
     def state_dict(self) -> dict[str, Any]:
@@ -271,6 +284,7 @@ class Optimizer(OptimizerWrapper):
         samples = checked_batch(self._options.batch_size_per_step if batch_size is None else batch_size, weight)
         if samples == 0:
             return False
+        self._running_statistics.close()
         self._speed.count(samples, self._peer.time())
         if self._speed.batch_s > 0 and (advice := self._advice.after_batch(self._speed.batch_s, samples)):
             logger.info("%s", advice)
@@ -324,7 +338,6 @@ class Optimizer(OptimizerWrapper):
         step = None
         try:
             with uninterrupted():
-                self._replica.hear()
                 step = self._current = GlobalStep(self._replica, self._samples.freeze())
             yield step
         except BaseException:

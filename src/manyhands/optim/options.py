@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 from collections.abc import Callable, Iterable
 from typing import Any, Literal
@@ -71,15 +72,24 @@ def made_optimizer(optimizer: OptimizerMaker, params: Iterable[Any] | None) -> t
     """The optimizer to wrap: as given, or made of ``params``.
 
     Raises:
-        ConfigError: a function without parameters, or parameters without a function.
+        ConfigError: a function without parameters, parameters without a function, or an optimizer that computes the
+            loss itself.
     """
     if isinstance(optimizer, torch.optim.Optimizer):
         if params is not None:
             raise ConfigError("params are for a function that makes the optimizer; this one has parameters already")
-        return optimizer
-    if params is None:
+        made = optimizer
+    elif params is None:
         raise ConfigError("the optimizer is to be made by a function: give params=model.parameters() as well")
-    return optimizer(params)
+    else:
+        made = optimizer(params)
+    closure = inspect.signature(made.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ConfigError(
+            f"{type(made).__name__} computes the loss again within one step, with a closure; here a step is made with "
+            "the gradient that all peers have averaged. Wrap an optimizer without one, such as torch.optim.AdamW"
+        )
+    return made
 
 
 def checked_batch(batch_size: int | None, weight: float | None) -> int:

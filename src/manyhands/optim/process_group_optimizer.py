@@ -220,7 +220,7 @@ class ProcessGroupOptimizer(OptimizerWrapper):
         standing = standing._replace(statistics=replace(leader.statistics))
         before, self._shared = self._shared, (leader.global_step, leader.statistics.states_loaded)
         has_moved = before != self._shared
-        options = hyper_parameters_of(leader) if has_moved else []
+        options = hyper_parameters_of(leader.param_groups) if has_moved else []
         return Word(standing=standing, result=result, has_moved=has_moved, options=options)
 
     def _tell_of(self, error: BaseException) -> None:

@@ -46,6 +46,16 @@ MAX_COUNT = 2**53
 MAX_TTL_S = 86400.0
 MAX_SPEED = 1e9
 """Samples per second that are believed: sums of what strangers say stay exact."""
+MAX_OPTIONS = 8
+"""Options of the optimizer that a peer publishes, as its schedule has changed them; names of so many characters ..."""
+MAX_OPTION_NAME = 32
+MAX_OPTION_NUMBERS = 16
+"""... and of each so many numbers: one for each parameter group, or two for ``betas``."""
+
+Numbers = dict[
+    Annotated[str, msgspec.Meta(max_length=MAX_OPTION_NAME)],
+    Annotated[list[float], msgspec.Meta(max_length=MAX_OPTION_NUMBERS)],
+]
 
 
 class ProgressRecord(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
@@ -67,6 +77,8 @@ class ProgressRecord(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
         sketch_step: the global step that this led to; 0 without one.
         recent_rounds: of its last steps, if they were made in a grid; see :mod:`manyhands.optim.company`.
         is_auxiliary: it has no data, and only helps to average; nobody waits for it, unless nobody else can be dialled.
+        options: of its optimizer at this position, those that are not as in the manifest: the learning rates, say, of
+            all parameter groups; None if it does not say.
     """
 
     position: Position
@@ -84,6 +96,7 @@ class ProgressRecord(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     sketch_step: Count = 0
     recent_rounds: RecentRounds = []
     is_auxiliary: bool = False
+    options: Annotated[Numbers, msgspec.Meta(max_length=MAX_OPTIONS)] | None = None
 
     def __post_init__(self) -> None:
         if not (
@@ -207,8 +220,9 @@ def is_news(
         target_batch_size: samples of a global step, of all ``num_peers`` together.
         is_near: the target may be reached before this peer's next batch; then exact numbers count.
     """
-    is_moved = (own.position, own.seat, own.seat_round, own.recent_rounds, own.sketch) != (
+    is_moved = (own.position, own.seat, own.seat_round, own.recent_rounds, own.sketch, own.options) != (
         published.position, published.seat, published.seat_round, published.recent_rounds, published.sketch,
+        published.options,
     )  # fmt: skip
     if is_moved or (is_near and own.samples != published.samples):
         return True

@@ -17,6 +17,7 @@ from manyhands.base.errors import ConfigError
 from manyhands.base.identity import PeerId
 from manyhands.optim.comparison import bound_of
 from manyhands.optim.flat import GradientLayout, assign_flat, flattened
+from manyhands.optim.group_options import check_unchanged, options_of
 from manyhands.optim.host_copy import HostCopy
 from manyhands.optim.plain import merged, plain_part
 from manyhands.optim.signed_sums import Sketch, sketch_of
@@ -41,6 +42,7 @@ class Replica:
         position: of the parameters that the optimizer holds; those of the model may be a step behind.
         lineage_samples: in all the steps that led there.
         origin: the last of them; None at the begin, or if it is not known.
+        options: of the parameter groups, as the last step, its schedule or a loaded state left them.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Replica:
         self.position = Position(0, hashlib.sha256(digest_of(specs_of(optimizer), b"", values)).digest())
         self.lineage_samples = 0
         self.origin: Origin | None = None
+        self.options = options_of(optimizer.param_groups)
 
     def advance(
         self,
@@ -93,8 +96,12 @@ class Replica:
 
         What the wrapped optimizer raises passes through, and nothing has moved; what the schedule raises does so when
         the step is made.
+
+        Raises:
+            ConfigError: something has changed an option of the groups; nothing has moved.
         """
         with self._lock:
+            check_unchanged(self.options, self.optimizer.param_groups)  # since :meth:`check_options` has, in background
             if parameters_N is not None:
                 assign_flat(self._parameters, parameters_N)
             move_statistics(self.optimizer)
@@ -108,6 +115,7 @@ class Replica:
                 self.lineage_samples += samples
                 self.origin = Origin(self.position, contributors)
                 self.position = Position(self.position.step + 1, lineage)
+                self.options = options_of(self.optimizer.param_groups)
         return reason
 
     def _advance_schedule(self, *, is_alone: bool) -> None:
@@ -140,10 +148,18 @@ class Replica:
         if self.host_copy is not None:
             self.host_copy.show()
 
-    def hear(self) -> None:
-        """Use the options, such as a learning rate, that were set in the groups that are shown."""
+    def check_options(self, *, is_stepping: bool) -> None:
+        """Make sure that only the schedule has changed the options of the groups, such as the learning rate.
+
+        Args:
+            is_stepping: an update is made in the background, which may change them.
+        Raises:
+            ConfigError: something else has; it says which one, and what to write.
+        """
         if self.host_copy is not None:
-            self.host_copy.hear()
+            check_unchanged(self.host_copy.shown_options, self.host_copy.shown_groups)
+        if not is_stepping:
+            check_unchanged(self.options, self.optimizer.param_groups)
 
     @property
     def shown_groups(self) -> list[dict[str, Any]]:
@@ -165,6 +181,7 @@ class Replica:
         """
         with self._lock:
             self._set_schedule(restore(state, self.optimizer))
+            self.options = options_of(self.optimizer.param_groups)
             self.position = state.header.position
             self.lineage_samples = state.header.lineage_samples
             self.origin = state.header.origin
@@ -186,6 +203,7 @@ class Replica:
         """Load a checkpoint of the optimizer, and go to where it was taken."""
         with self._lock:
             self.optimizer.load_state_dict(state_dict)
+            self.options = options_of(self.optimizer.param_groups)
             if place is not None:
                 self._set_schedule(place["scheduler"])
                 self.position = Position(place["step"], bytes.fromhex(place["lineage"]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
@@ -114,11 +114,11 @@ def specs_of(optimizer: torch.optim.Optimizer) -> list[TensorSpec]:
     return [_spec(name, parameter) for name, parameter in named]
 
 
-def hyper_parameters_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+def hyper_parameters_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """What travels of each parameter group."""
     return [
         {name: plain_part(_number(value)) for name, value in group.items() if name not in {"params", *LOCAL_OPTIONS}}
-        for group in optimizer.param_groups
+        for group in groups
     ]
 
 
@@ -142,7 +142,7 @@ def capture(
                 specs.append(_spec(f"{index}.{name}", value))
             else:
                 statistics.setdefault(str(index), {})[name] = value
-    scalars = Scalars(statistics, hyper_parameters_of(optimizer), plain_part(scheduler_state))
+    scalars = Scalars(statistics, hyper_parameters_of(optimizer.param_groups), plain_part(scheduler_state))
     encoded = msgspec.msgpack.encode(scalars, order="sorted")
     return State(StateHeader(position, lineage_samples, specs, encoded, b"", origin), tensors)
 

@@ -21,6 +21,7 @@ from manyhands.optim.config import ProgressConfig
 from manyhands.optim.progress import (
     RANK_DELAY_S,
     Branch,
+    Numbers,
     Progress,
     ProgressRecord,
     busy_until,
@@ -140,6 +141,10 @@ class ProgressTracker:
         """Take a place among the groups of a large run."""
         if (round_number, seat) != self.seat():
             self._update(msgspec.structs.replace(self._own, seat=seat, seat_round=round_number))
+
+    def tell_options(self, options: Numbers) -> None:
+        """This peer steps with these options from the position on to which :meth:`move` takes it, which follows."""
+        self._publisher.own = msgspec.structs.replace(self._own, options=options)
 
     def tell(self, sketch: bytes) -> None:
         """These are sums of the parameters that this peer holds at its position."""

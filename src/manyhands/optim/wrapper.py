@@ -8,13 +8,16 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from manyhands.base.errors import ConfigError
+from manyhands.base.from_hivemind import FromHivemind
 from manyhands.optim.replica import Replica
 
 PLACE = "manyhands"
 """Key of a checkpoint's place in the run."""
+PARTS = ("state", "param_groups")
+PLACE_PARTS = ("step", "lineage", "lineage_samples", "scheduler")
 
 
-class OptimizerWrapper(torch.optim.Optimizer):
+class OptimizerWrapper(FromHivemind, torch.optim.Optimizer):
     """Shows the groups and the state of another optimizer as its own.
 
     With a copy on the host the groups have the model's parameters all the same, for ``zero_grad`` and gradient scalers.
@@ -49,8 +52,20 @@ class OptimizerWrapper(torch.optim.Optimizer):
         return {**self.inner.state_dict(), PLACE: self._replica.place()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` gave, or the state of an optimizer like the wrapped one."""
-        self._replica.load({name: state_dict[name] for name in ("state", "param_groups")}, state_dict.get(PLACE))
+        """Load what :meth:`state_dict` gave, or the state of an optimizer like the wrapped one.
+
+        Raises:
+            ConfigError: a part of it is missing; nothing was loaded.
+        """
+        place = state_dict.get(PLACE)
+        missing = [name for name in PARTS if name not in state_dict]
+        missing += [f"{PLACE}.{name}" for name in PLACE_PARTS if place is not None and name not in place]
+        if missing:
+            raise ConfigError(
+                f"this state has no {' and no '.join(map(repr, missing))}: load what the state_dict() of such an "
+                f"optimizer has returned, or that of {type(self.inner).__name__} over the same parameters"
+            )
+        self._replica.load({name: state_dict[name] for name in PARTS}, place)
         self.share()
 
     def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> RemovableHandle:

@@ -4,10 +4,11 @@ import dataclasses
 from typing import Any
 
 import pytest
+import torch
 
 from manyhands.averaging.config import AveragingConfig, averaging_of
 from manyhands.base.errors import ConfigError
-from manyhands.optim.options import Options, checked_batch
+from manyhands.optim.options import Options, checked_batch, made_optimizer
 
 GOOD: dict[str, Any] = {
     "run_id": "run", "target_batch_size": 64, "batch_size_per_step": None, "batch_size_lead": 0, "max_grad_norm": None,
@@ -64,3 +65,16 @@ def test_a_batch_needs_its_size(bad: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"batch_size=|weight="):
         checked_batch(**{"batch_size": 4, "weight": None} | bad)
     assert checked_batch(4, 120.0) == 4
+
+
+class NeedsClosure(torch.optim.SGD):
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, NeedsClosure])
+def test_an_optimizer_that_computes_the_loss_again_is_refused(kind: Any) -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(1))]
+    for given, params in ((kind(parameters), None), (kind, parameters)):
+        with pytest.raises(ConfigError, match=f"{kind.__name__} computes the loss again within one step"):
+            made_optimizer(given, params)

@@ -186,7 +186,7 @@ def test_how_a_machine_computes_is_its_own_business() -> None:
     model, other = new_model(0), new_model(0)
     here = torch.optim.AdamW(model.parameters(), foreach=True)
     there = torch.optim.AdamW(other.parameters(), fused=False)
-    assert hyper_parameters_of(here) == hyper_parameters_of(there)
+    assert hyper_parameters_of(here.param_groups) == hyper_parameters_of(there.param_groups)
     assert captured(here).header.digest == captured(there).header.digest
     restore(received(captured(there)), here)
     assert here.param_groups[0]["foreach"] is True

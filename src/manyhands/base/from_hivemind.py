@@ -1,0 +1,86 @@
+"""What to write instead of hivemind's argument names; docs/from-hivemind.md has them with the reasons."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, TypeVar
+
+from manyhands.base.errors import ConfigError
+
+T = TypeVar("T")
+
+INSTEAD = {  # where nothing takes its place: nothing, or why
+    # of hivemind.Optimizer
+    "dht": "peer=manyhands.Peer(initial_peers=[...])",
+    "matchmaking_time": "matchmaking_time_s=",
+    "averaging_timeout": "averaging_timeout_s=",
+    "allreduce_timeout": "",
+    "next_chunk_timeout": "",
+    "load_state_timeout": "",
+    "offload_optimizer": "offload=",
+    "delay_optimizer_step": 'delay="optimizer"',
+    "delay_grad_averaging": 'delay="gradients"',
+    "delay_state_averaging": "",
+    "average_state_every": "",
+    "average_opt_statistics": "",
+    "use_local_updates": ": every step is one of the whole run",
+    "reuse_grad_buffers": ": call zero_grad() as in plain torch",
+    "client_mode": "client_mode= of manyhands.Peer",
+    "grad_compression": "averaging=AveragingConfig(codec=...)",
+    "state_averaging_compression": "",
+    "load_state_compression": "",
+    "averager_opts": "averaging=AveragingConfig(...)",
+    "tracker_opts": "progress=ProgressConfig(...)",
+    "extra_tensors": ": it is not there yet",
+    "grad_averager_factory": "averaging=AveragingConfig(codec=...)",
+    "performance_ema_alpha": "",
+    "shutdown_timeout": "",
+    "verbose": ": logging.basicConfig(level='INFO') shows what happens",
+    # of hivemind.CollaborativeOptimizer and hivemind.DecentralizedAverager
+    "opt": "the optimizer as the first argument",
+    "prefix": "run_id=",
+    "averaged_tensors": "the tensors as the first argument",
+    "compression": "averaging=AveragingConfig(codec=...)",
+    "compression_type": "averaging=AveragingConfig(codec=...)",
+    "target_group_size": "averaging=AveragingConfig(max_group_size=...)",
+    "min_group_size": "",
+    "initial_group_bits": "",
+    "min_matchmaking_time": "matchmaking_time_s=",
+    "averaging_expiration": "matchmaking_time_s=",
+    "request_timeout": "",
+    "bandwidth": "averaging=AveragingConfig(bandwidth_mbit_s=...)",
+    "part_size_bytes": "averaging=AveragingConfig(chunk_bytes=...)",
+    # of hivemind.DHT
+    "start": ": it starts when it is made",
+    "host_maddrs": "listen=",
+    "announce_maddrs": "announce=",
+    "identity_path": "identity=",
+    "use_relay": "",
+    "use_auto_relay": "",
+    "use_ipfs": "",
+    "num_workers": "",
+    "record_validators": "",
+    "daemon": "",
+}
+
+
+class FromHivemind:
+    """Base of the classes that take the place of one of hivemind's: says what to write instead of an argument of that.
+
+    Raises:
+        ConfigError: an argument has a name that only hivemind knows.
+    """
+
+    def __new__(cls: type[T], *args: Any, **named: Any) -> T:
+        """Look at the names before Python says that one of them is unknown."""
+        foreign = named.keys() & INSTEAD.keys()
+        if foreign and (foreign := foreign - inspect.signature(cls.__init__).parameters.keys()):
+            advice = "; ".join(_advice(name, text) for name, text in INSTEAD.items() if name in foreign)
+            raise ConfigError(
+                f"manyhands.{cls.__name__} has other arguments than hivemind: {advice} (docs/from-hivemind.md)"
+            )
+        return object.__new__(cls)
+
+
+def _advice(name: str, text: str) -> str:
+    return f"leave {name}= out{text}" if not text or text.startswith(":") else f"write {text} instead of {name}="

@@ -1,0 +1,75 @@
+"""accelerate and its accumulation of gradients: samples count once, or it is refused."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Iterator
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+
+import manyhands
+from manyhands.base.errors import ConfigError
+from tests.trainers import AVERAGING, BATCH_SIZE, FAST, new_model, peers
+
+
+@pytest.fixture(autouse=True)
+def accelerate_is_as_before() -> Iterator[None]:
+    """It keeps its state for the whole process."""
+    yield
+    GradientState._reset_state()
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def train(num_accumulated: int, num_batches: int) -> manyhands.Optimizer:
+    """The loop of accelerate's documentation."""
+    data = torch.utils.data.TensorDataset(torch.randn(num_batches * BATCH_SIZE, 5))
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=num_accumulated)
+    with peers(1) as (peer,):
+        plain = new_model()
+        optimizer = manyhands.Optimizer(
+            torch.optim.SGD(plain.parameters(), lr=0.1), peer=peer, run_id="accelerate",
+            target_batch_size=2 * BATCH_SIZE, batch_size_per_step=BATCH_SIZE, averaging=AVERAGING, progress=FAST,
+        )  # fmt: skip
+        loader = torch.utils.data.DataLoader(data, batch_size=BATCH_SIZE)
+        model, prepared, loader = accelerator.prepare(plain, optimizer, loader)
+        for (inputs,) in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(inputs).square().mean())
+                prepared.step()
+                prepared.zero_grad()
+        copy.deepcopy(plain)
+        torch.save(plain, io.BytesIO())
+        optimizer.close()
+        return optimizer
+
+
+def test_without_accumulation_every_sample_counts() -> None:
+    optimizer = train(1, 8)
+    assert optimizer.statistics.samples_used == 8 * BATCH_SIZE
+    assert optimizer.global_step == 4
+
+
+@pytest.mark.parametrize("num_batches", [4, 3], ids=["whole", "the last one shorter"])
+def test_accumulation_is_refused_before_a_sample_is_lost(num_batches: int) -> None:
+    with pytest.raises(ConfigError, match=r"Leave gradient_accumulation_steps at 1.* accumulates by itself"):
+        train(2, num_batches)
+
+
+def test_two_backward_passes_of_a_plain_loop_are_its_own_business() -> None:
+    """``batch_size_per_step`` is what is behind a call of step()."""
+    with peers(1) as (peer,):
+        model = new_model()
+        optimizer = manyhands.Optimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), peer=peer, run_id="plain", target_batch_size=16,
+            batch_size_per_step=8, averaging=AVERAGING, progress=FAST,
+        )  # fmt: skip
+        for _ in range(2):
+            for _ in range(2):
+                (model(torch.randn(4, 5)).square().mean() / 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert optimizer.statistics.samples_used == 16

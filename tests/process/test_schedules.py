@@ -1,0 +1,144 @@
+"""Two processes with schedules and accumulation as torch, accelerate and transformers users write them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from tests.process.commands import Command
+
+pytestmark = pytest.mark.process
+
+PROGRAM = """
+import json, sys, tempfile
+import torch
+import manyhands
+from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, MultiplicativeLR
+
+way, *addresses = sys.argv[1:]
+LISTEN = ["/ip4/127.0.0.1/tcp/0"]
+BATCHES, BATCH_SIZE = 60, 4
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 1)
+
+    def forward(self, x, labels):
+        return {"loss": (self.linear(x) - labels).square().mean()}
+
+model = Model()
+data = [{"x": torch.randn(3), "labels": torch.randn(1)} for _ in range(BATCHES * BATCH_SIZE)]
+
+def batches():
+    return torch.utils.data.DataLoader(data, batch_size=BATCH_SIZE)
+
+def plain(schedule):
+    for batch in batches():
+        model(**batch)["loss"].backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+
+def accelerated(num_accumulated):
+    from accelerate import Accelerator
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=num_accumulated)
+    prepared, wrapped, loader = accelerator.prepare(model, optimizer, batches())
+    for batch in loader:
+        with accelerator.accumulate(prepared):
+            accelerator.backward(prepared(**batch)["loss"])
+            wrapped.step()
+            wrapped.zero_grad()
+
+def trained(schedule, num_accumulated=1):
+    from transformers import Trainer, TrainingArguments
+    arguments = TrainingArguments(
+        tempfile.mkdtemp(), per_device_train_batch_size=BATCH_SIZE, num_train_epochs=1, use_cpu=True, report_to=[],
+        gradient_accumulation_steps=num_accumulated, max_grad_norm=0.0, save_strategy="no", disable_tqdm=True,
+    )
+    Trainer(model, arguments, train_dataset=data, optimizers=(optimizer, schedule)).train()
+
+with manyhands.Peer(initial_peers=addresses, listen=LISTEN) as peer:
+    optimizer = manyhands.Optimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), peer=peer, run_id="schedules", target_batch_size=24,
+        batch_size_per_step=BATCH_SIZE, scheduler=lambda inner: ExponentialLR(inner, 0.98),
+    )
+    print("ADDRESS", peer.addresses[0], flush=True)
+    while optimizer.num_peers < 2:
+        peer.sleep(0.1)
+        optimizer.step(batch_size=0)
+    try:
+        match way:
+            case "own schedule in the loop": plain(CosineAnnealingLR(optimizer, 100))
+            case "one that changes nothing": plain(MultiplicativeLR(optimizer, lambda _: 1.0))
+            case "accelerate": accelerated(1)
+            case "accelerate accumulates": accelerated(2)
+            case "Trainer": trained(MultiplicativeLR(optimizer, lambda _: 1.0))
+            case "Trainer with its own schedule": trained(None)
+            case "Trainer accumulates": trained(MultiplicativeLR(optimizer, lambda _: 1.0), 2)
+    except manyhands.ConfigError:
+        peer.sleep(3.0)  # the other one must see that there were two
+        raise
+    finally:
+        counts = optimizer.statistics
+        facts = dict(
+            step=optimizer.global_step, rate=optimizer.param_groups[0]["lr"], computed=counts.samples_computed,
+            accounted=counts.samples_used + counts.samples_dropped + optimizer.samples_accumulated,
+            rounds=counts.rounds_committed,
+        )
+        print("SAYS", json.dumps(facts), flush=True)
+    optimizer.wait_for_others(10.0)
+"""
+
+
+@contextmanager
+def two(way: str) -> Iterator[list[Command]]:
+    first = Command(["-c", PROGRAM, way], module=None)
+    commands = [first]
+    try:
+        commands.append(Command(["-c", PROGRAM, way, first.wait_for("ADDRESS").split()[1]], module=None))
+        yield commands
+    finally:
+        for command in commands:
+            command.close()
+
+
+@pytest.mark.parametrize("way", ["one that changes nothing", "accelerate", "Trainer"])
+def test_the_rate_goes_by_the_global_step_and_all_samples_count(way: str) -> None:
+    with two(way) as commands:
+        for command in commands:
+            said = json.loads(command.wait_for("SAYS").split("SAYS")[1])
+            assert said["computed"] == said["accounted"] == 60 * 4
+            assert said["rate"] == pytest.approx(0.1 * 0.98 ** said["step"])
+            assert said["rounds"] > 0, "they made steps together"
+
+
+@pytest.mark.parametrize(
+    ("way", "says", "write"),
+    [
+        (
+            "own schedule in the loop",
+            "ConfigError: the option 'lr' was 0.1 and is 0.09997",
+            "scheduler=lambda inner: CosineAnnealingLR(inner, ",
+        ),
+        (
+            "Trainer with its own schedule",
+            "ConfigError: the option 'lr' was 0.1 and is 0.098",
+            "optimizers=(optimizer, MultiplicativeLR(optimizer, lambda _: 1.0))",
+        ),
+        ("accelerate accumulates", "ConfigError: accelerate accumulates", "Leave gradient_accumulation_steps at 1"),
+        ("Trainer accumulates", "ConfigError: accelerate accumulates", "Leave gradient_accumulation_steps at 1"),
+    ],
+)
+def test_what_would_go_wrong_is_refused_with_the_lines_to_write(way: str, says: str, write: str) -> None:
+    with two(way) as commands:
+        for command in commands:
+            said = json.loads(command.wait_for("SAYS").split("SAYS")[1])
+            assert said["computed"] <= 4, "before the second batch is counted"
+            assert said["rounds"] == 0
+            assert command.wait(60.0) == 1
+            assert says in command.output
+            assert write in command.output

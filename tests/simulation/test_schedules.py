@@ -1,0 +1,210 @@
+"""The learning rate goes by the global step: whatever else changes it is refused, and peers that differ are named."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import lr_scheduler
+
+from manyhands.base.errors import ConfigError
+from tests.simulation.swarm_of_trainers import Member, Swarm, together
+from tests.simulation.test_drop_in import adam, alone, loss_of, new_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+WAYS = [{}, {"offload": True}, {"delay": "optimizer"}, {"delay": "gradients"}]
+
+
+def name_of(options: dict[str, Any]) -> str:
+    return "-".join(map(str, options.values())) or "sync"
+
+
+def cosine(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+    return lr_scheduler.CosineAnnealingLR(optimizer, T_max=100)
+
+
+def warm_up(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+    return lr_scheduler.LinearLR(optimizer, 0.1, total_iters=10)
+
+
+# changed by something else
+
+
+@pytest.mark.parametrize("options", WAYS, ids=name_of)
+@pytest.mark.parametrize("is_of_the_inner", [False, True], ids=["of ours", "of the inner"])
+@pytest.mark.parametrize("make", [cosine, warm_up])
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+def test_a_schedule_in_the_loop_is_refused_at_the_next_step(
+    make: Callable[[Any], lr_scheduler.LRScheduler], is_of_the_inner: bool, options: dict[str, Any]
+) -> None:
+    """It would go by this peer's calls of step(), of which each peer has another number."""
+
+    def train(member: Member) -> None:
+        optimizer = member.optimizer
+        scheduler = make(optimizer.inner if is_of_the_inner else optimizer)
+
+        def loop() -> None:
+            for number in range(20):
+                member.step(loss_of(member.model, number))
+                scheduler.step()
+
+        with pytest.raises(ConfigError) as caught:
+            loop()
+        says = str(caught.value)
+        assert f"the option 'lr' was {0.05!r} and is {optimizer.param_groups[0]['lr']!r} now" in says or is_of_the_inner
+        assert "scheduler=lambda inner: CosineAnnealingLR(inner, " in says
+        assert "call no scheduler.step() in the loop" in says
+        assert "optimizers=(optimizer, MultiplicativeLR(optimizer, lambda _: 1.0))" in says
+        assert optimizer.statistics.samples_computed <= 8, "it is noticed before more is computed"
+        assert optimizer.global_step <= 2
+
+    alone(train, **options)
+
+
+@pytest.mark.parametrize("options", WAYS, ids=name_of)
+@pytest.mark.parametrize(("name", "value"), [("lr", 0.01), ("weight_decay", 0.5), ("betas", (0.8, 0.9))])
+def test_options_set_by_hand_are_refused_and_nothing_was_counted(
+    name: str, value: object, options: dict[str, Any]
+) -> None:
+    def train(member: Member) -> None:
+        optimizer = member.optimizer
+        member.step(loss_of(member.model, 0))
+        optimizer.settle()
+        group = optimizer.param_groups[0]
+        before, counted = group[name], optimizer.statistics.samples_computed
+        group[name] = value
+        for _ in range(2):
+            with pytest.raises(ConfigError, match=f"the option '{name}' was "):
+                optimizer.step()
+        assert optimizer.statistics.samples_computed == counted
+        group[name] = before
+        optimizer.step()
+        assert optimizer.statistics.samples_computed == counted + 4
+
+    alone(train, **options)
+
+
+def test_of_several_groups_the_one_that_was_changed_is_named() -> None:
+    def make(model: torch.nn.Module) -> torch.optim.Optimizer:
+        first, *rest = model.parameters()
+        return torch.optim.SGD([{"params": [first]}, {"params": rest, "lr": 0.2}], lr=0.1)
+
+    def train(member: Member) -> None:
+        member.optimizer.param_groups[1]["lr"] = 0.3
+        with pytest.raises(ConfigError, match=r"'lr' of parameter group 1 was 0\.2 and is 0\.3 now"):
+            member.optimizer.step()
+
+    alone(train, make)
+
+
+@pytest.mark.parametrize("options", WAYS, ids=name_of)
+def test_a_schedule_that_changes_nothing_may_be_stepped_and_shows_the_rate(options: dict[str, Any]) -> None:
+    """What transformers.Trainer is given, which needs one to call."""
+
+    def train(member: Member) -> None:
+        shown = lr_scheduler.MultiplicativeLR(member.optimizer, lambda _: 1.0)
+        for number in range(4):
+            member.step(loss_of(member.model, number))
+            member.optimizer.settle()
+            shown.step()
+            assert shown.get_last_lr() == [pytest.approx(0.05 * 0.5 ** (number + 1))]
+        assert member.optimizer.global_step == 4
+
+    alone(train, scheduler=lambda inner: lr_scheduler.ExponentialLR(inner, 0.5), **options)
+
+
+def test_an_optimizer_that_changes_its_own_options_may() -> None:
+    """As optimizers do that find their learning rate by themselves."""
+
+    class Slowing(torch.optim.AdamW):
+        def step(self, closure: Any = None) -> Any:
+            result = super().step(closure)
+            self.param_groups[0]["lr"] *= 0.5
+            return result
+
+    def train(member: Member) -> None:
+        for number in range(3):
+            member.step(loss_of(member.model, number))
+        assert member.optimizer.param_groups[0]["lr"] == 0.05 / 8
+
+    alone(train, lambda model: Slowing(model.parameters(), lr=0.05))
+
+
+def test_a_checkpoint_may_have_another_learning_rate() -> None:
+    def train(member: Member) -> None:
+        member.step(loss_of(member.model, 0))
+        saved = member.optimizer.state_dict()
+        saved["param_groups"][0]["lr"] = 0.01
+        member.optimizer.load_state_dict(saved)
+        member.step(loss_of(member.model, 1))
+        assert member.optimizer.param_groups[0]["lr"] == 0.01
+        assert member.optimizer.global_step == 2
+
+    alone(train)
+
+
+# other peers
+
+
+def swarm_with(*schedules: Callable[[Any], Any] | None, num_steps: int = 4) -> Swarm:
+    """Peers with schedules that the manifest cannot tell apart, as they are functions."""
+    swarm = Swarm()
+
+    def train(member: Member) -> None:
+        together(len(schedules), member)
+        for number in range(num_steps):
+            member.step(loss_of(member.model, number))
+            member.wait_for(number + 1)
+
+    for number, schedule in enumerate(schedules):
+        swarm.start(
+            f"p{number}", new_model, adam, train, scheduler=schedule,
+            target_batch_size=4 * len(schedules), batch_size_per_step=4,
+        )  # fmt: skip
+    return swarm
+
+
+def falling(divisor: float) -> Callable[[Any], Any]:
+    return lambda inner: lr_scheduler.LambdaLR(inner, lambda step: 1 / (1 + step / divisor))
+
+
+def test_a_peer_with_another_learning_rate_is_named_once_with_both_values(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "manyhands.optim.unlike_options")
+    swarm = swarm_with(falling(10.0), falling(5.0))
+    swarm.run()
+    said = [record.getMessage() for record in caplog.records if "learning_rate" in record.getMessage()]
+    assert len(said) == 2, "each peer names the other one"
+    ids = {swarm.members[name].peer.peer_id for name in ("p0", "p1")}
+    assert {text.split()[1] for text in said} == ids
+    for text in said:
+        assert "has learning_rate 0.0416667 at step 1, this peer 0.0454545" in text or (
+            "has learning_rate 0.0454545 at step 1, this peer 0.0416667" in text
+        )
+        assert "the same scheduler=" in text
+
+
+def test_peers_with_the_same_schedule_hear_nothing_of_it(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "manyhands.optim.unlike_options")
+    swarm_with(cosine, cosine, cosine).run()
+    assert not [record for record in caplog.records if record.name == "manyhands.optim.unlike_options"]
+
+
+def test_a_newcomer_with_another_schedule_is_named_before_it_has_made_a_step(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "manyhands.optim.unlike_options")
+    swarm = swarm_with(lambda inner: lr_scheduler.LambdaLR(inner, lambda step: 0.5), None, num_steps=1)
+    with pytest.raises(ConfigError, match="scheduler is "):
+        swarm.run()
+    caplog.clear()
+    swarm = swarm_with(
+        lambda inner: lr_scheduler.LambdaLR(inner, lambda step: 0.5),
+        lambda inner: lr_scheduler.LambdaLR(inner, lambda step: 0.25),
+        num_steps=1,
+    )
+    swarm.run()
+    said = [record.getMessage() for record in caplog.records if "learning_rate" in record.getMessage()]
+    assert len(said) == 2
+    assert all("at step 0" in text for text in said)

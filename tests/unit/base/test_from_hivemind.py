@@ -1,0 +1,85 @@
+"""Arguments that only hivemind has are told what takes their place."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import manyhands
+from manyhands.base.errors import ConfigError
+from manyhands.base.from_hivemind import INSTEAD, FromHivemind
+
+PAGE = Path(__file__).parents[3] / "docs" / "from-hivemind.md"
+
+
+class Model(FromHivemind):
+    def __init__(self, size: int, *, client_mode: bool = False) -> None:
+        self.size = size
+
+
+def inner() -> torch.optim.Optimizer:
+    return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+
+
+CALLS: list[tuple[Any, dict[str, Any], str]] = [
+    (manyhands.Optimizer, {"dht": object()}, r"write peer=manyhands.Peer\(initial_peers=\[...\]\) instead of dht="),
+    (
+        manyhands.Optimizer,
+        {"peer": 1, "matchmaking_time": 3.0},
+        "matchmaking_time_s= instead of matchmaking_time=",
+    ),
+    (
+        manyhands.Optimizer,
+        {"peer": 1, "reuse_grad_buffers": True},
+        r"reuse_grad_buffers= out: call zero_grad\(\)",
+    ),
+    (manyhands.Optimizer, {"client_mode": True}, "write client_mode= of manyhands.Peer instead of client_mode="),
+    (manyhands.ProcessGroupOptimizer, {"dht": object()}, "manyhands.ProcessGroupOptimizer has other arguments"),
+    (manyhands.Averager, {"dht": object(), "prefix": "x"}, "instead of dht=; write run_id= instead of prefix="),
+    (manyhands.Peer, {"start": True, "host_maddrs": []}, "leave start= out: .*; write listen= instead of host_maddrs="),
+]
+
+
+@pytest.mark.parametrize(("kind", "named", "says"), CALLS)
+def test_each_is_told_what_to_write(kind: Any, named: dict[str, Any], says: str) -> None:
+    first = () if kind is manyhands.Peer else (inner(),)
+    with pytest.raises(ConfigError, match=says) as caught:
+        kind(*first, **named)
+    assert "docs/from-hivemind.md" in str(caught.value)
+
+
+def test_what_the_class_knows_itself_and_what_nobody_knows_is_left_to_python() -> None:
+    assert Model(3, client_mode=True).size == 3
+    with pytest.raises(TypeError, match="unexpected keyword argument 'colour'"):
+        Model(3, colour=1)  # type: ignore[call-arg]
+
+
+def test_names_of_ours_are_not_among_them_and_the_page_has_them_all() -> None:
+    own = inspect.signature(manyhands.Optimizer.__init__).parameters.keys()
+    assert not own & INSTEAD.keys()
+    text = PAGE.read_text()
+    assert [name for name in INSTEAD if name not in text] == []
+
+
+@pytest.mark.parametrize("peer", [None, object()])
+def test_what_is_no_peer_is_told_how_to_make_one(peer: Any) -> None:
+    says = r"this machine's manyhands.Peer is needed: peer=manyhands.Peer\(\) begins a swarm"
+    with pytest.raises(ConfigError, match=says):
+        manyhands.Optimizer(inner(), peer=peer, run_id="run", target_batch_size=8)
+    with pytest.raises(ConfigError, match=says):
+        manyhands.Averager([torch.zeros(1)], peer=peer, run_id="run")
+
+
+@pytest.mark.parametrize(
+    "named", [{"initial_peers": "127.0.0.1:1"}, {"listen": "127.0.0.1:1"}, {"announce": "127.0.0.1:1"}]
+)
+def test_one_address_is_no_list_of_addresses(named: dict[str, Any]) -> None:
+    says = r"'127.0.0.1:1' is one address where a list of them is needed; write \['127.0.0.1:1'\]"
+    with pytest.raises(ConfigError, match=says):
+        manyhands.Peer(**named)
+    with pytest.raises(ConfigError, match=says):
+        manyhands.Peer("127.0.0.1:1")

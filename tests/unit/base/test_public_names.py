@@ -1,0 +1,62 @@
+"""What `import manyhands` offers, and what it says where torch is not installed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import manyhands
+from manyhands.base import errors
+
+
+def run_python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+
+
+def test_dir_offers_every_public_name_and_each_can_be_had() -> None:
+    names = dir(manyhands)
+    assert [name for name in names if not name.startswith("_")] == sorted(set(manyhands.__all__) - {"__version__"})
+    for name in ("Optimizer", "Averager", "Peer", "AveragingConfig", "ProgressConfig", "optim"):
+        assert name in names
+        assert getattr(manyhands, name) is not None
+    assert "Lamb" in dir(manyhands.optim)
+    assert manyhands.optim.Lamb.__name__ == "Lamb"
+    with pytest.raises(AttributeError, match="has no attribute 'Optimiser'"):
+        manyhands.Optimiser  # noqa: B018
+
+
+def test_all_errors_are_there() -> None:
+    tree = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, Exception)}
+    assert tree <= set(dir(manyhands))
+    assert all(getattr(manyhands, name) is getattr(errors, name) for name in tree)
+
+
+def test_a_coordinator_has_its_configs_and_errors_without_torch() -> None:
+    code = (
+        "import sys, manyhands\n"
+        "manyhands.Peer, manyhands.AveragingConfig(), manyhands.ProgressConfig(), manyhands.RoundAborted\n"
+        "manyhands.optim, dir(manyhands), dir(manyhands.optim)\n"
+        "print([name for name in ('torch', 'numpy', 'transformers') if name in sys.modules])"
+    )
+    assert run_python(code).stdout == "[]\n"
+
+
+@pytest.mark.parametrize("missing", ["torch", "numpy"])
+@pytest.mark.parametrize(
+    ("statement", "what"),
+    [
+        ("from manyhands import Optimizer", "manyhands.Optimizer"),
+        ("import manyhands; manyhands.Averager", "manyhands.Averager"),
+        ("import manyhands; manyhands.ProcessGroupOptimizer", "manyhands.ProcessGroupOptimizer"),
+        ("import manyhands; manyhands.optim.Lamb", "manyhands.optim.Lamb"),
+    ],
+)
+def test_without_torch_one_line_says_what_to_install(statement: str, what: str, missing: str) -> None:
+    if missing == "numpy" and "Lamb" in statement:
+        pytest.skip("it needs torch only")
+    ran = run_python(f"import sys; sys.modules[{missing!r}] = None\n{statement}")
+    last = ran.stderr.splitlines()[-1]
+    assert f"{what} needs packages that are not installed; try: pip install '.[torch]' in " in last
+    assert "ModuleNotFoundError" not in ran.stderr
