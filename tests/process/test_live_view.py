@@ -59,7 +59,8 @@ class Terminal:
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
         self._process = subprocess.Popen(
             [sys.executable, "-u", "-m", "manyhands", *command],
-            stdin=slave, stdout=slave, stderr=slave, start_new_session=True, env={**os.environ, "TERM": "xterm"},
+            stdin=slave, stdout=slave, stderr=slave, start_new_session=True,
+            env={**os.environ, "TERM": "xterm", "COLUMNS": "120", "LINES": "40"},
         )  # fmt: skip
         os.close(slave)
         self._reader = threading.Thread(target=self._read, daemon=True)
