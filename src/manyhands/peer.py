@@ -36,6 +36,11 @@ DHT_TIMEOUT_S = 30.0
 FIRST_SAVE_S = 10.0
 SAVE_PERIOD_S = 60.0
 
+_NO_FIRST_PEER = (
+    "a peer in client mode cannot be the first one, since others could not join it; give it the address of "
+    "a peer that accepts connections (--initial-peers, initial_peers=), or leave client mode out"
+)
+
 
 class Presence:
     """A peer in the swarm, on whatever loop it is made: an endpoint and a DHT node with one life.
@@ -209,6 +214,8 @@ class Peer(FromHivemind):
 
         try:
             self.run(start(), START_TIMEOUT_S, "starting this peer")
+            if client_mode and must_join and not initial_addresses and not self.dht.num_known_peers:
+                raise ConfigError(f"no peer that was seen before answers, and {_NO_FIRST_PEER}")
         except BaseException:
             self.close()
             raise
@@ -222,10 +229,7 @@ class Peer(FromHivemind):
 
     def _check_knows_others(self) -> None:
         if self._state_dir is None or not len(self._state_dir.load_peers()):
-            raise ConfigError(
-                "a peer in client mode cannot be the first one, since others could not join it; give it the address of "
-                "a peer that accepts connections (--initial-peers, initial_peers=), or leave client mode out"
-            )
+            raise ConfigError(_NO_FIRST_PEER)
 
     def _release_state_dir(self) -> None:
         if self._state_dir is not None:

@@ -10,7 +10,7 @@ import torch
 from manyhands import Optimizer, Peer
 from manyhands.base.errors import RunNotFound
 from manyhands.optim.run_records import declare_run
-from manyhands.optim.runs import Run, find_runs, look_up_run
+from manyhands.optim.runs import MAX_RUNS, Run, find_runs, look_up_run
 
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 
@@ -74,3 +74,19 @@ def test_runs_and_their_peers_are_found_through_a_coordinator() -> None:
         (run,) = [run for run in runs_of(scout) if run.manifest is not None]
         assert run.run_id == "runA"
         assert run.peers.keys() == set(run.signers) == {first.peer_id, second.peer_id}
+
+
+def test_a_run_is_found_by_its_name_among_many() -> None:
+    with Peer(listen=LOOPBACK) as crowded, Peer(crowded.addresses, listen=LOOPBACK) as trainer:
+
+        async def declare() -> None:
+            for number in range(MAX_RUNS):
+                declare_run(crowded.dht, f"a{number:03}")
+
+        crowded.run(declare(), 5.0, "declaring")
+        optimizer(trainer, "zzz", start_new=True)
+        with Peer(crowded.addresses, client_mode=True) as scout:
+            runs = scout.run(find_runs(scout.dht, "zzz"), 20.0, "finding runs")
+        assert runs[0].run_id == "zzz"
+        assert runs[0].is_trained
+        assert not any(run.is_trained for run in runs[1:])

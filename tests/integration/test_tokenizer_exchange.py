@@ -59,6 +59,8 @@ LIES = [
     zlib.compress(tokenizer_json(train_tokenizer(SENTENCES, 600)).encode()),
     zlib.compress(b"\0" * (tokenizer_exchange.MAX_JSON_BYTES + 1)),
     zlib.compress(b"\xff\xfe"),
+    zlib.compress(b"[" * 100_000),
+    zlib.compress(b'{"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}, "version": "\\u001b[31m"}'),
 ]
 
 

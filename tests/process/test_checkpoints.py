@@ -25,12 +25,13 @@ def arguments(folder: Path, *more: str) -> tuple[str, ...]:
 
 
 def test_a_trainer_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoints"
-    with running(*arguments(folder, "--checkpoint-every", "2", "--max-steps", "5")) as first:
+    folder, text = tmp_path / "checkpoints", tmp_path / "text.txt"
+    text.write_text("".join(f"Sentence number {n} is here. Another one is behind it.\n\n" for n in range(4000)))
+    with running(*arguments(folder, "--checkpoint-every", "2", "--max-steps", "5", "--text", str(text))) as first:
         assert first.wait(90) == 0, first.output
     assert sorted(path.name for path in folder.glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-5"]
 
-    with running(*arguments(folder)) as second:
+    with running(*arguments(folder)) as second:  # on another text, with the tokenizer that was saved
         second.wait_for(f"Going on from {folder / 'checkpoint-5'}")
         second.wait_for("[INFO] Step 6")
         second.interrupt()
@@ -51,11 +52,11 @@ def test_what_cannot_be_gone_on_from_is_said(tmp_path: Path) -> None:
         assert first.wait(90) == 0, first.output
     with running(*arguments(tmp_path, "--learning-rate", "0.001")) as other:
         assert other.wait(60) == USAGE
-    assert "learning_rate is 0.001 here, 0.01 in" in other.output.strip().splitlines()[-1]
+    assert "learning_rate is 0.001 here, 0.01 in the checkpoint" in other.output.strip().splitlines()[-1]
 
     with running(*arguments(tmp_path, "--embedding-size", "32")) as other:
         assert other.wait(60) == USAGE
-    assert "embedding_size is 32 here, 128 in" in other.output.strip().splitlines()[-1]
+    assert "embedding_size is 32 here, 128 in the checkpoint" in other.output.strip().splitlines()[-1]
 
     for name in ("model.safetensors", "optimizer.pt"):
         file = tmp_path / ("checkpoint-2" if name == "optimizer.pt" else "checkpoint-1") / name

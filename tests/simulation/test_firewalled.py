@@ -10,6 +10,7 @@ import torch
 from manyhands.base.errors import Unavailable
 from manyhands.optim.firewalled import Firewalled
 from manyhands.optim.stranded import PERIOD_S
+from manyhands.optim.tracker import CLIENT_PATIENCE_S
 from tests.simulation.swarm_of_trainers import BATCH_S, Member, Swarm
 
 BATCH = 4
@@ -170,3 +171,28 @@ def test_one_that_they_cannot_reach_either_is_told_so_in_bounded_time(monkeypatc
     swarm.start("trainer", seeded(8), adamw, train_for(1.0), begins_s=120.0, target_batch_size=TARGET)
     with pytest.raises(Unavailable, match="only peers in client mode have the state of the run, and none of them has"):
         swarm.run(200.0)
+
+
+def test_a_client_that_is_ahead_and_cannot_come_does_not_stop_the_run() -> None:
+    """The host cannot ask it for its state, and goes on without it after a while."""
+    swarm = Swarm()
+    swarm.start_coordinator()
+
+    def leave(member: Member) -> None:
+        while member.optimizer.global_step < 8:
+            train_batch(member)
+        member.optimizer.close()
+        swarm.world.block([("client", "host"), ("host", "client")])
+        swarm.world.network.reset("client", "host")
+
+    def fall_behind(member: Member) -> None:
+        while member.optimizer.global_step < 4:
+            train_batch(member)
+        member.peer.sleep(25.0)
+        train_for(CLIENT_PATIENCE_S + 60.0)(member)
+        assert member.optimizer.global_step > 8
+
+    swarm.start("another", seeded(0), adamw, leave, target_batch_size=TARGET)
+    swarm.start("host", seeded(0), adamw, fall_behind, begins_s=1.1, target_batch_size=TARGET)
+    swarm.start("client", seeded(0), adamw, train_for(100.0), begins_s=1.2, target_batch_size=TARGET, client_mode=True)
+    swarm.run(300.0)

@@ -51,8 +51,12 @@ class Ticket:
             (str(Address(a.protocol, a.host, a.port)), base58.b58decode(a.peer_id) if a.peer_id else b"")
             for a in self.addresses[:MAX_ADDRESSES]
         ]
-        content = msgspec.msgpack.encode(_Content(self.run_id, self.digest[:DIGEST_BYTES], places))
-        return PREFIX + base58.b58encode_check(content).decode()
+        while True:
+            content = msgspec.msgpack.encode(_Content(self.run_id, self.digest[:DIGEST_BYTES], places))
+            word = PREFIX + base58.b58encode_check(content).decode()
+            if len(word) <= MAX_LENGTH or len(places) <= 1:
+                return word
+            places.pop()
 
     @classmethod
     def is_one(cls, text: str) -> bool:

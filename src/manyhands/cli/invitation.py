@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 import segno
 
@@ -19,5 +20,7 @@ def print_ticket(run_id: str, addresses: Sequence[str | Address], fingerprint: b
     """
     ticket = str(Ticket(run_id, parse_addresses(addresses), fingerprint))
     print(f"\n    manyhands join {ticket}\n", flush=True)  # noqa: T201
-    if sys.stdout.isatty():
+    if not sys.stdout.isatty():
+        return
+    with suppress(UnicodeError):  # a terminal without block characters
         segno.make(ticket, error="l", micro=False).terminal(compact=True, border=1)

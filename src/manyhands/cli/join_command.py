@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -61,7 +62,7 @@ def join(
     network = dataclasses.replace(network, initial_peers=initial_peers)
     check_before(network, training, given)
     run = _chosen(network, run_id or ticket.run_id or None, ticket)
-    take_part(run.run_id, network, training, given, output, run=run)
+    take_part(run.run_id, network, training, given, output, run=run, may_begin=False)
 
 
 def _chosen(network: NetworkOptions, run_id: str | None, ticket: Ticket) -> Run:
@@ -69,14 +70,15 @@ def _chosen(network: NetworkOptions, run_id: str | None, ticket: Ticket) -> Run:
     with Scout(network.initial_peers) as scout:
         run = scout.choose(run_id, is_trained=True)
     peers = " ".join(network.initial_peers)
-    if run.manifest is None:
+    quoted = shlex.quote(run.run_id)
+    if run.manifest is None or not run.is_trained:
         raise RunNotFound(
-            f"nobody trains in run {run.run_id!r}, so there is nothing to join yet; begin it with: "
-            f"manyhands train --run-id {run.run_id} --initial-peers {peers}"
+            f"nobody trains in run {run.run_id!r}, so there is nothing to join; begin it with: "
+            f"manyhands train --run-id {quoted} --initial-peers {peers}"
         )
     if not ticket.fits(run.manifest.fingerprint()):
         raise ConfigError(
             f"run {run.run_id!r} has other settings now than when the ticket was made; ask for a new one, or join "
-            f"without it: manyhands join {network.initial_peers[0]} --run-id {run.run_id}"
+            f"without it: manyhands join {network.initial_peers[0]} --run-id {quoted}"
         )
     return run

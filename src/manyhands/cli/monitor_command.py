@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 import sys
 import threading
 from typing import Annotated
@@ -40,7 +41,7 @@ def monitor(
                 "Others cannot join through this monitor, as it is in client mode; they join through its own peers:"
             )
         addresses = peer.addresses or network.initial_peers or ["ADDRESS-OF-ANY-OTHER-PEER"]
-        print(f"\n    manyhands train --run-id {run_id} --initial-peers {' '.join(addresses)}")  # noqa: T201
+        print(f"\n    manyhands train --run-id {shlex.quote(run_id)} --initial-peers {' '.join(addresses)}")  # noqa: T201
         if peer.addresses:
             print_ticket(run_id, peer.addresses)
         sys.stdout.flush()

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from manyhands.base.address import Address
 from manyhands.base.errors import ConfigError, RunNotFound
-from manyhands.optim.runs import Run, find_runs, look_up_run, nobody_is_in
+from manyhands.optim.runs import Run, find_runs, listed, look_up_run, nobody_is_in
 from manyhands.peer import Peer
 
-LOOK_TIMEOUT_S = 8.0
+LOOK_TIMEOUT_S = 5.0
 PATIENCE_S = 3.0
 """Others may be starting just now."""
 
@@ -45,15 +45,14 @@ class Scout:
         """
         deadline = time.monotonic() + PATIENCE_S
         while True:
-            runs = self.runs()
+            runs = self.runs(run_id)
+            candidates = [run for run in runs if run.run_id == run_id] if run_id is not None else _alive(runs)
             is_late = time.monotonic() > deadline
-            for run in runs:
-                is_meant = run.run_id == run_id or (run_id is None and len(runs) == 1)
-                if is_meant and (is_late or run.manifest is not None or not is_trained):
+            if len(candidates) > 1:
+                raise ConfigError(f"{len(runs)} runs are there: {listed(runs)}; choose one of them with --run-id")
+            for run in candidates:
+                if is_late or run.is_trained or not is_trained:
                     return run
-            if len(runs) > 1 and run_id is None:
-                listed = ", ".join(map(str, runs))
-                raise ConfigError(f"{len(runs)} runs are there: {listed}; choose one of them with --run-id")
             if is_late:
                 break
             time.sleep(PERIOD_S)
@@ -61,9 +60,14 @@ class Scout:
             raise RunNotFound("no run is there yet")
         raise RunNotFound(nobody_is_in(run_id, self._peer.dht.num_known_peers, runs))
 
-    def runs(self) -> list[Run]:
-        """The runs that are there, the largest first."""
-        return self._peer.run(find_runs(self._peer.dht), LOOK_TIMEOUT_S, "looking which runs are there")
+    def runs(self, wanted: str | None = None) -> list[Run]:
+        """The runs that are there, the largest first; ``wanted`` is looked up in any case."""
+        return self._peer.run(find_runs(self._peer.dht, wanted), LOOK_TIMEOUT_S, "looking which runs are there")
+
+
+def _alive(runs: list[Run]) -> list[Run]:
+    """Those in which somebody is; all if nobody is in any."""
+    return [run for run in runs if run.peers] or runs
 
 
 def look_up(peer: Peer, run_id: str) -> Run:

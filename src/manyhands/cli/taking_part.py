@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import importlib.util
-import itertools
 import logging
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from manyhands.averaging.messages import readable_addresses
-from manyhands.base.errors import ConfigError, MissingExtra
+from manyhands.base.errors import (
+    ConfigError,
+    ManifestMismatch,
+    ManyhandsError,
+    MissingExtra,
+    RunNotFound,
+    Unavailable,
+)
 from manyhands.base.folder_lock import FolderInUse
 from manyhands.base.identity import PeerId
+from manyhands.cli.event_file import EventWriter
 from manyhands.cli.invitation import print_ticket
 from manyhands.cli.options import NetworkOptions, OutputOptions
 from manyhands.cli.run_look_up import look_up
@@ -22,7 +29,7 @@ from manyhands.cli.training_view import run_in_view
 from manyhands.optim.run_records import declare_run
 from manyhands.optim.runs import Run
 from manyhands.peer import Peer
-from manyhands.recipes.albert.adoption import RunRecipe, RunToJoin, adopted
+from manyhands.recipes.albert.adoption import RunRecipe, RunToJoin, adopted, is_recipe
 from manyhands.recipes.albert.checkpoint_dir import CheckpointDir
 from manyhands.recipes.albert.config import AlbertRecipe
 from manyhands.recipes.albert.corpus import load_documents
@@ -86,18 +93,22 @@ def take_part(
     output: OutputOptions,
     *,
     run: Run | None,
+    may_begin: bool = True,
 ) -> None:
     """Train in a run until it is time to stop.
 
     Args:
         given: settings of the recipe that the user named.
         run: as it was seen; None for one that this peer begins.
+        may_begin: whether to begin the run if nobody trains in it.
     Raises:
         ConfigError: this peer does not fit, or has too little memory.
+        RunNotFound: nobody is in the run any more, and it shall not be begun.
     """
     if run is not None and run.manifest is not None:
-        _check_fit(run_id, adopted(run_id, run.manifest.extra, given))
+        _checked(run_id, adopted(run_id, run.manifest.extra, given))
     with ExitStack() as cleanup:
+        emit = output.begin()
         folders = open_folders(run_id, network, training)
         cleanup.callback(folders.close)
         if training.device != "auto":
@@ -105,38 +116,55 @@ def take_part(
             from manyhands.recipes.albert.compute import Compute
 
             Compute(training.device, training.precision)
-        emit = output.begin()
         peer = cleanup.enter_context(network.connect(own_dir=folders.state_dir))
         logger.info("Joining run %s as peer %s", run_id, peer.peer_id)
         if peer.addresses:
             logger.info("Others can join through this peer: --initial-peers %s", " ".join(peer.addresses))
         _declare(peer, run_id)  # loading torch takes seconds, and others may look for the run meanwhile
-        if peer.dht.num_known_peers:  # also those of an earlier start
-            run = look_up(peer, run_id)
+        to_join = _run_to_join(peer, run_id, training, given)
+        if to_join is None and not may_begin:
+            raise RunNotFound(f"nobody is in run {run_id!r} any more")
         if training.auxiliary:
-            run = _wait_for_trainers(peer, run_id)
-        recipe, found = _recipe_for(run_id, run, given, folders.checkpoint_dir)
-        to_join = None
-        if found is not None and run is not None:
-            _learn_addresses(peer, run)
-            to_join = RunToJoin(found, sorted(run.signers, key=lambda peer_id: not _can_be_dialled(run, peer_id)))
-        logger.info("Loading PyTorch and transformers")
-        if training.auxiliary:
-            from manyhands.recipes.albert.auxiliary import AlbertAuxiliary
-
             assert to_join is not None
-            AlbertAuxiliary(peer, run_id, to_join, training).run()
-            return
-        from manyhands.recipes.albert.training import AlbertTrainer
+            _help(peer, run_id, to_join, training)
+        else:
+            recipe = to_join.recipe.recipe if to_join is not None else _recipe_to_begin(run_id, given, folders)
+            _train(peer, run_id, recipe, training, emit, to_join, folders, is_chosen="batch_size" in given)
 
-        trainer = AlbertTrainer(
-            peer, run_id, recipe, training, emit,
-            run=to_join, is_batch_size_chosen="batch_size" in given, checkpoint_dir=folders.checkpoint_dir,
-        )  # fmt: skip
-        if peer.addresses and (manifest := look_up(peer, run_id).manifest) is not None:
-            logger.info("Others can join this run with one word:")
-            print_ticket(run_id, peer.addresses, manifest.fingerprint())
-        run_in_view(trainer)
+
+def _help(peer: Peer, run_id: str, run: RunToJoin, training: TrainingSettings) -> None:
+    logger.info("Loading PyTorch and transformers")
+    from manyhands.recipes.albert.auxiliary import AlbertAuxiliary
+
+    AlbertAuxiliary(peer, run_id, run, training).run()
+
+
+def _train(
+    peer: Peer,
+    run_id: str,
+    recipe: AlbertRecipe,
+    training: TrainingSettings,
+    emit: EventWriter,
+    run: RunToJoin | None,
+    folders: OwnFolders,
+    *,
+    is_chosen: bool,
+) -> None:
+    logger.info("Loading PyTorch and transformers")
+    from manyhands.recipes.albert.training import AlbertTrainer
+
+    trainer = AlbertTrainer(
+        peer, run_id, recipe, training, emit,
+        run=run, is_batch_size_chosen=is_chosen, checkpoint_dir=folders.checkpoint_dir,
+    )  # fmt: skip
+    if peer.addresses:
+        fingerprint = b""
+        with suppress(ManyhandsError):  # a ticket without it will do
+            manifest = look_up(peer, run_id).manifest
+            fingerprint = manifest.fingerprint() if manifest is not None else b""
+        logger.info("Others can join this run with one word:")
+        print_ticket(run_id, peer.addresses, fingerprint)
+    run_in_view(trainer)
 
 
 def open_folders(run_id: str, network: NetworkOptions, training: TrainingSettings) -> OwnFolders:
@@ -149,14 +177,15 @@ def open_folders(run_id: str, network: NetworkOptions, training: TrainingSetting
         return OwnFolders(None, None)  # a state dir that was named is opened by the peer
     if training.checkpoint_dir is not None:
         return _open_folder(training.checkpoint_dir, run_id, network)
-    for number in itertools.count(1):
+    for number in range(1, MAX_FOLDERS + 1):
         name = f"manyhands-{run_id}" if number == 1 else f"manyhands-{run_id}-{number}"
         try:
             return _open_folder(Path(name), run_id, network)
         except FolderInUse:  # by another trainer that was started here
-            if number == MAX_FOLDERS:
-                raise
-    raise AssertionError("unreachable")
+            continue
+        except ConfigError as error:
+            raise ConfigError(f"{error}; --checkpoint-dir names one, --no-checkpoints needs none") from error
+    raise ConfigError(f"{MAX_FOLDERS} trainers of run {run_id!r} were started here; name a --checkpoint-dir")
 
 
 def _open_folder(path: Path, run_id: str, network: NetworkOptions) -> OwnFolders:
@@ -168,39 +197,58 @@ def _open_folder(path: Path, run_id: str, network: NetworkOptions) -> OwnFolders
         raise
 
 
-def _recipe_for(
-    run_id: str, run: Run | None, given: Mapping[str, Any], checkpoints: CheckpointDir | None
-) -> tuple[AlbertRecipe, RunRecipe | None]:
-    """What to train, and the recipe of the run if somebody trains in it already.
-
-    The run decides; where nobody is, the newest checkpoint of this peer; else what was given.
-    """
-    if run is not None and run.manifest is not None:
-        found = adopted(run_id, run.manifest.extra, given)
-        _check_fit(run_id, found)
-        return found.recipe, found
-    if checkpoints is not None and (facts := checkpoints.newest_facts()):
-        saved = adopted(run_id, facts, given)
-        _check_fit(run_id, saved)
-        return saved.recipe, None
-    recipe = AlbertRecipe(**given)
-    check_memory(run_id, recipe, recipe.vocab_size)
-    return recipe, None
+def _run_to_join(peer: Peer, run_id: str, training: TrainingSettings, given: Mapping[str, Any]) -> RunToJoin | None:
+    """The run as its peers have it now; None if nobody has signed its settings."""
+    if training.auxiliary:
+        run = _wait_for_trainers(peer, run_id)
+    elif peer.dht.num_known_peers:  # also those of an earlier start
+        run = look_up(peer, run_id)
+    else:
+        return None
+    if run.manifest is None:
+        return None
+    found = _checked(run_id, adopted(run_id, run.manifest.extra, given))
+    _learn_addresses(peer, run)
+    return RunToJoin(found, sorted(run.signers, key=lambda peer_id: not _can_be_dialled(run, peer_id)))
 
 
-def _check_fit(run_id: str, found: RunRecipe) -> None:
+def _recipe_to_begin(run_id: str, given: Mapping[str, Any], folders: OwnFolders) -> AlbertRecipe:
+    """That of this peer's newest checkpoint; else what was given."""
+    facts = folders.checkpoint_dir.newest_facts() if folders.checkpoint_dir is not None else {}
+    if not is_recipe(facts):
+        recipe = AlbertRecipe(**given)
+        check_memory(run_id, recipe, recipe.vocab_size)
+        return recipe
+    try:
+        return _checked(run_id, adopted(run_id, facts, given)).recipe
+    except ManifestMismatch as error:
+        differences = "; ".join(error.differences).replace("in the run", "in the checkpoint")
+        assert folders.checkpoint_dir is not None
+        raise ConfigError(
+            f"checkpoint {folders.checkpoint_dir.newest_path()} was made with other settings: {differences}. Give the "
+            "same ones, or another --checkpoint-dir"
+        ) from None
+
+
+def _checked(run_id: str, found: RunRecipe) -> RunRecipe:
+    """The same, if there is enough memory for it."""
     check_memory(run_id, found.recipe, found.vocab_size)
+    return found
 
 
 def _wait_for_trainers(peer: Peer, run_id: str) -> Run:
     """The run, once somebody trains in it: an auxiliary peer has no data to begin with."""
     tell_at = time.monotonic()
-    while (run := look_up(peer, run_id)).manifest is None:
+    while True:
+        try:
+            if (run := look_up(peer, run_id)).manifest is not None:
+                return run
+        except Unavailable as error:
+            logger.warning("the run cannot be seen: %s", error)
         if time.monotonic() >= tell_at:
             logger.info("Waiting for somebody who trains in run %s: an auxiliary peer has no data", run_id)
             tell_at += TELL_PERIOD_S
         time.sleep(LOOK_PERIOD_S)
-    return run
 
 
 def _can_be_dialled(run: Run, peer_id: PeerId) -> bool:

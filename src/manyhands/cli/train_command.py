@@ -61,6 +61,8 @@ def train(
         )
     if not network.initial_peers:
         AlbertRecipe(**given)
+    if start_new and run_id is None:
+        raise ConfigError("--start-new begins a run: name it as well, for example --run-id my-albert")
     check_before(network, training, given)
     run = look_for(network, run_id, start_new=start_new) if network.initial_peers else None
     if run_id is None:
@@ -76,8 +78,8 @@ def look_for(network: NetworkOptions, run_id: str | None, *, start_new: bool) ->
         RunNotFound: it is not there, and shall not be begun.
     """
     with Scout(network.initial_peers or ()) as scout:
-        if start_new and run_id is not None:
-            return next((run for run in scout.runs() if run.run_id == run_id), None)
+        if start_new:
+            return next((run for run in scout.runs(run_id) if run.run_id == run_id), None)
         try:
             return scout.choose(run_id)
         except RunNotFound as error:

@@ -91,7 +91,7 @@ def print_card(console: Console, account: Account) -> None:
     """Print it, unless nobody is there to read it any more."""
     heading, lines = card_of(account)
     width = max(len(name) for name, _ in lines)
-    with suppress(OSError):  # the terminal was closed
+    with suppress(OSError, UnicodeError):  # the terminal was closed, or has no such characters
         console.print()
         console.print(heading, style="bold", markup=False, soft_wrap=True)
         for name, text in lines:

@@ -227,7 +227,7 @@ class _Examiner:
         began, run_id = asyncio.get_running_loop().time(), self._examination.run_id
         try:
             async with time_limit(SWARM_TIMEOUT_S, "looking which runs are there"):
-                runs = await find_runs(self._presence.dht)
+                runs = await find_runs(self._presence.dht, run_id)
         except (Unavailable, PeerError) as error:
             self._note("run", words.no_runs_seen(error), None, began)
             return

@@ -10,7 +10,7 @@ from manyhands.base.errors import DialFailed, DialReason, ManyhandsError, Refuse
 from manyhands.base.identity import PeerId
 from manyhands.base.words import counted
 from manyhands.doctor.checks import Finding
-from manyhands.optim.runs import Run
+from manyhands.optim.runs import Run, listed
 from manyhands.reach.messages import NOT_ALLOWED, DialOutcome, ExamineResponse
 from manyhands.rpc.frames import readable
 from manyhands.transport.certificate import ALPN
@@ -353,7 +353,7 @@ def no_runs_seen(error: ManyhandsError) -> Finding:
 def runs_seen(runs: Sequence[Run]) -> Finding:
     if not runs:
         return Finding(None, "no run is there yet; manyhands train --run-id NAME --start-new begins one")
-    return Finding(None, f"runs here: {', '.join(map(str, runs))}; --run-id looks at one of them")
+    return Finding(None, f"runs here: {listed(runs)}; --run-id looks at one of them")
 
 
 def run_is_there(run: Run) -> Finding:

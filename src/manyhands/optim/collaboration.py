@@ -191,10 +191,12 @@ class Collaboration:
         dht = self._presence.dht
         if self._start_new or not dht.num_known_peers or self.run_id in await find_run_ids(dht):
             return
-        message = nobody_is_in(self.run_id, dht.num_known_peers, await find_runs(dht))
+        runs = await find_runs(dht)
+        message = nobody_is_in(self.run_id, dht.num_known_peers, runs)
         if self._start_new is False:
             raise RunNotFound(f"{message}. Check the run id; start_new=True begins a run")
-        logger.warning("%s. This peer begins it; if that is meant, start_new=True says so", message)
+        if runs:  # else there is none that could be meant
+            logger.warning("%s. This peer begins it; if that is meant, start_new=True says so", message)
 
     def _note_phase(self, phase: Phase) -> None:
         if phase is Phase.FORMED:

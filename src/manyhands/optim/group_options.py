@@ -25,6 +25,11 @@ def check_unchanged(before: Options, groups: Sequence[Mapping[str, Any]]) -> Non
     Raises:
         ConfigError: an option is another one; it says which, and what to write instead.
     """
+    if len(groups) != len(before):
+        raise ConfigError(
+            f"there were {len(before)} parameter groups and are {len(groups)} now; give all groups to the wrapped "
+            "optimizer at first"
+        )
     for index, (old, new) in enumerate(zip(before, options_of(groups), strict=True)):
         for name in old.keys() & new.keys():
             if new[name] != old[name]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Sequence
 
 import torch
 
 from manyhands.base.errors import ConfigError
+
+NUM_WATCHED = 8
 
 
 class HeldBatches:
@@ -17,17 +20,25 @@ class HeldBatches:
     passes when it accumulates gradients itself.
 
     Args:
-        parameters: of the model; the last one is in most backward passes.
+        parameters: of the model; some of them are watched, as not each is in every backward pass.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        self._has_held = False
-        self._handle = parameters[-1].register_post_accumulate_grad_hook(self._note)  # type: ignore[no-untyped-call]
+        self._held: set[int] = set()  # the watched ones with a gradient that accelerate has kept from step() so far
+        self._has_lost = False
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(functools.partial(self._note, index))  # type: ignore[no-untyped-call]
+            for index, parameter in enumerate(parameters[:: -max(1, len(parameters) // NUM_WATCHED)])
+        ]
 
-    def _note(self, _: torch.Tensor) -> None:
+    def _note(self, index: int, _: torch.Tensor) -> None:
         accelerate = sys.modules.get("accelerate.state")
-        if accelerate is not None and not accelerate.GradientState().sync_gradients:
-            self._has_held = True
+        if accelerate is None:
+            return
+        if index in self._held:  # and the next backward pass has come without a step() between them
+            self._has_lost = True
+        if not accelerate.GradientState().sync_gradients:
+            self._held.add(index)
 
     def check(self) -> None:
         """Make sure that there were none since the last call.
@@ -35,8 +46,9 @@ class HeldBatches:
         Raises:
             ConfigError: there were; it says what to write.
         """
-        if self._has_held:
-            self._has_held = False
+        self._held.clear()
+        if self._has_lost:
+            self._has_lost = False
             raise ConfigError(
                 "accelerate accumulates the gradients of several batches before it calls step(), so only the samples "
                 "of one of them would count. Leave gradient_accumulation_steps at 1, in Accelerator(...) or in "
@@ -46,4 +58,5 @@ class HeldBatches:
 
     def close(self) -> None:
         """Look no more."""
-        self._handle.remove()
+        for handle in self._handles:
+            handle.remove()

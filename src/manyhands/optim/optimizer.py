@@ -143,6 +143,7 @@ class Optimizer(OptimizerWrapper):
         self.statistics.states_loaded += self._membership.join()
         self._held = HeldBatches(self._replica.model_parameters)
         self._running_statistics = RunningStatistics(self._replica.model_parameters)
+        peer.presence.on_close.append(self._look_no_more)
         if auxiliary:  # no batch will come
             self._running_statistics.close()
         self._show()
@@ -246,9 +247,15 @@ class Optimizer(OptimizerWrapper):
 
     def close(self) -> None:
         """Leave the run; the peer stays. Closing the peer does this too."""
+        self._stop_looking()
+        self._membership.leave()
+
+    def _stop_looking(self) -> None:
         self._held.close()
         self._running_statistics.close()
-        self._membership.leave()
+
+    async def _look_no_more(self) -> None:
+        self._stop_looking()
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the wrapped optimizer, and under ``manyhands`` where in the run it is, and the schedule.

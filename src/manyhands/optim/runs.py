@@ -17,8 +17,10 @@ from manyhands.optim.progress import ProgressRecord
 from manyhands.optim.progress_reader import GOODBYE, PROGRESS, PROGRESS_KIND, progress_key
 from manyhands.optim.run_manifest import MANIFEST_KIND, RunManifest, read_manifests, run_manifest_of
 
-MAX_RUNS = 16
-"""Runs whose peers are counted; a longer list helps nobody."""
+MAX_RUNS = 64
+"""Runs whose peers are counted, besides the one that is wanted."""
+
+SHOWN_RUNS = 8
 
 
 class Run(NamedTuple):
@@ -34,6 +36,11 @@ class Run(NamedTuple):
     manifest: RunManifest | None
     peers: dict[PeerId, ProgressRecord]
     signers: Sequence[PeerId]
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether somebody trains in it now; the manifest of a run whose peers died lives longer than they."""
+        return self.manifest is not None and any(not record.is_auxiliary for record in self.peers.values())
 
     def __str__(self) -> str:
         return f"{self.run_id!r} ({counted(len(self.peers), 'peer')})"
@@ -67,16 +74,28 @@ async def look_up_run(dht: DhtNode, run_id: str) -> Run:
     return Run(run_id, manifest, peers, signers)
 
 
-async def find_runs(dht: DhtNode) -> list[Run]:
-    """The runs that other nodes know, the largest first; at most :data:`MAX_RUNS`."""
-    run_ids = (await find_run_ids(dht))[:MAX_RUNS]
+async def find_runs(dht: DhtNode, wanted: str | None = None) -> list[Run]:
+    """The runs that other nodes know, the largest first.
+
+    Args:
+        wanted: a run that is looked up whether or not the nodes that are asked know it.
+    """
+    known = await find_run_ids(dht)
+    run_ids = [*known[:MAX_RUNS], *([wanted] if wanted is not None and wanted not in known[:MAX_RUNS] else [])]
     runs = await asyncio.gather(*(look_up_run(dht, run_id) for run_id in run_ids))
-    return sorted(runs, key=lambda run: -len(run.peers))
+    found = [run for run in runs if run.run_id in known or run.manifest is not None or run.peers]
+    return sorted(found, key=lambda run: -len(run.peers))
+
+
+def listed(runs: Sequence[Run]) -> str:
+    """The first of them, for a line."""
+    more = f" and {len(runs) - SHOWN_RUNS} more" if len(runs) > SHOWN_RUNS else ""
+    return ", ".join(map(str, runs[:SHOWN_RUNS])) + more
 
 
 def nobody_is_in(run_id: str, num_joined: int, runs: Sequence[Run]) -> str:
     """What to tell somebody whose run nobody else knows: most often its name was mistyped."""
-    here = f"runs here: {', '.join(map(str, runs))}" if runs else "they know of no run"
+    here = f"runs here: {listed(runs)}" if runs else "they know of no run"
     return f"joined {counted(num_joined, 'peer')}; none of them is in run {run_id!r}; {here}"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import shlex
 
 logger = logging.getLogger(__name__)
 
@@ -42,5 +43,5 @@ def describe_stranded(num_trainers: int, run_id: str, addresses: list[str]) -> s
         f"All {num_trainers} peers that train are in client mode, so nobody can dial them and they make no step "
         "together; their gradients are kept. At least one of them must accept connections, or a machine without data "
         "helps: on the monitor's machine, or any other that accepts connections, run: "
-        f"manyhands train --auxiliary --run-id {run_id} --initial-peers {' '.join(addresses) or 'ADDRESS'}"
+        f"manyhands train --auxiliary --run-id {shlex.quote(run_id)} --initial-peers {' '.join(addresses) or 'ADDRESS'}"
     )

@@ -27,6 +27,7 @@ from manyhands.optim.progress import (
     busy_until,
     leading_branch,
     next_refresh_s,
+    rank_of,
     stretch,
     sum_up,
 )
@@ -36,6 +37,9 @@ from manyhands.rpc import Endpoint
 from manyhands.runtime import TaskOwner
 
 logger = logging.getLogger(__name__)
+
+CLIENT_PATIENCE_S = 60.0
+"""Peers in client mode that are ahead, and do not connect to this one for so long, are not waited for any more."""
 
 MAX_IN_NEED = 2
 """Peers that are behind, and that one in client mode calls on so that they can ask it for its state."""
@@ -83,6 +87,7 @@ class ProgressTracker:
         self._read_at = -math.inf  # loop time
         self._missing: dict[PeerId, int] = {}
         self._without_state: dict[PeerId, int] = {}
+        self._waits_since: float | None = None  # loop time; for a peer in client mode that has the state
         self._is_called = False
         self._is_in_round = False
         self._is_started = False
@@ -275,10 +280,10 @@ class ProgressTracker:
 
     def in_need(self) -> list[PeerId]:
         """Those who can be dialled and are behind this peer, if nobody who can be dialled is not: some of them."""
-        step, behind = self._own.position.step, []
+        own, behind = rank_of(self._own), []
         for peer_id, seen in self.reader.observed().items():
             if not seen.record.is_client:
-                if seen.record.position.step >= step:
+                if rank_of(seen.record) >= own:
                     return []
                 behind.append(peer_id)
         return sorted(behind)[:MAX_IN_NEED]
@@ -330,14 +335,24 @@ class ProgressTracker:
         return self._is_elsewhere(branch) and all(records[peer_id].is_client for peer_id in branch.holders)
 
     def _best_branch(self) -> Branch:
-        records, own = self.reader.records(), self._own
+        records, own, own_id = self.reader.records(), self._own, self._endpoint.peer_id
+        can_be_had = {
+            peer_id: record
+            for peer_id, record in records.items()
+            if record.position == own.position or self.can_hand_out(peer_id)  # of a client it can only be had here
+        }
         if own.is_client:
-            records = {
-                peer_id: record
-                for peer_id, record in records.items()
-                if not record.is_client or record.position == own.position
-            }
-        return leading_branch(records, self._endpoint.peer_id, own, self.reader.strangers())
+            return leading_branch(can_be_had, own_id, own, self.reader.strangers())
+        best = leading_branch(records, own_id, own, self.reader.strangers())
+        if not self._is_elsewhere(best) or not can_be_had.keys().isdisjoint(best.holders):
+            self._waits_since = None
+            return best
+        now = asyncio.get_running_loop().time()
+        if self._waits_since is None:
+            self._waits_since = now
+        if now - self._waits_since < CLIENT_PATIENCE_S:
+            return best
+        return leading_branch(can_be_had, own_id, own, self.reader.strangers())
 
     def _is_elsewhere(self, branch: Branch) -> bool:
         return branch.is_foreign or branch.position != self._own.position

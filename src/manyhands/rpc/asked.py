@@ -100,6 +100,7 @@ class AskedStreams:
             raise
         finally:
             del self._awaited[token]
+            arrival.cancel()  # nothing, if the connection is there
 
     async def arrived(self, stream: Stream, hello: Hello, welcome: Welcome) -> None:
         """A connection that was asked for, perhaps; returns when it is closed.

@@ -582,7 +582,7 @@ async def test_a_client_calls_on_hosts_that_are_behind_if_all_hosts_are() -> Non
         await run.hears(CAROL, is_client=True)
         assert run.tracker.in_need() == [BOB]
         assert not run.tracker.should_load_state()
-        await run.hears(DAVE, NEXT)
+        await run.hears(DAVE, NEXT, lineage_samples=20)
         assert run.tracker.in_need() == [], "it can have the state from that one"
 
 

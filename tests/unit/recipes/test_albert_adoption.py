@@ -47,6 +47,8 @@ def test_the_recipe_of_a_peer_that_adopted_it_is_the_same() -> None:
         ({**FACTS, "recipe": "albert 2"}, "trains recipe 'albert 2', which this version does not know"),
         ({**FACTS, "recipe": "\x1b[2J"}, "trains recipe '?[2J'"),
         ({**FACTS, "hidden_size": "many"}, "the recipe of run 'run' cannot be used"),
+        ({**FACTS, "hidden_size": str(4 * 10**200)}, "a number in it is out of bounds"),
+        ({**FACTS, "vocabulary": "-4096"}, "a number in it is out of bounds"),
         ({**FACTS, "hidden_size": "-3"}, "the recipe of run 'run' cannot be used"),
         ({name: value for name, value in FACTS.items() if name != "seq_length"}, "cannot be used"),
     ],

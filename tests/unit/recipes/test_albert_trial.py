@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from manyhands.base.errors import ConfigError
 from manyhands.recipes.albert.trial import OutOfMemory, fitting_batch_size
 
 
@@ -33,7 +34,15 @@ def test_a_machine_that_is_busy_for_a_moment() -> None:
 def test_what_does_not_fit_into_memory_is_not_chosen() -> None:
     def seconds_for(size: int) -> float:
         if size > 8:
-            raise OutOfMemory
+            raise OutOfMemory("too large")
         return 0.001
 
     assert fitting_batch_size(seconds_for, 1000) == 8
+
+
+def test_a_machine_that_cannot_hold_one_sample_is_told_so() -> None:
+    def seconds_for(size: int) -> float:
+        raise OutOfMemory("1 samples do not fit")
+
+    with pytest.raises(ConfigError, match="do not fit"):
+        fitting_batch_size(seconds_for, 1000)

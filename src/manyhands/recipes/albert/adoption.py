@@ -18,6 +18,8 @@ from manyhands.rpc.frames import readable
 NAME = "albert 1"
 """Of this recipe and its version, which counts up when its facts or their meaning change."""
 
+MAX_NUMBER = 10**9
+
 _RECIPE, _TOKENIZER, _VOCABULARY = "recipe", "tokenizer", "vocabulary"
 _KINDS: dict[str, Callable[[str], Any]] = {
     field.name: {"int": int, "float": float}[str(field.type)]
@@ -64,6 +66,11 @@ def facts_of(recipe: AlbertRecipe, tokenizer: str, vocab_size: int) -> dict[str,
     return {_RECIPE: NAME, _TOKENIZER: tokenizer, _VOCABULARY: str(vocab_size), **shared}
 
 
+def is_recipe(facts: Mapping[str, str]) -> bool:
+    """Whether these are facts of a recipe, of whichever version."""
+    return _RECIPE in facts
+
+
 def adopted(run_id: str, facts: Mapping[str, str], given: Mapping[str, Any]) -> RunRecipe:
     """The recipe of a run, with what a newcomer has chosen for itself.
 
@@ -74,7 +81,7 @@ def adopted(run_id: str, facts: Mapping[str, str], given: Mapping[str, Any]) -> 
         ManifestMismatch: one of them must be alike on all peers, and the run has another value; it names both.
         ConfigError: this version does not know the recipe of the run.
     """
-    if _RECIPE not in facts:
+    if not is_recipe(facts):
         raise ConfigError(
             f"run {run_id!r} was begun by a program of its own, not by manyhands train; run that program to join it"
         )
@@ -85,8 +92,11 @@ def adopted(run_id: str, facts: Mapping[str, str], given: Mapping[str, Any]) -> 
         )
     try:
         shared = {name: kind(facts[name]) for name, kind in _KINDS.items()}
+        vocab_size = int(facts[_VOCABULARY])
+        if any(abs(value) > MAX_NUMBER for value in (*shared.values(), vocab_size)) or vocab_size < 1:
+            raise ValueError("a number in it is out of bounds")
         recipe = AlbertRecipe(**shared, **{name: given[name] for name in OWN_SETTINGS if name in given})
-        run = RunRecipe(recipe=recipe, tokenizer=facts[_TOKENIZER], vocab_size=int(facts[_VOCABULARY]))
+        run = RunRecipe(recipe=recipe, tokenizer=facts[_TOKENIZER], vocab_size=vocab_size)
     except (KeyError, ValueError) as error:
         if isinstance(error, ConfigError) and given.keys() & set(OWN_SETTINGS):
             raise

@@ -32,6 +32,7 @@ class AlbertAuxiliary:
         self._run_id = checked_run_id(run_id)
         self._run = run
         self._settings = settings
+        self._has_tokenizer = False
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
         recipe, vocab_size = run.recipe.recipe, run.recipe.vocab_size
@@ -60,6 +61,8 @@ class AlbertAuxiliary:
             if optimizer.global_step != step:
                 step = optimizer.global_step
                 logger.info("Step %d", step)
+                if not self._has_tokenizer:  # trainers that nobody can dial have connected to this peer by now
+                    self._pass_tokenizer_on()
         logger.info("Stopping at global step %d; waiting for peers that are behind", optimizer.global_step)
         optimizer.wait_for_others(self._settings.linger_s)
 
@@ -68,4 +71,5 @@ class AlbertAuxiliary:
         fetching = fetch_tokenizer(endpoint, self._run.peers, self._run.recipe.tokenizer)
         tokenizer = self._peer.run(fetching, FETCH_TIMEOUT_S, "asking for the tokenizer")
         if tokenizer is not None:
+            self._has_tokenizer = True
             self._peer.run(serve_tokenizer(endpoint, tokenizer), FETCH_TIMEOUT_S, "handing out the tokenizer")

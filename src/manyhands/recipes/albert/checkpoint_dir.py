@@ -23,6 +23,7 @@ NUM_KEPT = 2
 """The newest of them; if one is damaged there is another."""
 _NAME = re.compile(r"checkpoint-(\d{1,18})")
 _ABOUT = "run.json"
+_TOKENIZER = "tokenizer.json"
 _READ_BYTES = 1 << 20
 
 
@@ -101,6 +102,15 @@ class CheckpointDir:
             with suppress(OSError, msgspec.MsgspecError):
                 return _read(self._of_step(step)).facts
         return {}
+
+    def newest_tokenizer(self) -> str | None:
+        """The tokenizer of the newest checkpoint, as JSON, if it is what was saved; None without one."""
+        for step in reversed(self._steps()):
+            path = self._of_step(step)
+            with suppress(OSError, msgspec.MsgspecError, ValueError):
+                if _read(path).files.get(_TOKENIZER) == _sha256(path / _TOKENIZER):
+                    return (path / _TOKENIZER).read_text(encoding="utf-8")
+        return None
 
     def newest_path(self) -> Path | None:
         """The newest checkpoint, readable or not."""

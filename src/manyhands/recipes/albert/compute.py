@@ -6,8 +6,9 @@ import logging
 from contextlib import AbstractContextManager, nullcontext
 
 from manyhands.base.errors import ConfigError
-from manyhands.recipes.albert.packages import torch
+from manyhands.recipes.albert.packages import torch, transformers
 from manyhands.recipes.albert.settings import Precision
+from manyhands.recipes.albert.trial import OutOfMemory
 
 logger = logging.getLogger(__name__)
 
@@ -15,6 +16,8 @@ _BFLOAT16_CAPABILITY = (8, 0)
 """From Ampere on NVIDIA's GPUs have units for bfloat16; older ones emulate it, slowly."""
 _FLOAT16_CAPABILITY = (7, 0)
 """From Volta on they have units for float16."""
+
+SMALLER = "free some of it, or compute elsewhere, for example with --device cpu"
 
 
 class Compute:
@@ -36,6 +39,18 @@ class Compute:
         self.device = _device_named(device)
         self._dtype = _dtype_for(self.device, precision)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self._dtype == torch.float16)
+
+    def on_device(self, model: transformers.AlbertForPreTraining) -> transformers.AlbertForPreTraining:
+        """The model, moved there.
+
+        Raises:
+            OutOfMemory: it does not fit.
+        """
+        try:
+            model.to(self.device)  # type: ignore[arg-type]
+        except torch.cuda.OutOfMemoryError as error:
+            raise OutOfMemory(f"the model does not fit into the memory of {self}; {SMALLER}") from error
+        return model
 
     def autocast(self) -> AbstractContextManager[None]:
         """Within it products are computed in the precision."""

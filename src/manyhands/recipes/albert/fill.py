@@ -59,7 +59,8 @@ def fill_masks(path: Path, text: str) -> Filled:
 
 def _shown(tokenizer: transformers.PreTrainedTokenizerBase, token: int) -> str:
     text = str(tokenizer.decode([token]))
-    return text.strip() or repr(text)
+    stripped = text.strip()
+    return stripped if stripped and stripped.isprintable() else repr(text)  # it may be the tokenizer of strangers
 
 
 def _load(path: Path) -> tuple[transformers.AlbertForPreTraining, transformers.PreTrainedTokenizerBase]:

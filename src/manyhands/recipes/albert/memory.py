@@ -40,9 +40,13 @@ def available_bytes() -> int:
     available: int = psutil.virtual_memory().available
     try:
         limit, used = ((_CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        fields = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
     except OSError:  # no container, or no Linux
         return available
-    return available if limit == "max" else min(available, max(int(limit) - int(used), 0))
+    if limit == "max":
+        return available
+    used_bytes = int(used) - int(fields.get("inactive_file", 0))  # of files that were read
+    return min(available, max(int(limit) - used_bytes, 0))
 
 
 def check_memory(run_id: str, recipe: AlbertRecipe, vocab_size: int) -> None:

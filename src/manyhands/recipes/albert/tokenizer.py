@@ -51,7 +51,18 @@ def train_tokenizer(documents: Iterable[Iterable[str]], vocab_size: int) -> tran
 
 def tokenizer_digest(tokenizer: transformers.PreTrainedTokenizerFast) -> str:
     """SHA-256 of everything that decides how text becomes token ids, in hex; equal digests mean equal ids."""
-    description = json.loads(tokenizer.backend_tokenizer.to_str())
+    return digest_of_json(tokenizer_json(tokenizer))
+
+
+def digest_of_json(text: str) -> str:
+    """:func:`tokenizer_digest` of a tokenizer as JSON, without making it.
+
+    Raises:
+        ValueError: it is no JSON of a tokenizer.
+    """
+    description = json.loads(text)
+    if not isinstance(description, dict):
+        raise ValueError("it is no JSON object")  # noqa: TRY004 (of what others sent)
     for per_call in ("padding", "truncation"):
         description.pop(per_call, None)
     return hashlib.sha256(json.dumps(description, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

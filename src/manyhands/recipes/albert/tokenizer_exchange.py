@@ -17,15 +17,17 @@ from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ManyhandsError, PeerError, ProtocolViolation, Refused, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.recipes.albert.packages import transformers
-from manyhands.recipes.albert.tokenizer import tokenizer_digest, tokenizer_from_json, tokenizer_json
+from manyhands.recipes.albert.tokenizer import digest_of_json, tokenizer_digest, tokenizer_from_json, tokenizer_json
 from manyhands.rpc import Endpoint, Method
+from manyhands.rpc.frames import readable
 
 logger = logging.getLogger(__name__)
 
-PART_BYTES = 1 << 18
+PART_BYTES = 1 << 16
 MAX_BYTES = 16 << 20
-MAX_JSON_BYTES = 64 << 20
+MAX_JSON_BYTES = 32 << 20
 NUM_ASKED = 5
+PART_TIMEOUT_S = 2.0
 TIMEOUT_S = 10.0
 """For all of it; the tokenizer of 30,000 tokens has 600 KB, compressed."""
 
@@ -83,7 +85,7 @@ async def fetch_tokenizer(
 async def _fetch(endpoint: Endpoint, donor: PeerId, digest: str) -> bytes:
     packed = b""
     while True:
-        response = await endpoint.call(donor, TOKENIZER, TokenizerRequest(digest, len(packed)))
+        response = await endpoint.call(donor, TOKENIZER, TokenizerRequest(digest, len(packed)), PART_TIMEOUT_S)
         packed += response.part
         if len(packed) >= response.num_bytes:
             return packed
@@ -97,9 +99,10 @@ def _unpacked(donor: PeerId, packed: bytes, digest: str) -> transformers.PreTrai
         raw = decompressor.decompress(packed, MAX_JSON_BYTES)
         if not decompressor.eof:
             raise ValueError("it is too large, or cut off")
-        tokenizer = tokenizer_from_json(raw.decode())
-    except (zlib.error, ValueError) as error:
-        raise ProtocolViolation(donor, f"handed out a tokenizer that cannot be read: {error}") from error
-    if tokenizer_digest(tokenizer) != digest:
-        raise ProtocolViolation(donor, "handed out another tokenizer")
-    return tokenizer
+        text = raw.decode()
+        if digest_of_json(text) == digest:  # before it is made: only what the run's own peers made is
+            return tokenizer_from_json(text)
+    except (zlib.error, ValueError, RecursionError) as error:
+        why = readable(str(error))
+        raise ProtocolViolation(donor, f"handed out a tokenizer that cannot be read: {why}") from error
+    raise ProtocolViolation(donor, "handed out another tokenizer")

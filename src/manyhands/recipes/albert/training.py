@@ -19,7 +19,7 @@ from manyhands.recipes.albert.adoption import RunToJoin, facts_of
 from manyhands.recipes.albert.batches import Batches, heldout_batch
 from manyhands.recipes.albert.checkpoint_dir import CheckpointDir
 from manyhands.recipes.albert.checkpoints import Checkpoints
-from manyhands.recipes.albert.compute import Compute
+from manyhands.recipes.albert.compute import SMALLER, Compute
 from manyhands.recipes.albert.config import AlbertRecipe
 from manyhands.recipes.albert.corpus import load_documents
 from manyhands.recipes.albert.events import BatchDone, Counts, Event, Finished, Joined, StepDone
@@ -29,7 +29,7 @@ from manyhands.recipes.albert.optimizer import MAX_GRAD_NORM, build_optimizer
 from manyhands.recipes.albert.packages import torch, transformers
 from manyhands.recipes.albert.samples import Samples, make_samples
 from manyhands.recipes.albert.settings import TrainingSettings
-from manyhands.recipes.albert.tokenizer import tokenizer_digest, train_tokenizer
+from manyhands.recipes.albert.tokenizer import digest_of_json, tokenizer_digest, tokenizer_from_json, train_tokenizer
 from manyhands.recipes.albert.tokenizer_exchange import FETCH_TIMEOUT_S, fetch_tokenizer, serve_tokenizer
 from manyhands.recipes.albert.trial import OutOfMemory, fitting_batch_size, timed
 
@@ -78,10 +78,10 @@ class AlbertTrainer:
         self._compute = Compute(settings.device, settings.precision)
         logger.info("Computing on %s", self._compute)
         documents = load_documents(recipe.text)
-        tokenizer = self._tokenizer_for(documents, recipe, run)
+        tokenizer = self._tokenizer_for(documents, recipe, run, checkpoint_dir)
         self._peer.run(serve_tokenizer(peer.endpoint, tokenizer), FETCH_TIMEOUT_S, "handing out the tokenizer")
         samples = make_samples(documents, tokenizer, recipe)
-        self._model = build_model(recipe, len(tokenizer)).to(self._compute.device)  # type: ignore[arg-type]
+        self._model = self._compute.on_device(build_model(recipe, len(tokenizer)))
         self._heldout = HeldoutComparison(self._model, heldout_batch(samples, recipe))
         if not is_batch_size_chosen:
             recipe = replace(recipe, batch_size=self._try_batch_sizes(samples, recipe))
@@ -115,9 +115,16 @@ class AlbertTrainer:
         self._batches = Batches(samples, recipe, order)
 
     def _tokenizer_for(
-        self, documents: Sequence[Sequence[str]], recipe: AlbertRecipe, run: RunToJoin | None
+        self,
+        documents: Sequence[Sequence[str]],
+        recipe: AlbertRecipe,
+        run: RunToJoin | None,
+        checkpoint_dir: CheckpointDir | None,
     ) -> transformers.PreTrainedTokenizerFast:
-        """The tokenizer of the run, from its peers; or one that is trained on the text, as its first peer does."""
+        """Of the own checkpoint, or from a peer of the run; or trained on the text, as the first peer of a run does."""
+        saved = checkpoint_dir.newest_tokenizer() if checkpoint_dir is not None else None
+        if saved is not None and (run is None or digest_of_json(saved) == run.recipe.tokenizer):
+            return tokenizer_from_json(saved)
         if run is not None:
             fetching = fetch_tokenizer(self._peer.endpoint, run.peers, run.recipe.tokenizer)
             tokenizer = self._peer.run(fetching, FETCH_TIMEOUT_S, "asking for the tokenizer")
@@ -149,7 +156,7 @@ class AlbertTrainer:
                 return timed(compute)
             except torch.cuda.OutOfMemoryError as error:
                 torch.cuda.empty_cache()
-                raise OutOfMemory from error
+                raise OutOfMemory(f"{size} samples do not fit into the memory of {self._compute}; {SMALLER}") from error
             finally:
                 self._model.zero_grad(set_to_none=True)
 

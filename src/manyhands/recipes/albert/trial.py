@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from manyhands.base.errors import ConfigError
+
 LEAST_BATCH_S = 0.2
 """Shorter batches spend too much of their time between them."""
 
@@ -15,8 +17,8 @@ NUM_TIMED = 2
 """The faster one counts: this machine may do something else for a moment."""
 
 
-class OutOfMemory(Exception):
-    """The device cannot hold such a batch."""
+class OutOfMemory(ConfigError):
+    """The device cannot hold such a batch, or the model."""
 
 
 def fitting_batch_size(seconds_for: Callable[[int], float], limit: int) -> int:
@@ -27,6 +29,8 @@ def fitting_batch_size(seconds_for: Callable[[int], float], limit: int) -> int:
     Args:
         seconds_for: computes so many samples, and says how long that took; or raises :class:`OutOfMemory`.
         limit: no more samples than this.
+    Raises:
+        OutOfMemory: not even one sample fits.
     """
     fitting = 1
     seconds_for(fitting)  # the first one is slow everywhere: it allocates and compiles
