@@ -26,8 +26,7 @@ class TrainingSettings:
     """Stop at the global step whose number another program writes into this file."""
 
     checkpoint_dir: Path | None = None
-    """Save model, tokenizer and optimizer into this folder, and begin from the newest that is there; by default
-    ./manyhands-RUN_ID, where this peer's private key and the addresses of other peers are kept as well."""
+    """Keep model, optimizer and this peer's identity here, and go on from there; by default ./manyhands-RUN_ID."""
 
     no_checkpoints: bool = False
     """Keep nothing: no model, and no identity but that of --state-dir or --identity."""
