@@ -202,6 +202,8 @@ class LightEndpoint:
     def addresses_of(self, peer_id: PeerId) -> list[Address]:
         return self._network.of(peer_id).addresses
 
+    addresses_to_tell = addresses_of
+
     def is_connected(self, peer_id: PeerId) -> bool:
         return self._is_linked(self._network.of(peer_id))
 

@@ -50,6 +50,9 @@ def test_it_welcomes_peers_and_says_how_it_stands(tmp_path: Path) -> None:
     finally:
         first.close()
     said = [json.loads(line) for line in events.read_text().splitlines()]
+    for event in said:
+        assert event.pop("version") == 1
+        assert event.pop("time") > 0
     assert said[0] == {"type": "listening", "peer_id": addresses[0].rpartition("/")[2], "addresses": addresses}
     assert said[1] | {"memory_bytes": None} == {
         "type": "standing_by",

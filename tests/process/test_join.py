@@ -7,11 +7,15 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from manyhands import Peer
+from manyhands.averaging.messages import Position
 from manyhands.base.address import Address
 from manyhands.base.ticket import Ticket
+from manyhands.optim.progress import ProgressRecord
+from manyhands.optim.progress_reader import progress_key
 from manyhands.optim.run_manifest import ManifestKeeper, RunManifest
 from manyhands.recipes.albert.adoption import facts_of
 from manyhands.recipes.albert.config import AlbertRecipe
@@ -142,12 +146,17 @@ def test_a_run_that_only_its_monitor_knows_is_begun_and_not_joined() -> None:
 
 
 def sign(peer: Peer, **extra: str) -> None:
-    """Have a run whose manifest has these facts."""
+    """Have a run whose manifest has these facts, and somebody who trains in it."""
     manifest = RunManifest("manyhands/1", "odd", 64, [], [], "Lamb", [], "", "none", extra)
     keeper = ManifestKeeper(peer.dht, peer.peer_id, manifest)
 
+    record = ProgressRecord(Position(0, b""), 0, 1.0, 0, False, [], 60.0)
+
     async def keep() -> None:
         await keeper.agree()
+        await peer.dht.store(
+            progress_key("odd"), msgspec.to_builtins(record, builtin_types=(bytes,)), 60.0, peer.peer_id
+        )
         peer.presence.on_close.append(keeper.close)
 
     peer.run(keep(), 5.0, "signing")
