@@ -25,7 +25,7 @@ pytestmark = pytest.mark.process
 
 USAGE = 2
 SOON_S = 10.0
-STARTUP_S = 3.0  # of Python and its imports
+STARTUP_S = 5.0  # of Python and its imports
 SMALL = (
     "--hidden-size", "48", "--num-attention-heads", "3", "--intermediate-size", "64", "--num-hidden-layers", "1",
     "--seq-length", "32", "--vocab-size", "600", "--learning-rate", "0.02", "--target-batch-size", "24",
