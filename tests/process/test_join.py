@@ -17,7 +17,7 @@ from manyhands.base.ticket import Ticket
 from manyhands.optim.progress import ProgressRecord
 from manyhands.optim.progress_reader import progress_key
 from manyhands.optim.run_manifest import ManifestKeeper, RunManifest
-from manyhands.recipes.albert.adoption import facts_of
+from manyhands.recipes.albert.adoption import RunRecipe, facts_of
 from manyhands.recipes.albert.config import AlbertRecipe
 from tests.process.commands import LOOPBACK, Command, address_of, running
 
@@ -25,11 +25,12 @@ pytestmark = pytest.mark.process
 
 USAGE = 2
 SOON_S = 10.0
-STARTUP_S = 5.0  # of Python and its imports
+STARTUP_S = 3.0  # of Python and its imports
 SMALL = (
     "--hidden-size", "48", "--num-attention-heads", "3", "--intermediate-size", "64", "--num-hidden-layers", "1",
     "--seq-length", "32", "--vocab-size", "600", "--learning-rate", "0.02", "--target-batch-size", "24",
 )  # fmt: skip
+HUGE = AlbertRecipe(hidden_size=1 << 17, intermediate_size=1 << 19, vocab_size=30_000)
 COMMON = ("--listen", LOOPBACK, "--threads", "1")
 
 
@@ -168,7 +169,7 @@ def sign(peer: Peer, **extra: str) -> None:
         ({"recipe": "albert 99"}, "trains recipe 'albert 99', which this version does not know"),
         ({}, "was begun by a program of its own"),
         (
-            facts_of(AlbertRecipe(hidden_size=1 << 17, intermediate_size=1 << 19), "digest", 30_000),
+            facts_of(RunRecipe(recipe=HUGE, tokenizer="digest", vocab_size=30_000)),
             "too little memory for the model of run 'odd': its",
         ),
     ],

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from manyhands.base.errors import Unavailable
-from manyhands.optim.firewalled import Firewalled
-from manyhands.optim.stranded import PERIOD_S
+from manyhands.optim.firewalled import PERIOD_S, Firewalled
 from manyhands.optim.tracker import CLIENT_PATIENCE_S
 from tests.simulation.swarm_of_trainers import BATCH_S, Member, Swarm
 

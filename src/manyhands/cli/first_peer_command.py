@@ -11,9 +11,9 @@ from manyhands.base.address import parse_listen_addresses
 from manyhands.base.errors import Timeout
 from manyhands.base.words import counted
 from manyhands.cli.event_file import EventWriter
-from manyhands.cli.invitation import print_ticket
 from manyhands.cli.memory import memory_bytes
 from manyhands.cli.options import OutputOptions, PeerOptions
+from manyhands.cli.ticket_command import print_ticket
 from manyhands.monitor.events import Listening
 from manyhands.peer import Peer
 

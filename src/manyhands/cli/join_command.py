@@ -62,7 +62,7 @@ def join(
     network = dataclasses.replace(network, initial_peers=initial_peers)
     check_before(network, training, given)
     run = _chosen(network, run_id or ticket.run_id or None, ticket)
-    take_part(run.run_id, network, training, given, output, run=run, may_begin=False)
+    take_part(run.run_id, network, training, given, output, run=run)
 
 
 def _chosen(network: NetworkOptions, run_id: str | None, ticket: Ticket) -> Run:

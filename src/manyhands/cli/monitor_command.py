@@ -11,8 +11,8 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from manyhands.base.run_id import checked_run_id
-from manyhands.cli.invitation import print_ticket
 from manyhands.cli.options import NetworkOptions, OutputOptions
+from manyhands.cli.ticket_command import print_ticket
 from manyhands.monitor import RunMonitor
 from manyhands.monitor.events import Listening
 

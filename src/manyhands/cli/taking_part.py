@@ -6,25 +6,18 @@ import importlib.util
 import logging
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from manyhands.averaging.messages import readable_addresses
-from manyhands.base.errors import (
-    ConfigError,
-    ManifestMismatch,
-    ManyhandsError,
-    MissingExtra,
-    RunNotFound,
-    Unavailable,
-)
+from manyhands.base.errors import ConfigError, ManifestMismatch, MissingExtra, Unavailable
 from manyhands.base.folder_lock import FolderInUse
 from manyhands.base.identity import PeerId
 from manyhands.cli.event_file import EventWriter
-from manyhands.cli.invitation import print_ticket
 from manyhands.cli.options import NetworkOptions, OutputOptions
 from manyhands.cli.run_look_up import look_up
+from manyhands.cli.ticket_command import print_ticket
 from manyhands.cli.training_view import run_in_view
 from manyhands.optim.run_records import declare_run
 from manyhands.optim.runs import Run
@@ -93,20 +86,16 @@ def take_part(
     output: OutputOptions,
     *,
     run: Run | None,
-    may_begin: bool = True,
 ) -> None:
     """Train in a run until it is time to stop.
 
     Args:
         given: settings of the recipe that the user named.
-        run: as it was seen; None for one that this peer begins.
-        may_begin: whether to begin the run if nobody trains in it.
+        run: as it was seen before this peer joined; None for one that it begins.
     Raises:
         ConfigError: this peer does not fit, or has too little memory.
-        RunNotFound: nobody is in the run any more, and it shall not be begun.
     """
-    if run is not None and run.manifest is not None:
-        _checked(run_id, adopted(run_id, run.manifest.extra, given))
+    to_join = _run_to_join(run, given) if run is not None else None  # what does not fit leaves no trace
     with ExitStack() as cleanup:
         emit = output.begin()
         folders = open_folders(run_id, network, training)
@@ -121,9 +110,13 @@ def take_part(
         if peer.addresses:
             logger.info("Others can join through this peer: --initial-peers %s", " ".join(peer.addresses))
         _declare(peer, run_id)  # loading torch takes seconds, and others may look for the run meanwhile
-        to_join = _run_to_join(peer, run_id, training, given)
-        if to_join is None and not may_begin:
-            raise RunNotFound(f"nobody is in run {run_id!r} any more")
+        if to_join is None and training.auxiliary:
+            run = _wait_for_trainers(peer, run_id)
+        elif to_join is None and peer.dht.num_known_peers:  # they may be of an earlier start
+            run = look_up(peer, run_id)
+        if run is not None:
+            to_join = to_join or _run_to_join(run, given)
+            _learn_addresses(peer, run)
         if training.auxiliary:
             assert to_join is not None
             _help(peer, run_id, to_join, training)
@@ -158,12 +151,8 @@ def _train(
         run=run, is_batch_size_chosen=is_chosen, checkpoint_dir=folders.checkpoint_dir,
     )  # fmt: skip
     if peer.addresses:
-        fingerprint = b""
-        with suppress(ManyhandsError):  # a ticket without it will do
-            manifest = look_up(peer, run_id).manifest
-            fingerprint = manifest.fingerprint() if manifest is not None else b""
         logger.info("Others can join this run with one word:")
-        print_ticket(run_id, peer.addresses, fingerprint)
+        print_ticket(run_id, peer.addresses, trainer.manifest.fingerprint())
     run_in_view(trainer)
 
 
@@ -197,18 +186,11 @@ def _open_folder(path: Path, run_id: str, network: NetworkOptions) -> OwnFolders
         raise
 
 
-def _run_to_join(peer: Peer, run_id: str, training: TrainingSettings, given: Mapping[str, Any]) -> RunToJoin | None:
-    """The run as its peers have it now; None if nobody has signed its settings."""
-    if training.auxiliary:
-        run = _wait_for_trainers(peer, run_id)
-    elif peer.dht.num_known_peers:  # also those of an earlier start
-        run = look_up(peer, run_id)
-    else:
-        return None
+def _run_to_join(run: Run, given: Mapping[str, Any]) -> RunToJoin | None:
+    """What this peer takes over from a run, which fits into its memory; None if nobody has signed its settings."""
     if run.manifest is None:
         return None
-    found = _checked(run_id, adopted(run_id, run.manifest.extra, given))
-    _learn_addresses(peer, run)
+    found = _checked(run.run_id, adopted(run.run_id, run.manifest.extra, given))
     return RunToJoin(found, sorted(run.signers, key=lambda peer_id: not _can_be_dialled(run, peer_id)))
 
 

@@ -1,14 +1,18 @@
-"""``manyhands ticket``"""
+"""``manyhands ticket``, and the ticket that commands which can be joined print when they start."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Annotated
 
+import segno
 from cyclopts import Parameter
 
-from manyhands.base.address import parse_addresses
+from manyhands.base.address import Address, parse_addresses
 from manyhands.base.run_id import checked_run_id
-from manyhands.cli.invitation import print_ticket
+from manyhands.base.ticket import Ticket
 from manyhands.cli.run_look_up import Scout
 
 
@@ -30,3 +34,17 @@ def ticket(
     with Scout(places) as scout:
         run = scout.choose(run_id)
     print_ticket(run.run_id, places, run.manifest.fingerprint() if run.manifest is not None else b"")
+
+
+def print_ticket(run_id: str, addresses: Sequence[str | Address], fingerprint: bytes = b"") -> None:
+    """Print how others join a run, or the run that is there if it has no name; once somebody trains in it.
+
+    Args:
+        fingerprint: of the run manifest, if it is known.
+    """
+    ticket = str(Ticket(run_id, parse_addresses(addresses), fingerprint))
+    print(f"\n    manyhands join {ticket}\n", flush=True)  # noqa: T201
+    if not sys.stdout.isatty():
+        return
+    with suppress(UnicodeError):  # a terminal without block characters
+        segno.make(ticket, error="l", micro=False).terminal(compact=True, border=1)

@@ -12,13 +12,13 @@ from manyhands.base.identity import PeerId
 from manyhands.base.run_id import checked_run_id
 from manyhands.monitor.events import Event, ProgressMade, StepMade
 from manyhands.optim.config import ProgressConfig
+from manyhands.optim.firewalled import StrandedNotice
 from manyhands.optim.metrics import MetricsRecord, read_metrics
 from manyhands.optim.progress import Progress, aggregate, next_refresh_s, rank_of
 from manyhands.optim.progress_log import ProgressLog
 from manyhands.optim.progress_reader import ProgressReader
 from manyhands.optim.run_manifest import read_manifests, run_manifest_of
 from manyhands.optim.run_records import declare_run
-from manyhands.optim.stranded import StrandedNotice
 from manyhands.peer import Peer
 from manyhands.runtime import TaskOwner
 

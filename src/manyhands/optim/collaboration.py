@@ -31,7 +31,7 @@ from manyhands.optim.progress import Progress
 from manyhands.optim.progress_log import ProgressLog
 from manyhands.optim.run_manifest import ManifestKeeper, RunManifest
 from manyhands.optim.run_records import declare_run
-from manyhands.optim.runs import find_run_ids, find_runs, nobody_is_in
+from manyhands.optim.runs import find_runs, nobody_is_in
 from manyhands.optim.seating import Seating
 from manyhands.optim.signed_sums import Sketch
 from manyhands.optim.state import State, without_origin
@@ -189,9 +189,11 @@ class Collaboration:
             RunNotFound: other peers are there, none of them knows the run, and it shall not be begun.
         """
         dht = self._presence.dht
-        if self._start_new or not dht.num_known_peers or self.run_id in await find_run_ids(dht):
+        if self._start_new or not dht.num_known_peers:
             return
-        runs = await find_runs(dht)
+        runs = await find_runs(dht, self.run_id)
+        if any(run.run_id == self.run_id for run in runs):  # its monitor is there, say
+            return
         message = nobody_is_in(self.run_id, dht.num_known_peers, runs)
         if self._start_new is False:
             raise RunNotFound(f"{message}. Check the run id; start_new=True begins a run")

@@ -30,10 +30,15 @@ def check_unchanged(before: Options, groups: Sequence[Mapping[str, Any]]) -> Non
             f"there were {len(before)} parameter groups and are {len(groups)} now; give all groups to the wrapped "
             "optimizer at first"
         )
-    for index, (old, new) in enumerate(zip(before, options_of(groups), strict=True)):
-        for name in old.keys() & new.keys():
-            if new[name] != old[name]:
-                raise ConfigError(_changed(name, index if len(before) > 1 else None, old[name], new[name]))
+    for index, (options, group) in enumerate(zip(before, groups, strict=True)):
+        for name, old in options.items():
+            new = group.get(name, old)
+            if isinstance(new, tuple):
+                new = list(new)
+            if type(new) is not type(old):  # a learning rate in a tensor, say
+                new = options_of([{name: new}])[0].get(name, old)
+            if new != old:
+                raise ConfigError(_changed(name, index if len(before) > 1 else None, old, new))
 
 
 def _changed(name: str, group: int | None, old: Any, new: Any) -> str:

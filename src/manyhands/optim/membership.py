@@ -25,7 +25,10 @@ logger = logging.getLogger(__name__)
 CALL_TIMEOUT_S = 15.0
 JOIN_ATTEMPTS = 3
 CALLED_WITHIN_S = 40.0
-"""A peer in client mode that has the state connects to a newcomer by then, or its record has expired."""
+"""A peer in client mode that has the state connects to a newcomer by then, or its record has expired.
+
+Shorter than :data:`manyhands.optim.tracker.CLIENT_PATIENCE_S`, after which a trainer would go on without the state.
+"""
 WAIT_PERIOD_S = 0.25
 TELL_ATTEMPTS = 4
 

@@ -134,7 +134,8 @@ class Optimizer(OptimizerWrapper):
         self._was_alone = False
         prepare_kernels(sum(parameter.numel() for parameter in self._replica.model_parameters), averaging.codec)
         extra = dict(must_match or {}) | options.facts()
-        manifest = manifest_of(self._replica, run_id, target_batch_size, averaging, extra)
+        self.manifest = manifest = manifest_of(self._replica, run_id, target_batch_size, averaging, extra)
+        """The settings of the run, which all its peers have signed."""
         self._collaboration = Collaboration(
             peer.presence, manifest, self._replica, averaging, progress or ProgressConfig(),
             batch_size_lead=batch_size_lead, is_auxiliary=auxiliary, allow_solo=allow_solo, start_new=start_new,

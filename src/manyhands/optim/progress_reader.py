@@ -26,16 +26,13 @@ GOODBYE = "goodbye"
 PROGRESS = Schema(ProgressRecord | Literal["goodbye"], is_owned=True, max_ttl_s=MAX_TTL_S)
 """What peers publish of their progress."""
 
-PROGRESS_KIND = "progress"
-"""Of the DHT keys under which progress records are."""
-
 IN_FLIGHT_S = 1.0
 """What a record may take from its owner to its reader."""
 
 
 def progress_key(run_id: str) -> str:
     """The DHT key of a run's progress records."""
-    return f"{run_id}.{PROGRESS_KIND}"
+    return f"{run_id}.progress"
 
 
 class Observed(msgspec.Struct, frozen=True, gc=False):
@@ -230,7 +227,7 @@ class ProgressReader:
         return self._helpers
 
     def trainers(self) -> dict[PeerId, ProgressRecord]:
-        """What those say who train, wherever they are."""
+        """The records of the peers that train, wherever in the run they are."""
         return {peer_id: record for peer_id, record in self.records().items() if not record.is_auxiliary}
 
     def is_stranded(self) -> bool:

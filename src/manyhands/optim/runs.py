@@ -14,7 +14,7 @@ from manyhands.base.run_id import checked_run_id
 from manyhands.base.words import counted
 from manyhands.dht import DhtNode
 from manyhands.optim.progress import ProgressRecord
-from manyhands.optim.progress_reader import GOODBYE, PROGRESS, PROGRESS_KIND, progress_key
+from manyhands.optim.progress_reader import GOODBYE, PROGRESS, progress_key
 from manyhands.optim.run_manifest import MANIFEST_KIND, RunManifest, read_manifests, run_manifest_of
 
 MAX_RUNS = 64
@@ -46,12 +46,6 @@ class Run(NamedTuple):
         return f"{self.run_id!r} ({counted(len(self.peers), 'peer')})"
 
 
-async def find_run_ids(dht: DhtNode) -> list[str]:
-    """The runs that other nodes take part in or hold records of, in alphabetical order."""
-    topics = await asyncio.gather(dht.topics(PROGRESS_KIND), dht.topics(MANIFEST_KIND))
-    return sorted(filter(_is_run_id, set().union(*topics)))
-
-
 async def look_up_run(dht: DhtNode, run_id: str) -> Run:
     """Read the settings of a run, and what its peers say.
 
@@ -75,12 +69,12 @@ async def look_up_run(dht: DhtNode, run_id: str) -> Run:
 
 
 async def find_runs(dht: DhtNode, wanted: str | None = None) -> list[Run]:
-    """The runs that other nodes know, the largest first.
+    """The runs that other nodes take part in or hold the manifest of, the largest first.
 
     Args:
         wanted: a run that is looked up whether or not the nodes that are asked know it.
     """
-    known = await find_run_ids(dht)
+    known = sorted(filter(_is_run_id, await dht.topics(MANIFEST_KIND)))
     run_ids = [*known[:MAX_RUNS], *([wanted] if wanted is not None and wanted not in known[:MAX_RUNS] else [])]
     runs = await asyncio.gather(*(look_up_run(dht, run_id) for run_id in run_ids))
     found = [run for run in runs if run.run_id in known or run.manifest is not None or run.peers]

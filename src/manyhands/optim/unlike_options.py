@@ -10,6 +10,7 @@ from manyhands.averaging.messages import Position
 from manyhands.base.identity import PeerId
 from manyhands.optim.progress import MAX_OPTION_NAME, MAX_OPTION_NUMBERS, MAX_OPTIONS, Numbers
 from manyhands.optim.progress_reader import ProgressReader
+from manyhands.optim.run_manifest import OPTION_NAMES
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ class UnlikeOptions:
         return self._own
 
     def look(self, position: Position) -> None:
-        """Tell the log, once for each peer, who has other options at this peer's position."""
+        """Log each peer that has other options at this peer's position, once."""
         observed = self._reader.observed()
         if self._basis == (self._reader.version, position):
             return
@@ -62,7 +63,7 @@ class UnlikeOptions:
         others = f" ({len(found) - 1} more peers differ as well)" if len(found) > 1 else ""
         logger.warning(
             "Peer %s has %s %.6g at step %d, this peer %.6g%s: their models part. Give all peers the same optimizer, "
-            "and the same scheduler=", peer_id, "learning_rate" if name == "lr" else name, there, position.step, here,
+            "and the same scheduler=", peer_id, OPTION_NAMES.get(name, name), there, position.step, here,
             others,
         )  # fmt: skip
 

@@ -191,7 +191,7 @@ def test_of_parts_of_a_grid_at_one_position_the_one_with_more_peers_wins_then_th
 
 
 def test_a_branch_of_peers_in_client_mode_counts_as_any_other() -> None:
-    """Who can be dialled has their state dialled to it, and hands it on; nobody drops what they have learnt."""
+    """Peers in client mode hand their state to one that can be dialled, so what they have learnt is not dropped."""
     client = record(step=9, is_client=True)
     behind = record(step=2)
     assert leading_branch(named(client=client), PeerId("own"), behind).position == client.position

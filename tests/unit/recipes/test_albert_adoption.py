@@ -16,7 +16,7 @@ RECIPE = AlbertRecipe(
     vocab_size=600, seq_length=32, hidden_size=48, num_attention_heads=3, learning_rate=0.00176, target_batch_size=64,
     batch_size=4, seed=5, mask_probability=0.2,
 )  # fmt: skip
-FACTS = facts_of(RECIPE, "digest", 555)
+FACTS = facts_of(RunRecipe(recipe=RECIPE, tokenizer="digest", vocab_size=555))
 
 
 def test_all_but_ones_own_settings_come_from_the_run() -> None:
@@ -37,7 +37,7 @@ def test_what_was_given_and_differs_is_named_with_both_values() -> None:
 
 def test_the_recipe_of_a_peer_that_adopted_it_is_the_same() -> None:
     run = adopted("run", FACTS, {"batch_size": 2, "seed": 9})
-    assert facts_of(run.recipe, run.tokenizer, run.vocab_size) == FACTS
+    assert facts_of(run) == FACTS
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ class RunRecipe:
 
     Attributes:
         tokenizer: digest of its tokenizer; see :func:`manyhands.recipes.albert.tokenizer.tokenizer_digest`.
-        vocab_size: length of that tokenizer.
+        vocab_size: length of that tokenizer, which may be below ``recipe.vocab_size``.
     """
 
     recipe: AlbertRecipe
@@ -55,15 +55,10 @@ class RunToJoin:
     peers: Sequence[PeerId]
 
 
-def facts_of(recipe: AlbertRecipe, tokenizer: str, vocab_size: int) -> dict[str, str]:
-    """What all peers of a run must have alike, as text.
-
-    Args:
-        tokenizer: its digest.
-        vocab_size: its length, which may be below ``recipe.vocab_size``.
-    """
-    shared = {name: str(getattr(recipe, name)) for name in _KINDS}
-    return {_RECIPE: NAME, _TOKENIZER: tokenizer, _VOCABULARY: str(vocab_size), **shared}
+def facts_of(run: RunRecipe) -> dict[str, str]:
+    """What all peers of a run must have alike, as text."""
+    shared = {name: str(getattr(run.recipe, name)) for name in _KINDS}
+    return {_RECIPE: NAME, _TOKENIZER: run.tokenizer, _VOCABULARY: str(run.vocab_size), **shared}
 
 
 def is_recipe(facts: Mapping[str, str]) -> bool:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 
 from manyhands.base.run_id import checked_run_id
-from manyhands.optim.optimizer import Optimizer
 from manyhands.peer import Peer
-from manyhands.recipes.albert.adoption import RunToJoin, facts_of
-from manyhands.recipes.albert.model import build_model, warmup_linear
-from manyhands.recipes.albert.optimizer import MAX_GRAD_NORM, build_optimizer
+from manyhands.recipes.albert.adoption import RunToJoin
+from manyhands.recipes.albert.model import build_model
+from manyhands.recipes.albert.optimizer import join_run
 from manyhands.recipes.albert.packages import torch
 from manyhands.recipes.albert.settings import TrainingSettings
 from manyhands.recipes.albert.tokenizer_exchange import FETCH_TIMEOUT_S, fetch_tokenizer, serve_tokenizer
@@ -35,20 +34,8 @@ class AlbertAuxiliary:
         self._has_tokenizer = False
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
-        recipe, vocab_size = run.recipe.recipe, run.recipe.vocab_size
-        model = build_model(recipe, vocab_size)
-        schedule = warmup_linear(recipe.total_steps, recipe.warmup_steps)
-        self._optimizer = Optimizer(
-            build_optimizer(model, recipe),
-            peer=peer,
-            run_id=run_id,
-            target_batch_size=recipe.target_batch_size,
-            max_grad_norm=MAX_GRAD_NORM,
-            scheduler=lambda inner: torch.optim.lr_scheduler.LambdaLR(inner, schedule),
-            auxiliary=True,
-            start_new=True,
-            must_match=facts_of(recipe, run.recipe.tokenizer, vocab_size),
-        )
+        model = build_model(run.recipe.recipe, run.recipe.vocab_size)
+        self._optimizer = join_run(model, run.recipe, peer, self._run_id, auxiliary=True)
 
     def run(self) -> None:
         """Help until the settings say stop."""

@@ -54,7 +54,7 @@ class AlbertRecipe:
     """Width of the feed-forward part of a layer."""
 
     batch_size: int = 8
-    """Samples in one local step of this peer; by default as many as take 0.2 to 1 s, found by a short trial."""
+    """Samples in one local step of this peer."""
 
     learning_rate: float = 0.01
     """Learning rate of LAMB at the end of the warm-up; 0.00176 for weeks with a target batch size of 4096."""

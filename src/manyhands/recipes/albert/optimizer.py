@@ -1,10 +1,18 @@
-"""The optimizer of the ALBERT recipe: LAMB, with the settings that collaborative ALBERT training is known by."""
+"""The optimizer of the ALBERT recipe: LAMB, with the settings that collaborative ALBERT training is known by.
+
+What all peers of a run must have alike, those with data and those without, is put together here.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 from manyhands.optim.lamb import Lamb
+from manyhands.optim.optimizer import Optimizer
+from manyhands.peer import Peer
+from manyhands.recipes.albert.adoption import RunRecipe, facts_of
 from manyhands.recipes.albert.config import AlbertRecipe
-from manyhands.recipes.albert.model import parameter_groups
+from manyhands.recipes.albert.model import parameter_groups, warmup_linear
 from manyhands.recipes.albert.packages import torch
 
 BETAS = (0.9, 0.999)
@@ -22,3 +30,26 @@ def build_optimizer(model: torch.nn.Module, recipe: AlbertRecipe) -> Lamb:
     """
     groups = parameter_groups(model, recipe.weight_decay)
     return Lamb(groups, lr=recipe.learning_rate, betas=BETAS, eps=EPS, clamp_value=CLAMP_VALUE, debias=True)
+
+
+def join_run(model: torch.nn.Module, run: RunRecipe, peer: Peer, run_id: str, **options: Any) -> Optimizer:
+    """Join a run of this recipe, or begin it, with a model.
+
+    Args:
+        options: of :class:`manyhands.Optimizer`, such as ``batch_size_per_step`` or ``auxiliary``.
+    Raises:
+        ManifestMismatch: the run trains something else.
+        Unavailable: the run's state could not be loaded.
+    """
+    schedule = warmup_linear(run.recipe.total_steps, run.recipe.warmup_steps)
+    return Optimizer(
+        build_optimizer(model, run.recipe),
+        peer=peer,
+        run_id=run_id,
+        target_batch_size=run.recipe.target_batch_size,
+        max_grad_norm=MAX_GRAD_NORM,
+        scheduler=lambda inner: torch.optim.lr_scheduler.LambdaLR(inner, schedule),
+        start_new=True,  # the command line has looked for the run already
+        must_match=facts_of(run),
+        **options,
+    )

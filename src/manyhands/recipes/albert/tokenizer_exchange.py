@@ -26,7 +26,6 @@ logger = logging.getLogger(__name__)
 PART_BYTES = 1 << 16
 MAX_BYTES = 16 << 20
 MAX_JSON_BYTES = 32 << 20
-NUM_ASKED = 5
 PART_TIMEOUT_S = 2.0
 TIMEOUT_S = 10.0
 """For all of it; the tokenizer of 30,000 tokens has 600 KB, compressed."""
@@ -71,7 +70,7 @@ async def fetch_tokenizer(
     """Get the tokenizer with this digest from one of the peers of its run; None if none of them hands it out."""
     try:
         async with time_limit(TIMEOUT_S, "waiting for the tokenizer of the run"):
-            for donor in donors[:NUM_ASKED]:
+            for donor in donors:
                 try:
                     packed = await _fetch(endpoint, donor, digest)
                     return await asyncio.to_thread(_unpacked, donor, packed, digest)

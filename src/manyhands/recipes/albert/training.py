@@ -11,11 +11,11 @@ from manyhands.base.errors import Timeout, Unavailable
 from manyhands.base.run_id import checked_run_id
 from manyhands.base.words import counted
 from manyhands.optim.metrics import MetricsRecord, publish_metrics
-from manyhands.optim.optimizer import Optimizer
 from manyhands.optim.progress_log import SHOWN_LIVE
+from manyhands.optim.run_manifest import RunManifest
 from manyhands.peer import Peer
 from manyhands.recipes.albert.account import Account, HeldoutLosses, Standing
-from manyhands.recipes.albert.adoption import RunToJoin, facts_of
+from manyhands.recipes.albert.adoption import RunRecipe, RunToJoin, facts_of
 from manyhands.recipes.albert.batches import Batches, heldout_batch
 from manyhands.recipes.albert.checkpoint_dir import CheckpointDir
 from manyhands.recipes.albert.checkpoints import Checkpoints
@@ -24,8 +24,8 @@ from manyhands.recipes.albert.config import AlbertRecipe
 from manyhands.recipes.albert.corpus import load_documents
 from manyhands.recipes.albert.events import BatchDone, Counts, Event, Finished, Joined, StepDone
 from manyhands.recipes.albert.heldout import HeldoutComparison
-from manyhands.recipes.albert.model import build_model, loss_of, warmup_linear
-from manyhands.recipes.albert.optimizer import MAX_GRAD_NORM, build_optimizer
+from manyhands.recipes.albert.model import build_model, loss_of
+from manyhands.recipes.albert.optimizer import join_run
 from manyhands.recipes.albert.packages import torch, transformers
 from manyhands.recipes.albert.samples import Samples, make_samples
 from manyhands.recipes.albert.settings import TrainingSettings
@@ -85,19 +85,9 @@ class AlbertTrainer:
         self._heldout = HeldoutComparison(self._model, heldout_batch(samples, recipe))
         if not is_batch_size_chosen:
             recipe = replace(recipe, batch_size=self._try_batch_sizes(samples, recipe))
-        facts = facts_of(recipe, tokenizer_digest(tokenizer), len(tokenizer))
-        schedule = warmup_linear(recipe.total_steps, recipe.warmup_steps)
-        self._optimizer = Optimizer(
-            build_optimizer(self._model, recipe),
-            peer=peer,
-            run_id=run_id,
-            target_batch_size=recipe.target_batch_size,
-            batch_size_per_step=recipe.batch_size,
-            max_grad_norm=MAX_GRAD_NORM,
-            scheduler=lambda inner: torch.optim.lr_scheduler.LambdaLR(inner, schedule),
-            allow_solo=settings.allow_solo,
-            start_new=True,  # the command line has looked for the run already
-            must_match=facts,
+        chosen = RunRecipe(recipe=recipe, tokenizer=tokenizer_digest(tokenizer), vocab_size=len(tokenizer))
+        self._optimizer = join_run(
+            self._model, chosen, peer, run_id, batch_size_per_step=recipe.batch_size, allow_solo=settings.allow_solo
         )
         self._target_batch_size = recipe.target_batch_size
         self._losses: list[float] = []
@@ -108,7 +98,7 @@ class AlbertTrainer:
         self._checkpoints: Checkpoints | None = None
         if checkpoint_dir is not None:
             self._checkpoints = Checkpoints(
-                checkpoint_dir, facts, self._model, tokenizer, self._optimizer, settings.checkpoint_every
+                checkpoint_dir, facts_of(chosen), self._model, tokenizer, self._optimizer, settings.checkpoint_every
             )
             self._checkpoints.resume()
         order = f"{peer.peer_id} from step {self._optimizer.global_step}"  # other batches than before a restart
@@ -134,8 +124,8 @@ class AlbertTrainer:
         tokenizer = train_tokenizer(documents, recipe.vocab_size)
         if run is not None and tokenizer_digest(tokenizer) != run.recipe.tokenizer:
             raise Unavailable(
-                f"the tokenizer of run {self._run_id!r} cannot be had: none of its {len(run.peers)} peers that were "
-                "asked hands it out, and the text here gives another one. Try again; or give the same --text as the "
+                f"the tokenizer of run {self._run_id!r} cannot be had: none of its peers that were asked "
+                "hands it out, and the text here gives another one. Try again; or give the same --text as the "
                 "others (without it, the same version of Python)"
             )
         return tokenizer
@@ -164,6 +154,11 @@ class AlbertTrainer:
         size = fitting_batch_size(seconds_for, limit)
         logger.info("A short trial chose %d samples for each batch (--batch-size says otherwise)", size)
         return size
+
+    @property
+    def manifest(self) -> RunManifest:
+        """The settings of the run."""
+        return self._optimizer.manifest
 
     def run(self) -> None:
         """Train until the settings say stop, then stay a little for peers that are behind."""
