@@ -16,6 +16,7 @@ from manyhands.cli.first_peer_command import first_peer
 from manyhands.cli.join_command import join
 from manyhands.cli.leaving import leaving_on_signals
 from manyhands.cli.monitor_command import monitor
+from manyhands.cli.old_names import Translation, help_of
 from manyhands.cli.ticket_command import ticket
 from manyhands.cli.train_command import train
 from manyhands.version import __version__
@@ -31,15 +32,18 @@ app = App(
     default_parameter=Parameter(negative="", consume_multiple=True),
 )
 for command in (join, train, fill, monitor, first_peer, ticket, doctor, demo):
-    app.command(command)
+    app.command(command, help_epilogue=help_of(command.__name__.replace("_", "-")))
 
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command; returns the exit code: 0 done, 1 failed, 2 wrong input, 130 interrupted."""
     try:
         with leaving_on_signals():
+            translation = Translation(arguments)
+            for note in translation.notes:
+                _complain(note)
             code = app(
-                [_with_dashes(argument) for argument in arguments],
+                [_with_dashes(word) for word in translation.words],
                 exit_on_error=False,
                 print_error=False,
                 result_action="return_value",

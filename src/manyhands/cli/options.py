@@ -13,8 +13,14 @@ from manyhands.cli.leaving import leave_on_eof
 from manyhands.cli.logs import log_to_stdout
 from manyhands.cli.open_files import raise_open_files_limit
 from manyhands.peer import ALL_INTERFACES, Peer
+from manyhands.recipes.albert.settings import TuningSettings
 from manyhands.rpc import RpcConfig
 from manyhands.state_dir import StateDir
+
+DEFAULT_RUN_ID = "albert"
+"""Of the tutorials: of a run that is begun without a name."""
+
+Parameter(name="*", group="Tuning (each machine its own)")(TuningSettings)  # a part of TrainingSettings
 
 
 @Parameter(name="*", group="Network")

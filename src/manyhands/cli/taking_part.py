@@ -165,11 +165,11 @@ def open_folders(run_id: str, network: NetworkOptions, training: TrainingSetting
     if training.no_checkpoints or training.auxiliary:
         return OwnFolders(None, None)  # a state dir that was named is opened by the peer
     if training.checkpoint_dir is not None:
-        return _open_folder(training.checkpoint_dir, run_id, network)
+        return _open_folder(training.checkpoint_dir, run_id, network, training)
     for number in range(1, MAX_FOLDERS + 1):
         name = f"manyhands-{run_id}" if number == 1 else f"manyhands-{run_id}-{number}"
         try:
-            return _open_folder(Path(name), run_id, network)
+            return _open_folder(Path(name), run_id, network, training)
         except FolderInUse:  # by another trainer that was started here
             continue
         except ConfigError as error:
@@ -177,8 +177,8 @@ def open_folders(run_id: str, network: NetworkOptions, training: TrainingSetting
     raise ConfigError(f"{MAX_FOLDERS} trainers of run {run_id!r} were started here; name a --checkpoint-dir")
 
 
-def _open_folder(path: Path, run_id: str, network: NetworkOptions) -> OwnFolders:
-    checkpoint_dir = CheckpointDir(path, run_id)
+def _open_folder(path: Path, run_id: str, network: NetworkOptions, training: TrainingSettings) -> OwnFolders:
+    checkpoint_dir = CheckpointDir(path, run_id, training.keep_checkpoints)
     try:
         return OwnFolders(StateDir(path) if network.state_dir is None else None, checkpoint_dir)
     except ConfigError:

@@ -9,11 +9,12 @@ from cyclopts import Parameter
 
 from manyhands.base.errors import ConfigError, RunNotFound
 from manyhands.base.run_id import checked_run_id
-from manyhands.cli.options import NetworkOptions, OutputOptions
+from manyhands.cli.options import DEFAULT_RUN_ID, NetworkOptions, OutputOptions
 from manyhands.cli.run_look_up import Scout
 from manyhands.cli.taking_part import check_before, take_part
 from manyhands.optim.runs import Run
 from manyhands.recipes.albert.config import AlbertRecipe
+from manyhands.recipes.albert.presets import model_settings
 from manyhands.recipes.albert.settings import TrainingSettings
 
 
@@ -24,6 +25,9 @@ class GivenRecipe(AlbertRecipe):
     Attributes:
         given: by their names.
     """
+
+    model: Annotated[str, Parameter(show_default=False)] = "small"
+    """albert-large-v2, small (the default), or a config.json: the sizes below that are not given are its own."""
 
     batch_size: Annotated[int, Parameter(show_default=False)] = AlbertRecipe.batch_size
     """Samples in one local step of this peer; by default as many as take 0.2 to 1 s, found by a short trial."""
@@ -36,7 +40,10 @@ def train(
     *,
     run_id: Annotated[
         str | None,
-        Parameter(help="Name of the run: 1 to 64 characters, without '.'. Not needed to join the only one there is."),
+        Parameter(
+            help="Name of the run: 1 to 64 characters, without '.'. Not needed to join the only one there is; one that "
+            "is begun without a name is 'albert'."
+        ),
     ] = None,
     start_new: Annotated[
         bool, Parameter(help="Begin the run although none of the peers that --initial-peers names knows it.")
@@ -54,14 +61,11 @@ def train(
     """
     network, output = network or NetworkOptions(), output or OutputOptions()
     training = training or TrainingSettings()
-    given: dict[str, Any] = getattr(recipe, "given", {})
+    given: dict[str, Any] = dict(getattr(recipe, "given", {}))
+    if (model := given.pop("model", None)) is not None:
+        given = model_settings(model) | given
     if run_id is not None:
         checked_run_id(run_id)
-    elif not network.initial_peers:
-        raise ConfigError(
-            "name the run that is to be begun, for example: --run-id my-albert; or join one that is there: "
-            "--initial-peers ADDRESS"
-        )
     if not network.initial_peers:
         AlbertRecipe(**given)
     if start_new and run_id is None:
@@ -69,16 +73,17 @@ def train(
     check_before(network, training, given)
     run = look_for(network, run_id, start_new=start_new) if network.initial_peers else None
     if run_id is None:
-        assert run is not None
-        run_id = run.run_id
+        run_id = run.run_id if run is not None else DEFAULT_RUN_ID
     take_part(run_id, network, training, given, output, run=run)
 
 
 def look_for(network: NetworkOptions, run_id: str | None, *, start_new: bool) -> Run | None:
     """The run that is meant, if it is there; None for one that is to be begun.
 
+    Without a name nothing can be mistyped: where no run is, one is begun.
+
     Raises:
-        RunNotFound: it is not there, and shall not be begun.
+        RunNotFound: the one that was named is not there, and shall not be begun.
     """
     with Scout(network.initial_peers or ()) as scout:
         if start_new:
@@ -86,5 +91,6 @@ def look_for(network: NetworkOptions, run_id: str | None, *, start_new: bool) ->
         try:
             return scout.choose(run_id)
         except RunNotFound as error:
-            advice = "Check --run-id, or begin the run with --start-new"
-            raise RunNotFound(f"{error}. {advice if run_id is not None else 'Begin one: --run-id NAME'}") from None
+            if run_id is None:
+                return None
+            raise RunNotFound(f"{error}. Check --run-id, or begin the run with --start-new") from None

@@ -45,10 +45,12 @@ def metrics_key(run_id: str) -> str:
     return f"{run_id}.metrics"
 
 
-async def publish_metrics(dht: DhtNode, own_id: PeerId, run_id: str, record: MetricsRecord) -> None:
+async def publish_metrics(
+    dht: DhtNode, own_id: PeerId, run_id: str, record: MetricsRecord, ttl_s: float = TTL_S
+) -> None:
     """Publish this peer's metrics; what goes wrong is logged, since nothing depends on them."""
     try:
-        await dht.store(metrics_key(run_id), msgspec.to_builtins(record), TTL_S, subkey=own_id)
+        await dht.store(metrics_key(run_id), msgspec.to_builtins(record), ttl_s, subkey=own_id)
     except ManyhandsError as error:
         logger.warning("the metrics of step %d were not published: %s", record.step, error)
 

@@ -35,7 +35,7 @@ class AlbertAuxiliary:
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
         model = build_model(run.recipe.recipe, run.recipe.vocab_size)
-        self._optimizer = join_run(model, run.recipe, peer, self._run_id, auxiliary=True)
+        self._optimizer = join_run(model, run.recipe, peer, self._run_id, settings.tuning, auxiliary=True)
 
     def run(self) -> None:
         """Help until the settings say stop."""

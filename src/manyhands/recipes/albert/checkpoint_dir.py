@@ -19,8 +19,6 @@ from manyhands.base.folder_lock import locked_folder
 
 logger = logging.getLogger(__name__)
 
-NUM_KEPT = 2
-"""The newest of them; if one is damaged there is another."""
 _NAME = re.compile(r"checkpoint-(\d{1,18})")
 _ABOUT = "run.json"
 _TOKENIZER = "tokenizer.json"
@@ -53,14 +51,17 @@ class CheckpointDir:
 
     It belongs to this process until :meth:`close`.
 
+    Args:
+        num_kept: so many stay, the newest; if one is damaged there is another.
     Raises:
         FolderInUse: another process uses it.
         ConfigError: it cannot be used, or what is in it is another run's.
     """
 
-    def __init__(self, path: Path, run_id: str) -> None:
+    def __init__(self, path: Path, run_id: str, num_kept: int = 2) -> None:
         self.path = path
         self._run_id = run_id
+        self._num_kept = num_kept
         self._lock = locked_folder(path, "checkpoint_dir", "checkpoints.lock")
         try:
             self._remove_unfinished()
@@ -136,7 +137,7 @@ class CheckpointDir:
                 shutil.rmtree(path)
             draft.replace(path)
             _flush(self.path)
-        for step in self._steps()[:-NUM_KEPT]:
+        for step in self._steps()[: -self._num_kept]:
             shutil.rmtree(self._of_step(step), ignore_errors=True)
 
     def _check_run(self) -> None:

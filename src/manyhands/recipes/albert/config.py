@@ -62,11 +62,23 @@ class AlbertRecipe:
     weight_decay: float = 0.01
     """Decoupled weight decay; biases and LayerNorm weights have none."""
 
+    adam_epsilon: float = 1e-6
+    """Added to the root of the second moment, so that nothing is divided by zero."""
+
+    clamp_value: float = 10_000.0
+    """The length of a tensor counts at most so much in the trust ratio of LAMB."""
+
+    max_grad_norm: float = 1.0
+    """The averaged gradient is clipped to this norm, of all parameters together."""
+
     warmup_steps: int = 6
     """Global steps until the learning rate is reached."""
 
     total_steps: int = 10_000
     """Global steps until the learning rate has fallen to zero."""
+
+    max_group_size: int = 256
+    """A swarm of more peers than this averages in a grid of groups."""
 
     mask_probability: float = 0.15
     """Share of the tokens of a full sample that the model must guess."""
@@ -89,6 +101,7 @@ class AlbertRecipe:
     def _check_sizes(self) -> None:
         _at_least("vocab_size", self.vocab_size, 512)  # the 256 bytes and the special tokens, and some words
         _at_least("seq_length", self.seq_length, 16)
+        _at_least("max_group_size", self.max_group_size, 2)
         for name in ("embedding_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
                      "batch_size", "num_heldout", "target_batch_size"):  # fmt: skip
             _at_least(name, getattr(self, name), 1)
@@ -103,6 +116,10 @@ class AlbertRecipe:
             raise ConfigError(f"learning_rate is {self.learning_rate}; it must be above 0 and finite, for example 0.01")
         if not 0 <= self.weight_decay < math.inf:
             raise ConfigError(f"weight_decay is {self.weight_decay}; it must be 0 or more and finite, for example 0.01")
+        for name in ("adam_epsilon", "clamp_value", "max_grad_norm"):
+            if not 0 < getattr(self, name) < math.inf:
+                default = AlbertRecipe.__dataclass_fields__[name].default
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be above 0, for example {default}")
         if not 0 < self.mask_probability <= 0.5:
             raise ConfigError(
                 f"mask_probability is {self.mask_probability}; it must be above 0 and at most 0.5, for example 0.15"

@@ -5,6 +5,7 @@ What all peers of a run must have alike, those with data and those without, is p
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from manyhands.optim.lamb import Lamb
@@ -14,12 +15,9 @@ from manyhands.recipes.albert.adoption import RunRecipe, facts_of
 from manyhands.recipes.albert.config import AlbertRecipe
 from manyhands.recipes.albert.model import parameter_groups, warmup_linear
 from manyhands.recipes.albert.packages import torch
+from manyhands.recipes.albert.settings import TuningSettings
 
 BETAS = (0.9, 0.999)
-EPS = 1e-6
-CLAMP_VALUE = 10_000.0
-"""No tensor here is that long: the step of each is as long as the tensor itself, times the learning rate."""
-MAX_GRAD_NORM = 1.0
 
 
 def build_optimizer(model: torch.nn.Module, recipe: AlbertRecipe) -> Lamb:
@@ -29,13 +27,28 @@ def build_optimizer(model: torch.nn.Module, recipe: AlbertRecipe) -> Lamb:
     Optimization for Deep Learning, arXiv:1904.00962.
     """
     groups = parameter_groups(model, recipe.weight_decay)
-    return Lamb(groups, lr=recipe.learning_rate, betas=BETAS, eps=EPS, clamp_value=CLAMP_VALUE, debias=True)
+    return Lamb(
+        groups,
+        lr=recipe.learning_rate,
+        betas=BETAS,
+        eps=recipe.adam_epsilon,
+        clamp_value=recipe.clamp_value,
+        debias=True,
+    )
 
 
-def join_run(model: torch.nn.Module, run: RunRecipe, peer: Peer, run_id: str, **options: Any) -> Optimizer:
+def join_run(
+    model: torch.nn.Module,
+    run: RunRecipe,
+    peer: Peer,
+    run_id: str,
+    tuning: TuningSettings = TuningSettings(),  # noqa: B008 - it cannot change
+    **options: Any,
+) -> Optimizer:
     """Join a run of this recipe, or begin it, with a model.
 
     Args:
+        tuning: times and speeds of this peer.
         options: of :class:`manyhands.Optimizer`, such as ``batch_size_per_step`` or ``auxiliary``.
     Raises:
         ManifestMismatch: the run trains something else.
@@ -47,9 +60,12 @@ def join_run(model: torch.nn.Module, run: RunRecipe, peer: Peer, run_id: str, **
         peer=peer,
         run_id=run_id,
         target_batch_size=run.recipe.target_batch_size,
-        max_grad_norm=MAX_GRAD_NORM,
+        max_grad_norm=run.recipe.max_grad_norm,
         scheduler=lambda inner: torch.optim.lr_scheduler.LambdaLR(inner, schedule),
         start_new=True,  # the command line has looked for the run already
         must_match=facts_of(run),
+        averaging=replace(tuning.averaging(), max_group_size=run.recipe.max_group_size),
+        progress=tuning.progress(),
+        batch_size_lead=tuning.batch_size_lead,
         **options,
     )

@@ -87,10 +87,13 @@ class AlbertTrainer:
             recipe = replace(recipe, batch_size=self._try_batch_sizes(samples, recipe))
         chosen = RunRecipe(recipe=recipe, tokenizer=tokenizer_digest(tokenizer), vocab_size=len(tokenizer))
         self._optimizer = join_run(
-            self._model, chosen, peer, run_id, batch_size_per_step=recipe.batch_size, allow_solo=settings.allow_solo
-        )
+            self._model, chosen, peer, run_id, settings.tuning,
+            batch_size_per_step=recipe.batch_size * settings.gradient_accumulation_steps,
+            allow_solo=settings.allow_solo,
+        )  # fmt: skip
         self._target_batch_size = recipe.target_batch_size
         self._losses: list[float] = []
+        self._num_batches = 0
         self._first_loss: float | None = None
         self._last_loss: float | None = None
         self._began = time.monotonic()
@@ -230,10 +233,8 @@ class AlbertTrainer:
 
     def _train_one_batch(self) -> None:
         started, scaler = time.monotonic(), self._compute.scaler
-        with self._compute.autocast():
-            loss = loss_of(self._model, next(self._batches))
-        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-        self._losses.append(loss.item())
+        for _ in range(self._settings.gradient_accumulation_steps):
+            self._compute_gradients()
         time.sleep((time.monotonic() - started) * (self._settings.slow_down - 1))
         scaler.step(self._optimizer)
         scaler.update()
@@ -241,6 +242,17 @@ class AlbertTrainer:
         self._on_event(
             BatchDone(self._optimizer.global_step, self._losses[-1], self._optimizer.samples_per_second, self._counts())
         )
+
+    def _compute_gradients(self) -> None:
+        with self._compute.autocast():
+            loss = loss_of(self._model, next(self._batches))
+        num_batches = self._settings.gradient_accumulation_steps
+        self._compute.scaler.scale(loss / num_batches).backward()  # type: ignore[no-untyped-call]
+        self._losses.append(loss.item())
+        self._num_batches += 1
+        is_first = self._num_batches == 1 and self._settings.log_first_batch
+        if is_first or (self._settings.log_every and self._num_batches % self._settings.log_every == 0):
+            logger.info("Loss of batch %d: %.5f", self._num_batches, self._losses[-1])
 
     def _report_step(self) -> None:
         optimizer, losses = self._optimizer, self._losses
@@ -253,6 +265,7 @@ class AlbertTrainer:
         self._on_event(StepDone(optimizer.global_step, mean, round_id, num_peers, self._counts()))
         logger.info("Step %d", optimizer.global_step, extra=SHOWN_LIVE)
         logger.info("Your current contribution: %s", counted(contribution, "sample"), extra=SHOWN_LIVE)
+        logger.info("Performance: %.3f samples/sec", optimizer.samples_per_second, extra=SHOWN_LIVE)
         if mean is None:
             return
         logger.info("Local loss: %.5f", mean, extra=SHOWN_LIVE)
@@ -261,7 +274,9 @@ class AlbertTrainer:
         record = MetricsRecord(
             optimizer.global_step, optimizer.samples_per_second, contribution, sum(losses), len(losses)
         )
-        publication = publish_metrics(self._peer.dht, self._peer.peer_id, self._run_id, record)
+        publication = publish_metrics(
+            self._peer.dht, self._peer.peer_id, self._run_id, record, self._settings.tuning.metrics_ttl_s
+        )
         try:
             self._peer.run(publication, METRICS_TIMEOUT_S, "publishing metrics")
         except Timeout as error:  # nothing depends on them

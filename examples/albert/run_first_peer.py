@@ -1,0 +1,7 @@
+#!/usr/bin/env python
+"""Welcome peers of any run: ``manyhands first-peer``, with the names of the tutorials too."""
+
+from manyhands.cli.entry import main
+
+if __name__ == "__main__":
+    main("first-peer")

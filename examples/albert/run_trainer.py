@@ -1,0 +1,7 @@
+#!/usr/bin/env python
+"""Train ALBERT with this machine: ``manyhands train``, with the names of the tutorials too."""
+
+from manyhands.cli.entry import main
+
+if __name__ == "__main__":
+    main("train")

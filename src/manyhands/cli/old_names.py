@@ -1,0 +1,224 @@
+"""The options of the tutorials that our users come from, and what takes their place; docs/old-names.md has the table.
+
+Every row says what becomes of some options on some commands: another name, another way to write it, or nothing at all,
+with the reason. Options that are called alike need no row. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from manyhands.base.errors import ConfigError
+
+Values = list[str]
+Convert = Callable[[str, Values], Values]
+"""From an old option, as it was written, and its values to the words that stand for it."""
+
+TRAIN, MONITOR, FIRST_PEER, EVALUATE = "train", "monitor", "first-peer", "evaluate"
+ANY = (TRAIN, MONITOR, FIRST_PEER, EVALUATE)
+
+_TRUE, _FALSE = ("true", "1", "yes", "y", "t"), ("false", "0", "no", "n", "f")
+
+
+@dataclass(frozen=True)
+class OldName:
+    """What becomes of some options.
+
+    Attributes:
+        old: as the tutorials write them, without dashes before them.
+        new: what is written now; empty for what does nothing here.
+        commands: those that take the old options in this way.
+        why: what a user should know who writes the old one; it is logged where ``new`` is empty.
+        convert: makes the words; by default the new name with the same values.
+    """
+
+    old: tuple[str, ...]
+    new: str
+    commands: tuple[str, ...] = (TRAIN,)
+    why: str = ""
+    convert: Convert | None = None
+
+    def words(self, written: str, values: Values) -> Values:
+        """What stands in the place of the option.
+
+        Raises:
+            ConfigError: its value means nothing here.
+        """
+        if self.convert is not None:
+            return self.convert(written, values)
+        return [self.new, *values] if self.new else []
+
+
+def _switch(on: Sequence[str], off: Sequence[str] = ()) -> Convert:
+    """Of an option that is true by being there, or by its value."""
+
+    def convert(written: str, values: Values) -> Values:
+        return list(on if _is_true(written, values) else off)
+
+    return convert
+
+
+def _is_true(written: str, values: Values) -> bool:
+    text = values[0].lower() if values else "true"
+    if len(values) > 1 or text not in (*_TRUE, *_FALSE):
+        raise ConfigError(f"{written} {' '.join(values)}: it is True or False, for example {written} True")
+    return text in _TRUE
+
+
+def _announced(written: str, values: Values) -> Values:
+    """The first tutorials announce a host, and have the port elsewhere."""
+    for value in values:
+        if "/" not in value and ":" not in value:
+            raise ConfigError(
+                f"{written} {value} has no port; write --announce {value}:PORT, with the port of --listen"
+            )
+    return ["--announce", *values]
+
+
+def _curves(written: str, values: Values) -> Values:
+    """Their trainers write curves where the package is installed, and are silent where it is not."""
+    if importlib.util.find_spec("tensorboardX") is not None:
+        return ["--tensorboard", *values]
+    return []
+
+
+TABLE = (
+    OldName(("experiment_prefix",), "--run-id", (TRAIN, MONITOR, EVALUATE)),
+    OldName(("experiment_prefix",), "", (FIRST_PEER,), "a first peer welcomes the peers of any run"),
+    OldName(("dht_listen_on", "listen_on", "host_maddrs"), "--listen", ANY),
+    OldName(("announce_maddrs", "endpoint", "address"), "--announce", ANY, "HOST:PORT or a multiaddr", _announced),
+    OldName(("identity_path",), "--identity", ANY),
+    OldName(("client_mode",), "--client-mode", (TRAIN, MONITOR, EVALUATE), convert=_switch(["--client-mode"])),
+    OldName(("averaging_expiration", "matchmaking_time"), "--matchmaking-time-s"),
+    OldName(("averaging_timeout",), "--averaging-timeout-s"),
+    OldName(("bandwidth",), "--bandwidth-mbit-s"),
+    OldName(("target_group_size",), "--max-group-size", why="of who begins the run; others take it from there"),
+    OldName(("statistics_expiration",), "--metrics-ttl-s"),
+    OldName(("metadata_expiration",), "--progress-ttl-s"),
+    OldName(("min_refresh_period",), "--min-refresh-s"),
+    OldName(("max_refresh_period",), "--max-refresh-s"),
+    OldName(("default_refresh_period",), "--default-refresh-s"),
+    OldName(("per_device_train_batch_size",), "--batch-size"),
+    OldName(
+        ("fp16",), "--precision float16", (TRAIN,),
+        convert=_switch(["--precision", "float16"], ["--precision", "float32"]),
+    ),
+    OldName(
+        ("bf16",), "--precision bfloat16", (TRAIN, EVALUATE),
+        convert=_switch(["--precision", "bfloat16"], ["--precision", "float32"]),
+    ),
+    OldName(("output_dir",), "--checkpoint-dir"),
+    OldName(("overwrite_output_dir",), "", why="a run goes on from the checkpoints in its folder"),
+    OldName(("save_steps",), "--checkpoint-every"),
+    OldName(("save_total_limit",), "--keep-checkpoints"),
+    OldName(
+        ("logging_dir",), "--tensorboard",
+        why="curves need TensorBoard's package: pip install 'manyhands[tensorboard]'", convert=_curves,
+    ),
+    OldName(("logging_steps",), "--log-every"),
+    OldName(("logging_first_step",), "--log-first-batch", convert=_switch(["--log-first-batch"])),
+    OldName(("tokenizer_path",), "--tokenizer"),
+    OldName(("config_path", "model_config_path"), "--model", why="albert-large-v2, small, or a config.json"),
+    OldName(("save_checkpoint_step_interval",), "--checkpoint-every", (MONITOR,)),
+    OldName(("store_checkpoints",), "--checkpoint-dir", (MONITOR,), "in ./checkpoints; needs torch",
+            _switch(["--checkpoint-dir", "checkpoints"])),
+    OldName(("repo_path",), "--checkpoint-dir", (MONITOR,)),
+    # what has no meaning here
+    OldName(("use_ipfs",), "", ANY, "peers meet through --initial-peers alone"),
+    OldName(("use_google_dns",), "", (MONITOR, FIRST_PEER), "--announce says what others shall dial"),
+    OldName(("backup_every_steps",), "", why="what is not finite never reaches the parameters"),
+    OldName(("dataloader_num_workers",), "", why="batches are made in the trainer's own process"),
+    OldName(("per_device_eval_batch_size",), "", why="held-out samples are computed a few at a time"),
+    OldName(("do_train", "do_eval"), "", why="a trainer trains; manyhands evaluate evaluates"),
+    OldName(("fp16_opt_level",), "", why="--precision says what to compute in"),
+    OldName(
+        ("averaging_expiration", "matchmaking_time", "averaging_timeout", "bandwidth", "target_group_size",
+         "target_batch_size", "batch_size_lead", "metadata_expiration", "statistics_expiration"),
+        "", (MONITOR, FIRST_PEER), "the trainers of a run say it",
+    ),
+)  # fmt: skip
+"""Every old option of every command."""
+
+OLD_VARIABLES = {"HIVEMIND_THREADS": "the network has one thread, and needs no more"}
+"""Environment variables that do nothing here."""
+
+
+class Translation:
+    """A command line in the names of today.
+
+    Args:
+        words: the command and what follows it.
+    Attributes:
+        words: the same, with new names.
+        notes: a line for each option and variable that does nothing here.
+    Raises:
+        ConfigError: an option is given twice, by its old name and its new one; or its value means nothing.
+    """
+
+    def __init__(self, words: Sequence[str]) -> None:
+        command = words[0] if words else ""
+        self.notes = [f"{name} does nothing here: {why}" for name, why in OLD_VARIABLES.items() if name in os.environ]
+        self.words: list[str] = []
+        rows = {name: row for row in TABLE if command in row.commands for name in row.old}
+        origins: dict[str, str] = {}
+        for option, values, written in _options(words):
+            words_now, row = written, rows.get(_plain(option)) if option else None
+            if row is not None:
+                words_now = row.words(option, values)
+                if not words_now and row.why:
+                    self.notes.append(f"{option} does nothing here: {row.why}")
+            self.words += words_now
+            if not option or not words_now:
+                continue
+            before = origins.setdefault(_plain(words_now[0]).partition("=")[0], option)
+            if before != option and (row is not None or _plain(before) in rows):
+                raise ConfigError(f"{before} and {option} are one option here; give {words_now[0]} once")
+
+
+def _plain(option: str) -> str:
+    return option.removeprefix("--").replace("-", "_")
+
+
+def _options(words: Sequence[str]) -> Iterator[tuple[str, Values, list[str]]]:
+    """Each option, its values, and all of it as written; what comes before the first option has none."""
+    option, values, written = "", list[str](), list[str]()
+    for word in words:
+        if not word.startswith("--"):
+            values.append(word)
+            written.append(word)
+            continue
+        if written:
+            yield option, values, written
+        option, separator, value = word.partition("=")
+        values, written = [value] if separator else [], [word]
+    if written:
+        yield option, values, written
+
+
+def help_of(command: str) -> str:
+    """What ``--help`` of a command says about old names; empty if it takes none."""
+    lines = [f"  --{', --'.join(row.old)}: {_meaning(row)}" for row in TABLE if command in row.commands]
+    return "\n".join(["Names of other tutorials are understood as well:", *lines]) if lines else ""
+
+
+def as_markdown() -> str:
+    """The table, for the docs."""
+    rows = [
+        f"| {' '.join(f'`--{name}`' for name in row.old)} | {', '.join(row.commands)} | {_meaning(row, '`')} |"
+        for row in TABLE
+    ]
+    rows += [f"| `{name}=...` | all | nothing: {why} |" for name, why in OLD_VARIABLES.items()]
+    return "\n".join(["| Old | Commands | Here |", "| --- | --- | --- |", *rows])
+
+
+def _meaning(row: OldName, quote: str = "") -> str:
+    if not row.new:
+        return f"nothing; {row.why}"
+    return f"{quote}{row.new}{quote}" + (f" ({row.why})" if row.why else "")
+
+
+if __name__ == "__main__":
+    print(as_markdown())  # noqa: T201

@@ -1,0 +1,68 @@
+"""Models by name, and those of a ``config.json``. Imports no torch: the command line asks before it loads anything."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from manyhands.base.errors import ConfigError
+
+PRESETS: Mapping[str, Mapping[str, int]] = {
+    "small": {},  # the defaults of the recipe
+    "albert-large-v2": {
+        "vocab_size": 30_000,
+        "embedding_size": 128,
+        "hidden_size": 1024,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "intermediate_size": 4096,
+    },
+}
+"""Settings of a recipe by the name of a model. Source: the ``config.json`` of ``albert/albert-large-v2``."""
+
+_SIZES = tuple(PRESETS["albert-large-v2"])
+_FIXED: Mapping[str, tuple[Any, ...]] = {
+    "model_type": ("albert",),
+    "hidden_act": ("gelu_new",),
+    "num_hidden_groups": (1,),
+    "inner_group_num": (1,),
+    "type_vocab_size": (2,),
+    "hidden_dropout_prob": (0, 0.0),
+    "attention_probs_dropout_prob": (0, 0.0),
+}
+"""What else a ``config.json`` may say, and what it must be: the model of the recipe has no other."""
+
+
+def model_settings(model: str) -> dict[str, int]:
+    """The settings of a recipe that make up a model.
+
+    Args:
+        model: a name of :data:`PRESETS`, as the Hub has it too (``albert/albert-large-v2``), or the path of a
+            ``config.json`` or of its folder.
+    Raises:
+        ConfigError: there is no such model, or this recipe cannot build it.
+    """
+    if (preset := PRESETS.get(model.removeprefix("albert/"))) is not None:
+        return dict(preset)
+    path = Path(model)
+    if path.is_dir():
+        path = path / "config.json"
+    try:
+        config = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except FileNotFoundError:
+        names = " or ".join(PRESETS)
+        raise ConfigError(f"--model {model}: no such model, and no such file; give {names}, or a config.json") from None
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigError(f"--model {model}: {path} cannot be read as a config.json: {error}") from None
+    for name, allowed in _FIXED.items():
+        if name in config and config[name] not in allowed:
+            raise ConfigError(
+                f"--model {model}: {name} is {config[name]!r}; this recipe trains models with {allowed[0]!r} alone"
+            )
+    missing = [name for name in _SIZES if not isinstance(config.get(name), int) or config[name] < 1]
+    if missing:
+        raise ConfigError(f"--model {model}: {', '.join(missing)} must be there, and a number above 0")
+    return {name: config[name] for name in _SIZES}
