@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib.util
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import msgspec
 
 from manyhands.averaging.messages import readable_addresses
 from manyhands.base.errors import ConfigError, ManifestMismatch, MissingExtra, Unavailable
@@ -18,6 +20,7 @@ from manyhands.cli.event_file import EventWriter
 from manyhands.cli.options import NetworkOptions, OutputOptions
 from manyhands.cli.run_look_up import look_up
 from manyhands.cli.ticket_command import print_ticket
+from manyhands.cli.trainer_curves import TrainerCurves
 from manyhands.cli.training_view import run_in_view
 from manyhands.optim.run_records import declare_run
 from manyhands.optim.runs import Run
@@ -32,6 +35,7 @@ from manyhands.state_dir import StateDir
 
 logger = logging.getLogger(__name__)
 
+Tell = Callable[[msgspec.Struct], None]
 MAX_FOLDERS = 64
 NOTE_TIMEOUT_S = 5.0
 LOOK_PERIOD_S = 2.0
@@ -97,7 +101,7 @@ def take_part(
     """
     to_join = _run_to_join(run, given) if run is not None else None  # what does not fit leaves no trace
     with ExitStack() as cleanup:
-        emit = output.begin()
+        emit = told_to(output.begin(), training)
         folders = open_folders(run_id, network, training)
         cleanup.callback(folders.close)
         if training.device != "auto":
@@ -125,6 +129,24 @@ def take_part(
             _train(peer, run_id, recipe, training, emit, to_join, folders, is_chosen="batch_size" in given)
 
 
+def told_to(events: EventWriter, training: TrainingSettings) -> Tell:
+    """Where the events of a trainer go.
+
+    Raises:
+        MissingExtra: the package for curves is not installed.
+        ConfigError: their folder cannot be written.
+    """
+    if training.tensorboard is None:
+        return events
+    curves = TrainerCurves(training.tensorboard)
+
+    def tell(event: msgspec.Struct) -> None:
+        events(event)
+        curves(event)
+
+    return tell
+
+
 def _help(peer: Peer, run_id: str, run: RunToJoin, training: TrainingSettings) -> None:
     logger.info("Loading PyTorch and transformers")
     from manyhands.recipes.albert.auxiliary import AlbertAuxiliary
@@ -137,7 +159,7 @@ def _train(
     run_id: str,
     recipe: AlbertRecipe,
     training: TrainingSettings,
-    emit: EventWriter,
+    emit: Tell,
     run: RunToJoin | None,
     folders: OwnFolders,
     *,

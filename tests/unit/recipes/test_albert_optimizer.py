@@ -36,6 +36,15 @@ def test_the_options_of_recipe_and_machine_reach_the_optimizer(monkeypatch: pyte
     assert (options["eps"], options["clamp_value"], options["weight_decay"]) == (1e-5, 7.0, 0.3)
 
 
+def test_a_lead_beyond_the_target_of_the_run_looks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tutorials' 300 samples are of a run with 4096."""
+    made: dict[str, Any] = {}
+    monkeypatch.setattr(optimizer, "Optimizer", lambda inner, **options: made.update(options))
+    run = RunRecipe(recipe=AlbertRecipe(target_batch_size=256), tokenizer="digest", vocab_size=512)
+    join_run(torch.nn.Linear(2, 2), run, None, "run", TuningSettings(batch_size_lead=300))  # type: ignore[arg-type]
+    assert made["batch_size_lead"] == 255
+
+
 @pytest.mark.parametrize(
     "values",
     [

@@ -54,6 +54,9 @@ def join_run(
         ManifestMismatch: the run trains something else.
         Unavailable: the run's state could not be loaded.
     """
+    lead = tuning.batch_size_lead
+    if lead is not None:  # that of a run with larger steps looks at once
+        lead = min(lead, run.recipe.target_batch_size - 1)
     schedule = warmup_linear(run.recipe.total_steps, run.recipe.warmup_steps)
     return Optimizer(
         build_optimizer(model, run.recipe),
@@ -66,6 +69,6 @@ def join_run(
         must_match=facts_of(run),
         averaging=replace(tuning.averaging(), max_group_size=run.recipe.max_group_size),
         progress=tuning.progress(),
-        batch_size_lead=tuning.batch_size_lead,
+        batch_size_lead=lead,
         **options,
     )

@@ -124,6 +124,9 @@ class TrainingSettings:
     log_first_batch: bool = False
     """Log the loss of the first batch as well."""
 
+    tensorboard: Path | None = None
+    """Write the curves of this machine into this folder, for TensorBoard."""
+
     linger_s: float = 30.0
     """At the end, stay at most this many seconds for peers that still need to load the state."""
 

@@ -153,7 +153,8 @@ class AlbertTrainer:
             finally:
                 self._model.zero_grad(set_to_none=True)
 
-        limit = min(max(1, recipe.target_batch_size // TRIAL_SHARE), len(samples.training))
+        share = recipe.target_batch_size // (TRIAL_SHARE * self._settings.gradient_accumulation_steps)
+        limit = min(max(1, share), len(samples.training))
         size = fitting_batch_size(seconds_for, limit)
         logger.info("A short trial chose %d samples for each batch (--batch-size says otherwise)", size)
         return size
