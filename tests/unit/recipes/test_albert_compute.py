@@ -63,3 +63,12 @@ def test_in_half_precision_the_gradients_are_nearly_the_same_and_float32(precisi
     assert compute.scaler.is_enabled() == (precision == "float16")
     similarity = torch.nn.functional.cosine_similarity(*gradients, dim=0)
     assert similarity > 0.99
+
+
+def test_too_little_memory_is_told_with_the_option_to_lower() -> None:
+    compute = Compute("cpu", "float32")
+    message = "a batch of 8 samples does not fit into the memory of cpu in float32; lower it"
+    with pytest.raises(ConfigError, match=message), compute.fitting("a batch of 8 samples", "lower it"):
+        torch.empty(1 << 60)  # more than any machine has
+    with pytest.raises(RuntimeError, match="mat1 and mat2"), compute.fitting("a batch", "lower it"):
+        torch.ones(2, 3) @ torch.ones(2, 3)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from manyhands.base.errors import ConfigError
 from manyhands.recipes.albert.packages import torch, transformers
@@ -46,11 +47,25 @@ class Compute:
         Raises:
             OutOfMemory: it does not fit.
         """
-        try:
+        with self.fitting("the model", SMALLER):
             model.to(self.device)  # type: ignore[arg-type]
-        except torch.cuda.OutOfMemoryError as error:
-            raise OutOfMemory(f"the model does not fit into the memory of {self}; {SMALLER}") from error
         return model
+
+    @contextmanager
+    def fitting(self, what: str, advice: str) -> Iterator[None]:
+        """Within it running out of memory is told in words.
+
+        Raises:
+            OutOfMemory: it happened.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
+                raise
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+            raise OutOfMemory(f"{what} does not fit into the memory of {self}; {advice}") from error
 
     def autocast(self) -> AbstractContextManager[None]:
         """Within it products are computed in the precision."""

@@ -31,7 +31,7 @@ from manyhands.recipes.albert.samples import Samples, make_samples
 from manyhands.recipes.albert.settings import TrainingSettings
 from manyhands.recipes.albert.tokenizer import digest_of_json, tokenizer_digest, tokenizer_from_json, train_tokenizer
 from manyhands.recipes.albert.tokenizer_exchange import FETCH_TIMEOUT_S, fetch_tokenizer, serve_tokenizer
-from manyhands.recipes.albert.trial import OutOfMemory, fitting_batch_size, timed
+from manyhands.recipes.albert.trial import fitting_batch_size, timed
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +40,9 @@ METRICS_TIMEOUT_S = 10.0
 
 LAST_LOOK_S = 1.0
 """So long may the held-out loss of the account take: a trainer that was told to leave has few seconds."""
+SMALLER_BATCH = (
+    "give a smaller --batch-size, with --gradient-accumulation-steps if it gets very small, or --precision float16"
+)
 TRIAL_SHARE = 4
 """A batch that the trial finds is at most this part of the target: peers come to a step a batch apart."""
 
@@ -91,6 +94,7 @@ class AlbertTrainer:
             batch_size_per_step=recipe.batch_size * settings.gradient_accumulation_steps,
             allow_solo=settings.allow_solo,
         )  # fmt: skip
+        self._batch_size = recipe.batch_size
         self._target_batch_size = recipe.target_batch_size
         self._losses: list[float] = []
         self._num_batches = 0
@@ -146,10 +150,8 @@ class AlbertTrainer:
                 next(self._model.parameters()).sum().item()  # waits for a GPU
 
             try:
-                return timed(compute)
-            except torch.cuda.OutOfMemoryError as error:
-                torch.cuda.empty_cache()
-                raise OutOfMemory(f"{size} samples do not fit into the memory of {self._compute}; {SMALLER}") from error
+                with self._compute.fitting(f"a batch of {counted(size, 'sample')}", SMALLER):
+                    return timed(compute)
             finally:
                 self._model.zero_grad(set_to_none=True)
 
@@ -245,11 +247,12 @@ class AlbertTrainer:
         )
 
     def _compute_gradients(self) -> None:
-        with self._compute.autocast():
-            loss = loss_of(self._model, next(self._batches))
-        num_batches = self._settings.gradient_accumulation_steps
-        self._compute.scaler.scale(loss / num_batches).backward()  # type: ignore[no-untyped-call]
-        self._losses.append(loss.item())
+        batch, num_batches = next(self._batches), self._settings.gradient_accumulation_steps
+        with self._compute.fitting(f"a batch of {counted(self._batch_size, 'sample')}", SMALLER_BATCH):
+            with self._compute.autocast():
+                loss = loss_of(self._model, batch)
+            self._compute.scaler.scale(loss / num_batches).backward()  # type: ignore[no-untyped-call]
+            self._losses.append(loss.item())
         self._num_batches += 1
         is_first = self._num_batches == 1 and self._settings.log_first_batch
         if is_first or (self._settings.log_every and self._num_batches % self._settings.log_every == 0):
