@@ -7,12 +7,16 @@ import sys
 EXIT_INTERRUPTED = 130
 
 
-def main() -> None:
-    """Run the command line; exits with its code."""
+def main(*before: str) -> None:
+    """Run the command line; exits with its code.
+
+    Args:
+        before: the name of a command, which the arguments of the program follow.
+    """
     try:
         from manyhands.cli.main import run
 
-        code = run(sys.argv[1:])
+        code = run([*before, *sys.argv[1:]])
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
     sys.exit(code)
