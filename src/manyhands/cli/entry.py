@@ -8,7 +8,11 @@ EXIT_INTERRUPTED = 130
 
 
 def main(*before: str) -> None:
-    """Run the command line, with these words before what was typed; exits with its code."""
+    """Run the command line; exits with its code.
+
+    Args:
+        before: the name of a command, which the arguments of the program follow.
+    """
     try:
         from manyhands.cli.main import run
 

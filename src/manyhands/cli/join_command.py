@@ -15,7 +15,7 @@ from manyhands.base.run_id import checked_run_id
 from manyhands.base.ticket import Ticket
 from manyhands.cli.options import NetworkOptions, OutputOptions
 from manyhands.cli.run_look_up import Scout
-from manyhands.cli.taking_part import check_before, take_part
+from manyhands.cli.taking_part import check_before, take_part, with_data
 from manyhands.optim.runs import Run
 from manyhands.recipes.albert.settings import TrainingSettings
 
@@ -31,6 +31,13 @@ def join(
         tuple[Path, ...],
         Parameter(help="UTF-8 text files to train on; by default the English documentation that comes with Python."),
     ] = (),
+    dataset_path: Annotated[
+        Path | None,
+        Parameter(help="Folder with prepared samples instead; by default data/albert_tokenized_wikitext if here."),
+    ] = None,
+    tokenizer: Annotated[
+        Path | None, Parameter(help="Folder with the tokenizer of the run; by default the run hands it out.")
+    ] = None,
     batch_size: Annotated[
         int | None, Parameter(help="Samples in one local step; by default as many as take 0.2 to 1 s.")
     ] = None,
@@ -51,6 +58,7 @@ def join(
     network, output = network or NetworkOptions(), output or OutputOptions()
     training = training or TrainingSettings()
     given: dict[str, Any] = {"text": text} if text else {}
+    given |= {name: path for name, path in (("dataset_path", dataset_path), ("tokenizer", tokenizer)) if path}
     if batch_size is not None:
         given |= {"batch_size": batch_size}
     if run_id is not None:
@@ -60,6 +68,7 @@ def join(
         raise ConfigError(f"the ticket is for run {ticket.run_id!r}, and --run-id is {run_id!r}; leave --run-id out")
     initial_peers = (*map(str, ticket.addresses), *(network.initial_peers or ()))
     network = dataclasses.replace(network, initial_peers=initial_peers)
+    given = with_data(training, given)
     check_before(network, training, given)
     run = _chosen(network, run_id or ticket.run_id or None, ticket)
     take_part(run.run_id, network, training, given, output, run=run)

@@ -1,4 +1,4 @@
-"""The command line: ``manyhands join | train | fill | monitor | first-peer | ticket | doctor | demo``."""
+"""The command line: ``manyhands join | train | fill | monitor | first-peer | ticket | doctor | data | demo``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from cyclopts import App, CycloptsError, Parameter
 
 from manyhands.base.errors import ConfigError, JoinFailed, ManyhandsError
+from manyhands.cli.data_command import data
 from manyhands.cli.demo.command import demo
 from manyhands.cli.doctor_command import doctor
 from manyhands.cli.entry import EXIT_INTERRUPTED
@@ -33,6 +34,7 @@ app = App(
 )
 for command in (join, train, fill, monitor, first_peer, ticket, doctor, demo):
     app.command(command, help_epilogue=help_of(command.__name__.replace("_", "-")))
+app.command(data)
 
 
 def run(arguments: Sequence[str]) -> int:

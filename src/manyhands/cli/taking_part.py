@@ -56,8 +56,61 @@ def check_before(network: NetworkOptions, training: TrainingSettings, given: Map
     if training.auxiliary and not network.initial_peers:
         raise ConfigError("--auxiliary helps a run that is there: name one of its peers, --initial-peers ADDRESS")
     require_albert()
+    if given.get("text") and given.get("dataset_path"):
+        raise ConfigError("--text and --dataset-path are both given; give one of them")
     if text := given.get("text"):  # Python's own can be read
         load_documents(text)
+
+
+def with_data(training: TrainingSettings, given: Mapping[str, Any]) -> dict[str, Any]:
+    """What was given, with the prepared data that is found here if no text was named; an auxiliary peer needs none."""
+    if training.auxiliary:
+        return dict(given)
+    from manyhands.recipes.albert.dataset import found_here
+
+    return found_here(given)
+
+
+def _data_settings(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a new run that its tokenizer and its data decide.
+
+    Raises:
+        ConfigError: other ones were given.
+    """
+    settings: dict[str, Any] = {}
+    if given.get("dataset_path") is not None:
+        from manyhands.recipes.albert.dataset import open_prepared
+
+        if given.get("tokenizer") is None:
+            raise ConfigError(
+                f"the samples in {given['dataset_path']} need the tokenizer that they were made with; name its folder: "
+                "--tokenizer FOLDER"
+            )
+        settings = open_prepared(given["dataset_path"], given["tokenizer"]).settings()
+    elif given.get("tokenizer") is not None:
+        from manyhands.recipes.albert.tokenizer_file import read_tokenizer, vocabulary_of
+
+        settings = {"vocab_size": vocabulary_of(read_tokenizer(given["tokenizer"])).size}
+    for name, value in settings.items():
+        if given.get(name, value) != value:
+            option = "--" + name.replace("_", "-")
+            raise ConfigError(
+                f"{option} is {given[name]}, and the data here is made for {value}; leave out {option}, or make other "
+                "data with: manyhands data prepare"
+            )
+    return settings
+
+
+def _check_data(run_id: str, given: Mapping[str, Any], found: RunRecipe) -> None:
+    """Make sure that the data here is of use in a run.
+
+    Raises:
+        ConfigError: it is not; it names the file that differs.
+    """
+    if given.get("dataset_path") is not None:
+        from manyhands.recipes.albert.dataset import open_prepared
+
+        open_prepared(given["dataset_path"], given.get("tokenizer")).check_run(run_id, found.recipe, found.tokenizer)
 
 
 def require_albert() -> None:
@@ -213,6 +266,7 @@ def _run_to_join(run: Run, given: Mapping[str, Any]) -> RunToJoin | None:
     if run.manifest is None:
         return None
     found = _checked(run.run_id, adopted(run.run_id, run.manifest.extra, given))
+    _check_data(run.run_id, given, found)
     return RunToJoin(found, sorted(run.signers, key=lambda peer_id: not _can_be_dialled(run, peer_id)))
 
 
@@ -220,11 +274,11 @@ def _recipe_to_begin(run_id: str, given: Mapping[str, Any], folders: OwnFolders)
     """That of this peer's newest checkpoint; else what was given."""
     facts = folders.checkpoint_dir.newest_facts() if folders.checkpoint_dir is not None else {}
     if not is_recipe(facts):
-        recipe = AlbertRecipe(**given)
+        recipe = AlbertRecipe(**_data_settings(given) | dict(given))
         check_memory(run_id, recipe, recipe.vocab_size)
         return recipe
     try:
-        return _checked(run_id, adopted(run_id, facts, given)).recipe
+        found = _checked(run_id, adopted(run_id, facts, given))
     except ManifestMismatch as error:
         differences = "; ".join(error.differences).replace("in the run", "in the checkpoint")
         assert folders.checkpoint_dir is not None
@@ -232,6 +286,8 @@ def _recipe_to_begin(run_id: str, given: Mapping[str, Any], folders: OwnFolders)
             f"checkpoint {folders.checkpoint_dir.newest_path()} was made with other settings: {differences}. Give the "
             "same ones, or another --checkpoint-dir"
         ) from None
+    _check_data(run_id, given, found)
+    return found.recipe
 
 
 def _checked(run_id: str, found: RunRecipe) -> RunRecipe:

@@ -11,7 +11,7 @@ from manyhands.base.errors import ConfigError, RunNotFound
 from manyhands.base.run_id import checked_run_id
 from manyhands.cli.options import DEFAULT_RUN_ID, NetworkOptions, OutputOptions
 from manyhands.cli.run_look_up import Scout
-from manyhands.cli.taking_part import check_before, take_part
+from manyhands.cli.taking_part import check_before, take_part, with_data
 from manyhands.optim.runs import Run
 from manyhands.recipes.albert.config import AlbertRecipe
 from manyhands.recipes.albert.presets import model_settings
@@ -70,6 +70,7 @@ def train(
         AlbertRecipe(**given)
     if start_new and run_id is None:
         raise ConfigError("--start-new begins a run: name it as well, for example --run-id my-albert")
+    given = with_data(training, given)
     check_before(network, training, given)
     run = look_for(network, run_id, start_new=start_new) if network.initial_peers else None
     if run_id is None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from itertools import chain, islice
 
 import pytest
+import tokenizers
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,17 +13,17 @@ from hypothesis import strategies as st
 from manyhands.base.errors import ConfigError
 from manyhands.recipes.albert.batches import (
     IGNORED,
-    IN_ORDER,
-    SWAPPED,
     Batches,
     heldout_batch,
     mask_tokens,
-    ordered_pair,
-    truncated_pair,
 )
+from manyhands.recipes.albert.model import CLS_ID, PAD_ID, SEP_ID
+from manyhands.recipes.albert.pairs import IN_ORDER, SWAPPED, Pair, encoded, ordered_pair, truncated
 from manyhands.recipes.albert.samples import cut_samples, make_samples
-from manyhands.recipes.albert.tokenizer import CLS_ID, MASK_ID, PAD_ID, SEP_ID
+from manyhands.recipes.albert.tokenizer_file import Vocabulary
 
+WORDS = {word: number for number, word in enumerate(["<pad>", "<unk>", "[CLS]", "[SEP]", "[MASK]", "a", "b"])}
+VOCABULARY = Vocabulary(size=len(WORDS), pad=0, unknown=1, cls=2, sep=3, mask=4)
 SENTENCES = st.lists(st.lists(st.integers(5, 99), max_size=40), max_size=20)
 
 
@@ -47,12 +48,23 @@ def test_samples_are_consecutive_and_can_be_cut_and_masked(sentences, seq_length
         assert all(sample)
 
 
-@given(st.lists(st.just(7), min_size=1, max_size=30), st.lists(st.just(8), min_size=1, max_size=30), st.integers(4, 40))
-def test_the_longer_segment_is_shortened_first(first, second, max_tokens):
-    expected_first, expected_second = list(first), list(second)
-    while len(expected_first) + len(expected_second) > max_tokens:
-        (expected_first if len(expected_first) >= len(expected_second) else expected_second).pop()
-    assert truncated_pair(first, second, max_tokens) == (expected_first, expected_second)
+def library_pair(first: str, second: str, seq_length: int) -> list[int]:
+    """A pair as ``tokenizers`` truncates and encodes it."""
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(WORDS, unk_token="<unk>"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", WORDS["[CLS]"]), ("[SEP]", WORDS["[SEP]"])],
+    )
+    backend.enable_truncation(seq_length, strategy="longest_first")
+    return backend.encode(first, second).ids
+
+
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(8, 60))
+def test_a_pair_is_shortened_as_the_library_of_tokenizers_does(num_first, num_second, seq_length):
+    pair = truncated(Pair([WORDS["a"]] * num_first, [WORDS["b"]] * num_second, IN_ORDER), seq_length)
+    assert encoded(pair, VOCABULARY).input_ids == library_pair("a " * num_first, "b " * num_second, seq_length)
 
 
 def test_the_order_label_says_whether_the_segments_were_swapped():
@@ -68,48 +80,58 @@ def test_the_order_label_says_whether_the_segments_were_swapped():
 
 
 def test_masking_is_80_10_10_and_leaves_special_tokens_alone():
-    ids = [CLS_ID, *range(100, 140), SEP_ID, *range(200, 240), SEP_ID]
+    vocabulary = Vocabulary(size=600, pad=300, unknown=301, cls=302, sep=303, mask=304)
+    ids = [302, *range(100, 140), 303, *range(200, 240), 303]
+    ordinary = [position for position, token in enumerate(ids) if token < 300]
     num_kept = num_mask = num_random = 0
     for seed in range(200):
-        seen, labels = mask_tokens(ids, 10, 600, random.Random(seed))
+        seen, labels = mask_tokens(ids, ordinary, 0.125, vocabulary, random.Random(seed))
         guessed = [position for position, label in enumerate(labels) if label != IGNORED]
         assert len(guessed) == 10
         assert all(seen[position] == token for position, token in enumerate(ids) if position not in guessed)
         for position in guessed:
-            assert labels[position] == ids[position] >= 100
-            assert seen[position] == MASK_ID or 5 <= seen[position] < 600
-            num_mask += seen[position] == MASK_ID
+            assert labels[position] == ids[position] < 300
+            assert seen[position] not in (300, 301, 302, 303)
+            num_mask += seen[position] == 304
             num_kept += seen[position] == ids[position]
-            num_random += seen[position] not in (MASK_ID, ids[position])
+            num_random += seen[position] not in (304, ids[position])
     assert 1500 < num_mask < 1700
     assert 140 < num_kept < 260
     assert 140 < num_random < 260
 
 
+def test_the_stated_share_of_each_sample_is_masked_but_at_least_one_token(samples, recipe):
+    numbers = set()
+    for batch in [heldout_batch(samples, recipe), *islice(Batches(samples, recipe, "peer"), 200)]:
+        num_ordinary = batch["attention_mask"].sum(dim=1) - 3
+        expected = [max(1, round(0.15 * int(number))) for number in num_ordinary]
+        assert (batch["labels"] != IGNORED).sum(dim=1).tolist() == expected
+        numbers.update(expected)
+    assert len(numbers) > 1
+    short = [302, 5, 303, 6, 303]
+    _, labels = mask_tokens(short, [1, 3], 0.15, VOCABULARY, random.Random(0))
+    assert sum(label != IGNORED for label in labels) == 1
+
+
 def test_a_batch_has_the_shapes_and_meaning_that_albert_expects(samples, recipe):
     for batch in islice(Batches(samples, recipe, "peer"), 20):
+        num_columns = batch["input_ids"].shape[1]
+        longest = int(batch["attention_mask"].sum(dim=1).max())
+        assert longest <= num_columns <= min(longest + 7, recipe.seq_length), "the padding is longer than it must be"
         for name in ("input_ids", "attention_mask", "token_type_ids", "labels"):
-            assert batch[name].shape == (recipe.batch_size, recipe.seq_length)
+            assert batch[name].shape == (recipe.batch_size, num_columns)
             assert batch[name].dtype == torch.int64
         assert batch["sentence_order_label"].shape == (recipe.batch_size,)
         for row, mask, kinds in zip(
             unmasked(batch).tolist(), batch["attention_mask"].tolist(), batch["token_type_ids"].tolist(), strict=True
         ):
             length = sum(mask)
-            assert mask == [1] * length + [0] * (recipe.seq_length - length)
-            assert row[length:] == [PAD_ID] * (recipe.seq_length - length)
+            assert mask == [1] * length + [0] * (num_columns - length)
+            assert row[length:] == [PAD_ID] * (num_columns - length)
             assert row[0] == CLS_ID
             first_end, second_end = (position for position, token in enumerate(row) if token == SEP_ID)
             assert second_end == length - 1
             assert kinds[:length] == [0] * (first_end + 1) + [1] * (length - first_end - 1)
-
-
-def test_every_sample_has_equally_many_masked_tokens_short_ones_too(samples, recipe):
-    lengths = set()
-    for batch in [heldout_batch(samples, recipe), *islice(Batches(samples, recipe, "peer"), 200)]:
-        assert (batch["labels"] != IGNORED).sum(dim=1).unique().tolist() == [recipe.num_masked]
-        lengths.update(batch["attention_mask"].sum(dim=1).tolist())
-    assert len(lengths) > 1
 
 
 def test_the_same_peer_gets_the_same_batches_and_another_peer_others(samples, recipe):

@@ -1,11 +1,11 @@
 """Batches for masked language modelling and sentence-order prediction.
 
-Every time that a sample is drawn, it is cut, perhaps swapped, and masked afresh (dynamic masking).
+Every time that a sample is drawn it is masked afresh (dynamic masking); a sample of plain text is cut and perhaps
+swapped afresh as well, one of prepared data was when the data were made.
 
-Every sample has *equally many* masked tokens, ``recipe.num_masked``. The loss of a batch is the mean over its masked
-tokens; with the same number in each sample that is the mean over its samples. Only then is the gradient of a large
-batch equal to the average, weighted by samples, of the gradients that peers compute on parts of it. A mean over a
-varying number of masked tokens is another function, for which no weights known before the masking are exact.
+A share of the ordinary tokens of *each sample* is masked, at least one: :func:`manyhands.recipes.albert.model.loss_of`
+takes the mean over them, and then over the samples. A batch is padded to its longest sample: most of WikiText's are far
+shorter than ``seq_length``, and a model computes on padding too.
 
 Source: Lan et al., ALBERT, arXiv:1909.11942, 3.1; Devlin et al., BERT, arXiv:1810.04805, for the 80/10/10 masking.
 """
@@ -13,20 +13,22 @@ Source: Lan et al., ALBERT, arXiv:1909.11942, 3.1; Devlin et al., BERT, arXiv:18
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
-from itertools import chain
+from collections.abc import Iterator, Sequence
 
-from manyhands.recipes.albert.config import NUM_PAIR_TOKENS, AlbertRecipe
+import numpy as np
+
+from manyhands.recipes.albert.config import AlbertRecipe
 from manyhands.recipes.albert.packages import torch
-from manyhands.recipes.albert.samples import Sample, Samples, Sentence
-from manyhands.recipes.albert.tokenizer import CLS_ID, MASK_ID, PAD_ID, SEP_ID, SPECIAL_TOKENS
+from manyhands.recipes.albert.pairs import encoded, ordered_pair, truncated
+from manyhands.recipes.albert.sample_files import StoredSample
+from manyhands.recipes.albert.samples import Sample, Samples
+from manyhands.recipes.albert.tokenizer_file import Vocabulary
 
 IGNORED = -100
 """The label of a token that is not to be guessed."""
 
-IN_ORDER, SWAPPED = 0, 1
-"""The two sentence-order labels."""
+PAD_MULTIPLE = 8
+"""GPUs multiply matrices of such sizes faster."""
 
 Batch = dict[str, torch.Tensor]
 """int64: ``input_ids``, ``attention_mask``, ``token_type_ids`` and ``labels`` [B, S]; ``sentence_order_label`` [B]."""
@@ -37,112 +39,99 @@ class Batches(Iterator[Batch]):
 
     Args:
         samples: :attr:`Samples.training` is used.
-        recipe: the one that made the samples; it gives ``batch_size`` (B), ``seq_length`` (S) and ``num_masked``.
+        recipe: the one that made the samples; it gives ``batch_size`` (B), ``mask_probability``, and ``seq_length``,
+            which S is never above.
         order: names the order: different ones give different orders of the samples and different masks, the same one
             with the same ``recipe.seed`` the same batches again.
+        is_padded: make S always ``seq_length``, as if a sample of that length were in each batch.
     """
 
-    def __init__(self, samples: Samples, recipe: AlbertRecipe, order: str) -> None:
+    def __init__(self, samples: Samples, recipe: AlbertRecipe, order: str, *, is_padded: bool = False) -> None:
         self._rng = random.Random(f"batches {recipe.seed} {order}")  # text is hashed with SHA-512
-        self._encoder = _Encoder(recipe.seq_length, recipe.num_masked, samples.vocab_size)
-        self._batch_size = recipe.batch_size
-        self._order = _endless_order(samples.training, self._rng)
+        self._recipe = recipe
+        self._vocabulary = samples.vocabulary
+        self._order = endless_order(samples.training, self._rng)
+        self._num_columns = recipe.seq_length if is_padded else 0
 
     def __next__(self) -> Batch:
-        return self._encoder.batch([next(self._order) for _ in range(self._batch_size)], self._rng)
+        chosen = [next(self._order) for _ in range(self._recipe.batch_size)]
+        return _batch(chosen, self._recipe, self._vocabulary, self._rng, self._num_columns)
 
 
 def heldout_batch(samples: Samples, recipe: AlbertRecipe) -> Batch:
-    """All of :attr:`Samples.heldout` as one batch, cut and masked alike on every peer that has the same text."""
-    encoder = _Encoder(recipe.seq_length, recipe.num_masked, samples.vocab_size)
-    return encoder.batch(samples.heldout, random.Random("held-out batch"))
+    """All of :attr:`Samples.heldout` as one batch, cut and masked alike on every peer that has the same data."""
+    return _batch(samples.heldout, recipe, samples.vocabulary, random.Random("held-out batch"))
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Instance:
-    """One row of a batch: the fields are the names in :data:`Batch`."""
-
-    input_ids: list[int]
-    attention_mask: list[int]
-    token_type_ids: list[int]
-    labels: list[int]
-    sentence_order_label: int
-
-
-@dataclass(frozen=True)
-class _Encoder:
-    seq_length: int
-    num_masked: int
-    vocab_size: int
-
-    def batch(self, samples: Iterable[Sample], rng: random.Random) -> Batch:
-        instances = [self.instance(sample, rng) for sample in samples]
-        return {
-            field.name: torch.tensor([getattr(instance, field.name) for instance in instances], dtype=torch.int64)
-            for field in fields(_Instance)
-        }
-
-    def instance(self, sample: Sample, rng: random.Random) -> _Instance:
-        first, second, label = ordered_pair(sample, rng)
-        first, second = truncated_pair(first, second, self.seq_length - NUM_PAIR_TOKENS)
-        ids = [CLS_ID, *first, SEP_ID, *second, SEP_ID]
-        seen, labels = mask_tokens(ids, self.num_masked, self.vocab_size, rng)
-        num_pads = self.seq_length - len(ids)
-        return _Instance(
-            input_ids=seen + [PAD_ID] * num_pads,
-            attention_mask=[1] * len(ids) + [0] * num_pads,
-            token_type_ids=[0] * (len(first) + 2) + [1] * (len(second) + 1) + [0] * num_pads,
-            labels=labels + [IGNORED] * num_pads,
-            sentence_order_label=label,
-        )
+def _batch(
+    samples: Sequence[Sample], recipe: AlbertRecipe, vocabulary: Vocabulary, rng: random.Random, num_columns: int = 0
+) -> Batch:
+    rows = [_stored(sample, recipe.seq_length, vocabulary, rng) for sample in samples]
+    longest = max(num_columns, *(len(row.input_ids) for row in rows))
+    longest = min(-(-longest // PAD_MULTIPLE) * PAD_MULTIPLE, recipe.seq_length)
+    shape = (len(rows), longest)
+    seen_BS = np.full(shape, vocabulary.pad, dtype=np.int64)  # noqa: N806
+    labels_BS = np.full(shape, IGNORED, dtype=np.int64)  # noqa: N806
+    kinds_BS, attention_BS = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)  # noqa: N806
+    for index, row in enumerate(rows):
+        length = len(row.input_ids)
+        ordinary = np.flatnonzero(row.special_tokens_mask == 0).tolist()
+        seen, labels = mask_tokens(row.input_ids.tolist(), ordinary, recipe.mask_probability, vocabulary, rng)
+        seen_BS[index, :length], labels_BS[index, :length] = seen, labels
+        kinds_BS[index, :length], attention_BS[index, :length] = row.token_type_ids, 1
+    return {
+        "input_ids": torch.from_numpy(seen_BS),
+        "attention_mask": torch.from_numpy(attention_BS),
+        "token_type_ids": torch.from_numpy(kinds_BS),
+        "labels": torch.from_numpy(labels_BS),
+        "sentence_order_label": torch.tensor([row.label for row in rows], dtype=torch.int64),
+    }
 
 
-def ordered_pair(sample: Sample, rng: random.Random) -> tuple[Sentence, Sentence, int]:
-    """Cut a sample between two of its sentences and swap the segments half of the time.
-
-    Returns:
-        The first segment, the second, and ``SWAPPED`` if the text has them the other way round, else ``IN_ORDER``.
-    """
-    cut = rng.randrange(1, len(sample))
-    first, second = list(chain.from_iterable(sample[:cut])), list(chain.from_iterable(sample[cut:]))
-    return (second, first, SWAPPED) if rng.random() < 0.5 else (first, second, IN_ORDER)
-
-
-def truncated_pair(first: Sentence, second: Sentence, max_tokens: int) -> tuple[Sentence, Sentence]:
-    """Shorten two segments at their ends to ``max_tokens`` together, the longer one first."""
-    excess = max(0, len(first) + len(second) - max_tokens)
-    from_longer = min(excess, abs(len(first) - len(second)))
-    from_each, odd = divmod(excess - from_longer, 2)
-    cut_first, cut_second = from_each + odd, from_each
-    if len(first) >= len(second):
-        cut_first += from_longer
-    else:
-        cut_second += from_longer
-    return first[: len(first) - cut_first], second[: len(second) - cut_second]
+def _stored(sample: Sample, seq_length: int, vocabulary: Vocabulary, rng: random.Random) -> StoredSample:
+    """The sample itself if it has been cut and swapped; else that is done now."""
+    if isinstance(sample, StoredSample):
+        return sample
+    pair = truncated(ordered_pair(sample, rng), seq_length)
+    row = encoded(pair, vocabulary)
+    return StoredSample(
+        np.array(row.input_ids), np.array(row.token_type_ids), np.array(row.special_tokens_mask), pair.label
+    )
 
 
 def mask_tokens(
-    ids: Sequence[int], num_masked: int, vocab_size: int, rng: random.Random
+    ids: Sequence[int], ordinary: Sequence[int], probability: float, vocabulary: Vocabulary, rng: random.Random
 ) -> tuple[list[int], list[int]]:
-    """Choose ``num_masked`` tokens that the model must guess, special tokens excepted.
+    """Choose the tokens that the model must guess: so many of the ordinary ones, rounded, but at least one.
 
     Of these 80% become ``[MASK]``, 10% a random ordinary token, and 10% stay as they are.
 
+    Args:
+        ordinary: positions of tokens that are not special.
     Returns:
         What the model sees, and the labels: the true token where it must guess, ``IGNORED`` elsewhere.
     """
-    ordinary = [position for position, token in enumerate(ids) if token >= len(SPECIAL_TOKENS)]
     seen, labels = list(ids), [IGNORED] * len(ids)
-    for position in rng.sample(ordinary, num_masked):
+    for position in rng.sample(ordinary, min(len(ordinary), max(1, round(probability * len(ordinary))))):
         labels[position] = ids[position]
         chance = rng.random()
         if chance < 0.8:
-            seen[position] = MASK_ID
+            seen[position] = vocabulary.mask
         elif chance < 0.9:
-            seen[position] = rng.randrange(len(SPECIAL_TOKENS), vocab_size)
+            seen[position] = _random_token(vocabulary, rng)
     return seen, labels
 
 
-def _endless_order(samples: Sequence[Sample], rng: random.Random) -> Iterator[Sample]:
+def _random_token(vocabulary: Vocabulary, rng: random.Random) -> int:
+    special = vocabulary.special
     while True:
-        yield from rng.sample(samples, len(samples))
+        if (token := rng.randrange(vocabulary.size)) not in special:
+            return token
+
+
+def endless_order(samples: Sequence[Sample], rng: random.Random) -> Iterator[Sample]:
+    """Every sample once in an order that the generator gives, then again in another; takes 4 bytes for each."""
+    while True:
+        order = np.random.default_rng(rng.getrandbits(64)).permutation(np.arange(len(samples), dtype=np.uint32))
+        for index in order:
+            yield samples[int(index)]

@@ -11,7 +11,7 @@ from manyhands.base.errors import ConfigError
 NUM_PAIR_TOKENS = 3
 """Special tokens around a pair of segments: ``[CLS] A [SEP] B [SEP]``."""
 
-OWN_SETTINGS = ("text", "batch_size", "seed")
+OWN_SETTINGS = ("text", "dataset_path", "tokenizer", "batch_size", "seed")
 """Of a recipe, what each peer of a run may choose for itself."""
 
 
@@ -31,6 +31,12 @@ class AlbertRecipe:
 
     text: tuple[Path, ...] = ()
     """UTF-8 text files to train on; by default the English documentation that comes with Python."""
+
+    dataset_path: Path | None = None
+    """Folder with samples of manyhands data prepare; by default data/albert_tokenized_wikitext if it is here."""
+
+    tokenizer: Path | None = None
+    """Folder with the tokenizer that the samples were made with; by default the folder tokenizer beside them."""
 
     vocab_size: int = 4096
     """Tokens in the vocabulary, at most; a short text fills fewer."""
@@ -81,7 +87,7 @@ class AlbertRecipe:
     """A swarm of more peers than this averages in a grid of groups."""
 
     mask_probability: float = 0.15
-    """Share of the tokens of a full sample that the model must guess."""
+    """Share of the tokens of each sample that the model must guess; at least one."""
 
     num_heldout: int = 64
     """Samples kept out of training, on which the held-out loss is measured."""
@@ -92,11 +98,6 @@ class AlbertRecipe:
     def __post_init__(self) -> None:
         self._check_sizes()
         self._check_rates()
-
-    @property
-    def num_masked(self) -> int:
-        """Tokens to guess in every sample, equally many in each; :mod:`manyhands.recipes.albert.batches` says why."""
-        return max(1, round(self.mask_probability * (self.seq_length - NUM_PAIR_TOKENS)))
 
     def _check_sizes(self) -> None:
         _at_least("vocab_size", self.vocab_size, 512)  # the 256 bytes and the special tokens, and some words

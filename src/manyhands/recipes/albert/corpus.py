@@ -6,8 +6,9 @@ never both. A paragraph that occurs twice is kept once, for the same reason.
 
 from __future__ import annotations
 
+import hashlib
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from manyhands.base.errors import ConfigError
@@ -19,6 +20,12 @@ DOCUMENT_CHARS = 4_000
 SENTENCE_CHARS = 1_000
 """What has no end by then (a text without punctuation) is cut between two words."""
 
+DIGEST_BYTES = 16
+"""By which paragraphs are told apart: the text itself may be larger than the memory."""
+
+Splitter = Callable[[str], list[str]]
+"""Splits a paragraph into sentences."""
+
 _ABBREVIATIONS = ("Mr.", "Mrs.", "Ms.", "Dr.", "Prof.", "St.", "Mt.", "vs.", "cf.", "e.g.", "i.e.")
 _INITIAL = r"(?<!\b[A-Z]\.)"
 _NO_ABBREVIATION = _INITIAL + "".join(rf"(?<!\b{re.escape(abbreviation)})" for abbreviation in _ABBREVIATIONS)
@@ -27,7 +34,6 @@ _SENTENCE_END = re.compile(
     r"\s+(?![a-z])"  # and what follows may begin a sentence
     r"|(?<=[。！？])"  # noqa: RUF001  # or one of the scripts written without spaces
 )
-_PARAGRAPH_END = re.compile(r"\n\s*\n")
 
 
 def load_documents(paths: Sequence[Path] = ()) -> list[list[str]]:
@@ -43,14 +49,19 @@ def load_documents(paths: Sequence[Path] = ()) -> list[list[str]]:
     Raises:
         ConfigError: a file is missing, unreadable, a directory, not UTF-8 or empty.
     """
-    texts: Iterable[list[str]] = map(_paragraphs_of_file, paths) if paths else python_docs.texts()
-    seen: set[str] = set()
-    documents = []
+    return list(iter_documents(paths))
+
+
+def iter_documents(paths: Sequence[Path] = (), split: Splitter | None = None) -> Iterator[list[str]]:
+    """The documents of :func:`load_documents` one after the other, for text that is larger than the memory.
+
+    Args:
+        split: what splits a paragraph into sentences; by default :func:`split_sentences`.
+    """
+    texts: Iterable[Iterable[str]] = map(_paragraphs_of_file, paths) if paths else python_docs.texts()
+    seen: set[bytes] = set()
     for paragraphs in texts:
-        fresh = [paragraph for paragraph in dict.fromkeys(paragraphs) if paragraph not in seen]
-        seen.update(fresh)
-        documents += list(_documents(fresh))
-    return documents
+        yield from _documents(_fresh(paragraphs, seen), split or split_sentences)
 
 
 def split_sentences(paragraph: str) -> list[str]:
@@ -63,11 +74,19 @@ def split_sentences(paragraph: str) -> list[str]:
     return [piece for sentence in sentences if sentence for piece in _cut_between_words(sentence)]
 
 
-def _documents(paragraphs: Iterable[str]) -> Iterator[list[str]]:
+def _fresh(paragraphs: Iterable[str], seen: set[bytes]) -> Iterator[str]:
+    for paragraph in paragraphs:
+        digest = hashlib.blake2b(paragraph.encode(errors="surrogatepass"), digest_size=DIGEST_BYTES).digest()
+        if digest not in seen:
+            seen.add(digest)
+            yield paragraph
+
+
+def _documents(paragraphs: Iterable[str], split: Splitter) -> Iterator[list[str]]:
     document: list[str] = []
     num_chars = 0
     for paragraph in paragraphs:
-        for sentence in split_sentences(paragraph):
+        for sentence in split(paragraph):
             document.append(sentence)
             num_chars += len(sentence)
             if num_chars >= DOCUMENT_CHARS:
@@ -86,23 +105,35 @@ def _cut_between_words(sentence: str) -> Iterator[str]:
     yield sentence
 
 
-def _paragraphs_of_file(path: Path) -> list[str]:
-    paragraphs = [" ".join(paragraph.split()) for paragraph in _PARAGRAPH_END.split(_read(path))]
-    paragraphs = [paragraph for paragraph in paragraphs if paragraph]
-    if not paragraphs:
+def _paragraphs_of_file(path: Path) -> Iterator[str]:
+    words: list[str] = []
+    is_empty = True
+    for line in _lines(path):
+        if line_words := line.split():
+            words += line_words
+            is_empty = False
+        elif words:
+            yield " ".join(words)
+            words = []
+    if is_empty:
         raise ConfigError(f"text file {path} is empty; name a file with some pages of text")
-    return paragraphs
+    if words:
+        yield " ".join(words)
 
 
-def _read(path: Path) -> str:
+def _lines(path: Path) -> Iterator[str]:
+    offset = 0
     try:
-        return path.read_bytes().decode().removeprefix("\ufeff")
+        with path.open("rb") as file:
+            for line in file:
+                yield line.decode().removeprefix("\ufeff") if offset == 0 else line.decode()
+                offset += len(line)
     except IsADirectoryError:
         raise ConfigError(f"text file {path} is a directory; name the files in it") from None
     except OSError as error:
         raise ConfigError(f"text file {path}: {error.strerror}; name a text file that can be read") from error
     except UnicodeDecodeError as error:
         raise ConfigError(
-            f"text file {path} is not UTF-8: byte 0x{error.object[error.start]:02x} at offset {error.start}; "
+            f"text file {path} is not UTF-8: byte 0x{error.object[error.start]:02x} at offset {offset + error.start}; "
             "convert it, for example with: iconv -f LATIN1 -t UTF-8"
         ) from None

@@ -5,17 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from manyhands.recipes.albert.batches import Batch
+from manyhands.recipes.albert.batches import IGNORED, Batch
 from manyhands.recipes.albert.config import AlbertRecipe
 from manyhands.recipes.albert.packages import torch, transformers
-from manyhands.recipes.albert.tokenizer import CLS_ID, PAD_ID, SEP_ID
+from manyhands.recipes.albert.tokenizer import SPECIAL_TOKENS
+from manyhands.recipes.albert.tokenizer_file import Vocabulary
+
+PAD_ID, UNKNOWN_ID, CLS_ID, SEP_ID, MASK_ID = range(len(SPECIAL_TOKENS))
+"""Of ALBERT's published vocabularies, and of those that this recipe trains."""
 
 
-def build_model(recipe: AlbertRecipe, vocab_size: int) -> transformers.AlbertForPreTraining:
+def build_model(
+    recipe: AlbertRecipe, vocab_size: int, vocabulary: Vocabulary | None = None
+) -> transformers.AlbertForPreTraining:
     """A fresh model, float32, on the CPU, in training mode.
 
     Its parameters depend on ``recipe`` and ``vocab_size``, the length of the tokenizer, alone; torch's global random
     state is left as it was. There is no dropout, as in ALBERT v2: the loss is a function of parameters and batch.
+
+    Args:
+        vocabulary: has the ids of the special tokens; without it they are ALBERT's.
     """
     config = transformers.AlbertConfig(
         vocab_size=vocab_size,
@@ -26,9 +35,9 @@ def build_model(recipe: AlbertRecipe, vocab_size: int) -> transformers.AlbertFor
         intermediate_size=recipe.intermediate_size,
         max_position_embeddings=recipe.seq_length,
         classifier_dropout_prob=0.0,
-        pad_token_id=PAD_ID,
-        bos_token_id=CLS_ID,
-        eos_token_id=SEP_ID,
+        pad_token_id=PAD_ID if vocabulary is None else vocabulary.pad,
+        bos_token_id=CLS_ID if vocabulary is None else vocabulary.cls,
+        eos_token_id=SEP_ID if vocabulary is None else vocabulary.sep,
     )
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(recipe.seed)
@@ -40,12 +49,26 @@ def build_model(recipe: AlbertRecipe, vocab_size: int) -> transformers.AlbertFor
 def loss_of(model: transformers.AlbertForPreTraining, batch: Batch) -> torch.Tensor:
     """Masked-language-modelling loss plus sentence-order loss, both cross-entropies in nats; a scalar.
 
-    The mean over the samples of the batch, because each has equally many masked tokens: so the loss of a batch is the
-    mean of the losses of its parts, weighted by their samples.
+    The mean over the masked tokens of each sample, then over the samples: so the loss of a batch is the mean of the
+    losses of its parts, weighted by their samples, however many tokens each has. A mean over all masked tokens is
+    another function: the weights of its parts are known only after the masking.
+
+    Scores are computed for the masked tokens alone. With 30,000 tokens in the vocabulary those of all would take more
+    memory than the model.
     """
-    loss = model(**{name: tensor.to(model.device) for name, tensor in batch.items()}).loss
-    assert isinstance(loss, torch.Tensor)  # it is None only where labels are missing
-    return loss
+    batch = {name: tensor.to(model.device) for name, tensor in batch.items()}
+    labels_BS, order_B = batch.pop("labels"), batch.pop("sentence_order_label")  # noqa: N806
+    outputs = model.albert(**batch)
+    is_masked_BS = labels_BS != IGNORED  # noqa: N806
+    scores_MV = model.predictions(outputs.last_hidden_state[is_masked_BS])  # noqa: N806
+    losses_M = torch.nn.functional.cross_entropy(  # noqa: N806
+        scores_MV.to(model.dtype), labels_BS[is_masked_BS], reduction="none"
+    )
+    num_masked_B1 = is_masked_BS.sum(1, keepdim=True).clamp(min=1).to(losses_M.dtype)  # noqa: N806
+    weights_M = num_masked_B1.reciprocal().expand_as(labels_BS)[is_masked_BS]  # noqa: N806
+    order_scores_B2 = model.sop_classifier(outputs.pooler_output)  # noqa: N806
+    order_loss = torch.nn.functional.cross_entropy(order_scores_B2.to(model.dtype), order_B)
+    return (losses_M * weights_M).sum() / len(labels_BS) + order_loss
 
 
 def heldout_loss(model: transformers.AlbertForPreTraining, batch: Batch) -> float:

@@ -9,27 +9,30 @@ from dataclasses import dataclass
 from manyhands.base.errors import ConfigError
 from manyhands.recipes.albert.config import AlbertRecipe
 from manyhands.recipes.albert.packages import transformers
+from manyhands.recipes.albert.pairs import Sentence
+from manyhands.recipes.albert.sample_files import StoredSample
+from manyhands.recipes.albert.tokenizer_file import Vocabulary, vocabulary_of
 
-Sentence = list[int]
-"""Token ids of one sentence, without special tokens."""
+TextSample = list[Sentence]
+"""Consecutive sentences of one document, two or more, with about ``seq_length`` tokens: cut and swapped when drawn."""
 
-Sample = list[Sentence]
-"""Two or more consecutive sentences of one document, about ``seq_length`` tokens together."""
+Sample = TextSample | StoredSample
+"""Prepared data has been cut and swapped before."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Samples:
-    """All samples of a corpus, cut apart by document.
+    """What a peer trains on, and what it keeps out.
 
     Attributes:
-        training: at least ``batch_size`` samples, in the order of the text.
-        heldout: exactly ``num_heldout`` samples, of documents that ``training`` has nothing of.
-        vocab_size: length of the tokenizer that made them; token ids are below it.
+        training: in the order of the text; of prepared data they are in a file.
+        heldout: ``num_heldout`` samples, or all that prepared data has; of documents that ``training`` has nothing of.
+        vocabulary: of the tokenizer that made them.
     """
 
-    training: list[Sample]
-    heldout: list[Sample]
-    vocab_size: int
+    training: Sequence[Sample]
+    heldout: Sequence[Sample]
+    vocabulary: Vocabulary
 
 
 def make_samples(
@@ -54,16 +57,17 @@ def make_samples(
             f"{len(heldout)} from documents to hold out; at least {recipe.batch_size} (batch_size) and "
             f"{recipe.num_heldout} (num_heldout) are needed; add text, or lower these"
         )
-    return Samples(training=training, heldout=heldout[: recipe.num_heldout], vocab_size=len(tokenizer))
+    vocabulary = vocabulary_of(tokenizer.backend_tokenizer)
+    return Samples(training=training, heldout=heldout[: recipe.num_heldout], vocabulary=vocabulary)
 
 
-def cut_samples(sentences: Sequence[Sentence], seq_length: int) -> Iterator[Sample]:
+def cut_samples(sentences: Sequence[Sentence], seq_length: int) -> Iterator[TextSample]:
     """Gather sentences until they have ``seq_length`` tokens together; then the next sample begins.
 
     A sentence of over half that length is cut in pieces first, so that every full sample has two parts to put in order.
     What is left at the end of the document is a sample if it has two parts and at least half the tokens.
     """
-    sample: Sample = []
+    sample: TextSample = []
     num_tokens = 0
     for part in _short_parts(sentences, seq_length // 2):
         sample.append(part)
@@ -89,7 +93,7 @@ def _encode(
         yield encoded["input_ids"]
 
 
-def _choose_heldout(by_document: Sequence[Sequence[Sample]], recipe: AlbertRecipe) -> list[int]:
+def _choose_heldout(by_document: Sequence[Sequence[TextSample]], recipe: AlbertRecipe) -> list[int]:
     """Indices of documents, drawn alike on all peers until they have ``num_heldout`` samples."""
     order = list(range(len(by_document)))
     random.Random("held-out documents").shuffle(order)

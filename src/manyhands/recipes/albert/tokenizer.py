@@ -7,18 +7,13 @@ byte-level BPE always the same. It knows every byte, so that no text is unknown 
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Iterable
 
 from manyhands.recipes.albert.packages import tokenizers, transformers
+from manyhands.recipes.albert.tokenizer_file import backend_from_json, digest_of_json, special_tokens
 
 SPECIAL_TOKENS = ("<pad>", "<unk>", "[CLS]", "[SEP]", "[MASK]")
 """In the order of their ids, which are those of the published ALBERT vocabularies."""
-
-MAX_REASON_LENGTH = 200
-
-PAD_ID, UNKNOWN_ID, CLS_ID, SEP_ID, MASK_ID = range(len(SPECIAL_TOKENS))
 
 
 def train_tokenizer(documents: Iterable[Iterable[str]], vocab_size: int) -> transformers.PreTrainedTokenizerFast:
@@ -44,28 +39,14 @@ def train_tokenizer(documents: Iterable[Iterable[str]], vocab_size: int) -> tran
     backend.post_processor = tokenizers.processors.TemplateProcessing(
         single="[CLS] $A [SEP]",
         pair="[CLS] $A [SEP] $B:1 [SEP]:1",
-        special_tokens=[("[CLS]", CLS_ID), ("[SEP]", SEP_ID)],
+        special_tokens=[(token, SPECIAL_TOKENS.index(token)) for token in ("[CLS]", "[SEP]")],
     )
-    return _wrapped(backend)
+    return wrapped(backend)
 
 
 def tokenizer_digest(tokenizer: transformers.PreTrainedTokenizerFast) -> str:
     """SHA-256 of everything that decides how text becomes token ids, in hex; equal digests mean equal ids."""
     return digest_of_json(tokenizer_json(tokenizer))
-
-
-def digest_of_json(text: str) -> str:
-    """:func:`tokenizer_digest` of a tokenizer as JSON, without making it.
-
-    Raises:
-        ValueError: it is no JSON of a tokenizer.
-    """
-    description = json.loads(text)
-    if not isinstance(description, dict):
-        raise ValueError("it is no JSON object")  # noqa: TRY004 (of what others sent)
-    for per_call in ("padding", "truncation"):
-        description.pop(per_call, None)
-    return hashlib.sha256(json.dumps(description, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def tokenizer_json(tokenizer: transformers.PreTrainedTokenizerFast) -> str:
@@ -75,27 +56,19 @@ def tokenizer_json(tokenizer: transformers.PreTrainedTokenizerFast) -> str:
 
 
 def tokenizer_from_json(text: str) -> transformers.PreTrainedTokenizerFast:
-    """A tokenizer that another peer trained.
+    """A tokenizer that another peer trained, or that is published.
 
     Raises:
-        ValueError: it cannot be read.
+        ValueError: it cannot be read, or ALBERT cannot use it.
     """
-    try:
-        return _wrapped(tokenizers.Tokenizer.from_str(text))
-    except Exception as error:
-        # the reader of tokenizers raises Exception itself
-        raise ValueError(" ".join(str(error).split())[:MAX_REASON_LENGTH]) from error
+    return wrapped(backend_from_json(text))
 
 
-def _wrapped(backend: tokenizers.Tokenizer) -> transformers.PreTrainedTokenizerFast:
-    pad, unknown, cls, sep, mask = SPECIAL_TOKENS
+def wrapped(backend: tokenizers.Tokenizer) -> transformers.PreTrainedTokenizerFast:
+    """The same for transformers, which must be told the roles of the special tokens."""
     typed: Callable[..., transformers.PreTrainedTokenizerFast] = transformers.PreTrainedTokenizerFast
     return typed(
         tokenizer_object=backend,
-        pad_token=pad,
-        unk_token=unknown,
-        cls_token=cls,
-        sep_token=sep,
-        mask_token=mask,
+        **special_tokens(backend),
         model_input_names=["input_ids", "token_type_ids", "attention_mask"],
     )

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from manyhands.base.errors import Timeout, Unavailable
+from manyhands.base.errors import Timeout
 from manyhands.base.run_id import checked_run_id
 from manyhands.base.words import counted
 from manyhands.optim.metrics import MetricsRecord, publish_metrics
@@ -21,16 +21,15 @@ from manyhands.recipes.albert.checkpoint_dir import CheckpointDir
 from manyhands.recipes.albert.checkpoints import Checkpoints
 from manyhands.recipes.albert.compute import SMALLER, Compute
 from manyhands.recipes.albert.config import AlbertRecipe
-from manyhands.recipes.albert.corpus import load_documents
 from manyhands.recipes.albert.events import BatchDone, Counts, Event, Finished, Joined, StepDone
 from manyhands.recipes.albert.heldout import HeldoutComparison
 from manyhands.recipes.albert.model import build_model, loss_of
 from manyhands.recipes.albert.optimizer import join_run
-from manyhands.recipes.albert.packages import torch, transformers
-from manyhands.recipes.albert.samples import Samples, make_samples
+from manyhands.recipes.albert.packages import torch
+from manyhands.recipes.albert.samples import Samples
 from manyhands.recipes.albert.settings import TrainingSettings
-from manyhands.recipes.albert.tokenizer import digest_of_json, tokenizer_digest, tokenizer_from_json, train_tokenizer
-from manyhands.recipes.albert.tokenizer_exchange import FETCH_TIMEOUT_S, fetch_tokenizer, serve_tokenizer
+from manyhands.recipes.albert.source import open_source
+from manyhands.recipes.albert.tokenizer import tokenizer_digest
 from manyhands.recipes.albert.trial import fitting_batch_size, timed
 
 logger = logging.getLogger(__name__)
@@ -56,7 +55,7 @@ class AlbertTrainer:
         is_batch_size_chosen: False to find ``recipe.batch_size`` by a short trial.
         checkpoint_dir: where to keep the model; it is closed at the end of :meth:`run`.
     Raises:
-        ConfigError: the text cannot be used, or this peer does not fit the run.
+        ConfigError: the text or the data cannot be used, or this peer does not fit the run.
         Unavailable: the tokenizer of the run, or its state, could not be loaded.
     """
 
@@ -80,11 +79,8 @@ class AlbertTrainer:
             torch.set_num_threads(settings.threads)
         self._compute = Compute(settings.device, settings.precision)
         logger.info("Computing on %s", self._compute)
-        documents = load_documents(recipe.text)
-        tokenizer = self._tokenizer_for(documents, recipe, run, checkpoint_dir)
-        self._peer.run(serve_tokenizer(peer.endpoint, tokenizer), FETCH_TIMEOUT_S, "handing out the tokenizer")
-        samples = make_samples(documents, tokenizer, recipe)
-        self._model = self._compute.on_device(build_model(recipe, len(tokenizer)))
+        tokenizer, samples = open_source(peer, run_id, recipe, run, checkpoint_dir)
+        self._model = self._compute.on_device(build_model(recipe, len(tokenizer), samples.vocabulary))
         self._heldout = HeldoutComparison(self._model, heldout_batch(samples, recipe))
         if not is_batch_size_chosen:
             recipe = replace(recipe, batch_size=self._try_batch_sizes(samples, recipe))
@@ -111,37 +107,11 @@ class AlbertTrainer:
         order = f"{peer.peer_id} from step {self._optimizer.global_step}"  # other batches than before a restart
         self._batches = Batches(samples, recipe, order)
 
-    def _tokenizer_for(
-        self,
-        documents: Sequence[Sequence[str]],
-        recipe: AlbertRecipe,
-        run: RunToJoin | None,
-        checkpoint_dir: CheckpointDir | None,
-    ) -> transformers.PreTrainedTokenizerFast:
-        """Of the own checkpoint, or from a peer of the run; or trained on the text, as the first peer of a run does."""
-        saved = checkpoint_dir.newest_tokenizer() if checkpoint_dir is not None else None
-        if saved is not None and (run is None or digest_of_json(saved) == run.recipe.tokenizer):
-            return tokenizer_from_json(saved)
-        if run is not None:
-            fetching = fetch_tokenizer(self._peer.endpoint, run.peers, run.recipe.tokenizer)
-            tokenizer = self._peer.run(fetching, FETCH_TIMEOUT_S, "asking for the tokenizer")
-            if tokenizer is not None:
-                return tokenizer
-        logger.info("Training the tokenizer on %d documents", len(documents))
-        tokenizer = train_tokenizer(documents, recipe.vocab_size)
-        if run is not None and tokenizer_digest(tokenizer) != run.recipe.tokenizer:
-            raise Unavailable(
-                f"the tokenizer of run {self._run_id!r} cannot be had: none of its peers that were asked "
-                "hands it out, and the text here gives another one. Try again; or give the same --text as the "
-                "others (without it, the same version of Python)"
-            )
-        return tokenizer
-
     def _try_batch_sizes(self, samples: Samples, recipe: AlbertRecipe) -> int:
         """The batch size that suits this machine."""
 
         def seconds_for(size: int) -> float:
-            batch = next(Batches(samples, replace(recipe, batch_size=size), "trial"))
+            batch = next(Batches(samples, replace(recipe, batch_size=size), "trial", is_padded=True))
 
             def compute() -> None:
                 with self._compute.autocast():

@@ -1,0 +1,7 @@
+#!/usr/bin/env python
+"""Makes the samples that trainers learn from, of WikiText-103 by default: the same as ``manyhands data prepare``."""
+
+from manyhands.cli.entry import main
+
+if __name__ == "__main__":
+    main("data", "prepare")

@@ -1,0 +1,220 @@
+"""A folder of prepared data, as ``manyhands data prepare`` and hivemind's own script leave it. Imports no torch.
+
+::
+
+    data/manyhands.json                    what it is; hivemind's own archives have none
+    data/tokenizer/tokenizer.json          what the samples were made with
+    data/albert_tokenized_wikitext/        samples for training and for validation, as ``datasets`` saves them
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from manyhands.base.errors import ConfigError
+from manyhands.recipes.albert.config import NUM_PAIR_TOKENS, AlbertRecipe
+from manyhands.recipes.albert.sample_files import SampleFiles, StoredSample
+from manyhands.recipes.albert.tokenizer_file import FILE, Vocabulary, digest_of_json, read_tokenizer, vocabulary_of
+
+FORMAT = 1
+"""Counts up when older versions cannot read the data any more."""
+
+DEFAULT_FOLDER = Path("data")
+SAMPLES, TOKENIZER, ABOUT = "albert_tokenized_wikitext", "tokenizer", "manyhands.json"
+"""Names in the folder."""
+TRAINING, VALIDATION = "train", "validation"
+
+PREPARE = "manyhands data prepare"
+NUM_LOOKED_AT = 64
+"""Samples that are looked at before any is trained on."""
+
+
+class About(msgspec.Struct, frozen=True, kw_only=True):
+    """What prepared data is.
+
+    Attributes:
+        tokenizer: its digest.
+        source: where the text comes from.
+        num_samples: of each split.
+    """
+
+    format: int
+    tokenizer: str
+    vocab_size: int
+    seq_length: int
+    source: str
+    splitter: str
+    seed: int
+    num_samples: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Prepared data that fits its tokenizer.
+
+    Attributes:
+        tokenizer: None if it is to come from the run.
+        digest: of the tokenizer; None if nothing says it.
+        seq_length: of the settings that it was made with, or else the length of the longest sample.
+    """
+
+    path: Path
+    training: SampleFiles
+    validation: SampleFiles
+    tokenizer: Path | None
+    digest: str | None
+    vocabulary: Vocabulary | None
+    seq_length: int
+    is_described: bool
+
+    def settings(self) -> dict[str, Any]:
+        """Those of a recipe that the data decide."""
+        size = {"vocab_size": self.vocabulary.size} if self.vocabulary is not None else {}
+        return {"seq_length": self.seq_length} | size
+
+    def check_run(self, run_id: str, recipe: AlbertRecipe, digest: str) -> None:
+        """Make sure that the data is of use in a run.
+
+        Raises:
+            ConfigError: it was made with another tokenizer, or for samples of another length.
+        """
+        where = (
+            f"get the data that run {run_id!r} trains on from the person who began it, or train on text: --text FILE"
+        )
+        if self.digest is not None and self.digest != digest:
+            path = self.tokenizer / FILE if self.tokenizer is not None else self.path.parent / ABOUT
+            raise ConfigError(
+                f"{path}: tokenizer {self.digest[:12]} is not that of run {run_id!r} ({digest[:12]}), so the "
+                f"samples in {self.path} mean something else there; {where}"
+            )
+        is_other = self.seq_length != recipe.seq_length if self.is_described else self.seq_length > recipe.seq_length
+        if is_other:
+            raise ConfigError(
+                f"{self.path}: samples have up to {self.seq_length} tokens, and run {run_id!r} has samples of "
+                f"{recipe.seq_length} (seq_length); {where}, or make it: {PREPARE} --seq-length {recipe.seq_length}"
+            )
+
+    def heldout(self, num_samples: int) -> list[StoredSample]:
+        """So many samples of the validation split, evenly spread; all if it has fewer."""
+        num_samples = min(num_samples, len(self.validation))
+        return [self.validation[index * len(self.validation) // num_samples] for index in range(num_samples)]
+
+
+def found_here(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that were given, with the data at the default path if it is there and no other was named."""
+    found = dict(given)
+    if not given.get("text") and given.get("dataset_path") is None and (DEFAULT_FOLDER / SAMPLES).is_dir():
+        found["dataset_path"] = DEFAULT_FOLDER / SAMPLES
+    if found.get("dataset_path") is not None and found.get("tokenizer") is None:
+        beside = found["dataset_path"].parent / TOKENIZER
+        if beside.is_dir():
+            found["tokenizer"] = beside
+    return found
+
+
+def open_prepared(path: Path, tokenizer: Path | None) -> Prepared:
+    """Open a folder with samples.
+
+    Raises:
+        ConfigError: it is missing, damaged or cut off, or was made with another tokenizer; it says what to do.
+    """
+    if not path.is_dir():
+        raise ConfigError(f"there is no folder {path} (dataset_path); make the data with: {PREPARE}")
+    about = _read_about(path.parent / ABOUT)
+    training, validation = (SampleFiles(_files(path / split)) for split in (TRAINING, VALIDATION))
+    backend = read_tokenizer(tokenizer) if tokenizer is not None else None
+    digest = digest_of_json(backend.to_str()) if backend is not None else None
+    if about is not None:
+        _check_about(path, about, {TRAINING: training, VALIDATION: validation})
+        if digest is not None and digest != about.tokenizer:
+            raise ConfigError(
+                f"{tokenizer}/{FILE} is not the tokenizer that the samples in {path} were made with "
+                f"({path.parent / ABOUT} names {about.tokenizer[:12]}, this is {digest[:12]}); get both from one "
+                "archive"
+            )
+        digest = about.tokenizer
+    if not training or not validation:
+        raise ConfigError(f"{path} has {len(training)} samples for training and {len(validation)} for validation; "
+                          f"make it again: {PREPARE}")  # fmt: skip
+    prepared = Prepared(
+        path, training, validation, tokenizer, digest,
+        vocabulary_of(backend) if backend is not None else None,
+        about.seq_length if about is not None else max(training.longest(), validation.longest()), about is not None,
+    )  # fmt: skip
+    if prepared.vocabulary is not None:
+        check_samples(prepared, prepared.vocabulary)
+    return prepared
+
+
+def check_samples(prepared: Prepared, vocabulary: Vocabulary) -> None:
+    """Look at some samples.
+
+    Raises:
+        ConfigError: they were not made with this tokenizer.
+    """
+    for samples in (prepared.training, prepared.validation):
+        for number in range(min(NUM_LOOKED_AT, len(samples))):
+            sample = samples[number * len(samples) // min(NUM_LOOKED_AT, len(samples))]
+            ids = sample.input_ids
+            if (
+                len(ids) < NUM_PAIR_TOKENS
+                or (ids[0], ids[-1]) != (vocabulary.cls, vocabulary.sep)
+                or not 0 <= ids.min() <= ids.max() < vocabulary.size
+                or not len(ids) == len(sample.token_type_ids) == len(sample.special_tokens_mask)
+            ):
+                tokenizer = prepared.tokenizer or "of the run"
+                raise ConfigError(
+                    f"the samples in {prepared.path} were not made with the tokenizer {tokenizer}; get both from one "
+                    f"archive, or make them: {PREPARE}"
+                )
+
+
+def _check_about(path: Path, about: About, splits: Mapping[str, Sequence[StoredSample]]) -> None:
+    for name, samples in splits.items():
+        if len(samples) != about.num_samples.get(name):
+            raise ConfigError(
+                f"{path / name} has {len(samples)} samples, and {path.parent / ABOUT} says "
+                f"{about.num_samples.get(name)}: it is cut off, or of other data; get the archive again"
+            )
+
+
+def _read_about(path: Path) -> About | None:
+    """None where there is none."""
+    try:
+        found = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    try:
+        version = msgspec.json.decode(found, type=dict[str, Any]).get("format")
+        if version != FORMAT:
+            raise ConfigError(
+                f"{path} has format {version}, and this version of manyhands reads format {FORMAT}; "
+                f"update manyhands, or make the data again: {PREPARE}"
+            )
+        return msgspec.json.decode(found, type=About)
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"{path} is damaged ({error}); get the archive again") from error
+
+
+def _files(split: Path) -> Iterable[Path]:
+    """The files of one split, as ``datasets`` has written them down."""
+    try:
+        state = json.loads((split / "state.json").read_text(encoding="utf-8"))
+        if state.get("_indices_data_files") or state.get("_indices_files"):
+            raise ConfigError(
+                f"{split} was saved in another order than its files; call flatten_indices() and save again"
+            )
+        return [split / file["filename"] for file in state["_data_files"]]
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"{split} is no data that can be trained on: it has no {Path(error.filename).name}; name the folder that "
+            f"{PREPARE} makes, for example {DEFAULT_FOLDER / SAMPLES}"
+        ) from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{split}/state.json cannot be read ({error}); get the archive again") from error

@@ -1,0 +1,89 @@
+"""What ``manyhands data prepare`` is told. Imports no torch: the command line is generated from here."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from manyhands.base.errors import ConfigError
+
+WIKITEXT = "Salesforce/wikitext:wikitext-103-raw-v1"
+ALBERT = "albert/albert-large-v2"
+ARCHIVES = (".tar", ".tar.gz", ".tgz")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preparation:
+    """What text becomes samples, and how.
+
+    Raises:
+        ConfigError: a value breaks its rule.
+    """
+
+    dataset: str = WIKITEXT
+    """Data set with a column text: its name at huggingface.co and perhaps :CONFIG, or a folder with parquet files."""
+
+    text: tuple[Path, ...] = ()
+    """UTF-8 text files instead; every 50th document of them is kept for validation."""
+
+    tokenizer: str = ALBERT
+    """Tokenizer, by its name at huggingface.co, or a folder with a tokenizer.json."""
+
+    train_tokenizer: bool = False
+    """Train a tokenizer on the text instead; together with --text nothing is downloaded."""
+
+    vocab_size: int = 30_000
+    """Tokens in a vocabulary that is trained, at most."""
+
+    splitter: Literal["rules", "punkt"] = "rules"
+    """What splits text into sentences: the rules of manyhands, or punkt of nltk where that is installed."""
+
+    seq_length: int = 512
+    """Tokens in one sample at most, special tokens included."""
+
+    rows_per_document: int = 1
+    """Rows of the data set that make one document; for BookCorpus, whose rows are single sentences, for example 64."""
+
+    seed: int = 0
+    """Seed of where pairs are cut and which are swapped: the same text and seed give the same samples everywhere."""
+
+    num_proc: int | None = None
+    """Processes that split and encode; by default one for each CPU core."""
+
+    output: Path = Path("data")
+    """Folder for the samples, the tokenizer and manyhands.json."""
+
+    archive: Path | None = None
+    """File .tar or .tar.gz to host: unpacked beside a trainer, its data is found."""
+
+    shards: int | None = None
+    """Write the samples to so many files of about equal size as well, with an index.json: OUTPUT/shards."""
+
+    def __post_init__(self) -> None:
+        examples = {"vocab_size": 30_000, "seq_length": 512, "rows_per_document": 64, "num_proc": 2, "shards": 8}
+        minima = {"vocab_size": 512, "seq_length": 16}
+        for name, example in examples.items():
+            minimum = minima.get(name, 1)
+            value = getattr(self, name)
+            if value is not None and value < minimum:
+                raise ConfigError(f"{name} is {value}; it must be at least {minimum}, for example {example}")
+        if self.archive is not None and not self.archive.name.endswith(ARCHIVES):
+            raise ConfigError(f"archive {self.archive} must end with .tar or .tar.gz, for example data.tar.gz")
+        if self.text and self.dataset != WIKITEXT:
+            raise ConfigError("text and dataset are both given; give one of them")
+        if self.train_tokenizer and self.tokenizer != ALBERT:
+            raise ConfigError("train_tokenizer makes a new tokenizer; leave out tokenizer, or train_tokenizer")
+
+    @property
+    def num_processes(self) -> int:
+        """As given, or one for each core that this process may use."""
+        if self.num_proc is not None:
+            return self.num_proc
+        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+    @property
+    def source(self) -> str:
+        """Where the text comes from, for people."""
+        return ", ".join(path.name for path in self.text) if self.text else self.dataset

@@ -1,0 +1,380 @@
+"""Makes prepared data: text is split into sentences, encoded, and cut into sentence-order pairs by several processes.
+
+The samples, and the files of shards byte by byte, depend on the text, the tokenizer and the seed alone, never on the
+number of processes. Text passes through: no more of it is in memory than the processes work on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import logging
+import multiprocessing
+import shutil
+import signal
+import tarfile
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from manyhands.base.errors import ConfigError, MissingExtra
+from manyhands.base.folder_lock import FolderInUse, locked_folder
+from manyhands.recipes.albert.corpus import iter_documents
+from manyhands.recipes.albert.dataset import (
+    ABOUT,
+    DEFAULT_FOLDER,
+    FORMAT,
+    SAMPLES,
+    TOKENIZER,
+    TRAINING,
+    VALIDATION,
+    About,
+)
+from manyhands.recipes.albert.packages import transformers
+from manyhands.recipes.albert.pair_maker import Chunk, Document, PairMaker, begin_process, make, splitter_named
+from manyhands.recipes.albert.pairs import Pair, encoded
+from manyhands.recipes.albert.preparation import Preparation
+from manyhands.recipes.albert.sample_files import SampleFiles, SampleWriter
+from manyhands.recipes.albert.shards import sha256_of, write_shards
+from manyhands.recipes.albert.tokenizer import tokenizer_digest, tokenizer_json, train_tokenizer, wrapped
+from manyhands.recipes.albert.tokenizer_file import backend_from_json, read_tokenizer, vocabulary_of
+
+logger = logging.getLogger(__name__)
+
+VALIDATION_PERIOD = 50
+"""Where the text has no split for validation, one document of so many is kept for it, the second of the first 50 on."""
+CHUNK_CHARS = 200_000
+"""Text of one call of a process: about a third of a second."""
+CHUNKS_AHEAD = 2
+"""For each process, so that none waits."""
+SHARDS = "shards"
+MAX_REASON_LENGTH = 300
+
+
+@dataclass(frozen=True)
+class Result:
+    """What was made.
+
+    Attributes:
+        sha256: of the archive, if there is one.
+    """
+
+    folder: Path
+    about: About
+    sha256: str | None
+
+
+def prepare(settings: Preparation) -> Result:
+    """Make prepared data; what is interrupted leaves nothing behind.
+
+    Raises:
+        ConfigError: the text, the tokenizer or a folder cannot be used.
+    """
+    splitter_named(settings.splitter)
+    targets = [SAMPLES, TOKENIZER, ABOUT] + [SHARDS] * (settings.shards is not None)
+    for path in [settings.output / name for name in targets] + ([settings.archive] if settings.archive else []):
+        if path.exists():
+            raise ConfigError(f"{path} is there already; remove it, or name another --output and --archive")
+    if settings.archive is not None and not settings.archive.absolute().parent.is_dir():
+        raise ConfigError(f"there is no folder {settings.archive.parent} for the archive; make it first")
+    source = _text_source(settings) if settings.text else _dataset_source(settings)
+    with contextlib.suppress(OSError):
+        settings.output.mkdir(parents=True, exist_ok=True)  # for others to read
+    try:
+        lock = locked_folder(settings.output, "output", ".prepare.lock")
+    except FolderInUse:
+        raise ConfigError(f"data is being made in {settings.output} already; wait, or name another --output") from None
+    draft = settings.output / ".unfinished"
+    archive = settings.archive.with_name(f".unfinished-{settings.archive.name}") if settings.archive else None
+    try:
+        shutil.rmtree(draft, ignore_errors=True)  # of a process that was killed
+        draft.mkdir()
+        result = _make(settings, source, draft, archive)
+        for name in targets:
+            (draft / name).replace(settings.output / name)
+        if archive is not None and settings.archive is not None:
+            archive.replace(settings.archive)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+        if archive is not None:
+            archive.unlink(missing_ok=True)
+        lock.release(force=True)
+    return result
+
+
+def _make(settings: Preparation, source: Source, draft: Path, archive: Path | None) -> Result:
+    with _progress() as progress:
+        tokenizer = _tokenizer_for(settings, source, progress)
+        check_tokenizer(tokenizer)
+        tokenizer.save_pretrained(draft / TOKENIZER)
+        text = tokenizer_json(tokenizer)
+        _write_samples(settings, source, text, draft, progress)
+        raw = {split: draft / f"{split}.arrow" for split in (TRAINING, VALIDATION)}
+        splits = {split: SampleFiles([path]) for split, path in raw.items()}
+        about = About(
+            format=FORMAT,
+            tokenizer=tokenizer_digest(tokenizer),
+            vocab_size=len(tokenizer),
+            seq_length=settings.seq_length,
+            source=settings.source,
+            splitter=settings.splitter,
+            seed=settings.seed,
+            num_samples={split: len(samples) for split, samples in splits.items()},
+        )
+        for split, samples in splits.items():
+            if not samples:
+                raise ConfigError(
+                    f"the text gives no samples for {split}: a sample needs two sentences of one document. Add text; "
+                    "or, if each row of the data set is one sentence, gather them: --rows-per-document 64"
+                )
+        _save_to_disk(raw, draft / SAMPLES)
+        (draft / ABOUT).write_bytes(msgspec.json.format(msgspec.json.encode(about)) + b"\n")
+        if settings.shards is not None:
+            write_shards(draft / SHARDS, about, text, splits[TRAINING], splits[VALIDATION], settings.shards)
+        sha256 = None
+        if archive is not None:
+            progress.add_task("Writing the archive", total=None)
+            _write_archive(archive, draft)
+            sha256 = sha256_of(archive)
+    return Result(settings.output, about, sha256)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where documents come from; it can be read several times.
+
+    Attributes:
+        documents: each with its split.
+        total: characters or rows.
+        size_of: how much of the total a document is.
+    """
+
+    documents: Callable[[], Iterator[tuple[str, Document]]]
+    total: int
+    size_of: Callable[[Document], int]
+
+
+def _text_source(settings: Preparation) -> Source:
+    split = splitter_named(settings.splitter)
+
+    def documents() -> Iterator[tuple[str, Document]]:
+        return _with_validation(iter_documents(settings.text, split))
+
+    try:
+        total = sum(path.stat().st_size for path in settings.text)
+    except OSError as error:
+        raise ConfigError(f"text file {error.filename}: {error.strerror}; name a text file that can be read") from error
+    return Source(documents, total, lambda document: sum(map(len, document)) + len(document))
+
+
+def _dataset_source(settings: Preparation) -> Source:
+    splits = _load_dataset(settings.dataset)
+
+    def rows(split: str) -> Iterator[Document]:
+        gathered: list[str] = []
+        for batch in splits[split].select_columns("text").iter(1000):
+            for text in batch["text"]:
+                if text and not text.isspace():
+                    gathered.append(text)
+                if len(gathered) >= settings.rows_per_document:
+                    yield " ".join(gathered)
+                    gathered = []
+        if gathered:
+            yield " ".join(gathered)
+
+    def documents() -> Iterator[tuple[str, Document]]:
+        if VALIDATION not in splits:
+            yield from _with_validation(rows(TRAINING))
+            return
+        for split in (TRAINING, VALIDATION):
+            for document in rows(split):
+                yield split, document
+
+    total = sum(len(splits[split]) for split in (TRAINING, VALIDATION) if split in splits)
+    return Source(documents, total, lambda document: settings.rows_per_document)
+
+
+def _load_dataset(name: str) -> Any:
+    try:
+        import datasets
+    except ModuleNotFoundError as error:
+        raise MissingExtra("preparing data", "albert") from error
+
+    path, _, config = (name, "", "") if Path(name).exists() else name.partition(":")
+    try:
+        splits = datasets.load_dataset(path, config or None)
+    except Exception as error:
+        reason = " ".join(str(error).split())[:MAX_REASON_LENGTH]
+        raise ConfigError(
+            f"data set {name!r} cannot be loaded: {reason}. It needs huggingface.co, or a folder with parquet files; "
+            "--text FILE --train-tokenizer needs neither"
+        ) from error
+    if TRAINING not in splits or "text" not in splits[TRAINING].column_names:
+        columns = {split: rows.column_names for split, rows in splits.items()}
+        raise ConfigError(f"data set {name!r} has {columns}; it must have a split {TRAINING!r} with a column 'text'")
+    return splits
+
+
+def _with_validation(documents: Iterator[Any]) -> Iterator[tuple[str, Document]]:
+    for number, document in enumerate(documents):
+        yield VALIDATION if number % VALIDATION_PERIOD == 1 else TRAINING, document
+
+
+def _tokenizer_for(settings: Preparation, source: Source, progress: Progress) -> transformers.PreTrainedTokenizerFast:
+    if settings.train_tokenizer:
+        task = progress.add_task("Training the tokenizer", total=source.total)
+        sentences = (
+            [document] if isinstance(document, str) else document for _, document in _counted(source, progress, task)
+        )
+        return train_tokenizer(sentences, settings.vocab_size)
+    if Path(settings.tokenizer).is_dir():
+        return wrapped(read_tokenizer(Path(settings.tokenizer)))
+    try:
+        # this class takes tokenizer.json as it is; that of the model would build it anew, by the rules of its version
+        found = transformers.PreTrainedTokenizerFast.from_pretrained(settings.tokenizer)
+        return wrapped(backend_from_json(found.backend_tokenizer.to_str()))
+    except Exception as error:
+        reason = " ".join(str(error).split())[:MAX_REASON_LENGTH]
+        raise ConfigError(
+            f"tokenizer {settings.tokenizer!r} cannot be loaded: {reason}. It needs huggingface.co, or a folder with a "
+            "tokenizer.json; --train-tokenizer needs neither"
+        ) from error
+
+
+def check_tokenizer(tokenizer: transformers.PreTrainedTokenizerFast) -> None:
+    """Make sure that a text has the token ids of its sentences, and a pair the form that ALBERT knows.
+
+    Raises:
+        ConfigError: it is otherwise.
+    """
+    sentences = ["The first one (of 3), it's short.", '"And" the second?', "Here they end - at last!"]
+    options = {"return_token_type_ids": True, "return_special_tokens_mask": True}
+    whole = tokenizer(" ".join(sentences[:2]), sentences[2], **options)
+    first, second, third = (tokenizer(sentence, add_special_tokens=False)["input_ids"] for sentence in sentences)
+    expected = encoded(Pair(first + second, third, 0), vocabulary_of(tokenizer.backend_tokenizer))
+    if any(whole.get(name) != getattr(expected, name) for name in expected._fields):
+        raise ConfigError(
+            "the tokenizer cannot be used for sentence-order pairs: it must encode them as [CLS] A [SEP] B [SEP] with "
+            "token types 0 and 1, and words by themselves; those of ALBERT and BERT do"
+        )
+
+
+def _write_samples(settings: Preparation, source: Source, tokenizer: str, draft: Path, progress: Progress) -> None:
+    task = progress.add_task("Making samples", total=source.total)
+    options = (tokenizer, settings.splitter, settings.seq_length, settings.seed)
+    with contextlib.ExitStack() as cleanup:
+        writers = {
+            split: cleanup.enter_context(SampleWriter(draft / f"{split}.arrow")) for split in (TRAINING, VALIDATION)
+        }
+        chunks = _chunks(_counted(source, progress, task))
+        if settings.num_processes == 1:
+            maker = PairMaker(*options)
+            made: Iterator[tuple[str, Any]] = ((chunk.split, maker(chunk)) for chunk in chunks)
+        else:
+            made = cleanup.enter_context(contextlib.closing(_by_processes(chunks, settings.num_processes, options)))
+        for split, batch in made:
+            writers[split].add(batch)
+
+
+def _chunks(documents: Iterator[tuple[str, Document]]) -> Iterator[Chunk]:
+    waiting: dict[str, list[Document]] = {TRAINING: [], VALIDATION: []}
+    num_chars = dict.fromkeys(waiting, 0)
+    num_done = dict.fromkeys(waiting, 0)
+    for split, document in documents:
+        waiting[split].append(document)
+        num_chars[split] += len(document) if isinstance(document, str) else sum(map(len, document))
+        if num_chars[split] >= CHUNK_CHARS:
+            yield Chunk(split, num_done[split], waiting[split])
+            num_done[split] += len(waiting[split])
+            waiting[split], num_chars[split] = [], 0
+    for split, rest in waiting.items():
+        yield Chunk(split, num_done[split], rest)
+
+
+def _by_processes(
+    chunks: Iterator[Chunk], num_processes: int, options: tuple[Any, ...]
+) -> Generator[tuple[str, Any], None, None]:
+    """What the chunks become, in their order."""
+    context = multiprocessing.get_context("spawn")  # threads of torch and rich are not to be forked
+    pool = ProcessPoolExecutor(num_processes, context, begin_process, options)
+    waiting: deque[tuple[str, Future[Any]]] = deque()
+    try:
+        for chunk in chunks:
+            with _signals_held():  # a process that is being started would die of Ctrl-C with a traceback
+                waiting.append((chunk.split, pool.submit(make, chunk)))
+            if len(waiting) >= num_processes * CHUNKS_AHEAD:
+                split, future = waiting.popleft()
+                yield split, future.result()
+        while waiting:
+            split, future = waiting.popleft()
+            yield split, future.result()
+    except BrokenProcessPool as error:
+        raise ConfigError(
+            f"one of {num_processes} processes was ended, perhaps for want of memory; try fewer: --num-proc 1"
+        ) from error
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+@contextlib.contextmanager
+def _signals_held() -> Iterator[None]:
+    """Ctrl-C is delivered to this process after the block, and never to processes that are started in it."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _counted(source: Source, progress: Progress, task: TaskID) -> Iterator[tuple[str, Document]]:
+    for split, document in source.documents():
+        yield split, document
+        progress.advance(task, source.size_of(document))
+    progress.update(task, completed=source.total)
+
+
+def _save_to_disk(files: dict[str, Path], folder: Path) -> None:
+    import datasets
+
+    splits = {split: datasets.Dataset.from_file(str(path)) for split, path in files.items()}
+    shown = datasets.utils.logging.is_progress_bar_enabled()
+    datasets.disable_progress_bars()
+    try:
+        datasets.DatasetDict(splits).save_to_disk(str(folder))
+    finally:
+        if shown:
+            datasets.enable_progress_bars()
+
+
+def _write_archive(path: Path, folder: Path) -> None:
+    """What a trainer finds at its default paths once it is unpacked; the same files give the same archive."""
+
+    def anonymous(info: tarfile.TarInfo) -> tarfile.TarInfo:
+        info.uid = info.gid = info.mtime = 0
+        info.uname = info.gname = ""
+        info.mode = 0o755 if info.isdir() else 0o644
+        return info
+
+    with contextlib.ExitStack() as cleanup:
+        file: Any = cleanup.enter_context(path.open("wb"))
+        if not path.name.endswith(".tar"):
+            file = cleanup.enter_context(gzip.GzipFile("", "wb", 6, file, mtime=0))
+        archive = cleanup.enter_context(tarfile.open(fileobj=file, mode="w"))
+        for name in (ABOUT, TOKENIZER, SAMPLES):
+            archive.add(folder / name, f"{DEFAULT_FOLDER}/{name}", filter=anonymous)
+
+
+def _progress() -> Progress:
+    return Progress(
+        TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn(), transient=True
+    )

@@ -1,0 +1,87 @@
+"""Prepared data in files of about equal size, for those who fetch them one by one, and the index of them.
+
+::
+
+    shards/index.json
+    shards/tokenizer.json
+    shards/train-00000-of-00008.arrow ...
+    shards/validation-00000-of-00001.arrow
+
+Each file is what :class:`manyhands.recipes.albert.sample_files.SampleFiles` reads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import msgspec
+
+from manyhands.recipes.albert.dataset import TRAINING, VALIDATION, About
+from manyhands.recipes.albert.sample_files import SampleFiles, SampleWriter
+from manyhands.recipes.albert.tokenizer_file import FILE
+
+INDEX = "index.json"
+READ_BYTES = 1 << 20
+
+
+class Shard(msgspec.Struct, frozen=True, kw_only=True):
+    """One file beside the index; ``num_samples`` is 0 for the tokenizer."""
+
+    name: str
+    num_bytes: int
+    sha256: str
+    num_samples: int = 0
+
+
+class Index(msgspec.Struct, frozen=True, kw_only=True):
+    """What is in a folder of shards; ``about`` is the manyhands.json of the data that they were cut from."""
+
+    about: About
+    tokenizer: Shard
+    train: list[Shard]
+    validation: list[Shard]
+
+
+def write_shards(folder: Path, about: About, tokenizer: str, training: SampleFiles, validation: SampleFiles,
+                 num_shards: int) -> Index:  # fmt: skip
+    """Cut the samples into files; those of one document stay side by side.
+
+    Args:
+        tokenizer: as JSON.
+    """
+    folder.mkdir()
+    (folder / FILE).write_text(tokenizer, encoding="utf-8")
+    index = Index(
+        about=about,
+        tokenizer=_described(folder / FILE),
+        train=_cut(folder, TRAINING, training, num_shards),
+        validation=_cut(folder, VALIDATION, validation, 1),
+    )
+    (folder / INDEX).write_bytes(msgspec.json.format(msgspec.json.encode(index)) + b"\n")
+    return index
+
+
+def _cut(folder: Path, split: str, samples: SampleFiles, num_shards: int) -> list[Shard]:
+    shards = []
+    for number in range(num_shards):
+        path = folder / f"{split}-{number:05}-of-{num_shards:05}.arrow"
+        start, end = number * len(samples) // num_shards, (number + 1) * len(samples) // num_shards
+        with SampleWriter(path) as writer:
+            for batch in samples.batches(start, end):
+                writer.add(batch)
+        shards.append(_described(path, end - start))
+    return shards
+
+
+def _described(path: Path, num_samples: int = 0) -> Shard:
+    return Shard(name=path.name, num_bytes=path.stat().st_size, sha256=sha256_of(path), num_samples=num_samples)
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file, in hex."""
+    sha256 = hashlib.sha256()
+    with path.open("rb") as file:
+        while part := file.read(READ_BYTES):
+            sha256.update(part)
+    return sha256.hexdigest()

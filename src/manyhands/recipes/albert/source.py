@@ -1,0 +1,101 @@
+"""What a trainer learns from: the tokenizer of the run, and samples that it made."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from manyhands.base.errors import ConfigError, Unavailable
+from manyhands.base.words import counted
+from manyhands.peer import Peer
+from manyhands.recipes.albert.adoption import RunToJoin
+from manyhands.recipes.albert.checkpoint_dir import CheckpointDir
+from manyhands.recipes.albert.config import AlbertRecipe
+from manyhands.recipes.albert.corpus import load_documents
+from manyhands.recipes.albert.dataset import check_samples, open_prepared
+from manyhands.recipes.albert.packages import transformers
+from manyhands.recipes.albert.samples import Samples, make_samples
+from manyhands.recipes.albert.tokenizer import tokenizer_digest, tokenizer_from_json, train_tokenizer, wrapped
+from manyhands.recipes.albert.tokenizer_exchange import FETCH_TIMEOUT_S, fetch_tokenizer, serve_tokenizer
+from manyhands.recipes.albert.tokenizer_file import digest_of_json, read_tokenizer, vocabulary_of
+
+logger = logging.getLogger(__name__)
+
+
+class Source(NamedTuple):
+    """The tokenizer, which is handed out to newcomers from now on, and the samples."""
+
+    tokenizer: transformers.PreTrainedTokenizerFast
+    samples: Samples
+
+
+def open_source(
+    peer: Peer, run_id: str, recipe: AlbertRecipe, run: RunToJoin | None, checkpoint_dir: CheckpointDir | None
+) -> Source:
+    """Open the data that the recipe names, or read its text.
+
+    Raises:
+        ConfigError: the data or the text cannot be used in this run.
+        Unavailable: the tokenizer of the run could not be loaded.
+    """
+    documents = load_documents(recipe.text) if recipe.dataset_path is None else []
+    tokenizer = _tokenizer_for(peer, run_id, recipe, run, checkpoint_dir, documents)
+    peer.run(serve_tokenizer(peer.endpoint, tokenizer), FETCH_TIMEOUT_S, "handing out the tokenizer")
+    if recipe.dataset_path is None:
+        return Source(tokenizer, make_samples(documents, tokenizer, recipe))
+    return Source(tokenizer, _prepared_samples(run_id, recipe, tokenizer))
+
+
+def _prepared_samples(run_id: str, recipe: AlbertRecipe, tokenizer: transformers.PreTrainedTokenizerFast) -> Samples:
+    assert recipe.dataset_path is not None
+    prepared = open_prepared(recipe.dataset_path, recipe.tokenizer)
+    vocabulary = vocabulary_of(tokenizer.backend_tokenizer)
+    prepared.check_run(run_id, recipe, tokenizer_digest(tokenizer))
+    check_samples(prepared, vocabulary)
+    heldout = prepared.heldout(recipe.num_heldout)
+    logger.info(
+        "Training on %s in %s; %d of its validation split are held out",
+        counted(len(prepared.training), "sample"), recipe.dataset_path, len(heldout),
+    )  # fmt: skip
+    return Samples(training=prepared.training, heldout=heldout, vocabulary=vocabulary)
+
+
+def _tokenizer_for(
+    peer: Peer,
+    run_id: str,
+    recipe: AlbertRecipe,
+    run: RunToJoin | None,
+    checkpoint_dir: CheckpointDir | None,
+    documents: Sequence[Sequence[str]],
+) -> transformers.PreTrainedTokenizerFast:
+    """Of the folder that was named, of the own checkpoint, or from a peer of the run; or trained on the text."""
+    if recipe.tokenizer is not None:
+        tokenizer = wrapped(read_tokenizer(recipe.tokenizer))
+        if run is not None and tokenizer_digest(tokenizer) != run.recipe.tokenizer:
+            raise ConfigError(
+                f"{recipe.tokenizer}/tokenizer.json is not the tokenizer of run {run_id!r}; leave out --tokenizer, or "
+                "get it from the person who began the run"
+            )
+        return tokenizer
+    saved = checkpoint_dir.newest_tokenizer() if checkpoint_dir is not None else None
+    if saved is not None and (run is None or digest_of_json(saved) == run.recipe.tokenizer):
+        return tokenizer_from_json(saved)
+    if run is not None:
+        fetching = fetch_tokenizer(peer.endpoint, run.peers, run.recipe.tokenizer)
+        fetched = peer.run(fetching, FETCH_TIMEOUT_S, "asking for the tokenizer")
+        if fetched is not None:
+            return fetched
+    if recipe.dataset_path is not None:
+        raise ConfigError(
+            f"the samples in {recipe.dataset_path} need the tokenizer that they were made with: --tokenizer FOLDER"
+        )
+    logger.info("Training the tokenizer on %d documents", len(documents))
+    tokenizer = train_tokenizer(documents, recipe.vocab_size)
+    if run is not None and tokenizer_digest(tokenizer) != run.recipe.tokenizer:
+        raise Unavailable(
+            f"the tokenizer of run {run_id!r} cannot be had: none of its peers that were asked "
+            "hands it out, and the text here gives another one. Try again; or give the same --text as the "
+            "others (without it, the same version of Python)"
+        )
+    return tokenizer

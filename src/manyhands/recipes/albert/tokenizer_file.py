@@ -1,0 +1,132 @@
+"""A tokenizer as the file ``tokenizer.json``, and what samples must know of it. Imports no torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from manyhands.base.errors import ConfigError, MissingExtra
+
+try:
+    import tokenizers
+except ModuleNotFoundError as error:
+    if error.name != "tokenizers":
+        raise
+    raise MissingExtra("the ALBERT recipe", "albert") from error
+
+FILE = "tokenizer.json"
+MAX_REASON_LENGTH = 200
+
+_NAMES = {
+    "pad_token": ("<pad>", "[PAD]"),
+    "unk_token": ("<unk>", "[UNK]"),
+    "cls_token": ("[CLS]",),
+    "sep_token": ("[SEP]",),
+    "mask_token": ("[MASK]",),
+}
+"""How ALBERT and BERT write the tokens of each role; the file itself does not say which token has which role."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vocabulary:
+    """The ids that samples and models must know.
+
+    Attributes:
+        size: ids are below it.
+    """
+
+    size: int
+    pad: int
+    unknown: int
+    cls: int
+    sep: int
+    mask: int
+
+    @property
+    def special(self) -> frozenset[int]:
+        """Ids that are never guessed."""
+        return frozenset((self.pad, self.unknown, self.cls, self.sep, self.mask))
+
+
+def special_tokens(backend: tokenizers.Tokenizer) -> dict[str, str]:
+    """The tokens of each role, by the names that transformers has for the roles.
+
+    Raises:
+        ValueError: one is missing.
+    """
+    found = {}
+    for role, names in _NAMES.items():
+        token = next((name for name in names if backend.token_to_id(name) is not None), None)
+        if token is None:
+            raise ValueError(f"it has no {' or '.join(names)}; ALBERT needs it")
+        found[role] = token
+    return found
+
+
+def vocabulary_of(backend: tokenizers.Tokenizer) -> Vocabulary:
+    """What samples must know of a tokenizer.
+
+    Raises:
+        ValueError: it has no such special tokens as ALBERT needs.
+    """
+    everything = backend.get_vocab(with_added_tokens=True)
+    ids = {role: everything[token] for role, token in special_tokens(backend).items()}
+    return Vocabulary(
+        size=len(everything),
+        pad=ids["pad_token"],
+        unknown=ids["unk_token"],
+        cls=ids["cls_token"],
+        sep=ids["sep_token"],
+        mask=ids["mask_token"],
+    )
+
+
+def digest_of_json(text: str) -> str:
+    """SHA-256 of everything that decides how text becomes token ids, in hex; equal digests mean equal ids.
+
+    Raises:
+        ValueError: it is no JSON of a tokenizer.
+    """
+    description = json.loads(text)
+    if not isinstance(description, dict):
+        raise ValueError("it is no JSON object")  # noqa: TRY004 (of what others sent)
+    for per_call in ("padding", "truncation"):
+        description.pop(per_call, None)
+    return hashlib.sha256(json.dumps(description, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def backend_from_json(text: str) -> tokenizers.Tokenizer:
+    """The tokenizer that a file describes; it neither pads nor truncates.
+
+    Raises:
+        ValueError: it cannot be read, or ALBERT cannot use it.
+    """
+    try:
+        backend = tokenizers.Tokenizer.from_str(text)
+    except Exception as error:
+        # the reader of tokenizers raises Exception itself
+        raise ValueError(" ".join(str(error).split())[:MAX_REASON_LENGTH]) from error
+    backend.no_padding()
+    backend.no_truncation()
+    special_tokens(backend)
+    return backend
+
+
+def read_tokenizer(folder: Path) -> tokenizers.Tokenizer:
+    """The tokenizer in a folder, as ``save_pretrained`` of transformers wrote it.
+
+    Raises:
+        ConfigError: there is none, or it cannot be used.
+    """
+    path = folder / FILE
+    try:
+        return backend_from_json(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"tokenizer {path}: {error.strerror}; name the folder with the {FILE} that the samples were made with; "
+            "manyhands data prepare makes one"
+        ) from error
+    except ValueError as error:
+        raise ConfigError(f"tokenizer {path} cannot be used: {error}") from error
