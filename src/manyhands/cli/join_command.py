@@ -15,7 +15,7 @@ from manyhands.base.run_id import checked_run_id
 from manyhands.base.ticket import Ticket
 from manyhands.cli.options import NetworkOptions, OutputOptions
 from manyhands.cli.run_look_up import Scout
-from manyhands.cli.taking_part import check_before, take_part, with_data
+from manyhands.cli.taking_part import check_before, is_further_rank, take_part, with_data
 from manyhands.optim.runs import Run
 from manyhands.recipes.albert.settings import TrainingSettings
 
@@ -70,6 +70,8 @@ def join(
     network = dataclasses.replace(network, initial_peers=initial_peers)
     given = with_data(training, given)
     check_before(network, training, given)
+    if is_further_rank(training):
+        return
     run = _chosen(network, run_id or ticket.run_id or None, ticket)
     take_part(run.run_id, network, training, given, output, run=run)
 

@@ -30,7 +30,7 @@ from manyhands.recipes.albert.checkpoint_dir import CheckpointDir
 from manyhands.recipes.albert.config import AlbertRecipe
 from manyhands.recipes.albert.corpus import load_documents
 from manyhands.recipes.albert.memory import check_memory
-from manyhands.recipes.albert.settings import TrainingSettings
+from manyhands.recipes.albert.settings import TrainingSettings, own_rank
 from manyhands.state_dir import StateDir
 
 logger = logging.getLogger(__name__)
@@ -121,6 +121,16 @@ def require_albert() -> None:
     """
     if any(importlib.util.find_spec(name) is None for name in ("torch", "transformers", "tokenizers", "psutil")):
         raise MissingExtra("the ALBERT recipe", "albert")
+
+
+def is_further_rank(training: TrainingSettings) -> bool:
+    """Do what a rank other than 0 does, under ``torchrun``, until rank 0 ends; False on rank 0 and without it."""
+    if own_rank() == 0:
+        return False
+    from manyhands.recipes.albert.ranks import compute_along
+
+    compute_along(training)
+    return True
 
 
 class OwnFolders(NamedTuple):

@@ -11,7 +11,7 @@ from manyhands.base.errors import ConfigError, RunNotFound
 from manyhands.base.run_id import checked_run_id
 from manyhands.cli.options import DEFAULT_RUN_ID, NetworkOptions, OutputOptions
 from manyhands.cli.run_look_up import Scout
-from manyhands.cli.taking_part import check_before, take_part, with_data
+from manyhands.cli.taking_part import check_before, is_further_rank, take_part, with_data
 from manyhands.optim.runs import Run
 from manyhands.recipes.albert.config import AlbertRecipe
 from manyhands.recipes.albert.presets import model_settings
@@ -72,6 +72,8 @@ def train(
         raise ConfigError("--start-new begins a run: name it as well, for example --run-id my-albert")
     given = with_data(training, given)
     check_before(network, training, given)
+    if is_further_rank(training):
+        return
     run = look_for(network, run_id, start_new=start_new) if network.initial_peers else None
     if run_id is None:
         run_id = run.run_id if run is not None else DEFAULT_RUN_ID

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
@@ -67,6 +68,10 @@ class Compute:
                 torch.cuda.empty_cache()
             raise OutOfMemory(f"{what} does not fit into the memory of {self}; {advice}") from error
 
+    def num_idle_gpus(self) -> int:
+        """GPUs beside the one that computes; none if it is the CPU that does."""
+        return torch.cuda.device_count() - 1 if self.device.type == "cuda" else 0
+
     def autocast(self) -> AbstractContextManager[None]:
         """Within it products are computed in the precision."""
         if self._dtype == torch.float32:
@@ -79,11 +84,12 @@ class Compute:
 
 
 def _device_named(name: str) -> torch.device:
+    own_gpu = f"cuda:{os.environ['LOCAL_RANK']}" if "LOCAL_RANK" in os.environ else "cuda"  # of a rank under torchrun
     if name != "auto":
-        return _checked(name)
+        return _checked(own_gpu if name == "cuda" else name)
     if torch.cuda.is_available():
         try:
-            return _checked("cuda")
+            return _checked(own_gpu)
         except ConfigError as error:  # it is full, say, or too old for this torch
             logger.warning("computing on the CPU, as the GPU does not work: %s", error)
     return torch.device("cpu")

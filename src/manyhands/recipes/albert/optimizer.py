@@ -10,6 +10,7 @@ from typing import Any
 
 from manyhands.optim.lamb import Lamb
 from manyhands.optim.optimizer import Optimizer
+from manyhands.optim.process_group_optimizer import ProcessGroupOptimizer
 from manyhands.peer import Peer
 from manyhands.recipes.albert.adoption import RunRecipe, facts_of
 from manyhands.recipes.albert.config import AlbertRecipe
@@ -38,12 +39,7 @@ def build_optimizer(model: torch.nn.Module, recipe: AlbertRecipe) -> Lamb:
 
 
 def join_run(
-    model: torch.nn.Module,
-    run: RunRecipe,
-    peer: Peer,
-    run_id: str,
-    tuning: TuningSettings = TuningSettings(),  # noqa: B008 - it cannot change
-    **options: Any,
+    model: torch.nn.Module, run: RunRecipe, peer: Peer, run_id: str, tuning: TuningSettings, **options: Any
 ) -> Optimizer:
     """Join a run of this recipe, or begin it, with a model.
 
@@ -54,21 +50,29 @@ def join_run(
         ManifestMismatch: the run trains something else.
         Unavailable: the run's state could not be loaded.
     """
-    lead = tuning.batch_size_lead
-    if lead is not None:  # that of a run with larger steps looks at once
-        lead = min(lead, run.recipe.target_batch_size - 1)
-    schedule = warmup_linear(run.recipe.total_steps, run.recipe.warmup_steps)
-    return Optimizer(
-        build_optimizer(model, run.recipe),
-        peer=peer,
-        run_id=run_id,
-        target_batch_size=run.recipe.target_batch_size,
-        max_grad_norm=run.recipe.max_grad_norm,
-        scheduler=lambda inner: torch.optim.lr_scheduler.LambdaLR(inner, schedule),
-        start_new=True,  # the command line has looked for the run already
-        must_match=facts_of(run),
-        averaging=replace(tuning.averaging(), max_group_size=run.recipe.max_group_size),
-        progress=tuning.progress(),
-        batch_size_lead=lead,
-        **options,
+    return Optimizer(build_optimizer(model, run.recipe), peer=peer, run_id=run_id, **_options(run, tuning), **options)
+
+
+def join_run_as_rank(
+    model: torch.nn.Module, run: RunRecipe, peer: Peer | None, run_id: str, tuning: TuningSettings, **options: Any
+) -> ProcessGroupOptimizer:
+    """The same for each rank of a peer that has several; ``peer`` is None on ranks other than 0."""
+    return ProcessGroupOptimizer(
+        build_optimizer(model, run.recipe), peer=peer, run_id=run_id, **_options(run, tuning), **options
     )
+
+
+def _options(run: RunRecipe, tuning: TuningSettings) -> dict[str, Any]:
+    recipe, lead = run.recipe, tuning.batch_size_lead
+    schedule = warmup_linear(recipe.total_steps, recipe.warmup_steps)
+    return {
+        "target_batch_size": recipe.target_batch_size,
+        "max_grad_norm": recipe.max_grad_norm,
+        "scheduler": lambda inner: torch.optim.lr_scheduler.LambdaLR(inner, schedule),
+        "start_new": True,  # the command line has looked for the run already
+        "must_match": facts_of(run),
+        "averaging": replace(tuning.averaging(), max_group_size=recipe.max_group_size),
+        "progress": tuning.progress(),
+        # one that is meant for larger steps looks at once
+        "batch_size_lead": min(lead, recipe.target_batch_size - 1) if lead is not None else None,
+    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -12,6 +13,16 @@ from manyhands.optim.config import ProgressConfig
 from manyhands.optim.metrics import TTL_S
 
 Precision = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+def own_rank() -> int:
+    """Of this process, among those of one trainer that ``torchrun`` has started; 0 without it."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def num_ranks() -> int:
+    """Processes of this trainer; 1 without ``torchrun``."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +163,10 @@ class TrainingSettings:
     """Times and speeds of this peer."""
 
     def __post_init__(self) -> None:
+        if num_ranks() > 1 and self.stop_file is not None:
+            raise ConfigError("stop_file is read by one process alone; under torchrun give max_steps")
+        if num_ranks() > 1 and self.auxiliary:
+            raise ConfigError("auxiliary computes nothing, so one process is enough: start it without torchrun")
         if self.max_steps is not None and self.max_steps < 1:
             raise ConfigError(f"max_steps is {self.max_steps}; it must be at least 1, for example 1000")
         if self.no_checkpoints and self.checkpoint_dir is not None:

@@ -42,9 +42,25 @@ def open_source(
     documents = load_documents(recipe.text) if recipe.dataset_path is None else []
     tokenizer = _tokenizer_for(peer, run_id, recipe, run, checkpoint_dir, documents)
     peer.run(serve_tokenizer(peer.endpoint, tokenizer), FETCH_TIMEOUT_S, "handing out the tokenizer")
-    if recipe.dataset_path is None:
-        return Source(tokenizer, make_samples(documents, tokenizer, recipe))
-    return Source(tokenizer, _prepared_samples(run_id, recipe, tokenizer))
+    return Source(tokenizer, samples_for(run_id, recipe, tokenizer, documents))
+
+
+def samples_for(
+    run_id: str,
+    recipe: AlbertRecipe,
+    tokenizer: transformers.PreTrainedTokenizerFast,
+    documents: Sequence[Sequence[str]] | None = None,
+) -> Samples:
+    """The samples of the data, or of the text, that the recipe names.
+
+    Args:
+        documents: of the text, if it was read already.
+    Raises:
+        ConfigError: they cannot be used in this run.
+    """
+    if recipe.dataset_path is not None:
+        return _prepared_samples(run_id, recipe, tokenizer)
+    return make_samples(load_documents(recipe.text) if documents is None else documents, tokenizer, recipe)
 
 
 def _prepared_samples(run_id: str, recipe: AlbertRecipe, tokenizer: transformers.PreTrainedTokenizerFast) -> Samples:

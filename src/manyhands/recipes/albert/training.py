@@ -11,9 +11,12 @@ from manyhands.base.errors import Timeout
 from manyhands.base.run_id import checked_run_id
 from manyhands.base.words import counted
 from manyhands.optim.metrics import MetricsRecord, publish_metrics
+from manyhands.optim.optimizer import Optimizer
+from manyhands.optim.process_group_optimizer import ProcessGroupOptimizer
 from manyhands.optim.progress_log import SHOWN_LIVE
 from manyhands.optim.run_manifest import RunManifest
 from manyhands.peer import Peer
+from manyhands.recipes.albert import ranks
 from manyhands.recipes.albert.account import Account, HeldoutLosses, Standing
 from manyhands.recipes.albert.adoption import RunRecipe, RunToJoin, facts_of
 from manyhands.recipes.albert.batches import Batches, heldout_batch
@@ -24,12 +27,12 @@ from manyhands.recipes.albert.config import AlbertRecipe
 from manyhands.recipes.albert.events import BatchDone, Counts, Event, Finished, Joined, StepDone
 from manyhands.recipes.albert.heldout import HeldoutComparison
 from manyhands.recipes.albert.model import build_model, loss_of
-from manyhands.recipes.albert.optimizer import join_run
+from manyhands.recipes.albert.optimizer import join_run, join_run_as_rank
 from manyhands.recipes.albert.packages import torch
 from manyhands.recipes.albert.samples import Samples
-from manyhands.recipes.albert.settings import TrainingSettings
+from manyhands.recipes.albert.settings import TrainingSettings, num_ranks
 from manyhands.recipes.albert.source import open_source
-from manyhands.recipes.albert.tokenizer import tokenizer_digest
+from manyhands.recipes.albert.tokenizer import tokenizer_digest, tokenizer_json
 from manyhands.recipes.albert.trial import fitting_batch_size, timed
 
 logger = logging.getLogger(__name__)
@@ -79,17 +82,31 @@ class AlbertTrainer:
             torch.set_num_threads(settings.threads)
         self._compute = Compute(settings.device, settings.precision)
         logger.info("Computing on %s", self._compute)
+        if settings.device == "auto" and (num_gpus := self._compute.num_idle_gpus()) and num_ranks() == 1:
+            logger.info(
+                "%s of this machine will be idle. For all of them, as one peer: torchrun --standalone "
+                "--nproc-per-node %d -m manyhands train ...", counted(num_gpus, "GPU"), num_gpus + 1,
+            )  # fmt: skip
         tokenizer, samples = open_source(peer, run_id, recipe, run, checkpoint_dir)
         self._model = self._compute.on_device(build_model(recipe, len(tokenizer), samples.vocabulary))
         self._heldout = HeldoutComparison(self._model, heldout_batch(samples, recipe))
         if not is_batch_size_chosen:
             recipe = replace(recipe, batch_size=self._try_batch_sizes(samples, recipe))
         chosen = RunRecipe(recipe=recipe, tokenizer=tokenizer_digest(tokenizer), vocab_size=len(tokenizer))
-        self._optimizer = join_run(
-            self._model, chosen, peer, run_id, settings.tuning,
-            batch_size_per_step=recipe.batch_size * settings.gradient_accumulation_steps,
-            allow_solo=settings.allow_solo,
-        )  # fmt: skip
+        steps = {"batch_size_per_step": recipe.batch_size * settings.gradient_accumulation_steps}
+        self._stepping: Optimizer | ProcessGroupOptimizer
+        """What all ranks of this peer call alike, to step and at the end; the one of this process otherwise."""
+        if num_ranks() > 1:
+            ranks.begin(ranks.Task(run_id, chosen, tokenizer_json(tokenizer), peer.peer_id))
+            self._stepping = join_run_as_rank(
+                self._model, chosen, peer, run_id, settings.tuning, allow_solo=settings.allow_solo, **steps
+            )
+            assert self._stepping.leader is not None
+            self._optimizer = self._stepping.leader
+        else:
+            self._stepping = self._optimizer = join_run(
+                self._model, chosen, peer, run_id, settings.tuning, allow_solo=settings.allow_solo, **steps
+            )
         self._batch_size = recipe.batch_size
         self._target_batch_size = recipe.target_batch_size
         self._losses: list[float] = []
@@ -104,6 +121,9 @@ class AlbertTrainer:
                 checkpoint_dir, facts_of(chosen), self._model, tokenizer, self._optimizer, settings.checkpoint_every
             )
             self._checkpoints.resume()
+        self._loss_of: torch.nn.Module = ranks.LossModule(self._model)
+        if num_ranks() > 1:
+            self._loss_of = ranks.together(self._loss_of, self._compute.device)
         order = f"{peer.peer_id} from step {self._optimizer.global_step}"  # other batches than before a restart
         self._batches = Batches(samples, recipe, order)
 
@@ -153,10 +173,10 @@ class AlbertTrainer:
             if self._checkpoints is not None:
                 self._checkpoints.close()
         logger.info("Stopping at global step %d; waiting for peers that are behind", optimizer.global_step)
-        optimizer.wait_for_others(self._settings.linger_s)
+        self._stepping.wait_for_others(self._settings.linger_s)
         loss = self._heldout.loss()
         logger.info("Held-out loss %.4f at global step %d", loss, optimizer.global_step)
-        self._on_event(Finished(optimizer.global_step, loss, optimizer.state_digest(), self._counts()))
+        self._on_event(Finished(optimizer.global_step, loss, self._stepping.state_digest(), self._counts()))
 
     def standing(self) -> Standing:
         """How this peer and the run stand now; safe to call from any thread."""
@@ -209,7 +229,7 @@ class AlbertTrainer:
         for _ in range(self._settings.gradient_accumulation_steps):
             self._compute_gradients()
         time.sleep((time.monotonic() - started) * (self._settings.slow_down - 1))
-        scaler.step(self._optimizer)
+        scaler.step(self._stepping)
         scaler.update()
         self._optimizer.zero_grad()
         self._on_event(
@@ -220,8 +240,8 @@ class AlbertTrainer:
         batch, num_batches = next(self._batches), self._settings.gradient_accumulation_steps
         with self._compute.fitting(f"a batch of {counted(self._batch_size, 'sample')}", SMALLER_BATCH):
             with self._compute.autocast():
-                loss = loss_of(self._model, batch)
-            self._compute.scaler.scale(loss / num_batches).backward()  # type: ignore[no-untyped-call]
+                loss = self._loss_of(batch)
+            self._compute.scaler.scale(loss / num_batches).backward()
             self._losses.append(loss.item())
         self._num_batches += 1
         is_first = self._num_batches == 1 and self._settings.log_first_batch

@@ -1,0 +1,90 @@
+"""One trainer on several GPUs: the processes that ``torchrun`` starts are one peer together.
+
+Rank 0 is the peer, and does all that a trainer of one process does. The other ranks compute gradients on samples of
+their own, and follow it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import distributed
+from torch.nn.parallel import DistributedDataParallel
+
+from manyhands.recipes.albert.adoption import RunRecipe
+from manyhands.recipes.albert.batches import Batch, Batches
+from manyhands.recipes.albert.compute import Compute
+from manyhands.recipes.albert.model import build_model, loss_of
+from manyhands.recipes.albert.optimizer import join_run_as_rank
+from manyhands.recipes.albert.packages import torch, transformers
+from manyhands.recipes.albert.settings import TrainingSettings
+from manyhands.recipes.albert.source import samples_for
+from manyhands.recipes.albert.tokenizer import tokenizer_from_json
+
+
+@dataclass(frozen=True)
+class Task:
+    """What rank 0 tells the others once: all that they need to build the same model and samples.
+
+    Attributes:
+        tokenizer: as JSON.
+        order: names the order of the samples, of which each rank has its own.
+    """
+
+    run_id: str
+    run: RunRecipe
+    tokenizer: str
+    order: str
+
+
+class LossModule(torch.nn.Module):
+    """Has the loss of a batch as its output, as ``DistributedDataParallel`` wants it."""
+
+    def __init__(self, model: transformers.AlbertForPreTraining) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        return loss_of(self.model, batch)
+
+
+def begin(task: Task | None) -> Task:
+    """Meet the other ranks; ``task`` is that of rank 0, and what all ranks get."""
+    distributed.init_process_group()
+    told = [task]
+    distributed.broadcast_object_list(told, src=0)
+    assert told[0] is not None
+    return told[0]
+
+
+def together(loss_module: LossModule, device: torch.device) -> torch.nn.Module:
+    """The same, with gradients averaged over the ranks; all have the parameters of rank 0 from now on."""
+    return DistributedDataParallel(loss_module, device_ids=[device.index] if device.type == "cuda" else None)
+
+
+def compute_along(settings: TrainingSettings) -> None:
+    """What ranks other than 0 do, until rank 0 ends."""
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    compute = Compute(settings.device, settings.precision)
+    task = begin(None)
+    recipe, rank = task.run.recipe, distributed.get_rank()
+    samples = samples_for(task.run_id, recipe, tokenizer_from_json(task.tokenizer))
+    model = compute.on_device(build_model(recipe, task.run.vocab_size, samples.vocabulary))
+    num_batches = settings.gradient_accumulation_steps
+    optimizer = join_run_as_rank(
+        model, task.run, None, task.run_id, settings.tuning,
+        batch_size_per_step=recipe.batch_size * num_batches,
+    )  # fmt: skip
+    loss_module = together(LossModule(model), compute.device)
+    batches = Batches(samples, recipe, f"{task.order} rank {rank}")
+    while settings.max_steps is None or optimizer.global_step < settings.max_steps:
+        for _ in range(num_batches):
+            with compute.autocast():
+                loss = loss_module(next(batches))
+            compute.scaler.scale(loss / num_batches).backward()
+        compute.scaler.step(optimizer)
+        compute.scaler.update()
+        optimizer.zero_grad()
+    optimizer.wait_for_others(settings.linger_s)  # as rank 0 does: they call alike
+    optimizer.state_digest()
