@@ -137,13 +137,14 @@ def plain_steps(batches: list[list[dict[str, torch.Tensor]]], args: transformers
 
 
 def test_two_trainers_make_the_steps_of_one_process_with_the_whole_batch(tmp_path: Path) -> None:
-    """Unequal batches, unequal accumulation, short last batches, and unequally many labels."""
+    """Unequal batches, unequal accumulation, short last batches, unequally many labels, and one scales its losses."""
     alone = copy.deepcopy(arguments(tmp_path))
     with peers(2) as (one, other):
         trainers = [
             made(tmp_path / "1", per_device_train_batch_size=2, gradient_accumulation_steps=3),
             made(tmp_path / "2", seed=2, per_device_train_batch_size=5),
         ]
+        trainers[1].accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)  # as with fp16 on a GPU
         callbacks = [collaborating(trainer, peer) for trainer, peer in zip(trainers, (one, other), strict=True)]
         recorders = [Recorder(trainer) for trainer in trainers]
         for trainer, recorder in zip(trainers, recorders, strict=True):
