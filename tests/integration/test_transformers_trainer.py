@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 import threading
@@ -138,7 +137,6 @@ def plain_steps(batches: list[list[dict[str, torch.Tensor]]], args: transformers
 
 def test_two_trainers_make_the_steps_of_one_process_with_the_whole_batch(tmp_path: Path) -> None:
     """Unequal batches, unequal accumulation, short last batches, unequally many labels, and one scales its losses."""
-    alone = copy.deepcopy(arguments(tmp_path))
     with peers(2) as (one, other):
         trainers = [
             made(tmp_path / "1", per_device_train_batch_size=2, gradient_accumulation_steps=3),
@@ -158,7 +156,7 @@ def test_two_trainers_make_the_steps_of_one_process_with_the_whole_batch(tmp_pat
     assert callbacks[0].optimizer.state_digest() == callbacks[1].optimizer.state_digest()
     steps = [[*recorders[0].batches[step], *recorders[1].batches[step]] for step in range(1, 5)]
     assert {len(batch["inputs"]) for step in steps for batch in step} >= {1, 2, 5}
-    expected = plain_steps(steps, alone)
+    expected = plain_steps(steps, arguments(tmp_path))
     for value, right in zip(trainers[0].model.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(value, right, atol=1e-5, rtol=0)
     rates = [entry["learning_rate"] for entry in trainers[1].state.log_history if "loss" in entry]
@@ -220,6 +218,16 @@ def test_with_an_optimizer_of_its_own_the_arguments_change_nothing(tmp_path: Pat
     assert rates == [0.1, 0.05, 0.025, 0.0125]
 
 
+@pytest.mark.parametrize(("name", "value"), [("max_steps", 5), ("learning_rate", 0.1), ("warmup_steps", 1)])
+def test_peers_with_another_schedule_or_end_are_refused(tmp_path: Path, name: str, value: float) -> None:
+    with peers(2) as (one, other):
+        first = made(tmp_path)
+        collaborating(first, one)
+        assert first.args.max_grad_norm == 0
+        with pytest.raises(manyhands.ManifestMismatch, match=name):
+            collaborating(made(tmp_path, **{name: value}), other)
+
+
 def test_a_late_joiner_ends_at_the_step_of_the_others_and_sees_other_batches(tmp_path: Path) -> None:
     with peers(2) as (one, other):
         first, second = made(tmp_path / "1", max_steps=6), made(tmp_path / "2", max_steps=6)
@@ -248,7 +256,7 @@ def test_a_late_joiner_ends_at_the_step_of_the_others_and_sees_other_batches(tmp
         thread.join(30.0)
         assert begun.is_set()
     assert second.state.global_step == first.state.global_step == late[0].optimizer.global_step == 6
-    assert min(losses_of(second)) == 3
+    assert min(losses_of(second)) >= 3
     assert max(losses_of(second).values()) < 6, "the first one is not divided among the steps before"
     orders = [next(iter(trainer.get_train_dataloader()))["inputs"] for trainer in (first, second)]
     assert not torch.equal(*orders), "with the same seed, too"

@@ -7,14 +7,15 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from manyhands.base.errors import MissingExtra
-from manyhands.optim.wrapper import OptimizerWrapper
 
 try:
     from accelerate.utils import find_batch_size
 except ModuleNotFoundError as error:
-    if error.name not in ("torch", "accelerate"):
+    if str(error.name).split(".")[0] not in ("torch", "accelerate"):
         raise
     raise MissingExtra("manyhands.training.accelerate", "albert") from error
+
+from manyhands.optim.wrapper import OptimizerWrapper
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

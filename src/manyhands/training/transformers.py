@@ -15,10 +15,6 @@ import zlib
 from typing import Any
 
 from manyhands.base.errors import ConfigError, MissingExtra
-from manyhands.optim.optimizer import Optimizer
-from manyhands.optim.process_group_optimizer import ProcessGroupOptimizer
-from manyhands.optim.wrapper import OptimizerWrapper
-from manyhands.training.report import report_step
 
 try:
     import torch
@@ -27,9 +23,14 @@ try:
 
     _ = transformers.Trainer  # transformers imports its parts when they are first used
 except ModuleNotFoundError as error:
-    if error.name not in ("torch", "transformers", "accelerate"):
+    if str(error.name).split(".")[0] not in ("torch", "transformers", "accelerate"):
         raise
     raise MissingExtra("manyhands.training.transformers", "albert") from error
+
+from manyhands.optim.optimizer import Optimizer
+from manyhands.optim.process_group_optimizer import ProcessGroupOptimizer
+from manyhands.optim.wrapper import OptimizerWrapper
+from manyhands.training.report import report_step
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +54,8 @@ class CollaborativeCallback(transformers.TrainerCallback):
     With a :class:`manyhands.Optimizer` in ``Trainer(..., optimizers=(optimizer, None))`` leave the options out: its own
     learning rate, schedule and clipping hold, and those of the arguments do not.
 
-    A batch counts by its labels other than -100, over which the loss is a mean (for one label each: by its samples).
+    A batch counts by its labels other than -100, over which the loss is a mean (with one label each: by its samples);
+    see :meth:`weight_of`.
 
     Args:
         trainer: add the callback to this one, before ``trainer.train()``.
@@ -106,12 +108,13 @@ class CollaborativeCallback(transformers.TrainerCallback):
                     "the Trainer has no optimizer of a run: give CollaborativeCallback(trainer, peer=peer, "
                     'run_id="my-run", target_batch_size=4096), or Trainer(optimizers=(manyhands.Optimizer(...), None))'
                 )
+            facts = facts_of(trainer) | dict(options.pop("must_match", None) or {})
             trainer.create_optimizer()  # as the arguments say, unless the Trainer was given one
             inner = trainer.optimizer
             trainer.create_scheduler(num_training_steps=args.max_steps, optimizer=inner)
             kind = ProcessGroupOptimizer if args.world_size > 1 else Optimizer
             said = {"scheduler": trainer.lr_scheduler, "max_grad_norm": args.max_grad_norm or None}
-            trainer.optimizer = kind(inner, **(said | options))
+            trainer.optimizer = kind(inner, must_match=facts, **(said | options))
             return trainer.optimizer
         if options:
             raise ConfigError(f"{', '.join(options)}: the Trainer's optimizer is in a run already; give these to it")
@@ -129,7 +132,8 @@ class CollaborativeCallback(transformers.TrainerCallback):
         return given
 
     def _switch_off_what_the_optimizer_does(self) -> None:
-        args, trainer = self._trainer.args, self._trainer
+        trainer = self._trainer
+        trainer.args = args = copy.copy(trainer.args)  # the user may have other plans for the arguments
         if args.gradient_accumulation_steps != 1:
             logger.info(
                 "gradient_accumulation_steps=%d is set to 1: the optimizer accumulates by itself, until all peers "
@@ -187,15 +191,18 @@ class CollaborativeCallback(transformers.TrainerCallback):
         if self._trainer.control.should_training_stop:  # the run had all its steps at the begin
             self.optimizer.next_batch(0)
             return torch.zeros((), device=self._trainer.args.device)
-        samples, weight = find_batch_size(inputs), self._weight_of(inputs)
+        samples, weight = find_batch_size(inputs), self.weight_of(inputs)
         self._shown_schedule.note()
         loss: torch.Tensor = self._original[0](model, inputs, *args, **kwargs)
         self.optimizer.next_batch(samples, weight)
         self._losses.append((loss.detach(), samples if weight is None else weight))
         return torch.zeros_like(loss)  # the Trainer would add up the batches of a step; see _log_save_evaluate
 
-    def _weight_of(self, inputs: Any) -> float | None:
-        """How many labels the loss of a batch is a mean over; None for samples."""
+    def weight_of(self, inputs: Any) -> float | None:
+        """How many labels the loss of a batch is a mean over; None for samples.
+
+        Override it where the loss is a mean over something else, on all peers alike.
+        """
         labels, shifts = inputs.get("shift_labels"), False
         if labels is None:
             labels, shifts = inputs.get("labels"), self._loss_shifts_labels
@@ -283,6 +290,18 @@ class ShownSchedule:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load nothing."""
+
+
+def facts_of(trainer: Any) -> dict[str, str]:
+    """What a Trainer's schedule is made of: its function cannot be compared with that of other peers, but this can."""
+    args = trainer.args
+    facts = {"max_steps": str(args.max_steps)}
+    if trainer.lr_scheduler is None:
+        facts["learning_rate"] = str(args.learning_rate)
+        facts["lr_scheduler_type"] = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
+        facts["lr_scheduler_kwargs"] = str(args.lr_scheduler_kwargs)
+        facts["warmup_steps"] = str(args.get_warmup_steps(args.max_steps))
+    return facts
 
 
 def check_arguments(trainer: Any) -> None:
