@@ -13,6 +13,7 @@ from accelerate.state import AcceleratorState, GradientState
 
 import manyhands
 from manyhands.base.errors import ConfigError
+from manyhands.training.accelerate import counted
 from tests.trainers import AVERAGING, BATCH_SIZE, FAST, new_model, peers
 
 
@@ -24,9 +25,12 @@ def accelerate_is_as_before() -> Iterator[None]:
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def train(num_accumulated: int, num_batches: int) -> manyhands.Optimizer:
+def train(
+    num_accumulated: int, num_samples: int, *, is_counted: bool = False
+) -> tuple[manyhands.Optimizer, torch.nn.Module]:
     """The loop of accelerate's documentation."""
-    data = torch.utils.data.TensorDataset(torch.randn(num_batches * BATCH_SIZE, 5))
+    generator = torch.Generator().manual_seed(1)
+    data = torch.utils.data.TensorDataset(torch.randn(num_samples, 5, generator=generator))
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=num_accumulated)
     with peers(1) as (peer,):
         plain = new_model()
@@ -36,7 +40,7 @@ def train(num_accumulated: int, num_batches: int) -> manyhands.Optimizer:
         )  # fmt: skip
         loader = torch.utils.data.DataLoader(data, batch_size=BATCH_SIZE)
         model, prepared, loader = accelerator.prepare(plain, optimizer, loader)
-        for (inputs,) in loader:
+        for (inputs,) in counted(loader, prepared, accelerator) if is_counted else loader:
             with accelerator.accumulate(model):
                 accelerator.backward(model(inputs).square().mean())
                 prepared.step()
@@ -44,19 +48,39 @@ def train(num_accumulated: int, num_batches: int) -> manyhands.Optimizer:
         copy.deepcopy(plain)
         torch.save(plain, io.BytesIO())
         optimizer.close()
-        return optimizer
+        return optimizer, plain
 
 
 def test_without_accumulation_every_sample_counts() -> None:
-    optimizer = train(1, 8)
+    optimizer, _ = train(1, 8 * BATCH_SIZE)
     assert optimizer.statistics.samples_used == 8 * BATCH_SIZE
     assert optimizer.global_step == 4
 
 
+@pytest.mark.parametrize("num_accumulated", [1, 3])
+def test_with_counted_batches_the_update_does_not_depend_on_the_split(num_accumulated: int) -> None:
+    """Of each three batches one is short, or none follows."""
+    optimizer, model = train(num_accumulated, 2 * BATCH_SIZE + 3 * BATCH_SIZE - 1, is_counted=True)
+    assert optimizer.statistics.samples_computed == 5 * BATCH_SIZE - 1
+    assert optimizer.statistics.samples_used == 4 * BATCH_SIZE
+    assert optimizer.samples_accumulated == BATCH_SIZE - 1, "not those of a whole batch"
+    assert optimizer.global_step == 2
+    whole = torch.randn(5 * BATCH_SIZE - 1, 5, generator=torch.Generator().manual_seed(1))
+    expected = new_model()
+    plain = torch.optim.SGD(expected.parameters(), lr=0.1)
+    for inputs in whole[: 4 * BATCH_SIZE].chunk(2):
+        expected(inputs).square().mean().backward()
+        plain.step()
+        plain.zero_grad()
+    for value, right in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(value, right, atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize("num_batches", [4, 3], ids=["whole", "the last one shorter"])
 def test_accumulation_is_refused_before_a_sample_is_lost(num_batches: int) -> None:
-    with pytest.raises(ConfigError, match=r"Leave gradient_accumulation_steps at 1.* accumulates by itself"):
-        train(2, num_batches)
+    with pytest.raises(ConfigError, match=r"by itself(.|\n)* for batch in .*accelerate.counted\(") as raised:
+        train(2, num_batches * BATCH_SIZE)
+    assert "trainer.add_callback(manyhands.training.transformers.CollaborativeCallback(trainer))" in str(raised.value)
 
 
 def test_two_backward_passes_of_a_plain_loop_are_its_own_business() -> None:

@@ -15,6 +15,7 @@ SHOWS = {
     "quickstart.py": ": 2 peers, loss",
     "averaging.py": "averaged by 2 peers",
     "several_gpus.py": ": 2 peers, loss",
+    "transformers_trainer.py": "'num_peers': 2",
 }
 """What each program prints when two peers work together."""
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

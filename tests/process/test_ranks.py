@@ -366,11 +366,15 @@ def test_a_rank_waits_for_another_one_for_so_long_and_for_rank_0_while_that_is_a
         assert both.wait() == [0, 0]
 
 
+def be_as_with_torchrun(rank: int) -> None:
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": NUM_RANKS, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
+    os.environ |= {name: str(value) for name, value in place.items()}
+
+
 def prepare(rank: int) -> None:
     from accelerate import Accelerator
 
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": NUM_RANKS, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
-    os.environ |= {name: str(value) for name, value in place.items()}  # as torchrun does
+    be_as_with_torchrun(rank)
     accelerator = Accelerator(cpu=True)
     with the_peer(rank) as peer:
         plain = new_model(seed=rank)
@@ -389,3 +393,44 @@ def test_accelerate_prepares_it_as_any_other_optimizer(tmp_path: Path) -> None:
         assert first == second
         assert (first["model"], first["step"]) == ("DistributedDataParallel", 2)
         assert both.wait() == [0, 0]
+
+
+class Regression(torch.nn.Module):
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.inner = new_model(seed=rank)
+
+    def forward(self, inputs: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> dict[str, torch.Tensor]:
+        return {"loss": loss_of(self.inner, (inputs, labels))}
+
+
+def collaborate(rank: int, folder: str) -> None:
+    import transformers
+
+    from manyhands.training.transformers import CollaborativeCallback
+
+    be_as_with_torchrun(rank)
+    inputs, labels = random_batch(7, size=30)
+    dataset = [{"inputs": one, "labels": other} for one, other in zip(inputs, labels, strict=True)]
+    arguments = transformers.TrainingArguments(
+        folder, max_steps=3, per_device_train_batch_size=BATCH_SIZE, gradient_accumulation_steps=2, use_cpu=True,
+        report_to=[], save_steps=2, disable_tqdm=True, average_tokens_across_devices=True,
+    )  # fmt: skip
+    trainer = transformers.Trainer(Regression(rank), arguments, train_dataset=dataset)
+    with the_peer(rank) as peer:
+        callback = CollaborativeCallback(trainer, peer=peer, run_id="ranks", target_batch_size=16)
+        trainer.add_callback(callback)
+        trainer.train()
+        seed = trainer.accelerator.dataloader_config.data_seed
+        facts = {"step": trainer.state.global_step, "samples": callback.optimizer.statistics.samples_used, "seed": seed}
+        say(**facts, digest=digest_of(trainer.model), loss=trainer.state.log_history[-1]["train_loss"])
+
+
+def test_a_transformers_trainer_with_several_ranks_is_one_peer(tmp_path: Path) -> None:
+    with job(collaborate, tmp_path, str(tmp_path / "output")) as both:
+        first, second = both.hear()
+        assert {first.pop("loss") < 3, second.pop("loss") < 3} == {True}, "not doubled for two ranks"
+        assert first == second
+        assert (first["step"], first["samples"]) == (3, 3 * 16)
+        assert both.wait() == [0, 0]
+        assert sorted(path.name for path in (tmp_path / "output").iterdir()) == ["checkpoint-2", "checkpoint-3"]

@@ -58,7 +58,7 @@ def test_a_schedule_in_the_loop_is_refused_at_the_next_step(
         assert f"the option 'lr' was {0.05!r} and is {optimizer.param_groups[0]['lr']!r} now" in says or is_of_the_inner
         assert "scheduler=lambda inner: CosineAnnealingLR(inner, " in says
         assert "call no scheduler.step() in the loop" in says
-        assert "optimizers=(optimizer, MultiplicativeLR(optimizer, lambda _: 1.0))" in says
+        assert "trainer.add_callback(manyhands.training.transformers.CollaborativeCallback(trainer))" in says
         assert optimizer.statistics.samples_computed <= 8, "it is noticed before more is computed"
         assert optimizer.global_step <= 2
 
@@ -103,7 +103,7 @@ def test_of_several_groups_the_one_that_was_changed_is_named() -> None:
 
 @pytest.mark.parametrize("options", WAYS, ids=name_of)
 def test_a_schedule_that_changes_nothing_may_be_stepped_and_shows_the_rate(options: dict[str, Any]) -> None:
-    """What transformers.Trainer is given, which needs one to call."""
+    """As loops need that call one in any case."""
 
     def train(member: Member) -> None:
         shown = lr_scheduler.MultiplicativeLR(member.optimizer, lambda _: 1.0)

@@ -48,6 +48,6 @@ def _changed(name: str, group: int | None, old: Any, new: Any) -> str:
         "Peers call step() unequally often, so each would train with a value of its own. Give the schedule to the "
         "optimizer, which steps it once for each global step on all peers, and call no scheduler.step() in the loop:\n"
         "    optimizer = manyhands.Optimizer(..., scheduler=lambda inner: CosineAnnealingLR(inner, T_max=1000))\n"
-        "transformers.Trainer makes a schedule of its own unless it is given one; this one changes nothing:\n"
-        "    trainer = Trainer(..., optimizers=(optimizer, MultiplicativeLR(optimizer, lambda _: 1.0)))"
+        "A transformers.Trainer makes a schedule of its own, but for this line before trainer.train():\n"
+        "    trainer.add_callback(manyhands.training.transformers.CollaborativeCallback(trainer))"
     )

@@ -51,9 +51,11 @@ class HeldBatches:
             self._has_lost = False
             raise ConfigError(
                 "accelerate accumulates the gradients of several batches before it calls step(), so only the samples "
-                "of one of them would count. Leave gradient_accumulation_steps at 1, in Accelerator(...) or in "
-                "TrainingArguments(...): this optimizer accumulates by itself, until all peers together have "
-                "target_batch_size samples"
+                "of one of them would count. This optimizer accumulates by itself, until all peers together have "
+                "target_batch_size samples. Leave gradient_accumulation_steps at 1; or write, in a loop of your own\n"
+                "    for batch in manyhands.training.accelerate.counted(loader, optimizer, accelerator):\n"
+                "or with a transformers.Trainer, before trainer.train()\n"
+                "    trainer.add_callback(manyhands.training.transformers.CollaborativeCallback(trainer))"
             )
 
     def close(self) -> None:

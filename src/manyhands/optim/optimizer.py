@@ -123,7 +123,8 @@ class Optimizer(OptimizerWrapper):
         """The manifest of the round behind the current global step; None for a step made alone or loaded."""
         self.last_contribution = 0
         """This peer's samples in the current global step."""
-        self._peer = peer
+        self.peer = peer
+        """As given."""
         self._samples = Samples(peer.peer_id, self._replica, is_delayed=delay is not None)
         self._gradients = ModelGradients(self._replica.model_parameters)
         self._is_counted = False  # what is in the .grad, by this call of step()
@@ -219,9 +220,9 @@ class Optimizer(OptimizerWrapper):
         self._is_counted = self._accumulate(batch_size, weight, at_step)
         if self._current is None:
             self._act_on(self._membership.decide(self._samples.waiting, self._speed))
-        elif not self._collaboration.is_told(self._peer.time()):
+        elif not self._collaboration.is_told(self.peer.time()):
             self._membership.report(self._samples.waiting, self._speed, self._current)
-        self._speed.resume(self._peer.time())
+        self._speed.resume(self.peer.time())
         return loss
 
     def settle(self, timeout_s: float = 120.0) -> None:
@@ -230,14 +231,14 @@ class Optimizer(OptimizerWrapper):
         Raises:
             Timeout: it took longer.
         """
-        deadline = self._peer.time() + timeout_s
+        deadline = self.peer.time() + timeout_s
         while self._current is not None:
             if self._current.is_done:
                 self._end_step(self._current)
-            elif self._peer.time() > deadline:
+            elif self.peer.time() > deadline:
                 raise Timeout("waiting for a global step in the background", timeout_s)
             else:
-                self._peer.sleep(SETTLE_PERIOD_S)
+                self.peer.sleep(SETTLE_PERIOD_S)
 
     def wait_for_others(self, timeout_s: float = 30.0) -> bool:
         """Stay until all peers of the run have reached this step, so that those behind can still load the state.
@@ -287,13 +288,14 @@ class Optimizer(OptimizerWrapper):
         if self._options.auxiliary:
             if batch_size or weight:
                 raise ConfigError("an auxiliary peer has no batches: call step() without a batch size")
-            self._peer.sleep(AUXILIARY_PERIOD_S)
+            self.peer.sleep(AUXILIARY_PERIOD_S)
             return False
-        samples = checked_batch(self._options.batch_size_per_step if batch_size is None else batch_size, weight)
+        batch_size, weight = self._batch_of(batch_size, weight, self._options.batch_size_per_step)
+        samples = checked_batch(batch_size, weight)
         if samples == 0:
             return False
         self._running_statistics.close()
-        self._speed.count(samples, self._peer.time())
+        self._speed.count(samples, self.peer.time())
         if self._speed.batch_s > 0 and (advice := self._advice.after_batch(self._speed.batch_s, samples)):
             logger.info("%s", advice)
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)  # of a GradScaler
@@ -337,7 +339,7 @@ class Optimizer(OptimizerWrapper):
             logger.info("Found no active peers: this peer makes global steps alone, from #%d on", self.global_step + 1)
         self._was_alone = True
         with self._begun() as step, self._gradients_aside(step):
-            step.is_alone(self._peer.peer_id)
+            step.is_alone(self.peer.peer_id)
             self._make(step)
 
     @contextmanager

@@ -133,7 +133,7 @@ class ProcessGroupOptimizer(OptimizerWrapper):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        own = Batch(self._batch_size_per_step if batch_size is None else batch_size, weight)
+        own = Batch(*self._batch_of(batch_size, weight, self._batch_size_per_step))
         self._together(Call.STEP, self._step, own)
         return loss
 

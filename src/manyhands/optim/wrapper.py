@@ -30,6 +30,7 @@ class OptimizerWrapper(FromHivemind, torch.optim.Optimizer):
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         super().__init__(inner.param_groups, inner.defaults)
         self.inner = inner
+        self._next_batch: tuple[int, float | None] | None = None
 
     def wrap(self, replica: Replica) -> None:
         """From now on show what the replica has."""
@@ -40,6 +41,23 @@ class OptimizerWrapper(FromHivemind, torch.optim.Optimizer):
     def share(self) -> None:
         """Have the same groups and state as the wrapped optimizer, which replaces its own when it loads a state."""
         self.param_groups, self.state = self._replica.shown_groups, self.inner.state
+
+    def next_batch(self, batch_size: int, weight: float | None = None) -> None:
+        """Say what is behind the next call of ``step()``, where a library makes that call, without a batch size.
+
+        Args:
+            batch_size, weight: as for ``step()``.
+        """
+        self._next_batch = batch_size, weight
+
+    def _batch_of(
+        self, batch_size: int | None, weight: float | None, batch_size_per_step: int | None
+    ) -> tuple[int | None, float | None]:
+        """What a call of ``step()`` counts."""
+        told, self._next_batch = self._next_batch, None
+        if batch_size is None and weight is None and told is not None:
+            return told
+        return batch_size_per_step if batch_size is None else batch_size, weight
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused once the run is joined: all its peers must have the same parameters."""

@@ -60,3 +60,13 @@ def test_without_torch_one_line_says_what_to_install(statement: str, what: str, 
     last = ran.stderr.splitlines()[-1]
     assert f"{what} needs packages that are not installed; try: pip install '.[torch]' in " in last
     assert "ModuleNotFoundError" not in ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("module", "missing"),
+    [("transformers", "transformers"), ("transformers", "accelerate"), ("accelerate", "accelerate")],
+)
+def test_without_their_libraries_adapters_say_what_to_install(module: str, missing: str) -> None:
+    ran = run_python(f"import sys; sys.modules[{missing!r}] = None\nimport manyhands.training.{module}")
+    says = f"manyhands.training.{module} needs packages that are not installed; try: pip install '.[albert]' in "
+    assert says in ran.stderr.splitlines()[-1]

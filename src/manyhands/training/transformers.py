@@ -1,0 +1,338 @@
+"""A ``transformers.Trainer`` whose batch is the whole swarm, and whose steps are those of the run.
+
+The Trainer goes on batch by batch; what it does once for each optimizer step it does once for each global step of the
+run, which may take many batches. So each batch is a step of its own to the Trainer, and the callback has it count the
+global steps instead.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import sys
+import zlib
+from typing import Any
+
+from manyhands.base.errors import ConfigError, MissingExtra
+
+try:
+    import torch
+    import transformers
+    from accelerate.utils import broadcast_object_list, find_batch_size
+
+    _ = transformers.Trainer  # transformers imports its parts when they are first used
+except ModuleNotFoundError as error:
+    if str(error.name).split(".")[0] not in ("torch", "transformers", "accelerate"):
+        raise
+    raise MissingExtra("manyhands.training.transformers", "albert") from error
+
+from manyhands.optim.optimizer import Optimizer
+from manyhands.optim.process_group_optimizer import ProcessGroupOptimizer
+from manyhands.optim.wrapper import OptimizerWrapper
+from manyhands.training.report import report_step
+
+logger = logging.getLogger(__name__)
+
+IGNORED_LABEL = -100
+"""Labels that a loss leaves out, by the custom of ``transformers``."""
+
+
+class CollaborativeCallback(transformers.TrainerCallback):
+    """Has a ``transformers.Trainer``, of any subclass, train together with the other peers of a run.
+
+    Example::
+
+        trainer = transformers.Trainer(model, arguments, train_dataset=dataset)
+        trainer.add_callback(CollaborativeCallback(trainer, peer=peer, run_id="my-run", target_batch_size=4096))
+        trainer.train()
+
+    The ``TrainingArguments`` mean what they say, for the whole run: learning rate, schedule, weight decay and clipping
+    are those of its global steps, and so are ``max_steps``, ``logging_steps``, ``save_steps`` and ``eval_steps``. All
+    peers need the same ones, but for what concerns their own batches and files.
+
+    With a :class:`manyhands.Optimizer` in ``Trainer(..., optimizers=(optimizer, None))`` leave the options out: its own
+    learning rate, schedule and clipping hold, and those of the arguments do not.
+
+    A batch counts by its labels other than -100, over which the loss is a mean (with one label each: by its samples);
+    see :meth:`weight_of`.
+
+    Args:
+        trainer: add the callback to this one, before ``trainer.train()``.
+        options: of :class:`manyhands.Optimizer`, to make one around the Trainer's own: at least ``peer``, ``run_id``
+            and ``target_batch_size``. Under ``torchrun`` it is a :class:`manyhands.ProcessGroupOptimizer`.
+
+    Attributes:
+        optimizer: of the run.
+    Raises:
+        ConfigError: an argument does not fit a run of many peers; nothing was joined.
+        ManifestMismatch, RunNotFound, Unavailable: as for :class:`manyhands.Optimizer`.
+    """
+
+    def __init__(self, trainer: Any, **options: Any) -> None:
+        check_arguments(trainer)
+        self.optimizer = self._optimizer_of(trainer, options)
+        self._trainer = trainer
+        self._has_begun = False
+        self._step = 0  # the global step that the Trainer was last told of
+        self._loss_of_steps = 0.0  # which the Trainer was not told yet
+        self._losses: list[tuple[torch.Tensor, float]] = []  # of the batches since then, with their weights
+        self._samples_before = 0
+        self._shown_schedule = ShownSchedule(self.optimizer)
+        self._loss_shifts_labels = getattr(trainer, "_loss_shifts_labels", False)
+        self._switch_off_what_the_optimizer_does()
+        self._shuffle_unlike_others()
+        self._original = trainer.training_step, trainer.get_batch_samples, trainer.log
+        self._original_report = getattr(trainer, "_maybe_log_save_evaluate")  # noqa: B009 (private to transformers)
+        self._original_values = trainer.set_initial_training_values
+        overrides = {
+            "set_initial_training_values": self._endless_epochs,
+            "create_scheduler": self._create_scheduler,
+            "get_batch_samples": self._get_batch_samples,
+            "training_step": self._train_batch,
+            "_get_grad_norm": lambda *args, **kwargs: None,  # that of one batch says nothing of a step
+            "_maybe_log_save_evaluate": self._log_save_evaluate,
+            "log": self._log,
+        }
+        for name, override in overrides.items():
+            setattr(trainer, name, override)
+
+    # setting up
+
+    @staticmethod
+    def _optimizer_of(trainer: Any, options: dict[str, Any]) -> Any:
+        args, given = trainer.args, trainer.optimizer
+        if not isinstance(given, OptimizerWrapper):
+            if not options:
+                raise ConfigError(
+                    "the Trainer has no optimizer of a run: give CollaborativeCallback(trainer, peer=peer, "
+                    'run_id="my-run", target_batch_size=4096), or Trainer(optimizers=(manyhands.Optimizer(...), None))'
+                )
+            facts = facts_of(trainer) | dict(options.pop("must_match", None) or {})
+            trainer.create_optimizer()  # as the arguments say, unless the Trainer was given one
+            inner = trainer.optimizer
+            trainer.create_scheduler(num_training_steps=args.max_steps, optimizer=inner)
+            kind = ProcessGroupOptimizer if args.world_size > 1 else Optimizer
+            said = {"scheduler": trainer.lr_scheduler, "max_grad_norm": args.max_grad_norm or None}
+            trainer.optimizer = kind(inner, must_match=facts, **(said | options))
+            return trainer.optimizer
+        if options:
+            raise ConfigError(f"{', '.join(options)}: the Trainer's optimizer is in a run already; give these to it")
+        if trainer.lr_scheduler is not None:
+            raise ConfigError(
+                "the schedule belongs to the optimizer, which steps it once for each global step on all peers: "
+                "manyhands.Optimizer(..., scheduler=lambda inner: CosineAnnealingLR(inner, T_max=1000)), and "
+                "Trainer(..., optimizers=(optimizer, None))"
+            )
+        if args.world_size > 1 and not isinstance(given, ProcessGroupOptimizer):
+            raise ConfigError(
+                f"{args.world_size} processes of torchrun are one peer, and need manyhands.ProcessGroupOptimizer "
+                "instead of manyhands.Optimizer"
+            )
+        return given
+
+    def _switch_off_what_the_optimizer_does(self) -> None:
+        trainer = self._trainer
+        trainer.args = args = copy.copy(trainer.args)  # the user may have other plans for the arguments
+        if args.gradient_accumulation_steps != 1:
+            logger.info(
+                "gradient_accumulation_steps=%d is set to 1: the optimizer accumulates by itself, until all peers "
+                "together have target_batch_size samples", args.gradient_accumulation_steps,
+            )  # fmt: skip
+        if args.max_grad_norm:
+            logger.info(
+                "max_grad_norm=%g of the Trainer is set to 0: the optimizer clips the averaged gradient, not that of "
+                "each batch", args.max_grad_norm,
+            )  # fmt: skip
+        args.gradient_accumulation_steps, args.max_grad_norm = 1, 0.0
+        args.ignore_data_skip = True  # the batches of a checkpoint's steps are not known, as peers share the steps
+        trainer.model_accepts_loss_kwargs = False  # each loss is a mean over its own batch, whatever the model does
+        trainer.lr_scheduler = self._shown_schedule
+
+    def _shuffle_unlike_others(self) -> None:
+        """Peers have the same ``seed``, as a rule: all would train on the same batches at the same time."""
+        trainer, leader = self._trainer, self._leader
+        if trainer.args.data_seed is not None:
+            return
+        seeds = [None if leader is None else f"{leader.peer.peer_id} from step {leader.global_step}"]
+        seed = zlib.crc32(str(broadcast_object_list(seeds)[0]).encode())
+        trainer.accelerator.dataloader_config.data_seed = seed
+        transformers.set_seed(seed)  # other samplers, and dropout
+
+    @property
+    def _leader(self) -> Optimizer | None:
+        optimizer = self.optimizer
+        leader: Optimizer | None = optimizer.leader if isinstance(optimizer, ProcessGroupOptimizer) else optimizer
+        return leader
+
+    # what the Trainer calls
+
+    def _endless_epochs(self, args: Any, dataloader: Any) -> tuple[Any, ...]:
+        """The Trainer reckons how many epochs its steps take, with one batch for each: more are needed here."""
+        endless = copy.copy(args)
+        endless.max_steps = sys.maxsize
+        return (*self._original_values(endless, dataloader)[:-1], args.max_steps)
+
+    def _create_scheduler(self, *args: Any, **kwargs: Any) -> ShownSchedule:
+        trainer = self._trainer
+        trainer.lr_scheduler = self._shown_schedule
+        trainer.state.global_step = max(trainer.state.global_step, self.optimizer.global_step)  # before it counts on
+        return self._shown_schedule
+
+    def _get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        batches, num_items = self._original[1](*args, **kwargs)
+        if not batches:  # where the length is not known, an epoch ends with its data
+            self._trainer.control.should_epoch_stop = True
+        return batches, num_items
+
+    def _train_batch(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if not self._has_begun:
+            raise ConfigError("the Trainer has no CollaborativeCallback: call trainer.add_callback(callback) first")
+        if self._trainer.control.should_training_stop:  # the run had all its steps at the begin
+            self.optimizer.next_batch(0)
+            return torch.zeros((), device=self._trainer.args.device)
+        samples, weight = find_batch_size(inputs), self.weight_of(inputs)
+        self._shown_schedule.note()
+        loss: torch.Tensor = self._original[0](model, inputs, *args, **kwargs)
+        self.optimizer.next_batch(samples, weight)
+        self._losses.append((loss.detach(), samples if weight is None else weight))
+        return torch.zeros_like(loss)  # the Trainer would add up the batches of a step; see _log_save_evaluate
+
+    def weight_of(self, inputs: Any) -> float | None:
+        """How many labels the loss of a batch is a mean over; None for samples.
+
+        Override it where the loss is a mean over something else, on all peers alike.
+        """
+        labels, shifts = inputs.get("shift_labels"), False
+        if labels is None:
+            labels, shifts = inputs.get("labels"), self._loss_shifts_labels
+        if not isinstance(labels, torch.Tensor) or labels.dim() == 0:
+            return None
+        return float((labels[..., 1:] if shifts else labels).ne(IGNORED_LABEL).sum())
+
+    def _log_save_evaluate(self, loss_sum: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        loss_sum += self._loss_of_steps
+        self._loss_of_steps = 0.0
+        self._original_report(loss_sum, *args, **kwargs)
+
+    def _log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        if "loss" in logs:
+            logs["num_peers"] = self.optimizer.num_peers
+        if "train_runtime" in logs:  # by the Trainer's reckoning of one batch for each step
+            samples = self.optimizer.statistics.samples_computed - self._samples_before
+            logs["train_samples_per_second"] = round(samples / logs["train_runtime"], 3)
+        self._original[2](logs, *args, **kwargs)
+
+    # events
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Begin where the run is."""
+        self._has_begun = True
+        self._step = state.global_step = self.optimizer.global_step
+        self._samples_before = self.optimizer.statistics.samples_computed
+        if self._step >= state.max_steps:
+            logger.info("The run has made %d global steps already, and max_steps is %d", self._step, state.max_steps)
+            control.should_training_stop = True
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Count the steps of the run."""
+        state.global_step = self.optimizer.global_step - 1  # to which the Trainer adds one
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Log, save and evaluate once for each global step."""
+        num_steps = state.global_step - self._step
+        if num_steps == 0:
+            control.should_log = control.should_evaluate = control.should_save = False
+            return
+        self._step = state.global_step
+        losses, mean = self._mean_loss()
+        self._loss_of_steps = mean * num_steps  # the Trainer divides by the number of steps
+        if self._leader is not None:
+            report_step(self._leader, losses, mean)
+        if control.should_save:
+            self.optimizer.settle()  # model and optimizer are saved one after the other
+
+    def _mean_loss(self) -> tuple[list[float], float]:
+        """The finite losses of the batches since the last step, and their mean by weight."""
+        pairs = [(loss.item(), weight) for loss, weight in self._losses]
+        self._losses = []
+        pairs = [(loss, weight) for loss, weight in pairs if math.isfinite(loss) and weight > 0]
+        total = sum(weight for _, weight in pairs)
+        return [loss for loss, _ in pairs], sum(loss * weight for loss, weight in pairs) / total if total else 0.0
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Stay until peers that are behind have loaded the state."""
+        logger.info("Stopping at global step %d; waiting for peers that are behind", self.optimizer.global_step)
+        self.optimizer.wait_for_others()
+
+
+class ShownSchedule:
+    """Has the Trainer show the learning rate of each global step; it is the optimizer that steps the schedule."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self.note()
+
+    def note(self) -> None:
+        """Remember the rates before a step, which is made with them."""
+        self._rates = [float(group["lr"]) for group in self._optimizer.param_groups]
+
+    def get_last_lr(self) -> list[float]:
+        """The rates of the last step."""
+        return self._rates
+
+    def step(self, *args: Any) -> None:
+        """Change nothing."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: the schedule is in the optimizer's state."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load nothing."""
+
+
+def facts_of(trainer: Any) -> dict[str, str]:
+    """What a Trainer's schedule is made of: its function cannot be compared with that of other peers, but this can."""
+    args = trainer.args
+    facts = {"max_steps": str(args.max_steps)}
+    if trainer.lr_scheduler is None:
+        facts["learning_rate"] = str(args.learning_rate)
+        facts["lr_scheduler_type"] = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
+        facts["lr_scheduler_kwargs"] = str(args.lr_scheduler_kwargs)
+        facts["warmup_steps"] = str(args.get_warmup_steps(args.max_steps))
+    return facts
+
+
+def check_arguments(trainer: Any) -> None:
+    """Make sure that a Trainer can take part in a run.
+
+    Raises:
+        ConfigError: it cannot; says what to write instead.
+    """
+    args = trainer.args
+    if args.max_steps <= 0:
+        raise ConfigError(
+            f"max_steps={args.max_steps}: epochs end at another step on each peer; give TrainingArguments("
+            "max_steps=1000), the global steps of the run, the same on all peers"
+        )
+    if args.n_gpu > 1:
+        raise ConfigError(
+            f"the Trainer would split each batch among {args.n_gpu} GPUs of one process. Start a process for each, "
+            f"which are one peer together: torchrun --nproc-per-node {args.n_gpu} {sys.argv[0]}; or use one GPU: "
+            "CUDA_VISIBLE_DEVICES=0"
+        )
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        raise ConfigError(
+            "FSDP and DeepSpeed split the model, and each process of a peer must have all of it: leave fsdp= and "
+            "deepspeed= out of the TrainingArguments"
+        )
+    if trainer.model_init is not None:
+        raise ConfigError(
+            "with model_init= the Trainer makes another model and optimizer in train(): give Trainer(model_init(), ...)"
+        )
+    if args.load_best_model_at_end:
+        raise ConfigError(
+            "load_best_model_at_end=True would change the parameters while other peers may still load them from here; "
+            "leave it out, and load the checkpoint named by trainer.state.best_model_checkpoint afterwards"
+        )
