@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from manyhands.base.errors import Timeout
 from manyhands.base.words import counted
-from manyhands.optim.metrics import MetricsRecord, publish_metrics
+from manyhands.optim.metrics import TTL_S, MetricsRecord, publish_metrics
 from manyhands.optim.optimizer import Optimizer
 from manyhands.optim.progress_log import SHOWN_LIVE
 
@@ -16,12 +16,13 @@ logger = logging.getLogger(__name__)
 METRICS_TIMEOUT_S = 10.0
 
 
-def report_step(optimizer: Optimizer, losses: Sequence[float], mean_loss: float) -> None:
+def report_step(optimizer: Optimizer, losses: Sequence[float], mean_loss: float, ttl_s: float = TTL_S) -> None:
     """Log the global step that was reached, and publish the metrics of this peer.
 
     Args:
         losses: of the batches since the last one; without any, nothing is published.
         mean_loss: their mean, by samples.
+        ttl_s: monitors can read them for so long.
     """
     contribution, speed = optimizer.last_contribution, optimizer.samples_per_second
     logger.info("Step %d", optimizer.global_step, extra=SHOWN_LIVE)
@@ -32,7 +33,7 @@ def report_step(optimizer: Optimizer, losses: Sequence[float], mean_loss: float)
     logger.info("Local loss: %.5f", mean_loss, extra=SHOWN_LIVE)
     record = MetricsRecord(optimizer.global_step, speed, contribution, sum(losses), len(losses))
     presence, run_id = optimizer.peer.presence, optimizer.manifest.run_id
-    publication = publish_metrics(presence.dht, presence.peer_id, run_id, record)
+    publication = publish_metrics(presence.dht, presence.peer_id, run_id, record, ttl_s)
     try:
         optimizer.peer.run(publication, METRICS_TIMEOUT_S, "publishing metrics")
     except Timeout as error:  # nothing depends on them

@@ -7,13 +7,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from manyhands.base.errors import Timeout
 from manyhands.base.run_id import checked_run_id
 from manyhands.base.words import counted
-from manyhands.optim.metrics import MetricsRecord, publish_metrics
 from manyhands.optim.optimizer import Optimizer
 from manyhands.optim.process_group_optimizer import ProcessGroupOptimizer
-from manyhands.optim.progress_log import SHOWN_LIVE
 from manyhands.optim.run_manifest import RunManifest
 from manyhands.peer import Peer
 from manyhands.recipes.albert import ranks
@@ -34,11 +31,9 @@ from manyhands.recipes.albert.settings import TrainingSettings, num_ranks
 from manyhands.recipes.albert.source import open_source
 from manyhands.recipes.albert.tokenizer import tokenizer_digest, tokenizer_json
 from manyhands.recipes.albert.trial import fitting_batch_size, timed
+from manyhands.training.report import report_step
 
 logger = logging.getLogger(__name__)
-
-METRICS_TIMEOUT_S = 10.0
-
 
 LAST_LOOK_S = 1.0
 """So long may the held-out loss of the account take: a trainer that was told to leave has few seconds."""
@@ -255,26 +250,11 @@ class AlbertTrainer:
         manifest = optimizer.last_round
         round_id = manifest.group_id.hex() if manifest is not None else ""
         num_peers = len(manifest.members) if manifest is not None else 1
-        contribution = optimizer.last_contribution
         self._on_event(StepDone(optimizer.global_step, mean, round_id, num_peers, self._counts()))
-        logger.info("Step %d", optimizer.global_step, extra=SHOWN_LIVE)
-        logger.info("Your current contribution: %s", counted(contribution, "sample"), extra=SHOWN_LIVE)
-        logger.info("Performance: %.3f samples/sec", optimizer.samples_per_second, extra=SHOWN_LIVE)
-        if mean is None:
-            return
-        logger.info("Local loss: %.5f", mean, extra=SHOWN_LIVE)
-        self._first_loss = mean if self._first_loss is None else self._first_loss
-        self._last_loss = mean
-        record = MetricsRecord(
-            optimizer.global_step, optimizer.samples_per_second, contribution, sum(losses), len(losses)
-        )
-        publication = publish_metrics(
-            self._peer.dht, self._peer.peer_id, self._run_id, record, self._settings.tuning.metrics_ttl_s
-        )
-        try:
-            self._peer.run(publication, METRICS_TIMEOUT_S, "publishing metrics")
-        except Timeout as error:  # nothing depends on them
-            logger.warning("%s", error)
+        report_step(optimizer, losses, mean or 0.0, self._settings.tuning.metrics_ttl_s)
+        if mean is not None:
+            self._first_loss = mean if self._first_loss is None else self._first_loss
+            self._last_loss = mean
 
     def _counts(self) -> Counts:
         done = self._optimizer.statistics
