@@ -11,6 +11,7 @@ from manyhands.base.errors import ConfigError, JoinFailed, ManyhandsError
 from manyhands.cli.demo.command import demo
 from manyhands.cli.doctor_command import doctor
 from manyhands.cli.entry import EXIT_INTERRUPTED
+from manyhands.cli.evaluate_command import evaluate
 from manyhands.cli.fill_command import fill
 from manyhands.cli.first_peer_command import first_peer
 from manyhands.cli.join_command import join
@@ -30,7 +31,7 @@ app = App(
     suppress_keyboard_interrupt=False,
     default_parameter=Parameter(negative="", consume_multiple=True),
 )
-for command in (join, train, fill, monitor, first_peer, ticket, doctor, demo):
+for command in (join, train, evaluate, fill, monitor, first_peer, ticket, doctor, demo):
     app.command(command)
 
 
