@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
+import re
 from pathlib import Path
 
 import pytest
 
+from manyhands.cli.main import run
 from tests.process.commands import LOOPBACK, running
 from tests.unit.monitor.curve_files import tensorboard_points, wandb_points
+from tests.unit.monitor.fake_hub import fake_hub
 
 pytestmark = pytest.mark.process
 
@@ -40,13 +44,39 @@ def trainer(text: Path, *more: str) -> tuple[str, ...]:
 
 
 @pytest.mark.timeout(300)
-def test_a_run_is_drawn_and_evaluated(text: Path, tmp_path: Path) -> None:
+def test_a_run_is_drawn_and_evaluated_and_its_state_kept(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_of_a_test")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    with fake_hub() as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        have_a_run(text, tmp_path)
+    check_curves(tmp_path)
+
+    kept = tmp_path / "monitor" / "kept"
+    (newest, *_) = sorted(kept.glob("checkpoint-*"), key=lambda path: -int(path.name.rpartition("-")[2]))
+    assert hub.commits
+    for message, files in hub.commits:
+        assert re.fullmatch(r"Step #\d+, loss \d+\.\d+", message)
+        assert files.keys() >= {"config.json", "model.safetensors", "tokenizer.json", "optimizer.pt"}
+    assert run(["fill", str(kept), "The capital of [MASK] is big."]) == 0
+    assert "The capital of " in capsys.readouterr().out
+    with running(*trainer(text, "--checkpoint-dir", str(kept))) as later:
+        later.wait_for(f"Going on from {newest}")
+        later.wait_for("Optimizer step: done!")
+        later.interrupt()
+        assert later.wait(15) == INTERRUPTED, later.output
+
+
+def have_a_run(text: Path, tmp_path: Path) -> None:
     here = tmp_path / "monitor"
     here.mkdir()
     events = tmp_path / "evaluator.jsonl"
     with running(
         "monitor", "--run-id", "seen", "--listen", LOOPBACK, "--wandb-project", "demo", "--wandb-mode", "offline",
-        "--tensorboard", "curves", folder=here,
+        "--tensorboard", "curves", "--checkpoint-dir", "kept", "--checkpoint-every", "2",
+        "--repo-url", "somebody/model", "--upload-interval", "1", folder=here,
     ) as monitor:  # fmt: skip
         host_port = monitor.wait_for("Running DHT root at 127.0.0.1:").split()[-1]
         multiaddr = monitor.wait_for("--initial_peers /ip4/127.0.0.1/tcp/").split()[-1]
@@ -67,6 +97,7 @@ def test_a_run_is_drawn_and_evaluated(text: Path, tmp_path: Path) -> None:
                 assert evaluator.wait(90) == 0, evaluator.output
                 monitor.wait_for("Step #3  loss = ")
                 monitor.wait_for("Held-out loss")
+                monitor.wait_for("Uploaded checkpoint-")
                 second.interrupt()
                 first.interrupt()
                 for command in (first, second):
@@ -77,9 +108,12 @@ def test_a_run_is_drawn_and_evaluated(text: Path, tmp_path: Path) -> None:
     assert "tensorboard --logdir curves" in monitor.output
     assert "Traceback" not in monitor.output + evaluator.output
 
+
+def check_curves(tmp_path: Path) -> None:
+    here, events = tmp_path / "monitor", tmp_path / "evaluator.jsonl"
     measured = [json.loads(line) for line in events.read_text().splitlines()]
     assert [event["type"] for event in measured] == ["evaluated"] * 3
-    assert all(after["step"] >= before["step"] + 2 for before, after in zip(measured, measured[1:], strict=False))
+    assert all(after["step"] >= before["step"] + 2 for before, after in itertools.pairwise(measured))
     in_wandb, in_tensorboard = wandb_points(here), [point for _, point in tensorboard_points(here / "curves")]
     assert [point["step"] for point in in_wandb] == [point["step"] for point in in_tensorboard]
     for points in (in_wandb, in_tensorboard):
@@ -92,3 +126,37 @@ def test_a_run_is_drawn_and_evaluated(text: Path, tmp_path: Path) -> None:
         for event in measured:
             if event["step"] in heldout:
                 assert heldout[event["step"]]["heldout loss"] == pytest.approx(event["heldout_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["monitor", "--refresh-period", "0"], "refresh_period is 0.0; it must be from 0.5 to 600 seconds"),
+        (["monitor", "--wandb-project", ""], "--wandb-project is empty"),
+        (["monitor", "--wandb-mode", "offline"], "name a project too: --wandb-project NAME"),
+        (["monitor", "--tensorboard", "/dev/null"], "name a folder that can be written"),
+        (["monitor", "--checkpoint-dir", "/dev/null"], "checkpoint_dir /dev/null"),
+        (["monitor", "--checkpoint-dir", "d", "--checkpoint-every", "0"], "checkpoint_every is 0"),
+        (["monitor", "--repo-url", "somebody/model"], "add for example: --checkpoint-dir checkpoints --repo-url"),
+        (["monitor", "--checkpoint-dir", "d", "--repo-url", "a/b", "--upload-interval", "0"], "upload_interval is 0"),
+        (["monitor", "--checkpoint-dir", "d", "--repo-url", "a/b"], "run: hf auth login"),
+        (["monitor", "--checkpoint-dir", "d", "--repo-url", "a/b/c"], "for example OWNER/my-albert"),
+        (["evaluate"], "--initial-peers HOST:PORT"),
+        (["evaluate", "--initial-peers", "127.0.0.1:1", "--every", "0"], "every is 0; it must be at least 1"),
+        (["evaluate", "--initial-peers", "127.0.0.1:1", "--text", "gone.txt"], "gone.txt"),
+    ],
+)
+def test_what_cannot_work_is_said_in_one_line_and_leaves_nothing(
+    arguments: list[str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    assert run(arguments) == USAGE
+    errors = capsys.readouterr().err
+    assert said in errors
+    assert "Traceback" not in errors
+    assert not list(tmp_path.iterdir())

@@ -14,9 +14,7 @@ from manyhands.base.run_id import checked_run_id
 from manyhands.cli.options import NetworkOptions, OutputOptions
 from manyhands.cli.run_to_follow import wait_for_run
 from manyhands.cli.taking_part import require_albert
-from manyhands.recipes.albert.adoption import adopted
 from manyhands.recipes.albert.corpus import load_documents
-from manyhands.recipes.albert.memory import check_memory
 
 logger = logging.getLogger(__name__)
 
@@ -79,15 +77,11 @@ def evaluate(
     emit = output.begin()
     with network.connect() as peer:
         logger.info("Evaluating as peer %s, which trains nothing", peer.peer_id)
-        run = wait_for_run(peer, run_id)
-        assert run.manifest is not None
-        given = {"text": evaluation.text, "batch_size": 1}
-        recipe = adopted(run.run_id, run.manifest.extra, given)
-        check_memory(run.run_id, recipe.recipe, recipe.vocab_size)
+        run = wait_for_run(peer, run_id, {"text": evaluation.text, "batch_size": 1})
         logger.info("Loading PyTorch and transformers")
         from manyhands.recipes.albert.evaluator import AlbertEvaluator
 
         evaluator = AlbertEvaluator(
-            peer, run.run_id, recipe, emit, device=evaluation.device, threads=evaluation.threads
+            peer, run.run_id, run.recipe, emit, device=evaluation.device, threads=evaluation.threads
         )
         evaluator.run(evaluation.every, evaluation.max_evaluations, evaluation.until_step)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from manyhands.base.errors import ConfigError, Unavailable
 from manyhands.cli.run_look_up import LOOK_TIMEOUT_S
 from manyhands.optim.runs import Run, find_runs, listed, nobody_is_in
 from manyhands.peer import Peer
+from manyhands.recipes.albert.adoption import RunRecipe, adopted
 
 logger = logging.getLogger(__name__)
 
@@ -15,12 +18,31 @@ LOOK_PERIOD_S = 1.0
 TELL_PERIOD_S = 60.0
 
 
-def wait_for_run(peer: Peer, run_id: str | None) -> Run:
+class RunToFollow(NamedTuple):
+    """A run that somebody trains in, and its recipe."""
+
+    run_id: str
+    recipe: RunRecipe
+
+
+def wait_for_run(peer: Peer, run_id: str | None, given: Mapping[str, Any]) -> RunToFollow:
     """Wait until somebody trains in this run; without a name, in the only one that is there.
 
+    Args:
+        given: settings of the recipe that are this peer's own.
     Raises:
-        ConfigError: several are there; it lists them.
+        ConfigError: several are there; or the run's recipe cannot be used, or its model does not fit into the memory.
     """
+    from manyhands.recipes.albert.memory import check_memory  # needs a package of the extra
+
+    run = _wait_for_trainers(peer, run_id)
+    assert run.manifest is not None
+    found = adopted(run.run_id, run.manifest.extra, given)
+    check_memory(run.run_id, found.recipe, found.vocab_size)
+    return RunToFollow(run.run_id, found)
+
+
+def _wait_for_trainers(peer: Peer, run_id: str | None) -> Run:
     tell_at = peer.time()
     while True:
         runs: list[Run] = []
