@@ -136,7 +136,7 @@ class StateFollower:
             return {}
 
     def _download(self, donors: list[PeerId], leading: Position) -> State:
-        downloading = download_state(self._peer.endpoint, self._manifest, donors, leading)
+        downloading = download_state(self._peer.endpoint, self._manifest, donors, leading, is_onlooker=True)
         return self._run_coroutine(downloading, "downloading the state", MAX_DOWNLOAD_S)
 
     def _tell(self, words: str) -> None:
