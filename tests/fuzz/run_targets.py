@@ -44,7 +44,7 @@ from manyhands.base.identity import PeerId
 from manyhands.dht.records import decode_value, encode_value
 from manyhands.optim.company import Company
 from manyhands.optim.config import ProgressConfig
-from manyhands.optim.metrics import MetricsRecord
+from manyhands.optim.metrics import HeldoutRecord, MetricsRecord
 from manyhands.optim.progress import ProgressRecord, aggregate, describe_progress, leading_branch, next_refresh_s
 from manyhands.optim.run_manifest import RunManifest, differences, manifest_key, read_manifests, run_manifest_of
 from manyhands.optim.state import State, capture, empty_tensors, hyper_parameters_of, restore, sealed, specs_of
@@ -185,6 +185,13 @@ def _metrics_record(data: bytes) -> None:
     assert math.isfinite(record.loss / max(record.mini_steps, 1))
 
 
+def _heldout_record(data: bytes) -> None:
+    record = msgspec.convert(decode_value(data), HeldoutRecord)
+    assert math.isfinite(record.loss)
+    assert 0 <= record.mlm_accuracy <= 1
+    assert 0 <= record.sop_accuracy <= 1
+
+
 def _run_manifests(data: bytes) -> None:
     dht: Any = FakeDht()
     for number, value in enumerate((decode_value(data), zlib.compress(RUN.encoded()))):
@@ -267,6 +274,12 @@ TARGETS = [
         name="run.metrics-record",
         seeds=_values(MetricsRecord(7, 1.5, 64, 12.25, 4)),
         run=_metrics_record,
+        errors=(ValueError,),
+    ),
+    Target(
+        name="run.heldout-record",
+        seeds=_values(HeldoutRecord(7, 4.5, 0.25, 0.5, 64)),
+        run=_heldout_record,
         errors=(ValueError,),
     ),
     Target(

@@ -325,3 +325,14 @@ async def test_garbage_instead_of_a_request_is_counted() -> None:
         newcomer.release(stream)
         assert one.counters["protocol_violations"] == 1
         assert donor.num_captures == 0
+
+
+async def test_nobody_waits_for_a_peer_that_only_looks() -> None:
+    async with endpoints(2) as (one, other):
+        donor = Donor(one)
+        async with time_limit(10.0, "waiting for the download"):
+            state = await download_state(other, donor.manifest, [donor.peer_id], AT, is_onlooker=True)
+        assert_whole(state, donor)
+        assert not donor.server.is_followed(60.0)
+        await download(other, donor)
+        assert donor.server.is_followed(60.0)

@@ -12,6 +12,7 @@ from manyhands.cli.data_command import data
 from manyhands.cli.demo.command import demo
 from manyhands.cli.doctor_command import doctor
 from manyhands.cli.entry import EXIT_INTERRUPTED
+from manyhands.cli.evaluate_command import evaluate
 from manyhands.cli.fill_command import fill
 from manyhands.cli.first_peer_command import first_peer
 from manyhands.cli.join_command import join
@@ -32,7 +33,7 @@ app = App(
     suppress_keyboard_interrupt=False,
     default_parameter=Parameter(negative="", consume_multiple=True),
 )
-for command in (join, train, fill, monitor, first_peer, ticket, doctor, demo):
+for command in (join, train, evaluate, fill, monitor, first_peer, ticket, doctor, demo):
     app.command(command, help_epilogue=help_of(command.__name__.replace("_", "-")))
 app.command(data)
 

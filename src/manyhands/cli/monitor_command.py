@@ -3,25 +3,160 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import shlex
 import sys
 import threading
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
 
+from manyhands.base.address import Address, parse_addresses
+from manyhands.base.errors import ConfigError, ManyhandsError
 from manyhands.base.run_id import checked_run_id
 from manyhands.cli.options import NetworkOptions, OutputOptions
+from manyhands.cli.run_to_follow import wait_for_run
+from manyhands.cli.taking_part import require_albert
 from manyhands.cli.ticket_command import print_ticket
 from manyhands.monitor import RunMonitor
-from manyhands.monitor.events import Listening
+from manyhands.monitor.curves import Curves, Sink, TensorBoardSink, WandbMode, WandbSink
+from manyhands.monitor.events import Event, Listening, StepMade
+from manyhands.monitor.hub import HubUploads, checked_repo
+from manyhands.monitor.monitor import MAX_REFRESH_S, checked_refresh_s
+from manyhands.peer import Peer
+from manyhands.recipes.albert.checkpoint_dir import CheckpointDir
 
 logger = logging.getLogger(__name__)
 
 
+@Parameter(name="*", group="Curves")
+@dataclass(frozen=True, kw_only=True)
+class CurveOptions:
+    """Where loss, alive peers, samples, performance and step are drawn, and what evaluators measure."""
+
+    wandb_project: str | None = None
+    """Draw the curves at wandb.ai, in this project; needs the extra manyhands[wandb]."""
+
+    wandb_mode: WandbMode | None = None
+    """Send them at once, keep them for "wandb sync", or neither; by default what WANDB_MODE says, else online."""
+
+    tensorboard: Path | None = None
+    """Write the curves into this folder, for TensorBoard; needs the extra manyhands[tensorboard]."""
+
+    def __post_init__(self) -> None:
+        if self.wandb_project is not None and not self.wandb_project.strip():
+            raise ConfigError("--wandb-project is empty; name a project, for example --wandb-project my-albert")
+        if self.wandb_mode is not None and self.wandb_project is None:
+            raise ConfigError("--wandb-mode says how curves get to wandb; name a project too: --wandb-project NAME")
+
+    def sinks(self, run_id: str) -> dict[str, Sink]:
+        """What draws them; nothing has begun yet.
+
+        Raises:
+            ConfigError: a package is not installed, or a folder cannot be written.
+        """
+        sinks: dict[str, Sink] = {}
+        if self.wandb_project is not None:
+            sinks["wandb"] = WandbSink(self.wandb_project, run_id, self.wandb_mode)
+        if self.tensorboard is not None:
+            name = f"{run_id}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+            sinks["TensorBoard"] = TensorBoardSink(self.tensorboard, name)
+        return sinks
+
+
+@Parameter(name="*", group="Checkpoints")
+@dataclass(frozen=True, kw_only=True)
+class KeepingOptions:
+    """Keeps the state of the run, so that it outlives its trainers."""
+
+    checkpoint_dir: Path | None = None
+    """Download the run's state now and then and keep it here, as trainers do; needs torch: manyhands[albert]."""
+
+    checkpoint_every: int = 5
+    """Global steps from one checkpoint to the next."""
+
+    repo_url: str | None = None
+    """Send the newest checkpoint to this repository of the Hugging Face Hub: OWNER/NAME, or the address of its page."""
+
+    upload_interval: float = 3600.0
+    """Seconds from one such upload to the next."""
+
+    def __post_init__(self) -> None:
+        if self.checkpoint_every < 1:
+            raise ConfigError(f"checkpoint_every is {self.checkpoint_every}; it must be at least 1, for example 5")
+        if not 1.0 <= self.upload_interval <= 1e7:
+            raise ConfigError(
+                f"upload_interval is {self.upload_interval}; it must be at least 1 second, for example 3600"
+            )
+        if self.repo_url is not None and self.checkpoint_dir is None:
+            raise ConfigError(
+                f"--repo-url sends checkpoints, and none are kept; add for example: --checkpoint-dir checkpoints "
+                f"--repo-url {self.repo_url}"
+            )
+
+    def check(self) -> str | None:
+        """Make sure of what is needed before anything is started; returns the id of the repository, if there is one.
+
+        Raises:
+            ConfigError: a package is not installed, or there is no token.
+        """
+        if self.checkpoint_dir is not None:
+            require_albert()
+        return checked_repo(self.repo_url) if self.repo_url is not None else None
+
+
+class Keeping:
+    """Keeps checkpoints on the thread that calls :meth:`run`.
+
+    Attributes:
+        last_step: as the monitor saw it, for the message of an upload.
+    """
+
+    def __init__(self, options: KeepingOptions, run_id: str, repo: str | None) -> None:
+        self.last_step: StepMade | None = None
+        self._options = options
+        self._run_id = run_id
+        assert options.checkpoint_dir is not None
+        self._folder = CheckpointDir(options.checkpoint_dir, run_id)
+        self._uploads = HubUploads(repo, options.upload_interval) if repo is not None else None
+
+    def run(self, peer: Peer) -> None:
+        """Keep them until it is interrupted, or the run turns out to be one that cannot be kept here."""
+        try:
+            run = wait_for_run(peer, self._run_id, {})
+            logger.info("Keeping checkpoints in %s; loading PyTorch and transformers", self._folder.path)
+            from manyhands.recipes.albert.state_keeper import StateKeeper
+
+            StateKeeper(peer, run.run_id, run.recipe, self._folder, self._saved).run(self._options.checkpoint_every)
+        except ManyhandsError as error:
+            logger.warning("The monitor goes on, but no checkpoints are kept any more: %s", error)
+
+    def close(self) -> None:
+        """Let others use the folder."""
+        if self._uploads is not None:
+            self._uploads.close()
+        self._folder.close()
+
+    def _saved(self, path: Path, step: int) -> None:
+        if self._uploads is not None:
+            made = self.last_step
+            loss = f", loss {made.loss:.5f}" if made is not None else ""
+            self._uploads.offer(path, f"Step #{step}{loss}")
+
+
 def monitor(
     *,
-    run_id: Annotated[str, Parameter(help="Name of the run: 1 to 64 characters, without '.'.")],
+    run_id: Annotated[str, Parameter(help="Name of the run: 1 to 64 characters, without '.'.")] = "albert",
+    refresh_period: Annotated[
+        float, Parameter(help="Seconds between two looks at the run, at most; fewer shortly before a global step.")
+    ] = MAX_REFRESH_S,
+    curves: CurveOptions | None = None,
+    keeping: KeepingOptions | None = None,
     network: NetworkOptions | None = None,
     output: OutputOptions | None = None,
 ) -> None:
@@ -30,22 +165,57 @@ def monitor(
     Prints the exact command for the trainers. Stays until Ctrl-C.
     """
     network, output = network or NetworkOptions(), output or OutputOptions()
+    keeping = keeping or KeepingOptions()
     checked_run_id(run_id)
+    checked_refresh_s(refresh_period)
+    repo = keeping.check()
+    sinks = (curves or CurveOptions()).sinks(run_id)
     emit = output.begin()
-    with network.connect() as peer:
+    with ExitStack() as cleanup:
+        keeper = Keeping(keeping, run_id, repo) if keeping.checkpoint_dir is not None else None
+        if keeper is not None:
+            cleanup.callback(keeper.close)
+        peer = cleanup.enter_context(network.connect())
         logger.info("Running a coordinator of run %s as peer %s", run_id, peer.peer_id)
-        if peer.addresses:
-            logger.info("To train with it, run this on any machine that can reach this one:")
-        else:
-            logger.info(
-                "Others cannot join through this monitor, as it is in client mode; they join through its own peers:"
-            )
-        addresses = peer.addresses or network.initial_peers or ["ADDRESS-OF-ANY-OTHER-PEER"]
-        print(f"\n    manyhands train --run-id {shlex.quote(run_id)} --initial-peers {' '.join(addresses)}")  # noqa: T201
-        if peer.addresses:
-            print_ticket(run_id, peer.addresses)
-        sys.stdout.flush()
+        welcome(run_id, peer.addresses, network.initial_peers or ())
         emit(Listening(peer.peer_id, peer.addresses))
-        peer.run(RunMonitor(peer, run_id, emit).start(), 5.0, "starting the monitor")
+        drawn = Curves(sinks)
+        cleanup.callback(drawn.close)
+
+        def on_event(event: Event) -> None:
+            emit(event)
+            drawn.add(event)
+            if keeper is not None and isinstance(event, StepMade):
+                keeper.last_step = event
+
+        watcher = RunMonitor(peer, run_id, on_event, refresh_s=refresh_period)
+        peer.run(watcher.start(), 5.0, "starting the monitor")
+        if keeper is not None:
+            keeper.run(peer)
         while True:  # a wait without a bound cannot be interrupted on every platform
             threading.Event().wait(3600.0)
+
+
+def welcome(run_id: str, addresses: Sequence[str], initial_peers: Sequence[str]) -> None:
+    """Print how others join the run through this peer, in all the ways that tutorials have."""
+    places = parse_addresses(addresses)
+    for place in places:
+        logger.info("Running DHT root at %s", _host_port(place))
+    if places:
+        logger.info("To train with it, run this on any machine that can reach this one:")
+    else:
+        logger.info(
+            "Others cannot join through this monitor, as it is in client mode; they join through its own peers:"
+        )
+    shown = addresses or initial_peers or ["ADDRESS-OF-ANY-OTHER-PEER"]
+    print(f"\n    manyhands train --run-id {shlex.quote(run_id)} --initial-peers {' '.join(shown)}")  # noqa: T201
+    if places:
+        print(f"\n    --initial_peers {' '.join(addresses)}")  # noqa: T201
+        print(f"    --initial_peers {' '.join(map(_host_port, places))}")  # noqa: T201
+        print_ticket(run_id, addresses)
+    sys.stdout.flush()
+
+
+def _host_port(address: Address) -> str:
+    host = f"[{address.host}]" if ":" in address.host else address.host
+    return f"{host}:{address.port}"

@@ -24,7 +24,7 @@ class ProgressMade(msgspec.Struct, tag="progress"):
 
 
 class StepMade(msgspec.Struct, tag="step_seen"):
-    """A global step, as the metrics of its peers add up; ``loss`` is their mean."""
+    """A global step, as the metrics of its peers add up; ``loss`` is the mean over their micro-batches."""
 
     step: int
     loss: float
@@ -33,4 +33,13 @@ class StepMade(msgspec.Struct, tag="step_seen"):
     samples_per_second: float
 
 
-Event = Listening | ProgressMade | StepMade
+class HeldoutSeen(msgspec.Struct, tag="heldout_seen"):
+    """What an evaluator has measured at a global step; see :class:`manyhands.optim.metrics.HeldoutRecord`."""
+
+    step: int
+    heldout_loss: float
+    mlm_accuracy: float
+    sop_accuracy: float
+
+
+Event = Listening | ProgressMade | StepMade | HeldoutSeen

@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection
 
-from manyhands.base.errors import ManyhandsError
+from manyhands.base.errors import ConfigError, ManyhandsError
 from manyhands.base.identity import PeerId
 from manyhands.base.run_id import checked_run_id
-from manyhands.monitor.events import Event, ProgressMade, StepMade
+from manyhands.monitor.events import Event, HeldoutSeen, ProgressMade
+from manyhands.monitor.steps import SETTLED_S, CompleteSteps
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.firewalled import StrandedNotice
-from manyhands.optim.metrics import MetricsRecord, read_metrics
+from manyhands.optim.metrics import read_heldout, read_metrics
 from manyhands.optim.progress import Progress, aggregate, next_refresh_s, rank_of
 from manyhands.optim.progress_log import ProgressLog
 from manyhands.optim.progress_reader import ProgressReader
@@ -25,24 +26,35 @@ from manyhands.runtime import TaskOwner
 logger = logging.getLogger(__name__)
 
 MAX_REFRESH_S = 3.0
+MIN_REFRESH_S = 0.5
+LONGEST_REFRESH_S = 600.0
+"""Metrics are forgotten after so long."""
 
 
 class RunMonitor:
     """Reads the progress and the metrics of a run, and logs them.
 
     Args:
-        on_event: called on the network thread with each :class:`manyhands.monitor.events.Event`.
+        on_event: called on the network thread with each :class:`manyhands.monitor.events.Event`; it must not block.
+        refresh_s: the longest pause between two looks; they come faster shortly before a global step.
+    Raises:
+        ConfigError: an argument breaks its rule.
     """
 
-    def __init__(self, peer: Peer, run_id: str, on_event: Callable[[Event], None]) -> None:
+    def __init__(
+        self, peer: Peer, run_id: str, on_event: Callable[[Event], None], *, refresh_s: float = MAX_REFRESH_S
+    ) -> None:
         self._peer = peer
         self._run_id = checked_run_id(run_id)
         self._on_event = on_event
-        self._config = ProgressConfig(max_refresh_s=MAX_REFRESH_S)
+        self._refresh_s = checked_refresh_s(refresh_s)
+        self._config = ProgressConfig(min_refresh_s=MIN_REFRESH_S, max_refresh_s=refresh_s, ttl_s=2 * LONGEST_REFRESH_S)
         self._tasks = TaskOwner("monitor")
         self._is_watched = True
         self._notice = StrandedNotice(run_id)
-        self._last_step = -1
+        self._steps = CompleteSteps()
+        self._leading_step = -1
+        self._heldout_step = -1
         self._last_progress: Progress | None = None
         self._log = ProgressLog()
 
@@ -55,7 +67,7 @@ class RunMonitor:
 
     async def _watch_forever(self) -> None:
         while True:
-            delay_s = MAX_REFRESH_S
+            delay_s = self._refresh_s
             try:
                 delay_s = await self._look()
             except ManyhandsError as error:
@@ -70,6 +82,7 @@ class RunMonitor:
             if self._is_watched:
                 logger.info("Found no active peers")
             self._is_watched = False
+            await self._report_what_was_learnt(trainers)  # in the last steps, by peers that have left
             return 1.0
         self._is_watched = True
         self._tell_stranded()
@@ -80,8 +93,9 @@ class RunMonitor:
         if progress != self._last_progress:
             self._report_progress(leading.step, target, progress, delay_s)
             self._last_progress = progress
-        await self._report_step()
-        return delay_s
+        self._leading_step = leading.step
+        await self._report_what_was_learnt(trainers)
+        return min(delay_s, SETTLED_S) if self._steps.is_waiting else delay_s
 
     def _tell_stranded(self) -> None:
         """Say it if all who train are behind firewalls: this peer knows where another one can join."""
@@ -101,24 +115,40 @@ class RunMonitor:
             )
         )
 
-    async def _report_step(self) -> None:
+    async def _report_what_was_learnt(self, trainers: Collection[PeerId]) -> None:
+        if self._leading_step >= 0:  # else nobody has been seen yet
+            await self._report_steps(trainers)
+            await self._report_heldout()
+
+    async def _report_steps(self, trainers: Collection[PeerId]) -> None:
         metrics = await read_metrics(self._peer.dht, self._run_id)
-        step = max((record.step for record in metrics.values()), default=-1)
-        if step > self._last_step:
-            self._last_step = step
-            made = sum_up(metrics, step)
+        believed = {peer_id: record for peer_id, record in metrics.items() if record.step <= self._leading_step + 1}
+        for made in self._steps.look(believed, trainers, asyncio.get_running_loop().time()):
             logger.info("Step #%d  loss = %.5f", made.step, made.loss)
             self._on_event(made)
 
+    async def _report_heldout(self) -> None:
+        """Tell what evaluators have measured; of several that measure the same step, the first one counts."""
+        measured = await read_heldout(self._peer.dht, self._run_id)
+        for record in sorted(measured.values(), key=lambda record: record.step):
+            if self._heldout_step < record.step <= self._leading_step:
+                self._heldout_step = record.step
+                logger.info(
+                    "Held-out loss %.4f, MLM accuracy %.1f%%, SOP accuracy %.1f%% at global step %d",
+                    record.loss, 100 * record.mlm_accuracy, 100 * record.sop_accuracy, record.step,
+                )  # fmt: skip
+                self._on_event(HeldoutSeen(record.step, record.loss, record.mlm_accuracy, record.sop_accuracy))
 
-def sum_up(metrics: Mapping[PeerId, MetricsRecord], step: int) -> StepMade:
-    """Add up the metrics of all peers that have reported ``step``; the loss is the mean over their micro-batches."""
-    records = [record for record in metrics.values() if record.step == step]
-    mini_steps = sum(record.mini_steps for record in records)
-    return StepMade(
-        step=step,
-        loss=sum(record.loss for record in records) / mini_steps if mini_steps else 0.0,
-        alive_peers=len(records),
-        samples=sum(record.samples_accumulated for record in records),
-        samples_per_second=sum(record.samples_per_second for record in records),
-    )
+
+def checked_refresh_s(refresh_s: float) -> float:
+    """The longest pause between two looks at a run.
+
+    Raises:
+        ConfigError: it is out of bounds.
+    """
+    if not MIN_REFRESH_S <= refresh_s <= LONGEST_REFRESH_S:
+        raise ConfigError(
+            f"refresh_period is {refresh_s}; it must be from {MIN_REFRESH_S} to {LONGEST_REFRESH_S:g} seconds, "
+            "for example 30"
+        )
+    return refresh_s

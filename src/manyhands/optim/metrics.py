@@ -1,18 +1,23 @@
-"""What trainers publish about their learning, once for each global step, for monitors to add up."""
+"""What peers publish about the learning, for monitors: trainers once for each global step, evaluators now and then."""
 
 from __future__ import annotations
 
 import logging
 import math
 from collections.abc import Mapping
+from typing import Annotated, TypeVar
 
 import msgspec
 
+from manyhands.averaging.messages import Count
 from manyhands.base.errors import ManyhandsError
 from manyhands.base.identity import PeerId
 from manyhands.dht import DhtNode
 
 logger = logging.getLogger(__name__)
+R = TypeVar("R", bound=msgspec.Struct)
+
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 TTL_S = 600.0
 
@@ -40,19 +45,46 @@ class MetricsRecord(msgspec.Struct, frozen=True):
             raise ValueError("counts and speeds are finite and >= 0, a loss is finite")
 
 
+class HeldoutRecord(msgspec.Struct, frozen=True):
+    """How well the model does at one global step on text that nobody trains on, as one evaluator has measured it.
+
+    Attributes:
+        loss: mean over the samples, masked language modelling and sentence order together.
+        mlm_accuracy: share of the masked tokens that the model guesses.
+        sop_accuracy: share of the samples whose sentence order it tells.
+    """
+
+    step: Count
+    loss: float
+    mlm_accuracy: Share
+    sop_accuracy: Share
+    num_samples: Count
+
+    def __post_init__(self) -> None:
+        if not all(map(math.isfinite, (self.loss, self.mlm_accuracy, self.sop_accuracy))):
+            raise ValueError("losses and accuracies are finite")
+
+
 def metrics_key(run_id: str) -> str:
     """The DHT key of a run's metrics."""
     return f"{run_id}.metrics"
+
+
+def heldout_key(run_id: str) -> str:
+    """The DHT key of what the evaluators of a run have measured."""
+    return f"{run_id}.heldout"
 
 
 async def publish_metrics(
     dht: DhtNode, own_id: PeerId, run_id: str, record: MetricsRecord, ttl_s: float = TTL_S
 ) -> None:
     """Publish this peer's metrics; what goes wrong is logged, since nothing depends on them."""
-    try:
-        await dht.store(metrics_key(run_id), msgspec.to_builtins(record), ttl_s, subkey=own_id)
-    except ManyhandsError as error:
-        logger.warning("the metrics of step %d were not published: %s", record.step, error)
+    await _publish(dht, own_id, metrics_key(run_id), record, f"the metrics of step {record.step}", ttl_s)
+
+
+async def publish_heldout(dht: DhtNode, own_id: PeerId, run_id: str, record: HeldoutRecord) -> None:
+    """Publish what this peer has measured; what goes wrong is logged, since nothing depends on it."""
+    await _publish(dht, own_id, heldout_key(run_id), record, f"the held-out loss of step {record.step}")
 
 
 async def read_metrics(dht: DhtNode, run_id: str) -> Mapping[PeerId, MetricsRecord]:
@@ -61,12 +93,34 @@ async def read_metrics(dht: DhtNode, run_id: str) -> Mapping[PeerId, MetricsReco
     Raises:
         Unavailable: the DHT does not answer.
     """
+    return await _read(dht, metrics_key(run_id), MetricsRecord, "metrics")
+
+
+async def read_heldout(dht: DhtNode, run_id: str) -> Mapping[PeerId, HeldoutRecord]:
+    """What each evaluator has measured last; what cannot be read is skipped.
+
+    Raises:
+        Unavailable: the DHT does not answer.
+    """
+    return await _read(dht, heldout_key(run_id), HeldoutRecord, "held-out losses")
+
+
+async def _publish(
+    dht: DhtNode, own_id: PeerId, key: str, record: msgspec.Struct, what: str, ttl_s: float = TTL_S
+) -> None:
+    try:
+        await dht.store(key, msgspec.to_builtins(record), ttl_s, subkey=own_id)
+    except ManyhandsError as error:
+        logger.warning("%s cannot be published: %s", what, error)
+
+
+async def _read(dht: DhtNode, key: str, kind: type[R], what: str) -> dict[PeerId, R]:
     records = {}
-    for subkey, stored in (await dht.get(metrics_key(run_id))).items():
+    for subkey, stored in (await dht.get(key)).items():
         if stored.owner != subkey:
             continue
         try:
-            records[PeerId(subkey)] = msgspec.convert(stored.value, MetricsRecord)
+            records[PeerId(subkey)] = msgspec.convert(stored.value, kind)
         except msgspec.ValidationError as error:
-            logger.warning("the metrics of peer %s cannot be read: %s", subkey, error)
+            logger.warning("the %s of peer %s cannot be read: %s", what, subkey, error)
     return records

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from manyhands.dht import DhtNode, Schema
-from manyhands.optim.metrics import MetricsRecord, metrics_key
+from manyhands.optim.metrics import HeldoutRecord, MetricsRecord, heldout_key, metrics_key
 from manyhands.optim.progress import MAX_TTL_S
 from manyhands.optim.progress_reader import PROGRESS, progress_key
 from manyhands.optim.run_manifest import manifest_key
@@ -11,6 +11,7 @@ from manyhands.optim.run_manifest import manifest_key
 _SCHEMAS = {
     progress_key: PROGRESS,
     metrics_key: Schema(MetricsRecord, is_owned=True, max_ttl_s=MAX_TTL_S),
+    heldout_key: Schema(HeldoutRecord, is_owned=True, max_ttl_s=MAX_TTL_S),
     manifest_key: Schema(bytes, is_owned=True, max_ttl_s=MAX_TTL_S),  # compressed; who reads it checks the rest
 }
 

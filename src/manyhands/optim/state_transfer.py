@@ -41,10 +41,12 @@ class StateRequest(msgspec.Struct):
 
     Attributes:
         is_late: the state that the peer got last was out of date when it was there.
+        is_onlooker: the peer only looks, as an evaluator does: it will not train from there.
     """
 
     run_id: str
     is_late: bool = False
+    is_onlooker: bool = False
 
 
 class StateAnswer(msgspec.Struct):
@@ -94,7 +96,7 @@ class StateServer:
         self._endpoint.refuse_bulk(STREAM_KIND)
 
     def is_followed(self, patience_s: float, *, by_latecomers: bool = False) -> bool:
-        """Whether somebody downloads the state, or has it for at most ``patience_s`` seconds.
+        """Whether somebody who is to train downloads the state, or has it for at most ``patience_s`` seconds.
 
         Args:
             by_latecomers: only those count whose last download took longer than a step of the run.
@@ -108,7 +110,8 @@ class StateServer:
             raise ProtocolViolation(remote, "a stream header that cannot be read") from error
         if request.run_id == self._run_id:
             with ExitStack() as counting:
-                counting.enter_context(self._downloads.one_more())
+                if not request.is_onlooker:
+                    counting.enter_context(self._downloads.one_more())
                 if request.is_late:
                     counting.enter_context(self._late_downloads.one_more())
                 await self._send_state(stream)
@@ -156,7 +159,13 @@ class _Downloads:
 
 
 async def download_state(
-    endpoint: Endpoint, manifest: RunManifest, donors: Sequence[PeerId], wanted: Position, *, is_late: bool = False
+    endpoint: Endpoint,
+    manifest: RunManifest,
+    donors: Sequence[PeerId],
+    wanted: Position,
+    *,
+    is_late: bool = False,
+    is_onlooker: bool = False,
 ) -> State:
     """Get the state of a run from the first donor that hands it out whole.
 
@@ -165,13 +174,15 @@ async def download_state(
         donors: peers to ask, in this order.
         wanted: an earlier global step than this one is refused.
         is_late: the state that this peer got last was out of date when it was there.
+        is_onlooker: this peer will not train from there, so no donor need wait for it.
     Raises:
         Unavailable: no donor could; it names each with its reason.
     """
+    request = StateRequest(manifest.run_id, is_late, is_onlooker)
     failures = []
     for donor in donors:
         try:
-            return await _download_from(endpoint, manifest, donor, wanted, is_late)
+            return await _download_from(endpoint, manifest, donor, wanted, request)
         except (Unavailable, PeerError) as error:
             logger.warning("the state cannot be loaded from peer %s: %s", donor, error)
             failures.append(f"{donor}: {error}")
@@ -179,11 +190,10 @@ async def download_state(
 
 
 async def _download_from(
-    endpoint: Endpoint, manifest: RunManifest, donor: PeerId, wanted: Position, is_late: bool
+    endpoint: Endpoint, manifest: RunManifest, donor: PeerId, wanted: Position, request: StateRequest
 ) -> State:
-    request = msgspec.msgpack.encode(StateRequest(manifest.run_id, is_late))
     size_bytes = sum(4 * math.prod(spec.shape) for spec in manifest.tensors)  # about; more with the optimizer's state
-    stream = await endpoint.open_bulk(donor, STREAM_KIND, request, size_bytes=size_bytes)
+    stream = await endpoint.open_bulk(donor, STREAM_KIND, msgspec.msgpack.encode(request), size_bytes=size_bytes)
     try:
         async with time_limit(HEADER_TIMEOUT_S, f"waiting for the header of the state of peer {donor}"):
             header, recent_rounds = await _receive_header(stream)

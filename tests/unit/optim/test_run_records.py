@@ -9,7 +9,7 @@ import pytest
 
 from manyhands.averaging.messages import Position
 from manyhands.dht import Reason, Schema
-from manyhands.optim.metrics import MetricsRecord, metrics_key
+from manyhands.optim.metrics import HeldoutRecord, MetricsRecord, heldout_key, metrics_key
 from manyhands.optim.progress import ProgressRecord
 from manyhands.optim.progress_reader import GOODBYE, progress_key
 from manyhands.optim.run_manifest import manifest_key
@@ -43,6 +43,7 @@ def plain(value: msgspec.Struct) -> Any:
         (progress_key("run"), GOODBYE),
         (progress_key("run"), None),
         (metrics_key("run"), plain(MetricsRecord(1, 2.0, 3, 4.0, 5))),
+        (heldout_key("run"), plain(HeldoutRecord(1, 2.0, 0.25, 1.0, 5))),
         (manifest_key("run"), b"compressed"),
     ],
 )
@@ -58,6 +59,10 @@ def test_what_the_peers_of_a_run_publish_fits(key: str, value: Any) -> None:
         (progress_key("run"), "hello"),
         (progress_key("run"), {}),
         (metrics_key("run"), plain(MetricsRecord(1, 2.0, 3, 4.0, 5)) | {"loss": "low"}),
+        (heldout_key("run"), plain(HeldoutRecord(1, 2.0, 0.25, 1.0, 5)) | {"sop_accuracy": 1.01}),
+        (heldout_key("run"), plain(HeldoutRecord(1, 2.0, 0.25, 1.0, 5)) | {"mlm_accuracy": float("nan")}),
+        (heldout_key("run"), plain(HeldoutRecord(1, 2.0, 0.25, 1.0, 5)) | {"loss": float("inf")}),
+        (heldout_key("run"), plain(HeldoutRecord(1, 2.0, 0.25, 1.0, 5)) | {"step": -1}),
         (manifest_key("run"), "text"),
     ],
 )

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from manyhands.averaging.messages import Position
 from manyhands.base.identity import PeerId
 from manyhands.dht.records import decode_value, encode_value
-from manyhands.optim.metrics import MetricsRecord
+from manyhands.optim.metrics import HeldoutRecord, MetricsRecord
 from manyhands.optim.plain import is_plain
 from manyhands.optim.progress import ProgressRecord
 from manyhands.optim.run_manifest import RunManifest, TensorSpec, manifest_key, read_manifests
@@ -47,6 +47,7 @@ RECORDS = st.one_of(
         options=st.none() | st.dictionaries(TEXTS, st.lists(st.floats(allow_nan=False), max_size=16), max_size=8),
     ),
     st.builds(MetricsRecord, COUNTS, AMOUNTS, COUNTS, st.floats(-1e300, 1e300), COUNTS),
+    st.builds(HeldoutRecord, COUNTS, st.floats(-1e300, 1e300), st.floats(0, 1), st.floats(0, 1), COUNTS),
 )
 MANIFESTS = st.builds(
     RunManifest,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from manyhands.recipes.albert.batches import heldout_batch
-from manyhands.recipes.albert.heldout import PART_SIZE, HeldoutComparison
+from manyhands.recipes.albert.batches import IGNORED, heldout_batch
+from manyhands.recipes.albert.heldout import PART_SIZE, PART_TOKENS, HeldoutComparison, _parts_of, scores_of
 from manyhands.recipes.albert.model import build_model, heldout_loss
 
 
@@ -41,3 +41,28 @@ def test_without_time_the_same_few_samples_are_compared(comparison, model, recip
 
 def test_a_trainer_that_was_stopped_before_it_began_compares_nothing(comparison):
     assert comparison.compare(60.0) is None
+
+
+def test_scores_are_those_of_the_whole_and_leave_the_model_as_it_was(model, samples, recipe):
+    batch = heldout_batch(samples, recipe)
+    scores = scores_of(model, batch)
+    assert model.training
+    model.train(False)
+    with torch.no_grad():
+        outputs = model(**batch)
+    masked = batch["labels"] != IGNORED
+    guessed = (outputs.prediction_logits.argmax(-1) == batch["labels"])[masked]
+    in_order = outputs.sop_logits.argmax(-1) == batch["sentence_order_label"]
+    assert scores.loss == pytest.approx(outputs.loss.item(), rel=1e-5)
+    assert scores.mlm_accuracy == pytest.approx(guessed.float().mean().item())
+    assert scores.sop_accuracy == pytest.approx(in_order.float().mean().item())
+    assert scores.num_samples == recipe.num_heldout
+
+
+def test_long_samples_are_computed_few_at_a_time():
+    sizes = []
+    batch = {name: torch.zeros(20, 300, dtype=torch.int64) for name in ("input_ids", "labels")}
+    for part in _parts_of(batch):
+        sizes.append(len(part["labels"]))
+        assert part["labels"].numel() <= PART_TOKENS
+    assert sizes == [3] * 6 + [2]

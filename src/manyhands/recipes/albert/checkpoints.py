@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from manyhands.base.errors import ConfigError
 from manyhands.optim.optimizer import Optimizer
@@ -89,15 +90,7 @@ class Checkpoints:
             step = self._tried_step = self._optimizer.global_step
             if step <= self._saved_step:
                 return
-            logger.info("Saving a checkpoint at global step %d", step)
-            try:
-                with self._folder.adding(step, self._facts) as draft:
-                    self._model.save_pretrained(draft)
-                    self._tokenizer.save_pretrained(draft)
-                    torch.save(state, draft / _OPTIMIZER)
-            except Exception as error:  # noqa: BLE001 (a full disk is a different error for each of the writers)
-                logger.warning("the checkpoint of step %d was not saved: %s", step, error)
-            else:
+            if save_checkpoint(self._folder, step, self._facts, self._model, self._tokenizer, state) is not None:
                 self._saved_step = step
 
     def _load(self, path: Path) -> None:
@@ -106,3 +99,28 @@ class Checkpoints:
         with uninterrupted():
             self._model.load_state_dict(saved.state_dict())
             self._optimizer.load_state_dict(state)
+
+
+def save_checkpoint(
+    folder: CheckpointDir,
+    global_step: int,
+    facts: Mapping[str, str],
+    model: transformers.PreTrainedModel,
+    tokenizer: transformers.PreTrainedTokenizerFast,
+    state: Mapping[str, Any],
+) -> Path | None:
+    """Save a checkpoint; returns where it is, or None if the disk does not take it: that is said.
+
+    Args:
+        state: of the optimizer.
+    """
+    logger.info("Saving a checkpoint at global step %d", global_step)
+    try:
+        with folder.adding(global_step, facts) as draft:
+            model.save_pretrained(draft)
+            tokenizer.save_pretrained(draft)
+            torch.save(dict(state), draft / _OPTIMIZER)
+    except Exception as error:  # noqa: BLE001 (a full disk is a different error for each of the writers)
+        logger.warning("the checkpoint of step %d was not saved: %s", global_step, error)
+        return None
+    return folder.newest_path()

@@ -1,4 +1,4 @@
-"""What a trainer tells to programs, one JSON object a line."""
+"""What trainers and evaluators tell to programs, one JSON object a line."""
 
 from __future__ import annotations
 
@@ -55,6 +55,16 @@ class Finished(msgspec.Struct, tag="finished"):
     heldout_loss: float
     state_digest: str
     counts: Counts
+
+
+class Evaluated(msgspec.Struct, tag="evaluated"):
+    """An evaluator has measured the state of ``step`` on ``num_samples`` held-out samples; accuracies from 0 to 1."""
+
+    step: int
+    heldout_loss: float
+    mlm_accuracy: float
+    sop_accuracy: float
+    num_samples: int
 
 
 Event = Joined | BatchDone | StepDone | Finished

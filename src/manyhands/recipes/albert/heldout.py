@@ -1,17 +1,64 @@
-"""How well a model does on the held-out samples, at the beginning and at the end."""
+"""How well a model does on the held-out samples, which are computed in small parts to need little memory."""
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from manyhands.recipes.albert.account import HeldoutLosses
-from manyhands.recipes.albert.batches import Batch
-from manyhands.recipes.albert.model import heldout_loss
-from manyhands.recipes.albert.packages import transformers
+from manyhands.recipes.albert.batches import IGNORED, Batch
+from manyhands.recipes.albert.model import compute, heldout_loss
+from manyhands.recipes.albert.packages import torch, transformers
 
 PART_SIZE = 8
+"""Samples that are computed at once, at most."""
+PART_TOKENS = 1024
+"""And tokens: with 30,000 words the logits of so many take 120 MB, and are needed a few times over."""
+
+
+class Scores(NamedTuple):
+    """Means over the held-out samples.
+
+    Attributes:
+        mlm_accuracy: share of the masked tokens that the model guesses.
+        sop_accuracy: share of the samples whose sentence order it tells.
+    """
+
+    loss: float
+    mlm_accuracy: float
+    sop_accuracy: float
+    num_samples: int
+
+
+def scores_of(model: transformers.AlbertForPreTraining, batch: Batch) -> Scores:
+    """Measure a model in evaluation mode; its mode is restored."""
+    was_training = model.training
+    model.train(False)
+    loss = torch.zeros((), dtype=torch.float64)
+    num_guessed = num_masked = num_in_order = 0
+    try:
+        with torch.inference_mode():
+            for part in _parts_of(batch):
+                labels_BS = part["labels"]  # noqa: N806
+                labels_M = labels_BS[labels_BS != IGNORED]  # noqa: N806
+                computed = compute(model, part)
+                loss += computed.loss.cpu() * len(labels_BS)
+                num_guessed += int((computed.token_scores_MV.argmax(-1).cpu() == labels_M).sum())
+                num_masked += len(labels_M)
+                num_in_order += int((computed.order_scores_B2.argmax(-1).cpu() == part["sentence_order_label"]).sum())
+    finally:
+        model.train(was_training)
+    num_samples = len(batch["labels"])
+    return Scores(loss.item() / num_samples, num_guessed / num_masked, num_in_order / num_samples, num_samples)
+
+
+def _parts_of(batch: Batch) -> Iterator[Batch]:
+    num_samples, seq_length = batch["input_ids"].shape
+    size = min(PART_SIZE, max(1, PART_TOKENS // seq_length))
+    for start in range(0, num_samples, size):
+        yield {name: values[start : start + size] for name, values in batch.items()}
 
 
 class _Part(NamedTuple):
@@ -51,12 +98,11 @@ class HeldoutComparison:
 
     def _measure(self, limit_s: float) -> list[_Part]:
         """The losses of the parts, at least of one."""
-        deadline, parts = time.monotonic() + limit_s, []
-        num_samples = len(self._batch["input_ids"])
-        for start in range(0, num_samples, PART_SIZE):
-            if start > 0 and time.monotonic() > deadline:
+        deadline = time.monotonic() + limit_s
+        parts: list[_Part] = []
+        for part in _parts_of(self._batch):
+            if parts and time.monotonic() > deadline:
                 break
-            part = {name: values[start : start + PART_SIZE] for name, values in self._batch.items()}
             parts.append(_Part(heldout_loss(self._model, part), len(part["input_ids"])))
         return parts
 

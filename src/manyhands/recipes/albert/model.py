@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from manyhands.recipes.albert.batches import IGNORED, Batch
 from manyhands.recipes.albert.config import AlbertRecipe
@@ -46,12 +46,26 @@ def build_model(
     return model
 
 
-def loss_of(model: transformers.AlbertForPreTraining, batch: Batch) -> torch.Tensor:
-    """Masked-language-modelling loss plus sentence-order loss, both cross-entropies in nats; a scalar.
+class Computed(NamedTuple):
+    """What a model makes of a batch.
 
-    The mean over the masked tokens of each sample, then over the samples: so the loss of a batch is the mean of the
-    losses of its parts, weighted by their samples, however many tokens each has. A mean over all masked tokens is
-    another function: the weights of its parts are known only after the masking.
+    Attributes:
+        loss: a scalar.
+        token_scores_MV: of the masked tokens, in the order of the batch, for each word.
+        order_scores_B2: of each sample, for both sentence orders.
+    """
+
+    loss: torch.Tensor
+    token_scores_MV: torch.Tensor  # noqa: N815
+    order_scores_B2: torch.Tensor  # noqa: N815
+
+
+def compute(model: transformers.AlbertForPreTraining, batch: Batch) -> Computed:
+    """Masked-language-modelling loss plus sentence-order loss, both cross-entropies in nats, and the scores.
+
+    The loss is the mean over the masked tokens of each sample, then over the samples: so the loss of a batch is the
+    mean of the losses of its parts, weighted by their samples, however many tokens each has. A mean over all masked
+    tokens is another function: the weights of its parts are known only after the masking.
 
     Scores are computed for the masked tokens alone. With 30,000 tokens in the vocabulary those of all would take more
     memory than the model.
@@ -68,7 +82,13 @@ def loss_of(model: transformers.AlbertForPreTraining, batch: Batch) -> torch.Ten
     weights_M = num_masked_B1.reciprocal().expand_as(labels_BS)[is_masked_BS]  # noqa: N806
     order_scores_B2 = model.sop_classifier(outputs.pooler_output)  # noqa: N806
     order_loss = torch.nn.functional.cross_entropy(order_scores_B2.to(model.dtype), order_B)
-    return (losses_M * weights_M).sum() / len(labels_BS) + order_loss
+    loss = (losses_M * weights_M).sum() / len(labels_BS) + order_loss
+    return Computed(loss, scores_MV, order_scores_B2)
+
+
+def loss_of(model: transformers.AlbertForPreTraining, batch: Batch) -> torch.Tensor:
+    """The loss of :func:`compute`."""
+    return compute(model, batch).loss
 
 
 def heldout_loss(model: transformers.AlbertForPreTraining, batch: Batch) -> float:

@@ -1,0 +1,93 @@
+"""``manyhands evaluate``"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from manyhands.base.errors import ConfigError
+from manyhands.base.run_id import checked_run_id
+from manyhands.cli.options import NetworkOptions, OutputOptions
+from manyhands.cli.run_to_follow import wait_for_run
+from manyhands.cli.taking_part import require_albert
+from manyhands.recipes.albert.corpus import load_documents
+
+logger = logging.getLogger(__name__)
+
+
+@Parameter(name="*", group="Evaluation")
+@dataclass(frozen=True, kw_only=True)
+class EvaluationOptions:
+    """What to measure on, when and where."""
+
+    text: tuple[Path, ...] = ()
+    """UTF-8 text files: those of the trainers, of which a part is held out; by default Python's documentation."""
+
+    dataset_path: Path | None = None
+    """Folder with samples of manyhands data prepare; by default data/albert_tokenized_wikitext if it is here."""
+
+    every: int = 5
+    """Global steps from one measurement to the next; each downloads the state from a peer of the run."""
+
+    max_evaluations: int | None = None
+    """Stop after this many measurements; without it, stay until Ctrl-C."""
+
+    until_step: int | None = None
+    """Stop after a measurement at this global step, or a later one."""
+
+    device: str = "auto"
+    """Where to compute, as torch names it: cpu, cuda, cuda:1, mps; auto is an NVIDIA GPU if there is one, else cpu."""
+
+    threads: int | None = None
+    """CPU threads that torch may use; by default as many as it likes."""
+
+    def __post_init__(self) -> None:
+        for name, example in (("every", 5), ("max_evaluations", 10), ("until_step", 1000), ("threads", 4)):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; it must be at least 1, for example {example}")
+
+
+def evaluate(
+    *,
+    run_id: Annotated[str | None, Parameter(help="Name of the run, if several are there.")] = None,
+    evaluation: EvaluationOptions | None = None,
+    network: NetworkOptions | None = None,
+    output: OutputOptions | None = None,
+) -> None:
+    """Measure how well a run does on held-out text: loss, and accuracy of both tasks.
+
+    It takes part in nothing, and nobody waits for it: it downloads the state
+    every few global steps. Monitors draw what it measures. For example:
+
+        manyhands evaluate --initial-peers 203.0.113.7:31337
+
+    Stays until Ctrl-C, --max-evaluations or --until-step.
+    """
+    network, output = network or NetworkOptions(), output or OutputOptions()
+    evaluation = evaluation or EvaluationOptions()
+    if run_id is not None:
+        checked_run_id(run_id)
+    if not network.initial_peers:
+        raise ConfigError("name a peer of the run that is to be evaluated: --initial-peers HOST:PORT or a multiaddr")
+    require_albert()
+    from manyhands.recipes.albert.dataset import found_here
+
+    given = found_here({"text": evaluation.text, "dataset_path": evaluation.dataset_path, "batch_size": 1})
+    if evaluation.text:
+        load_documents(evaluation.text)  # what cannot be read is said at once
+    emit = output.begin()
+    with network.connect() as peer:
+        logger.info("Evaluating as peer %s, which trains nothing", peer.peer_id)
+        run = wait_for_run(peer, run_id, given)
+        logger.info("Loading PyTorch and transformers")
+        from manyhands.recipes.albert.evaluator import AlbertEvaluator
+
+        evaluator = AlbertEvaluator(
+            peer, run.run_id, run.recipe, emit, device=evaluation.device, threads=evaluation.threads
+        )
+        evaluator.run(evaluation.every, evaluation.max_evaluations, evaluation.until_step)

@@ -1,0 +1,63 @@
+"""The run that an evaluator or a monitor follows, once somebody trains in it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from manyhands.base.errors import ConfigError, Unavailable
+from manyhands.cli.run_look_up import LOOK_TIMEOUT_S
+from manyhands.optim.runs import Run, find_runs, listed, nobody_is_in
+from manyhands.peer import Peer
+from manyhands.recipes.albert.adoption import RunRecipe, adopted
+
+logger = logging.getLogger(__name__)
+
+LOOK_PERIOD_S = 1.0
+TELL_PERIOD_S = 60.0
+
+
+class RunToFollow(NamedTuple):
+    """A run that somebody trains in, and its recipe."""
+
+    run_id: str
+    recipe: RunRecipe
+
+
+def wait_for_run(peer: Peer, run_id: str | None, given: Mapping[str, Any]) -> RunToFollow:
+    """Wait until somebody trains in this run; without a name, in the only one that is there.
+
+    Args:
+        given: settings of the recipe that are this peer's own.
+    Raises:
+        ConfigError: several are there; or the run's recipe cannot be used, or its model does not fit into the memory.
+    """
+    from manyhands.recipes.albert.memory import check_memory  # needs a package of the extra
+
+    run = _wait_for_trainers(peer, run_id)
+    assert run.manifest is not None
+    found = adopted(run.run_id, run.manifest.extra, given)
+    check_memory(run.run_id, found.recipe, found.vocab_size)
+    return RunToFollow(run.run_id, found)
+
+
+def _wait_for_trainers(peer: Peer, run_id: str | None) -> Run:
+    tell_at = peer.time()
+    while True:
+        runs: list[Run] = []
+        try:
+            runs = peer.run(find_runs(peer.dht, run_id), LOOK_TIMEOUT_S, "looking which runs are there")
+        except Unavailable as error:
+            logger.warning("the runs cannot be seen: %s", error)
+        trained = [run for run in runs if run.is_trained and run_id in (None, run.run_id)]
+        if len(trained) > 1:
+            raise ConfigError(f"{len(trained)} runs are there: {listed(trained)}; choose one of them with --run-id")
+        if trained:
+            return trained[0]
+        if peer.time() >= tell_at:
+            tell_at = peer.time() + TELL_PERIOD_S
+            others = [run for run in runs if run.run_id != run_id]
+            seen = "" if run_id is None else f" ({nobody_is_in(run_id, peer.dht.num_known_peers, others)})"
+            logger.info("Waiting for somebody who trains%s", seen)
+        peer.sleep(LOOK_PERIOD_S)

@@ -1,0 +1,266 @@
+"""Curves of a run for people, drawn by Weights & Biases and by TensorBoard: beside the monitor, never in its way.
+
+Imports neither of them, nor torch, before they are asked for.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import msgspec
+
+from manyhands.base.errors import ConfigError, MissingExtra
+from manyhands.monitor.events import HeldoutSeen, StepMade
+from manyhands.runtime.finishing import finishing
+
+logger = logging.getLogger(__name__)
+
+WandbMode = Literal["online", "offline", "disabled"]
+Point = Mapping[str, float]
+
+INIT_TIMEOUT_S = 30.0
+FINISH_TIMEOUT_S = 8.0
+"""What has not reached the server of wandb by then stays on the disk."""
+CLOSE_TIMEOUT_S = 10.0
+MAX_WAITING = 1000
+"""Points that a slow sink may be behind."""
+MAX_REASON_LENGTH = 200
+
+
+def point_of(event: msgspec.Struct) -> Point | None:
+    """What the curves show of an event, under the names that the tutorials have; None if nothing."""
+    if isinstance(event, StepMade):
+        return {
+            "loss": event.loss,
+            "alive peers": event.alive_peers,
+            "samples": event.samples,
+            "performance": event.samples_per_second,
+            "step": event.step,
+        }
+    if isinstance(event, HeldoutSeen):
+        return {
+            "heldout loss": event.heldout_loss,
+            "mlm accuracy": event.mlm_accuracy,
+            "sop accuracy": event.sop_accuracy,
+            "step": event.step,
+        }
+    return None
+
+
+class Sink(Protocol):
+    """Where points go. All calls come from one thread."""
+
+    def open(self) -> None:
+        """Begin, and tell people where to look."""
+
+    def add(self, point: Point) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Curves:
+    """Hands each point to all sinks, each on a thread of its own.
+
+    A sink that fails or does not keep up is left behind with one warning.
+    """
+
+    def __init__(self, sinks: Mapping[str, Sink]) -> None:
+        self._writers = [_Writer(name, sink) for name, sink in sinks.items()]
+
+    def add(self, event: msgspec.Struct) -> None:
+        """Draw what the event says, if it is for the curves; never blocks."""
+        if (point := point_of(event)) is not None:
+            for writer in self._writers:
+                writer.put(point)
+
+    def close(self) -> None:
+        """Write what is waiting, within :data:`CLOSE_TIMEOUT_S`."""
+        if not self._writers:
+            return
+        with finishing(CLOSE_TIMEOUT_S):
+            deadline = time.monotonic() + CLOSE_TIMEOUT_S
+            for writer in self._writers:
+                writer.end()
+            for writer in self._writers:
+                writer.join(deadline - time.monotonic())
+
+
+class _Writer:
+    def __init__(self, name: str, sink: Sink) -> None:
+        self._name = name
+        self._sink = sink
+        self._points: queue.Queue[Point | None] = queue.Queue(MAX_WAITING)
+        self._is_left_behind = False
+        self._thread = threading.Thread(target=self._run, name=f"curves: {name}", daemon=True)
+        self._thread.start()
+
+    def put(self, point: Point) -> None:
+        if self._is_left_behind:
+            return
+        try:
+            self._points.put_nowait(point)
+        except queue.Full:
+            self._leave_behind(f"it is {MAX_WAITING} points behind")
+
+    def end(self) -> None:
+        try:
+            self._points.put_nowait(None)
+        except queue.Full:
+            self._is_left_behind = True
+
+    def join(self, timeout_s: float) -> None:
+        self._thread.join(max(timeout_s, 0.0))
+        if self._thread.is_alive() and not self._is_left_behind:
+            logger.warning("The last points may be missing in %s: it did not end within a few seconds", self._name)
+
+    def _run(self) -> None:
+        try:
+            self._sink.open()
+            for point in iter(self._points.get, None):
+                self._sink.add(point)
+            self._sink.close()
+        except Exception as error:  # noqa: BLE001 (whatever a library of others raises: the monitor goes on)
+            self._leave_behind(reason_of(error))
+
+    def _leave_behind(self, reason: str) -> None:
+        self._is_left_behind = True
+        logger.warning("%s gets no more points (%s); the monitor goes on without it", self._name, reason)
+
+
+def reason_of(error: BaseException) -> str:
+    """One short line of an error of others."""
+    return " ".join(str(error).split())[:MAX_REASON_LENGTH] or type(error).__name__
+
+
+class WandbSink:
+    """A run of its own in a project of Weights & Biases, in the group of the training run.
+
+    Without an API key, or when its server does not answer, the run is written to the disk for ``wandb sync``.
+
+    Args:
+        mode: None for what wandb's own environment says, else online.
+    Raises:
+        MissingExtra: wandb is not installed.
+    """
+
+    def __init__(self, project: str, run_id: str, mode: WandbMode | None) -> None:
+        if importlib.util.find_spec("wandb") is None:
+            raise MissingExtra("--wandb-project", "wandb")
+        self._project = project
+        self._run_id = run_id
+        self._mode = mode
+        self._run: Any = None
+
+    def open(self) -> None:
+        import wandb
+
+        mode = self._mode or os.environ.get("WANDB_MODE") or "online"
+        wandb.setup(wandb.Settings(silent=True))
+        if mode == "online" and not wandb.login(prompt=False, verify=False):
+            logger.warning("No API key for wandb is here (wandb login stores one): the curves are written offline")
+            mode = "offline"
+        try:
+            self._run = self._begin(mode)
+        except Exception as error:  # it has many; offline none of them matters
+            if mode == "offline":
+                raise
+            logger.warning("wandb cannot be reached (%s): the curves are written offline", reason_of(error))
+            self._run = self._begin("offline")
+        self._run.define_metric("*", step_metric="step")  # what evaluators tell comes later than its step
+        if mode == "disabled":
+            logger.info("wandb is disabled: it gets no curves")
+        elif url := (None if self._run.offline else self._run.url):
+            logger.info("The curves are at %s", url)
+        else:
+            folder = self._run.settings.sync_dir
+            logger.info("The curves are written to %s; to send them to wandb later: wandb sync %s", folder, folder)
+
+    def _begin(self, mode: Any) -> Any:
+        import wandb
+
+        settings = wandb.Settings(
+            silent=True, console="off", init_timeout=INIT_TIMEOUT_S,
+            finish_timeout=FINISH_TIMEOUT_S, finish_timeout_raises=True,
+            x_disable_stats=True, disable_git=True, disable_code=True,
+        )  # fmt: skip
+        return wandb.init(
+            project=self._project, group=self._run_id, config={"run_id": self._run_id}, mode=mode, settings=settings
+        )
+
+    def add(self, point: Point) -> None:
+        self._run.log(dict(point))
+
+    def close(self) -> None:
+        import wandb
+
+        try:
+            self._run.finish()
+        except TimeoutError:
+            folder = self._run.settings.sync_dir
+            logger.warning("Not all points have reached wandb; to send them: wandb sync %s", folder)
+        wandb.teardown()  # ends its process
+
+
+class TensorBoardSink:
+    """A subfolder of its own with an event file.
+
+    Args:
+        folder: for all monitors together.
+        name: of the subfolder.
+    Raises:
+        MissingExtra: tensorboardX is not installed.
+        ConfigError: the folder cannot be written.
+    """
+
+    def __init__(self, folder: Path, name: str) -> None:
+        if importlib.util.find_spec("tensorboardX") is None:
+            raise MissingExtra("--tensorboard", "tensorboard")
+        with _without_torch():
+            import tensorboardX  # noqa: F401 (its parts are imported later)
+        self._folder = folder
+        self._own = folder / name
+        try:
+            self._own.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--tensorboard {folder}: {error.strerror}; name a folder that can be written") from error
+
+    def open(self) -> None:
+        from tensorboardX.event_file_writer import EventsWriter
+
+        self._writer = EventsWriter(str(self._own / "events"))
+        logger.info("The curves are in %s; to see them: tensorboard --logdir %s", self._own, self._folder)
+
+    def add(self, point: Point) -> None:
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in point.items()]
+        self._writer.write_event(Event(wall_time=time.time(), step=int(point["step"]), summary=Summary(value=values)))
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+@contextmanager
+def _without_torch() -> Iterator[None]:
+    """tensorboardX imports torch where it is installed: seconds and memory that a monitor has no use for."""
+    modules: dict[str, Any] = sys.modules
+    if "torch" in modules:
+        yield
+        return
+    modules["torch"] = None
+    try:
+        yield
+    finally:
+        del modules["torch"]

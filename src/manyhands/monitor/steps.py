@@ -1,0 +1,76 @@
+"""When the metrics of a global step are complete, so that they can be added up. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+
+from manyhands.base.identity import PeerId
+from manyhands.monitor.events import StepMade
+from manyhands.optim.metrics import MetricsRecord
+
+SETTLED_S = 1.0
+"""Peers publish their metrics right after a step: if none has come for so long, the others had no batch in it."""
+LONGEST_SILENCE_S = 30.0
+"""A step that was overtaken before it was complete is told all the same, if none was for so long."""
+
+
+class CompleteSteps:
+    """Tells each global step at most once: as soon as all trainers have published their metrics of it.
+
+    A peer has one record, and overwrites it at its next step. Steps that are made faster than they are looked at are
+    skipped: their sums would lack peers.
+    """
+
+    def __init__(self) -> None:
+        self._step = -1  # the newest one that was seen
+        self._is_told = True
+        self._records: dict[PeerId, MetricsRecord] = {}  # of it
+        self._grown_at = -math.inf
+        self._told_at = -math.inf
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether metrics of the newest step are still to come."""
+        return not self._is_told
+
+    def look(self, metrics: Mapping[PeerId, MetricsRecord], trainers: Collection[PeerId], now: float) -> list[StepMade]:
+        """The steps that can be told now.
+
+        Args:
+            metrics: the last ones of each peer.
+            trainers: those who train now.
+            now: seconds of a clock that never goes back.
+        """
+        told = []
+        step = max((record.step for record in metrics.values()), default=-1)
+        if step > self._step:
+            if not self._is_told and now - self._told_at >= LONGEST_SILENCE_S:
+                told.append(self._tell(now))
+            self._step, self._is_told, self._records = step, False, {}
+        if self._is_told:
+            return told
+        records = {peer_id: record for peer_id, record in metrics.items() if record.step == self._step}
+        if not records.keys() <= self._records.keys():
+            self._grown_at = now
+        self._records |= records
+        is_complete = self._records.keys() >= set(trainers)
+        if is_complete or now - self._grown_at >= SETTLED_S:
+            told.append(self._tell(now))
+        return told
+
+    def _tell(self, now: float) -> StepMade:
+        self._is_told, self._told_at = True, now
+        return sum_up(self._step, self._records.values())
+
+
+def sum_up(step: int, records: Collection[MetricsRecord]) -> StepMade:
+    """Add up the metrics that peers have published of a step; the loss is the mean over their micro-batches."""
+    mini_steps = sum(record.mini_steps for record in records)
+    return StepMade(
+        step=step,
+        loss=sum(record.loss for record in records) / mini_steps if mini_steps else 0.0,
+        alive_peers=len(records),
+        samples=sum(record.samples_accumulated for record in records),
+        samples_per_second=sum(record.samples_per_second for record in records),
+    )

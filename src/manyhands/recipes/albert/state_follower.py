@@ -1,0 +1,149 @@
+"""Has the state of a run without taking part in it: for evaluators, and for monitors that keep checkpoints."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from manyhands.averaging.config import AveragingConfig
+from manyhands.averaging.messages import Position
+from manyhands.base.errors import Unavailable
+from manyhands.base.identity import PeerId
+from manyhands.optim.joining import manifest_of
+from manyhands.optim.progress import ProgressRecord, rank_of
+from manyhands.optim.progress_reader import ProgressReader
+from manyhands.optim.replica import Replica
+from manyhands.optim.run_records import declare_run
+from manyhands.optim.state import State
+from manyhands.optim.state_transfer import MAX_DOWNLOAD_S, download_state
+from manyhands.optim.wrapper import PLACE
+from manyhands.peer import Peer
+from manyhands.recipes.albert.adoption import RunRecipe, facts_of
+from manyhands.recipes.albert.compute import Compute
+from manyhands.recipes.albert.model import build_model, warmup_linear
+from manyhands.recipes.albert.optimizer import build_optimizer
+from manyhands.recipes.albert.packages import torch, transformers
+from manyhands.recipes.albert.tokenizer_exchange import FETCH_TIMEOUT_S, fetch_tokenizer
+from manyhands.rpc.frames import readable
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+LOOK_TIMEOUT_S = 15.0
+LOOK_PERIOD_S = 1.0
+RETRY_PERIOD_S = 10.0
+"""After no peer could hand something out."""
+TELL_PERIOD_S = 60.0
+
+
+class StateFollower:
+    """Loads the state of a run now and then from one of its peers.
+
+    It publishes nothing, so nobody in the run waits for it or counts it.
+
+    Args:
+        compute: where the model is to be.
+    Attributes:
+        model: with the parameters of the state that was loaded last.
+        tokenizer: of the run.
+    Raises:
+        ConfigError: the model does not fit there.
+    """
+
+    def __init__(self, peer: Peer, run_id: str, run: RunRecipe, compute: Compute) -> None:
+        self._peer = peer
+        self._run_id = run_id
+        self.run = run
+        self.model = compute.on_device(build_model(run.recipe, run.vocab_size))
+        self._optimizer = build_optimizer(self.model, run.recipe)
+        schedule = warmup_linear(run.recipe.total_steps, run.recipe.warmup_steps)
+        self._replica = Replica(self._optimizer, lambda inner: torch.optim.lr_scheduler.LambdaLR(inner, schedule))
+        self._manifest = manifest_of(
+            self._replica, run_id, run.recipe.target_batch_size, AveragingConfig(), facts_of(run)
+        )
+        self._step: int | None = None  # of the state that was loaded last
+        self._tell_at = peer.time() + TELL_PERIOD_S
+        self._run_coroutine(self._start(), "beginning to watch the run")
+        self.tokenizer = self._fetch_tokenizer()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the optimizer, and where in the run it is: as a trainer saves it."""
+        return {**self._optimizer.state_dict(), PLACE: self._replica.place()}
+
+    def next_state(self, every: int) -> int:
+        """Wait until the run is ``every`` global steps further, and load its state; returns its global step.
+
+        The first time, and after the run has gone back, it does not wait.
+        """
+        while True:
+            if (step := self._load_if_due(every)) is not None:
+                return step
+            self._peer.sleep(LOOK_PERIOD_S)
+
+    async def _start(self) -> None:
+        declare_run(self._peer.dht, self._run_id)
+        self._reader = ProgressReader(self._peer.endpoint, self._peer.dht, self._run_id)
+
+    def _fetch_tokenizer(self) -> transformers.PreTrainedTokenizerFast:
+        while True:
+            records = self._look()
+            donors = sorted(records, key=lambda peer_id: records[peer_id].is_client)
+            fetching = fetch_tokenizer(self._peer.endpoint, donors, self.run.tokenizer)
+            tokenizer = self._run_coroutine(fetching, "asking for the tokenizer", FETCH_TIMEOUT_S) if donors else None
+            if tokenizer is not None:
+                return tokenizer
+            self._tell("Waiting for a peer of run %s that hands out its tokenizer")
+            self._peer.sleep(RETRY_PERIOD_S if donors else LOOK_PERIOD_S)
+
+    def _load_if_due(self, every: int) -> int | None:
+        records = self._look()
+        if not records:
+            self._tell("Waiting for trainers in run %s whose state can be had")
+            return None
+        leading = max(records.values(), key=rank_of).position
+        here = self._step
+        if here is not None and here <= leading.step < here + every:
+            return None
+        donors = [peer_id for peer_id, record in records.items() if record.position == leading]
+        self._peer.presence.rng.shuffle(donors)
+        donors.sort(key=lambda peer_id: not records[peer_id].is_auxiliary)  # the others' links are for what they learn
+        try:
+            state = self._download(donors, leading)
+            self._replica.restore(state)
+        except (Unavailable, ValueError) as error:
+            logger.warning("%s; trying again in %g s", readable(str(error)), RETRY_PERIOD_S)
+            self._peer.sleep(RETRY_PERIOD_S)
+            return None
+        self._step = self._replica.position.step
+        return self._step
+
+    def _look(self) -> dict[PeerId, ProgressRecord]:
+        """The peers whose state can be had: of those in client mode only the ones that are connected to this peer."""
+
+        async def look() -> dict[PeerId, ProgressRecord]:
+            await self._reader.refresh()
+            is_connected = self._peer.endpoint.is_connected
+            records = self._reader.records()
+            return {
+                peer_id: record for peer_id, record in records.items() if not record.is_client or is_connected(peer_id)
+            }
+
+        try:
+            return self._run_coroutine(look(), "looking at the run")
+        except Unavailable as error:
+            logger.warning("the run cannot be seen: %s", error)
+            return {}
+
+    def _download(self, donors: list[PeerId], leading: Position) -> State:
+        downloading = download_state(self._peer.endpoint, self._manifest, donors, leading, is_onlooker=True)
+        return self._run_coroutine(downloading, "downloading the state", MAX_DOWNLOAD_S)
+
+    def _tell(self, words: str) -> None:
+        """Say once a minute what is waited for."""
+        if self._peer.time() >= self._tell_at:
+            self._tell_at = self._peer.time() + TELL_PERIOD_S
+            logger.info(words, self._run_id)
+
+    def _run_coroutine(self, coro: Coroutine[Any, Any, T], phase: str, timeout_s: float = LOOK_TIMEOUT_S) -> T:
+        return self._peer.run(coro, timeout_s, phase)

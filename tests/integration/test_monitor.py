@@ -1,0 +1,73 @@
+"""What a monitor makes of the records that peers publish."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from manyhands import Peer
+from manyhands.averaging.messages import Position
+from manyhands.monitor import RunMonitor
+from manyhands.monitor.events import Event, HeldoutSeen, StepMade
+from manyhands.optim.metrics import HeldoutRecord, MetricsRecord, heldout_key, publish_heldout, publish_metrics
+from manyhands.optim.progress import ProgressRecord
+from manyhands.optim.progress_reader import GOODBYE, progress_key
+
+LOOPBACK = "/ip4/127.0.0.1/tcp/0"
+
+
+def wait_until(is_so: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_what_evaluators_say_is_told_once_the_run_is_there_and_also_after_the_last_trainer_has_left() -> None:
+    events: list[Event] = []
+
+    def told(kind: Any) -> list[Any]:
+        return [event for event in events if isinstance(event, kind)]
+
+    with (
+        Peer(listen=[LOOPBACK]) as here,
+        Peer(here.addresses, listen=[LOOPBACK]) as trainer,
+        Peer(here.addresses, listen=[LOOPBACK]) as liar,
+    ):
+        here.run(RunMonitor(here, "run", events.append, refresh_s=0.5).start(), 5.0, "starting")
+
+        def progress(value: Any) -> None:
+            plain = msgspec.to_builtins(value, builtin_types=(bytes,))
+            trainer.store(progress_key("run"), plain, ttl_s=60, subkey=trainer.peer_id)
+
+        def measured(peer: Peer, step: int, loss: float) -> None:
+            record = HeldoutRecord(step, loss, 0.25, 0.5, 64)
+            peer.run(publish_heldout(peer.dht, peer.peer_id, "run", record), 5.0, "publishing")
+
+        def learnt(peer: Peer, step: int) -> None:
+            record = MetricsRecord(step, 1.5, 64, 18.0, 4)
+            peer.run(publish_metrics(peer.dht, peer.peer_id, "run", record), 5.0, "publishing")
+
+        progress(ProgressRecord(Position(3, b"x"), 8, 2.5, 64, False, trainer.addresses, 60.0))
+        learnt(liar, 10**15)
+        measured(liar, 10**15, 0.0)
+        learnt(trainer, 3)
+        wait_until(lambda: told(StepMade))
+        measured(trainer, 3, 5.5)
+        wait_until(lambda: told(HeldoutSeen))
+        assert told(StepMade) == [StepMade(3, 4.5, 1, 64, 1.5)]
+        assert told(HeldoutSeen) == [HeldoutSeen(3, 5.5, 0.25, 0.5)]
+
+        progress(ProgressRecord(Position(4, b"y"), 8, 2.5, 64, False, trainer.addresses, 60.0))
+        wait_until(lambda: events[-1].step == 4)  # type: ignore[union-attr]
+        progress(GOODBYE)
+        bad = {"step": 4, "loss": 1.0, "mlm_accuracy": 7.0, "sop_accuracy": 0.5, "num_samples": 1}
+        liar.store(heldout_key("run"), bad, ttl_s=60, subkey=liar.peer_id)
+        learnt(trainer, 4)
+        measured(trainer, 4, 5.25)
+        wait_until(lambda: len(told(HeldoutSeen)) == 2)
+        assert told(HeldoutSeen)[1] == HeldoutSeen(4, 5.25, 0.25, 0.5)
+        wait_until(lambda: len(told(StepMade)) == 2)

@@ -1,0 +1,162 @@
+"""A run as the tutorials have it: a monitor with curves that keeps the state, trainers, and an evaluator."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+from manyhands.cli.main import run
+from tests.process.commands import LOOPBACK, running
+from tests.unit.monitor.curve_files import tensorboard_points, wandb_points
+from tests.unit.monitor.fake_hub import fake_hub
+
+pytestmark = pytest.mark.process
+
+INTERRUPTED, USAGE = 130, 2
+WORDS = ("the", "a", "dog", "house", "river", "city", "capital", "of", "france", "is", "was", "big", "runs", "over")
+STEP_FIELDS = {"loss", "alive peers", "samples", "performance", "step"}
+HELDOUT_FIELDS = {"heldout loss", "mlm accuracy", "sop accuracy", "step"}
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """A small corpus."""
+    rng = random.Random(0)
+    sentences = [" ".join(rng.choices(WORDS, k=9)).capitalize() + "." for _ in range(1200)]
+    documents = [" ".join(sentences[start : start + 12]) for start in range(0, len(sentences), 12)]
+    path = tmp_path / "small.txt"
+    path.write_text("\n\n".join(documents))
+    return path
+
+
+def trainer(text: Path, *more: str) -> tuple[str, ...]:
+    return (
+        "train", "--run-id", "seen", "--listen", LOOPBACK, "--threads", "1", "--device", "cpu", "--batch-size", "8",
+        "--hidden-size", "32", "--num-hidden-layers", "1", "--intermediate-size", "32", "--embedding-size", "16",
+        "--vocab-size", "512", "--seq-length", "16", "--target-batch-size", "64", "--linger-s", "0",
+        "--text", str(text), "--slow-down", "10", *more,
+    )  # fmt: skip
+
+
+@pytest.mark.timeout(300)
+def test_a_run_is_drawn_and_evaluated_and_its_state_kept(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_of_a_test")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    with fake_hub() as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        have_a_run(text, tmp_path)
+    check_curves(tmp_path)
+
+    kept = tmp_path / "monitor" / "kept"
+    (newest, *_) = sorted(kept.glob("checkpoint-*"), key=lambda path: -int(path.name.rpartition("-")[2]))
+    assert hub.commits
+    for message, files in hub.commits:
+        assert re.fullmatch(r"Step #\d+, loss \d+\.\d+", message)
+        assert files.keys() >= {"config.json", "model.safetensors", "tokenizer.json", "optimizer.pt"}
+    assert run(["fill", str(kept), "The capital of [MASK] is big."]) == 0
+    assert "The capital of " in capsys.readouterr().out
+    with running(*trainer(text, "--checkpoint-dir", str(kept))) as later:
+        later.wait_for(f"Going on from {newest}")
+        later.wait_for("Optimizer step: done!")
+        later.interrupt()
+        assert later.wait(15) == INTERRUPTED, later.output
+
+
+def have_a_run(text: Path, tmp_path: Path) -> None:
+    here = tmp_path / "monitor"
+    here.mkdir()
+    events = tmp_path / "evaluator.jsonl"
+    with running(
+        "monitor", "--run-id", "seen", "--listen", LOOPBACK, "--wandb-project", "demo", "--wandb-mode", "offline",
+        "--tensorboard", "curves", "--checkpoint-dir", "kept", "--checkpoint-every", "2",
+        "--repo-url", "somebody/model", "--upload-interval", "1", folder=here,
+    ) as monitor:  # fmt: skip
+        host_port = monitor.wait_for("Running DHT root at 127.0.0.1:").split()[-1]
+        multiaddr = monitor.wait_for("--initial_peers /ip4/127.0.0.1/tcp/").split()[-1]
+        assert monitor.wait_for("--initial_peers 127.0.0.1:").split() == ["--initial_peers", host_port]
+        join = ("--initial-peers", multiaddr)
+        with running(
+            "evaluate", "--initial-peers", host_port, "--client-mode", "--every", "2", "--max-evaluations", "3",
+            "--text", str(text), "--device", "cpu", "--threads", "1", "--events", str(events),
+        ) as evaluator:  # fmt: skip
+            evaluator.wait_for("Waiting for somebody who trains")
+            with (
+                running(*trainer(text, *join, "--no-checkpoints", "--start-new")) as first,
+                running(*trainer(text, *join, "--no-checkpoints", "--start-new")) as second,
+            ):
+                line = evaluator.wait_for("Held-out loss")
+                assert "MLM accuracy" in line
+                assert "SOP accuracy" in line
+                assert evaluator.wait(90) == 0, evaluator.output
+                monitor.wait_for("Step #3  loss = ")
+                monitor.wait_for("Held-out loss")
+                monitor.wait_for("Uploaded checkpoint-")
+                second.interrupt()
+                first.interrupt()
+                for command in (first, second):
+                    assert command.wait(15) == INTERRUPTED, command.output
+        monitor.interrupt()
+        assert monitor.wait(20) == INTERRUPTED, monitor.output
+    assert "wandb sync" in monitor.output
+    assert "tensorboard --logdir curves" in monitor.output
+    assert "Traceback" not in monitor.output + evaluator.output
+
+
+def check_curves(tmp_path: Path) -> None:
+    here, events = tmp_path / "monitor", tmp_path / "evaluator.jsonl"
+    measured = [json.loads(line) for line in events.read_text().splitlines()]
+    assert [event["type"] for event in measured] == ["evaluated"] * 3
+    assert all(after["step"] >= before["step"] + 2 for before, after in itertools.pairwise(measured))
+    in_wandb, in_tensorboard = wandb_points(here), [point for _, point in tensorboard_points(here / "curves")]
+    assert [point["step"] for point in in_wandb] == [point["step"] for point in in_tensorboard]
+    for points in (in_wandb, in_tensorboard):
+        steps = [point for point in points if point.keys() == STEP_FIELDS]
+        assert len(steps) >= 2
+        assert {point["alive peers"] for point in steps} >= {2}
+        assert all(point["samples"] >= 64 for point in steps if point["alive peers"] == 2)
+        heldout = {point["step"]: point for point in points if point.keys() == HELDOUT_FIELDS}
+        assert heldout
+        for event in measured:
+            if event["step"] in heldout:
+                assert heldout[event["step"]]["heldout loss"] == pytest.approx(event["heldout_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["monitor", "--refresh-period", "0"], "refresh_period is 0.0; it must be from 0.5 to 600 seconds"),
+        (["monitor", "--wandb-project", ""], "--wandb-project is empty"),
+        (["monitor", "--wandb-mode", "offline"], "name a project too: --wandb-project NAME"),
+        (["monitor", "--tensorboard", "/dev/null"], "name a folder that can be written"),
+        (["monitor", "--checkpoint-dir", "/dev/null"], "checkpoint_dir /dev/null"),
+        (["monitor", "--checkpoint-dir", "d", "--checkpoint-every", "0"], "checkpoint_every is 0"),
+        (["monitor", "--repo-url", "somebody/model"], "add for example: --checkpoint-dir checkpoints --repo-url"),
+        (["monitor", "--checkpoint-dir", "d", "--repo-url", "a/b", "--upload-interval", "0"], "upload_interval is 0"),
+        (["monitor", "--checkpoint-dir", "d", "--repo-url", "a/b"], "run: hf auth login"),
+        (["monitor", "--checkpoint-dir", "d", "--repo-url", "a/b/c"], "for example OWNER/my-albert"),
+        (["evaluate"], "--initial-peers HOST:PORT"),
+        (["evaluate", "--initial-peers", "127.0.0.1:1", "--every", "0"], "every is 0; it must be at least 1"),
+        (["evaluate", "--initial-peers", "127.0.0.1:1", "--text", "gone.txt"], "gone.txt"),
+    ],
+)
+def test_what_cannot_work_is_said_in_one_line_and_leaves_nothing(
+    arguments: list[str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    assert run(arguments) == USAGE
+    errors = capsys.readouterr().err
+    assert said in errors
+    assert "Traceback" not in errors
+    assert not list(tmp_path.iterdir())
