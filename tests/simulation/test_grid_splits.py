@@ -133,8 +133,9 @@ def test_of_parts_that_meet_at_the_same_step_the_larger_one_wins_or_that_of_the_
     loads = parts.num_loads(losers)
     assert min(loads) == 1, "all follow"
     assert sum(loads) <= len(losers) + 2, "once, but for who comes too late for the first step"
-    assert set(parts.num_loads(winners)) == {0}
+    assert sum(parts.num_loads(winners)) <= 2, "none, but for who comes too late for a step"
     sign = -1 if won else 1
+    assert all(value * sign > 0 for time, name, _, value in parts.held if time > parts.healed_s and name in winners)
     after = [value for time, _, _, value in parts.held if time > parts.healed_s + SETTLED_S]
     assert all(value * sign > 0 for value in after)
     assert parts.apart(parts.healed_s + SETTLED_S) < 0.03, "as far as in any grid of which cells are empty"
