@@ -13,13 +13,14 @@ from manyhands.dht.ids import distance, id_from_bytes, key_id, node_id
 from manyhands.dht.messages import FIND, FindRequest, FindResponse
 from manyhands.rpc import Endpoint
 from manyhands.testing import Host, World, between
+from tests.simulation.sweeps import few_of
 from tests.simulation.worlds import join
 
 KEY = "key"
 NUM_FAKES = 200
 
 
-@pytest.mark.parametrize("num_peers", [10, 40])
+@pytest.mark.parametrize("num_peers", few_of([10, 40]))
 def test_a_peer_that_names_fakes_slows_a_lookup_by_little(num_peers: int) -> None:
     """The peer nearest to a key names peers that are nearer still, at a machine that drops all packets."""
     world = World(seed=3)

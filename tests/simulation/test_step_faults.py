@@ -17,6 +17,7 @@ from manyhands.optim.collaboration import Collaboration
 from manyhands.optim.replica import Replica
 from manyhands.testing import at, between
 from tests.simulation.swarm_of_trainers import Member, Swarm, together
+from tests.simulation.sweeps import few_of
 from tests.simulation.test_delay import quadratic, sgd
 from tests.simulation.test_drop_in import adam, new_model
 
@@ -66,7 +67,7 @@ def assert_it_learns_and_agrees(swarm: Swarm, names: list[str]) -> None:
     assert all(len(digests) == 1 for digests in by_step.values()), by_step
 
 
-@pytest.mark.parametrize("delay", [None, "gradients"], ids=["synchronous", "delayed"])
+@pytest.mark.parametrize("delay", few_of([None, "gradients"]), ids=["synchronous", "delayed"])
 @pytest.mark.parametrize("rank", [0, 2], ids=["leader", "follower"])
 @pytest.mark.parametrize("phase", list(PHASES))
 def test_a_peer_killed_in_any_phase(phase: str, rank: int, delay: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
