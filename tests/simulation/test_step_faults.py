@@ -312,7 +312,7 @@ def newcomer_on_a_slow_link(seed: int, target_batch_size: int, num_steps: int) -
 
 def test_a_newcomer_that_cannot_keep_up_says_what_would_help(caplog: pytest.LogCaptureFixture) -> None:
     logging.getLogger("manyhands").setLevel(logging.WARNING)
-    swarm = newcomer_on_a_slow_link(seed=15, target_batch_size=48, num_steps=60)
+    swarm = newcomer_on_a_slow_link(seed=15, target_batch_size=48, num_steps=30)
     assert swarm.members["late"].optimizer.statistics.rounds_committed == 0
     assert "this peer cannot keep up with the run" in caplog.text
     named = re.search(r"target_batch_size=(\d+) instead of 48", caplog.text)
