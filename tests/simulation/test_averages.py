@@ -20,8 +20,8 @@ from manyhands.peer import Presence
 from manyhands.testing import Host, World
 from manyhands.testing.blocking import SimPeer, run_blocking
 from tests.simulation.averages import NUMEL, start_averages
-from tests.simulation.sweeps import few_of
 from tests.simulation.worlds import join
+from tests.sweeps import few_of
 
 NAMES = ["p0", "p1", "p2"]
 

@@ -17,7 +17,7 @@ from manyhands.peer import Presence
 from manyhands.state_dir import StateDir
 from manyhands.testing import Host, World, at, between
 from manyhands.transport import ControlStream
-from tests.simulation.sweeps import few_of
+from tests.sweeps import few_of
 
 KEY = "who is there"
 PORT = 31337

@@ -14,8 +14,8 @@ from manyhands.dht.messages import FIND, STORE, FindRequest, FindResponse, Store
 from manyhands.dht.records import AgedRecord
 from manyhands.rpc import Endpoint
 from manyhands.testing import Host, World, at, between
-from tests.simulation.sweeps import few_of
 from tests.simulation.worlds import KEY, dht_world, join
+from tests.sweeps import few_of
 from tests.unit.dht.examples import open_record
 
 

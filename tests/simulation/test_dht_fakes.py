@@ -13,8 +13,8 @@ from manyhands.dht.ids import distance, id_from_bytes, key_id, node_id
 from manyhands.dht.messages import FIND, FindRequest, FindResponse
 from manyhands.rpc import Endpoint
 from manyhands.testing import Host, World, between
-from tests.simulation.sweeps import few_of
 from tests.simulation.worlds import join
+from tests.sweeps import few_of
 
 KEY = "key"
 NUM_FAKES = 200

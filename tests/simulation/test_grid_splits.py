@@ -13,7 +13,7 @@ from manyhands.averaging.messages import NUM_RECENT_STEPS
 from manyhands.optim.step_rounds import PARAMETERS_EVERY
 from manyhands.testing import between
 from tests.simulation.swarm_of_trainers import PLAIN, Member, Swarm
-from tests.simulation.sweeps import few_of
+from tests.sweeps import few_of
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(300)]
 

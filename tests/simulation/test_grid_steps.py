@@ -26,8 +26,8 @@ from tests.simulation.swarm_of_trainers import (
     cut,
     together,
 )
-from tests.simulation.sweeps import few_of
 from tests.simulation.test_exactness import MAKERS, Model, data_of_step, loss_of, schedule
+from tests.sweeps import few_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -156,7 +156,7 @@ def apart(vectors: list[torch.Tensor]) -> float:
 
 @pytest.mark.parametrize(
     ("phase", "number", "delay"),
-    [*((phase, number, None) for phase in PHASES for number in (0, 1)), ("averaging", 0, "gradients")],
+    few_of([("averaging", 0, "gradients"), *((phase, number, None) for number in (1, 0) for phase in PHASES)], 4),
 )
 def test_a_peer_killed_in_the_midst_of_a_step(
     phase: str, number: int, delay: str | None, monkeypatch: pytest.MonkeyPatch
@@ -273,6 +273,7 @@ def test_a_run_that_outgrows_one_group_and_shrinks_again() -> None:
     assert apart([flat(swarm.members[name].model) for name in early]) < 1e-5
 
 
+@pytest.mark.sweep
 def test_whoever_finds_its_group_full_goes_on_to_the_next_round() -> None:
     """Half of a grid leaves. Its groups are drawn at random then, and some have more members than a group may have."""
     swarm, leaving = Swarm(seed=2), [f"p{number}" for number in range(12, 24)]

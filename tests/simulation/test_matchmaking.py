@@ -10,7 +10,7 @@ import pytest
 from manyhands.averaging.messages import Position
 from manyhands.testing import at, between
 from tests.simulation.groups import AT_ONCE_S, CONFIG, ROUND_S, Seeker, everybody, search
-from tests.simulation.sweeps import few_of
+from tests.sweeps import few_of
 
 NOTICED_S = 8.5
 """Heartbeats show so soon that a machine is gone."""

@@ -22,7 +22,7 @@ from tests.simulation.round_faults import (
     RoundWorld,
     random_death,
 )
-from tests.simulation.sweeps import few_of
+from tests.sweeps import few_of
 
 WITHIN_S = 1.0
 """Of virtual time, from a death in a formed group to the commit."""

@@ -14,7 +14,7 @@ from manyhands.averaging.open_round import OpenRound
 from manyhands.averaging.recovery import Recovery
 from manyhands.testing import World
 from tests.simulation.rounds import NUMEL, start_rounds
-from tests.simulation.sweeps import few_of
+from tests.sweeps import few_of
 
 NAMES = ["p0", "p1", "p2", "p3"]
 NUM_LOOKS = 12

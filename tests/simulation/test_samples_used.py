@@ -11,8 +11,8 @@ import torch
 from manyhands.optim.statistics import Statistics
 from manyhands.testing import at
 from tests.simulation.swarm_of_trainers import Member, Swarm
-from tests.simulation.sweeps import few_of
 from tests.simulation.test_delay import quadratic, sgd
+from tests.sweeps import few_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

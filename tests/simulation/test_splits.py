@@ -13,9 +13,9 @@ from manyhands.optim.failures import FAILURES_UNTIL_ADVICE
 from manyhands.peer import Presence
 from manyhands.testing import Host, between
 from tests.simulation.swarm_of_trainers import Member, Swarm
-from tests.simulation.sweeps import few_of
 from tests.simulation.test_delay import sgd
 from tests.simulation.test_drop_in import new_model
+from tests.sweeps import few_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -17,9 +17,9 @@ from manyhands.optim.collaboration import Collaboration
 from manyhands.optim.replica import Replica
 from manyhands.testing import at, between
 from tests.simulation.swarm_of_trainers import Member, Swarm, together
-from tests.simulation.sweeps import few_of
 from tests.simulation.test_delay import quadratic, sgd
 from tests.simulation.test_drop_in import adam, new_model
+from tests.sweeps import few_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -69,7 +69,7 @@ def assert_it_learns_and_agrees(swarm: Swarm, names: list[str]) -> None:
 
 @pytest.mark.parametrize("delay", few_of([None, "gradients"]), ids=["synchronous", "delayed"])
 @pytest.mark.parametrize("rank", [0, 2], ids=["leader", "follower"])
-@pytest.mark.parametrize("phase", list(PHASES))
+@pytest.mark.parametrize("phase", PHASES)
 def test_a_peer_killed_in_any_phase(phase: str, rank: int, delay: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     names, longest = ["p0", "p1", "p2"], Longest()
     swarm = Swarm(seed=rank)

@@ -11,8 +11,8 @@ import pytest
 
 from manyhands.rpc import Endpoint
 from manyhands.testing import Fault, World, at, between
-from tests.simulation.sweeps import few_of
 from tests.simulation.worlds import Trainer, training_world
+from tests.sweeps import few_of
 
 PEERS = ("p0", "p1", "p2", "p3")
 QUIET_FROM_S, END_S = 260.0, 400.0
