@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from tests.process.commands import Command
+from tests.sweeps import few_of
 
 pytestmark = pytest.mark.process
 
@@ -181,7 +182,7 @@ def test_interrupt_leaves_nothing_behind() -> None:
 IS_LINUX = sys.platform == "linux"
 
 
-@pytest.mark.parametrize(("case", "figure"), [("idle", "idle_overhead"), ("sync", "peak_extra_x_params")])
+@pytest.mark.parametrize(("case", "figure"), few_of([("idle", "idle_overhead"), ("sync", "peak_extra_x_params")]))
 def test_optimizer_overhead(tmp_path: Path, case: str, figure: str) -> None:
     few = ["--batches", "1", "--memory-mb", "1", "--cases", case]
     result, output = results_of("optimizer_overhead.py", tmp_path, *few)

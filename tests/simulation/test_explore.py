@@ -20,7 +20,7 @@ from tests.simulation.explore import Outcome, run_seed
 from tests.simulation.scenarios import SCENARIOS, Scenario
 from tests.simulation.seed_processes import SeedProcesses
 
-NUM_SEEDS = {"rpc": 40, "rounds": 4, "averages": 4, "dht": 6, "training": 6}
+NUM_SEEDS = {"rpc": 40, "rounds": 3, "averages": 3, "dht": 6, "training": 6}
 GROUP = 20
 """Seeds in one test: of the order of seconds each."""
 

@@ -120,7 +120,7 @@ def halves(num_many: int, num_few: int, healed_s: float, seed: int) -> Halves:
     return Halves(names[:num_many], names[num_many:], healed_s, Swarm(seed))
 
 
-@pytest.mark.parametrize(("num_many", "num_few"), few_of([(7, 5), (6, 6), (14, 10), (12, 12)], 2))
+@pytest.mark.parametrize(("num_many", "num_few"), few_of([(7, 5), (6, 6), (14, 10), (12, 12)]))
 def test_of_parts_that_meet_at_the_same_step_the_larger_one_wins_or_that_of_the_lowest_peer_id(
     num_many: int, num_few: int
 ) -> None:
@@ -139,6 +139,7 @@ def test_of_parts_that_meet_at_the_same_step_the_larger_one_wins_or_that_of_the_
     assert sum(parts.num_loads(winners)) <= 2, "none, but for who comes too late for a step"
     sign = -1 if won else 1
     assert all(value * sign > 0 for time, name, _, value in parts.held if time > parts.healed_s and name in winners)
+    assert all(len(of_parts) == 1 for of_parts in parts.met.values()), "no group has peers of both"
     after = [value for time, _, _, value in parts.held if time > parts.healed_s + SETTLED_S]
     assert all(value * sign > 0 for value in after)
     assert parts.apart(parts.healed_s + SETTLED_S) < (0.03 if num_many > 7 else 0.05), (
@@ -165,8 +166,9 @@ def test_at_different_steps_the_part_that_is_further_wins_and_what_the_other_has
         assert counts.samples_dropped >= BATCH_SIZE
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
-    ("num_half", "healed_s", "seed"), few_of([(6, 101.3, 1), (12, 101.3, 3), (12, 101.3, 4), (12, 108.7, 7)])
+    ("num_half", "healed_s", "seed"), [(6, 101.3, 1), (12, 101.3, 3), (12, 101.3, 4), (12, 108.7, 7)]
 )
 def test_parts_that_meet_in_the_midst_of_a_step_are_in_no_group_together(
     num_half: int, healed_s: float, seed: int
