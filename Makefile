@@ -33,7 +33,8 @@ test-step-faults: $(VENV)/.dev  ## freeze real trainers, set their clocks wrong,
 fuzz: $(VENV)/.dev  ## feed all decoders with bad input for a minute (SECONDS=600 ARGS='--target frames')
 	$(PY) -m tests.fuzz --seconds $(or $(SECONDS),60) $(ARGS)
 
-sim: $(VENV)/.dev  ## simulated swarms under random faults (SEEDS=200 FIRST=0 SCENARIO=dht; SEED=7 replays one)
+sim: $(VENV)/.dev  ## long simulations, then swarms under random faults (SEEDS=200 FIRST=0; only these: SCENARIO=dht, SEED=7)
+	$(if $(SEED)$(SCENARIO),,$(PY) -m pytest -q -n 2 --dist worksteal -m sweep)
 	@$(PY) -m tests.simulation.explore $(if $(SEED),--seed $(SEED),--seeds $(or $(SEEDS),200) --first $(or $(FIRST),0)) \
 	  $(if $(SCENARIO),--scenario $(SCENARIO)) $(ARGS)
 

@@ -24,6 +24,15 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 _GRACE_S = 1.0  # for what was already told to end
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave long simulations out, unless somebody picks tests by -m, by -k or by name."""
+    if config.option.markexpr or config.option.keyword or any("::" in argument for argument in config.args):
+        return
+    left_out = [item for item in items if item.get_closest_marker("sweep") is not None]
+    items[:] = [item for item in items if item.get_closest_marker("sweep") is None]
+    config.hook.pytest_deselected(items=left_out)
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_running(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that leaves an asyncio task, a thread of ours or a child process behind, and end the processes."""

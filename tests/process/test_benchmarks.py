@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from tests.process.commands import Command
+from tests.sweeps import few_of
 
 pytestmark = pytest.mark.process
 
@@ -123,8 +124,8 @@ def test_dht(tmp_path: Path) -> None:
 
 
 def test_dht_sim(tmp_path: Path) -> None:
-    [result], _ = results_of("dht_sim.py", tmp_path, "--nodes", "60", "--minutes", "1")
-    assert result["nodes"] == 60
+    [result], _ = results_of("dht_sim.py", tmp_path, "--nodes", "24", "--minutes", "1")
+    assert result["nodes"] == 24
     assert result["gets"] > 100
     assert result["gets_good"] == 1
     assert result["churn_calls_per_node_and_min"] > result["rest_calls_per_node_and_min"] > 0
@@ -181,7 +182,7 @@ def test_interrupt_leaves_nothing_behind() -> None:
 IS_LINUX = sys.platform == "linux"
 
 
-@pytest.mark.parametrize(("case", "figure"), [("idle", "idle_overhead"), ("sync", "peak_extra_x_params")])
+@pytest.mark.parametrize(("case", "figure"), few_of([("idle", "idle_overhead"), ("sync", "peak_extra_x_params")]))
 def test_optimizer_overhead(tmp_path: Path, case: str, figure: str) -> None:
     few = ["--batches", "1", "--memory-mb", "1", "--cases", case]
     result, output = results_of("optimizer_overhead.py", tmp_path, *few)

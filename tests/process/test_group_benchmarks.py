@@ -19,6 +19,7 @@ def test_matchmaking(tmp_path: Path) -> None:
     assert all(0 <= result["p50_ms"] <= result["p99_ms"] for result in results)
 
 
+@pytest.mark.sweep
 def test_mixing_has_the_figures_of_the_paper(tmp_path: Path) -> None:
     """Rounds to a variance of 1e-9, from the experiment of Ryabinin et al., which draws its chance otherwise."""
     results, _ = results_of("mixing_sim.py", tmp_path)

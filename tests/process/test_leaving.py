@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from tests.process.commands import LOOPBACK, Command, address_of, running
+from tests.sweeps import few_of
 
 pytestmark = pytest.mark.process
 
@@ -34,7 +35,7 @@ def test_ctrl_c_on_a_monitor() -> None:
         assert_it_leaves(monitor, monitor.interrupt)
 
 
-@pytest.mark.parametrize("moment", ["Joining run", "Training the tokenizer", "Collaboration accumulated"])
+@pytest.mark.parametrize("moment", few_of(["Joining run", "Collaboration accumulated", "Training the tokenizer"], 2))
 def test_ctrl_c_on_a_trainer(moment: str) -> None:
     with running("train", "--run-id", "leaving", "--listen", LOOPBACK, "--threads", "1") as trainer:
         trainer.wait_for(moment)

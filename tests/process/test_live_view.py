@@ -37,12 +37,12 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-def arguments(text: Path, *more: str) -> tuple[str, ...]:
+def arguments(text: Path, *more: str, target_batch_size: int = 64) -> tuple[str, ...]:
     return (
         "train", "--run-id", "seen", "--listen", LOOPBACK, "--threads", "1", "--device", "cpu", "--batch-size", "8",
         "--hidden-size", "32", "--num-hidden-layers", "1", "--intermediate-size", "32", "--embedding-size", "16",
-        "--vocab-size", "512", "--seq-length", "16", "--target-batch-size", "64", "--linger-s", "0",
-        "--text", str(text), *more,
+        "--vocab-size", "512", "--seq-length", "16", "--linger-s", "0",
+        "--target-batch-size", str(target_batch_size), "--text", str(text), *more,
     )  # fmt: skip
 
 
@@ -179,7 +179,8 @@ def test_a_pipe_has_plain_lines_and_the_card(text: Path) -> None:
 
 @pytest.mark.timeout(240)
 def test_the_steps_of_two_peers_have_one_numbering_and_shares(text: Path, tmp_path: Path) -> None:
-    common = arguments(text, "--no-checkpoints", "--slow-down", "5")
+    """The monitor looks every 0.5 s, so a step takes seconds here: it misses none."""
+    common = arguments(text, "--no-checkpoints", "--slow-down", "5", target_batch_size=512)
     with running("monitor", "--run-id", "seen", "--listen", LOOPBACK) as monitor:
         address = monitor.wait_for("manyhands train").split()[-1]
         with running(*common, "--initial-peers", address, "--start-new") as first:

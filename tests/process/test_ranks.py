@@ -19,6 +19,7 @@ import manyhands
 from manyhands.base.identity import Identity
 from manyhands.optim import ranks
 from tests.process.jobs import NUM_RANKS, Job, job, say
+from tests.sweeps import few_of
 from tests.trainers import AVERAGING, FAST, LISTEN, Trainer, new_model, peers
 
 pytestmark = pytest.mark.process
@@ -253,7 +254,7 @@ def assert_it_ends(both: Job, rank: int, text: str) -> None:
     assert text in both.ranks[rank].output
 
 
-@pytest.mark.parametrize("victim", range(NUM_RANKS))
+@pytest.mark.parametrize("victim", few_of(range(NUM_RANKS)))
 def test_when_a_rank_is_killed_the_other_one_ends(tmp_path: Path, victim: int) -> None:
     with peers(1) as (peer,), job(train_for_ever, tmp_path, "1000000", *peer.addresses) as both:
         both.hear()

@@ -23,6 +23,7 @@ from manyhands.optim.collaboration import Collaboration
 from manyhands.optim.replica import Replica
 from manyhands.rpc import RpcConfig
 from tests.process.commands import Command
+from tests.sweeps import few_of
 from tests.trainers import LISTEN, Trainer, in_threads, new_model
 
 pytestmark = pytest.mark.process
@@ -114,7 +115,7 @@ def assert_they_learnt_and_agree(trainers: list[Trainer]) -> None:
     assert len(by_step) == 2 or len({trainer.optimizer.state_digest() for trainer in trainers}) == 1
 
 
-@pytest.mark.parametrize("phase", list(PHASES))
+@pytest.mark.parametrize("phase", few_of(PHASES, 2))
 def test_a_process_killed_in_a_phase_of_a_step(phase: str) -> None:
     with survivors() as trainers, victim(phase, trainers[0].peer.addresses) as command:
         last_step: list[int] = []

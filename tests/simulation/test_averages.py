@@ -21,6 +21,7 @@ from manyhands.testing import Host, World
 from manyhands.testing.blocking import SimPeer, run_blocking
 from tests.simulation.averages import NUMEL, start_averages
 from tests.simulation.worlds import join
+from tests.sweeps import few_of
 
 NAMES = ["p0", "p1", "p2"]
 
@@ -41,7 +42,7 @@ def test_without_faults_all_are_in_every_round() -> None:
     assert all(time > 57 and num_members == 3 for time, num_members in averages.times.values()), averages.times
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", few_of(range(3)))
 @pytest.mark.parametrize("dies", [False, True])
 def test_peers_that_wait_for_the_others_all_hold_the_last_mean_when_they_leave(seed: int, *, dies: bool) -> None:
     """If one dies right after its step, the others wait for 10 s at most."""
@@ -81,7 +82,7 @@ def test_peers_that_wait_for_the_others_all_hold_the_last_mean_when_they_leave(s
         assert all(seconds < 1.5 and waited for _, waited, seconds in left.values()), left
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", few_of(range(3)))
 def test_a_peer_that_publishes_made_up_places_does_not_stop_the_others(seed: int) -> None:
     """Every two seconds another round number, up to the last one, and it never comes to a round."""
     world = world_of(seed)

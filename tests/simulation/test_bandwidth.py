@@ -16,6 +16,7 @@ from manyhands.base.address import Address
 from manyhands.rpc import Endpoint, RpcConfig
 from manyhands.testing import Host, World
 from tests.swarm import FixedRoster
+from tests.sweeps import few_of
 
 NUMEL = 2_000_000
 VECTOR_MBIT = NUMEL * 32 / 1e6
@@ -124,14 +125,14 @@ EQUAL = dict.fromkeys(FOUR, 0.25)
 """What each reduces."""
 
 
-@pytest.mark.parametrize("down_mbit_s", [None, 1000.0])
+@pytest.mark.parametrize("down_mbit_s", few_of([None, 1000.0]))
 def test_members_with_equal_lines_reduce_the_same_from_the_first_round_on(down_mbit_s: float | None) -> None:
     measured = run_rounds(3, FOUR, latency_s=FAR_S, down_mbit_s=down_mbit_s)
     assert measured.owned == [EQUAL] * 3
     assert measured.mbit_s == pytest.approx(FOUR, rel=0.1)
 
 
-@pytest.mark.parametrize("factor", [0.1, 0.5, 1.8])
+@pytest.mark.parametrize("factor", few_of([0.1, 0.5, 1.8]))
 def test_who_is_wrongly_taken_for_slow_or_fast_has_its_part_again_within_three_rounds(factor: float) -> None:
     """Then all have less to send, or one of them much more, and all look as fast as they are nevertheless."""
     wrong = {**FOUR, "p1": factor * FOUR["p1"]}
@@ -140,7 +141,7 @@ def test_who_is_wrongly_taken_for_slow_or_fast_has_its_part_again_within_three_r
     assert measured.owned[3] == EQUAL, measured.owned
 
 
-@pytest.mark.parametrize(("factor", "down_mbit_s"), [(2.0, None), (2.0, 1000.0), (4.0, None), (10.0, 1000.0)])
+@pytest.mark.parametrize(("factor", "down_mbit_s"), few_of([(10.0, 1000.0), (2.0, None), (2.0, 1000.0), (4.0, None)]))
 def test_a_line_that_gets_slower_and_faster_again_is_found_within_three_rounds(
     factor: float, down_mbit_s: float | None
 ) -> None:

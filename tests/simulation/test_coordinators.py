@@ -17,6 +17,7 @@ from manyhands.peer import Presence
 from manyhands.state_dir import StateDir
 from manyhands.testing import Host, World, at, between
 from manyhands.transport import ControlStream
+from tests.sweeps import few_of
 
 KEY = "who is there"
 PORT = 31337
@@ -100,7 +101,9 @@ def names_of(prefix: str, num: int) -> list[str]:
     return [f"{prefix}{number}" for number in range(num)]
 
 
-@pytest.mark.parametrize(("num_peers", "with_id", "seed"), [(5, True, 0), (5, False, 1), (5, True, 2), (22, True, 3)])
+@pytest.mark.parametrize(
+    ("num_peers", "with_id", "seed"), few_of([(5, True, 0), (5, False, 1), (5, True, 2), (22, True, 3)], 2)
+)
 def test_islands_with_the_same_coordinators_merge_within_a_minute_of_a_link(
     num_peers: int, with_id: bool, seed: int
 ) -> None:

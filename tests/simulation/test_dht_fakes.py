@@ -14,12 +14,13 @@ from manyhands.dht.messages import FIND, FindRequest, FindResponse
 from manyhands.rpc import Endpoint
 from manyhands.testing import Host, World, between
 from tests.simulation.worlds import join
+from tests.sweeps import few_of
 
 KEY = "key"
 NUM_FAKES = 200
 
 
-@pytest.mark.parametrize("num_peers", [10, 40])
+@pytest.mark.parametrize("num_peers", few_of([10, 40]))
 def test_a_peer_that_names_fakes_slows_a_lookup_by_little(num_peers: int) -> None:
     """The peer nearest to a key names peers that are nearer still, at a machine that drops all packets."""
     world = World(seed=3)

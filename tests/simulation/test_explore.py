@@ -1,4 +1,4 @@
-"""A few hundred seeds of each scenario, and the runner that ``make sim`` starts."""
+"""A few seeds of each scenario, and the runner that ``make sim`` starts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.simulation.explore import Outcome, run_seed
 from tests.simulation.scenarios import SCENARIOS, Scenario
 from tests.simulation.seed_processes import SeedProcesses
 
-NUM_SEEDS = {"rpc": 220, "rounds": 16, "averages": 20, "dht": 30, "training": 30}
+NUM_SEEDS = {"rpc": 40, "rounds": 3, "averages": 3, "dht": 6, "training": 6}
 GROUP = 20
 """Seeds in one test: of the order of seconds each."""
 

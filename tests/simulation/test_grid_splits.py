@@ -13,6 +13,7 @@ from manyhands.averaging.messages import NUM_RECENT_STEPS
 from manyhands.optim.step_rounds import PARAMETERS_EVERY
 from manyhands.testing import between
 from tests.simulation.swarm_of_trainers import PLAIN, Member, Swarm
+from tests.sweeps import few_of
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(300)]
 
@@ -57,7 +58,7 @@ class Halves:
     carried: dict[str, int] = field(default_factory=dict)
     met: dict[bytes, set[bool]] = field(default_factory=dict)
 
-    def run(self, until_s: float, pause_at: tuple[int, int] = (-1, -1), max_group_size: int = 6) -> None:
+    def run(self, until_s: float, pause_at: tuple[int, int] = (-1, -1)) -> None:
         """Train; who comes to the step of its part in ``pause_at`` says nothing more until the cut is over."""
 
         def train(member: Member) -> None:
@@ -91,7 +92,7 @@ class Halves:
                 train,
                 target_batch_size=BATCH_SIZE * BATCHES_A_STEP * len(names),
                 batch_size_per_step=BATCH_SIZE,
-                averaging=replace(PLAIN, max_group_size=max_group_size),
+                averaging=replace(PLAIN, max_group_size=6 if len(names) > 12 else 4),
             )
         self.swarm.world.schedule(between(CUT_S, self.healed_s).partition(self.many, self.few))
         self.swarm.run(until_s + 60.0)
@@ -119,34 +120,43 @@ def halves(num_many: int, num_few: int, healed_s: float, seed: int) -> Halves:
     return Halves(names[:num_many], names[num_many:], healed_s, Swarm(seed))
 
 
-@pytest.mark.parametrize("num_many", [14, 12])
-def test_of_parts_that_meet_at_the_same_step_the_larger_one_wins_or_that_of_the_lowest_peer_id(num_many: int) -> None:
+@pytest.mark.parametrize(("num_many", "num_few"), few_of([(7, 5), (6, 6), (14, 10), (12, 12)]))
+def test_of_parts_that_meet_at_the_same_step_the_larger_one_wins_or_that_of_the_lowest_peer_id(
+    num_many: int, num_few: int
+) -> None:
     """They have one position, and would otherwise mix parameters that have parted for minutes."""
-    parts = halves(num_many, 24 - num_many, 125.0, seed=1)
+    parts = halves(num_many, num_few, 125.0, seed=1)
     parts.run(170.0, pause_at=(11, 11))
     many, few = parts.at_the_heal(parts.many), parts.at_the_heal(parts.few)
     assert {step for step, _ in [*many.values(), *few.values()]} == {11}
     assert min(value for _, value in many.values()) - max(value for _, value in few.values()) > 0.3
     lowest = min(parts.swarm.members.values(), key=lambda member: member.peer.peer_id).name
-    won = lowest in parts.few and num_many == 12
+    won = lowest in parts.few and num_many == num_few
     winners, losers = (parts.few, parts.many) if won else (parts.many, parts.few)
     loads = parts.num_loads(losers)
     assert min(loads) == 1, "all follow"
     assert sum(loads) <= len(losers) + 2, "once, but for who comes too late for the first step"
-    assert set(parts.num_loads(winners)) == {0}
+    assert sum(parts.num_loads(winners)) <= 2, "none, but for who comes too late for a step"
     sign = -1 if won else 1
+    assert all(value * sign > 0 for time, name, _, value in parts.held if time > parts.healed_s and name in winners)
+    assert all(len(of_parts) == 1 for of_parts in parts.met.values()), "no group has peers of both"
     after = [value for time, _, _, value in parts.held if time > parts.healed_s + SETTLED_S]
     assert all(value * sign > 0 for value in after)
-    assert parts.apart(parts.healed_s + SETTLED_S) < 0.03, "as far as in any grid of which cells are empty"
+    assert parts.apart(parts.healed_s + SETTLED_S) < (0.03 if num_many > 7 else 0.05), (
+        "as far as in any grid of which cells are empty; with smaller groups, further"
+    )
 
 
-def test_at_different_steps_the_part_that_is_further_wins_and_what_the_other_has_computed_is_dropped() -> None:
+@pytest.mark.parametrize(("num_many", "num_few", "last_step"), few_of([(7, 5, 13), (14, 10, 11)]))
+def test_at_different_steps_the_part_that_is_further_wins_and_what_the_other_has_computed_is_dropped(
+    num_many: int, num_few: int, last_step: int
+) -> None:
     """Also for the step that the others have just made, which has the same name as the one that they were at."""
-    parts = halves(14, 10, 125.0, seed=4)
-    parts.run(170.0, pause_at=(11, 10))
+    parts = halves(num_many, num_few, 125.0, seed=4)
+    parts.run(170.0, pause_at=(last_step, last_step - 1))
     many, few = parts.at_the_heal(parts.many), parts.at_the_heal(parts.few)
-    assert {step for step, _ in many.values()} == {11}
-    assert {step for step, _ in few.values()} == {10}
+    assert {step for step, _ in many.values()} == {last_step}
+    assert {step for step, _ in few.values()} == {last_step - 1}
     assert set(parts.num_loads(parts.few)) == {1}
     assert set(parts.num_loads(parts.many)) == {0}
     assert parts.apart(parts.healed_s + SETTLED_S) < 0.05
@@ -156,10 +166,15 @@ def test_at_different_steps_the_part_that_is_further_wins_and_what_the_other_has
         assert counts.samples_dropped >= BATCH_SIZE
 
 
-@pytest.mark.parametrize(("healed_s", "seed"), [(101.3, 3), (101.3, 4), (108.7, 7)])
-def test_parts_that_meet_in_the_midst_of_a_step_are_in_no_group_together(healed_s: float, seed: int) -> None:
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    ("num_half", "healed_s", "seed"), [(6, 101.3, 1), (12, 101.3, 3), (12, 101.3, 4), (12, 108.7, 7)]
+)
+def test_parts_that_meet_in_the_midst_of_a_step_are_in_no_group_together(
+    num_half: int, healed_s: float, seed: int
+) -> None:
     """Some have read of the others, and some not yet, when they look for their groups."""
-    parts = halves(12, 12, healed_s, seed)
+    parts = halves(num_half, num_half, healed_s, seed)
     parts.run(healed_s + 45.0)
     assert all(len(of_parts) == 1 for of_parts in parts.met.values())
     loads = sorted(([*parts.num_loads(names)] for names in (parts.many, parts.few)), key=sum)
@@ -167,9 +182,10 @@ def test_parts_that_meet_in_the_midst_of_a_step_are_in_no_group_together(healed_
     assert sum(loads[0]) <= 2, "but for who comes too late for a step"
 
 
-def test_a_cut_of_fewer_steps_is_healed_by_averaging_the_parameters() -> None:
+@pytest.mark.parametrize("num_half", few_of([6, 12]))
+def test_a_cut_of_fewer_steps_is_healed_by_averaging_the_parameters(num_half: int) -> None:
     """What the parts have done in fewer steps than make strangers of them both counts."""
-    parts = halves(12, 12, 70.0, seed=3)
+    parts = halves(num_half, num_half, 70.0, seed=3)
     parts.run(150.0)
     before = parts.at_the_heal(parts.many) | parts.at_the_heal(parts.few)
     steps = [step for step, _ in before.values()]

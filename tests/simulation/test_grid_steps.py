@@ -27,6 +27,7 @@ from tests.simulation.swarm_of_trainers import (
     together,
 )
 from tests.simulation.test_exactness import MAKERS, Model, data_of_step, loss_of, schedule
+from tests.sweeps import few_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -61,8 +62,8 @@ def in_grid(member: Member, num_peers: int) -> None:
         member.optimizer.step(batch_size=0)
 
 
-@pytest.mark.parametrize(("num_peers", "max_group_size", "num_rounds"), [(12, 4, 2), (12, 3, 3)])
-@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+@pytest.mark.parametrize(("num_peers", "max_group_size", "num_rounds"), few_of([(12, 4, 2), (12, 3, 3)]))
+@pytest.mark.parametrize("name", few_of(["AdamW", "SGD"]))
 def test_twelve_peers_in_groups_make_the_steps_of_one_process(
     name: str, num_peers: int, max_group_size: int, num_rounds: int
 ) -> None:
@@ -101,6 +102,7 @@ def test_twelve_peers_in_groups_make_the_steps_of_one_process(
     assert all(key.startswith({2: "4x3 ", 3: "3x2x2 "}[num_rounds]) for key in keys), keys
 
 
+@pytest.mark.sweep
 def test_sixty_four_peers_in_groups_of_eight_make_the_steps_of_one_process() -> None:
     num_peers, num_steps, batches = 64, 4, 8  # three samples each
     swarm = Swarm(seed=64)
@@ -154,7 +156,7 @@ def apart(vectors: list[torch.Tensor]) -> float:
 
 @pytest.mark.parametrize(
     ("phase", "number", "delay"),
-    [*((phase, number, None) for phase in PHASES for number in (0, 1)), ("averaging", 0, "gradients")],
+    few_of([("averaging", 0, "gradients"), *((phase, number, None) for number in (1, 0) for phase in PHASES)], 2),
 )
 def test_a_peer_killed_in_the_midst_of_a_step(
     phase: str, number: int, delay: str | None, monkeypatch: pytest.MonkeyPatch
@@ -271,6 +273,7 @@ def test_a_run_that_outgrows_one_group_and_shrinks_again() -> None:
     assert apart([flat(swarm.members[name].model) for name in early]) < 1e-5
 
 
+@pytest.mark.sweep
 def test_whoever_finds_its_group_full_goes_on_to_the_next_round() -> None:
     """Half of a grid leaves. Its groups are drawn at random then, and some have more members than a group may have."""
     swarm, leaving = Swarm(seed=2), [f"p{number}" for number in range(12, 24)]
@@ -307,22 +310,24 @@ def test_whoever_finds_its_group_full_goes_on_to_the_next_round() -> None:
     assert sum(counts.states_loaded for counts in stayed) <= 6
 
 
-NUM_TRAINERS, NUM_CLIENTS, NUM_AUXILIARY = 64, 12, 4
-
-
 @pytest.mark.timeout(300)
-def test_a_large_run_with_peers_behind_firewalls_and_peers_without_data() -> None:
+@pytest.mark.parametrize(
+    ("num_trainers", "num_clients", "num_auxiliary", "max_group_size"), few_of([(20, 4, 2, 5), (64, 12, 4, 9)])
+)
+def test_a_large_run_with_peers_behind_firewalls_and_peers_without_data(
+    num_trainers: int, num_clients: int, num_auxiliary: int, max_group_size: int
+) -> None:
     """Cells of the grid stay empty, batches take from 0.4 to 1.6 s, and what each peer has in a step differs."""
     swarm, goal = Swarm(seed=68), PARAMETERS_EVERY + 1
-    trainers = [f"p{number}" for number in range(NUM_TRAINERS)]
-    helpers = [f"h{number}" for number in range(NUM_AUXILIARY)]
+    trainers = [f"p{number}" for number in range(num_trainers)]
+    helpers = [f"h{number}" for number in range(num_auxiliary)]
     longest = {"s": 0.0}
     told: list[float] = []
     ended: set[str] = set()
 
     def train(member: Member) -> None:
         rng, generator = random.Random(member.name), torch.Generator().manual_seed(int(member.name[1:]))
-        in_grid(member, NUM_TRAINERS)
+        in_grid(member, num_trainers)
         while member.optimizer.global_step < goal:
             words = torch.randint(11, (4,), generator=generator)
             member.peer.sleep(rng.uniform(0.4, 1.6))
@@ -337,13 +342,16 @@ def test_a_large_run_with_peers_behind_firewalls_and_peers_without_data() -> Non
         ended.add(member.name)
 
     def help_out(member: Member) -> None:
-        while len(ended) < NUM_TRAINERS:
+        while len(ended) < num_trainers:
             member.optimizer.step()
         assert member.optimizer.statistics.samples_computed == 0
 
-    common: dict[str, Any] = {"target_batch_size": 24 * NUM_TRAINERS, "averaging": replace(PLAIN, max_group_size=9)}
+    common: dict[str, Any] = {
+        "target_batch_size": 24 * num_trainers,
+        "averaging": replace(PLAIN, max_group_size=max_group_size),
+    }
     for number, name in enumerate(trainers):
-        is_client = number > 0 and number % 5 == 0 and number <= 5 * NUM_CLIENTS
+        is_client = number > 0 and number % 5 == 0 and number <= 5 * num_clients
         swarm.start(name, Model, MAKERS["SGD"], train, batch_size_per_step=4, client_mode=is_client, **common)
     for name in helpers:
         swarm.start(name, Model, MAKERS["SGD"], help_out, auxiliary=True, **common)
@@ -351,7 +359,7 @@ def test_a_large_run_with_peers_behind_firewalls_and_peers_without_data() -> Non
     counts = {name: swarm.members[name].optimizer.statistics for name in trainers}
     computed = sum(one.samples_computed for one in counts.values())
     assert sum(one.samples_dropped for one in counts.values()) <= 0.01 * computed
-    assert sum(one.states_loaded for one in counts.values()) <= NUM_TRAINERS // 10, (
+    assert sum(one.states_loaded for one in counts.values()) <= num_trainers // 10, (
         "nearly all make each step themselves"
     )
     assert longest["s"] < 15.0

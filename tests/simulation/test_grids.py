@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import pytest
 
 from tests.simulation.grids import FIRST_STEPS, ROUNDING, Failure, Swarm, grid_world
+from tests.sweeps import few_of
 
 NUM_STEPS = 8
 
@@ -29,7 +30,7 @@ def swarm_after(
     return swarm
 
 
-@pytest.mark.parametrize(("num_peers", "max_group_size"), [(16, 4), (27, 4)])
+@pytest.mark.parametrize(("num_peers", "max_group_size"), few_of([(16, 4), (27, 4)]))
 def test_in_a_full_grid_all_hold_the_mean_of_all_after_each_step(num_peers: int, max_group_size: int) -> None:
     swarm = swarm_after(1, num_peers, max_group_size, 0.0)
     assert max(swarm.spreads[FIRST_STEPS:]) < ROUNDING
@@ -50,7 +51,7 @@ def test_the_mean_of_a_full_grid_is_weighted_whoever_meets_whom() -> None:
     assert max(swarm.spreads[FIRST_STEPS:]) < ROUNDING
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", few_of(range(2)))
 def test_with_failures_the_peers_stay_near_each_other(seed: int) -> None:
     """Each value drifts by 1 before each step (root mean square); without averaging it would be 2.8 in the end."""
     swarm = swarm_after(seed, 32, 4, 0.02)
@@ -70,7 +71,7 @@ def test_who_sits_a_step_out_costs_nobody_else_a_round() -> None:
     assert swarm.partial[FIRST_STEPS:] == [0] * (18 - FIRST_STEPS), swarm.reasons
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", few_of(range(4)))
 def test_who_comes_back_after_a_death_has_a_cell_of_its_own_and_all_are_at_one_mean(seed: int) -> None:
     """Every third step one dies; in the step after, the others know where it is again."""
     planned = {3 * number + 2: (f"p{number}", Failure.DIES) for number in range(5)}
@@ -82,6 +83,8 @@ def test_who_comes_back_after_a_death_has_a_cell_of_its_own_and_all_are_at_one_m
             assert swarm.spreads[step] < ROUNDING, step
 
 
+@pytest.mark.sweep
+@pytest.mark.timeout(300)
 def test_over_50_steps_the_peers_stay_within_the_bound_that_the_docs_state() -> None:
     """1% fail in each step; without averaging the values would be 7 apart in the end."""
     swarm = swarm_after(1, 36, 6, 0.01, num_steps=50)

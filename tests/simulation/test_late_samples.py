@@ -22,6 +22,7 @@ from manyhands.averaging.messages import Position
 from manyhands.optim.statistics import Statistics
 from manyhands.testing import Fault, at, between
 from tests.simulation.swarm_of_trainers import Member, Swarm, together
+from tests.sweeps import few_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -126,7 +127,7 @@ PHASES: dict[str, tuple[type, str]] = {
 FROZEN_S = 14.0
 
 
-@pytest.mark.parametrize("from_s", [16.0, 18.0, 20.0, 22.0])
+@pytest.mark.parametrize("from_s", few_of([16.0, 18.0, 20.0, 22.0]))
 def test_a_peer_that_froze_over_one_step(from_s: float) -> None:
     """It was in no group, or in one that left it out: the samples that it had count in the next step."""
     swarm = Swarm(seed=41)
@@ -141,7 +142,7 @@ def test_a_peer_that_froze_over_one_step(from_s: float) -> None:
     assert counts["p3"].samples_used >= 8 * BATCH_SIZE
 
 
-@pytest.mark.parametrize("from_s", [16.0, 20.0, 22.0])
+@pytest.mark.parametrize("from_s", few_of([16.0, 20.0, 22.0]))
 def test_with_a_delay_only_those_from_before_the_last_step_are_dropped(from_s: float) -> None:
     """Those computed while that step was made in the background would be two steps late."""
     swarm = Swarm(seed=41)
@@ -213,7 +214,7 @@ def chance(seed: int) -> list[Fault]:
 
 
 @pytest.mark.parametrize("delay", [None, "gradients"], ids=["synchronous", "delayed"])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", few_of(range(12)))
 def test_after_any_faults_no_batch_has_counted_twice(seed: int, delay: str | None) -> None:
     swarm = Swarm(seed=seed)
     marked = Marked(swarm)

@@ -10,6 +10,7 @@ import pytest
 from manyhands.averaging.messages import Position
 from manyhands.testing import at, between
 from tests.simulation.groups import AT_ONCE_S, CONFIG, ROUND_S, Seeker, everybody, search
+from tests.sweeps import few_of
 
 NOTICED_S = 8.5
 """Heartbeats show so soon that a machine is gone."""
@@ -44,7 +45,7 @@ def test_two_would_be_leaders_settle_on_the_lower_whichever_began_first(ahead_s:
     world.check_that_groups_agree()
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", few_of(range(6), 2))
 def test_two_who_lead_and_have_followers_each(seed: int) -> None:
     """a leads d, b leads c; they hear of each other only when b is called."""
     world = search(
@@ -229,7 +230,7 @@ def test_a_leader_that_does_not_come_is_given_up_with_the_most_patient_one() -> 
     assert world["e"].took_s < AT_ONCE_S, "it hears at once that a was given up"
 
 
-@pytest.mark.parametrize("comes_ms", range(2400, 2800, 40))
+@pytest.mark.parametrize("comes_ms", few_of(range(2400, 2800, 40), 3))
 def test_a_leader_that_begins_as_it_is_given_up_is_in_the_group_or_hears_that_it_is_late(comes_ms: int) -> None:
     """The others are patient until 2.5 s; whatever they find, they agree, and nobody waits for a second time."""
     for begins_ms in range(comes_ms, comes_ms + 40, 4):
@@ -267,7 +268,7 @@ def test_a_peer_of_another_manifest_is_refused_in_words_and_waited_for_by_nobody
     assert world[name].took_s < AT_ONCE_S
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", few_of(range(12), 2))
 def test_a_swarm_that_each_sees_otherwise(seed: int) -> None:
     """Each knows its neighbours in a ring, and some others. All find a group or a reason, none waits for a timer."""
     rng = random.Random(seed)
@@ -363,7 +364,7 @@ def test_one_that_says_that_the_run_went_on_stops_the_others_only_for_seconds() 
     assert len(world["b"].reasons) < 25
 
 
-@pytest.mark.parametrize("first_ms", range(1840, 1960, 40))
+@pytest.mark.parametrize("first_ms", few_of(range(1840, 1960, 40)))
 def test_who_is_called_away_as_its_group_closes_is_in_one_of_the_two(first_ms: int) -> None:
     """b waits for d, which comes at 2.0 s; about then a calls c, which waits with b. Nobody leaves a closed group."""
     for ahead_ms in range(first_ms, first_ms + 40, 2):

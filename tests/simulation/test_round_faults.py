@@ -22,6 +22,7 @@ from tests.simulation.round_faults import (
     RoundWorld,
     random_death,
 )
+from tests.sweeps import few_of
 
 WITHIN_S = 1.0
 """Of virtual time, from a death in a formed group to the commit."""
@@ -67,7 +68,7 @@ def assert_all_hold_it(world: RoundWorld, names: list[str], within_s: float) -> 
     assert world.last_s(names) - world.fault_s < within_s
 
 
-@pytest.mark.parametrize("num_peers", SIZES)
+@pytest.mark.parametrize("num_peers", few_of(SIZES))
 @pytest.mark.parametrize("role", ROLES)
 @pytest.mark.parametrize("phase", PHASES)
 def test_one_is_killed_and_all_others_commit(phase: str, role: str, num_peers: int) -> None:
@@ -76,7 +77,7 @@ def test_one_is_killed_and_all_others_commit(phase: str, role: str, num_peers: i
     assert_all_hold_it(world, world.survivors([victim]), FORMING_S if is_forming else WITHIN_S)
 
 
-@pytest.mark.parametrize("seed", [6, 12, 86, 158, 176])
+@pytest.mark.parametrize("seed", few_of([6, 12, 86, 158, 176]))
 def test_who_lacks_the_means_of_a_dead_reducer_when_the_others_commit_fetches_them(seed: int) -> None:
     world = random_death(seed)
     assert_all_hold_it(world, world.survivors([world.victim]), 2.0)
@@ -131,7 +132,7 @@ def test_streams_that_end_in_the_middle(phase: str, role: str) -> None:
     assert world.last_s(world.names) - START_S < CONFIG.stream_timeout_s + WITHIN_S
 
 
-@pytest.mark.parametrize("numel", [100, 60_000])
+@pytest.mark.parametrize("numel", few_of([100, 60_000]))
 @pytest.mark.parametrize("gone", list(itertools.combinations(ROLES, 2)), ids="-".join)
 def test_two_of_four_have_gone_to_another_group_and_the_others_do_not_wait(gone: tuple[str, str], numel: int) -> None:
     """They were called by another leader while the answer of this one was on its way; they live, and answer calls.
@@ -168,7 +169,7 @@ def test_one_way_cut_off(role: str, is_outward: bool) -> None:
 
 
 @pytest.mark.parametrize("phase", PHASES[2:7])
-@pytest.mark.parametrize("num_peers", SIZES)
+@pytest.mark.parametrize("num_peers", few_of(SIZES))
 def test_a_split_in_halves_commits_on_neither_side_unless_it_had_before(phase: str, num_peers: int) -> None:
     world = RoundWorld(num_peers)
     left = world.names[: num_peers // 2]
@@ -205,7 +206,7 @@ def test_clocks_that_differ_by_a_minute_change_nothing(skew_s: float) -> None:
     assert_all_hold_it(world, world.names, WITHIN_S)
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", few_of(range(24), 3))
 def test_two_faults_at_once(seed: int) -> None:
     """Of eight, two die in phases of their own: the leader and the next coordinator, in a third of the cases."""
     world = RoundWorld(8, seed)
@@ -350,7 +351,7 @@ def test_who_is_too_slow_for_the_round_is_left_out_in_time(role: str) -> None:
 
 
 @pytest.mark.parametrize("role", ROLES)
-@pytest.mark.parametrize("kbit_s", [10, 20, 100])
+@pytest.mark.parametrize("kbit_s", few_of([10, 20, 100]))
 def test_on_a_very_slow_link_who_is_busy_is_not_silent(kbit_s: int, role: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Packets of all its streams take turns: a call takes seconds beside a round."""
     monkeypatch.setattr(links, "TURN_BYTES", 1400)

@@ -12,22 +12,23 @@ from manyhands.optim.statistics import Statistics
 from manyhands.testing import at
 from tests.simulation.swarm_of_trainers import Member, Swarm
 from tests.simulation.test_delay import quadratic, sgd
+from tests.sweeps import few_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-NUM_PEERS = 16
 PACES_S = (0.5, 1.0, 2.0, 4.0)
-NUM_STEPS = 50
 
 
 @pytest.mark.parametrize("delay", [None, "gradients"], ids=["synchronous", "delayed"])
 @pytest.mark.parametrize("join_period_s", [0.0, 9.0], ids=["together", "one after the other"])
-def test_of_fifty_steps_of_unlike_peers(delay: str | None, join_period_s: float) -> None:
+@pytest.mark.parametrize(("num_peers", "num_steps"), few_of([(8, 15), (16, 50)]))
+def test_of_many_steps_of_unlike_peers(num_peers: int, num_steps: int, delay: str | None, join_period_s: float) -> None:
     logging.getLogger("manyhands").setLevel(logging.ERROR)
     swarm = Swarm(seed=11)
     link = swarm.world.network.default_link
     link.latency_s, link.jitter_s = 0.05, 0.02
-    names = [f"p{number}" for number in range(NUM_PEERS)]
+    names = [f"p{number}" for number in range(num_peers)]
+    target = 24 * num_peers
     counts: dict[str, Statistics] = {}
 
     def make_model() -> torch.nn.Module:
@@ -36,14 +37,14 @@ def test_of_fifty_steps_of_unlike_peers(delay: str | None, join_period_s: float)
 
     def train(member: Member) -> None:
         pace_s, rng = PACES_S[int(member.name[1:]) % len(PACES_S)], random.Random(member.name)
-        while member.optimizer.global_step < NUM_STEPS:
+        while member.optimizer.global_step < num_steps:
             member.step(quadratic(member.model), batch_s=pace_s * rng.uniform(0.8, 1.2))
             member.check_samples()
         member.optimizer.settle()
         counts[member.name] = member.optimizer.statistics
 
     def start(name: str) -> None:
-        swarm.start(name, make_model, sgd, train, target_batch_size=384, batch_size_per_step=4, delay=delay)
+        swarm.start(name, make_model, sgd, train, target_batch_size=target, batch_size_per_step=4, delay=delay)
 
     for number, name in enumerate(names):
         if number == 0 or join_period_s == 0:
@@ -55,10 +56,10 @@ def test_of_fifty_steps_of_unlike_peers(delay: str | None, join_period_s: float)
 
     used = sum(one.samples_used for one in counts.values())
     dropped = sum(one.samples_dropped for one in counts.values())
-    assert used >= 384 * NUM_STEPS
+    assert used >= target * num_steps
     assert dropped <= 0.001 * used, {name: one for name, one in counts.items() if one.samples_dropped}
     waiting = sum(one.samples_computed for one in counts.values()) - used - dropped
-    assert waiting <= 2 * 384, "what waits for the step after the last one"
+    assert waiting <= 2 * target, "what waits for the step after the last one"
     assert all(one.steps_alone == 0 for name, one in counts.items() if name != "p0")
     if join_period_s == 0:
         assert dropped == 0

@@ -13,10 +13,11 @@ from torch.optim import lr_scheduler
 from manyhands.base.errors import ConfigError
 from tests.simulation.swarm_of_trainers import Member, Swarm, together
 from tests.simulation.test_drop_in import adam, alone, loss_of, new_model
+from tests.sweeps import few_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-WAYS = [{}, {"offload": True}, {"delay": "optimizer"}, {"delay": "gradients"}]
+WAYS = [{}, {"delay": "gradients"}, {"offload": True}, {"delay": "optimizer"}]
 
 
 def name_of(options: dict[str, Any]) -> str:
@@ -34,7 +35,7 @@ def warm_up(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
 # changed by something else
 
 
-@pytest.mark.parametrize("options", WAYS, ids=name_of)
+@pytest.mark.parametrize("options", few_of(WAYS, 2), ids=name_of)
 @pytest.mark.parametrize("is_of_the_inner", [False, True], ids=["of ours", "of the inner"])
 @pytest.mark.parametrize("make", [cosine, warm_up])
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
@@ -65,7 +66,7 @@ def test_a_schedule_in_the_loop_is_refused_at_the_next_step(
     alone(train, **options)
 
 
-@pytest.mark.parametrize("options", WAYS, ids=name_of)
+@pytest.mark.parametrize("options", few_of(WAYS, 2), ids=name_of)
 @pytest.mark.parametrize(("name", "value"), [("lr", 0.01), ("weight_decay", 0.5), ("betas", (0.8, 0.9))])
 def test_options_set_by_hand_are_refused_and_nothing_was_counted(
     name: str, value: object, options: dict[str, Any]
@@ -101,7 +102,7 @@ def test_of_several_groups_the_one_that_was_changed_is_named() -> None:
     alone(train, make)
 
 
-@pytest.mark.parametrize("options", WAYS, ids=name_of)
+@pytest.mark.parametrize("options", few_of(WAYS, 2), ids=name_of)
 def test_a_schedule_that_changes_nothing_may_be_stepped_and_shows_the_rate(options: dict[str, Any]) -> None:
     """As loops need that call one in any case."""
 

@@ -15,6 +15,7 @@ from manyhands.testing import Host, between
 from tests.simulation.swarm_of_trainers import Member, Swarm
 from tests.simulation.test_delay import sgd
 from tests.simulation.test_drop_in import new_model
+from tests.sweeps import few_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -104,7 +105,7 @@ def test_a_peer_that_sees_nobody_goes_on_alone_and_comes_back_to_the_others() ->
     assert_one_branch(swarm)
 
 
-@pytest.mark.parametrize(("seed", "cut_s", "healed_s"), [(9, 22.79, 89.36), (12, 23.72, 92.48)])
+@pytest.mark.parametrize(("seed", "cut_s", "healed_s"), few_of([(9, 22.79, 89.36), (12, 23.72, 92.48)]))
 def test_whoever_comes_back_first_from_a_long_cut_nobody_is_left_out_for_it(
     seed: int, cut_s: float, healed_s: float
 ) -> None:

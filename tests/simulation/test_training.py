@@ -12,6 +12,7 @@ import pytest
 from manyhands.rpc import Endpoint
 from manyhands.testing import Fault, World, at, between
 from tests.simulation.worlds import Trainer, training_world
+from tests.sweeps import few_of
 
 PEERS = ("p0", "p1", "p2", "p3")
 QUIET_FROM_S, END_S = 260.0, 400.0
@@ -67,7 +68,7 @@ def test_without_faults_every_sample_is_used() -> None:
         assert abs(trainer.parameter[0].item() - 1.5 * (1 - 0.9**trainer.optimizer.global_step)) < 0.15
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", few_of(range(6), 2))
 def test_after_any_faults_all_peers_agree_and_go_on(seed: int) -> None:
     world, trainers = training_world(seed, num_peers=4)
     steps_then: list[int] = []
@@ -82,7 +83,7 @@ def test_after_any_faults_all_peers_agree_and_go_on(seed: int) -> None:
     assert trainers["p0"].optimizer.global_step > steps_then[0], "the run goes on"
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", few_of(range(3)))
 def test_a_step_is_made_when_the_target_is_reached_and_not_much_later(seed: int) -> None:
     """Though peers publish and read seldom: a batch takes 5 s, a step about 40 s."""
     num_peers, batch_size, target = 8, 4, 256

@@ -13,10 +13,24 @@ from manyhands.base.errors import ConfigError
 from manyhands.testing import Deadlock, Host, InvariantBroken, VirtualLoop, VirtualTimeout, World, at, between, every
 
 TRACES_ELSEWHERE = """
+import os
+elsewhere = [object() for _ in range(1000 * int(os.environ["PYTHONHASHSEED"]))]  # so all else has other addresses
 from tests.simulation.explore import quieten, run_seed
 quieten()
 for name, seed in [("rpc", 1), ("rpc", 2), ("dht", 1), ("training", 1)]:
     print(name, run_seed(name, seed).digest)
+
+from tests.simulation import test_firewalled
+swarms = []
+
+class Kept(test_firewalled.Swarm):
+    def __post_init__(self):
+        super().__post_init__()
+        swarms.append(self)
+
+test_firewalled.Swarm = Kept
+test_firewalled.test_one_that_comes_late_is_given_the_state_by_those_whom_it_cannot_dial()
+print("firewalled", swarms[0].world.trace.digest())
 """
 
 
@@ -200,4 +214,4 @@ def test_the_same_seed_gives_the_same_trace_in_every_process() -> None:
     outputs = {run.communicate()[0] for run in runs}
     assert all(run.returncode == 0 for run in runs)
     assert len(outputs) == 1
-    assert len(set(outputs.pop().split())) == 7, "three names and four digests"
+    assert len(set(outputs.pop().split())) == 9, "four names and five digests"

@@ -12,6 +12,7 @@ says so before its first step (:func:`first_seat`).
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -185,6 +186,7 @@ def cell_at(said: Said, round_number: int) -> int | None:
     return _moved(said.seat.layout, said.seat.cell, said.round_number, round_number)
 
 
+@functools.lru_cache(maxsize=8192)  # of each peer, at each look; its record stays for many looks
 def _moved(layout: Layout, cell: int, since: int, until: int) -> int:
     for number in range(since, until):
         cell = next_cell(layout, cell, number)

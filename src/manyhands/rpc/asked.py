@@ -9,7 +9,7 @@ has reached it before.
 from __future__ import annotations
 
 import asyncio
-import os
+import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Annotated
@@ -56,6 +56,7 @@ class AskedStreams:
     Args:
         reached_at: where this peer has reached another one.
         serve: what to do with a stream once this peer is its acceptor; releases it in the end.
+        rng: for tokens, which differ; that of another peer is of no use to a peer.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class AskedStreams:
         reached_at: Callable[[PeerId], Sequence[Address]],
         hello: Callable[[str, bytes], Hello],
         serve: Callable[[Stream], Awaitable[None]],
+        rng: random.Random,
     ) -> None:
         self._dialler = dialler
         self._tasks = tasks
@@ -73,6 +75,7 @@ class AskedStreams:
         self._reached_at = reached_at
         self._hello = hello
         self._serve = serve
+        self._rng = rng
         self._awaited: dict[bytes, tuple[PeerId, asyncio.Future[Stream]]] = {}
         self._num_of: Counter[PeerId] = Counter()
 
@@ -85,7 +88,7 @@ class AskedStreams:
             Unavailable: it does not, in time.
             Refused: it does not dial, or does not take this stream.
         """
-        remote, token = connection.remote, os.urandom(TOKEN_BYTES)
+        remote, token = connection.remote, self._rng.randbytes(TOKEN_BYTES)
         loop = asyncio.get_running_loop()
         deadline, arrival = loop.time() + timeout_s, loop.create_future()
         self._awaited[token] = (remote, arrival)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
+import random
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
@@ -30,14 +30,16 @@ class BulkStreams:
 
     Args:
         streams: of the endpoint; what is opened here is entered there.
+        rng: for the names of streams of several connections, which differ for one peer.
 
     Attributes:
         acceptors: by kind of stream.
     """
 
-    def __init__(self, streams: OpenStreams, config: RpcConfig) -> None:
+    def __init__(self, streams: OpenStreams, config: RpcConfig, rng: random.Random) -> None:
         self.acceptors: dict[str, BulkAcceptor] = {}
         self._streams = streams
+        self._rng = rng
         self._carriers: dict[Stream, list[Stream]] = {}
         cap = config.max_upload_mbit_s
         self._cap = UploadCap(cap) if cap is not None else None
@@ -55,7 +57,7 @@ class BulkStreams:
         count = num_stripes(rtt_s, size_bytes, has_bbr=tcp.has_bbr())
         hellos = [hello]
         if count > 1:
-            stream_id = os.urandom(16)
+            stream_id = self._rng.randbytes(16)
             stripes = (Stripe(stream_id, index, count) for index in range(count))
             hellos = [msgspec.structs.replace(hello, stripe=stripe) for stripe in stripes]
         carriers = await self._open_all(open_one, hellos)

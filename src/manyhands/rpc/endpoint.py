@@ -46,7 +46,7 @@ class Endpoint:
     Args:
         transport: how to reach others, and as whom.
         client_mode: dial out only, announce no address.
-        rng: for the jitter of repeated dials.
+        rng: for the jitter of repeated dials, and to name streams.
 
     Attributes:
         on_connected, on_lost: called with a peer when its first control connection opens, and when its last one is
@@ -81,10 +81,10 @@ class Endpoint:
         self._backoff = Backoff(self._rng)
         self._streams = OpenStreams()
         self._dialler = Dialler(transport, self._streams)
-        self._bulk = BulkStreams(self._streams, self._config)
+        self._bulk = BulkStreams(self._streams, self._config, self._rng)
         self._tasks = TaskOwner("endpoint")
         self._asked = AskedStreams(
-            self._dialler, self._tasks, self.counters, self._book.reached_at, self._hello, self._serve_stream
+            self._dialler, self._tasks, self.counters, self._book.reached_at, self._hello, self._serve_stream, self._rng
         )
         if client_mode:
             self.handle(DIAL_BULK, self._asked.on_dial)

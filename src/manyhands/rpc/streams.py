@@ -9,7 +9,7 @@ class OpenStreams:
     """Every stream of one endpoint, control and bulk, dialled and accepted, from its handshake to its end."""
 
     def __init__(self) -> None:
-        self._streams: set[Stream] = set()
+        self._streams: dict[Stream, None] = {}  # not a set: a simulation ends them in this order
         self._bytes_sent_before = 0
 
     def __len__(self) -> int:
@@ -22,13 +22,13 @@ class OpenStreams:
 
     def add(self, stream: Stream) -> None:
         """Count and, in the end, abort a stream."""
-        self._streams.add(stream)
+        self._streams[stream] = None
 
     def release(self, stream: Stream) -> None:
         """Abort a stream and hold it no longer. May be called twice."""
         stream.abort()
         if stream in self._streams:
-            self._streams.discard(stream)
+            del self._streams[stream]
             self._bytes_sent_before += stream.bytes_sent
 
     def abort_all(self) -> None:
