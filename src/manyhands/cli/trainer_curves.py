@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import msgspec
 
-from manyhands.base.errors import ConfigError, MissingExtra
+from manyhands.monitor.curves import TensorBoardSink
 from manyhands.recipes.albert.events import BatchDone, StepDone
 
 
@@ -19,14 +20,8 @@ class TrainerCurves:
     """
 
     def __init__(self, folder: Path) -> None:
-        try:
-            from tensorboardX import SummaryWriter
-        except ModuleNotFoundError as error:
-            raise MissingExtra("--tensorboard", "tensorboard") from error
-        try:
-            self._writer = SummaryWriter(str(folder), flush_secs=10)
-        except OSError as error:
-            raise ConfigError(f"--tensorboard {folder}: {error.strerror}; name a folder that can be written") from error
+        self._sink = TensorBoardSink(folder, time.strftime("%Y%m%d-%H%M%S"))
+        self._sink.open()
         self._samples_per_second = 0.0
         self._samples_used = 0
 
@@ -35,9 +30,12 @@ class TrainerCurves:
             self._samples_per_second = event.samples_per_second
         elif isinstance(event, StepDone):
             used, self._samples_used = event.counts.samples_used - self._samples_used, event.counts.samples_used
-            curves = {"samples": used, "performance": self._samples_per_second, "peers": event.num_peers}
+            point = {
+                "step": event.step,
+                "samples": used,
+                "performance": self._samples_per_second,
+                "peers": event.num_peers,
+            }
             if event.loss is not None:
-                curves["local loss"] = event.loss
-            for name, value in curves.items():
-                self._writer.add_scalar(name, value, event.step)
-            self._writer.flush()  # a trainer may end at any time
+                point["local loss"] = event.loss
+            self._sink.add(point)
