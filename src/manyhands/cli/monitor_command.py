@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
 import secrets
 import shlex
 import sys
@@ -19,6 +21,7 @@ from cyclopts import Parameter
 from manyhands.base.address import Address, parse_addresses
 from manyhands.base.errors import ConfigError, ManyhandsError
 from manyhands.base.run_id import checked_run_id
+from manyhands.cli.entry import EXIT_INTERRUPTED
 from manyhands.cli.options import NetworkOptions, OutputOptions
 from manyhands.cli.run_to_follow import wait_for_run
 from manyhands.cli.taking_part import require_albert
@@ -180,7 +183,7 @@ def monitor(
         welcome(run_id, peer.addresses, network.initial_peers or ())
         emit(Listening(peer.peer_id, peer.addresses))
         drawn = Curves(sinks)
-        cleanup.callback(drawn.close)
+        cleanup.callback(end, drawn)
 
         def on_event(event: Event) -> None:
             emit(event)
@@ -194,6 +197,12 @@ def monitor(
             keeper.run(peer)
         while True:  # a wait without a bound cannot be interrupted on every platform
             threading.Event().wait(3600.0)
+
+
+def end(curves: Curves) -> None:
+    """Close them; the end of the process waits for none that hangs: wandb's own part ends with its parent."""
+    if not curves.close():
+        atexit.register(os._exit, EXIT_INTERRUPTED)  # before what its library would wait for
 
 
 def welcome(run_id: str, addresses: Sequence[str], initial_peers: Sequence[str]) -> None:

@@ -29,9 +29,9 @@ WandbMode = Literal["online", "offline", "disabled"]
 Point = Mapping[str, float]
 
 INIT_TIMEOUT_S = 30.0
-FINISH_TIMEOUT_S = 8.0
+FINISH_TIMEOUT_S = 6.0
 """What has not reached the server of wandb by then stays on the disk."""
-CLOSE_TIMEOUT_S = 10.0
+CLOSE_TIMEOUT_S = 8.0
 MAX_WAITING = 1000
 """Points that a slow sink may be behind."""
 MAX_REASON_LENGTH = 200
@@ -83,16 +83,14 @@ class Curves:
             for writer in self._writers:
                 writer.put(point)
 
-    def close(self) -> None:
-        """Write what is waiting, within :data:`CLOSE_TIMEOUT_S`."""
-        if not self._writers:
-            return
+    def close(self) -> bool:
+        """Write what is waiting, within :data:`CLOSE_TIMEOUT_S`; returns whether all sinks have ended."""
         with finishing(CLOSE_TIMEOUT_S):
             deadline = time.monotonic() + CLOSE_TIMEOUT_S
             for writer in self._writers:
                 writer.end()
-            for writer in self._writers:
-                writer.join(deadline - time.monotonic())
+            ended = [writer.has_ended_by(deadline) for writer in self._writers]  # each says what it lacks
+        return all(ended)
 
 
 class _Writer:
@@ -116,12 +114,16 @@ class _Writer:
         try:
             self._points.put_nowait(None)
         except queue.Full:
-            self._is_left_behind = True
+            self._leave_behind(f"it is {MAX_WAITING} points behind")
 
-    def join(self, timeout_s: float) -> None:
-        self._thread.join(max(timeout_s, 0.0))
-        if self._thread.is_alive() and not self._is_left_behind:
-            logger.warning("The last points may be missing in %s: it did not end within a few seconds", self._name)
+    def has_ended_by(self, deadline: float) -> bool:
+        self._thread.join(max(deadline - time.monotonic(), 0.0))
+        if not self._thread.is_alive():
+            return True
+        if not self._is_left_behind:
+            logger.warning("The last points may be missing in %s: it did not end in %g s", self._name, CLOSE_TIMEOUT_S)
+        self._is_left_behind = True
+        return False
 
     def _run(self) -> None:
         try:
@@ -133,6 +135,8 @@ class _Writer:
             self._leave_behind(reason_of(error))
 
     def _leave_behind(self, reason: str) -> None:
+        if self._is_left_behind:
+            return
         self._is_left_behind = True
         logger.warning("%s gets no more points (%s); the monitor goes on without it", self._name, reason)
 

@@ -18,6 +18,8 @@ class FakeHub:
         commits: the message and the files of each.
         tokens: with what somebody has written.
         refusals: so many of the next commits fail.
+        goes_on: while it is cleared, no request is answered.
+        num_asked: requests so far.
     """
 
     def __init__(self) -> None:
@@ -25,8 +27,13 @@ class FakeHub:
         self.commits: list[tuple[str, dict[str, bytes]]] = []
         self.tokens: set[str | None] = set()
         self.refusals = 0
+        self.goes_on = threading.Event()
+        self.goes_on.set()
+        self.num_asked = 0
 
     def answer(self, path: str, body: bytes) -> tuple[int, Any]:
+        self.num_asked += 1
+        assert self.goes_on.wait(60)
         if path == "/api/repos/create":
             name = json.loads(body)["name"]
             return 200, {"url": f"{self.url}/somebody/{name}", "name": f"somebody/{name}", "id": "1"}
@@ -48,6 +55,13 @@ class FakeHub:
             self.commits.append((lines[0]["value"]["summary"], files))
             return 200, {"commitUrl": f"{self.url}/somebody/model/commit/1", "commitOid": "1" * 40, "success": True}
         return 404, {"error": f"no {path} here"}
+
+
+class Server(ThreadingHTTPServer):
+    daemon_threads = False
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A client that was killed hears no answer."""
 
 
 @contextmanager
@@ -85,13 +99,14 @@ def fake_hub() -> Iterator[FakeHub]:
         def log_message(self, *arguments: object) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = Server(("127.0.0.1", 0), Handler)
     hub.url = f"http://127.0.0.1:{server.server_address[1]}"
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
         yield hub
     finally:
+        hub.goes_on.set()
         server.shutdown()
         server.server_close()
         thread.join(5.0)

@@ -59,33 +59,23 @@ def test_the_folder_is_committed_once_and_after_a_failure_at_the_next_interval(
 
 
 def test_an_upload_that_hangs_does_not_keep_the_monitor_from_ending(
-    hub: FakeHub, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    hub: FakeHub, checkpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    asked: list[str] = []
-
-    def hang(path: str, body: bytes) -> tuple[int, object]:
-        asked.append(path)
-        time.sleep(3.0)
-        return 404, {}
-
-    monkeypatch.setattr(hub, "answer", hang)
+    hub.goes_on.clear()
     uploads = HubUploads("model", interval_s=60.0)
     uploads.offer(checkpoint, "Step #5")
-    wait_until(lambda: asked)
+    wait_until(lambda: hub.num_asked)
     began = time.monotonic()
     uploads.close()
     assert time.monotonic() - began < 1.5
     assert not caplog.records
 
 
-def test_an_upload_ends_with_its_parent(hub: FakeHub, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def hang(path: str, body: bytes) -> tuple[int, object]:
-        time.sleep(3.0)
-        return 404, {}
-
-    monkeypatch.setattr(hub, "answer", hang)
+def test_an_upload_ends_with_its_parent(hub: FakeHub, checkpoint: Path) -> None:
+    hub.goes_on.clear()
     command = [sys.executable, "-m", "manyhands.monitor.hub", "model", str(checkpoint), "Step #5"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as upload:
+        wait_until(lambda: hub.num_asked)
         assert upload.stdin is not None
         upload.stdin.close()
         assert upload.wait(20) == 1
