@@ -51,6 +51,13 @@ def test_a_monitor_never_imports_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def test_a_monitor_needs_no_package_of_an_extra() -> None:
+    extras = ["torch", "numpy", "transformers", "tokenizers", "datasets", "accelerate", "psutil", "huggingface_hub"]
+    extras += ["wandb", "tensorboardX", "blake3", "numba"]
+    code = f"import sys; sys.modules.update(dict.fromkeys({extras})); import manyhands.cli.main"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
 def test_a_command_leaves_the_signal_handlers_as_they_were() -> None:
     before = signal.getsignal(signal.SIGINT)
     assert run(["--help"]) == 0

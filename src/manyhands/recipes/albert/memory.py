@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import psutil
-
 from manyhands.base.errors import ConfigError
 from manyhands.recipes.albert.config import AlbertRecipe
 
@@ -37,6 +35,8 @@ def needed_bytes(recipe: AlbertRecipe, vocab_size: int) -> int:
 
 def available_bytes() -> int:
     """What this process may still take: of the machine, or of its container if that has less."""
+    import psutil  # of the extra, and the command line imports this module without it too
+
     available: int = psutil.virtual_memory().available
     try:
         limit, used = ((_CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
