@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import tokenizers
 import torch
 import transformers
 
@@ -53,3 +56,21 @@ def samples(
     documents: list[list[str]], tokenizer: transformers.PreTrainedTokenizerFast, recipe: AlbertRecipe
 ) -> Samples:
     return make_samples(documents, tokenizer, recipe)
+
+
+@pytest.fixture(scope="session")
+def bert_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tokenizer as BERT's is: WordPiece, and special tokens with other names and ids than ALBERT's."""
+    words = ["[PAD]", *(f"[unused{number}]" for number in range(99)), "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    words += [prefix + chr(letter) for letter in range(33, 127) for prefix in ("", "##")]
+    words += [f"{syllable}{letter}" for syllable in ("th", "##er", "##in", "mod", "pe", "ha") for letter in "abcdefghi"]
+    words += [f"[unused{number}]" for number in range(99, 300)]
+    backend = tokenizers.Tokenizer(tokenizers.models.WordPiece({w: i for i, w in enumerate(words)}, unk_token="[UNK]"))
+    backend.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=True)
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    backend.decoder = tokenizers.decoders.WordPiece()
+    backend.post_processor = tokenizers.processors.BertProcessing(("[SEP]", 102), ("[CLS]", 101))
+    backend.add_special_tokens(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"])
+    folder = tmp_path_factory.mktemp("bert")
+    backend.save(str(folder / "tokenizer.json"))
+    return folder

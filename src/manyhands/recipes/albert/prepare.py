@@ -12,6 +12,7 @@ import logging
 import multiprocessing
 import shutil
 import signal
+import sys
 import tarfile
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
@@ -207,6 +208,8 @@ def _load_dataset(name: str) -> Any:
     except ModuleNotFoundError as error:
         raise MissingExtra("preparing data", "albert") from error
 
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
     path, _, config = (name, "", "") if Path(name).exists() else name.partition(":")
     try:
         splits = datasets.load_dataset(path, config or None)
@@ -375,6 +378,5 @@ def _write_archive(path: Path, folder: Path) -> None:
 
 
 def _progress() -> Progress:
-    return Progress(
-        TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn(), transient=True
-    )
+    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
+    return Progress(*columns, transient=True, disable=not sys.stdout.isatty())
