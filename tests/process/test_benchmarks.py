@@ -15,6 +15,7 @@ from tests.process.commands import Command
 pytestmark = pytest.mark.process
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+IS_LINUX = sys.platform == "linux"
 USAGE = 2
 INTERRUPTED = 130
 TINY = ["--seconds", "0.05", "--repeats", "1"]
@@ -154,6 +155,15 @@ def test_allreduce(tmp_path: Path) -> None:
     assert all(value > 0 for value in result.values()), result
 
 
+def test_data(tmp_path: Path) -> None:
+    result, _ = results_of("data.py", tmp_path, "--mb", "0.3", "--num-proc", "1", "--seconds", "0.01")
+    known = {"prepare_mb_per_s", "first_sample_s", "loader_samples_per_s", "step_samples_per_s", "loader_x_step"}
+    assert result.keys() == known | {"text_mb", "samples_gb", "prepare_peak_mb", "resident_mb_per_gb"}
+    assert all(result[name] > 0 for name in known), result
+    if IS_LINUX:
+        assert result["resident_mb_per_gb"] < 100
+
+
 def test_bad_arguments_are_one_line() -> None:
     command = Command([str(BENCHMARKS / "transport.py"), "--systems", "manyhands,smoke-signals"], module=None)
     try:
@@ -176,9 +186,6 @@ def test_interrupt_leaves_nothing_behind() -> None:
         assert command.output.splitlines()[-1] == "stopped"
     finally:
         command.close()
-
-
-IS_LINUX = sys.platform == "linux"
 
 
 @pytest.mark.parametrize(("case", "figure"), [("idle", "idle_overhead"), ("sync", "peak_extra_x_params")])
