@@ -13,7 +13,6 @@ from manyhands.recipes.albert.adoption import RunToJoin
 from manyhands.recipes.albert.checkpoint_dir import CheckpointDir
 from manyhands.recipes.albert.config import AlbertRecipe
 from manyhands.recipes.albert.corpus import load_documents
-from manyhands.recipes.albert.dataset import check_samples, open_prepared
 from manyhands.recipes.albert.packages import transformers
 from manyhands.recipes.albert.samples import Samples, make_samples
 from manyhands.recipes.albert.tokenizer import tokenizer_digest, tokenizer_from_json, train_tokenizer, wrapped
@@ -48,6 +47,8 @@ def open_source(
 
 
 def _prepared_samples(run_id: str, recipe: AlbertRecipe, tokenizer: transformers.PreTrainedTokenizerFast) -> Samples:
+    from manyhands.recipes.albert.dataset import check_samples, open_prepared
+
     assert recipe.dataset_path is not None
     prepared = open_prepared(recipe.dataset_path, recipe.tokenizer)
     vocabulary = vocabulary_of(tokenizer.backend_tokenizer)
