@@ -108,6 +108,10 @@ def _check_data(run_id: str, given: Mapping[str, Any], found: RunRecipe) -> None
         from manyhands.recipes.albert.dataset import open_prepared
 
         open_prepared(given["dataset_path"], given.get("tokenizer")).check_run(run_id, found.recipe, found.tokenizer)
+    elif given.get("tokenizer") is not None:
+        from manyhands.recipes.albert.tokenizer_file import check_run
+
+        check_run(given["tokenizer"], run_id, found.tokenizer)
 
 
 def require_albert() -> None:

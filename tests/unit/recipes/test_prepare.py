@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import random
 import re
+import sys
 import tarfile
+import types
 from collections import Counter
 from dataclasses import replace
 from itertools import chain
@@ -26,7 +28,7 @@ from manyhands.recipes.albert.prepare import Result, prepare
 from manyhands.recipes.albert.sample_files import SampleFiles
 from manyhands.recipes.albert.shards import INDEX, sha256_of
 from manyhands.recipes.albert.tokenizer import wrapped
-from manyhands.recipes.albert.tokenizer_file import digest_of_json, read_tokenizer, vocabulary_of
+from manyhands.recipes.albert.tokenizer_file import digest_of_json, read_tokenizer
 from tests.unit.recipes.texts import BOOK, write_book
 
 COLUMNS = ["attention_mask", "input_ids", "sentence_order_label", "special_tokens_mask", "token_type_ids"]
@@ -88,33 +90,42 @@ def test_half_of_the_pairs_are_swapped_and_none_crosses_a_document(made):
     assert abs(labels[0] - labels[1]) < 4 * sum(labels.values()) ** 0.5 / 2 + 1, labels
 
 
-def test_samples_are_what_encoding_the_text_of_each_pair_gives(made, book):
+@pytest.mark.parametrize("kind", ["trained", "bert", "albert"])
+def test_samples_are_what_encoding_the_text_of_each_pair_gives(made, book, tmp_path, kind, request):
     """The slow way, sentence by sentence and pair by pair, as the example of hivemind does it."""
-    tokenizer = wrapped(read_tokenizer(made.folder / "tokenizer"))
+    folder = made.folder
+    if kind != "trained":
+        published = request.getfixturevalue(f"{kind}_tokenizer")
+        folder = prepare(settings_for(book, tmp_path, train_tokenizer=False, tokenizer=str(published))).folder
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "tokenizer")
     expected: dict[str, list[dict]] = {"train": [], "validation": []}
     numbers: Counter[str] = Counter()
     for index, sentences in enumerate(load_documents([book])):
         split = "validation" if index % 50 == 1 else "train"
         rng = random.Random(f"pairs 0 {split} {numbers[split]}")
         numbers[split] += 1
-        gathered: list[str] = []
-        num_tokens = 0
-        for position, sentence in enumerate(sentences):
-            gathered.append(sentence)
-            num_tokens += len(tokenizer.tokenize(sentence))
-            if position < len(sentences) - 1 and num_tokens < 64:
-                continue
-            if len(gathered) > 1:
-                cut = rng.randrange(1, len(gathered))
-                pair = [" ".join(gathered[:cut]), " ".join(gathered[cut:])]
-                is_swapped = rng.random() < 0.5
-                encoded = tokenizer(
-                    *(reversed(pair) if is_swapped else pair), truncation="longest_first", max_length=64,
-                    return_special_tokens_mask=True, return_token_type_ids=True,
-                )  # fmt: skip
-                expected[split].append({**encoded, "sentence_order_label": int(is_swapped)})
-            gathered, num_tokens = [], 0
-    assert samples_of(made.folder) == expected
+        expected[split] += slowly_made(sentences, tokenizer, rng)
+    assert samples_of(folder) == expected
+
+
+def slowly_made(sentences: list[str], tokenizer, rng: random.Random) -> list[dict]:
+    rows, gathered, num_tokens = [], [], 0
+    for position, sentence in enumerate(sentences):
+        gathered.append(sentence)
+        num_tokens += len(tokenizer.tokenize(sentence))
+        if position < len(sentences) - 1 and num_tokens < 64:
+            continue
+        if len(gathered) > 1:
+            cut = rng.randrange(1, len(gathered))
+            pair = [" ".join(gathered[:cut]), " ".join(gathered[cut:])]
+            is_swapped = rng.random() < 0.5
+            encoded = tokenizer(
+                *(reversed(pair) if is_swapped else pair), truncation="longest_first", max_length=64,
+                return_special_tokens_mask=True, return_token_type_ids=True,
+            )  # fmt: skip
+            rows.append({**encoded, "sentence_order_label": int(is_swapped)})
+        gathered, num_tokens = [], 0
+    return rows
 
 
 @pytest.mark.parametrize("changes", [{"num_proc": 8}, {"num_proc": 2}])
@@ -202,12 +213,22 @@ def test_a_data_set_of_lines_has_its_own_validation_split(book, tmp_path):
     assert sum(gathered.about.num_samples.values()) < sum(result.about.num_samples.values())
 
 
-def test_a_tokenizer_of_another_kind_is_taken_if_it_encodes_words_by_themselves(book, tmp_path, bert_tokenizer):
-    result = prepare(settings_for(book, tmp_path, train_tokenizer=False, tokenizer=str(bert_tokenizer)))
-    vocabulary = vocabulary_of(read_tokenizer(result.folder / "tokenizer"))
-    assert (vocabulary.cls, vocabulary.sep) == (101, 102)
-    for row in samples_of(result.folder)["train"]:
-        assert (row["input_ids"][0], row["input_ids"][-1]) == (101, 102)
+def test_a_tokenizer_that_does_not_encode_words_by_themselves_is_refused(made, book, tmp_path):
+    description = json.loads((made.folder / "tokenizer" / "tokenizer.json").read_text())
+    description["pre_tokenizer"] = None  # words run into each other
+    (tmp_path / "tokenizer.json").write_text(json.dumps(description))
+    with pytest.raises(ConfigError, match=r"must encode them as \[CLS\] A \[SEP\] B \[SEP\].*words by themselves"):
+        prepare(settings_for(book, tmp_path, train_tokenizer=False, tokenizer=str(tmp_path)))
+
+
+def test_punkt_splits_where_it_is_installed(book, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "nltk", None)
+    with pytest.raises(ConfigError, match="--splitter punkt needs nltk and its data: pip install nltk"):
+        prepare(settings_for(book, tmp_path, splitter="punkt"))
+    nltk = types.ModuleType("nltk")
+    nltk.sent_tokenize = lambda text: text.split(". ")
+    monkeypatch.setitem(sys.modules, "nltk", nltk)
+    assert prepare(settings_for(book, tmp_path, splitter="punkt")).about.splitter == "punkt"
 
 
 @pytest.mark.usefixtures("datasets_cache")

@@ -17,7 +17,7 @@ from manyhands.recipes.albert.packages import transformers
 from manyhands.recipes.albert.samples import Samples, make_samples
 from manyhands.recipes.albert.tokenizer import tokenizer_digest, tokenizer_from_json, train_tokenizer, wrapped
 from manyhands.recipes.albert.tokenizer_exchange import FETCH_TIMEOUT_S, fetch_tokenizer, serve_tokenizer
-from manyhands.recipes.albert.tokenizer_file import digest_of_json, read_tokenizer, vocabulary_of
+from manyhands.recipes.albert.tokenizer_file import check_run, digest_of_json, read_tokenizer, vocabulary_of
 
 logger = logging.getLogger(__name__)
 
@@ -72,13 +72,9 @@ def _tokenizer_for(
 ) -> transformers.PreTrainedTokenizerFast:
     """Of the folder that was named, of the own checkpoint, or from a peer of the run; or trained on the text."""
     if recipe.tokenizer is not None:
-        tokenizer = wrapped(read_tokenizer(recipe.tokenizer))
-        if run is not None and tokenizer_digest(tokenizer) != run.recipe.tokenizer:
-            raise ConfigError(
-                f"{recipe.tokenizer}/tokenizer.json is not the tokenizer of run {run_id!r}; leave out --tokenizer, or "
-                "get it from the person who began the run"
-            )
-        return tokenizer
+        if run is not None:
+            check_run(recipe.tokenizer, run_id, run.recipe.tokenizer)
+        return wrapped(read_tokenizer(recipe.tokenizer))
     saved = checkpoint_dir.newest_tokenizer() if checkpoint_dir is not None else None
     if saved is not None and (run is None or digest_of_json(saved) == run.recipe.tokenizer):
         return tokenizer_from_json(saved)
