@@ -16,11 +16,13 @@ from manyhands.base.errors import ConfigError
 from manyhands.cli.main import run
 from manyhands.recipes.albert.batches import IGNORED, Batches, heldout_batch
 from manyhands.recipes.albert.dataset import found_here, open_prepared
+from manyhands.recipes.albert.fill import fill_masks
 from manyhands.recipes.albert.model import build_model, loss_of
 from manyhands.recipes.albert.preparation import Preparation
 from manyhands.recipes.albert.prepare import prepare
 from manyhands.recipes.albert.sample_files import SampleFiles
-from manyhands.recipes.albert.samples import Samples
+from manyhands.recipes.albert.samples import Samples, make_samples
+from manyhands.recipes.albert.tokenizer import wrapped
 from manyhands.recipes.albert.tokenizer_file import read_tokenizer, vocabulary_of
 from tests.unit.recipes.texts import write_book
 
@@ -215,3 +217,21 @@ def test_bad_input_is_one_line_with_exit_code_2(copy, monkeypatch, capsys, argum
 def test_a_file_that_is_no_longer_there_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"gone\.arrow is missing; get the data again"):
         SampleFiles([tmp_path / "gone.arrow"])
+
+
+def test_text_is_trained_on_with_a_tokenizer_that_was_named_and_the_model_fills_masks(
+    bert_tokenizer, documents, recipe, tmp_path
+):
+    tokenizer = wrapped(read_tokenizer(bert_tokenizer))
+    recipe = replace(recipe, vocab_size=len(tokenizer), num_heldout=4)
+    samples = make_samples(documents, tokenizer, recipe)
+    model = build_model(recipe, len(tokenizer), samples.vocabulary)
+    assert model.config.pad_token_id == samples.vocabulary.pad
+    batch = next(Batches(samples, recipe, "peer"))
+    assert (batch["input_ids"][:, 0] == 101).all()
+    assert not torch.isin(batch["labels"], torch.tensor(sorted(samples.vocabulary.special))).any()
+    loss_of(model, batch).backward()
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    filled = fill_masks(tmp_path, "the [MASK] of a model")
+    assert "[MASK]" not in filled.text

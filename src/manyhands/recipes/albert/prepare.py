@@ -45,9 +45,7 @@ from manyhands.recipes.albert.preparation import Preparation
 from manyhands.recipes.albert.sample_files import SampleFiles, SampleWriter
 from manyhands.recipes.albert.shards import sha256_of, write_shards
 from manyhands.recipes.albert.tokenizer import tokenizer_digest, tokenizer_json, train_tokenizer, wrapped
-from manyhands.recipes.albert.tokenizer_file import backend_from_json, read_tokenizer, vocabulary_of
-
-logger = logging.getLogger(__name__)
+from manyhands.recipes.albert.tokenizer_file import FILE, backend_from_json, read_tokenizer, vocabulary_of
 
 VALIDATION_PERIOD = 50
 """Where the text has no split for validation, one document of so many is kept for it, the second of the first 50 on."""
@@ -79,6 +77,7 @@ def prepare(settings: Preparation) -> Result:
         ConfigError: the text, the tokenizer or a folder cannot be used.
     """
     splitter_named(settings.splitter)
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it would tell of each attempt
     targets = [SAMPLES, TOKENIZER, ABOUT] + [SHARDS] * (settings.shards is not None)
     for path in [settings.output / name for name in targets] + ([settings.archive] if settings.archive else []):
         if path.exists():
@@ -216,7 +215,7 @@ def _load_dataset(name: str) -> Any:
     except Exception as error:
         reason = " ".join(str(error).split())[:MAX_REASON_LENGTH]
         raise ConfigError(
-            f"data set {name!r} cannot be loaded: {reason}. It needs huggingface.co, or a folder with parquet files; "
+            f"data set {name!r} cannot be loaded: {reason.rstrip('.')}. It needs huggingface.co, or a folder with parquet files; "
             "--text FILE --train-tokenizer needs neither"
         ) from error
     if TRAINING not in splits or "text" not in splits[TRAINING].column_names:
@@ -239,14 +238,16 @@ def _tokenizer_for(settings: Preparation, source: Source, progress: Progress) ->
         return train_tokenizer(sentences, settings.vocab_size)
     if Path(settings.tokenizer).is_dir():
         return wrapped(read_tokenizer(Path(settings.tokenizer)))
+    from transformers.utils import hub
+
     try:
-        # this class takes tokenizer.json as it is; that of the model would build it anew, by the rules of its version
-        found = transformers.PreTrainedTokenizerFast.from_pretrained(settings.tokenizer)
-        return wrapped(backend_from_json(found.backend_tokenizer.to_str()))
+        # the file as it is published: the classes of transformers may build the tokenizer anew, by their version's rules
+        file = hub.cached_file(settings.tokenizer, FILE)
+        return wrapped(backend_from_json(Path(str(file)).read_text(encoding="utf-8")))
     except Exception as error:
         reason = " ".join(str(error).split())[:MAX_REASON_LENGTH]
         raise ConfigError(
-            f"tokenizer {settings.tokenizer!r} cannot be loaded: {reason}. It needs huggingface.co, or a folder with a "
+            f"tokenizer {settings.tokenizer!r} cannot be loaded: {reason.rstrip('.')}. It needs huggingface.co, or a folder with a "
             "tokenizer.json; --train-tokenizer needs neither"
         ) from error
 

@@ -53,6 +53,8 @@ class SampleFiles(Sequence[StoredSample]):
     def _open(self, path: Path) -> None:
         try:
             batches = list(pa.ipc.open_stream(pa.memory_map(str(path))))
+            for batch in batches:
+                batch.validate()
         except FileNotFoundError as error:
             raise ConfigError(f"data file {path} is missing; get the data again") from error
         except (pa.ArrowInvalid, OSError) as error:
