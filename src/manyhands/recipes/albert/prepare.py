@@ -213,10 +213,9 @@ def _load_dataset(name: str) -> Any:
     try:
         splits = datasets.load_dataset(path, config or None)
     except Exception as error:
-        reason = " ".join(str(error).split())[:MAX_REASON_LENGTH]
         raise ConfigError(
-            f"data set {name!r} cannot be loaded: {reason.rstrip('.')}. It needs huggingface.co, or a folder with parquet files; "
-            "--text FILE --train-tokenizer needs neither"
+            f"data set {name!r} cannot be loaded: {_reason(error)}. It needs huggingface.co, or a folder with parquet "
+            "files; --text FILE --train-tokenizer needs neither"
         ) from error
     if TRAINING not in splits or "text" not in splits[TRAINING].column_names:
         columns = {split: rows.column_names for split, rows in splits.items()}
@@ -241,15 +240,18 @@ def _tokenizer_for(settings: Preparation, source: Source, progress: Progress) ->
     from transformers.utils import hub
 
     try:
-        # the file as it is published: the classes of transformers may build the tokenizer anew, by their version's rules
+        # as it is published: the classes of transformers may build the tokenizer anew, by rules of their version
         file = hub.cached_file(settings.tokenizer, FILE)
         return wrapped(backend_from_json(Path(str(file)).read_text(encoding="utf-8")))
     except Exception as error:
-        reason = " ".join(str(error).split())[:MAX_REASON_LENGTH]
         raise ConfigError(
-            f"tokenizer {settings.tokenizer!r} cannot be loaded: {reason.rstrip('.')}. It needs huggingface.co, or a folder with a "
-            "tokenizer.json; --train-tokenizer needs neither"
+            f"tokenizer {settings.tokenizer!r} cannot be loaded: {_reason(error)}. It needs huggingface.co, or a folder "
+            "with a tokenizer.json; --train-tokenizer needs neither"
         ) from error
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split())[:MAX_REASON_LENGTH].rstrip(".")
 
 
 def check_tokenizer(tokenizer: transformers.PreTrainedTokenizerFast) -> None:
