@@ -245,8 +245,8 @@ def _tokenizer_for(settings: Preparation, source: Source, progress: Progress) ->
         return wrapped(backend_from_json(Path(str(file)).read_text(encoding="utf-8")))
     except Exception as error:
         raise ConfigError(
-            f"tokenizer {settings.tokenizer!r} cannot be loaded: {_reason(error)}. It needs huggingface.co, or a folder "
-            "with a tokenizer.json; --train-tokenizer needs neither"
+            f"tokenizer {settings.tokenizer!r} cannot be loaded: {_reason(error)}. It needs huggingface.co, or a "
+            "folder with a tokenizer.json; --train-tokenizer needs neither"
         ) from error
 
 
