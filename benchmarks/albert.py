@@ -14,7 +14,7 @@ of 8 samples, 256 samples a global step. The figures:
   peak_mb               own memory of a trainer at its peak, the largest one; on Linux only
 
 Plain torch is measured before and after the trainers, and its mean counts: the speed of a machine drifts. With
-``--large`` the model is that of ``albert-large-v2`` with samples of 128 tokens, two peers, batches of 2 samples, and the
+``--large`` the model is that of ``albert-large-v2`` with samples of 128 tokens, two peers and batches of 2; the
 figures are ``large_peak_mb`` over two global steps with the held-out evaluations before and after them, and
 ``large_step_s``, the time between these steps.
 """

@@ -16,6 +16,7 @@ from tests.sweeps import few_of
 pytestmark = pytest.mark.process
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+IS_LINUX = sys.platform == "linux"
 USAGE = 2
 INTERRUPTED = 130
 TINY = ["--seconds", "0.05", "--repeats", "1"]
@@ -153,6 +154,15 @@ def test_allreduce(tmp_path: Path) -> None:
     assert result.keys() == {"mb_per_s", "seconds", "formation_s", "cpu_s_per_gb"}
     assert result.pop("cpu_s_per_gb") >= 0, "so little may be less than what the system counts in"
     assert all(value > 0 for value in result.values()), result
+
+
+def test_data(tmp_path: Path) -> None:
+    result, _ = results_of("data.py", tmp_path, "--mb", "0.3", "--num-proc", "1", "--seconds", "0.01")
+    known = {"prepare_mb_per_s", "first_sample_s", "loader_samples_per_s", "step_samples_per_s", "loader_x_step"}
+    assert result.keys() == known | {"text_mb", "samples_gb", "prepare_peak_mb", "resident_mb_per_gb"}
+    assert all(result[name] > 0 for name in known), result
+    if IS_LINUX:
+        assert result["resident_mb_per_gb"] < 100
 
 
 def test_bad_arguments_are_one_line() -> None:

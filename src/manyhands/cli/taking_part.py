@@ -47,7 +47,7 @@ def check_before(network: NetworkOptions, training: TrainingSettings, given: Map
 
     Raises:
         MissingExtra: the packages of ``manyhands[albert]`` are not installed.
-        ConfigError: the text cannot be used, or options contradict each other.
+        ConfigError: the text or the data cannot be used, or options contradict each other.
     """
     if training.auxiliary and network.client_mode:
         raise ConfigError(
@@ -60,6 +60,12 @@ def check_before(network: NetworkOptions, training: TrainingSettings, given: Map
         raise ConfigError("--text and --dataset-path are both given; give one of them")
     if text := given.get("text"):  # Python's own can be read
         load_documents(text)
+    _data_settings(given)
+    if given.get("dataset_path") and not given.get("tokenizer") and not network.initial_peers:
+        raise ConfigError(
+            f"the samples in {given['dataset_path']} need the tokenizer that they were made with; name its folder: "
+            "--tokenizer FOLDER"
+        )
 
 
 def with_data(training: TrainingSettings, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -81,12 +87,7 @@ def _data_settings(given: Mapping[str, Any]) -> dict[str, Any]:
     if given.get("dataset_path") is not None:
         from manyhands.recipes.albert.dataset import open_prepared
 
-        if given.get("tokenizer") is None:
-            raise ConfigError(
-                f"the samples in {given['dataset_path']} need the tokenizer that they were made with; name its folder: "
-                "--tokenizer FOLDER"
-            )
-        settings = open_prepared(given["dataset_path"], given["tokenizer"]).settings()
+        settings = open_prepared(given["dataset_path"], given.get("tokenizer")).settings()
     elif given.get("tokenizer") is not None:
         from manyhands.recipes.albert.tokenizer_file import read_tokenizer, vocabulary_of
 
@@ -111,6 +112,10 @@ def _check_data(run_id: str, given: Mapping[str, Any], found: RunRecipe) -> None
         from manyhands.recipes.albert.dataset import open_prepared
 
         open_prepared(given["dataset_path"], given.get("tokenizer")).check_run(run_id, found.recipe, found.tokenizer)
+    elif given.get("tokenizer") is not None:
+        from manyhands.recipes.albert.tokenizer_file import check_run
+
+        check_run(given["tokenizer"], run_id, found.tokenizer)
 
 
 def require_albert() -> None:

@@ -13,7 +13,11 @@ from manyhands.cli.main import run
 
 @pytest.mark.parametrize(
     "command",
-    [["--help"], *([name, "--help"] for name in ("demo", "doctor", "fill", "first-peer", "monitor", "train"))],
+    [
+        ["--help"],
+        *([name, "--help"] for name in ("data", "demo", "doctor", "fill", "first-peer", "monitor", "train")),
+        ["data", "prepare", "--help"],
+    ],
 )
 def test_help_teaches(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(command) == 0

@@ -5,11 +5,18 @@ import os
 import subprocess
 import sys
 
+import pytest
+
+from manyhands.base.errors import ConfigError
 from manyhands.recipes.albert.tokenizer import (
     SPECIAL_TOKENS,
     tokenizer_digest,
+    tokenizer_from_json,
+    tokenizer_json,
     train_tokenizer,
+    wrapped,
 )
+from manyhands.recipes.albert.tokenizer_file import backend_from_json, digest_of_json, read_tokenizer, vocabulary_of
 
 TRAIN_ELSEWHERE = """
 import json, sys
@@ -64,3 +71,33 @@ def test_the_digest_tells_texts_apart_and_ignores_how_the_tokenizer_was_called(d
     tokenizer(["a", "much longer text"], padding=True, truncation=True, max_length=4)
     assert tokenizer_digest(tokenizer) == before
     assert tokenizer_digest(train_tokenizer(documents[:-1], recipe.vocab_size)) != before
+
+
+@pytest.mark.parametrize("kind", ["bert", "albert"])
+@pytest.mark.parametrize("are_registered", [True, False])
+def test_a_file_and_what_transformers_makes_of_it_have_one_digest(kind, are_registered, request):
+    folder = request.getfixturevalue(f"{kind}_tokenizer")
+    description = json.loads((folder / "tokenizer.json").read_text())
+    if not are_registered:
+        description["added_tokens"] = []
+    here = backend_from_json(json.dumps(description))
+    made = tokenizer_from_json(json.dumps(description))
+    assert tokenizer_digest(made) == digest_of_json(here.to_str())
+    assert tokenizer_digest(tokenizer_from_json(tokenizer_json(made))) == tokenizer_digest(made), "what peers hand out"
+
+
+def test_the_special_tokens_of_each_kind_have_their_roles(bert_tokenizer, albert_tokenizer):
+    for folder, ids in ((bert_tokenizer, (0, 100, 101, 102, 103)), (albert_tokenizer, (0, 1, 2, 3, 4))):
+        tokenizer = wrapped(read_tokenizer(folder))
+        named = (tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.cls_token_id, tokenizer.sep_token_id)
+        assert (*named, tokenizer.mask_token_id) == ids
+        vocabulary = vocabulary_of(tokenizer.backend_tokenizer)
+        assert vocabulary.special == frozenset(ids)
+        assert vocabulary.size == len(tokenizer)
+
+
+def test_a_tokenizer_without_the_tokens_that_albert_needs_is_refused(tmp_path, bert_tokenizer):
+    text = (bert_tokenizer / "tokenizer.json").read_text().replace("[MASK]", "[MARK]")
+    (tmp_path / "tokenizer.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"tokenizer.json cannot be used: it has no \[MASK\]; ALBERT needs it"):
+        read_tokenizer(tmp_path)

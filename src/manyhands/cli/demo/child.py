@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 REMEMBERED_LINES = 200
 
@@ -16,9 +17,12 @@ class Child:
     """One ``manyhands`` command as a process of its own.
 
     It leaves when its standard input ends, so it ends with this process however that goes.
+
+    Args:
+        folder: where it runs: prepared data in that of the user is not for the demo.
     """
 
-    def __init__(self, name: str, arguments: Sequence[str]) -> None:
+    def __init__(self, name: str, arguments: Sequence[str], folder: Path) -> None:
         self.name = name
         self.is_killed = False
         self._lines: deque[str] = deque(maxlen=REMEMBERED_LINES)
@@ -26,6 +30,7 @@ class Child:
         self._num_lines = 0
         self._process = subprocess.Popen(
             [sys.executable, "-u", "-m", "manyhands", *arguments, "--leave-on-eof"],
+            cwd=folder,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -97,7 +97,8 @@ class Story:
 
     def _start_monitor(self) -> None:
         events = self._folder / "monitor.jsonl"
-        self._monitor = Child("monitor", ["monitor", "--run-id", RUN_ID, "--listen", LOOPBACK, "--events", str(events)])
+        arguments = ["monitor", "--run-id", RUN_ID, "--listen", LOOPBACK, "--events", str(events)]
+        self._monitor = Child("monitor", arguments, self._folder)
         self._children.append(self._monitor)
         self._monitor_events: EventFollower[MonitorEvent] = EventFollower(events, MonitorEvent)
         self._wait(lambda: bool(self.tally.addresses), START_TIMEOUT_S, "for the monitor")
@@ -109,7 +110,7 @@ class Story:
             "train", "--run-id", RUN_ID, "--initial-peers", *self.tally.addresses, "--listen", LOOPBACK,
             "--events", str(events), "--slow-down", str(slow_down), *self._trainer_arguments,
         ]  # fmt: skip
-        child = Child(name, arguments)
+        child = Child(name, arguments, self._folder)
         self._children.append(child)
         self.tally.trainers.append(tally)
         self._trainers.append((tally, child, EventFollower(events, TrainerEvent)))

@@ -19,8 +19,7 @@ import numpy as np
 
 from manyhands.recipes.albert.config import AlbertRecipe
 from manyhands.recipes.albert.packages import torch
-from manyhands.recipes.albert.pairs import encoded, ordered_pair, truncated
-from manyhands.recipes.albert.sample_files import StoredSample
+from manyhands.recipes.albert.pairs import StoredSample, encoded, ordered_pair, truncated
 from manyhands.recipes.albert.samples import Sample, Samples
 from manyhands.recipes.albert.tokenizer_file import Vocabulary
 

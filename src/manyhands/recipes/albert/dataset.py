@@ -19,7 +19,8 @@ import msgspec
 
 from manyhands.base.errors import ConfigError
 from manyhands.recipes.albert.config import NUM_PAIR_TOKENS, AlbertRecipe
-from manyhands.recipes.albert.sample_files import SampleFiles, StoredSample
+from manyhands.recipes.albert.pairs import StoredSample
+from manyhands.recipes.albert.sample_files import SampleFiles
 from manyhands.recipes.albert.tokenizer_file import FILE, Vocabulary, digest_of_json, read_tokenizer, vocabulary_of
 
 FORMAT = 1

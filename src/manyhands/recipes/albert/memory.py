@@ -28,8 +28,9 @@ def num_parameters(recipe: AlbertRecipe, vocab_size: int) -> int:
 def needed_bytes(recipe: AlbertRecipe, vocab_size: int) -> int:
     """About what training takes with one sample at a time, in bytes."""
     tokens, hidden = recipe.seq_length, recipe.hidden_size
+    num_masked = int(tokens * recipe.mask_probability) + 1  # scores are computed for these alone
     in_a_layer = tokens * (10 * hidden + 4 * recipe.intermediate_size + 3 * recipe.num_attention_heads * tokens)
-    activations = 4 * (recipe.num_hidden_layers * in_a_layer + 3 * tokens * vocab_size)
+    activations = 4 * (recipe.num_hidden_layers * in_a_layer + 3 * num_masked * vocab_size)
     return int(LIBRARY_BYTES) + BYTES_PER_PARAMETER * num_parameters(recipe, vocab_size) + activations
 
 

@@ -12,7 +12,9 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from manyhands.recipes.albert.config import NUM_PAIR_TOKENS
 from manyhands.recipes.albert.tokenizer_file import Vocabulary
@@ -85,3 +87,17 @@ def encoded(pair: Pair, vocabulary: Vocabulary) -> Encoded:
         token_type_ids=[0] * (num_first + 2) + [1] * (num_second + 1),
         special_tokens_mask=[1, *[0] * num_first, 1, *[0] * num_second, 1],
     )
+
+
+class StoredSample(NamedTuple):
+    """One row: token ids with their special tokens, without padding.
+
+    Attributes:
+        special_tokens_mask: 1 where a token is not to be guessed.
+        label: ``SWAPPED`` or ``IN_ORDER``.
+    """
+
+    input_ids: np.ndarray[Any, Any]
+    token_type_ids: np.ndarray[Any, Any]
+    special_tokens_mask: np.ndarray[Any, Any]
+    label: int

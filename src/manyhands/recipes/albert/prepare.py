@@ -12,6 +12,7 @@ import logging
 import multiprocessing
 import shutil
 import signal
+import sys
 import tarfile
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
@@ -44,9 +45,7 @@ from manyhands.recipes.albert.preparation import Preparation
 from manyhands.recipes.albert.sample_files import SampleFiles, SampleWriter
 from manyhands.recipes.albert.shards import sha256_of, write_shards
 from manyhands.recipes.albert.tokenizer import tokenizer_digest, tokenizer_json, train_tokenizer, wrapped
-from manyhands.recipes.albert.tokenizer_file import backend_from_json, read_tokenizer, vocabulary_of
-
-logger = logging.getLogger(__name__)
+from manyhands.recipes.albert.tokenizer_file import FILE, backend_from_json, read_tokenizer, vocabulary_of
 
 VALIDATION_PERIOD = 50
 """Where the text has no split for validation, one document of so many is kept for it, the second of the first 50 on."""
@@ -78,6 +77,7 @@ def prepare(settings: Preparation) -> Result:
         ConfigError: the text, the tokenizer or a folder cannot be used.
     """
     splitter_named(settings.splitter)
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it would tell of each attempt
     targets = [SAMPLES, TOKENIZER, ABOUT] + [SHARDS] * (settings.shards is not None)
     for path in [settings.output / name for name in targets] + ([settings.archive] if settings.archive else []):
         if path.exists():
@@ -207,14 +207,15 @@ def _load_dataset(name: str) -> Any:
     except ModuleNotFoundError as error:
         raise MissingExtra("preparing data", "albert") from error
 
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
     path, _, config = (name, "", "") if Path(name).exists() else name.partition(":")
     try:
         splits = datasets.load_dataset(path, config or None)
     except Exception as error:
-        reason = " ".join(str(error).split())[:MAX_REASON_LENGTH]
         raise ConfigError(
-            f"data set {name!r} cannot be loaded: {reason}. It needs huggingface.co, or a folder with parquet files; "
-            "--text FILE --train-tokenizer needs neither"
+            f"data set {name!r} cannot be loaded: {_reason(error)}. It needs huggingface.co, or a folder with parquet "
+            "files; --text FILE --train-tokenizer needs neither"
         ) from error
     if TRAINING not in splits or "text" not in splits[TRAINING].column_names:
         columns = {split: rows.column_names for split, rows in splits.items()}
@@ -236,16 +237,21 @@ def _tokenizer_for(settings: Preparation, source: Source, progress: Progress) ->
         return train_tokenizer(sentences, settings.vocab_size)
     if Path(settings.tokenizer).is_dir():
         return wrapped(read_tokenizer(Path(settings.tokenizer)))
+    from transformers.utils import hub
+
     try:
-        # this class takes tokenizer.json as it is; that of the model would build it anew, by the rules of its version
-        found = transformers.PreTrainedTokenizerFast.from_pretrained(settings.tokenizer)
-        return wrapped(backend_from_json(found.backend_tokenizer.to_str()))
+        # as it is published: the classes of transformers may build the tokenizer anew, by rules of their version
+        file = hub.cached_file(settings.tokenizer, FILE)
+        return wrapped(backend_from_json(Path(str(file)).read_text(encoding="utf-8")))
     except Exception as error:
-        reason = " ".join(str(error).split())[:MAX_REASON_LENGTH]
         raise ConfigError(
-            f"tokenizer {settings.tokenizer!r} cannot be loaded: {reason}. It needs huggingface.co, or a folder with a "
-            "tokenizer.json; --train-tokenizer needs neither"
+            f"tokenizer {settings.tokenizer!r} cannot be loaded: {_reason(error)}. It needs huggingface.co, or a "
+            "folder with a tokenizer.json; --train-tokenizer needs neither"
         ) from error
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(str(error).split())[:MAX_REASON_LENGTH].rstrip(".")
 
 
 def check_tokenizer(tokenizer: transformers.PreTrainedTokenizerFast) -> None:
@@ -375,6 +381,5 @@ def _write_archive(path: Path, folder: Path) -> None:
 
 
 def _progress() -> Progress:
-    return Progress(
-        TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn(), transient=True
-    )
+    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
+    return Progress(*columns, transient=True, disable=not sys.stdout.isatty())

@@ -9,9 +9,10 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, overload
+from typing import Any, overload
 
 from manyhands.base.errors import ConfigError, MissingExtra
+from manyhands.recipes.albert.pairs import StoredSample
 
 try:
     import numpy as np
@@ -36,20 +37,6 @@ SCHEMA = pa.schema(
 """The columns of hivemind's archives."""
 
 
-class StoredSample(NamedTuple):
-    """One row: token ids with their special tokens, without padding.
-
-    Attributes:
-        special_tokens_mask: 1 where a token is not to be guessed.
-        label: ``SWAPPED`` or ``IN_ORDER``.
-    """
-
-    input_ids: np.ndarray[Any, Any]
-    token_type_ids: np.ndarray[Any, Any]
-    special_tokens_mask: np.ndarray[Any, Any]
-    label: int
-
-
 class SampleFiles(Sequence[StoredSample]):
     """All samples of some files, in their order.
 
@@ -66,6 +53,8 @@ class SampleFiles(Sequence[StoredSample]):
     def _open(self, path: Path) -> None:
         try:
             batches = list(pa.ipc.open_stream(pa.memory_map(str(path))))
+            for batch in batches:
+                batch.validate()
         except FileNotFoundError as error:
             raise ConfigError(f"data file {path} is missing; get the data again") from error
         except (pa.ArrowInvalid, OSError) as error:

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from manyhands.base.errors import ConfigError
 from manyhands.recipes.albert.config import AlbertRecipe
 from manyhands.recipes.albert.packages import transformers
-from manyhands.recipes.albert.pairs import Sentence
-from manyhands.recipes.albert.sample_files import StoredSample
+from manyhands.recipes.albert.pairs import Sentence, StoredSample
 from manyhands.recipes.albert.tokenizer_file import Vocabulary, vocabulary_of
 
 TextSample = list[Sentence]

@@ -13,12 +13,11 @@ from manyhands.recipes.albert.adoption import RunToJoin
 from manyhands.recipes.albert.checkpoint_dir import CheckpointDir
 from manyhands.recipes.albert.config import AlbertRecipe
 from manyhands.recipes.albert.corpus import load_documents
-from manyhands.recipes.albert.dataset import check_samples, open_prepared
 from manyhands.recipes.albert.packages import transformers
 from manyhands.recipes.albert.samples import Samples, make_samples
 from manyhands.recipes.albert.tokenizer import tokenizer_digest, tokenizer_from_json, train_tokenizer, wrapped
 from manyhands.recipes.albert.tokenizer_exchange import FETCH_TIMEOUT_S, fetch_tokenizer, serve_tokenizer
-from manyhands.recipes.albert.tokenizer_file import digest_of_json, read_tokenizer, vocabulary_of
+from manyhands.recipes.albert.tokenizer_file import check_run, digest_of_json, read_tokenizer, vocabulary_of
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +63,8 @@ def samples_for(
 
 
 def _prepared_samples(run_id: str, recipe: AlbertRecipe, tokenizer: transformers.PreTrainedTokenizerFast) -> Samples:
+    from manyhands.recipes.albert.dataset import check_samples, open_prepared
+
     assert recipe.dataset_path is not None
     prepared = open_prepared(recipe.dataset_path, recipe.tokenizer)
     vocabulary = vocabulary_of(tokenizer.backend_tokenizer)
@@ -87,13 +88,9 @@ def _tokenizer_for(
 ) -> transformers.PreTrainedTokenizerFast:
     """Of the folder that was named, of the own checkpoint, or from a peer of the run; or trained on the text."""
     if recipe.tokenizer is not None:
-        tokenizer = wrapped(read_tokenizer(recipe.tokenizer))
-        if run is not None and tokenizer_digest(tokenizer) != run.recipe.tokenizer:
-            raise ConfigError(
-                f"{recipe.tokenizer}/tokenizer.json is not the tokenizer of run {run_id!r}; leave out --tokenizer, or "
-                "get it from the person who began the run"
-            )
-        return tokenizer
+        if run is not None:
+            check_run(recipe.tokenizer, run_id, run.recipe.tokenizer)
+        return wrapped(read_tokenizer(recipe.tokenizer))
     saved = checkpoint_dir.newest_tokenizer() if checkpoint_dir is not None else None
     if saved is not None and (run is None or digest_of_json(saved) == run.recipe.tokenizer):
         return tokenizer_from_json(saved)

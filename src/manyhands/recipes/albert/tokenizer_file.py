@@ -110,8 +110,24 @@ def backend_from_json(text: str) -> tokenizers.Tokenizer:
         raise ValueError(" ".join(str(error).split())[:MAX_REASON_LENGTH]) from error
     backend.no_padding()
     backend.no_truncation()
-    special_tokens(backend)
+    registered = {token.content for token in backend.get_added_tokens_decoder().values()}
+    # transformers would register the others, and give the tokenizer another digest
+    backend.add_special_tokens([token for token in special_tokens(backend).values() if token not in registered])
     return backend
+
+
+def check_run(folder: Path, run_id: str, digest: str) -> None:
+    """Make sure that a folder has the tokenizer of a run, whose digest is given.
+
+    Raises:
+        ConfigError: it has another one.
+    """
+    here = digest_of_json(read_tokenizer(folder).to_str())
+    if here != digest:
+        raise ConfigError(
+            f"{folder / FILE}: tokenizer {here[:12]} is not that of run {run_id!r} ({digest[:12]}); leave out "
+            "--tokenizer, as the run hands it out, or get it from the person who began the run"
+        )
 
 
 def read_tokenizer(folder: Path) -> tokenizers.Tokenizer:

@@ -1,0 +1,112 @@
+"""Data is prepared once and trained on by several, as the tutorials have it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tarfile
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.process.commands import LOOPBACK, Command, running
+from tests.unit.recipes.texts import write_book
+
+pytestmark = pytest.mark.process
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "albert" / "tokenize_wikitext103.py"
+USAGE, INTERRUPTED = 2, 130
+SMALL_DATA = ("--train-tokenizer", "--vocab-size", "600", "--seq-length", "32", "--num-proc", "2")
+SMALL_MODEL = (
+    "--hidden-size", "48", "--num-attention-heads", "3", "--intermediate-size", "64", "--num-hidden-layers", "1",
+    "--learning-rate", "0.02", "--target-batch-size", "24",
+)  # fmt: skip
+COMMON = ("--listen", LOOPBACK, "--threads", "1")
+
+
+@pytest.fixture(scope="module")
+def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the person who begins a run hosts."""
+    folder = tmp_path_factory.mktemp("prepared")
+    write_book(folder / "book.txt")
+    command = Command(
+        [str(SCRIPT), "--text", "book.txt", *SMALL_DATA, "--archive", "data.tar.gz"], module=None, folder=folder
+    )
+    try:
+        assert command.wait(90) == 0, command.output
+    finally:
+        command.close()
+    assert "SHA-256" in command.output
+    return folder / "data.tar.gz"
+
+
+def unpacked(archive: Path, folder: Path) -> Path:
+    """``curl -L URL | tar xzf -`` beside the trainer."""
+    with tarfile.open(archive) as opened:
+        opened.extractall(folder, filter="data")
+    return folder
+
+
+def test_the_script_can_be_started_and_explains_itself() -> None:
+    assert os.access(SCRIPT, os.X_OK)
+    assert SCRIPT.read_text().startswith("#!/usr/bin/env python\n")
+    command = Command([str(SCRIPT), "--help"], module=None)
+    try:
+        assert command.wait(60) == 0
+    finally:
+        command.close()
+    assert "manyhands data prepare" in command.output
+    assert "--train-tokenizer" in command.output
+
+
+def test_trainers_find_the_unpacked_archive_and_newcomers_get_the_tokenizer(archive: Path, tmp_path: Path) -> None:
+    first, second = (unpacked(archive, tmp_path / name) for name in ("first", "second"))
+    shutil.rmtree(second / "data" / "tokenizer")
+    with running("train", "--run-id", "x", *COMMON, *SMALL_MODEL, folder=first) as trainer:
+        address = trainer.wait_for("Others can join through this peer").split()[-1]
+        assert "samples in data/albert_tokenized_wikitext" in trainer.wait_for("Training on")
+        assert "Training the tokenizer" not in trainer.output
+        trainer.wait_for("Your current contribution")
+        with running("join", address, *COMMON, folder=second) as newcomer:
+            newcomer.wait_for("Training on")
+            newcomer.wait_for("Averaged tensors successfully with 2 peers")
+
+
+def test_data_of_another_tokenizer_is_refused_before_anything_is_loaded(archive: Path, tmp_path: Path) -> None:
+    (tmp_path / "first").mkdir()
+    small = ("--seq-length", "32", "--vocab-size", "600")
+    with running("train", "--run-id", "x", *COMMON, *SMALL_MODEL, *small, folder=tmp_path / "first") as trainer:
+        address = trainer.wait_for("Others can join through this peer").split()[-1]
+        trainer.wait_for("Others can join this run with one word")
+        folder = unpacked(archive, tmp_path / "second")
+        with running("join", address, *COMMON, folder=folder) as newcomer:
+            assert newcomer.wait(60) == USAGE
+        line = newcomer.output.strip().splitlines()[-1]
+        assert "data/tokenizer/tokenizer.json: tokenizer " in line
+        assert "is not that of run 'x'" in line
+        assert "Loading PyTorch" not in newcomer.output
+        assert [path.name for path in folder.iterdir()] == ["data"]
+
+
+def test_ctrl_c_ends_the_processes_and_leaves_nothing_behind(archive: Path, tmp_path: Path) -> None:
+    unpacked(archive, tmp_path / "first")
+    with (tmp_path / "long.txt").open("w") as long:
+        for number in range(100_000):
+            long.write(f"Sentence {number} is of no use. So is the next one, which comes after {number}.\n\n")
+    arguments = ("--text", "long.txt", "--tokenizer", "first/data/tokenizer", "--num-proc", "2")
+    command = Command([str(SCRIPT), *arguments], module=None, folder=tmp_path)
+    try:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "data" / ".unfinished" / "train.arrow").exists():
+            assert time.monotonic() < deadline, command.output
+            time.sleep(0.01)
+        processes = command.descendants()
+        command.interrupt()
+        assert command.wait(60) == INTERRUPTED, command.output
+        assert not psutil.wait_procs(processes, timeout=10)[1], "processes are left"
+    finally:
+        command.close()
+    assert "Traceback" not in command.output
+    assert {path.name for path in (tmp_path / "data").iterdir()} <= {".prepare.lock"}
