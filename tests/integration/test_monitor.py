@@ -52,7 +52,7 @@ def test_what_evaluators_say_is_told_once_the_run_is_there_and_also_after_the_la
             peer.run(publish_metrics(peer.dht, peer.peer_id, "run", record), 5.0, "publishing")
 
         progress(ProgressRecord(Position(3, b"x"), 8, 2.5, 64, False, trainer.addresses, 60.0))
-        learnt(liar, 10**15)
+        learnt(liar, 4)  # it was never seen to train
         measured(liar, 10**15, 0.0)
         learnt(trainer, 3)
         wait_until(lambda: told(StepMade))
@@ -71,3 +71,8 @@ def test_what_evaluators_say_is_told_once_the_run_is_there_and_also_after_the_la
         wait_until(lambda: len(told(HeldoutSeen)) == 2)
         assert told(HeldoutSeen)[1] == HeldoutSeen(4, 5.25, 0.25, 0.5)
         wait_until(lambda: len(told(StepMade)) == 2)
+
+        progress(ProgressRecord(Position(1, b"z"), 8, 2.5, 64, False, trainer.addresses, 60.0))  # begun anew
+        learnt(trainer, 1)
+        wait_until(lambda: len(told(StepMade)) == 3)
+        assert told(StepMade)[2].step == 1

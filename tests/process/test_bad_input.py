@@ -21,7 +21,6 @@ STARTUP_S = 2.0  # of Python and its imports
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["monitor"], "--run-id"),
         (["monitor", "--run-id", "my.run"], "run_id 'my.run' has a '.'"),
         (["train", "--run-id", ""], "run_id is empty"),
         (["train", "--run-id", "x" * 65], "has 65 characters; at most 64 fit"),

@@ -134,7 +134,8 @@ def test_a_terminal_has_one_live_line_and_scrolls_events(
         terminal.send(signal.SIGINT)
         assert terminal.wait(15) == INTERRUPTED, terminal.screen
     rows = final_rows(terminal.screen)
-    _, drawn = re.split(LINE, terminal.screen, maxsplit=1)
+    first, *_, last = re.finditer(LINE, terminal.screen)
+    drawn = terminal.screen[first.end() : last.start()]
     assert not re.search("Collaboration accumulated|Local loss|Beginning global", drawn), "the line says it"
     assert not [row for row in rows if "/64 samples" in row], "the line was drawn again and again, and is gone"
     steps = [int(match[1]) for row in rows if (match := re.search(r"\[INFO\] Optimizer step: done! Step (\d+)", row))]

@@ -44,7 +44,8 @@ def test_the_ranks_of_torchrun_are_one_peer_that_goes_on_from_its_checkpoint(tmp
 
 @pytest.mark.parametrize("option", [("--stop-file", "stop"), ("--auxiliary", "--initial-peers", "127.0.0.1:1")])
 def test_what_several_ranks_cannot_do(option: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
     command = Command([*SMALL, *option])
     try:
         assert command.wait(60) == USAGE

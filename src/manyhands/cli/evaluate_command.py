@@ -30,6 +30,9 @@ class EvaluationOptions:
     dataset_path: Path | None = None
     """Folder with samples of manyhands data prepare; by default data/albert_tokenized_wikitext if it is here."""
 
+    tokenizer: Path | None = None
+    """Folder with the tokenizer that the samples were made with; by default the folder tokenizer beside them."""
+
     every: int = 5
     """Global steps from one measurement to the next; each downloads the state from a peer of the run."""
 
@@ -77,7 +80,8 @@ def evaluate(
     require_albert()
     from manyhands.recipes.albert.dataset import found_here
 
-    given = found_here({"text": evaluation.text, "dataset_path": evaluation.dataset_path, "batch_size": 1})
+    own = {"text": evaluation.text, "dataset_path": evaluation.dataset_path, "tokenizer": evaluation.tokenizer}
+    given = found_here(own | {"batch_size": 1})
     if evaluation.text:
         load_documents(evaluation.text)  # what cannot be read is said at once
     emit = output.begin()

@@ -36,6 +36,8 @@ from manyhands.recipes.albert.checkpoint_dir import CheckpointDir
 
 logger = logging.getLogger(__name__)
 
+RETRY_PERIOD_S = 60.0
+
 
 @Parameter(name="*", group="Curves")
 @dataclass(frozen=True, kw_only=True)
@@ -130,14 +132,22 @@ class Keeping:
 
     def run(self, peer: Peer) -> None:
         """Keep them until it is interrupted, or the run turns out to be one that cannot be kept here."""
-        try:
-            run = wait_for_run(peer, self._run_id, {})
-            logger.info("Keeping checkpoints in %s; loading PyTorch and transformers", self._folder.path)
-            from manyhands.recipes.albert.state_keeper import StateKeeper
+        while True:
+            try:
+                self._keep(peer)
+            except ConfigError as error:
+                logger.warning("The monitor goes on, but no checkpoints are kept: %s", error)
+                return
+            except ManyhandsError as error:
+                logger.warning("No checkpoint is kept for now: %s", error)
+                peer.sleep(RETRY_PERIOD_S)
 
-            StateKeeper(peer, run.run_id, run.recipe, self._folder, self._saved).run(self._options.checkpoint_every)
-        except ManyhandsError as error:
-            logger.warning("The monitor goes on, but no checkpoints are kept any more: %s", error)
+    def _keep(self, peer: Peer) -> None:
+        run = wait_for_run(peer, self._run_id, {})
+        logger.info("Keeping checkpoints in %s; loading PyTorch and transformers", self._folder.path)
+        from manyhands.recipes.albert.state_keeper import StateKeeper
+
+        StateKeeper(peer, run.run_id, run.recipe, self._folder, self._saved).run(self._options.checkpoint_every)
 
     def close(self) -> None:
         """Let others use the folder."""
@@ -148,7 +158,7 @@ class Keeping:
     def _saved(self, path: Path, step: int) -> None:
         if self._uploads is not None:
             made = self.last_step
-            loss = f", loss {made.loss:.5f}" if made is not None else ""
+            loss = f", loss {made.loss:.5f}" if made is not None and made.step == step else ""
             self._uploads.offer(path, f"Step #{step}{loss}")
 
 
@@ -175,10 +185,10 @@ def monitor(
     sinks = (curves or CurveOptions()).sinks(run_id)
     emit = output.begin()
     with ExitStack() as cleanup:
+        peer = cleanup.enter_context(network.connect())
         keeper = Keeping(keeping, run_id, repo) if keeping.checkpoint_dir is not None else None
         if keeper is not None:
             cleanup.callback(keeper.close)
-        peer = cleanup.enter_context(network.connect())
         logger.info("Running a coordinator of run %s as peer %s", run_id, peer.peer_id)
         welcome(run_id, peer.addresses, network.initial_peers or ())
         emit(Listening(peer.peer_id, peer.addresses))

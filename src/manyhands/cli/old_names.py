@@ -10,6 +10,7 @@ import importlib.util
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from manyhands.base.errors import ConfigError
 
@@ -20,6 +21,8 @@ Convert = Callable[[str, Values], Values]
 TRAIN, MONITOR, FIRST_PEER, EVALUATE = "train", "monitor", "first-peer", "evaluate"
 ANY = (TRAIN, MONITOR, FIRST_PEER, EVALUATE)
 
+NOTHING = "None"
+"""Options that say so are as good as left out."""
 _TRUE, _FALSE = ("true", "1", "yes", "y", "t"), ("false", "0", "no", "n", "f")
 
 
@@ -33,6 +36,7 @@ class OldName:
         commands: those that take the old options in this way.
         why: what a user should know who writes the old one; it is logged where ``new`` is empty.
         convert: makes the words; by default the new name with the same values.
+        gives_way: what was given in another way counts instead of it, and is no contradiction.
     """
 
     old: tuple[str, ...]
@@ -40,6 +44,7 @@ class OldName:
     commands: tuple[str, ...] = (TRAIN,)
     why: str = ""
     convert: Convert | None = None
+    gives_way: bool = False
 
     def words(self, written: str, values: Values) -> Values:
         """What stands in the place of the option.
@@ -107,7 +112,7 @@ TABLE = (
         convert=_switch(["--precision", "float16"], ["--precision", "float32"]),
     ),
     OldName(
-        ("bf16",), "--precision bfloat16", (TRAIN, EVALUATE),
+        ("bf16",), "--precision bfloat16", (TRAIN,),
         convert=_switch(["--precision", "bfloat16"], ["--precision", "float32"]),
     ),
     OldName(("output_dir",), "--checkpoint-dir"),
@@ -120,25 +125,37 @@ TABLE = (
     ),
     OldName(("logging_steps",), "--log-every"),
     OldName(("logging_first_step",), "--log-first-batch", convert=_switch(["--log-first-batch"])),
-    OldName(("tokenizer_path",), "--tokenizer"),
+    OldName(("tokenizer_path",), "--tokenizer", (TRAIN, EVALUATE)),
     OldName(("config_path", "model_config_path"), "--model", why="albert-large-v2, small, or a config.json"),
     OldName(("save_checkpoint_step_interval",), "--checkpoint-every", (MONITOR,)),
     OldName(("store_checkpoints",), "--checkpoint-dir", (MONITOR,), "in ./checkpoints; needs torch",
-            _switch(["--checkpoint-dir", "checkpoints"])),
+            _switch(["--checkpoint-dir", "checkpoints"]), gives_way=True),
     OldName(("repo_path",), "--checkpoint-dir", (MONITOR,)),
     # what has no meaning here
     OldName(("use_ipfs",), "", ANY, "peers meet through --initial-peers alone"),
-    OldName(("use_google_dns",), "", (MONITOR, FIRST_PEER), "--announce says what others shall dial"),
+    OldName(("use_google_dns",), "", (MONITOR, FIRST_PEER, EVALUATE), "--announce says what others shall dial"),
     OldName(("backup_every_steps",), "", why="what is not finite never reaches the parameters"),
     OldName(("cache_dir",), "", why="a trainer downloads nothing; HF_HOME is for manyhands data prepare"),
     OldName(("dataloader_num_workers",), "", why="batches are made in the trainer's own process"),
     OldName(("per_device_eval_batch_size",), "", why="held-out samples are computed a few at a time"),
-    OldName(("do_train", "do_eval"), "", why="a trainer trains; manyhands evaluate evaluates"),
+    OldName(("do_train", "do_eval"), "", (TRAIN, EVALUATE), "a trainer trains; manyhands evaluate evaluates"),
     OldName(("fp16_opt_level",), "", why="--precision says what to compute in"),
     OldName(
         ("averaging_expiration", "matchmaking_time", "averaging_timeout", "bandwidth", "target_group_size",
-         "target_batch_size", "batch_size_lead", "metadata_expiration", "statistics_expiration"),
-        "", (MONITOR, FIRST_PEER), "the trainers of a run say it",
+         "target_batch_size", "batch_size_lead", "metadata_expiration", "statistics_expiration", "min_refresh_period",
+         "max_refresh_period", "default_refresh_period", "expected_drift_peers", "expected_drift_rate", "seed",
+         "config_path", "model_config_path", "cache_dir", "backup_every_steps", "learning_rate", "total_steps",
+         "warmup_steps", "seq_length", "per_device_train_batch_size", "per_device_eval_batch_size",
+         "gradient_accumulation_steps", "fp16", "bf16", "logging_dir", "logging_steps", "logging_first_step"),
+        "", (MONITOR, FIRST_PEER, EVALUATE), "the trainers of a run say it",
+    ),
+    OldName(("dataset_path", "tokenizer", "tokenizer_path", "output_dir", "overwrite_output_dir"), "",
+            (MONITOR, FIRST_PEER), "it trains nothing"),
+    OldName(("output_dir", "overwrite_output_dir"), "", (EVALUATE,), "it keeps nothing"),
+    OldName(
+        ("run_id", "refresh_period", "wandb_project", "store_checkpoints", "save_checkpoint_step_interval", "repo_path",
+         "repo_url", "upload_interval"),
+        "", (FIRST_PEER,), "manyhands monitor does that, for one run",
     ),
 )  # fmt: skip
 """Every old option of every command."""
@@ -162,21 +179,50 @@ class Translation:
     def __init__(self, words: Sequence[str]) -> None:
         command = words[0] if words else ""
         self.notes = [f"{name} does nothing here: {why}" for name, why in OLD_VARIABLES.items() if name in os.environ]
-        self.words: list[str] = []
         rows = {name: row for row in TABLE if command in row.commands for name in row.old}
-        origins: dict[str, str] = {}
+        parts: list[_Part] = []
         for option, values, written in _options(words):
-            words_now, row = written, rows.get(_plain(option)) if option else None
-            if row is not None:
-                words_now = row.words(option, values)
-                if not words_now and row.why:
-                    self.notes.append(f"{option} does nothing here: {row.why}")
-            self.words += words_now
-            if not option or not words_now:
+            row = rows.get(_plain(option)) if option else None
+            if option and values == [NOTHING]:
                 continue
-            before = origins.setdefault(_plain(words_now[0]).partition("=")[0], option)
-            if before != option and (row is not None or _plain(before) in rows):
-                raise ConfigError(f"{before} and {option} are one option here; give {words_now[0]} once")
+            parts.append(_Part(option, written if row is None else row.words(option, values), row, values))
+        self.words = []
+        for part in parts:
+            rivals = [other for other in parts if other is not part and part.name and other.name == part.name]
+            if part.gives_way and rivals:
+                continue
+            for other in rivals:
+                if (part.row or other.row) and not other.gives_way:
+                    raise ConfigError(
+                        f"{part.option} and {other.option} are one option here; "
+                        f"give --{part.name.replace('_', '-')} once"
+                    )
+            if part.row is not None and not part.words and part.row.why and (not part.row.new or part.is_given):
+                self.notes.append(f"{part.option} does nothing here: {part.row.why}")
+            self.words += part.words
+
+
+class _Part(NamedTuple):
+    """An option, and what stands for it."""
+
+    option: str
+    words: list[str]
+    row: OldName | None
+    values: Values
+
+    @property
+    def name(self) -> str:
+        """Of the option in its place; empty if there is none."""
+        return _plain(self.words[0]).partition("=")[0] if self.option and self.words else ""
+
+    @property
+    def is_given(self) -> bool:
+        """Whether a switch is on, or anything else was said."""
+        return not self.values or self.values[0].lower() not in _FALSE
+
+    @property
+    def gives_way(self) -> bool:
+        return self.row is not None and (self.row.gives_way or not self.is_given)
 
 
 def _plain(option: str) -> str:

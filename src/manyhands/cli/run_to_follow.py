@@ -35,14 +35,19 @@ def wait_for_run(peer: Peer, run_id: str | None, given: Mapping[str, Any]) -> Ru
     """
     from manyhands.recipes.albert.memory import check_memory  # needs a package of the extra
 
-    run = _wait_for_trainers(peer, run_id)
+    run = wait_for_trainers(peer, run_id)
     assert run.manifest is not None
     found = adopted(run.run_id, run.manifest.extra, given)
     check_memory(run.run_id, found.recipe, found.vocab_size)
     return RunToFollow(run.run_id, found)
 
 
-def _wait_for_trainers(peer: Peer, run_id: str | None) -> Run:
+def wait_for_trainers(peer: Peer, run_id: str | None) -> Run:
+    """Wait until somebody trains in this run; without a name, in the only one that is there.
+
+    Raises:
+        ConfigError: several are there.
+    """
     tell_at = peer.time()
     while True:
         runs: list[Run] = []

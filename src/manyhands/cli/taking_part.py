@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,12 +12,13 @@ from typing import Any, NamedTuple
 import msgspec
 
 from manyhands.averaging.messages import readable_addresses
-from manyhands.base.errors import ConfigError, ManifestMismatch, MissingExtra, Unavailable
+from manyhands.base.errors import ConfigError, ManifestMismatch, MissingExtra
 from manyhands.base.folder_lock import FolderInUse
 from manyhands.base.identity import PeerId
 from manyhands.cli.event_file import EventWriter
 from manyhands.cli.options import NetworkOptions, OutputOptions
 from manyhands.cli.run_look_up import look_up
+from manyhands.cli.run_to_follow import wait_for_trainers
 from manyhands.cli.ticket_command import print_ticket
 from manyhands.cli.trainer_curves import TrainerCurves
 from manyhands.cli.training_view import run_in_view
@@ -38,8 +38,6 @@ logger = logging.getLogger(__name__)
 Tell = Callable[[msgspec.Struct], None]
 MAX_FOLDERS = 64
 NOTE_TIMEOUT_S = 5.0
-LOOK_PERIOD_S = 2.0
-TELL_PERIOD_S = 60.0
 
 
 def check_before(network: NetworkOptions, training: TrainingSettings, given: Mapping[str, Any]) -> None:
@@ -169,21 +167,22 @@ def take_part(
     """
     to_join = _run_to_join(run, given) if run is not None else None  # what does not fit leaves no trace
     with ExitStack() as cleanup:
-        emit = told_to(output.begin(), training)
-        folders = open_folders(run_id, network, training)
-        cleanup.callback(folders.close)
+        events = output.begin()
         if training.device != "auto":
             logger.info("Loading PyTorch")
             from manyhands.recipes.albert.compute import Compute
 
             Compute(training.device, training.precision)
+        emit = told_to(events, training)
+        folders = open_folders(run_id, network, training)
+        cleanup.callback(folders.close)
         peer = cleanup.enter_context(network.connect(own_dir=folders.state_dir))
         logger.info("Joining run %s as peer %s", run_id, peer.peer_id)
         if peer.addresses:
             logger.info("Others can join through this peer: --initial-peers %s", " ".join(peer.addresses))
         _declare(peer, run_id)  # loading torch takes seconds, and others may look for the run meanwhile
         if to_join is None and training.auxiliary:
-            run = _wait_for_trainers(peer, run_id)
+            run = wait_for_trainers(peer, run_id)
         elif to_join is None and peer.dht.num_known_peers:  # they may be of an earlier start
             run = look_up(peer, run_id)
         if run is not None:
@@ -309,21 +308,6 @@ def _checked(run_id: str, found: RunRecipe) -> RunRecipe:
     """The same, if there is enough memory for it."""
     check_memory(run_id, found.recipe, found.vocab_size)
     return found
-
-
-def _wait_for_trainers(peer: Peer, run_id: str) -> Run:
-    """The run, once somebody trains in it: an auxiliary peer has no data to begin with."""
-    tell_at = time.monotonic()
-    while True:
-        try:
-            if (run := look_up(peer, run_id)).manifest is not None:
-                return run
-        except Unavailable as error:
-            logger.warning("the run cannot be seen: %s", error)
-        if time.monotonic() >= tell_at:
-            logger.info("Waiting for somebody who trains in run %s: an auxiliary peer has no data", run_id)
-            tell_at += TELL_PERIOD_S
-        time.sleep(LOOK_PERIOD_S)
 
 
 def _can_be_dialled(run: Run, peer_id: PeerId) -> bool:

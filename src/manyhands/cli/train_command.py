@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from manyhands.base.errors import ConfigError, RunNotFound
+from manyhands.base.errors import RunNotFound
 from manyhands.base.run_id import checked_run_id
 from manyhands.cli.options import DEFAULT_RUN_ID, NetworkOptions, OutputOptions
 from manyhands.cli.run_look_up import Scout
@@ -69,7 +69,7 @@ def train(
     if not network.initial_peers:
         AlbertRecipe(**given)
     if start_new and run_id is None:
-        raise ConfigError("--start-new begins a run: name it as well, for example --run-id my-albert")
+        run_id = DEFAULT_RUN_ID
     given = with_data(training, given)
     check_before(network, training, given)
     if is_further_rank(training):

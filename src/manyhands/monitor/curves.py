@@ -233,14 +233,14 @@ class TensorBoardSink:
             import tensorboardX  # noqa: F401 (its parts are imported later)
         self._folder = folder
         self._own = folder / name
-        try:
-            self._own.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"--tensorboard {folder}: {error.strerror}; name a folder that can be written") from error
+        nearest = next(path for path in self._own.absolute().parents if path.exists())
+        if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+            raise ConfigError(f"--tensorboard {folder}: {nearest} is no folder that can be written; name another one")
 
     def open(self) -> None:
         from tensorboardX.event_file_writer import EventsWriter
 
+        self._own.mkdir(parents=True, exist_ok=True)
         self._writer = EventsWriter(str(self._own / "events"))
         logger.info("The curves are in %s; to see them: tensorboard --logdir %s", self._own, self._folder)
 

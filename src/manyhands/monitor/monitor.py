@@ -14,7 +14,7 @@ from manyhands.monitor.events import Event, HeldoutSeen, ProgressMade
 from manyhands.monitor.steps import SETTLED_S, CompleteSteps
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.firewalled import StrandedNotice
-from manyhands.optim.metrics import read_heldout, read_metrics
+from manyhands.optim.metrics import TTL_S, read_heldout, read_metrics
 from manyhands.optim.progress import Progress, aggregate, next_refresh_s, rank_of
 from manyhands.optim.progress_log import ProgressLog
 from manyhands.optim.progress_reader import ProgressReader
@@ -53,6 +53,7 @@ class RunMonitor:
         self._is_watched = True
         self._notice = StrandedNotice(run_id)
         self._steps = CompleteSteps()
+        self._trainers_seen: dict[PeerId, float] = {}  # when, also of those that have left
         self._leading_step = -1
         self._heldout_step = -1
         self._last_progress: Progress | None = None
@@ -93,6 +94,8 @@ class RunMonitor:
         if progress != self._last_progress:
             self._report_progress(leading.step, target, progress, delay_s)
             self._last_progress = progress
+        if leading.step + 1 < self._steps.newest_step:  # the run was begun anew, or goes on from a checkpoint
+            self._steps, self._heldout_step = CompleteSteps(), -1
         self._leading_step = leading.step
         await self._report_what_was_learnt(trainers)
         return min(delay_s, SETTLED_S) if self._steps.is_waiting else delay_s
@@ -122,8 +125,15 @@ class RunMonitor:
 
     async def _report_steps(self, trainers: Collection[PeerId]) -> None:
         metrics = await read_metrics(self._peer.dht, self._run_id)
-        believed = {peer_id: record for peer_id, record in metrics.items() if record.step <= self._leading_step + 1}
-        for made in self._steps.look(believed, trainers, asyncio.get_running_loop().time()):
+        now = asyncio.get_running_loop().time()
+        self._trainers_seen |= dict.fromkeys(trainers, now)
+        self._trainers_seen = {peer_id: at for peer_id, at in self._trainers_seen.items() if now - at < TTL_S}
+        believed = {
+            peer_id: record
+            for peer_id, record in metrics.items()
+            if record.step <= self._leading_step + 1 and peer_id in self._trainers_seen
+        }
+        for made in self._steps.look(believed, trainers, now):
             logger.info("Step #%d  loss = %.5f", made.step, made.loss)
             self._on_event(made)
 

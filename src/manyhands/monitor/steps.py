@@ -30,6 +30,11 @@ class CompleteSteps:
         self._told_at = -math.inf
 
     @property
+    def newest_step(self) -> int:
+        """The newest global step that was seen; -1 before the first one."""
+        return self._step
+
+    @property
     def is_waiting(self) -> bool:
         """Whether metrics of the newest step are still to come."""
         return not self._is_told
@@ -69,7 +74,7 @@ def sum_up(step: int, records: Collection[MetricsRecord]) -> StepMade:
     mini_steps = sum(record.mini_steps for record in records)
     return StepMade(
         step=step,
-        loss=sum(record.loss for record in records) / mini_steps if mini_steps else 0.0,
+        loss=sum(record.loss for record in records) / mini_steps,
         alive_peers=len(records),
         samples=sum(record.samples_accumulated for record in records),
         samples_per_second=sum(record.samples_per_second for record in records),

@@ -40,7 +40,7 @@ class MetricsRecord(msgspec.Struct, frozen=True):
     mini_steps: int
 
     def __post_init__(self) -> None:
-        numbers = (self.step, self.samples_per_second, self.samples_accumulated, self.mini_steps)
+        numbers = (self.step, self.samples_per_second, self.samples_accumulated, self.mini_steps - 1)
         if not all(math.isfinite(number) and number >= 0 for number in numbers) or not math.isfinite(self.loss):
             raise ValueError("counts and speeds are finite and >= 0, a loss is finite")
 

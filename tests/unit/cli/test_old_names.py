@@ -121,6 +121,28 @@ def test_what_means_nothing_is_said_with_the_reason(command: str) -> None:
             assert translation.notes == [f"--{name} does nothing here: {row.why}"]
 
 
+@pytest.mark.parametrize(
+    ("words", "now"),
+    [
+        ("--store_checkpoints", "--checkpoint-dir checkpoints"),
+        ("--store_checkpoints True --repo_path out", "--checkpoint-dir out"),
+        ("--checkpoint-dir out --store_checkpoints", "--checkpoint-dir out"),
+        ("--store_checkpoints False", ""),
+        ("--save_checkpoint_step_interval 7", "--checkpoint-every 7"),
+        ("--upload_interval None", ""),
+    ],
+)
+def test_options_of_the_monitor(words: str, now: str) -> None:
+    translation = Translation(["monitor", *words.split()])
+    assert translation.words == ["monitor", *now.split()]
+    assert translation.notes == []
+
+
+def test_of_two_precisions_the_one_that_is_not_false_counts(taken: Taken) -> None:
+    assert run(["train", "--fp16", "False", "--bf16", "True"]) == 0
+    assert taken.training.precision == "bfloat16"
+
+
 def test_an_environment_variable_that_means_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HIVEMIND_THREADS", "256")
     assert Translation(["train"]).notes == [
@@ -159,7 +181,7 @@ def test_the_docs_have_the_table() -> None:
     assert old_names.as_markdown() in page.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("command", ["train", "monitor", "first-peer"])
+@pytest.mark.parametrize("command", ANY)
 def test_help_lists_them(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     run([command, "--help"])
     shown = capsys.readouterr().out

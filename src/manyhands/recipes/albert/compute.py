@@ -19,6 +19,9 @@ _BFLOAT16_CAPABILITY = (8, 0)
 _FLOAT16_CAPABILITY = (7, 0)
 """From Volta on they have units for float16."""
 
+SMALLER_BATCH = (
+    "give a smaller --batch-size, with --gradient-accumulation-steps if it gets very small, or --precision float16"
+)
 SMALLER = "free some of it, or compute elsewhere, for example with --device cpu"
 
 

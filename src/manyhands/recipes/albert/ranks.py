@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
+from manyhands.base.words import counted
 from manyhands.recipes.albert.adoption import RunRecipe
 from manyhands.recipes.albert.batches import Batch, Batches
-from manyhands.recipes.albert.compute import Compute
+from manyhands.recipes.albert.compute import SMALLER_BATCH, Compute
 from manyhands.recipes.albert.model import build_model, loss_of
 from manyhands.recipes.albert.optimizer import join_run_as_rank
 from manyhands.recipes.albert.packages import torch, transformers
@@ -80,9 +81,10 @@ def compute_along(settings: TrainingSettings) -> None:
     batches = Batches(samples, recipe, f"{task.order} rank {rank}")
     while settings.max_steps is None or optimizer.global_step < settings.max_steps:
         for _ in range(num_batches):
-            with compute.autocast():
-                loss = loss_module(next(batches))
-            compute.scaler.scale(loss / num_batches).backward()
+            with compute.fitting(f"a batch of {counted(recipe.batch_size, 'sample')}", SMALLER_BATCH):
+                with compute.autocast():
+                    loss = loss_module(next(batches))
+                compute.scaler.scale(loss / num_batches).backward()
         compute.scaler.step(optimizer)
         compute.scaler.update()
         optimizer.zero_grad()

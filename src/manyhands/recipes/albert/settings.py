@@ -9,20 +9,30 @@ from typing import Literal
 
 from manyhands.averaging.config import AveragingConfig
 from manyhands.base.errors import ConfigError
+from manyhands.dht.config import DhtConfig
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.metrics import TTL_S
 
 Precision = Literal["auto", "float32", "bfloat16", "float16"]
 
+MAX_TTL_S = DhtConfig.max_ttl_s
+
 
 def own_rank() -> int:
     """Of this process, among those of one trainer that ``torchrun`` has started; 0 without it."""
-    return int(os.environ.get("RANK", "0"))
+    return _of_torchrun("RANK", 0)
 
 
 def num_ranks() -> int:
     """Processes of this trainer; 1 without ``torchrun``."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return _of_torchrun("WORLD_SIZE", 1)
+
+
+def _of_torchrun(name: str, otherwise: int) -> int:
+    """Schedulers of clusters set such variables too; only those of ``torchrun`` come with an address to meet at."""
+    if not all(os.environ.get(needed, "").isdecimal() for needed in ("RANK", "WORLD_SIZE", "MASTER_PORT")):
+        return otherwise
+    return int(os.environ[name])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +84,11 @@ class TuningSettings:
                 f"{4 * max(self.max_refresh_s, self.min_refresh_s):g}"
             )
         for name in ("min_refresh_s", "default_refresh_s", "metrics_ttl_s"):
-            if not 0 < getattr(self, name) < 1e6:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be above 0 seconds, for example 1")
+            if not 0 < getattr(self, name) <= MAX_TTL_S:
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)}; it must be above 0 and at most {MAX_TTL_S:g} seconds, "
+                    "for example 1"
+                )
         if self.batch_size_lead is not None and self.batch_size_lead < 0:
             raise ConfigError(f"batch_size_lead is {self.batch_size_lead}; it must be at least 0, for example 300")
         self.averaging()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from typing import Any, TypeVar
 
 from manyhands.averaging.config import AveragingConfig
@@ -35,6 +35,8 @@ LOOK_PERIOD_S = 1.0
 RETRY_PERIOD_S = 10.0
 """After no peer could hand something out."""
 TELL_PERIOD_S = 60.0
+MAX_POSITIONS = 4
+"""So many positions are tried, from the highest."""
 
 
 class StateFollower:
@@ -105,18 +107,26 @@ class StateFollower:
         here = self._step
         if here is not None and here <= leading.step < here + every:
             return None
-        donors = [peer_id for peer_id, record in records.items() if record.position == leading]
+        # a position that nobody can prove by its state is passed over
+        positions = {record.position: rank_of(record) for record in records.values()}
+        for position in sorted(positions, key=lambda position: positions[position], reverse=True)[:MAX_POSITIONS]:
+            if here is not None and here <= position.step < here + every:
+                break
+            try:
+                self._replica.restore(self._download(self._donors_at(position, records), position))
+            except (Unavailable, ValueError) as error:
+                logger.warning("%s", readable(str(error)))
+            else:
+                self._step = self._replica.position.step
+                return self._step
+        self._peer.sleep(RETRY_PERIOD_S)
+        return None
+
+    def _donors_at(self, position: Position, records: Mapping[PeerId, ProgressRecord]) -> list[PeerId]:
+        donors = [peer_id for peer_id, record in records.items() if record.position == position]
         self._peer.presence.rng.shuffle(donors)
         donors.sort(key=lambda peer_id: not records[peer_id].is_auxiliary)  # the others' links are for what they learn
-        try:
-            state = self._download(donors, leading)
-            self._replica.restore(state)
-        except (Unavailable, ValueError) as error:
-            logger.warning("%s; trying again in %g s", readable(str(error)), RETRY_PERIOD_S)
-            self._peer.sleep(RETRY_PERIOD_S)
-            return None
-        self._step = self._replica.position.step
-        return self._step
+        return donors
 
     def _look(self) -> dict[PeerId, ProgressRecord]:
         """The peers whose state can be had: of those in client mode only the ones that are connected to this peer."""

@@ -19,7 +19,7 @@ from manyhands.recipes.albert.adoption import RunRecipe, RunToJoin, facts_of
 from manyhands.recipes.albert.batches import Batches, heldout_batch
 from manyhands.recipes.albert.checkpoint_dir import CheckpointDir
 from manyhands.recipes.albert.checkpoints import Checkpoints
-from manyhands.recipes.albert.compute import SMALLER, Compute
+from manyhands.recipes.albert.compute import SMALLER, SMALLER_BATCH, Compute
 from manyhands.recipes.albert.config import AlbertRecipe
 from manyhands.recipes.albert.events import BatchDone, Counts, Event, Finished, Joined, StepDone
 from manyhands.recipes.albert.heldout import HeldoutComparison
@@ -37,9 +37,6 @@ logger = logging.getLogger(__name__)
 
 LAST_LOOK_S = 1.0
 """So long may the held-out loss of the account take: a trainer that was told to leave has few seconds."""
-SMALLER_BATCH = (
-    "give a smaller --batch-size, with --gradient-accumulation-steps if it gets very small, or --precision float16"
-)
 TRIAL_SHARE = 4
 """A batch that the trial finds is at most this part of the target: peers come to a step a batch apart."""
 
