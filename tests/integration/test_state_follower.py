@@ -1,0 +1,52 @@
+"""An evaluator is not held up by a record that nobody can prove."""
+
+from __future__ import annotations
+
+import logging
+import random
+
+import msgspec
+import pytest
+
+from manyhands import Peer
+from manyhands.averaging.messages import Position
+from manyhands.optim.progress import ProgressRecord
+from manyhands.optim.progress_reader import progress_key
+from manyhands.recipes.albert.adoption import RunRecipe
+from manyhands.recipes.albert.compute import Compute
+from manyhands.recipes.albert.config import AlbertRecipe
+from manyhands.recipes.albert.model import build_model
+from manyhands.recipes.albert.optimizer import join_run
+from manyhands.recipes.albert.settings import TuningSettings
+from manyhands.recipes.albert.state_follower import StateFollower
+from manyhands.recipes.albert.tokenizer import tokenizer_digest, train_tokenizer
+from manyhands.recipes.albert.tokenizer_exchange import serve_tokenizer
+
+LOOPBACK = "/ip4/127.0.0.1/tcp/0"
+
+
+def test_a_position_that_nobody_has_the_state_of_is_passed_over(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    rng = random.Random(0)
+    words = [" ".join("".join(rng.choices("abcdefgh", k=5)) for _ in range(8)) for _ in range(50)]
+    tokenizer = train_tokenizer([words], 512)
+    recipe = AlbertRecipe(
+        vocab_size=512, seq_length=16, embedding_size=8, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=16,
+    )  # fmt: skip
+    run = RunRecipe(recipe=recipe, tokenizer=tokenizer_digest(tokenizer), vocab_size=len(tokenizer))
+    with (
+        Peer(listen=[LOOPBACK]) as trainer,
+        Peer(trainer.addresses, listen=[LOOPBACK]) as liar,
+        Peer(trainer.addresses, listen=[LOOPBACK]) as here,
+    ):
+        trainer.run(serve_tokenizer(trainer.endpoint, tokenizer), 5.0, "handing out the tokenizer")
+        optimizer = join_run(build_model(recipe, run.vocab_size), run, trainer, "run", TuningSettings())
+        ahead = ProgressRecord(Position(10**6, b"x"), 8, 2.5, 64, False, liar.addresses, 60.0)
+        plain = msgspec.to_builtins(ahead, builtin_types=(bytes,))
+        liar.store(progress_key("run"), plain, ttl_s=60, subkey=liar.peer_id)
+        follower = StateFollower(here, "run", run, Compute("cpu", "float32"))
+        assert follower.next_state(every=1) == 0
+        assert all(str(liar.peer_id) in message for message in caplog.messages), "the false one was tried first"
+        assert caplog.messages
+        optimizer.close()
