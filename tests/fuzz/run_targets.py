@@ -182,7 +182,7 @@ def _attendance_record(data: bytes) -> None:
 
 def _metrics_record(data: bytes) -> None:
     record = msgspec.convert(decode_value(data), MetricsRecord)
-    assert math.isfinite(record.loss / max(record.mini_steps, 1))
+    assert math.isfinite(record.loss / record.mini_steps)
 
 
 def _heldout_record(data: bytes) -> None:

@@ -58,7 +58,7 @@ def test_a_run_is_drawn_and_evaluated_and_its_state_kept(
     (newest, *_) = sorted(kept.glob("checkpoint-*"), key=lambda path: -int(path.name.rpartition("-")[2]))
     assert hub.commits
     for message, files in hub.commits:
-        assert re.fullmatch(r"Step #\d+, loss \d+\.\d+", message)
+        assert re.fullmatch(r"Step #\d+, loss \d+\.\d+( at step #\d+)?", message)
         assert files.keys() >= {"config.json", "model.safetensors", "tokenizer.json", "optimizer.pt"}
     assert run(["fill", str(kept), "The capital of [MASK] is big."]) == 0
     assert "The capital of " in capsys.readouterr().out

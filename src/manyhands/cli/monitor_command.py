@@ -157,8 +157,9 @@ class Keeping:
 
     def _saved(self, path: Path, step: int) -> None:
         if self._uploads is not None:
-            made = self.last_step
-            loss = f", loss {made.loss:.5f}" if made is not None and made.step == step else ""
+            made = self.last_step  # the metrics of a step may come after its state
+            loss = "" if made is None else f", loss {made.loss:.5f}"
+            loss += f" at step #{made.step}" if made is not None and made.step != step else ""
             self._uploads.offer(path, f"Step #{step}{loss}")
 
 

@@ -46,7 +46,7 @@ RECORDS = st.one_of(
         recent_rounds=st.lists(st.binary(max_size=128), max_size=4),
         options=st.none() | st.dictionaries(TEXTS, st.lists(st.floats(allow_nan=False), max_size=16), max_size=8),
     ),
-    st.builds(MetricsRecord, COUNTS, AMOUNTS, COUNTS, st.floats(-1e300, 1e300), COUNTS),
+    st.builds(MetricsRecord, COUNTS, AMOUNTS, COUNTS, st.floats(-1e300, 1e300), COUNTS.filter(bool)),
     st.builds(HeldoutRecord, COUNTS, st.floats(-1e300, 1e300), st.floats(0, 1), st.floats(0, 1), COUNTS),
 )
 MANIFESTS = st.builds(
