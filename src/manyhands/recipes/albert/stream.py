@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import random
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,7 @@ from pathlib import Path
 
 from manyhands.base.errors import ConfigError
 from manyhands.base.folder_lock import FolderInUse, locked_folder
+from manyhands.recipes.albert.config import AlbertRecipe
 from manyhands.recipes.albert.fetching import FetchFailed, Mirrors, NoGoodCopy, Stopped
 from manyhands.recipes.albert.sample_files import SampleFiles
 from manyhands.recipes.albert.shards import Index, Shard, sha256_of
@@ -275,6 +277,35 @@ class ShardStream:
         if time.monotonic() >= self._warn_at:
             self._warn_at = time.monotonic() + WARN_PERIOD_S
             logger.warning("%s", message[0].upper() + message[1:])
+
+
+def check_index(index: Index, run_id: str, recipe: AlbertRecipe, digest: str) -> None:
+    """Make sure that the shards are of use in a run.
+
+    Raises:
+        ConfigError: they were made with another tokenizer, or for samples of another length.
+    """
+    where = f"get the address of the data of run {run_id!r} from the person who began it"
+    if index.about.tokenizer != digest:
+        raise ConfigError(
+            f"{recipe.dataset_url[0]}: its tokenizer {index.about.tokenizer[:12]} is not that of run {run_id!r} "
+            f"({digest[:12]}), so the samples mean something else there; {where}"
+        )
+    if index.about.seq_length != recipe.seq_length:
+        raise ConfigError(
+            f"{recipe.dataset_url[0]}: samples have up to {index.about.seq_length} tokens, and run {run_id!r} has "
+            f"samples of {recipe.seq_length} (seq_length); {where}"
+        )
+
+
+def fetch_index(urls: Sequence[str]) -> Index:
+    """What the shards are, before any is fetched.
+
+    Raises:
+        ConfigError: no address has an index.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        return Mirrors(urls).index(Path(folder) / "index.json")
 
 
 def default_cache_dir() -> Path:
