@@ -110,3 +110,26 @@ def test_ctrl_c_ends_the_processes_and_leaves_nothing_behind(archive: Path, tmp_
         command.close()
     assert "Traceback" not in command.output
     assert {path.name for path in (tmp_path / "data").iterdir()} <= {".prepare.lock"}
+
+
+def test_shards_are_served_and_trained_on(tmp_path: Path) -> None:
+    write_book(tmp_path / "book.txt")
+    command = Command([str(SCRIPT), "--text", "book.txt", *SMALL_DATA, "--shards", "3"], module=None, folder=tmp_path)
+    try:
+        assert command.wait(90) == 0, command.output
+    finally:
+        command.close()
+    with running("data", "serve", "data/shards", "--listen", "127.0.0.1:0", folder=tmp_path) as server:
+        url = server.wait_for("--dataset-url").split()[-1]
+        (tmp_path / "trainer").mkdir()
+        cache = ("--cache-dir", str(tmp_path / "cache"), "--cache-mb", "1")
+        arguments = ("train", "--run-id", "x", *COMMON, *SMALL_MODEL, *cache, "--dataset-url", url)
+        with running(*arguments, "--max-steps", "2", folder=tmp_path / "trainer") as trainer:
+            assert trainer.wait(90) == 0, trainer.output
+        assert "samples in 3 shards of http://127.0.0.1" in trainer.output
+        assert "Training the tokenizer" not in trainer.output
+        assert (tmp_path / "trainer" / "manyhands-x" / "stream.json").exists()
+        server.wait_for("127.0.0.1 fetches train-")
+        server.interrupt()
+        assert server.wait(10) in (0, INTERRUPTED)
+        assert "Traceback" not in server.output

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Annotated
 
 from cyclopts import App, Parameter
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from manyhands.cli.logs import log_to_stdout
 from manyhands.cli.taking_part import require_albert
 from manyhands.recipes.albert.preparation import Preparation
 
-data = App(name="data", help="Prepare data for trainers.")
+data = App(name="data", help="Prepare data for trainers, host it, and check it.")
 
 
 @data.command
@@ -43,3 +47,50 @@ def prepare(settings: Annotated[Preparation | None, Parameter(name="*")] = None)
             f"Others unpack it where they start their trainer: curl -L URL | tar x{packed}f -",
         ]
     print("\n".join(lines))  # noqa: T201
+
+
+@data.command
+def verify(
+    place: Annotated[str, Parameter(help="Folder with an index.json or manyhands.json, or an address.")], /
+) -> int:
+    """Compare shards with their index: sizes and SHA-256.
+
+    An address is downloaded for it. Prints a line for each problem; the exit
+    code is 1 if there is one. For example:
+
+        manyhands data verify data/shards
+    """
+    require_albert()
+    from manyhands.recipes.albert.verify import problems_of
+
+    num_problems = 0
+    columns = TextColumn("Looking at the data"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
+    with Progress(*columns, transient=True, disable=not sys.stdout.isatty()) as progress:
+        task = progress.add_task("", total=None)
+        for problem in problems_of(place, lambda done, total: progress.update(task, advance=done, total=total)):
+            num_problems += 1
+            progress.console.print(problem, markup=False, highlight=False, soft_wrap=True)
+    if not num_problems:
+        print(f"{place}: all as it should be")  # noqa: T201
+    return 1 if num_problems else 0
+
+
+@data.command
+def serve(
+    folder: Annotated[Path, Parameter(help="Folder with shards: manyhands data prepare --shards 8 makes one.")],
+    /,
+    *,
+    listen: Annotated[str, Parameter(help="HOST:PORT; 8000 alone means all interfaces.")] = "8000",
+) -> None:
+    """Serve shards to trainers over HTTP, and tell who fetches what.
+
+    Prints the option with which others fetch them. Stays until Ctrl-C. For
+    example:
+
+        manyhands data serve data/shards
+    """
+    require_albert()
+    log_to_stdout(verbose=False)
+    from manyhands.recipes.albert.serving import serve as serve_folder
+
+    serve_folder(folder, listen)

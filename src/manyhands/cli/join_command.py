@@ -35,6 +35,13 @@ def join(
         Path | None,
         Parameter(help="Folder with prepared samples instead; by default data/albert_tokenized_wikitext if here."),
     ] = None,
+    dataset_url: Annotated[
+        tuple[str, ...], Parameter(help="Addresses of the index.json of shards instead; several are mirrors.")
+    ] = (),
+    cache_dir: Annotated[
+        Path | None, Parameter(help="Folder for what is fetched; by default ~/.cache/manyhands/data.")
+    ] = None,
+    cache_mb: Annotated[int | None, Parameter(help="What is fetched takes so many megabytes; by default 4000.")] = None,
     tokenizer: Annotated[
         Path | None, Parameter(help="Folder with the tokenizer of the run; by default the run hands it out.")
     ] = None,
@@ -59,6 +66,8 @@ def join(
     training = training or TrainingSettings()
     given: dict[str, Any] = {"text": text} if text else {}
     given |= {name: path for name, path in (("dataset_path", dataset_path), ("tokenizer", tokenizer)) if path}
+    streamed = {"dataset_url": dataset_url, "cache_dir": cache_dir, "cache_mb": cache_mb}
+    given |= {name: value for name, value in streamed.items() if value}
     if batch_size is not None:
         given |= {"batch_size": batch_size}
     if run_id is not None:

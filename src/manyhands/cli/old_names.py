@@ -135,7 +135,6 @@ TABLE = (
     OldName(("use_ipfs",), "", ANY, "peers meet through --initial-peers alone"),
     OldName(("use_google_dns",), "", (MONITOR, FIRST_PEER, EVALUATE), "--announce says what others shall dial"),
     OldName(("backup_every_steps",), "", why="what is not finite never reaches the parameters"),
-    OldName(("cache_dir",), "", why="a trainer downloads nothing; HF_HOME is for manyhands data prepare"),
     OldName(("dataloader_num_workers",), "", why="batches are made in the trainer's own process"),
     OldName(("per_device_eval_batch_size",), "", why="held-out samples are computed a few at a time"),
     OldName(("do_train", "do_eval"), "", (TRAIN, EVALUATE), "a trainer trains; manyhands evaluate evaluates"),

@@ -54,8 +54,9 @@ def check_before(network: NetworkOptions, training: TrainingSettings, given: Map
     if training.auxiliary and not network.initial_peers:
         raise ConfigError("--auxiliary helps a run that is there: name one of its peers, --initial-peers ADDRESS")
     require_albert()
-    if given.get("text") and given.get("dataset_path"):
-        raise ConfigError("--text and --dataset-path are both given; give one of them")
+    named = [f"--{name}" for name in ("text", "dataset-path", "dataset-url") if given.get(name.replace("-", "_"))]
+    if len(named) > 1:
+        raise ConfigError(f"{' and '.join(named)} are both given; give one of them")
     if text := given.get("text"):  # Python's own can be read
         load_documents(text)
     _data_settings(given)
@@ -86,6 +87,11 @@ def _data_settings(given: Mapping[str, Any]) -> dict[str, Any]:
         from manyhands.recipes.albert.dataset import open_prepared
 
         settings = open_prepared(given["dataset_path"], given.get("tokenizer")).settings()
+    elif given.get("dataset_url"):
+        from manyhands.recipes.albert.stream import fetch_index
+
+        about = fetch_index(given["dataset_url"]).about
+        settings = {"vocab_size": about.vocab_size, "seq_length": about.seq_length}
     elif given.get("tokenizer") is not None:
         from manyhands.recipes.albert.tokenizer_file import read_tokenizer, vocabulary_of
 
@@ -110,6 +116,10 @@ def _check_data(run_id: str, given: Mapping[str, Any], found: RunRecipe) -> None
         from manyhands.recipes.albert.dataset import open_prepared
 
         open_prepared(given["dataset_path"], given.get("tokenizer")).check_run(run_id, found.recipe, found.tokenizer)
+    elif given.get("dataset_url"):
+        from manyhands.recipes.albert.stream import check_index, fetch_index
+
+        check_index(fetch_index(given["dataset_url"]), run_id, found.recipe, found.tokenizer)
     elif given.get("tokenizer") is not None:
         from manyhands.recipes.albert.tokenizer_file import check_run
 

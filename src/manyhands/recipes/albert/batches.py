@@ -20,7 +20,7 @@ import numpy as np
 from manyhands.recipes.albert.config import AlbertRecipe
 from manyhands.recipes.albert.packages import torch
 from manyhands.recipes.albert.pairs import StoredSample, encoded, ordered_pair, truncated
-from manyhands.recipes.albert.samples import Sample, Samples
+from manyhands.recipes.albert.samples import Sample, Samples, Stream
 from manyhands.recipes.albert.tokenizer_file import Vocabulary
 
 IGNORED = -100
@@ -128,9 +128,15 @@ def _random_token(vocabulary: Vocabulary, rng: random.Random) -> int:
             return token
 
 
-def endless_order(samples: Sequence[Sample], rng: random.Random) -> Iterator[Sample]:
-    """Every sample once in an order that the generator gives, then again in another; takes 4 bytes for each."""
+def endless_order(samples: Sequence[Sample] | Stream, rng: random.Random) -> Iterator[Sample]:
+    """Every sample once in an order that the generator gives, then again in another; takes 4 bytes for each.
+
+    Those of a stream shard by shard.
+    """
     while True:
-        order = np.random.default_rng(rng.getrandbits(64)).permutation(np.arange(len(samples), dtype=np.uint32))
+        here = samples if isinstance(samples, Sequence) else samples.samples
+        order = np.random.default_rng(rng.getrandbits(64)).permutation(np.arange(len(here), dtype=np.uint32))
         for index in order:
-            yield samples[int(index)]
+            yield here[int(index)]
+        if not isinstance(samples, Sequence):
+            samples.advance()

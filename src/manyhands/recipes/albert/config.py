@@ -11,7 +11,7 @@ from manyhands.base.errors import ConfigError
 NUM_PAIR_TOKENS = 3
 """Special tokens around a pair of segments: ``[CLS] A [SEP] B [SEP]``."""
 
-OWN_SETTINGS = ("text", "dataset_path", "tokenizer", "batch_size", "seed")
+OWN_SETTINGS = ("text", "dataset_path", "dataset_url", "cache_dir", "cache_mb", "tokenizer", "batch_size", "seed")
 """Of a recipe, what each peer of a run may choose for itself."""
 
 
@@ -34,6 +34,15 @@ class AlbertRecipe:
 
     dataset_path: Path | None = None
     """Folder with samples of manyhands data prepare; by default data/albert_tokenized_wikitext if it is here."""
+
+    dataset_url: tuple[str, ...] = ()
+    """Addresses of the index.json of shards, fetched while training; several are mirrors of the same files."""
+
+    cache_dir: Path | None = None
+    """Folder for what is fetched; by default ~/.cache/manyhands/data."""
+
+    cache_mb: int = 4_000
+    """What is fetched takes so many megabytes at most; two shards are kept in any case."""
 
     tokenizer: Path | None = None
     """Folder with the tokenizer that the samples were made with; by default the folder tokenizer beside them."""
@@ -102,6 +111,7 @@ class AlbertRecipe:
     def _check_sizes(self) -> None:
         _at_least("vocab_size", self.vocab_size, 512)  # the 256 bytes and the special tokens, and some words
         _at_least("seq_length", self.seq_length, 16)
+        _at_least("cache_mb", self.cache_mb, 1)
         _at_least("max_group_size", self.max_group_size, 2)
         for name in ("embedding_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
                      "batch_size", "num_heldout", "target_batch_size"):  # fmt: skip

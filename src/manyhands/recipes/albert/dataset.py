@@ -110,7 +110,8 @@ class Prepared:
 def found_here(given: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that were given, with the data at the default path if it is there and no other was named."""
     found = dict(given)
-    if not given.get("text") and given.get("dataset_path") is None and (DEFAULT_FOLDER / SAMPLES).is_dir():
+    is_named = given.get("text") or given.get("dataset_url") or given.get("dataset_path") is not None
+    if not is_named and (DEFAULT_FOLDER / SAMPLES).is_dir():
         found["dataset_path"] = DEFAULT_FOLDER / SAMPLES
     if found.get("dataset_path") is not None and found.get("tokenizer") is None:
         beside = found["dataset_path"].parent / TOKENIZER

@@ -15,7 +15,7 @@ from multiprocessing import connection, parent_process
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-import pyarrow as pa  # type: ignore[import-untyped]
+import pyarrow as pa
 
 from manyhands.base.errors import ConfigError
 from manyhands.recipes.albert.corpus import Splitter, split_sentences
@@ -95,7 +95,7 @@ def splitter_named(name: SplitterName) -> Splitter:
     if name == "rules":
         return split_sentences
     try:
-        import nltk  # type: ignore[import-not-found]
+        import nltk
 
         nltk.sent_tokenize("One sentence. Another one.")
     except (ImportError, LookupError) as error:

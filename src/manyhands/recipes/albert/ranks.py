@@ -70,7 +70,7 @@ def compute_along(settings: TrainingSettings) -> None:
     compute = Compute(settings.device, settings.precision)
     task = begin(None)
     recipe, rank = task.run.recipe, distributed.get_rank()
-    samples = samples_for(task.run_id, recipe, tokenizer_from_json(task.tokenizer))
+    samples = samples_for(task.run_id, recipe, tokenizer_from_json(task.tokenizer), f"{task.order} rank {rank}")
     model = compute.on_device(build_model(recipe, task.run.vocab_size, samples.vocabulary))
     num_batches = settings.gradient_accumulation_steps
     optimizer = join_run_as_rank(

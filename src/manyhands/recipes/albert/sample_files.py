@@ -16,7 +16,7 @@ from manyhands.recipes.albert.pairs import StoredSample
 
 try:
     import numpy as np
-    import pyarrow as pa  # type: ignore[import-untyped]
+    import pyarrow as pa
 except ModuleNotFoundError as error:
     if error.name not in ("numpy", "pyarrow"):
         raise

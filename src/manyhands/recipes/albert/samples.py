@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from manyhands.base.errors import ConfigError
 from manyhands.recipes.albert.config import AlbertRecipe
@@ -19,19 +20,41 @@ Sample = TextSample | StoredSample
 """Prepared data has been cut and swapped before."""
 
 
+class Stream(Protocol):
+    """Samples of which a part is here at a time."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def samples(self) -> Sequence[Sample]:
+        """The part that is here."""
+        ...
+
+    def advance(self) -> None:
+        """Go on to another part."""
+        ...
+
+    def close(self) -> None: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Samples:
     """What a peer trains on, and what it keeps out.
 
     Attributes:
-        training: in the order of the text; of prepared data they are in a file.
+        training: in the order of the text; of prepared data they are in a file, or come from elsewhere.
         heldout: ``num_heldout`` samples, or all that prepared data has; of documents that ``training`` has nothing of.
         vocabulary: of the tokenizer that made them.
     """
 
-    training: Sequence[Sample]
+    training: Sequence[Sample] | Stream
     heldout: Sequence[Sample]
     vocabulary: Vocabulary
+
+    def close(self) -> None:
+        """Fetch nothing more."""
+        if not isinstance(self.training, Sequence):
+            self.training.close()
 
 
 def make_samples(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from manyhands.base.errors import ConfigError, Unavailable
 from manyhands.base.words import counted
@@ -19,7 +20,13 @@ from manyhands.recipes.albert.tokenizer import tokenizer_digest, tokenizer_from_
 from manyhands.recipes.albert.tokenizer_exchange import FETCH_TIMEOUT_S, fetch_tokenizer, serve_tokenizer
 from manyhands.recipes.albert.tokenizer_file import check_run, digest_of_json, read_tokenizer, vocabulary_of
 
+if TYPE_CHECKING:
+    from manyhands.recipes.albert.stream import ShardStream
+
 logger = logging.getLogger(__name__)
+
+POSITION = "stream.json"
+"""In the folder of the checkpoints: which shards this peer has begun."""
 
 
 class Source(NamedTuple):
@@ -38,28 +45,77 @@ def open_source(
         ConfigError: the data or the text cannot be used in this run.
         Unavailable: the tokenizer of the run could not be loaded.
     """
-    documents = load_documents(recipe.text) if recipe.dataset_path is None else []
-    tokenizer = _tokenizer_for(peer, run_id, recipe, run, checkpoint_dir, documents)
+    is_text = recipe.dataset_path is None and not recipe.dataset_url
+    documents = load_documents(recipe.text) if is_text else []
+    position = checkpoint_dir.path / POSITION if checkpoint_dir is not None else None
+    stream = open_stream(recipe, str(peer.peer_id), position) if recipe.dataset_url else None
+    tokenizer = _tokenizer_for(peer, run_id, recipe, run, checkpoint_dir, documents, stream)
     peer.run(serve_tokenizer(peer.endpoint, tokenizer), FETCH_TIMEOUT_S, "handing out the tokenizer")
-    return Source(tokenizer, samples_for(run_id, recipe, tokenizer, documents))
+    if stream is not None:
+        return Source(tokenizer, streamed_samples(run_id, recipe, tokenizer, stream))
+    return Source(tokenizer, samples_for(run_id, recipe, tokenizer, documents=documents))
 
 
 def samples_for(
     run_id: str,
     recipe: AlbertRecipe,
     tokenizer: transformers.PreTrainedTokenizerFast,
+    order: str = "",
     documents: Sequence[Sequence[str]] | None = None,
 ) -> Samples:
     """The samples of the data, or of the text, that the recipe names.
 
     Args:
+        order: names the order of shards that are fetched.
         documents: of the text, if it was read already.
     Raises:
         ConfigError: they cannot be used in this run.
     """
+    if recipe.dataset_url:
+        return streamed_samples(run_id, recipe, tokenizer, open_stream(recipe, order, None))
     if recipe.dataset_path is not None:
         return _prepared_samples(run_id, recipe, tokenizer)
     return make_samples(load_documents(recipe.text) if documents is None else documents, tokenizer, recipe)
+
+
+def open_stream(recipe: AlbertRecipe, order: str, position: Path | None) -> ShardStream:
+    """The shards that the recipe names, once the first one is here.
+
+    Args:
+        order: names the order of the shards, together with the seed.
+        position: file that keeps where this peer was.
+    Raises:
+        ConfigError: none can be fetched.
+    """
+    from manyhands.recipes.albert.stream import ShardStream, default_cache_dir
+
+    cache_dir = recipe.cache_dir or default_cache_dir()
+    logger.info("Fetching data from %s into %s", " ".join(recipe.dataset_url), cache_dir)
+    max_bytes = recipe.cache_mb * 1_000_000
+    return ShardStream(recipe.dataset_url, cache_dir, max_bytes, f"{recipe.seed} {order}", position)
+
+
+def streamed_samples(
+    run_id: str, recipe: AlbertRecipe, tokenizer: transformers.PreTrainedTokenizerFast, stream: ShardStream
+) -> Samples:
+    """The samples of a stream that fits the run.
+
+    Raises:
+        ConfigError: it was made with another tokenizer, or for samples of another length.
+    """
+    from manyhands.recipes.albert.stream import check_index
+
+    try:
+        check_index(stream.index, run_id, recipe, tokenizer_digest(tokenizer))
+    except ConfigError:
+        stream.close()
+        raise
+    heldout = [stream.validation[index] for index in stream.heldout_indices(recipe.num_heldout)]
+    logger.info(
+        "Training on %s in %s of %s; %d of its validation split are held out",
+        counted(len(stream), "sample"), counted(len(stream.index.train), "shard"), recipe.dataset_url[0], len(heldout),
+    )  # fmt: skip
+    return Samples(training=stream, heldout=heldout, vocabulary=vocabulary_of(tokenizer.backend_tokenizer))
 
 
 def _prepared_samples(run_id: str, recipe: AlbertRecipe, tokenizer: transformers.PreTrainedTokenizerFast) -> Samples:
@@ -85,6 +141,7 @@ def _tokenizer_for(
     run: RunToJoin | None,
     checkpoint_dir: CheckpointDir | None,
     documents: Sequence[Sequence[str]],
+    stream: ShardStream | None,
 ) -> transformers.PreTrainedTokenizerFast:
     """Of the folder that was named, of the own checkpoint, or from a peer of the run; or trained on the text."""
     if recipe.tokenizer is not None:
@@ -99,6 +156,8 @@ def _tokenizer_for(
         fetched = peer.run(fetching, FETCH_TIMEOUT_S, "asking for the tokenizer")
         if fetched is not None:
             return fetched
+    if stream is not None:
+        return tokenizer_from_json(stream.tokenizer)
     if recipe.dataset_path is not None:
         raise ConfigError(
             f"the samples in {recipe.dataset_path} need the tokenizer that they were made with: --tokenizer FOLDER"

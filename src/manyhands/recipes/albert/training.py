@@ -117,6 +117,7 @@ class AlbertTrainer:
         if num_ranks() > 1:
             self._loss_of = ranks.together(self._loss_of, self._compute.device)
         order = f"{peer.peer_id} from step {self._optimizer.global_step}"  # other batches than before a restart
+        self._samples = samples
         self._batches = Batches(samples, recipe, order)
 
     def _try_batch_sizes(self, samples: Samples, recipe: AlbertRecipe) -> int:
@@ -162,6 +163,7 @@ class AlbertTrainer:
                     if self._checkpoints is not None:
                         self._checkpoints.save_if_due()
         finally:  # also when it is interrupted, by Ctrl-C say
+            self._samples.close()
             if self._checkpoints is not None:
                 self._checkpoints.close()
         logger.info("Stopping at global step %d; waiting for peers that are behind", optimizer.global_step)

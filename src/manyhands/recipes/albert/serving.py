@@ -1,0 +1,94 @@
+"""An HTTP server for a folder of shards. Imports no torch."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from pathlib import Path
+
+from manyhands.base.address import Address
+from manyhands.base.errors import ConfigError, MissingExtra
+from manyhands.recipes.albert.fetching import files_of, read_index
+from manyhands.recipes.albert.shards import INDEX
+
+try:
+    from aiohttp import web
+except ModuleNotFoundError as error:
+    if error.name != "aiohttp":
+        raise
+    raise MissingExtra("serving data", "data") from error
+
+logger = logging.getLogger(__name__)
+
+ALL_INTERFACES = ("::", "0.0.0.0")
+
+
+def application(folder: Path) -> web.Application:
+    """Serves the index and what it names, whole or in ranges, and nothing else.
+
+    Raises:
+        ConfigError: the folder has no shards, or one of them is missing.
+    """
+    try:
+        index = read_index((folder / INDEX).read_bytes())
+    except (OSError, ConfigError) as error:
+        raise ConfigError(
+            f"{folder / INDEX} cannot be served ({error}); name the folder that manyhands data prepare --shards 8 "
+            "made, for example data/shards"
+        ) from error
+    names = [INDEX, *(shard.name for shard in files_of(index))]
+    for name in names:
+        if not (folder / name).is_file():
+            raise ConfigError(f"{folder / name} is missing; manyhands data verify {folder} looks at all files")
+
+    async def send(request: web.Request) -> web.StreamResponse:
+        name = request.match_info["name"]
+        if name not in names:
+            raise web.HTTPNotFound
+        part = request.headers.get("Range")
+        logger.info("%s fetches %s%s", request.remote, name, f" ({part})" if part else "")
+        return web.FileResponse(folder / name)
+
+    served = web.Application()
+    served.router.add_get("/{name}", send)
+    return served
+
+
+def serve(folder: Path, listen: str) -> None:
+    """Serve until Ctrl-C.
+
+    Raises:
+        ConfigError: the folder has no shards, or the port cannot be used.
+    """
+    served = application(folder)
+    address = Address.parse_listen(listen)
+    family = socket.AF_INET6 if address.protocol.endswith("6") else socket.AF_INET
+    is_for_all = address.host == "::" and socket.has_dualstack_ipv6()
+    try:
+        sock = socket.create_server((address.host, address.port), family=family, dualstack_ipv6=is_for_all)
+    except OSError as error:
+        raise ConfigError(
+            f"--listen {listen}: {error.strerror or error}; name another port, for example 0.0.0.0:8001"
+        ) from error
+    with sock:
+        host = _own_host() if address.host in ALL_INTERFACES else address.host
+        port = sock.getsockname()[1]
+        logger.info("Serving %s", folder)
+        logger.info("Trainers fetch it with: --dataset-url http://%s:%d/%s", _quoted(host), port, INDEX)
+        loop = asyncio.new_event_loop()
+        web.run_app(served, sock=sock, print=None, access_log=None, handle_signals=False, loop=loop, shutdown_timeout=1)
+
+
+def _own_host() -> str:
+    """The address of this machine in its network; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+            return str(probe.getsockname()[0])
+        except OSError:
+            return "127.0.0.1"
+
+
+def _quoted(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

@@ -1,0 +1,312 @@
+"""Samples from shards that are hosted elsewhere: one is trained on while the next one is fetched. Imports no torch.
+
+Each peer goes through the shards in an order of its own, then again in another. A thread fetches the next one; a shard
+that no mirror has in order is skipped. Where the next one has not come, the peer trains on one that it has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import os
+import random
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from manyhands.base.errors import ConfigError
+from manyhands.base.folder_lock import FolderInUse, locked_folder
+from manyhands.recipes.albert.config import AlbertRecipe
+from manyhands.recipes.albert.fetching import FetchFailed, Mirrors, NoGoodCopy, Stopped
+from manyhands.recipes.albert.sample_files import SampleFiles
+from manyhands.recipes.albert.shards import Index, Shard, sha256_of
+
+logger = logging.getLogger(__name__)
+
+START_PATIENCE_S = 25.0
+"""So long is tried again at the start, when nothing is here yet."""
+PATIENCE_S = 60.0
+"""A shard that comes slowly is waited for so long; then a cached one is taken."""
+WARN_PERIOD_S = 60.0
+MAX_PAUSE_S = 30.0
+MAX_CACHES = 64
+STOP_TIMEOUT_S = 2.0
+
+
+class Cache:
+    """A folder with fetched files that this process has for itself, named by their digests.
+
+    Args:
+        folder: its parent; trainers that run beside each other take ``1``, ``2`` ... in it.
+        max_bytes: what is in use and what comes next is kept in any case.
+    """
+
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        for number in range(1, MAX_CACHES + 1):
+            with contextlib.suppress(FolderInUse):
+                self._lock = locked_folder(folder / str(number), "cache_dir", ".lock")
+                self.folder = folder / str(number)
+                return
+        raise ConfigError(f"cache_dir {folder} is in use by {MAX_CACHES} trainers; name another --cache-dir")
+
+    def path_of(self, shard: Shard) -> Path:
+        return self.folder / f"{shard.sha256}{Path(shard.name).suffix}"
+
+    def has(self, shard: Shard) -> bool:
+        """Whether the file is here, and as it should be."""
+        path = self.path_of(shard)
+        if not path.exists():
+            return False
+        if path.stat().st_size == shard.num_bytes and sha256_of(path) == shard.sha256:
+            os.utime(path)
+            return True
+        path.unlink()
+        return False
+
+    def shards(self) -> list[Path]:
+        """Those that are whole, the one that was used last at the end."""
+        return sorted(self.folder.glob("*.arrow"), key=lambda path: path.stat().st_mtime_ns)
+
+    def make_room(self, num_bytes: int, kept: Sequence[Path]) -> None:
+        """Remove what was not used for longest until so many bytes fit below the limit."""
+        for path in self.shards():
+            if self._used() + num_bytes <= self._max_bytes:
+                return
+            if path not in kept:
+                path.unlink()
+
+    def shrink(self, kept: Sequence[Path]) -> bool:
+        """The disk is full: remove something, and keep less from now on; False if there is nothing to remove."""
+        removable = [path for path in self.shards() if path not in kept]
+        if not removable:
+            return False
+        removable[0].unlink()
+        self._max_bytes = max(1, self._used())
+        logger.warning("The disk is full: the cache %s has at most %d MB from now on", self.folder,
+                       self._max_bytes // 1_000_000)  # fmt: skip
+        return True
+
+    def _used(self) -> int:
+        return sum(path.stat().st_size for path in self.folder.iterdir())
+
+    def close(self) -> None:
+        self._lock.release(force=True)
+
+
+class ShardStream:
+    """The training samples of an index, shard by shard.
+
+    Args:
+        order: names the order of the shards; other peers have others.
+        position_file: keeps how many shards were begun, for the next start.
+    Raises:
+        ConfigError: no shard can be fetched; it names each address and its reason.
+    """
+
+    def __init__(
+        self, urls: Sequence[str], cache_dir: Path, max_bytes: int, order: str, position_file: Path | None = None
+    ) -> None:
+        self._is_stopped = threading.Event()
+        self._mirrors = Mirrors(urls, self._is_stopped.is_set)
+        self._cache = Cache(cache_dir, max_bytes)
+        self._order, self._position_file = order, position_file
+        self._changed = threading.Condition()
+        self._next: tuple[int, Path] | None = None
+        self._why_not: Exception | None = None
+        self._failure: BaseException | None = None
+        self._path = self._cache.folder / "none"
+        self._warn_at = 0.0
+        self._thread = threading.Thread(target=self._run, name="shards", daemon=True)
+        try:
+            self.index: Index = self._mirrors.index(self._cache.folder / "index.json.part")
+            self.tokenizer = self._fetched(self.index.tokenizer).read_text(encoding="utf-8")
+            self.validation = SampleFiles([self._fetched(shard) for shard in self.index.validation])
+            self._thread.start()
+            self._samples = self._first()
+        except BaseException:
+            self.close()
+            raise
+
+    def __len__(self) -> int:
+        return sum(shard.num_samples for shard in self.index.train)
+
+    @property
+    def samples(self) -> SampleFiles:
+        """Those of the shard that is being trained on."""
+        return self._samples
+
+    def advance(self) -> None:
+        """Go on to the next shard, or to one of the cache if that has not come."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._next or self._why_not or self._failure, PATIENCE_S)
+            if self._failure is not None:
+                raise self._failure
+            if self._next is not None:
+                self._take()
+                return
+        self._warn(f"the next shard has not come ({self._why_not or 'it comes slowly'}); training goes on with those "
+                   "that were fetched before")  # fmt: skip
+        self._use(self._cache.shards()[0])
+
+    def heldout_indices(self, num_samples: int) -> list[int]:
+        num_samples = min(num_samples, len(self.validation))
+        return [index * len(self.validation) // num_samples for index in range(num_samples)]
+
+    def close(self) -> None:
+        """Stop fetching."""
+        self._is_stopped.set()
+        with self._changed:
+            self._changed.notify_all()
+        if self._thread.ident is not None:
+            self._thread.join(STOP_TIMEOUT_S)
+        self._cache.close()
+
+    def _first(self) -> SampleFiles:
+        while True:
+            with self._changed:
+                if self._changed.wait_for(lambda: self._next or self._failure, START_PATIENCE_S):
+                    if self._failure is not None:
+                        raise self._failure
+                    self._take()
+                    return self._samples
+                if self._why_not is not None:
+                    raise ConfigError(f"no shard can be fetched: {self._why_not}")
+            logger.info("Waiting for the first shard, which comes slowly")
+
+    def _take(self) -> None:
+        assert self._next is not None
+        position, path = self._next
+        self._use(path)
+        self._next = None
+        self._changed.notify_all()
+        if self._position_file is not None:
+            with contextlib.suppress(OSError):  # the next start begins elsewhere, and nothing else is lost
+                self._position_file.write_text(json.dumps({"shards_begun": position + 1}))
+
+    def _use(self, path: Path) -> None:
+        self._samples, self._path = SampleFiles([path]), path
+        os.utime(path)
+
+    def _fetched(self, shard: Shard) -> Path:
+        """A file that is needed at the start."""
+        path = self._cache.path_of(shard)
+        if not self._cache.has(shard):
+            try:
+                self._mirrors.fetch(shard, path)
+            except FetchFailed as error:
+                raise ConfigError(f"the data cannot be fetched (--dataset-url): {error}") from error
+        return path
+
+    def _run(self) -> None:
+        try:
+            for position, shard in self._shards():
+                if not self._has_come(shard):
+                    continue
+                with self._changed:
+                    self._next, self._why_not = (position, self._cache.path_of(shard)), None
+                    self._changed.notify_all()
+                    self._changed.wait_for(lambda: self._next is None or self._is_stopped.is_set())
+        except Stopped:
+            pass
+        except BaseException as error:  # noqa: BLE001 (the training thread raises it)
+            with self._changed:
+                self._failure = error
+                self._changed.notify_all()
+
+    def _shards(self) -> Iterator[tuple[int, Shard]]:
+        """Endless, from where the last start ended."""
+        position, shards = self._begun(), self.index.train
+        bad: set[str] = set()
+        self._bad = bad
+        while True:
+            turn, number = divmod(position, len(shards))
+            order = list(shards)
+            random.Random(f"shards {self._order} {turn}").shuffle(order)
+            if self._is_stopped.is_set():
+                raise Stopped
+            if len(bad) == len(shards):
+                raise ConfigError(f"none of the {len(shards)} shards is as the index says; ask the person who hosts "
+                                  "them to look: manyhands data verify FOLDER")  # fmt: skip
+            if order[number].name not in bad and order[number].num_samples:
+                yield position, order[number]
+            elif not order[number].num_samples:
+                bad.add(order[number].name)
+            position += 1
+
+    def _begun(self) -> int:
+        if self._position_file is not None:
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                return max(0, int(json.loads(self._position_file.read_text())["shards_begun"]))
+        return 0
+
+    def _has_come(self, shard: Shard) -> bool:
+        """Whether a shard is here now; it is tried again until it comes. False if no mirror has it in order."""
+        path, pause_s = self._cache.path_of(shard), 1.0
+        while not self._is_stopped.is_set():
+            try:
+                if not self._cache.has(shard):
+                    kept = [self._path]
+                    self._cache.make_room(shard.num_bytes, kept)
+                    self._mirrors.fetch(shard, path)
+                SampleFiles([path])
+            except (NoGoodCopy, ConfigError) as error:
+                logger.warning("Skipping shard %s: %s", shard.name, error)
+                self._bad.add(shard.name)
+                return False
+            except FetchFailed as error:
+                reason: Exception = error
+            except OSError as error:
+                if error.errno == errno.ENOSPC and self._cache.shrink([self._path]):
+                    continue
+                reason = error
+            else:
+                return True
+            with self._changed:
+                self._why_not = reason
+                self._changed.notify_all()
+            self._is_stopped.wait(pause_s * random.uniform(0.5, 1.5))
+            pause_s = min(2 * pause_s, MAX_PAUSE_S)
+        raise Stopped
+
+    def _warn(self, message: str) -> None:
+        if time.monotonic() >= self._warn_at:
+            self._warn_at = time.monotonic() + WARN_PERIOD_S
+            logger.warning("%s", message[0].upper() + message[1:])
+
+
+def check_index(index: Index, run_id: str, recipe: AlbertRecipe, digest: str) -> None:
+    """Make sure that the shards are of use in a run.
+
+    Raises:
+        ConfigError: they were made with another tokenizer, or for samples of another length.
+    """
+    where = f"get the address of the data of run {run_id!r} from the person who began it"
+    if index.about.tokenizer != digest:
+        raise ConfigError(
+            f"{recipe.dataset_url[0]}: its tokenizer {index.about.tokenizer[:12]} is not that of run {run_id!r} "
+            f"({digest[:12]}), so the samples mean something else there; {where}"
+        )
+    if index.about.seq_length != recipe.seq_length:
+        raise ConfigError(
+            f"{recipe.dataset_url[0]}: samples have up to {index.about.seq_length} tokens, and run {run_id!r} has "
+            f"samples of {recipe.seq_length} (seq_length); {where}"
+        )
+
+
+def fetch_index(urls: Sequence[str]) -> Index:
+    """What the shards are, before any is fetched.
+
+    Raises:
+        ConfigError: no address has an index.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        return Mirrors(urls).index(Path(folder) / "index.json")
+
+
+def default_cache_dir() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "manyhands" / "data"

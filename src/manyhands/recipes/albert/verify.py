@@ -1,0 +1,76 @@
+"""Compares prepared data with what its index says of it. Imports no torch."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from manyhands.base.errors import ConfigError
+from manyhands.recipes.albert.dataset import ABOUT, SAMPLES, TOKENIZER, open_prepared
+from manyhands.recipes.albert.shards import INDEX, Index, sha256_of
+
+
+def problems_of(place: str, advance: Callable[[int, int], None]) -> Iterator[str]:
+    """A line for each thing that is wrong with a folder, or with an address.
+
+    Args:
+        advance: told the bytes that were looked at since, and those of all.
+    Raises:
+        ConfigError: there is no prepared data.
+    """
+    folder = Path(place)
+    if "://" in place:
+        yield from _hosted(place, advance)
+    elif (folder / INDEX).is_file():
+        yield from _shards(folder, advance)
+    elif (folder / ABOUT).is_file():
+        try:
+            open_prepared(folder / SAMPLES, folder / TOKENIZER)
+        except ConfigError as error:
+            yield str(error)
+    else:
+        raise ConfigError(
+            f"{place} has neither {INDEX} nor {ABOUT}; name a folder that manyhands data prepare made, for example "
+            "data/shards, or the address of one"
+        )
+
+
+def _shards(folder: Path, advance: Callable[[int, int], None]) -> Iterator[str]:
+    from manyhands.recipes.albert.fetching import files_of, read_index
+
+    index = _read(read_index, folder / INDEX)
+    total = sum(shard.num_bytes for shard in files_of(index))
+    for shard in files_of(index):
+        path = folder / shard.name
+        if not path.is_file():
+            yield f"{path} is missing"
+        elif path.stat().st_size != shard.num_bytes:
+            yield f"{path} has {path.stat().st_size} bytes, and {INDEX} says {shard.num_bytes}"
+        elif sha256_of(path) != shard.sha256:
+            yield f"{path} has another SHA-256 than {INDEX} says"
+        advance(shard.num_bytes, total)
+
+
+def _read(read_index: Callable[[bytes], Index], path: Path) -> Index:
+    try:
+        return read_index(path.read_bytes())
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def _hosted(url: str, advance: Callable[[int, int], None]) -> Iterator[str]:
+    from manyhands.recipes.albert.fetching import FetchFailed, Mirrors, files_of
+
+    with tempfile.TemporaryDirectory() as scratch:
+        mirrors, path = Mirrors([url]), Path(scratch) / "file"
+        index = mirrors.index(path)
+        total = sum(shard.num_bytes for shard in files_of(index))
+        for shard in files_of(index):
+            try:
+                mirrors.fetch(shard, path)
+            except FetchFailed as error:
+                yield str(error)
+            for left in Path(scratch).iterdir():
+                left.unlink()
+            advance(shard.num_bytes, total)

@@ -1,0 +1,335 @@
+"""Data that is fetched from real HTTP servers, which throttle, cut, know no ranges, or have another file."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from aiohttp import test_utils
+from yarl import URL
+
+from manyhands.base.errors import ConfigError
+from manyhands.cli.main import run
+from manyhands.recipes.albert import fetching
+from manyhands.recipes.albert.fetching import Mirrors, files_of, index_url, read_index
+from manyhands.recipes.albert.preparation import Preparation
+from manyhands.recipes.albert.prepare import prepare
+from manyhands.recipes.albert.serving import application
+from manyhands.recipes.albert.shards import Shard, sha256_of
+from manyhands.recipes.albert.stream import ShardStream
+from tests.unit.recipes.texts import write_book
+
+NUM_SHARDS = 4
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("made")
+    book = write_book(folder / "book.txt")
+    prepare(
+        Preparation(
+            text=(book,), train_tokenizer=True, vocab_size=600, seq_length=32, num_proc=1,
+            output=folder / "data", shards=NUM_SHARDS,
+        )
+    )  # fmt: skip
+    return folder / "data" / "shards"
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Ranges, and whatever goes wrong."""
+
+    def __init__(self, host: Host, *args) -> None:
+        self.host = host
+        super().__init__(*args)
+
+    def do_GET(self) -> None:
+        name = self.path.removeprefix("/")
+        given = self.headers.get("Range")
+        self.host.requests.append((name, given))
+        if self.host.is_down or not (self.host.folder / name).is_file():
+            self.send_error(503)
+            return
+        data = self.host.changed(name, (self.host.folder / name).read_bytes())
+        start = int(given.split("=")[1].rstrip("-")) if given and self.host.has_ranges else 0
+        self.send_response(206 if start else 200)
+        if start:
+            self.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
+        self.send_header("Content-Length", str(len(data) - start))
+        self.end_headers()
+        if name.endswith(".arrow") and self.host.cut_after is not None:
+            data = data[: start + self.host.cut_after]
+            self.close_connection = True
+        time.sleep(self.host.pause_s)
+        with contextlib.suppress(ConnectionError):
+            self.wfile.write(data[start:])
+
+    def log_message(self, *args) -> None:
+        pass
+
+
+class Host:
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.requests = folder, []
+        self.is_down, self.has_ranges, self.cut_after, self.pause_s = False, True, None, 0.0
+        self.changed: Callable[[str, bytes], bytes] = lambda name, data: data
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, self))
+        self.url = f"http://127.0.0.1:{self.server.server_port}/index.json"
+
+    def names(self) -> list[str]:
+        return [name for name, _ in self.requests if name.startswith("train")]
+
+
+@contextmanager
+def hosting(folder: Path) -> Iterator[Host]:
+    host = Host(folder)
+    thread = threading.Thread(target=host.server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        yield host
+    finally:
+        host.server.shutdown()
+        host.server.server_close()
+        thread.join()
+
+
+@pytest.fixture
+def host(shards: Path) -> Iterator[Host]:
+    with hosting(shards) as host:
+        yield host
+
+
+@contextmanager
+def streaming(*hosts: Host, folder: Path, order: str = "0 peer", max_bytes: int = 10**9, position: Path | None = None):
+    stream = ShardStream([host.url for host in hosts], folder, max_bytes, order, position)
+    try:
+        yield stream
+    finally:
+        stream.close()
+
+
+def wrong(name: str, data: bytes) -> bytes:
+    return bytes(len(data)) if name.startswith("train") else data
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_training_begins_with_the_first_shard_and_each_peer_has_an_order_of_its_own(host: Host, tmp_path: Path) -> None:
+    orders = []
+    for peer in ("0 a", "0 b", "0 c", "1 a"):
+        host.requests.clear()
+        with streaming(host, folder=tmp_path / peer.replace(" ", ""), order=peer) as stream:
+            until(lambda: len(host.names()) == 2)  # the next one is fetched ahead, and no more
+            assert len(stream) > len(stream.samples) > 0
+            for _ in range(NUM_SHARDS - 1):
+                stream.advance()
+            assert len(set(host.names())) == NUM_SHARDS == len(host.names())
+            orders.append(tuple(host.names()))
+    assert len(set(orders)) > 1
+
+
+def test_what_was_cut_is_resumed_by_ranges(host: Host, shards: Path, tmp_path: Path) -> None:
+    host.cut_after = max(path.stat().st_size for path in shards.glob("train*")) // 3
+    shard = read_index((shards / "index.json").read_bytes()).train[0]
+    Mirrors([host.url]).fetch(shard, tmp_path / "shard")
+    assert sha256_of(tmp_path / "shard") == shard.sha256
+    ranges = [given for _, given in host.requests]
+    assert ranges[0] is None
+    assert len(ranges) > 2
+    assert all(ranges[1:])
+
+
+def test_a_server_without_ranges_sends_all_of_it_again(host: Host, shards: Path, tmp_path: Path) -> None:
+    host.has_ranges = False
+    shard = read_index((shards / "index.json").read_bytes()).train[0]
+    (tmp_path / "shard.part").write_bytes((shards / shard.name).read_bytes()[:1000])
+    Mirrors([host.url]).fetch(shard, tmp_path / "shard")
+    assert sha256_of(tmp_path / "shard") == shard.sha256
+
+
+def test_a_corrupt_shard_comes_from_the_next_mirror(host: Host, shards: Path, tmp_path: Path) -> None:
+    with hosting(shards) as bad:
+        bad.changed = wrong
+        with streaming(bad, host, folder=tmp_path) as stream:
+            assert len(stream.samples)
+        assert bad.names()[0] == host.names()[0]
+
+
+def test_a_shard_that_nobody_has_in_order_is_skipped_with_one_warning(
+    host: Host, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    host.changed = lambda name, data: wrong(name, data) if "00001-of" in name else data
+    with streaming(host, folder=tmp_path) as stream:
+        for _ in range(3 * NUM_SHARDS):
+            stream.advance()
+    assert [record.message.split(":")[0] for record in caplog.records] == ["Skipping shard train-00001-of-00004.arrow"]
+
+
+def test_no_good_shard_at_all_ends_with_a_line(host: Host, tmp_path: Path) -> None:
+    host.changed = wrong
+    with (
+        pytest.raises(ConfigError, match="none of the 4 shards is as the index says"),
+        streaming(host, folder=tmp_path),
+    ):
+        pass
+
+
+def test_training_goes_on_from_the_cache_while_the_server_is_down(
+    host: Host, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with streaming(host, folder=tmp_path) as stream:
+        until(lambda: len(list(tmp_path.glob("1/*.arrow"))) >= 3)  # validation, and two for training
+        host.is_down = True
+        for _ in range(10):
+            stream.advance()
+            assert len(stream.samples)
+        assert len([record for record in caplog.records if "has not come" in record.message]) == 1
+        host.is_down = False
+
+        def all_have_come() -> bool:
+            stream.advance()
+            return len(list(tmp_path.glob("1/*.arrow"))) == NUM_SHARDS + 1
+
+        until(all_have_come)
+
+
+def test_the_cache_keeps_to_its_limit(host: Host, tmp_path: Path) -> None:
+    with streaming(host, folder=tmp_path, max_bytes=1) as stream:
+        for _ in range(2 * NUM_SHARDS):
+            stream.advance()
+            assert len(list(tmp_path.glob("1/*.arrow"))) <= 3  # the current one, the next one, and one that comes
+
+
+def test_a_peer_that_restarts_goes_on_with_a_shard_that_it_has_not_begun(host: Host, tmp_path: Path) -> None:
+    position = tmp_path / "stream.json"
+    with streaming(host, folder=tmp_path / "a", position=position):
+        first = host.names()[0]
+    host.requests.clear()
+    with streaming(host, folder=tmp_path / "b", position=position):
+        assert host.names()[0] != first
+
+
+def test_a_full_disk_makes_the_cache_smaller(
+    host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fetch, room = Mirrors.fetch, NUM_SHARDS
+
+    def fetch_if_there_is_room(self: Mirrors, shard: Shard, path: Path) -> None:
+        if len(list(path.parent.glob("*.arrow"))) >= room:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        fetch(self, shard, path)
+
+    monkeypatch.setattr(Mirrors, "fetch", fetch_if_there_is_room)
+    with streaming(host, folder=tmp_path) as stream:
+        for _ in range(2 * NUM_SHARDS):
+            stream.advance()
+    assert "The disk is full: the cache" in caplog.text
+
+
+def test_a_mirror_that_is_too_slow_is_left(
+    host: Host, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetching, "SILENCE_S", 0.3)
+    with hosting(shards) as slow:
+        slow.pause_s = 1.0
+        shard = read_index((shards / "index.json").read_bytes()).train[0]
+        Mirrors([slow.url, host.url]).fetch(shard, tmp_path / "shard")
+        assert slow.names() == host.names() == [shard.name]
+
+
+def test_a_server_has_the_files_of_the_index_and_nothing_else(shards: Path) -> None:
+    (shards / ".secret").write_text("secret")
+    (shards / "other").write_text("secret")
+
+    async def ask() -> None:
+        async with test_utils.TestClient(test_utils.TestServer(application(shards))) as client:
+            answer = await client.get("/tokenizer.json", headers={"Range": "bytes=5-9"})
+            assert (answer.status, await answer.read()) == (206, (shards / "tokenizer.json").read_bytes()[5:10])
+            for path in (
+                "/",
+                "/.secret",
+                "/other",
+                "/../manyhands.json",
+                "/%2e%2e/manyhands.json",
+                "/..%2fmanyhands.json",
+            ):
+                assert (await client.get(URL(path, encoded=True))).status == 404, path
+
+    asyncio.run(ask())
+
+
+def test_a_server_that_cannot_begin_says_why(
+    host: Host, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for folder, listen in ((shards, f"127.0.0.1:{host.server.server_port}"), (shards, "nonsense"), (tmp_path, "8000")):
+        assert run(["data", "serve", str(folder), "--listen", listen]) == 2
+        assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_a_trainer_whose_data_cannot_be_had_says_so_before_it_begins(
+    host: Host, capsys: pytest.CaptureFixture[str]
+) -> None:
+    host.is_down = True
+    assert run(["train", "--dataset-url", host.url, "--no-checkpoints"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{host.url}: HTTP 503" in line
+    assert run(["train", "--dataset-url", host.url, "--text", "book.txt"]) == 2
+
+
+def test_each_address_that_does_not_answer_is_named_with_its_reason(tmp_path: Path) -> None:
+    urls = ["http://127.0.0.1:9/index.json", (tmp_path / "none").as_uri()]
+    before = time.monotonic()
+    with pytest.raises(ConfigError, match=r"127.0.0.1:9/index.json: .*none/index.json: ") as raised:
+        ShardStream(urls, tmp_path / "cache", 10**9, "order")
+    assert time.monotonic() - before < 30
+    assert "\n" not in str(raised.value)
+
+
+def test_files_are_fetched_from_other_addresses_as_well(shards: Path, tmp_path: Path) -> None:
+    stream = ShardStream([shards.as_uri()], tmp_path, 10**9, "order")
+    try:
+        assert len(stream.samples)
+    finally:
+        stream.close()
+
+
+def test_verify_says_what_is_wrong(
+    host: Host, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["data", "verify", str(shards)]) == 0
+    assert run(["data", "verify", host.url]) == 0
+    capsys.readouterr()
+    host.changed = lambda name, data: wrong(name, data) if "00001-of" in name else data
+    assert run(["data", "verify", host.url]) == 1
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "train-00001-of-00004.arrow" in line
+    assert "not the file of the index" in line
+    assert run(["data", "verify", str(tmp_path)]) == 2
+
+
+def test_an_index_cannot_name_files_elsewhere(shards: Path) -> None:
+    good = (shards / "index.json").read_bytes()
+    assert len(files_of(read_index(good))) == NUM_SHARDS + 2
+    for name in ("../train", ".hidden", "/etc/passwd"):
+        with pytest.raises(ConfigError, match="names a file that cannot be"):
+            read_index(good.replace(b'"tokenizer.json"', f'"{name}"'.encode()))
+
+
+def test_the_address_of_a_folder_is_that_of_its_index() -> None:
+    assert index_url("http://host:8000") == "http://host:8000/index.json"
+    assert index_url("s3://bucket/folder/") == "s3://bucket/folder/index.json"
+    with pytest.raises(ConfigError, match="is no address"):
+        index_url("folder")
