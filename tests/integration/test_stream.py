@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -193,15 +194,23 @@ def test_training_goes_on_from_the_cache_while_the_server_is_down(
     with streaming(host, folder=tmp_path) as stream:
         until(lambda: len(list(tmp_path.glob("1/*.arrow"))) >= 3)  # validation, and two for training
         host.is_down = True
+        (tmp_path / "1" / f"{'0' * 64}.arrow").write_bytes(b"of other data")  # and unused for longest
+        os.utime(tmp_path / "1" / f"{'0' * 64}.arrow", (1, 1))
+        held_out = stream._cache.path_of(stream.index.validation[0])
+        trained_on = set()
         for _ in range(10):
             stream.advance()
-            assert len(stream.samples)
+            trained_on.add(stream._path)
+        names = {stream._cache.path_of(shard) for shard in stream.index.train}
+        assert held_out.exists()
+        assert len(trained_on) >= 2
+        assert trained_on <= names, "neither what is held out, nor what is of other data"
         assert len([record for record in caplog.records if "has not come" in record.message]) == 1
         host.is_down = False
 
         def all_have_come() -> bool:
             stream.advance()
-            return len(list(tmp_path.glob("1/*.arrow"))) == NUM_SHARDS + 1
+            return len(list(tmp_path.glob("1/*.arrow"))) == NUM_SHARDS + 2
 
         until(all_have_come)
 

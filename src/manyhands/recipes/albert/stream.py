@@ -28,7 +28,7 @@ from manyhands.recipes.albert.shards import Index, Shard, sha256_of
 logger = logging.getLogger(__name__)
 
 START_PATIENCE_S = 25.0
-"""So long is tried again at the start, when nothing is here yet."""
+"""At the start, when nothing is here yet, fetching is tried again for so long."""
 PATIENCE_S = 60.0
 """A shard that comes slowly is waited for so long; then a cached one is taken."""
 WARN_PERIOD_S = 60.0
@@ -120,6 +120,7 @@ class ShardStream:
         self._why_not: Exception | None = None
         self._failure: BaseException | None = None
         self._path = self._cache.folder / "none"
+        self._bad: set[str] = set()  # names of shards that are of no use
         self._warn_at = 0.0
         self._thread = threading.Thread(target=self._run, name="shards", daemon=True)
         try:
@@ -151,7 +152,12 @@ class ShardStream:
                 return
         self._warn(f"the next shard has not come ({self._why_not or 'it comes slowly'}); training goes on with those "
                    "that were fetched before")  # fmt: skip
-        self._use(self._cache.shards()[0])
+        self._use(self._cached()[0])
+
+    def _cached(self) -> list[Path]:
+        """The shards for training that are here, the one that was used last at the end: others' files may be, too."""
+        usable = {self._cache.path_of(shard) for shard in self.index.train if shard.name not in self._bad}
+        return [path for path in self._cache.shards() if path in usable]
 
     def heldout_indices(self, num_samples: int) -> list[int]:
         num_samples = min(num_samples, len(self.validation))
@@ -221,8 +227,7 @@ class ShardStream:
     def _shards(self) -> Iterator[tuple[int, Shard]]:
         """Endless, from where the last start ended."""
         position, shards = self._begun(), self.index.train
-        bad: set[str] = set()
-        self._bad = bad
+        bad = self._bad
         while True:
             turn, number = divmod(position, len(shards))
             order = list(shards)
