@@ -18,6 +18,7 @@ import pytest
 from aiohttp import test_utils
 from yarl import URL
 
+from manyhands.base.digests import sha256_of
 from manyhands.base.errors import ConfigError
 from manyhands.cli.main import run
 from manyhands.recipes.albert import fetching
@@ -25,7 +26,7 @@ from manyhands.recipes.albert.fetching import Mirrors, files_of, index_url, read
 from manyhands.recipes.albert.preparation import Preparation
 from manyhands.recipes.albert.prepare import prepare
 from manyhands.recipes.albert.serving import application
-from manyhands.recipes.albert.shards import Shard, sha256_of
+from manyhands.recipes.albert.shards import Shard
 from manyhands.recipes.albert.stream import ShardStream
 from tests.unit.recipes.texts import write_book
 
@@ -342,3 +343,5 @@ def test_the_address_of_a_folder_is_that_of_its_index() -> None:
     assert index_url("s3://bucket/folder/") == "s3://bucket/folder/index.json"
     with pytest.raises(ConfigError, match="is no address"):
         index_url("folder")
+    with pytest.raises(ConfigError, match=r"Unpack it .* curl -L http://host/data.tar.gz \| tar xzf -"):
+        index_url("http://host/data.tar.gz")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+MAX_REASON_LENGTH = 300
+
 
 def counted(number: int, noun: str) -> str:
     """``1 peer``, ``2 peers``."""
@@ -15,3 +17,8 @@ def rough(seconds: float) -> str:
     if seconds < 100 * 60:
         return f"{seconds / 60:.0f} min"
     return f"{seconds / 3600:.1f} h"
+
+
+def reason_of(error: BaseException) -> str:
+    """One short line of an error that another library raised."""
+    return " ".join(str(error).split())[:MAX_REASON_LENGTH] or type(error).__name__

@@ -20,6 +20,7 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from manyhands.base.errors import ConfigError, MissingExtra
+from manyhands.base.words import reason_of
 from manyhands.monitor.events import HeldoutSeen, StepMade
 from manyhands.runtime.finishing import finishing
 
@@ -34,7 +35,6 @@ FINISH_TIMEOUT_S = 6.0
 CLOSE_TIMEOUT_S = 8.0
 MAX_WAITING = 1000
 """Points that a slow sink may be behind."""
-MAX_REASON_LENGTH = 200
 
 
 def point_of(event: msgspec.Struct) -> Point | None:
@@ -139,11 +139,6 @@ class _Writer:
             return
         self._is_left_behind = True
         logger.warning("%s gets no more points (%s); the monitor goes on without it", self._name, reason)
-
-
-def reason_of(error: BaseException) -> str:
-    """One short line of an error of others."""
-    return " ".join(str(error).split())[:MAX_REASON_LENGTH] or type(error).__name__
 
 
 class WandbSink:

@@ -18,13 +18,13 @@ import time
 from pathlib import Path
 
 from manyhands.base.errors import ConfigError, MissingExtra
+from manyhands.base.words import reason_of
 
 logger = logging.getLogger(__name__)
 
 SITE = "https://huggingface.co"
 MAX_UPLOAD_S = 3600.0
 CLOSE_TIMEOUT_S = 2.0
-MAX_REASON_LENGTH = 300
 _REPO = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
 
 
@@ -104,7 +104,7 @@ class HubUploads:
                 if not self._is_closing:
                     logger.warning(
                         "%s was not uploaded to %s (%s); trying again in %g s",
-                        offered[0].name, self._repo, " ".join(str(error).split())[:MAX_REASON_LENGTH], self._interval_s,
+                        offered[0].name, self._repo, reason_of(error), self._interval_s,
                     )  # fmt: skip
             else:
                 self._sent = offered
@@ -160,6 +160,6 @@ if __name__ == "__main__":
         print(upload(*sys.argv[1:]), flush=True)  # noqa: T201
         code = 0
     except Exception as error:  # noqa: BLE001 (whatever it is, the monitor says it)
-        print(" ".join(str(error).split())[:MAX_REASON_LENGTH] or type(error).__name__, flush=True)  # noqa: T201
+        print(reason_of(error), flush=True)  # noqa: T201
         code = 1
     os._exit(code)  # waits for no thread of a library

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import re
@@ -14,6 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from manyhands.base.digests import sha256_of
 from manyhands.base.errors import ConfigError
 from manyhands.base.folder_lock import locked_folder
 
@@ -22,7 +22,6 @@ logger = logging.getLogger(__name__)
 _NAME = re.compile(r"checkpoint-(\d{1,18})")
 _ABOUT = "run.json"
 _TOKENIZER = "tokenizer.json"
-_READ_BYTES = 1 << 20
 
 
 class About(msgspec.Struct, frozen=True):
@@ -109,7 +108,7 @@ class CheckpointDir:
         for step in reversed(self._steps()):
             path = self._of_step(step)
             with suppress(OSError, msgspec.MsgspecError, ValueError):
-                if _read(path).files.get(_TOKENIZER) == _sha256(path / _TOKENIZER):
+                if _read(path).files.get(_TOKENIZER) == sha256_of(path / _TOKENIZER):
                     return (path / _TOKENIZER).read_text(encoding="utf-8")
         return None
 
@@ -127,7 +126,7 @@ class CheckpointDir:
         """Within the block, a folder to write a checkpoint into; it counts once the block ends without an error."""
         with self._unfinished(global_step) as draft:
             yield draft
-            files = {file.name: _sha256(file) for file in sorted(draft.iterdir())}
+            files = {file.name: sha256_of(file) for file in sorted(draft.iterdir())}
             about = About(self._run_id, global_step, dict(facts), files)
             (draft / _ABOUT).write_bytes(msgspec.json.format(msgspec.json.encode(about)) + b"\n")
             for entry in (*draft.iterdir(), draft):
@@ -188,7 +187,7 @@ def _read_whole(path: Path) -> About | None:
     """What a checkpoint is of; None, and a warning, if it is damaged."""
     try:
         about = _read(path)
-        damaged = [name for name, digest in about.files.items() if _sha256(path / name) != digest]
+        damaged = [name for name, digest in about.files.items() if sha256_of(path / name) != digest]
     except (OSError, msgspec.MsgspecError) as error:
         logger.warning("checkpoint %s cannot be read (%s); it is not used", path, error)
         return None
@@ -200,14 +199,6 @@ def _read_whole(path: Path) -> About | None:
 
 def _read(path: Path) -> About:
     return msgspec.json.decode((path / _ABOUT).read_bytes(), type=About)
-
-
-def _sha256(file: Path) -> str:
-    sha256 = hashlib.sha256()
-    with file.open("rb") as opened:
-        while part := opened.read(_READ_BYTES):
-            sha256.update(part)
-    return sha256.hexdigest()
 
 
 def _differences(there: Mapping[str, str], here: Mapping[str, str]) -> list[str]:

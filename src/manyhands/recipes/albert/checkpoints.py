@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.base.errors import ConfigError
+from manyhands.base.words import reason_of
 from manyhands.optim.optimizer import Optimizer
 from manyhands.recipes.albert.checkpoint_dir import CheckpointDir
 from manyhands.recipes.albert.packages import torch, transformers
@@ -18,7 +19,6 @@ logger = logging.getLogger(__name__)
 
 SAVE_TIMEOUT_S = 120.0
 """A program that was told to leave may take so long to save."""
-MAX_REASON_LENGTH = 300
 _OPTIMIZER = "optimizer.pt"
 
 
@@ -63,7 +63,7 @@ class Checkpoints:
             try:
                 self._load(checkpoint.path)
             except Exception as error:
-                reason = " ".join(str(error).split())[:MAX_REASON_LENGTH]
+                reason = reason_of(error)
                 raise ConfigError(f"checkpoint {checkpoint.path} cannot be loaded: {reason}") from error
             self._saved_step = self._tried_step = checkpoint.global_step
             logger.info("Going on from %s", checkpoint.path)

@@ -15,9 +15,11 @@ from urllib.parse import quote, urlsplit, urlunsplit
 
 import msgspec
 
+from manyhands.base.digests import READ_BYTES, sha256_of
 from manyhands.base.errors import ConfigError, MissingExtra, Unavailable
+from manyhands.base.words import reason_of
 from manyhands.recipes.albert.dataset import FORMAT
-from manyhands.recipes.albert.shards import INDEX, READ_BYTES, Index, Shard, sha256_of
+from manyhands.recipes.albert.shards import INDEX, Index, Shard
 
 try:
     import aiohttp
@@ -138,7 +140,7 @@ class Mirrors:
         except asyncio.TimeoutError as error:
             raise FetchFailed(f"no answer, or too slow, for {timeout_s:.0f} s") from error
         except aiohttp.ClientError as error:
-            raise FetchFailed(_reason(error)) from error
+            raise FetchFailed(reason_of(error)) from error
 
     async def _download_by_http(self, url: str, path: Path, max_bytes: int, timeout_s: float) -> None:
         silence_s = min(SILENCE_S, timeout_s)
@@ -168,7 +170,7 @@ class Mirrors:
             source = fsspec.open(url, "rb", **options).open()
         except Exception as error:
             # each kind of address has errors of its own
-            raise FetchFailed(_reason(error)) from error
+            raise FetchFailed(reason_of(error)) from error
         with source, path.open("ab" if offset else "wb") as file:
             while True:
                 try:
@@ -176,7 +178,7 @@ class Mirrors:
                         source.seek(offset)
                     data = source.read(READ_BYTES)
                 except Exception as error:
-                    raise FetchFailed(_reason(error)) from error
+                    raise FetchFailed(reason_of(error)) from error
                 if not data:
                     return
                 file.write(data)
@@ -195,6 +197,12 @@ def index_url(url: str) -> str:
     parts = urlsplit(url)
     if not parts.scheme:
         raise ConfigError(f"dataset_url {url!r} is no address; for example http://203.0.113.7:8000/{INDEX}")
+    if parts.path.endswith((".tar", ".tar.gz", ".tgz")):
+        how = "xf" if parts.path.endswith(".tar") else "xzf"
+        raise ConfigError(
+            f"dataset_url {url} is an archive, which is not fetched while training. Unpack it where the trainer is "
+            f"started: curl -L {url} | tar {how} -; or give the address of an index.json"
+        )
     if parts.path.endswith(".json"):
         return url
     return urlunsplit(parts._replace(path=f"{parts.path.rstrip('/')}/{INDEX}"))
@@ -236,7 +244,3 @@ def _size(path: Path) -> int:
     with contextlib.suppress(FileNotFoundError):
         return path.stat().st_size
     return 0
-
-
-def _reason(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200] or type(error).__name__

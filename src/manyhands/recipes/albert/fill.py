@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from manyhands.base.errors import ConfigError
+from manyhands.base.words import reason_of
 from manyhands.recipes.albert.packages import torch, transformers
 
 NUM_GUESSES = 5
-MAX_REASON_LENGTH = 300
 
 
 class Guess(NamedTuple):
@@ -74,7 +74,7 @@ def _load(path: Path) -> tuple[transformers.AlbertForPreTraining, transformers.P
     except ConfigError:
         raise
     except Exception as error:
-        reason = " ".join(str(error).split())[:MAX_REASON_LENGTH]
+        reason = reason_of(error)
         raise ConfigError(f"checkpoint {path} cannot be loaded: {reason}") from error
     model.train(False)
     return model, tokenizer

@@ -25,8 +25,10 @@ from typing import Any
 import msgspec
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from manyhands.base.digests import sha256_of
 from manyhands.base.errors import ConfigError, MissingExtra
 from manyhands.base.folder_lock import FolderInUse, locked_folder
+from manyhands.base.words import reason_of
 from manyhands.recipes.albert.corpus import iter_documents
 from manyhands.recipes.albert.dataset import (
     ABOUT,
@@ -43,7 +45,7 @@ from manyhands.recipes.albert.pair_maker import Chunk, Document, PairMaker, begi
 from manyhands.recipes.albert.pairs import Pair, encoded
 from manyhands.recipes.albert.preparation import Preparation
 from manyhands.recipes.albert.sample_files import SampleFiles, SampleWriter
-from manyhands.recipes.albert.shards import sha256_of, write_shards
+from manyhands.recipes.albert.shards import write_shards
 from manyhands.recipes.albert.tokenizer import tokenizer_digest, tokenizer_json, train_tokenizer, wrapped
 from manyhands.recipes.albert.tokenizer_file import FILE, backend_from_json, read_tokenizer, vocabulary_of
 
@@ -54,7 +56,6 @@ CHUNK_CHARS = 200_000
 CHUNKS_AHEAD = 2
 """For each process, so that none waits."""
 SHARDS = "shards"
-MAX_REASON_LENGTH = 300
 
 
 @dataclass(frozen=True)
@@ -251,7 +252,7 @@ def _tokenizer_for(settings: Preparation, source: Source, progress: Progress) ->
 
 
 def _reason(error: Exception) -> str:
-    return " ".join(str(error).split())[:MAX_REASON_LENGTH].rstrip(".")
+    return reason_of(error).rstrip(".")
 
 
 def check_tokenizer(tokenizer: transformers.PreTrainedTokenizerFast) -> None:

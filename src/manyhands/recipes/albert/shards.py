@@ -12,17 +12,16 @@ Each file is what :class:`manyhands.recipes.albert.sample_files.SampleFiles` rea
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
 import msgspec
 
+from manyhands.base.digests import sha256_of
 from manyhands.recipes.albert.dataset import TRAINING, VALIDATION, About
 from manyhands.recipes.albert.sample_files import SampleFiles, SampleWriter
 from manyhands.recipes.albert.tokenizer_file import FILE
 
 INDEX = "index.json"
-READ_BYTES = 1 << 20
 
 
 class Shard(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,12 +75,3 @@ def _cut(folder: Path, split: str, samples: SampleFiles, num_shards: int) -> lis
 
 def _described(path: Path, num_samples: int = 0) -> Shard:
     return Shard(name=path.name, num_bytes=path.stat().st_size, sha256=sha256_of(path), num_samples=num_samples)
-
-
-def sha256_of(path: Path) -> str:
-    """SHA-256 of a file, in hex."""
-    sha256 = hashlib.sha256()
-    with path.open("rb") as file:
-        while part := file.read(READ_BYTES):
-            sha256.update(part)
-    return sha256.hexdigest()

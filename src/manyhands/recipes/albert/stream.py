@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import json
 import logging
 import os
@@ -18,12 +19,13 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from manyhands.base.digests import sha256_of
 from manyhands.base.errors import ConfigError
 from manyhands.base.folder_lock import FolderInUse, locked_folder
 from manyhands.recipes.albert.config import AlbertRecipe
 from manyhands.recipes.albert.fetching import FetchFailed, Mirrors, NoGoodCopy, Stopped
 from manyhands.recipes.albert.sample_files import SampleFiles
-from manyhands.recipes.albert.shards import Index, Shard, sha256_of
+from manyhands.recipes.albert.shards import Index, Shard
 
 logger = logging.getLogger(__name__)
 
@@ -303,8 +305,9 @@ def check_index(index: Index, run_id: str, recipe: AlbertRecipe, digest: str) ->
         )
 
 
-def fetch_index(urls: Sequence[str]) -> Index:
-    """What the shards are, before any is fetched.
+@functools.lru_cache(maxsize=1)  # looked at before and after a run was found
+def fetch_index(urls: tuple[str, ...]) -> Index:
+    """What the shards are, before any is fetched; asked for once.
 
     Raises:
         ConfigError: no address has an index.

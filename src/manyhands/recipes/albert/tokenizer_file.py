@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from manyhands.base.errors import ConfigError, MissingExtra
+from manyhands.base.words import reason_of
 
 try:
     import tokenizers
@@ -17,7 +18,6 @@ except ModuleNotFoundError as error:
     raise MissingExtra("the ALBERT recipe", "albert") from error
 
 FILE = "tokenizer.json"
-MAX_REASON_LENGTH = 200
 
 _NAMES = {
     "pad_token": ("<pad>", "[PAD]"),
@@ -107,7 +107,7 @@ def backend_from_json(text: str) -> tokenizers.Tokenizer:
         backend = tokenizers.Tokenizer.from_str(text)
     except Exception as error:
         # the reader of tokenizers raises Exception itself
-        raise ValueError(" ".join(str(error).split())[:MAX_REASON_LENGTH]) from error
+        raise ValueError(reason_of(error)) from error
     backend.no_padding()
     backend.no_truncation()
     registered = {token.content for token in backend.get_added_tokens_decoder().values()}

@@ -6,9 +6,10 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from manyhands.base.digests import sha256_of
 from manyhands.base.errors import ConfigError
 from manyhands.recipes.albert.dataset import ABOUT, SAMPLES, TOKENIZER, open_prepared
-from manyhands.recipes.albert.shards import INDEX, Index, sha256_of
+from manyhands.recipes.albert.shards import INDEX, Index
 
 
 def problems_of(place: str, advance: Callable[[int, int], None]) -> Iterator[str]:
