@@ -156,6 +156,16 @@ async def test_close_is_bounded_when_nobody_reads(kind: str) -> None:
             await sending
 
 
+async def test_the_first_send_after_a_receive_notices_that_the_other_end_has_closed() -> None:
+    async with stream_pair("bulk") as (ours, theirs):
+        await theirs.send(b"last")
+        assert await read(ours, 4) == b"last"
+        theirs.abort()
+        with pytest.raises(PeerLost):
+            await ours.send(b"the next round")
+
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_bytes", [1, 1 << 20])
 async def test_sends_to_an_end_that_has_closed_fail_soon(kind: str, num_bytes: int) -> None:

@@ -100,6 +100,7 @@ class SealedStream:
     async def send(self, *buffers: bytes | bytearray | memoryview) -> None:
         views = [memoryview(buffer).cast("B") for buffer in buffers]
         async with self._sending:
+            self._look()
             self._check_open()
             if sum(map(len, views)) > AT_ONCE_BYTES:
                 await self._on_thread(self._send_all, views)
@@ -185,6 +186,11 @@ class SealedStream:
     def _when_idle(self) -> None:
         self._idle = None
         self._watch()
+
+    def _look(self) -> None:
+        """Notice before a send that the other end has closed meanwhile, if nobody watches yet."""
+        if self._idle is not None and not self._is_watched and not self._is_full():
+            self._on_readable()
 
     def _unwatch(self) -> None:
         if self._idle is not None:
