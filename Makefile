@@ -7,7 +7,7 @@ PIP := $(PY) -m pip install -q -c constraints.txt
 BUILD_TOOLS := pip hatchling editables
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-cuda test-faults test-step-faults sim fuzz check bench docs constraints clean
+.PHONY: help install demo test test-cuda test-faults test-step-faults test-hostile sim fuzz check bench docs constraints clean
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' Makefile
@@ -29,6 +29,9 @@ test-faults: $(VENV)/.dev  ## kill and stop real processes in each phase of a ro
 
 test-step-faults: $(VENV)/.dev  ## freeze real trainers, set their clocks wrong, have 20 join at once (ARGS='--case clock')
 	$(PY) -m tests.faults.steps $(ARGS)
+
+test-hostile: $(VENV)/.dev  ## attack a run of real processes on addresses of their own; Linux, root (ARGS='--case state')
+	$(PY) -m tests.hostile $(ARGS)
 
 fuzz: $(VENV)/.dev  ## feed all decoders with bad input for a minute (SECONDS=600 ARGS='--target frames')
 	$(PY) -m tests.fuzz --seconds $(or $(SECONDS),60) $(ARGS)

@@ -1,0 +1,248 @@
+"""Attack a run: three honest trainers and a monitor, and one machine that means them harm, all real processes.
+
+    sudo python -m tests.hostile                    # all attacks; `make test-hostile`
+    sudo python -m tests.hostile --case state       # those with this in their name
+    sudo python -m tests.hostile --case state --keep-logs FOLDER
+
+Each machine is a network namespace with an address of its own, so Linux and root are needed. For each attack a line of
+JSON: ``steps_per_s_before``, ``during``, ``after``; ``max_step_block_s``; ``rss_mb`` that the greediest process of the
+run gained; ``forked``: two trainers held different states after the same step, or ended far apart; ``loss_before`` the
+attack and ``loss_after`` all; ``lost_share`` of the samples; ``num_dead`` processes; ``attacker_named`` in the log of a
+trainer or the monitor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.hostile import networks
+from tests.hostile.attacks import ATTACKS, UNSIGNED
+from tests.hostile.trainer import RUN_ID
+
+NUM_TRAINERS = 3
+MONITOR, ATTACKER = NUM_TRAINERS, NUM_TRAINERS + 1
+WARM_UP_STEPS = 6
+PERIOD_S = 20.0
+"""Before, during and after the attack."""
+PATIENCE_S = 120.0
+
+MIN_SPEED = 0.8
+"""Of the steps before, during and after the attack; with many more the batches would not be full."""
+MAX_BLOCK_S = 10.0
+MAX_RSS_MB = 100.0
+MAX_LOST = 0.01
+MAX_SPEED = 2.0
+MAX_APART = 3
+
+
+class Process:
+    """A process on one machine, whose output goes to files."""
+
+    def __init__(self, command: Sequence[str], folder: Path, name: str) -> None:
+        self.out, self.log = folder / f"{name}.out", folder / f"{name}.log"
+        with self.out.open("w") as out, self.log.open("w") as log:
+            self._popen = subprocess.Popen(command, stdout=out, stderr=log, start_new_session=True, cwd=Path.cwd())
+        self.most_rss = 0
+
+    @property
+    def is_alive(self) -> bool:
+        return self._popen.poll() is None
+
+    def look(self) -> float:
+        """Its memory in MB."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            root = psutil.Process(self._popen.pid)
+            return sum(one.memory_info().rss for one in [root, *root.children(recursive=True)]) / 1e6
+        return 0.0
+
+    def facts(self) -> list[dict[str, Any]]:
+        """The lines that are whole."""
+        lines = self.out.read_text().splitlines(keepends=True)
+        return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("\n")]
+
+    def wait_for(self, text: str) -> str:
+        """The first line with a text in it."""
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline:
+            for line in (self.out.read_text() + self.log.read_text()).splitlines():
+                if text in line:
+                    return line
+            if not self.is_alive:
+                break
+            time.sleep(0.2)
+        raise RuntimeError(f"{text!r} did not come:\n{self.out.read_text()}\n{self.log.read_text()}")
+
+    def close(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._popen.pid, 9)
+        self._popen.wait()
+
+
+@dataclass
+class Siege:
+    """A run that goes on, and the machine of its attacker."""
+
+    machines: networks.Machines
+    trainers: list[Process]
+    monitor: Process
+    address: str
+    folder: Path
+
+    @property
+    def members(self) -> list[Process]:
+        return [*self.trainers, self.monitor]
+
+    def step(self) -> int:
+        """The highest that a trainer has reached."""
+        return max((fact["step"] for trainer in self.trainers for fact in trainer.facts()[-1:]), default=0)
+
+    def watch(self, seconds: float) -> tuple[float, list[float]]:
+        """Let time pass; returns the median trainer's steps in a second, and the most memory of each process."""
+        began, most = time.monotonic(), [process.look() for process in self.members]
+        while time.monotonic() < began + seconds:
+            time.sleep(0.5)
+            most = [max(one, process.look()) for one, process in zip(most, self.members, strict=True)]
+        made = sorted(
+            len({f["step"] for f in trainer.facts() if f["digest"] and began <= f["at"] < began + seconds})
+            for trainer in self.trainers
+        )
+        return made[len(made) // 2] / seconds, most
+
+    def is_forked(self) -> bool:
+        digests: dict[int, set[str]] = {}
+        for trainer in self.trainers:
+            for fact in trainer.facts():
+                if fact["digest"]:
+                    digests.setdefault(fact["step"], set()).add(fact["digest"])
+        ends = [trainer.facts()[-1]["step"] for trainer in self.trainers]
+        return any(len(alike) > 1 for alike in digests.values()) or max(ends) - min(ends) > MAX_APART
+
+
+@contextlib.contextmanager
+def besieged(folder: Path) -> Iterator[Siege]:
+    """A run of honest trainers that has made its first steps."""
+    with networks.machines(NUM_TRAINERS + 2) as machines, contextlib.ExitStack() as stack:
+
+        def start(number: int, name: str, *arguments: str) -> Process:
+            command = machines.on(number, [sys.executable, "-u", "-m", *arguments])
+            process = Process(command, folder, name)
+            stack.callback(process.close)
+            return process
+
+        listen = f"/ip4/{machines.host(MONITOR)}/tcp/{networks.PORT}"
+        monitor = start(MONITOR, "monitor", "manyhands", "monitor", "--run-id", RUN_ID, "--listen", listen)
+        address = next(
+            word for word in monitor.wait_for("/p2p/").split() if word.startswith("/ip4/") and "/p2p/" in word
+        )
+        trainers = [
+            start(number, f"trainer{number}", "tests.hostile.trainer", machines.host(number), address)
+            for number in range(NUM_TRAINERS)
+        ]
+        siege = Siege(machines, trainers, monitor, address, folder)
+        deadline = time.monotonic() + PATIENCE_S
+        while min((t.facts()[-1]["step"] if t.facts() else 0) for t in trainers) < WARM_UP_STEPS:
+            if time.monotonic() > deadline:
+                raise RuntimeError("\n".join(process.log.read_text()[-2000:] for process in siege.members))
+            time.sleep(0.2)
+        yield siege
+
+
+def measured(name: str, folder: Path) -> dict[str, Any]:
+    """One attack, and what became of the run."""
+    with besieged(folder) as siege:
+        before, memory = siege.watch(PERIOD_S)
+        losses_before = [trainer.facts()[-1]["loss"] for trainer in siege.trainers]
+        num_facts = [len(trainer.facts()) for trainer in siege.trainers]
+        host = siege.machines.host(ATTACKER)
+        command = [sys.executable, "-u", "-m", "tests.hostile.attacks", name, host, siege.address]
+        attacker = Process(siege.machines.on(ATTACKER, command), folder, "attacker")
+        try:
+            attacker.wait_for("attacking")
+            during, most = siege.watch(PERIOD_S)
+            is_attacking = attacker.is_alive
+        finally:
+            attacker.close()
+        after, later = siege.watch(PERIOD_S)
+        gained = [max(one, two) - first for first, one, two in zip(memory, most, later, strict=True)]
+        facts = [trainer.facts()[number:] for trainer, number in zip(siege.trainers, num_facts, strict=True)]
+        last = [trainer.facts()[-1] for trainer in siege.trainers]
+        names = [line.split()[1] for line in attacker.out.read_text().splitlines() if line.startswith("identity ")]
+        logs = "".join(process.log.read_text() + process.out.read_text() for process in siege.members)
+        return {
+            "attack": name,
+            "steps_per_s_before": round(before, 2),
+            "during": round(during, 2),
+            "after": round(after, 2),
+            "max_step_block_s": round(max((fact["block_s"] for some in facts for fact in some), default=PERIOD_S), 2),
+            "rss_mb": round(max(gained), 1),
+            "forked": siege.is_forked(),
+            "loss_before": round(statistics.median(losses_before), 4),
+            "loss_after": round(statistics.median(fact["loss"] for fact in last), 4),
+            "lost_share": round(sum(f["dropped"] for f in last) / max(sum(f["computed"] for f in last), 1), 4),
+            "num_dead": sum(not process.is_alive for process in siege.members),
+            "attacker_named": any(identity in logs for identity in names),
+            "attacked_to_the_end": is_attacking,
+        }
+
+
+def failures_of(result: dict[str, Any]) -> list[str]:
+    """What of the promises does not hold."""
+    rules = {
+        "fewer steps during the attack": result["during"] < MIN_SPEED * result["steps_per_s_before"],
+        "too many steps during the attack": result["during"] > MAX_SPEED * result["steps_per_s_before"],
+        "the loss rose": not result["loss_after"] < result["loss_before"],
+        "fewer steps after it": result["after"] < MIN_SPEED * result["steps_per_s_before"],
+        "step() was blocked": result["max_step_block_s"] > MAX_BLOCK_S,
+        "memory": result["rss_mb"] > MAX_RSS_MB,
+        "a fork": result["forked"],
+        "samples were lost": result["lost_share"] > MAX_LOST,
+        "a process was lost": result["num_dead"] > 0,
+        "the attacker is not named": not result["attacker_named"] and result["attack"] not in UNSIGNED,
+        "the attacker gave up": not result["attacked_to_the_end"],
+    }
+    return [rule for rule, is_broken in rules.items() if is_broken]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0 if all is as promised."""
+    parser = argparse.ArgumentParser(prog="make test-hostile", description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--case", default="", help="only attacks with this in their name")
+    parser.add_argument("--keep-logs", type=Path, help="a folder for what all processes print")
+    parser.add_argument("--json", type=Path, help="write all results there")
+    options = parser.parse_args(arguments)
+    if not networks.can_be_made():
+        print("make test-hostile needs Linux, root and iproute2: each peer gets a network namespace of its own")
+        return 2
+    results, num_failed = [], 0
+    for name in (name for name in ATTACKS if options.case in name):
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = options.keep_logs / name.replace(" ", "-") if options.keep_logs else Path(scratch)
+            folder.mkdir(parents=True, exist_ok=True)
+            result = measured(name, folder)
+        result["failures"] = failures_of(result)
+        num_failed += bool(result["failures"])
+        results.append(result)
+        print(json.dumps(result), flush=True)
+    if options.json is not None:
+        options.json.write_text(json.dumps(results, indent=2) + "\n")
+    print(f"{len(results) - num_failed} of {len(results)} as promised")
+    return int(num_failed > 0 or not results)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    sys.exit(main())

@@ -1,0 +1,400 @@
+"""What the attacker's machine does, one program for each attack; it goes on until it is killed.
+
+    python -m tests.hostile.attacks NAME HOST INITIAL_PEER
+
+It prints ``identity PEER_ID`` for each identity that signs something, then ``attacking``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+import msgspec
+import torch
+
+from manyhands.averaging.messages import (
+    INVITE,
+    JOIN,
+    InviteRequest,
+    JoinRequest,
+    JoinResponse,
+    Member,
+    Position,
+)
+from manyhands.averaging.run_endpoint import RunEndpoint
+from manyhands.base.address import Address
+from manyhands.base.errors import ManyhandsError
+from manyhands.base.identity import Identity
+from manyhands.dht.messages import StoreOutcome
+from manyhands.optim.progress import ProgressRecord
+from manyhands.optim.progress_reader import progress_key
+from manyhands.optim.replica import Replica
+from manyhands.optim.run_manifest import RunManifest, manifest_key, read_manifests, run_manifest_of
+from manyhands.optim.run_records import declare_run
+from manyhands.optim.state import Scalars, State, StateHeader, as_bytes, digest_of
+from manyhands.optim.state_transfer import STREAM_KIND, StateAnswer, StateRequest, StateServer
+from manyhands.peer import Peer, Presence
+from manyhands.transport import Stream, TlsTransport
+from tests.hostile.trainer import BATCH_S, RUN_ID, TARGET, adam, joined, loss_of, new_model
+
+TTL_S = 10.0
+CALL_S = 5.0
+SLOW_BYTES = 1200
+"""Of a state that a slow donor sends, ten times a second."""
+
+Attack = Callable[["Attacker"], None]
+Spoil = Callable[[Scalars, StateHeader, list[torch.Tensor]], None]
+
+
+class Attacker:
+    """One machine, with as many identities as it likes."""
+
+    def __init__(self, host: str, initial_peer: str) -> None:
+        self.host = host
+        self.initial_peer = initial_peer
+        self.peer = Peer(initial_peers=[initial_peer], listen=[f"/ip4/{host}/tcp/0"])
+        print("identity", self.peer.peer_id, flush=True)
+
+    def begin(self) -> None:
+        print("attacking", flush=True)
+
+    def forever(self, period_s: float, act: Callable[[Presence], Awaitable[None]], *presences: Presence) -> None:
+        """Act again and again with each identity; what fails is tried again."""
+
+        async def go_on(presence: Presence) -> None:
+            while True:
+                with contextlib.suppress(ManyhandsError):
+                    await act(presence)
+                await asyncio.sleep(period_s)
+
+        async def all_go_on() -> None:
+            await asyncio.gather(*map(go_on, presences or [self.peer.presence]))
+
+        self.begin()
+        self.peer.run(all_go_on(), 1e6, "attacking")
+
+    def run(self, coro: Coroutine[Any, Any, Any]) -> Any:
+        return self.peer.run(coro, 60.0, "preparing")
+
+    def more(self, num: int) -> list[Presence]:
+        """Further identities at the same address."""
+
+        async def start() -> Presence:
+            presence = Presence(TlsTransport(Identity.generate()))
+            await presence.start([Address.parse(self.initial_peer)], [Address.parse(f"/ip4/{self.host}/tcp/0")])
+            print("identity", presence.peer_id, flush=True)
+            return presence
+
+        return [self.run(start()) for _ in range(num)]
+
+    def manifest(self) -> RunManifest:
+        found = run_manifest_of(self.run(read_manifests(self.peer.dht, RUN_ID)))
+        assert found is not None
+        return found
+
+    async def honest(self, presence: Presence) -> dict[str, ProgressRecord]:
+        """The records of the run, by peer id."""
+        records = {}
+        for subkey, stored in (await presence.dht.get(progress_key(RUN_ID))).items():
+            with contextlib.suppress(msgspec.ValidationError):
+                records[subkey] = msgspec.convert(stored.value, ProgressRecord)
+        return records
+
+    async def leader(self, presence: Presence) -> tuple[str, ProgressRecord] | None:
+        """Who is furthest, of the trainers."""
+        records = await self.honest(presence)
+        return max(records.items(), key=lambda item: item[1].position.step) if records else None
+
+    async def publish(self, presence: Presence, **fields: Any) -> None:
+        """A progress record of an identity; what is not given is as an ordinary trainer has it."""
+        record = ProgressRecord(
+            **{
+                "position": Position(0, bytes(32)), "samples": 16, "samples_per_second": 300.0, "lineage_samples": 0,
+                "is_client": False, "addresses": [str(a) for a in presence.endpoint.addresses], "ttl_s": TTL_S,
+                "batch_s": BATCH_S, **fields,
+            }
+        )  # fmt: skip
+        value = msgspec.to_builtins(record, builtin_types=(bytes,))
+        await presence.dht.store(progress_key(RUN_ID), value, TTL_S, subkey=presence.peer_id)
+
+
+def state_at(position: Position, samples: int, spoil: Spoil) -> State:
+    """A state of the run's model after some steps of its own, and what is wrong with it; its digest is right."""
+    model = new_model()
+    replica = Replica(adam(model), None)
+    loss_of(model, torch.Generator()).backward()  # type: ignore[no-untyped-call]
+    replica.optimizer.step()
+    state = replica.capture()
+    scalars = msgspec.msgpack.decode(state.header.scalars, type=Scalars)
+    header, tensors = state.header, [tensor.clone() for tensor in state.tensors]
+    spoil(scalars, header, tensors)
+    specs = [
+        msgspec.structs.replace(spec, shape=tuple(tensor.shape))
+        for spec, tensor in zip(header.tensors, tensors, strict=True)
+    ]
+    encoded = msgspec.msgpack.encode(scalars, order="sorted")
+    digest = digest_of(specs, encoded, tensors)
+    return State(StateHeader(position, samples, specs, encoded, digest), tensors)
+
+
+def branch_with_a_state(ahead: int, spoil: Spoil) -> Attack:
+    """A record so many steps ahead of everybody, and a state behind it."""
+
+    def attack(attacker: Attacker) -> None:
+        presence, current = attacker.peer.presence, [state_at(Position(1, bytes(32)), 1, spoil)]
+        attacker.run(_serve(presence, lambda: current[0]))
+
+        async def act(presence: Presence) -> None:
+            leader = await attacker.leader(presence)
+            if leader is None or leader[0] == presence.peer_id:
+                return
+            record = leader[1]
+            position = Position(record.position.step + ahead, b"\xff" * len(record.position.lineage))
+            samples = record.lineage_samples + ahead * TARGET
+            header = msgspec.structs.replace(current[0].header, position=position, lineage_samples=samples)
+            current[0] = State(header, current[0].tensors)
+            await attacker.publish(presence, position=position, lineage_samples=samples)
+
+        attacker.forever(0.2, act)
+
+    return attack
+
+
+async def _serve(presence: Presence, capture: Callable[[], State]) -> None:
+    StateServer(presence.endpoint, RUN_ID, capture, lambda: capture().header.position)
+
+
+def climb(scalars: Scalars, header: StateHeader, tensors: list[torch.Tensor]) -> None:
+    for group in scalars.groups:
+        group["maximize"] = True
+
+
+def not_numbers(scalars: Scalars, header: StateHeader, tensors: list[torch.Tensor]) -> None:
+    for tensor in tensors[: len(tensors) // 2]:
+        tensor.fill_(float("nan"))
+
+
+def no_statistics(scalars: Scalars, header: StateHeader, tensors: list[torch.Tensor]) -> None:
+    for index, spec in enumerate(header.tensors):
+        if spec.name.endswith("exp_avg"):
+            tensors[index] = torch.empty(0)
+
+
+def nothing(scalars: Scalars, header: StateHeader, tensors: list[torch.Tensor]) -> None:
+    pass
+
+
+def as_a_member(change: Callable[[torch.Tensor, float], tuple[torch.Tensor, float]]) -> Attack:
+    """It trains like the others, but brings something else to each round."""
+
+    def attack(attacker: Attacker) -> None:
+        model = new_model()
+        optimizer = joined(attacker.peer, model)
+        collaboration = optimizer._collaboration
+        average = collaboration.average
+        is_attacking = threading.Event()
+
+        async def averaged(mean_N: torch.Tensor, weight: float) -> Any:
+            if is_attacking.is_set():
+                mean_N, weight = change(mean_N.clone(), weight)
+            return await average(mean_N, weight)
+
+        collaboration.average = averaged  # type: ignore[method-assign]
+        generator = torch.Generator().manual_seed(99)
+        while True:
+            time.sleep(BATCH_S)
+            loss_of(model, generator).backward()  # type: ignore[no-untyped-call]
+            with contextlib.suppress(Exception):  # whatever becomes of it here
+                optimizer.step()
+            optimizer.zero_grad()
+            if optimizer.statistics.rounds_committed > 1 and not is_attacking.is_set():
+                is_attacking.set()
+                attacker.begin()
+
+    return attack
+
+
+def join_and_never_come(attacker: Attacker) -> None:
+    """It asks for a place in each group, and opens no stream."""
+    fingerprint = attacker.manifest().fingerprint()
+
+    async def act(presence: Presence) -> None:
+        runs = RunEndpoint(presence.endpoint, RUN_ID)
+        addresses = [str(address) for address in presence.endpoint.addresses]
+        records = await attacker.honest(presence)
+        me = Member(presence.peer_id, addresses, is_client=False, weight=480.0)
+        requests = [
+            runs.call(peer_id, JOIN, JoinRequest(fingerprint, record.position, me), CALL_S)  # type: ignore[arg-type]
+            for peer_id, record in records.items()
+            if peer_id != presence.peer_id and record.position.step
+        ]
+        await asyncio.gather(*requests, return_exceptions=True)
+
+    attacker.forever(0.05, act)
+
+
+def lead_and_never_close(attacker: Attacker) -> None:
+    """It calls everybody to its group again and again, and never begins the round."""
+    fingerprint = attacker.manifest().fingerprint()
+    presence = attacker.peer.presence
+
+    async def never(remote: Any, request: JoinRequest) -> JoinResponse:
+        await asyncio.sleep(3600.0)
+        raise AssertionError
+
+    async def begin() -> None:
+        RunEndpoint(presence.endpoint, RUN_ID).handle(JOIN, never)
+
+    attacker.run(begin())
+
+    async def act(presence: Presence) -> None:
+        runs = RunEndpoint(presence.endpoint, RUN_ID)
+        records = await attacker.honest(presence)
+        calls = [
+            runs.call(peer_id, INVITE, InviteRequest(record.position, fingerprint), CALL_S)  # type: ignore[arg-type]
+            for peer_id, record in records.items()
+            if peer_id != presence.peer_id
+        ]
+        await asyncio.gather(*calls, return_exceptions=True)
+
+    attacker.forever(0.05, act)
+
+
+def false_identities(attacker: Attacker) -> None:
+    """Twenty of them say that they train at the run's position and have many samples; none ever comes to a round."""
+    identities = attacker.more(20)
+    shared: dict[str, Any] = {"read_at": 0.0, "leader": None}
+    own = {presence.peer_id for presence in identities}
+
+    async def act(presence: Presence) -> None:
+        if time.monotonic() > shared["read_at"] + 0.3:
+            shared["read_at"] = time.monotonic()
+            honest = {k: r for k, r in (await attacker.honest(presence)).items() if k not in own}
+            shared["leader"] = max(honest.values(), key=lambda record: record.position.step, default=None)
+        if (record := shared["leader"]) is not None:
+            await attacker.publish(
+                presence, position=record.position, lineage_samples=record.lineage_samples, samples=TARGET // 4
+            )
+
+    attacker.forever(0.5, act, *identities)
+
+
+def swallow_the_key(attacker: Attacker) -> None:
+    """Nodes that say that they hold what they are given, and know of nothing."""
+    identities = attacker.more(7)
+
+    async def become_a_hole(presence: Presence) -> None:
+        dht = presence.dht
+        holder: Any = next(value for value in vars(dht).values() if type(value).__name__ == "Holder")
+        holder.hold = lambda source, aged: StoreOutcome(is_stored=True, code="stored", is_responsible=True)
+        answer = holder.answer
+
+        def nothing_known(remote: Any, request: Any) -> Any:
+            return answer(remote, msgspec.structs.replace(request, key="", wants_contacts=True))
+
+        holder.answer = nothing_known
+
+    for presence in identities:
+        attacker.run(become_a_hole(presence))
+
+    async def act(presence: Presence) -> None:
+        await presence.dht.get(progress_key(RUN_ID))
+
+    attacker.forever(0.5, act, *identities)
+
+
+def manifests_that_unpack(attacker: Attacker) -> None:
+    """Small manifests in the DHT that become eight megabytes each."""
+    identities = attacker.more(20)
+    own = attacker.manifest()
+    large = msgspec.structs.replace(own, extra={"x": "y" * (8 << 20)})
+    value = zlib.compress(large.encoded()[: (8 << 20) + 100], 9)
+
+    async def act(presence: Presence) -> None:
+        declare_run(presence.dht, RUN_ID)
+        await presence.dht.store(manifest_key(RUN_ID), value, 300.0, subkey=presence.peer_id)
+
+    attacker.forever(2.0, act, *identities)
+
+
+def download_slowly(attacker: Attacker) -> None:
+    """Many downloads of the state at once, of which nothing is read."""
+    open_streams: list[Stream] = []
+
+    async def act(presence: Presence) -> None:
+        request = msgspec.msgpack.encode(StateRequest(RUN_ID, is_late=True))
+        for peer_id in await attacker.honest(presence):
+            if peer_id != presence.peer_id:
+                with contextlib.suppress(ManyhandsError):
+                    open_streams.append(
+                        await presence.endpoint.open_bulk(peer_id, STREAM_KIND, request, CALL_S)  # type: ignore[arg-type]
+                    )
+
+    attacker.forever(0.1, act, *attacker.more(4))
+
+
+def donate_slowly(attacker: Attacker) -> None:
+    """A state one step ahead, at 12 KB/s."""
+    presence, current = attacker.peer.presence, [state_at(Position(1, bytes(32)), 1, nothing)]
+
+    async def trickle(remote: Any, header: bytes, stream: Stream) -> None:
+        state = current[0]
+        answer = msgspec.msgpack.encode(StateAnswer(state.header))
+        await stream.send(len(answer).to_bytes(4, "big") + answer)
+        content = b"".join(bytes(as_bytes(tensor)) for tensor in state.tensors)
+        for start in itertools.count(0, SLOW_BYTES):
+            await stream.send(content[start : start + SLOW_BYTES] or b"\0")
+            await asyncio.sleep(0.1)
+
+    async def begin() -> None:
+        presence.endpoint.accept_bulk(STREAM_KIND, trickle)
+
+    attacker.run(begin())
+
+    async def act(presence: Presence) -> None:
+        leader = await attacker.leader(presence)
+        if leader is None or leader[0] == presence.peer_id:
+            return
+        record = leader[1]
+        position = Position(record.position.step + 1, b"\xff" * len(record.position.lineage))
+        samples = record.lineage_samples + TARGET
+        current[0] = State(
+            msgspec.structs.replace(current[0].header, position=position, lineage_samples=samples), current[0].tensors
+        )
+        await attacker.publish(presence, position=position, lineage_samples=samples)
+
+    attacker.forever(0.2, act)
+
+
+ATTACKS: dict[str, Attack] = {
+    "a state 50 steps ahead that climbs": branch_with_a_state(50, climb),
+    "a state of NaN": branch_with_a_state(1, not_numbers),
+    "a state without statistics": branch_with_a_state(1, no_statistics),
+    "a slow donor": donate_slowly,
+    "slow downloads": download_slowly,
+    "a huge weight": as_a_member(lambda mean_N, weight: (mean_N, 2.0**52)),
+    "values of 3e38": as_a_member(lambda mean_N, weight: (mean_N.fill_(3e38), weight)),
+    "-100 x gradient": as_a_member(lambda mean_N, weight: (mean_N.mul_(-100.0), weight)),
+    "a place and nobody comes": join_and_never_come,
+    "a leader that never closes": lead_and_never_close,
+    "20 false identities": false_identities,
+    "nodes that swallow the key": swallow_the_key,
+    "manifests that unpack": manifests_that_unpack,
+}
+UNSIGNED = {"nodes that swallow the key", "slow downloads", "manifests that unpack"}
+"""What these send carries no signature that anybody could show."""
+
+if __name__ == "__main__":
+    logging.basicConfig(level="WARNING", stream=sys.stderr)
+    torch.set_num_threads(1)
+    name, host, initial_peer = sys.argv[1:]
+    ATTACKS[name](Attacker(host, initial_peer))
