@@ -211,3 +211,10 @@ def test_gpu(tmp_path: Path) -> None:
     local, copies = results
     assert local.keys() == {"batch_size", "plain_ms", "added_ms"}
     assert copies.keys() == {"mb", "read_ms", "write_ms", "advance_ms", "peak_extra_x_params"}
+
+
+def test_step_trace(tmp_path: Path) -> None:
+    figures, output = results_of("step_trace.py", tmp_path)
+    assert figures.keys() == {"files", "functions", "classes", "tasks", "frames_average_to_exchange"}
+    assert "butterfly.py:run" in output
+    assert figures["functions"] > figures["files"] > figures["frames_average_to_exchange"] > 0
