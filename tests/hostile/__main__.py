@@ -7,7 +7,7 @@
 Each machine is a network namespace with an address of its own, so Linux and root are needed. For each attack a line of
 JSON: ``steps_per_s_before``, ``during``, ``after``; ``max_step_block_s``; ``rss_mb`` that the greediest process of the
 run gained; ``forked``: two trainers held different states after the same step, or ended far apart; ``loss_before`` the
-attack and ``loss_after`` all; ``lost_share`` of the samples; ``num_dead`` processes; ``attacker_named`` in the log of a
+attack, at its end and ``loss_after`` all; ``lost_share`` of the samples; ``num_dead`` processes; ``attacker_named`` in the log of a
 trainer or the monitor.
 """
 
@@ -36,6 +36,7 @@ from tests.hostile.trainer import RUN_ID
 NUM_TRAINERS = 3
 MONITOR, ATTACKER = NUM_TRAINERS, NUM_TRAINERS + 1
 WARM_UP_STEPS = 6
+NUM_LOSSES = 4
 PERIOD_S = 20.0
 """Before, during and after the attack."""
 PATIENCE_S = 120.0
@@ -110,6 +111,10 @@ class Siege:
         """The highest that a trainer has reached."""
         return max((fact["step"] for trainer in self.trainers for fact in trainer.facts()[-1:]), default=0)
 
+    def loss(self) -> float:
+        """The median of the last batches."""
+        return statistics.median(fact["loss"] for trainer in self.trainers for fact in trainer.facts()[-NUM_LOSSES:])
+
     def watch(self, seconds: float) -> tuple[float, list[float]]:
         """Let time pass; returns the median trainer's steps in a second, and the most memory of each process."""
         began, most = time.monotonic(), [process.look() for process in self.members]
@@ -165,14 +170,15 @@ def measured(name: str, folder: Path) -> dict[str, Any]:
     """One attack, and what became of the run."""
     with besieged(folder) as siege:
         before, memory = siege.watch(PERIOD_S)
-        losses_before = [trainer.facts()[-1]["loss"] for trainer in siege.trainers]
         num_facts = [len(trainer.facts()) for trainer in siege.trainers]
         host = siege.machines.host(ATTACKER)
         command = [sys.executable, "-u", "-m", "tests.hostile.attacks", name, host, siege.address]
         attacker = Process(siege.machines.on(ATTACKER, command), folder, "attacker")
         try:
             attacker.wait_for("attacking")
+            loss_before = siege.loss()
             during, most = siege.watch(PERIOD_S)
+            loss_during = siege.loss()
             is_attacking = attacker.is_alive
         finally:
             attacker.close()
@@ -190,8 +196,9 @@ def measured(name: str, folder: Path) -> dict[str, Any]:
             "max_step_block_s": round(max((fact["block_s"] for some in facts for fact in some), default=PERIOD_S), 2),
             "rss_mb": round(max(gained), 1),
             "forked": siege.is_forked(),
-            "loss_before": round(statistics.median(losses_before), 4),
-            "loss_after": round(statistics.median(fact["loss"] for fact in last), 4),
+            "loss_before": round(loss_before, 4),
+            "loss_during": round(loss_during, 4),
+            "loss_after": round(siege.loss(), 4),
             "lost_share": round(sum(f["dropped"] for f in last) / max(sum(f["computed"] for f in last), 1), 4),
             "num_dead": sum(not process.is_alive for process in siege.members),
             "attacker_named": any(identity in logs for identity in names),
@@ -204,7 +211,7 @@ def failures_of(result: dict[str, Any]) -> list[str]:
     rules = {
         "fewer steps during the attack": result["during"] < MIN_SPEED * result["steps_per_s_before"],
         "too many steps during the attack": result["during"] > MAX_SPEED * result["steps_per_s_before"],
-        "the loss rose": not result["loss_after"] < result["loss_before"],
+        "the loss did not fall": not result["loss_after"] < result["loss_during"] < result["loss_before"],
         "fewer steps after it": result["after"] < MIN_SPEED * result["steps_per_s_before"],
         "step() was blocked": result["max_step_block_s"] > MAX_BLOCK_S,
         "memory": result["rss_mb"] > MAX_RSS_MB,
