@@ -7,8 +7,8 @@
 Each machine is a network namespace with an address of its own, so Linux and root are needed. For each attack a line of
 JSON: ``steps_per_s_before``, ``during``, ``after``; ``max_step_block_s``; ``rss_mb`` that the greediest process of the
 run gained; ``forked``: two trainers held different states after the same step, or ended far apart; ``loss_before`` the
-attack, at its end and ``loss_after`` all; ``lost_share`` of the samples; ``num_dead`` processes; ``attacker_named`` in the log of a
-trainer or the monitor.
+attack, at its end and ``loss_after`` all; ``lost_share`` of the samples; ``num_dead`` processes; ``attacker_named`` in
+the log of a trainer or the monitor.
 """
 
 from __future__ import annotations
