@@ -8,6 +8,8 @@ from contextlib import contextmanager
 
 import torch
 
+from manyhands.averaging.tensor_memory import overlaps_itself
+
 PIECE = 1 << 20
 """Values that are looked at together, where that needs memory."""
 
@@ -40,6 +42,21 @@ class GradientLayout:
     def empty(self, device: torch.device) -> FlatGradients:
         """A new vector, whose values mean nothing."""
         return FlatGradients(self, torch.empty(self.numel, dtype=torch.float32, device=device))
+
+    @torch.no_grad()
+    def show(self, parameters: Sequence[torch.Tensor], flat_N: torch.Tensor) -> None:
+        """Write a flat vector into those ``.grad`` that there are; one that cannot hold its values is made anew."""
+        taken: set[int] = set()  # autograd gives two parameters one memory now and then
+        for parameter, value in zip(parameters, self.views(flat_N)[0], strict=True):
+            if (gradient := parameter.grad) is None:
+                continue
+            is_like_it = (gradient.dtype, gradient.device) == (parameter.dtype, parameter.device)
+            has_places = gradient.layout is torch.strided and not overlaps_itself(gradient)
+            if is_like_it and has_places and gradient.data_ptr() not in taken:
+                taken.add(gradient.data_ptr())
+                gradient.copy_(value)
+            else:
+                parameter.grad = value.to(parameter, copy=True)
 
     @contextmanager
     def installed(

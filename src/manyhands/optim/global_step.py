@@ -68,7 +68,6 @@ class GlobalStep:
         self._replica = replica
         self._averaged_N: torch.Tensor | None = None
         self._parameters_N: torch.Tensor | None = None
-        self._is_free = False  # this peer's own vector, once the average is there
         self._members: list[PeerId] = []
         self._contributors: list[PeerId] | None = None
         self._lineage = b""
@@ -78,11 +77,6 @@ class GlobalStep:
     def is_lost(self) -> bool:
         """The others made the step, and this peer does not have its result."""
         return self.manifest is not None and self._averaged_N is None and not self.has_moved
-
-    @property
-    def gradient_N(self) -> torch.Tensor:
-        """The averaged gradient that the update was made with; if none was made, this peer's own."""
-        return self.contribution.mean_N if self.applied_N is None else self.applied_N
 
     def is_alone(self, own_id: PeerId) -> None:
         """Nobody else is there: this peer's own gradient is the average."""
@@ -106,8 +100,8 @@ class GlobalStep:
         """Make the update, on any thread; what the optimizer or the schedule raises passes through."""
         averaged_N, self._averaged_N = self._averaged_N, None
         assert averaged_N is not None, "a step follows a round that committed"
-        self._is_free = averaged_N is not self.contribution.mean_N and not self.is_left_out
-        spare_N = self.contribution.mean_N if self._is_free else None
+        is_free = averaged_N is not self.contribution.mean_N and not self.is_left_out
+        spare_N = self.contribution.mean_N if is_free else None
         self.applied_N, self.is_spoiled = averaged_N, not self.is_left_out
         parameters_N, self._parameters_N = self._parameters_N, None
         try:
@@ -118,11 +112,6 @@ class GlobalStep:
             self.has_moved = self._replica.position != self.left_from
             self.is_spoiled = self.is_spoiled and not self.has_moved
         self._sketch = self._replica.sketch() if self.manifest is not None else Sketch()  # alone, it is not asked for
-
-    def free_average(self) -> None:
-        """After the update let go of one of the two vectors: of that which the wrapped optimizer has seen."""
-        if self._is_free and self.applied_N is not None:
-            self.applied_N = self.contribution.mean_N.copy_(self.applied_N)
 
     async def announce(self, collaboration: Collaboration) -> None:
         """Have the network thread know where this peer, and the others of its round, are now."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,11 +18,11 @@ from manyhands.optim.advice import Advice
 from manyhands.optim.collaboration import Collaboration, Decision
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.failures import Failures
+from manyhands.optim.flat import GradientLayout
 from manyhands.optim.global_step import GlobalStep
 from manyhands.optim.held_batches import HeldBatches
 from manyhands.optim.joining import manifest_of
 from manyhands.optim.membership import Membership
-from manyhands.optim.model_gradients import ModelGradients
 from manyhands.optim.options import Delay, OptimizerMaker, Options, checked_batch, made_optimizer
 from manyhands.optim.progress import Progress
 from manyhands.optim.progress_log import SHOWN_LIVE
@@ -126,7 +126,7 @@ class Optimizer(OptimizerWrapper):
         self.peer = peer
         """As given."""
         self._samples = Samples(peer.peer_id, self._replica, is_delayed=delay is not None)
-        self._gradients = ModelGradients(self._replica.model_parameters)
+        self._layout = GradientLayout(self._replica.model_parameters)
         self._is_counted = False  # what is in the .grad, by this call of step()
         self._current: GlobalStep | None = None  # that is being made; between calls of step(), in the background
         self._speed = SpeedMeter()
@@ -325,20 +325,19 @@ class Optimizer(OptimizerWrapper):
             if self._options.delay == "gradients":
                 self._membership.leave_to_background(step)
                 return
-            with self._gradients_aside(step):
-                try:
-                    step.committed(self._membership.average(step.contribution))
-                except (RoundAborted, Unavailable) as error:
-                    step.error = without_frames(error)
-                    self._end_step(step)
-                else:
-                    self._make(step)
+            try:
+                step.committed(self._membership.average(step.contribution))
+            except (RoundAborted, Unavailable) as error:
+                step.error = without_frames(error)
+                self._end_step(step)
+            else:
+                self._make(step)
 
     def _step_alone(self) -> None:
         if not self._was_alone:
             logger.info("Found no active peers: this peer makes global steps alone, from #%d on", self.global_step + 1)
         self._was_alone = True
-        with self._begun() as step, self._gradients_aside(step):
+        with self._begun() as step:
             step.is_alone(self.peer.peer_id)
             self._make(step)
 
@@ -359,12 +358,6 @@ class Optimizer(OptimizerWrapper):
                     self._give_up(step)
             raise
 
-    def _gradients_aside(self, step: GlobalStep) -> AbstractContextManager[None]:
-        """While a step is waited for nothing needs the ``.grad``; afterwards they show what it came to."""
-        if self._options.delay is not None or not self._is_counted:
-            return nullcontext()
-        return self._gradients.set_aside(lambda: (step.gradient_N, step.has_moved))
-
     def _give_up(self, step: GlobalStep) -> None:
         self._samples.give_up(step)
         self._current = None
@@ -377,7 +370,9 @@ class Optimizer(OptimizerWrapper):
         with uninterrupted():  # parameters, statistics and position move together
             if not step.is_lost:
                 step.advance()
-                step.free_average()
+                if self._is_counted and step.applied_N is not None:
+                    self._layout.show(self._replica.model_parameters, step.applied_N)
+                step.applied_N = None
             self._membership.moved(step)
         try:
             self._membership.tell()

@@ -9,7 +9,6 @@ from manyhands.base.identity import PeerId
 from manyhands.optim.accumulator import Contribution, GradientAccumulator, Part
 from manyhands.optim.global_step import GlobalStep
 from manyhands.optim.leftover import reason_to_drop
-from manyhands.optim.own_memory import has_own_memory
 from manyhands.optim.replica import Replica
 from manyhands.optim.statistics import Statistics
 
@@ -122,8 +121,8 @@ class Samples:
         self._recycle(step)
 
     def _recycle(self, step: GlobalStep) -> None:
-        """Use the memory of a contribution again, unless the wrapped optimizer was given it, and keeps it."""
-        if step.manifest is not None or has_own_memory(step.contribution.mean_N):
+        """Use the memory of a contribution again; of a step alone the wrapped optimizer has it, and may keep it."""
+        if step.manifest is not None:
             self._accumulator.recycle(step.contribution)
 
     def _reason_to_drop(self, since_step: int, before: Position, *, was_in_group: bool) -> str:

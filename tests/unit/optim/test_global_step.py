@@ -49,10 +49,11 @@ def commit(step: GlobalStep, *, is_left_out: bool = False) -> None:
 
 def test_its_gradient_is_the_average_once_there_is_one() -> None:
     parameter, step = new_step()
-    assert torch.equal(step.gradient_N, OWN_N)
+    assert step.applied_N is None
     commit(step)
     step.advance()
-    assert torch.equal(step.gradient_N, AVERAGE_N)
+    assert step.applied_N is not None
+    assert torch.equal(step.applied_N, AVERAGE_N)
     assert parameter.tolist() == [0.0, 0.0]
 
 
@@ -63,27 +64,14 @@ def test_what_the_group_left_out_is_still_there_after_the_step() -> None:
     step.advance()
     assert parameter.tolist() == [0.0, 0.0]
     assert torch.equal(step.contribution.mean_N, OWN_N)
-    assert torch.equal(step.gradient_N, AVERAGE_N)
-
-
-def test_the_average_is_let_go_of_once_the_update_is_made() -> None:
-    """It lies in this peer's own vector then, which nobody else has seen."""
-    _, step = new_step()
-    own_N = step.contribution.mean_N
-    commit(step)
-    step.advance()
-    assert step.gradient_N is not own_N
-    step.free_average()
-    assert step.gradient_N is own_N
-    assert step.contribution.mean_N is own_N
-    assert torch.equal(own_N, AVERAGE_N)
+    assert step.applied_N is not None
+    assert torch.equal(step.applied_N, AVERAGE_N)
 
 
 def test_an_optimizer_may_remember_the_gradient_that_it_was_given() -> None:
     parameter, step = new_step(Remembering)
     commit(step)
     step.advance()
-    step.free_average()
     step.contribution.mean_N.fill_(9.0)  # as the next batches do
     assert Remembering.last is not None
     assert Remembering.last.tolist() == [2.0, 2.0]
@@ -95,7 +83,8 @@ def test_a_step_alone_has_this_peers_gradient() -> None:
     step.is_alone(PeerId("me"))
     step.advance()
     assert parameter.tolist() == [-1.0, -1.0]
-    assert torch.equal(step.gradient_N, OWN_N)
+    assert step.applied_N is not None
+    assert torch.equal(step.applied_N, OWN_N)
 
 
 @pytest.mark.parametrize("is_left_out", [False, True])
@@ -105,7 +94,8 @@ def test_an_optimizer_that_raises_spoils_only_what_was_in_the_average(is_left_ou
     with pytest.raises(RuntimeError, match="not today"):
         step.advance()
     assert step.is_spoiled != is_left_out
-    assert torch.equal(step.gradient_N, AVERAGE_N)
+    assert step.applied_N is not None
+    assert torch.equal(step.applied_N, AVERAGE_N)
     assert parameter.tolist() == [1.0, 1.0]
     if is_left_out:
         assert torch.equal(step.contribution.mean_N, OWN_N)
