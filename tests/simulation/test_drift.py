@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from manyhands.averaging.sketch import packed
-from manyhands.optim.comparison import BOUND
+from manyhands.optim.drift import BOUND
 from manyhands.optim.signed_sums import Sketch
 from tests.simulation.swarm_of_trainers import Member, Swarm, together
 from tests.sweeps import few_of

@@ -23,7 +23,7 @@ class LocalState(Protocol):
 
     @property
     def drift_bound(self) -> float:
-        """See :func:`manyhands.optim.comparison.bound_of`."""
+        """See :func:`manyhands.optim.drift.bound_of`."""
 
     def capture(self) -> State:
         """Copy the state; safe to call from any thread."""

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from manyhands.averaging.messages import Position
 from manyhands.base.errors import ConfigError
 from manyhands.base.identity import PeerId
-from manyhands.optim.comparison import bound_of
+from manyhands.optim.drift import bound_of
 from manyhands.optim.flat import GradientLayout, assign_flat, flattened
 from manyhands.optim.group_options import check_unchanged, options_of
 from manyhands.optim.host_copy import HostCopy
@@ -140,7 +140,7 @@ class Replica:
 
     @property
     def drift_bound(self) -> float:
-        """How far apart rounding may get the peers; see :func:`manyhands.optim.comparison.bound_of`."""
+        """How far apart rounding may get the peers; see :func:`manyhands.optim.drift.bound_of`."""
         return bound_of({parameter.dtype for parameter in self._parameters}, type(self.optimizer))
 
     def show(self) -> None:

@@ -11,14 +11,12 @@ from hypothesis import strategies as st
 
 from manyhands.averaging.sketch import MAX_SKETCH_BYTES, packed
 from manyhands.base.identity import PeerId
-from manyhands.optim.comparison import (
+from manyhands.optim.drift import (
     BOUND,
     HALF_BOUND,
     UNKNOWN_BOUND,
     bound_of,
     compared,
-    describe_others,
-    describe_own,
 )
 from manyhands.optim.signed_sums import sketch_of
 
@@ -51,7 +49,6 @@ def test_one_who_is_far_off_is_not_of_the_majority() -> None:
     assert comparison is not None
     assert comparison.majority == {PEERS[0], PEERS[1], PEERS[3]}
     assert comparison.apart[PEERS[2]] == pytest.approx(0.5, rel=0.01)
-    assert comparison.is_complete
 
 
 def test_of_two_none_is_the_majority() -> None:
@@ -67,7 +64,6 @@ def test_those_who_have_told_nothing_count_as_well() -> None:
     few = compared(telling(1.0, 2.0, 2.0), OWN, 5, BOUND)
     assert few is not None
     assert few.majority == frozenset()
-    assert not few.is_complete
     assert compared(telling(1.0), OWN, 1, BOUND) is None
 
 
@@ -94,9 +90,6 @@ def test_what_is_not_finite_is_infinitely_far_off(strange: bytes, number: int) -
     assert comparison is not None
     assert comparison.apart[PEERS[number]] == math.inf
     assert comparison.majority == {*PEERS[:4]} - {PEERS[number]}
-    assert comparison.is_complete
-    own = describe_own(math.inf, comparison, BOUND)
-    assert own.startswith("The parameters of this peer are infinitely far from those that 3 of 4 peers hold")
 
 
 def test_what_is_not_finite_is_never_a_majority() -> None:
@@ -147,14 +140,3 @@ def test_a_minority_that_tells_what_it_likes_pushes_nobody_out(num_liars: int, d
     else:
         assert honest.keys() <= comparison.majority
         assert all(comparison.apart[peer_id] <= BOUND for peer_id in comparison.majority)
-
-
-def test_the_words() -> None:
-    comparison = compared(telling(1.0, 1.0, 1.0, 1.0, 1.0, 1.5, 20.0, 1.5, 1.5), OWN, 9, BOUND)
-    assert comparison is not None
-    far = {peer_id: comparison.apart[peer_id] for peer_id in PEERS[5:]}
-    assert describe_others(far, comparison, BOUND) == (
-        "The parameters of peers peer5, peer6, peer7 and 1 more are up to 19 times of their size away from those that "
-        "5 of 9 peers hold (rounding stays below 0.05%)"
-    )
-    assert describe_own(0.5, comparison, BOUND).startswith("The parameters of this peer are 50.00% of their size away")
