@@ -345,6 +345,7 @@ class Collaboration:
         is_in_grid: bool = False,
     ) -> None:
         """This peer's parameters are at ``position`` now, after a step; the sketch is of them."""
+        self.tracker.stepped()
         self._move(position, lineage_samples, together_with)
         self.tracker.tell(sketch.sums)
         self._drift.moved(position, sketch, is_in_grid=is_in_grid)
@@ -423,6 +424,10 @@ class Collaboration:
             computing_s = target / speed if speed > 0 else 0.0
             logger.warning("%s", describe_late_states(self._num_vain_loads, took_s, computing_s, target))
         return state
+
+    async def shun(self, donor: PeerId) -> None:
+        """A peer has handed out a state that cannot be used."""
+        self.tracker.shun(donor)
 
     async def is_ahead_of_somebody(self) -> bool:
         """Whether a peer of the run has yet to reach this position."""

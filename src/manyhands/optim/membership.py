@@ -173,7 +173,10 @@ class Membership:
         try:
             self._replica.restore(state)
         except ValueError as error:
-            raise Unavailable(f"the state that was sent cannot be loaded: {readable(str(error))}") from error
+            if state.donor is not None:
+                self._run(self._collaboration.shun(state.donor), "shunning a donor")
+            reason = f"the state of peer {state.donor} cannot be used: {readable(str(error))}"
+            raise Unavailable(f"{reason}; it is not asked again for a while") from error
 
     def _tell(self, what: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Have the network thread note something that has happened already; if it is held up, again."""

@@ -21,7 +21,18 @@ from manyhands.optim.group_options import check_unchanged, options_of
 from manyhands.optim.host_copy import HostCopy
 from manyhands.optim.plain import merged, plain_part
 from manyhands.optim.signed_sums import Sketch, sketch_of
-from manyhands.optim.state import Origin, State, capture, digest_of, parameters_of, restore, sealed, specs_of
+from manyhands.optim.state import (
+    Origin,
+    State,
+    capture,
+    digest_of,
+    hyper_parameters_of,
+    parameters_of,
+    restore,
+    sealed,
+    specs_of,
+)
+from manyhands.optim.state_check import fault_of
 from manyhands.optim.update import guarded_step, move_statistics
 
 logger = logging.getLogger(__name__)
@@ -72,6 +83,7 @@ class Replica:
         self.lineage_samples = 0
         self.origin: Origin | None = None
         self.options = options_of(optimizer.param_groups)
+        self._agreed_options = hyper_parameters_of(optimizer.param_groups)
 
     def advance(
         self,
@@ -177,9 +189,12 @@ class Replica:
         """Take over another peer's state.
 
         Raises:
-            ValueError: it does not fit; nothing was changed.
+            ValueError: it does not fit, or cannot be trained on; nothing was changed.
         """
         with self._lock:
+            schedule = self.scheduler.state_dict() if self.scheduler is not None else {}
+            if fault := fault_of(state, self.optimizer, self._agreed_options, schedule):
+                raise ValueError(fault)
             self._set_schedule(restore(state, self.optimizer))
             self.options = options_of(self.optimizer.param_groups)
             self.position = state.header.position

@@ -14,6 +14,7 @@ import torch
 
 from manyhands.averaging.member_values import bytes_of
 from manyhands.averaging.messages import Count, PeerIdText, Position
+from manyhands.base.identity import PeerId
 from manyhands.base.structs import make_ready
 from manyhands.optim.plain import merged, plain_part
 from manyhands.optim.run_manifest import TensorSpec
@@ -89,11 +90,13 @@ class State:
 
     Attributes:
         recent_rounds: in a grid, of the steps that led there; see :mod:`manyhands.optim.company`.
+        donor: who sent it.
     """
 
     header: StateHeader
     tensors: list[torch.Tensor]
     recent_rounds: list[bytes] = field(default_factory=list)
+    donor: PeerId | None = None
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -207,7 +207,7 @@ async def _download_from(
     digest = await loop.run_in_executor(None, digest_of, header.tensors, header.scalars, tensors)
     if digest != header.digest:
         raise ProtocolViolation(donor, "the state that it sent does not match its digest")
-    return State(header, tensors, recent_rounds)
+    return State(header, tensors, recent_rounds, donor)
 
 
 async def _receive_header(stream: Stream) -> tuple[StateHeader, list[bytes]]:

@@ -16,6 +16,7 @@ from manyhands.averaging.places import Seat
 from manyhands.base.errors import ManyhandsError
 from manyhands.base.identity import PeerId
 from manyhands.dht import DhtNode
+from manyhands.optim.belief import Belief, is_ahead
 from manyhands.optim.bell import Bell
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.progress import (
@@ -43,6 +44,11 @@ CLIENT_PATIENCE_S = 60.0
 
 MAX_IN_NEED = 2
 """Peers that are behind, and that one in client mode calls on so that they can ask it for its state."""
+
+DOUBT_S = 5.0
+"""A peer that is not believed for so long is named."""
+SHUN_S = 600.0
+"""For so long a peer that handed out a state that cannot be used is not followed."""
 
 
 class ProgressTracker:
@@ -87,6 +93,11 @@ class ProgressTracker:
         self._read_at = -math.inf  # loop time
         self._missing: dict[PeerId, int] = {}
         self._without_state: dict[PeerId, int] = {}
+        self._shunned: dict[PeerId, float] = {}  # until when (loop time)
+        self._belief = Belief()
+        self._belief.been_at(position)
+        self._doubted: tuple[tuple[object, ...], frozenset[PeerId]] | None = None  # and from what it follows
+        self._doubted_since: dict[PeerId, float] = {}  # loop time; infinitely late once it was said
         self._waits_since: float | None = None  # loop time; for a peer in client mode that has the state
         self._is_called = False
         self._is_in_round = False
@@ -172,6 +183,7 @@ class ProgressTracker:
     def move(self, position: Position, lineage_samples: int, together_with: list[PeerId]) -> None:
         """This peer, and the others of its round, have gone to ``position``."""
         self.reader.moves(self._own.position, position)
+        self._belief.been_at(position)
         self.others_moved(position, lineage_samples, together_with)
         self._is_called = self._is_called and position == self._own.position  # a reload answers no call
         self._publisher.hurry()
@@ -179,9 +191,15 @@ class ProgressTracker:
         own = msgspec.structs.replace(self._own, position=position, samples=0, lineage_samples=lineage_samples)
         self._update(msgspec.structs.replace(own, recent_rounds=self.reader.recent_rounds))
 
+    def stepped(self) -> None:
+        """This peer goes where :meth:`move` takes it by a step of its own, alone or with others."""
+        self._belief.met([])
+
     def others_moved(self, position: Position, lineage_samples: int, members: list[PeerId]) -> None:
         """The members of a round have gone to ``position``."""
         self.reader.moved(members, position, lineage_samples)
+        if members:
+            self._belief.met(members)
         for peer_id in members:
             self._missing.pop(peer_id, None)
         self._expected = None
@@ -281,9 +299,9 @@ class ProgressTracker:
     def in_need(self) -> list[PeerId]:
         """Those who can be dialled and are behind this peer, if nobody who can be dialled is not: some of them."""
         own, behind = rank_of(self._own), []
-        for peer_id, seen in self.reader.observed().items():
-            if not seen.record.is_client:
-                if rank_of(seen.record) >= own:
+        for peer_id, record in self.believed().items():
+            if not record.is_client:
+                if rank_of(record) >= own:
                     return []
                 behind.append(peer_id)
         return sorted(behind)[:MAX_IN_NEED]
@@ -297,15 +315,56 @@ class ProgressTracker:
             for peer_id, seen in self.reader.observed().items()
         )
 
+    def believed(self) -> dict[PeerId, ProgressRecord]:
+        """What the others say, without those who are ahead on a branch that this peer does not believe in."""
+        records, now = self.reader.records(), asyncio.get_running_loop().time()
+        basis = (self.reader.version, self._own.position, self._own.lineage_samples)
+        if self._doubted is None or self._doubted[0] != basis:
+            self._doubted = (basis, self._belief.doubted(self._own, records))
+        doubted = self._doubted[1]
+        self._name_doubted(doubted, records, now)
+        self._shunned = {peer_id: until for peer_id, until in self._shunned.items() if until > now}
+        out = doubted | {
+            peer_id for peer_id in self._shunned.keys() & records.keys() if is_ahead(records[peer_id], self._own)
+        }
+        return {peer_id: record for peer_id, record in records.items() if peer_id not in out} if out else records
+
+    def _name_doubted(self, doubted: frozenset[PeerId], records: Mapping[PeerId, ProgressRecord], now: float) -> None:
+        """Some are doubted for a moment, until the records of the others have come as well."""
+        if not doubted and not self._doubted_since:
+            return
+        self._doubted_since = {peer_id: self._doubted_since.get(peer_id, now) for peer_id in doubted}
+        for peer_id, since in self._doubted_since.items():
+            if now >= since + DOUBT_S:
+                self._doubted_since[peer_id] = math.inf
+                logger.warning("Peer %s says that the run is at step %d, and too few others do: it is not followed",
+                               peer_id, records[peer_id].position.step)  # fmt: skip
+
+    def _other_majority(self) -> Branch | None:
+        """Where most peers are, if they do not follow the branch that this peer is on."""
+        records, now = self.reader.records(), asyncio.get_running_loop().time()
+        if (position := self._belief.other_majority(self._own, records, now)) is None:
+            return None
+        holders = sorted(peer_id for peer_id, record in records.items() if record.position == position)
+        holders = [peer_id for peer_id in holders if peer_id not in self._shunned and self.can_hand_out(peer_id)]
+        return Branch(position, records[holders[0]].lineage_samples, tuple(holders)) if holders else None
+
+    def shun(self, peer_id: PeerId) -> None:
+        """A peer has handed out a state that cannot be used: what it says of a better branch does not count."""
+        self._shunned[peer_id] = asyncio.get_running_loop().time() + SHUN_S
+
     def leading_branch(self) -> Branch:
         """The branch of the run that this peer should be on: of those whose state can be had."""
-        observed, own = self.reader.observed(), self._own
-        basis = (self.reader.version, own.position, own.lineage_samples, tuple(self._without_state.items()))
+        if (branch := self._other_majority()) is not None:
+            return branch
+        observed, own, believed = self.reader.observed(), self._own, self.believed()
+        basis = (self.reader.version, own.position, own.lineage_samples, tuple(self._without_state.items()), *believed)
         if self._branch is None or self._branch[0] != basis:
             others = {
                 peer_id: seen.record
                 for peer_id, seen in observed.items()
-                if seen.sequence > self._without_state.get(peer_id, -1)
+                if peer_id in believed
+                and seen.sequence > self._without_state.get(peer_id, -1)
                 and (seen.record.position == own.position or self.can_hand_out(peer_id))
             }
             self._branch = (basis, leading_branch(others, self._endpoint.peer_id, own, self.reader.strangers()))
@@ -335,7 +394,9 @@ class ProgressTracker:
         return self._is_elsewhere(branch) and all(records[peer_id].is_client for peer_id in branch.holders)
 
     def _best_branch(self) -> Branch:
-        records, own, own_id = self.reader.records(), self._own, self._endpoint.peer_id
+        if (branch := self._other_majority()) is not None:
+            return branch
+        records, own, own_id = self.believed(), self._own, self._endpoint.peer_id
         can_be_had = {
             peer_id: record
             for peer_id, record in records.items()

@@ -1,0 +1,158 @@
+"""States that another peer sends and that must not be trained on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from manyhands.averaging.messages import Position
+from manyhands.optim.lamb import Lamb
+from manyhands.optim.replica import Replica
+from manyhands.optim.state import Scalars, State, StateHeader, sealed
+
+Spoil = Callable[[Scalars, list[torch.Tensor]], None]
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "Adam": lambda params: torch.optim.Adam(params, lr=0.1),
+    "AMSGrad": lambda params: torch.optim.AdamW(params, lr=0.1, amsgrad=True),
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "plain SGD": lambda params: torch.optim.SGD(params, lr=0.1),
+    "Adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1),
+    "LAMB": lambda params: Lamb(params, lr=0.1),
+    "RMSprop": lambda params: torch.optim.RMSprop(params, lr=0.1),
+}
+
+
+def replica_of(kind: str, *, num_steps: int = 1, is_scheduled: bool = False) -> Replica:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    schedule = (lambda inner: torch.optim.lr_scheduler.LinearLR(inner, 0.5, total_iters=10)) if is_scheduled else None
+    replica = Replica(optimizer, schedule)
+    for _ in range(num_steps):
+        model(torch.ones(4, 3)).square().mean().backward()
+        optimizer.step()
+        if replica.scheduler is not None:
+            replica.scheduler.step()
+    return replica
+
+
+def spoilt(replica: Replica, spoil: Spoil, **header: Any) -> State:
+    state = replica.capture()
+    scalars = msgspec.msgpack.decode(state.header.scalars, type=Scalars)
+    tensors = [tensor.clone() for tensor in state.tensors]
+    spoil(scalars, tensors)
+    specs = [
+        msgspec.structs.replace(spec, shape=tuple(tensor.shape))
+        for spec, tensor in zip(state.header.tensors, tensors, strict=True)
+    ]
+    fields = {"position": Position(1, b"there"), "lineage_samples": 8, **header}
+    encoded = msgspec.msgpack.encode(scalars, order="sorted")
+    return sealed(State(StateHeader(tensors=specs, scalars=encoded, digest=b"", **fields), tensors))
+
+
+def with_option(name: str, value: Any) -> Spoil:
+    def spoil(scalars: Scalars, tensors: list[torch.Tensor]) -> None:
+        scalars.groups[0][name] = value
+
+    return spoil
+
+
+def with_tensor(number: int, change: Callable[[torch.Tensor], torch.Tensor]) -> Spoil:
+    def spoil(scalars: Scalars, tensors: list[torch.Tensor]) -> None:
+        tensors[number] = change(tensors[number])
+
+    return spoil
+
+
+def as_it_is(scalars: Scalars, tensors: list[torch.Tensor]) -> None:
+    pass
+
+
+def no_schedule(scalars: Scalars, tensors: list[torch.Tensor]) -> None:
+    scalars.scheduler["last_epoch"] = math.nan
+
+
+def another_begin(scalars: Scalars, tensors: list[torch.Tensor]) -> None:
+    scalars.scheduler["base_lrs"] = [100.0]
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("is_scheduled", [False, True])
+@pytest.mark.parametrize("num_steps", [0, 1, 3])
+def test_a_good_state_is_taken_over(kind: str, is_scheduled: bool, num_steps: int) -> None:
+    there = replica_of(kind, num_steps=num_steps, is_scheduled=is_scheduled)
+    here = replica_of(kind, num_steps=0, is_scheduled=is_scheduled)
+    here.restore(there.capture())
+    assert here.capture().header.digest == there.capture().header.digest
+
+
+FAULTS: dict[str, tuple[Spoil, str]] = {
+    "parameters of NaN": (with_tensor(0, lambda tensor: tensor * math.nan), "not finite"),
+    "an infinite statistic": (with_tensor(2, lambda tensor: tensor + math.inf), "not finite"),
+    "maximize": (with_option("maximize", value=True), "its option 'maximize' is True, and False in the run"),
+    "a learning rate of NaN": (with_option("lr", math.nan), "its option 'lr' is nan, and 0.1 in the run"),
+    "another learning rate": (with_option("lr", 50.0), "its option 'lr' is 50.0, and 0.1 in the run"),
+    "exp_avg of no values": (with_tensor(2, lambda tensor: torch.empty(0)), "of shape [0], and must be as the param"),
+    "squares below 0": (with_tensor(3, lambda tensor: -tensor - 1), "is below 0"),
+    "steps below 0": (with_tensor(4, lambda tensor: tensor - 9), "'step' of parameter 0 is -8.0, which is no count"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_bad_one_changes_nothing_and_is_said(fault: str) -> None:
+    spoil, words = FAULTS[fault]
+    there, here = replica_of("Adam", num_steps=1), replica_of("Adam", num_steps=2)
+    before = here.capture().header
+    with pytest.raises(ValueError, match="." if words is None else None) as caught:
+        here.restore(spoilt(there, spoil))
+    assert words in str(caught.value)
+    assert here.capture().header == before
+
+
+def test_a_statistic_that_is_not_there() -> None:
+    there, here = replica_of("Adam"), replica_of("Adam")
+    state = there.capture()
+    header = msgspec.structs.replace(state.header, tensors=state.header.tensors[:-1])
+    with pytest.raises(ValueError, match="statistic 'step' of parameter 1 is not there"):
+        here.restore(State(header, state.tensors[:-1]))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (with_option("lr", math.nan), "its option 'lr' is nan, which no schedule gives"),
+        (with_option("lr", -1.0), "which no schedule gives"),
+        (with_option("lr", 1e9), "which no schedule gives"),
+        (with_option("betas", [1.5, 0.9]), "below 1"),
+        (with_option("eps", 1.0), "its option 'eps' is 1.0"),
+        (no_schedule, "its schedule has nan where a number is due"),
+        (another_begin, "its schedule begins at"),
+    ],
+)
+def test_a_schedule_drives_some_options_within_bounds(spoil: Spoil, words: str) -> None:
+    there, here = replica_of("Adam", is_scheduled=True), replica_of("Adam", is_scheduled=True)
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 (its words are looked at)
+        here.restore(spoilt(there, spoil))
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("fields", [{"position": Position(2**53, b"there")}, {"lineage_samples": 2**53}])
+def test_numbers_that_cannot_be(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="cannot be"):
+        replica_of("SGD").restore(spoilt(replica_of("SGD"), as_it_is, **fields))
+
+
+@pytest.mark.parametrize(
+    "spoil", [with_tensor(2, lambda tensor: torch.empty(0)), with_tensor(2, lambda tensor: -tensor - 1)]
+)
+def test_an_optimizer_of_an_unknown_kind_rehearses_a_step(spoil: Spoil) -> None:
+    there, here = replica_of("RMSprop"), replica_of("RMSprop", num_steps=2)
+    before = here.capture().header
+    with pytest.raises(ValueError, match="a step from it"):
+        here.restore(spoilt(there, spoil))
+    assert here.capture().header == before
