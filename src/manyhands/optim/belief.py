@@ -116,6 +116,13 @@ class Belief:
         yield _Electorate(voters, len(set(voters.values())) + is_own_counted, is_half_enough=True)
 
 
+def believed_by_a_newcomer(records: Mapping[PeerId, ProgressRecord]) -> dict[PeerId, ProgressRecord]:
+    """The records of the branch that most peers are on, for one that has met nobody: an evaluator, say."""
+    nowhere = ProgressRecord(Position(0, b""), 0, 0.0, 0, is_client=True, addresses=[], ttl_s=0.0)
+    doubted = Belief().doubted(nowhere, records)
+    return {peer_id: record for peer_id, record in records.items() if peer_id not in doubted}
+
+
 def is_ahead(record: ProgressRecord, own: ProgressRecord) -> bool:
     """Whether a record is of a higher branch."""
     return record.position != own.position and rank_of(record) > rank_of(own)

@@ -34,6 +34,12 @@ MAX_DOWNLOAD_S = 86400.0
 """For all donors together; only for states that are larger than a link can carry in a day."""
 
 MAX_HEADER_BYTES = 1 << 24
+MAX_STEPS_AHEAD = 64
+"""Of a state before the position that was asked for: a run goes on while records and requests are under way."""
+MAX_DOWNLOADS = 8
+"""At once, of all peers; of each peer one. Who comes later asks somebody else, or again."""
+MIN_BYTES_PER_S = 32_000
+"""A whole transfer that is slower than this is given up, at both ends."""
 
 
 class StateRequest(msgspec.Struct):
@@ -233,6 +239,8 @@ def _check_header(donor: PeerId, header: StateHeader, manifest: RunManifest, wan
     """Refuse what does not fit before a byte of it is received."""
     if header.position.step < wanted.step:
         raise Refused(donor, "behind", f"its state is of step {header.position.step}, the run is at {wanted.step}")
+    if header.position.step > wanted.step + MAX_STEPS_AHEAD:
+        raise ProtocolViolation(donor, f"its state is of step {header.position.step}, and the run at {wanted.step}")
     try:
         checked_scalars(header, manifest.tensors, len(manifest.hyper_parameters))
     except ValueError as error:

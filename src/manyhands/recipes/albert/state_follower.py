@@ -10,6 +10,7 @@ from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import Position
 from manyhands.base.errors import Unavailable
 from manyhands.base.identity import PeerId
+from manyhands.optim.belief import believed_by_a_newcomer
 from manyhands.optim.joining import manifest_of
 from manyhands.optim.progress import ProgressRecord, rank_of
 from manyhands.optim.progress_reader import ProgressReader
@@ -99,7 +100,7 @@ class StateFollower:
             self._peer.sleep(RETRY_PERIOD_S if donors else LOOK_PERIOD_S)
 
     def _load_if_due(self, every: int) -> int | None:
-        records = self._look()
+        records = believed_by_a_newcomer(self._look())
         if not records:
             self._tell("Waiting for trainers in run %s whose state can be had")
             return None
