@@ -89,7 +89,7 @@ class AlbertTrainer:
         self._stepping: Optimizer | ProcessGroupOptimizer
         """What all ranks of this peer call alike, to step and at the end; the one of this process otherwise."""
         if num_ranks() > 1:
-            ranks.begin(ranks.Task(run_id, chosen, tokenizer_json(tokenizer), peer.peer_id))
+            ranks.begin(ranks.Task(run_id, chosen, tokenizer_json(tokenizer), peer.peer_id, peer.state_path))
             self._stepping = join_run_as_rank(
                 self._model, chosen, peer, run_id, settings.tuning, allow_solo=settings.allow_solo, **steps
             )
