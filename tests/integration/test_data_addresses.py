@@ -17,7 +17,7 @@ from moto.server import ThreadedMotoServer
 from manyhands.base.digests import sha256_of
 from manyhands.base.errors import ConfigError
 from manyhands.cli.main import run
-from manyhands.recipes.albert import fetching, stream
+from manyhands.recipes.albert import archive, fetching, stream
 from manyhands.recipes.albert.archive import unpacked
 from manyhands.recipes.albert.fetching import Fetcher, Mirrors, read_index
 from manyhands.recipes.albert.stream import HostedData, ShardStream
@@ -161,6 +161,23 @@ def test_servers_that_are_silent_at_the_start_are_told_in_time(
         with pytest.raises(ConfigError, match=pattern):
             HostedData([f"{scheme}://{one}", f"{scheme}://{other}"], tmp_path, 10**9)
         assert time.monotonic() - began < 4.0
+
+
+def test_silent_hosts_of_an_archive_are_told_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(archive, "START_PATIENCE_S", 1.2)
+    with silent() as one, silent() as other:
+        urls = [f"ftp://{one}/data.tar.gz", f"http://{other}/data.tar.gz"]
+        began = time.monotonic()
+        with pytest.raises(ConfigError, match=rf"{urls[0]}: no answer .*{urls[1]}: no answer"):
+            unpacked(urls, tmp_path)
+        assert time.monotonic() - began < 4.0
+
+
+def test_no_patience_left_is_no_endless_wait(tmp_path: Path) -> None:
+    with silent() as address:
+        mirrors = Mirrors([f"http://{address}"], Fetcher(patience=fetching.Patience(0.0)))
+        with pytest.raises(ConfigError, match="not asked"):
+            mirrors.index(tmp_path / "index.json")
 
 
 @pytest.mark.parametrize("silent_name", ["tokenizer", "validation", "train"])

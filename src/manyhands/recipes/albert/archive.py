@@ -29,7 +29,15 @@ from manyhands.base.folder_lock import FolderInUse, locked_folder
 from manyhands.base.words import rough
 from manyhands.recipes.albert.dataset import SAMPLES
 from manyhands.recipes.albert.download import FetchFailed, Watcher, size_of
-from manyhands.recipes.albert.fetching import DIGEST, Fetcher, Patience, Wanted, is_archive, no_data
+from manyhands.recipes.albert.fetching import (
+    DIGEST,
+    START_PATIENCE_S,
+    Fetcher,
+    Patience,
+    Wanted,
+    is_archive,
+    no_data,
+)
 from manyhands.recipes.albert.stream import default_cache_dir
 
 logger = logging.getLogger(__name__)
@@ -97,13 +105,13 @@ def _locked(folder: Path) -> filelock.BaseFileLock:
 def _fetch(urls: Sequence[str], folder: Path) -> None:
     path = folder / "archive"
     logger.info("Fetching %s into %s", " or ".join(urls), folder)
-    patience = Patience()
     try:
         if not path.exists():
-            sha256 = _digest_beside(urls, folder / "digest", Fetcher(patience=patience))
+            sha256 = _digest_beside(urls, folder / "digest", Fetcher(patience=Patience(START_PATIENCE_S / 3)))
             if sha256 is None:
-                logger.info("There is no %s beside it, so it is not compared with its SHA-256", _digest_url(urls[0]))
-            Fetcher(_Progress(path), patience).fetch(urls, Wanted(sha256=sha256), path)
+                logger.info("There is no SHA-256 at %s, so the archive is not compared with it", _digest_url(urls[0]))
+            fetcher = Fetcher(_Progress(path), Patience(START_PATIENCE_S * 2 / 3))
+            fetcher.fetch(urls, Wanted(sha256=sha256), path)
         _unpack(urls, path, folder)
     except FetchFailed as error:
         kept = size_of(path.with_name(f"{path.name}.part"))

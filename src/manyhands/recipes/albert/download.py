@@ -123,13 +123,13 @@ def _by_fsspec(url: str, path: Path, limits: Limits, watcher: Watcher) -> None:
 
 
 def _opened(url: str, silence_s: float) -> Any:
-    # a thread that was left ends by these
+    timeout_s = 2 * silence_s  # a thread that was left ends by it
     options: dict[str, Any] = {}
     scheme = urlsplit(url).scheme
     if scheme == "ftp":
-        options = {"timeout": silence_s}
+        options = {"timeout": timeout_s}
     elif scheme == "s3":
-        options = {"config_kwargs": {"connect_timeout": silence_s, "read_timeout": silence_s}}
+        options = {"config_kwargs": {"connect_timeout": timeout_s, "read_timeout": timeout_s}}
     try:
         return _opened_with(url, options)
     except Exception as error:

@@ -20,7 +20,7 @@ from manyhands.recipes.albert.dataset import FORMAT
 from manyhands.recipes.albert.download import FetchFailed, Limits, Watcher, download, size_of
 from manyhands.recipes.albert.shards import INDEX, Index, Shard
 
-START_PATIENCE_S = 24.0
+START_PATIENCE_S = 20.0
 """At the start, when nothing has come for so long from any mirror, the data cannot be had."""
 SILENCE_S = 15.0
 """A mirror that sends nothing for so long is left."""
@@ -101,8 +101,8 @@ class Fetcher:
         Raises:
             FetchFailed: it has not come.
         """
-        scratch.unlink(missing_ok=True)
         silence_s = self._silence_s(len(urls) - number)
+        scratch.unlink(missing_ok=True)
         try:
             download(
                 urls[number], scratch, Limits(silence_s, silence_s), Bounds(max_bytes, self.patience, self._watcher)
@@ -159,7 +159,11 @@ class Fetcher:
 
     def _silence_s(self, num_left: int) -> float:
         """How long a mirror may send nothing, when so many are to be asked, it included."""
-        return SILENCE_S if self.patience is None else min(SILENCE_S, self.patience.left_s / num_left)
+        if self.patience is None:
+            return SILENCE_S
+        if not self.patience.left_s:
+            raise FetchFailed("not asked, as nothing has come from others for too long")
+        return min(SILENCE_S, self.patience.left_s / num_left)
 
 
 class Mirrors:
