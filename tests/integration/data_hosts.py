@@ -44,7 +44,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.host.is_down or not (self.host.folder / name).is_file():
             self.send_error(503)
             return
-        if self.host.hangs_at and name.startswith(self.host.hangs_at):
+        if name.startswith(self.host.hangs_at):
             self.host.is_over.wait(20)
             return
         data = self.host.changed(name, (self.host.folder / name).read_bytes())
@@ -68,7 +68,8 @@ class Handler(BaseHTTPRequestHandler):
 class Host:
     def __init__(self, folder: Path) -> None:
         self.folder, self.requests = folder, []
-        self.hangs_at, self.is_over = "", threading.Event()
+        self.hangs_at: tuple[str, ...] = ()
+        self.is_over = threading.Event()
         self.is_down, self.has_ranges, self.cut_after, self.pause_s = False, True, None, 0.0
         self.changed: Callable[[str, bytes], bytes] = lambda name, data: data
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, self))

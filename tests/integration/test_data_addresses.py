@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
@@ -19,7 +20,7 @@ from manyhands.base.errors import ConfigError
 from manyhands.cli.main import run
 from manyhands.recipes.albert import archive, fetching, stream
 from manyhands.recipes.albert.archive import unpacked
-from manyhands.recipes.albert.fetching import Fetcher, Mirrors, read_index
+from manyhands.recipes.albert.fetching import Fetcher, Mirrors, Wanted, read_index
 from manyhands.recipes.albert.stream import HostedData, ShardStream
 from tests.integration.data_hosts import NUM_SHARDS, hosting, make_data
 
@@ -132,6 +133,13 @@ def test_ftp_goes_on_where_it_was_cut(made: Path, tmp_path: Path) -> None:
     assert 0 < max(asked) < size.st_size
 
 
+def test_a_file_of_many_requests_comes_whole_by_ftp(tmp_path: Path) -> None:
+    (tmp_path / "large").write_bytes(os.urandom(5_500_000))
+    with ftp_server(tmp_path) as url:
+        Fetcher().fetch([f"{url}/large"], Wanted(5_500_000), tmp_path / "here")
+    assert sha256_of(tmp_path / "here") == sha256_of(tmp_path / "large")
+
+
 def test_a_missing_file_and_a_dead_server_are_told_by_ftp(made: Path, tmp_path: Path) -> None:
     with ftp_server(made) as url, pytest.raises(ConfigError, match=rf"{url}/none/index.json: .*"):
         HostedData([f"{url}/none"], tmp_path, 10**9)
@@ -180,6 +188,14 @@ def test_no_patience_left_is_no_endless_wait(tmp_path: Path) -> None:
             mirrors.index(tmp_path / "index.json")
 
 
+def test_a_mirror_that_is_silent_is_asked_once(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "Patience", lambda: fetching.Patience(2.0))
+    with hosting(made / "data" / "shards") as dead, hosting(made / "data" / "shards") as host:
+        dead.hangs_at = ("index", "tokenizer", "validation", "train")
+        ShardStream(HostedData([dead.url, host.url], tmp_path, 10**9), "order").close()
+    assert [name for name, _ in dead.requests] == ["index.json"]
+
+
 @pytest.mark.parametrize("silent_name", ["tokenizer", "validation", "train"])
 def test_a_server_that_goes_down_during_the_start_is_told_in_time(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, silent_name: str
@@ -187,7 +203,7 @@ def test_a_server_that_goes_down_during_the_start_is_told_in_time(
     monkeypatch.setattr(stream, "Patience", lambda: fetching.Patience(1.2))
     with hosting(made / "data" / "shards") as host, hosting(made / "data" / "shards") as mirror:
         for one in (host, mirror):
-            one.hangs_at = silent_name
+            one.hangs_at = (silent_name,)
         began = time.monotonic()
         with pytest.raises(ConfigError, match=rf"{silent_name}.*: no answer .*{silent_name}.*: no answer"):
             ShardStream(HostedData([host.url, mirror.url], tmp_path, 10**9), "order")

@@ -63,7 +63,7 @@ class Patience:
         return max(0.0, self._until - time.monotonic())
 
 
-class Bounds(Watcher):
+class _Bounds(Watcher):
     """Ends the download of a file that is too long, and notes that something comes."""
 
     def __init__(self, max_bytes: int | None, patience: Patience | None, watcher: Watcher) -> None:
@@ -105,7 +105,7 @@ class Fetcher:
         scratch.unlink(missing_ok=True)
         try:
             download(
-                urls[number], scratch, Limits(silence_s, silence_s), Bounds(max_bytes, self.patience, self._watcher)
+                urls[number], scratch, Limits(silence_s, silence_s), _Bounds(max_bytes, self.patience, self._watcher)
             )
             return scratch.read_bytes()
         finally:
@@ -139,7 +139,7 @@ class Fetcher:
     def _has_fetched(self, url: str, wanted: Wanted, part: Path, num_left: int) -> bool:
         """Whether the file has come, and is the right one."""
         total_s = SILENCE_S + wanted.num_bytes / MIN_BYTES_PER_S if wanted.num_bytes is not None else None
-        bounds = Bounds(wanted.num_bytes, self.patience, self._watcher)
+        bounds = _Bounds(wanted.num_bytes, self.patience, self._watcher)
         for _ in range(MAX_RESUMES):
             before = size_of(part)
             try:
