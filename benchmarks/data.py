@@ -1,15 +1,20 @@
 """How fast text becomes prepared data, and how fast a trainer reads it, beside the steps that it makes.
 
-    python benchmarks/data.py [--mb 200] [--json FILE]
+    python benchmarks/data.py [--mb 200] [--gb 1] [--json FILE]
 
 On generated text, with a tokenizer that was trained on a part of it (that time does not count):
 
 - ``prepare_mb_per_s`` of text, and ``prepare_peak_mb`` of memory in all processes together (files that the system can
   drop are not counted; Linux only);
-- ``first_sample_s`` from a process that has imported Python's own modules until it has a sample of the folder, and
-  ``resident_mb_per_gb``: memory that it keeps when it draws from 1 GB of samples;
+- ``first_sample_s`` from a process that has imported Python's own modules until it has a sample of a folder of ``--gb``
+  GB, and ``resident_mb_per_gb``: memory that it keeps when it draws samples from all of it;
+- ``first_served_sample_s``: the same from ``manyhands data serve`` on this machine, with the same samples in 8 shards,
+  and ``stream_mb_per_s``: all of them fetched, verified and opened one after the other, with nothing trained between;
 - ``loader_samples_per_s`` by one thread, masked and as tensors; ``step_samples_per_s``: of the small ALBERT, forward
   and backward, on the same samples by one thread; ``loader_x_step`` is their ratio.
+
+The folder and the shards have the samples of the prepared text again and again until they are large enough: reading and
+fetching do not depend on what the samples are. They were just written, so the system has them in its memory.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -35,6 +41,7 @@ NUM_WORDS = 20_000
 POLL_S = 0.1
 SECONDS = 5.0
 SAMPLES = "data/albert_tokenized_wikitext"
+NUM_SHARDS = 8
 
 READ = """
 import json, sys, time
@@ -55,11 +62,27 @@ from _memory import own_bytes
 paths = sorted((folder / "albert_tokenized_wikitext" / "train").glob("*.arrow"))
 size = sum(path.stat().st_size for path in paths)
 before = own_bytes(os.getpid())
-samples = SampleFiles(paths * max(1, round(1e9 / size)))  # the same files, as often as they make 1 GB
+repeats = max(1, round(1e9 / size))  # a smaller folder is opened as often as it makes 1 GB
+samples = SampleFiles(paths * repeats)
 order = np.random.default_rng(0).permutation(np.arange(len(samples), dtype=np.uint32))
 for index in order[:: max(1, len(order) // 20_000)]:
     samples[int(index)]
-print(json.dumps([seconds, (own_bytes(os.getpid()) - before) / 1e6]))
+print(json.dumps([seconds, (own_bytes(os.getpid()) - before) / 1e6 / (size * repeats / 1e9)]))
+"""
+
+FETCH = """
+import json, sys, time
+started = time.perf_counter()
+from pathlib import Path
+from manyhands.recipes.albert.stream import HostedData, ShardStream
+stream = ShardStream(HostedData([sys.argv[1]], Path(sys.argv[2]), 10**15), "benchmark")
+stream.samples[len(stream.samples) // 2]
+first = time.perf_counter() - started
+for _ in stream.index.train[1:]:
+    stream.advance()
+seconds = time.perf_counter() - started
+stream.close()
+print(json.dumps([first, sum(shard.num_bytes for shard in stream.index.train) / 1e6 / seconds]))
 """
 
 
@@ -104,6 +127,56 @@ def watched(arguments: list[str], folder: Path) -> tuple[float, float | None]:
     return time.perf_counter() - started, peak / MB if peak else None
 
 
+def enlarge(small: Path, large: Path, gb: float) -> None:
+    """Prepared data with the same samples again and again, and shards of them."""
+    import msgspec
+
+    from manyhands.recipes.albert.dataset import ABOUT, SAMPLES, TOKENIZER, TRAINING, About, open_prepared
+    from manyhands.recipes.albert.sample_files import SampleFiles, SampleWriter
+    from manyhands.recipes.albert.shards import write_shards
+    from manyhands.recipes.albert.tokenizer_file import FILE
+
+    paths = sorted((small / SAMPLES / TRAINING).glob("*.arrow"))
+    size = sum(path.stat().st_size for path in paths)
+    samples = SampleFiles(paths * max(1, round(gb * 1e9 / size)))
+    shutil.copytree(small / TOKENIZER, large / TOKENIZER)
+    shutil.copytree(small / SAMPLES, large / SAMPLES)
+    for path in (large / SAMPLES / TRAINING).glob("*.arrow"):
+        path.unlink()
+    with SampleWriter(large / SAMPLES / TRAINING / "data.arrow") as writer:
+        for batch in samples.batches(0, len(samples)):
+            writer.add(batch)
+    state_path = large / SAMPLES / TRAINING / "state.json"
+    state = json.loads(state_path.read_text()) | {"_data_files": [{"filename": "data.arrow"}]}
+    state_path.write_text(json.dumps(state))
+    about = msgspec.json.decode((small / ABOUT).read_bytes(), type=About)
+    about = msgspec.structs.replace(about, num_samples=about.num_samples | {TRAINING: len(samples)})
+    (large / ABOUT).write_bytes(msgspec.json.encode(about))
+    prepared = open_prepared(large / SAMPLES, large / TOKENIZER)
+    tokenizer = (large / TOKENIZER / FILE).read_text()
+    write_shards(large / "shards", about, tokenizer, prepared.training, prepared.validation, NUM_SHARDS)
+
+
+def printed_by(program: str, *arguments: str) -> Any:
+    """What a program, in a process of its own, has written as JSON."""
+    found = subprocess.run([sys.executable, "-c", program, *arguments], check=True, capture_output=True, text=True)
+    return json.loads(found.stdout)
+
+
+def measure_serving(shards: Path, cache: Path) -> tuple[float, float]:
+    """Seconds to the first sample, and megabytes per second of all shards."""
+    arguments = [sys.executable, "-u", "-m", "manyhands", "data", "serve", str(shards), "--listen", "127.0.0.1:0"]
+    server = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout is not None
+        url = next(line.split()[-1] for line in server.stdout if "--dataset-url" in line)
+        first_s, mb_per_s = printed_by(FETCH, url, str(cache))
+    finally:
+        server.terminate()
+        server.communicate()
+    return first_s, mb_per_s
+
+
 def measure_steps(folder: Path, seconds: float) -> tuple[float, float]:
     """Samples per second of the loader alone, and of the small ALBERT alone."""
     import torch
@@ -137,7 +210,7 @@ def measure_steps(folder: Path, seconds: float) -> tuple[float, float]:
     return loader, step
 
 
-def measure(mb: float, num_proc: int, seconds: float, folder: Path) -> dict[str, float | None]:
+def measure(mb: float, gb: float, num_proc: int, seconds: float, folder: Path) -> dict[str, float | None]:
     generate(folder / "part.txt", min(mb, TOKENIZER_MB))
     generate(folder / "text.txt", mb)
     part = ["--text", "part.txt", "--train-tokenizer", "--output", "part", "--num-proc", str(num_proc)]
@@ -145,9 +218,10 @@ def measure(mb: float, num_proc: int, seconds: float, folder: Path) -> dict[str,
     whole = ["--text", "text.txt", "--tokenizer", "part/tokenizer", "--num-proc", str(num_proc)]
     prepare_s, peak_mb = watched(command(*whole), folder)
     print(f"prepared {mb:g} MB in {prepare_s:.1f} s", file=sys.stderr)
-    arguments = [sys.executable, "-c", READ, str(folder / "data"), str(Path(__file__).parent)]
-    first_s, resident_mb = json.loads(subprocess.run(arguments, check=True, capture_output=True, text=True).stdout)
-    size_gb = sum(path.stat().st_size for path in (folder / SAMPLES).rglob("*.arrow")) / 1e9
+    enlarge(folder / "data", folder / "large", gb)
+    first_s, resident_mb = printed_by(READ, str(folder / "large"), str(Path(__file__).parent))
+    served_s, stream_mb_per_s = measure_serving(folder / "large" / "shards", folder / "cache")
+    size_gb = sum(path.stat().st_size for path in (folder / "large" / "shards").glob("train*")) / 1e9
     loader, step = measure_steps(folder / "data", seconds)
     return {
         "text_mb": mb,
@@ -155,6 +229,8 @@ def measure(mb: float, num_proc: int, seconds: float, folder: Path) -> dict[str,
         "prepare_mb_per_s": round((folder / "text.txt").stat().st_size / MB / prepare_s, 3),
         "prepare_peak_mb": round(peak_mb) if peak_mb is not None else None,
         "first_sample_s": round(first_s, 3),
+        "first_served_sample_s": round(served_s, 3),
+        "stream_mb_per_s": round(stream_mb_per_s, 1),
         "resident_mb_per_gb": round(resident_mb, 2) if resident_mb is not None else None,
         "loader_samples_per_s": round(loader, 1),
         "step_samples_per_s": round(step, 2),
@@ -165,12 +241,13 @@ def measure(mb: float, num_proc: int, seconds: float, folder: Path) -> dict[str,
 def main() -> None:
     parser = Parser(__doc__)
     parser.add_argument("--mb", type=positive, default=200.0, help="text to prepare")
+    parser.add_argument("--gb", type=positive, default=1.0, help="samples to read and to serve")
     parser.add_argument("--num-proc", type=positive_int, default=2)
     parser.add_argument("--seconds", type=positive, default=SECONDS, help="for the loader, and for the steps")
     parser.add_argument("--json", type=json_path)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        result = measure(arguments.mb, arguments.num_proc, arguments.seconds, Path(folder))
+        result = measure(arguments.mb, arguments.gb, arguments.num_proc, arguments.seconds, Path(folder))
     print(json.dumps(result))
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(result, indent=2) + "\n")

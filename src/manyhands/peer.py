@@ -254,6 +254,11 @@ class Peer(FromHivemind):
         addresses = self.endpoint.addresses
         return [str(a) for a in addresses if not a.is_loopback] or [str(a) for a in addresses]
 
+    @property
+    def state_path(self) -> Path | None:
+        """The folder of ``state_dir``, in which this peer keeps what it needs after a restart; None without one."""
+        return self._state_dir.path if self._state_dir is not None else None
+
     def run(self, coro: Coroutine[Any, Any, T], timeout_s: float, phase: str) -> T:
         """Run a coroutine on the network thread and wait for its result.
 

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -22,85 +18,16 @@ from manyhands.base.digests import sha256_of
 from manyhands.base.errors import ConfigError
 from manyhands.cli.main import run
 from manyhands.recipes.albert import fetching
-from manyhands.recipes.albert.fetching import Mirrors, files_of, index_url, read_index
-from manyhands.recipes.albert.preparation import Preparation
-from manyhands.recipes.albert.prepare import prepare
+from manyhands.recipes.albert.fetching import Fetcher, Mirrors, files_of, index_url, read_index
 from manyhands.recipes.albert.serving import application
 from manyhands.recipes.albert.shards import Shard
-from manyhands.recipes.albert.stream import ShardStream
-from tests.unit.recipes.texts import write_book
-
-NUM_SHARDS = 4
+from manyhands.recipes.albert.stream import HostedData, ShardStream
+from tests.integration.data_hosts import NUM_SHARDS, Host, hosting, make_data
 
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("made")
-    book = write_book(folder / "book.txt")
-    prepare(
-        Preparation(
-            text=(book,), train_tokenizer=True, vocab_size=600, seq_length=32, num_proc=1,
-            output=folder / "data", shards=NUM_SHARDS,
-        )
-    )  # fmt: skip
-    return folder / "data" / "shards"
-
-
-class Handler(BaseHTTPRequestHandler):
-    """Ranges, and whatever goes wrong."""
-
-    def __init__(self, host: Host, *args) -> None:
-        self.host = host
-        super().__init__(*args)
-
-    def do_GET(self) -> None:
-        name = self.path.removeprefix("/")
-        given = self.headers.get("Range")
-        self.host.requests.append((name, given))
-        if self.host.is_down or not (self.host.folder / name).is_file():
-            self.send_error(503)
-            return
-        data = self.host.changed(name, (self.host.folder / name).read_bytes())
-        start = int(given.split("=")[1].rstrip("-")) if given and self.host.has_ranges else 0
-        self.send_response(206 if start else 200)
-        if start:
-            self.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
-        self.send_header("Content-Length", str(len(data) - start))
-        self.end_headers()
-        if name.endswith(".arrow") and self.host.cut_after is not None:
-            data = data[: start + self.host.cut_after]
-            self.close_connection = True
-        time.sleep(self.host.pause_s)
-        with contextlib.suppress(ConnectionError):
-            self.wfile.write(data[start:])
-
-    def log_message(self, *args) -> None:
-        pass
-
-
-class Host:
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.requests = folder, []
-        self.is_down, self.has_ranges, self.cut_after, self.pause_s = False, True, None, 0.0
-        self.changed: Callable[[str, bytes], bytes] = lambda name, data: data
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, self))
-        self.url = f"http://127.0.0.1:{self.server.server_port}/index.json"
-
-    def names(self) -> list[str]:
-        return [name for name, _ in self.requests if name.startswith("train")]
-
-
-@contextmanager
-def hosting(folder: Path) -> Iterator[Host]:
-    host = Host(folder)
-    thread = threading.Thread(target=host.server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    try:
-        yield host
-    finally:
-        host.server.shutdown()
-        host.server.server_close()
-        thread.join()
+    return make_data(tmp_path_factory.mktemp("made")) / "shards"
 
 
 @pytest.fixture
@@ -111,7 +38,7 @@ def host(shards: Path) -> Iterator[Host]:
 
 @contextmanager
 def streaming(*hosts: Host, folder: Path, order: str = "0 peer", max_bytes: int = 10**9, position: Path | None = None):
-    stream = ShardStream([host.url for host in hosts], folder, max_bytes, order, position)
+    stream = ShardStream(HostedData([host.url for host in hosts], folder, max_bytes), order, position)
     try:
         yield stream
     finally:
@@ -146,7 +73,7 @@ def test_training_begins_with_the_first_shard_and_each_peer_has_an_order_of_its_
 def test_what_was_cut_is_resumed_by_ranges(host: Host, shards: Path, tmp_path: Path) -> None:
     host.cut_after = max(path.stat().st_size for path in shards.glob("train*")) // 3
     shard = read_index((shards / "index.json").read_bytes()).train[0]
-    Mirrors([host.url]).fetch(shard, tmp_path / "shard")
+    Mirrors([host.url], Fetcher()).fetch(shard, tmp_path / "shard")
     assert sha256_of(tmp_path / "shard") == shard.sha256
     ranges = [given for _, given in host.requests]
     assert ranges[0] is None
@@ -158,7 +85,7 @@ def test_a_server_without_ranges_sends_all_of_it_again(host: Host, shards: Path,
     host.has_ranges = False
     shard = read_index((shards / "index.json").read_bytes()).train[0]
     (tmp_path / "shard.part").write_bytes((shards / shard.name).read_bytes()[:1000])
-    Mirrors([host.url]).fetch(shard, tmp_path / "shard")
+    Mirrors([host.url], Fetcher()).fetch(shard, tmp_path / "shard")
     assert sha256_of(tmp_path / "shard") == shard.sha256
 
 
@@ -256,7 +183,7 @@ def test_a_mirror_that_is_too_slow_is_left(
     with hosting(shards) as slow:
         slow.pause_s = 1.0
         shard = read_index((shards / "index.json").read_bytes()).train[0]
-        Mirrors([slow.url, host.url]).fetch(shard, tmp_path / "shard")
+        Mirrors([slow.url, host.url], Fetcher()).fetch(shard, tmp_path / "shard")
         assert slow.names() == host.names() == [shard.name]
 
 
@@ -303,13 +230,13 @@ def test_each_address_that_does_not_answer_is_named_with_its_reason(tmp_path: Pa
     urls = ["http://127.0.0.1:9/index.json", (tmp_path / "none").as_uri()]
     before = time.monotonic()
     with pytest.raises(ConfigError, match=r"127.0.0.1:9/index.json: .*none/index.json: ") as raised:
-        ShardStream(urls, tmp_path / "cache", 10**9, "order")
+        HostedData(urls, tmp_path / "cache", 10**9)
     assert time.monotonic() - before < 30
     assert "\n" not in str(raised.value)
 
 
 def test_files_are_fetched_from_other_addresses_as_well(shards: Path, tmp_path: Path) -> None:
-    stream = ShardStream([shards.as_uri()], tmp_path, 10**9, "order")
+    stream = ShardStream(HostedData([shards.as_uri()], tmp_path, 10**9), "order")
     try:
         assert len(stream.samples)
     finally:
@@ -326,7 +253,7 @@ def test_verify_says_what_is_wrong(
     assert run(["data", "verify", host.url]) == 1
     (line,) = capsys.readouterr().out.splitlines()
     assert "train-00001-of-00004.arrow" in line
-    assert "not the file of the index" in line
+    assert "it is another file than was described" in line
     assert run(["data", "verify", str(tmp_path)]) == 2
 
 
@@ -343,5 +270,5 @@ def test_the_address_of_a_folder_is_that_of_its_index() -> None:
     assert index_url("s3://bucket/folder/") == "s3://bucket/folder/index.json"
     with pytest.raises(ConfigError, match="is no address"):
         index_url("folder")
-    with pytest.raises(ConfigError, match=r"Unpack it .* curl -L http://host/data.tar.gz \| tar xzf -"):
+    with pytest.raises(ConfigError, match=r"unpack it .* curl -L http://host/data.tar.gz \| tar xzf -"):
         index_url("http://host/data.tar.gz")

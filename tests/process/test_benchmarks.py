@@ -157,8 +157,9 @@ def test_allreduce(tmp_path: Path) -> None:
 
 
 def test_data(tmp_path: Path) -> None:
-    result, _ = results_of("data.py", tmp_path, "--mb", "0.3", "--num-proc", "1", "--seconds", "0.01")
+    result, _ = results_of("data.py", tmp_path, "--mb", "0.3", "--gb", "0.02", "--num-proc", "1", "--seconds", "0.01")
     known = {"prepare_mb_per_s", "first_sample_s", "loader_samples_per_s", "step_samples_per_s", "loader_x_step"}
+    known |= {"first_served_sample_s", "stream_mb_per_s"}
     assert result.keys() == known | {"text_mb", "samples_gb", "prepare_peak_mb", "resident_mb_per_gb"}
     assert all(result[name] > 0 for name in known), result
     if IS_LINUX:

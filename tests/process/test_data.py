@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tarfile
@@ -112,7 +113,7 @@ def test_ctrl_c_ends_the_processes_and_leaves_nothing_behind(archive: Path, tmp_
     assert {path.name for path in (tmp_path / "data").iterdir()} <= {".prepare.lock"}
 
 
-def test_shards_are_served_and_trained_on(tmp_path: Path) -> None:
+def test_shards_are_served_trained_on_and_evaluated_with(tmp_path: Path) -> None:
     write_book(tmp_path / "book.txt")
     command = Command([str(SCRIPT), "--text", "book.txt", *SMALL_DATA, "--shards", "3"], module=None, folder=tmp_path)
     try:
@@ -123,13 +124,30 @@ def test_shards_are_served_and_trained_on(tmp_path: Path) -> None:
         url = server.wait_for("--dataset-url").split()[-1]
         (tmp_path / "trainer").mkdir()
         cache = ("--cache-dir", str(tmp_path / "cache"), "--cache-mb", "1")
-        arguments = ("train", "--run-id", "x", *COMMON, *SMALL_MODEL, *cache, "--dataset-url", url)
-        with running(*arguments, "--max-steps", "2", folder=tmp_path / "trainer") as trainer:
-            assert trainer.wait(90) == 0, trainer.output
+        own = ("--state-dir", "kept", "--no-checkpoints")
+        arguments = ("train", "--run-id", "x", *COMMON, *SMALL_MODEL, *cache, *own, "--dataset-url", url)
+        with running(*arguments, folder=tmp_path / "trainer") as trainer:
+            address = trainer.wait_for("Others can join through this peer").split()[-1]
+            trainer.wait_for("Your current contribution")
+            options = ("--dataset-url", url, "--cache-dir", str(tmp_path / "other"), "--max-evaluations", "1")
+            with running("evaluate", "--initial-peers", address, *COMMON, *options, folder=tmp_path) as evaluator:
+                assert evaluator.wait(90) == 0, evaluator.output
+            assert "Held-out loss" in evaluator.output
+            assert len(list((tmp_path / "other" / "1").glob("*.arrow"))) == 1, "only what is held out is fetched"
         assert "samples in 3 shards of http://127.0.0.1" in trainer.output
         assert "Training the tokenizer" not in trainer.output
-        assert (tmp_path / "trainer" / "manyhands-x" / "stream.json").exists()
+        assert json.loads((tmp_path / "trainer" / "kept" / "stream.json").read_text())["shards_begun"] >= 1
         server.wait_for("127.0.0.1 fetches train-")
         server.interrupt()
         assert server.wait(10) in (0, INTERRUPTED)
         assert "Traceback" not in server.output
+
+
+def test_an_archive_is_named_by_its_address(archive: Path, tmp_path: Path) -> None:
+    cache = ("--dataset-url", archive.as_uri(), "--cache-dir", "cache", "--no-checkpoints", "--max-steps", "1")
+    for _ in range(2):
+        with running("train", "--run-id", "x", *COMMON, *SMALL_MODEL, *cache, folder=tmp_path) as trainer:
+            assert trainer.wait(90) == 0, trainer.output
+            assert "samples in cache/archives/" in trainer.output
+        archive = archive.rename(archive.with_name("gone"))  # the second start needs it no more
+    archive.rename(archive.with_name("data.tar.gz"))

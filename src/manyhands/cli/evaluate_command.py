@@ -13,7 +13,8 @@ from manyhands.base.errors import ConfigError
 from manyhands.base.run_id import checked_run_id
 from manyhands.cli.options import NetworkOptions, OutputOptions
 from manyhands.cli.run_to_follow import wait_for_run
-from manyhands.cli.taking_part import require_albert
+from manyhands.cli.taking_part import found_data, require_albert
+from manyhands.recipes.albert.config import OWN_SETTINGS, AlbertRecipe
 from manyhands.recipes.albert.corpus import load_documents
 
 logger = logging.getLogger(__name__)
@@ -29,6 +30,15 @@ class EvaluationOptions:
 
     dataset_path: Path | None = None
     """Folder with samples of manyhands data prepare; by default data/albert_tokenized_wikitext if it is here."""
+
+    dataset_url: tuple[str, ...] = ()
+    """Addresses of an index.json of shards, or of an archive; several are mirrors."""
+
+    cache_dir: Path | None = None
+    """Folder for what is fetched; by default ~/.cache/manyhands/data."""
+
+    cache_mb: int = AlbertRecipe.cache_mb
+    """What is fetched takes so many megabytes at most."""
 
     tokenizer: Path | None = None
     """Folder with the tokenizer that the samples were made with; by default the folder tokenizer beside them."""
@@ -78,12 +88,14 @@ def evaluate(
     if not network.initial_peers:
         raise ConfigError("name a peer of the run that is to be evaluated: --initial-peers HOST:PORT or a multiaddr")
     require_albert()
-    from manyhands.recipes.albert.dataset import found_here
-
-    own = {"text": evaluation.text, "dataset_path": evaluation.dataset_path, "tokenizer": evaluation.tokenizer}
-    given = found_here(own | {"batch_size": 1})
+    own = {name: getattr(evaluation, name) for name in OWN_SETTINGS if hasattr(evaluation, name)}
+    given = found_data(own | {"batch_size": 1}, output)
     if evaluation.text:
         load_documents(evaluation.text)  # what cannot be read is said at once
+    elif given.get("dataset_url"):
+        from manyhands.recipes.albert.stream import fetch_index
+
+        fetch_index(given["dataset_url"])
     emit = output.begin()
     with network.connect() as peer:
         logger.info("Evaluating as peer %s, which trains nothing", peer.peer_id)

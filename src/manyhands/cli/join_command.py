@@ -36,7 +36,7 @@ def join(
         Parameter(help="Folder with prepared samples instead; by default data/albert_tokenized_wikitext if here."),
     ] = None,
     dataset_url: Annotated[
-        tuple[str, ...], Parameter(help="Addresses of the index.json of shards instead; several are mirrors.")
+        tuple[str, ...], Parameter(help="Addresses of an index.json of shards, or of an archive; several are mirrors.")
     ] = (),
     cache_dir: Annotated[
         Path | None, Parameter(help="Folder for what is fetched; by default ~/.cache/manyhands/data.")
@@ -77,7 +77,7 @@ def join(
         raise ConfigError(f"the ticket is for run {ticket.run_id!r}, and --run-id is {run_id!r}; leave --run-id out")
     initial_peers = (*map(str, ticket.addresses), *(network.initial_peers or ()))
     network = dataclasses.replace(network, initial_peers=initial_peers)
-    given = with_data(training, given)
+    given = with_data(training, given, output)
     check_before(network, training, given)
     if is_further_rank(training):
         return

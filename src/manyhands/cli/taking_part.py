@@ -16,6 +16,7 @@ from manyhands.base.errors import ConfigError, ManifestMismatch, MissingExtra
 from manyhands.base.folder_lock import FolderInUse
 from manyhands.base.identity import PeerId
 from manyhands.cli.event_file import EventWriter
+from manyhands.cli.logs import log_to_stdout
 from manyhands.cli.options import NetworkOptions, OutputOptions
 from manyhands.cli.run_look_up import look_up
 from manyhands.cli.run_to_follow import wait_for_trainers
@@ -54,9 +55,6 @@ def check_before(network: NetworkOptions, training: TrainingSettings, given: Map
     if training.auxiliary and not network.initial_peers:
         raise ConfigError("--auxiliary helps a run that is there: name one of its peers, --initial-peers ADDRESS")
     require_albert()
-    named = [f"--{name}" for name in ("text", "dataset-path", "dataset-url") if given.get(name.replace("-", "_"))]
-    if len(named) > 1:
-        raise ConfigError(f"{' and '.join(named)} are both given; give one of them")
     if text := given.get("text"):  # Python's own can be read
         load_documents(text)
     _data_settings(given)
@@ -67,12 +65,28 @@ def check_before(network: NetworkOptions, training: TrainingSettings, given: Map
         )
 
 
-def with_data(training: TrainingSettings, given: Mapping[str, Any]) -> dict[str, Any]:
-    """What was given, with the prepared data that is found here if no text was named; an auxiliary peer needs none."""
-    if training.auxiliary:
-        return dict(given)
+def with_data(training: TrainingSettings, given: Mapping[str, Any], output: OutputOptions) -> dict[str, Any]:
+    """The same as :func:`found_data`, but for an auxiliary peer, which needs none."""
+    return dict(given) if training.auxiliary else found_data(given, output)
+
+
+def found_data(given: Mapping[str, Any], output: OutputOptions) -> dict[str, Any]:
+    """What was given, with the prepared data that is found here if none was named; an archive is fetched.
+
+    Raises:
+        ConfigError: several were named, or the archive cannot be used.
+    """
+    named = [f"--{name}" for name in ("text", "dataset-path", "dataset-url") if given.get(name.replace("-", "_"))]
+    if len(named) > 1:
+        raise ConfigError(f"{' and '.join(named)} are both given; give one of them")
     from manyhands.recipes.albert.dataset import found_here
 
+    if given.get("dataset_url"):
+        from manyhands.recipes.albert.archive import with_unpacked
+
+        if own_rank() == 0:
+            log_to_stdout(verbose=output.verbose)  # an archive takes minutes
+        given = with_unpacked(given)
     return found_here(given)
 
 

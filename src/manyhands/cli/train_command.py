@@ -70,7 +70,7 @@ def train(
         AlbertRecipe(**given)
     if start_new and run_id is None:
         run_id = DEFAULT_RUN_ID
-    given = with_data(training, given)
+    given = with_data(training, given, output)
     check_before(network, training, given)
     if is_further_rank(training):
         return

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from manyhands.recipes.albert import heldout
 from manyhands.recipes.albert.batches import IGNORED, heldout_batch
-from manyhands.recipes.albert.heldout import PART_SIZE, PART_TOKENS, HeldoutComparison, _parts_of, scores_of
+from manyhands.recipes.albert.compute import Compute
+from manyhands.recipes.albert.heldout import PART_SIZE, PART_TOKENS, HeldoutComparison, parts_of, scores_of
 from manyhands.recipes.albert.model import build_model, heldout_loss
 
 
@@ -17,7 +19,7 @@ def model(recipe, tokenizer):
 
 @pytest.fixture
 def comparison(model, samples, recipe):
-    return HeldoutComparison(model, heldout_batch(samples, recipe))
+    return HeldoutComparison(model, heldout_batch(samples, recipe), 64, Compute("cpu", "float32"))
 
 
 def test_the_parts_give_the_loss_of_the_whole(comparison, model, samples, recipe):
@@ -62,7 +64,26 @@ def test_scores_are_those_of_the_whole_and_leave_the_model_as_it_was(model, samp
 def test_long_samples_are_computed_few_at_a_time():
     sizes = []
     batch = {name: torch.zeros(20, 300, dtype=torch.int64) for name in ("input_ids", "labels")}
-    for part in _parts_of(batch):
+    for part in parts_of(batch, 64):
         sizes.append(len(part["labels"]))
         assert part["labels"].numel() <= PART_TOKENS
     assert sizes == [3] * 6 + [2]
+
+
+def test_parts_are_no_larger_than_a_training_batch_and_computed_in_its_precision(model, samples, recipe, monkeypatch):
+    seen = []
+
+    def heldout_loss(model, part):
+        seen.append((len(part["labels"]), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")))
+        return 1.0
+
+    monkeypatch.setattr(heldout, "heldout_loss", heldout_loss)
+    HeldoutComparison(model, heldout_batch(samples, recipe), 3, Compute("cpu", "bfloat16")).begin()
+    assert max(size for size, _, _ in seen) == 3
+    assert {(is_on, dtype) for _, is_on, dtype in seen} == {(True, torch.bfloat16)}
+
+
+def test_half_precision_gives_about_the_same_loss(model, samples, recipe):
+    batch = heldout_batch(samples, recipe)
+    half = HeldoutComparison(model, batch, 4, Compute("cpu", "bfloat16")).begin()
+    assert half == pytest.approx(HeldoutComparison(model, batch, 4, Compute("cpu", "float32")).begin(), rel=0.02)

@@ -36,7 +36,7 @@ class AlbertRecipe:
     """Folder with samples of manyhands data prepare; by default data/albert_tokenized_wikitext if it is here."""
 
     dataset_url: tuple[str, ...] = ()
-    """Addresses of the index.json of shards, fetched while training; several are mirrors of the same files."""
+    """Addresses of the index.json of shards, fetched while training, or of an archive; several are mirrors."""
 
     cache_dir: Path | None = None
     """Folder for what is fetched; by default ~/.cache/manyhands/data."""

@@ -15,7 +15,7 @@ from manyhands.recipes.albert.compute import SMALLER, Compute
 from manyhands.recipes.albert.events import Evaluated
 from manyhands.recipes.albert.heldout import scores_of
 from manyhands.recipes.albert.packages import torch
-from manyhands.recipes.albert.source import samples_for
+from manyhands.recipes.albert.source import heldout_samples
 from manyhands.recipes.albert.state_follower import StateFollower
 
 logger = logging.getLogger(__name__)
@@ -26,13 +26,13 @@ PUBLISH_TIMEOUT_S = 10.0
 class AlbertEvaluator:
     """Loads the state of a run every few global steps, and measures it on the samples that trainers hold out.
 
-    The samples are those of the trainers if it has the same text.
+    The samples are those of the trainers if it has the same text or data.
 
     Args:
-        run: its recipe, with this evaluator's text.
+        run: its recipe, with this evaluator's text or data.
         on_event: called with each measurement.
     Raises:
-        ConfigError: the text cannot be used, or the device.
+        ConfigError: the text or the data cannot be used, or the device.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class AlbertEvaluator:
         self._compute = Compute(device, "float32")
         logger.info("Computing on %s", self._compute)
         self._follower = StateFollower(peer, run_id, run, self._compute)
-        self._batch = heldout_batch(samples_for(run_id, run.recipe, self._follower.tokenizer), run.recipe)
+        self._batch = heldout_batch(heldout_samples(run_id, run.recipe, self._follower.tokenizer), run.recipe)
 
     def run(self, every: int, max_evaluations: int | None = None, until_step: int | None = None) -> None:
         """Measure every few global steps: so often, until a global step is reached, or for ever."""

@@ -1,47 +1,35 @@
-"""Fetches the files of prepared data from where they are hosted: mirrors, resumed by ranges, checked by digest.
+"""Fetches the files of prepared data from where they are hosted: mirrors, resumed, checked by digest.
 
-http and https are spoken by aiohttp, as each of its requests has a deadline; every other address is opened by fsspec.
 Imports no torch.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import re
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import quote, urlsplit, urlunsplit
 
 import msgspec
 
-from manyhands.base.digests import READ_BYTES, sha256_of
-from manyhands.base.errors import ConfigError, MissingExtra, Unavailable
-from manyhands.base.words import reason_of
+from manyhands.base.digests import sha256_of
+from manyhands.base.errors import ConfigError
 from manyhands.recipes.albert.dataset import FORMAT
+from manyhands.recipes.albert.download import FetchFailed, Limits, Watcher, download, size_of
 from manyhands.recipes.albert.shards import INDEX, Index, Shard
 
-try:
-    import aiohttp
-    import fsspec
-except ModuleNotFoundError as error:
-    if error.name not in ("aiohttp", "fsspec"):
-        raise
-    raise MissingExtra("data that is fetched from an address", "data") from error
-
-START_TIMEOUT_S = 24.0
-"""For the index, from all mirrors together."""
+START_PATIENCE_S = 20.0
+"""At the start, when nothing has come for so long from any mirror, the data cannot be had."""
 SILENCE_S = 15.0
 """A mirror that sends nothing for so long is left."""
 MIN_BYTES_PER_S = 20_000
 """A slower mirror is left as well; what it sent is kept."""
 MAX_RESUMES = 8
 MAX_INDEX_BYTES = 16 << 20
+ARCHIVES = (".tar", ".tar.gz", ".tgz")
 DIGEST = re.compile("[0-9a-f]{64}")
-
-
-class FetchFailed(Unavailable):
-    """None of the mirrors has delivered a file; trying again may help."""
 
 
 class NoGoodCopy(FetchFailed):
@@ -52,17 +40,142 @@ class Stopped(Exception):
     """The file is not wanted any more."""
 
 
+class Wanted(NamedTuple):
+    """What a file must be; None where nothing says it."""
+
+    num_bytes: int | None = None
+    sha256: str | None = None
+
+
+class Patience:
+    """How long nothing may come, over all files and mirrors together."""
+
+    def __init__(self, limit_s: float = START_PATIENCE_S) -> None:
+        self._limit_s = limit_s
+        self.renew()
+
+    def renew(self) -> None:
+        """Something has come."""
+        self._until = time.monotonic() + self._limit_s
+
+    @property
+    def left_s(self) -> float:
+        return max(0.0, self._until - time.monotonic())
+
+
+class _Bounds(Watcher):
+    """Ends the download of a file that is too long, and notes that something comes."""
+
+    def __init__(self, max_bytes: int | None, patience: Patience | None, watcher: Watcher) -> None:
+        self._max_bytes, self._patience, self._watcher = max_bytes, patience, watcher
+
+    def size_is(self, num_bytes: int) -> None:
+        self._watcher.size_is(num_bytes)
+
+    def have(self, num_bytes: int) -> None:
+        self._watcher.have(num_bytes)
+        if self._max_bytes is not None and num_bytes > self._max_bytes:
+            raise FetchFailed(f"it has more than {self._max_bytes} bytes")
+        if self._patience is not None:
+            self._patience.renew()
+
+
+class Fetcher:
+    """Fetches files, each from the first of its mirrors that has it in order.
+
+    Args:
+        watcher: told how each download goes on.
+    Attributes:
+        patience: shared by all that is fetched at the start; None afterwards, when each mirror has ``SILENCE_S``.
+    """
+
+    def __init__(self, watcher: Watcher | None = None, patience: Patience | None = None) -> None:
+        self._watcher = watcher if watcher is not None else Watcher()
+        self.patience = patience
+
+    def read_small(self, urls: Sequence[str], number: int, scratch: Path, max_bytes: int) -> bytes:
+        """What is at one of the mirrors.
+
+        Args:
+            scratch: file that it passes through.
+        Raises:
+            FetchFailed: it has not come.
+        """
+        silence_s = self._silence_s(len(urls) - number)
+        scratch.unlink(missing_ok=True)
+        try:
+            download(
+                urls[number], scratch, Limits(silence_s, silence_s), _Bounds(max_bytes, self.patience, self._watcher)
+            )
+            return scratch.read_bytes()
+        finally:
+            scratch.unlink(missing_ok=True)
+
+    def fetch(self, urls: Sequence[str], wanted: Wanted, path: Path) -> int:
+        """Fetch one file; what was fetched before a failure is kept beside it, and the next call goes on from there.
+
+        Returns:
+            The number of the mirror that had it.
+        Raises:
+            FetchFailed: no mirror has delivered it.
+            NoGoodCopy: what they deliver is another file.
+            OSError: it cannot be written.
+            Stopped: it is not wanted any more.
+        """
+        part = path.with_name(f"{path.name}.part")
+        reasons, num_bad = [], 0
+        for number, url in enumerate(urls):
+            try:
+                if self._has_fetched(url, wanted, part, len(urls) - number):
+                    part.replace(path)
+                    return number
+                num_bad += 1
+                reasons.append(f"{url}: it is another file than was described (size or SHA-256)")
+            except FetchFailed as error:
+                reasons.append(f"{url}: {error}")
+        kind = NoGoodCopy if num_bad == len(urls) else FetchFailed
+        raise kind("; ".join(reasons))
+
+    def _has_fetched(self, url: str, wanted: Wanted, part: Path, num_left: int) -> bool:
+        """Whether the file has come, and is the right one."""
+        total_s = SILENCE_S + wanted.num_bytes / MIN_BYTES_PER_S if wanted.num_bytes is not None else None
+        bounds = _Bounds(wanted.num_bytes, self.patience, self._watcher)
+        for _ in range(MAX_RESUMES):
+            before = size_of(part)
+            try:
+                if wanted.num_bytes is None or before < wanted.num_bytes:
+                    download(url, part, Limits(self._silence_s(num_left), total_s), bounds)
+            except FetchFailed:
+                if size_of(part) <= before:
+                    raise
+                continue
+            if wanted.num_bytes in (None, size_of(part)) and wanted.sha256 in (None, sha256_of(part)):
+                return True
+            part.unlink(missing_ok=True)
+            if not before:
+                return False
+            # a part of it came from elsewhere, so this mirror is asked for all of it
+        raise FetchFailed(f"the connection broke off {MAX_RESUMES} times")
+
+    def _silence_s(self, num_left: int) -> float:
+        """How long a mirror may send nothing, when so many are to be asked, it included."""
+        if self.patience is None:
+            return SILENCE_S
+        if not self.patience.left_s:
+            raise FetchFailed("not asked, as nothing has come from others for too long")
+        return min(SILENCE_S, self.patience.left_s / num_left)
+
+
 class Mirrors:
-    """Several places that have the same files.
+    """Several places that have the same shards.
 
     Args:
         urls: of an ``index.json``, or of the folder that it is in.
-        is_stopped: asked while a file comes.
     """
 
-    def __init__(self, urls: Sequence[str], is_stopped: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, urls: Sequence[str], fetcher: Fetcher) -> None:
         self._indexes = [index_url(url) for url in urls]
-        self._is_stopped = is_stopped
+        self._fetcher = fetcher
 
     def index(self, scratch: Path) -> Index:
         """The index of the first mirror that has one.
@@ -73,123 +186,37 @@ class Mirrors:
             ConfigError: none has; it names each address and its reason.
         """
         reasons = []
-        for url in self._indexes:
+        for number, url in enumerate(self._indexes):
             try:
-                scratch.unlink(missing_ok=True)
-                self._download(url, scratch, MAX_INDEX_BYTES, START_TIMEOUT_S / len(self._indexes))
-                return read_index(scratch.read_bytes())
+                index = read_index(self._fetcher.read_small(self._indexes, number, scratch, MAX_INDEX_BYTES))
             except (FetchFailed, ConfigError) as error:
                 reasons.append(f"{url}: {error}")
-            finally:
-                scratch.unlink(missing_ok=True)
-        raise ConfigError(
-            f"the data cannot be fetched (--dataset-url): {'; '.join(reasons)}. Check the address and whether it is "
-            "served: manyhands data serve FOLDER prints the line"
-        )
+            else:
+                self._ask_first(number)
+                return index
+        raise no_data("; ".join(reasons))
 
     def fetch(self, shard: Shard, path: Path) -> None:
-        """Fetch one file; what was fetched before a failure is kept beside it, and the next call goes on from there.
+        """Fetch one file beside the index; see :meth:`Fetcher.fetch`."""
+        urls = [beside(index, shard.name) for index in self._indexes]
+        self._ask_first(self._fetcher.fetch(urls, Wanted(shard.num_bytes, shard.sha256), path))
 
-        Raises:
-            FetchFailed: no mirror has delivered it.
-            NoGoodCopy: what they deliver is another file.
-            OSError: it cannot be written.
-            Stopped: it is not wanted any more.
-        """
-        part = path.with_name(f"{path.name}.part")
-        reasons, num_bad = [], 0
-        for index in self._indexes:
-            url = beside(index, shard.name)
-            try:
-                if self._has_fetched(url, shard, part):
-                    part.replace(path)
-                    return
-                num_bad += 1
-                reasons.append(f"{url}: it is not the file of the index (another size or SHA-256)")
-            except FetchFailed as error:
-                reasons.append(f"{url}: {error}")
-        kind = NoGoodCopy if num_bad == len(self._indexes) else FetchFailed
-        raise kind("; ".join(reasons))
+    def _ask_first(self, number: int) -> None:
+        """The mirror that has just delivered comes first: one that is down is not waited for each time."""
+        self._indexes = self._indexes[number:] + self._indexes[:number]
 
-    def _has_fetched(self, url: str, shard: Shard, part: Path) -> bool:
-        """Whether the file has come, and is the right one."""
-        for _ in range(MAX_RESUMES):
-            before = _size(part)
-            try:
-                if before < shard.num_bytes:
-                    self._download(url, part, shard.num_bytes, SILENCE_S + shard.num_bytes / MIN_BYTES_PER_S)
-            except FetchFailed:
-                if _size(part) <= before:
-                    raise
-                continue
-            if _size(part) == shard.num_bytes and sha256_of(part) == shard.sha256:
-                return True
-            part.unlink(missing_ok=True)
-            if not before:
-                return False
-            # a part of it came from elsewhere, so this mirror is asked for all of it
-        raise FetchFailed(f"the connection broke off {MAX_RESUMES} times")
 
-    def _download(self, url: str, path: Path, max_bytes: int, timeout_s: float) -> None:
-        """Append to a file what it lacks, or all where ranges are not known."""
-        try:
-            if urlsplit(url).scheme in ("http", "https"):
-                asyncio.run(self._download_by_http(url, path, max_bytes, timeout_s))
-            else:
-                self._download_by_fsspec(url, path, max_bytes)
-        except asyncio.TimeoutError as error:
-            raise FetchFailed(f"no answer, or too slow, for {timeout_s:.0f} s") from error
-        except aiohttp.ClientError as error:
-            raise FetchFailed(reason_of(error)) from error
+def no_data(reasons: object) -> ConfigError:
+    """What is said when no address has the data."""
+    return ConfigError(
+        f"the data cannot be fetched (--dataset-url): {reasons}. Check the address and whether it is "
+        "served: manyhands data serve FOLDER prints the line"
+    )
 
-    async def _download_by_http(self, url: str, path: Path, max_bytes: int, timeout_s: float) -> None:
-        silence_s = min(SILENCE_S, timeout_s)
-        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=silence_s, sock_read=silence_s)
-        offset = _size(path)
-        headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={offset}-"} if offset else {})
-        async with (
-            aiohttp.ClientSession(timeout=timeout, trust_env=True) as session,
-            session.get(url, headers=headers) as response,
-        ):
-            if response.status not in (200, 206):
-                raise FetchFailed(f"HTTP {response.status} {response.reason}")
-            goes_on = response.headers.get("Content-Range", "").startswith(f"bytes {offset}-")
-            if response.status == 206 and not goes_on:
-                raise FetchFailed("it answers with another range than was asked for")
-            num_bytes = offset if response.status == 206 else 0
-            with path.open("ab" if num_bytes else "wb") as file:
-                async for data in response.content.iter_any():
-                    num_bytes += len(data)
-                    file.write(data)
-                    self._check(num_bytes, max_bytes)
 
-    def _download_by_fsspec(self, url: str, path: Path, max_bytes: int) -> None:
-        offset = _size(path)
-        options = {"timeout": SILENCE_S} if urlsplit(url).scheme == "ftp" else {}
-        try:
-            source = fsspec.open(url, "rb", **options).open()
-        except Exception as error:
-            # each kind of address has errors of its own
-            raise FetchFailed(reason_of(error)) from error
-        with source, path.open("ab" if offset else "wb") as file:
-            while True:
-                try:
-                    if source.tell() != offset:
-                        source.seek(offset)
-                    data = source.read(READ_BYTES)
-                except Exception as error:
-                    raise FetchFailed(reason_of(error)) from error
-                if not data:
-                    return
-                file.write(data)
-                offset += len(data)
-                self._check(offset, max_bytes)
-
-    def _check(self, num_bytes: int, max_bytes: int) -> None:
-        if self._is_stopped():
-            raise Stopped
-        if num_bytes > max_bytes:
-            raise FetchFailed(f"it has more than {max_bytes} bytes")
+def is_archive(url: str) -> bool:
+    """Whether an address is that of an archive, not of an index."""
+    return urlsplit(url).path.endswith(ARCHIVES)
 
 
 def index_url(url: str) -> str:
@@ -197,11 +224,10 @@ def index_url(url: str) -> str:
     parts = urlsplit(url)
     if not parts.scheme:
         raise ConfigError(f"dataset_url {url!r} is no address; for example http://203.0.113.7:8000/{INDEX}")
-    if parts.path.endswith((".tar", ".tar.gz", ".tgz")):
-        how = "xf" if parts.path.endswith(".tar") else "xzf"
+    if is_archive(url):
         raise ConfigError(
-            f"dataset_url {url} is an archive, which is not fetched while training. Unpack it where the trainer is "
-            f"started: curl -L {url} | tar {how} -; or give the address of an index.json"
+            f"{url} is an archive, and the address of an index.json is needed here; unpack it where the trainer is "
+            f"started: curl -L {url} | tar {'xf' if parts.path.endswith('.tar') else 'xzf'} -"
         )
     if parts.path.endswith(".json"):
         return url
@@ -238,9 +264,3 @@ def read_index(found: bytes) -> Index:
 def files_of(index: Index) -> list[Shard]:
     """All files beside an index."""
     return [index.tokenizer, *index.validation, *index.train]
-
-
-def _size(path: Path) -> int:
-    with contextlib.suppress(FileNotFoundError):
-        return path.stat().st_size
-    return 0

@@ -9,13 +9,14 @@ from typing import NamedTuple
 
 from manyhands.recipes.albert.account import HeldoutLosses
 from manyhands.recipes.albert.batches import IGNORED, Batch
+from manyhands.recipes.albert.compute import Compute
 from manyhands.recipes.albert.model import compute, heldout_loss
 from manyhands.recipes.albert.packages import torch, transformers
 
 PART_SIZE = 8
-"""Samples that are computed at once, at most."""
+"""Samples that are computed at once, at most: an account that is made in a hurry looks at one part or more."""
 PART_TOKENS = 1024
-"""And tokens: with 30,000 words the logits of so many take 120 MB, and are needed a few times over."""
+"""And tokens: a part of two samples of 512 takes 200 MB beside ALBERT large, in float32 on a CPU."""
 
 
 class Scores(NamedTuple):
@@ -40,7 +41,7 @@ def scores_of(model: transformers.AlbertForPreTraining, batch: Batch) -> Scores:
     num_guessed = num_masked = num_in_order = 0
     try:
         with torch.inference_mode():
-            for part in _parts_of(batch):
+            for part in parts_of(batch, PART_SIZE):
                 labels_BS = part["labels"]  # noqa: N806
                 labels_M = labels_BS[labels_BS != IGNORED]  # noqa: N806
                 computed = compute(model, part)
@@ -54,9 +55,10 @@ def scores_of(model: transformers.AlbertForPreTraining, batch: Batch) -> Scores:
     return Scores(loss.item() / num_samples, num_guessed / num_masked, num_in_order / num_samples, num_samples)
 
 
-def _parts_of(batch: Batch) -> Iterator[Batch]:
+def parts_of(batch: Batch, max_size: int) -> Iterator[Batch]:
+    """The batch in pieces of so many samples, or fewer if they are long."""
     num_samples, seq_length = batch["input_ids"].shape
-    size = min(PART_SIZE, max(1, PART_TOKENS // seq_length))
+    size = min(max_size, PART_SIZE, max(1, PART_TOKENS // seq_length))
     for start in range(0, num_samples, size):
         yield {name: values[start : start + size] for name, values in batch.items()}
 
@@ -71,11 +73,15 @@ class HeldoutComparison:
 
     Args:
         batch: all held-out samples.
+        max_size: samples that are computed at once, at most: those of a training batch fit into the memory.
+        compute: the precision of the training.
     """
 
-    def __init__(self, model: transformers.AlbertForPreTraining, batch: Batch) -> None:
+    def __init__(self, model: transformers.AlbertForPreTraining, batch: Batch, max_size: int, compute: Compute) -> None:
         self._model = model
         self._batch = batch
+        self._max_size = max_size
+        self._compute = compute
         self._first: list[_Part] = []
 
     def begin(self) -> float:
@@ -100,10 +106,12 @@ class HeldoutComparison:
         """The losses of the parts, at least of one."""
         deadline = time.monotonic() + limit_s
         parts: list[_Part] = []
-        for part in _parts_of(self._batch):
+        for part in parts_of(self._batch, self._max_size):
             if parts and time.monotonic() > deadline:
                 break
-            parts.append(_Part(heldout_loss(self._model, part), len(part["input_ids"])))
+            with self._compute.autocast():
+                loss = heldout_loss(self._model, part)
+            parts.append(_Part(loss, len(part["input_ids"])))
         return parts
 
 

@@ -102,6 +102,8 @@ def prepare(settings: Preparation) -> Result:
             (draft / name).replace(settings.output / name)
         if archive is not None and settings.archive is not None:
             archive.replace(settings.archive)
+            line = f"{result.sha256}  {settings.archive.name}\n"  # as sha256sum writes it, and trainers look for it
+            settings.archive.with_name(f"{settings.archive.name}.sha256").write_text(line, encoding="utf-8")
     finally:
         shutil.rmtree(draft, ignore_errors=True)
         if archive is not None:

@@ -7,6 +7,7 @@ their own, and follow it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
@@ -19,7 +20,7 @@ from manyhands.recipes.albert.model import build_model, loss_of
 from manyhands.recipes.albert.optimizer import join_run_as_rank
 from manyhands.recipes.albert.packages import torch, transformers
 from manyhands.recipes.albert.settings import TrainingSettings
-from manyhands.recipes.albert.source import samples_for
+from manyhands.recipes.albert.source import position_in, samples_for
 from manyhands.recipes.albert.tokenizer import tokenizer_from_json
 
 
@@ -30,12 +31,14 @@ class Task:
     Attributes:
         tokenizer: as JSON.
         order: names the order of the samples, of which each rank has its own.
+        state_path: folder that this peer keeps.
     """
 
     run_id: str
     run: RunRecipe
     tokenizer: str
     order: str
+    state_path: Path | None
 
 
 class LossModule(torch.nn.Module):
@@ -70,7 +73,8 @@ def compute_along(settings: TrainingSettings) -> None:
     compute = Compute(settings.device, settings.precision)
     task = begin(None)
     recipe, rank = task.run.recipe, distributed.get_rank()
-    samples = samples_for(task.run_id, recipe, tokenizer_from_json(task.tokenizer), f"{task.order} rank {rank}")
+    order, position = f"{task.order} rank {rank}", position_in(task.state_path, rank)
+    samples = samples_for(task.run_id, recipe, tokenizer_from_json(task.tokenizer), order, position)
     model = compute.on_device(build_model(recipe, task.run.vocab_size, samples.vocabulary))
     num_batches = settings.gradient_accumulation_steps
     optimizer = join_run_as_rank(
@@ -78,7 +82,7 @@ def compute_along(settings: TrainingSettings) -> None:
         batch_size_per_step=recipe.batch_size * num_batches,
     )  # fmt: skip
     loss_module = together(LossModule(model), compute.device)
-    batches = Batches(samples, recipe, f"{task.order} rank {rank}")
+    batches = Batches(samples, recipe, order)
     while settings.max_steps is None or optimizer.global_step < settings.max_steps:
         for _ in range(num_batches):
             with compute.fitting(f"a batch of {counted(recipe.batch_size, 'sample')}", SMALLER_BATCH):

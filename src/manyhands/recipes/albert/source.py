@@ -15,18 +15,15 @@ from manyhands.recipes.albert.checkpoint_dir import CheckpointDir
 from manyhands.recipes.albert.config import AlbertRecipe
 from manyhands.recipes.albert.corpus import load_documents
 from manyhands.recipes.albert.packages import transformers
-from manyhands.recipes.albert.samples import Samples, make_samples
+from manyhands.recipes.albert.samples import Sample, Samples, make_samples
 from manyhands.recipes.albert.tokenizer import tokenizer_digest, tokenizer_from_json, train_tokenizer, wrapped
 from manyhands.recipes.albert.tokenizer_exchange import FETCH_TIMEOUT_S, fetch_tokenizer, serve_tokenizer
 from manyhands.recipes.albert.tokenizer_file import check_run, digest_of_json, read_tokenizer, vocabulary_of
 
 if TYPE_CHECKING:
-    from manyhands.recipes.albert.stream import ShardStream
+    from manyhands.recipes.albert.stream import HostedData, ShardStream
 
 logger = logging.getLogger(__name__)
-
-POSITION = "stream.json"
-"""In the folder of the checkpoints: which shards this peer has begun."""
 
 
 class Source(NamedTuple):
@@ -47,8 +44,7 @@ def open_source(
     """
     is_text = recipe.dataset_path is None and not recipe.dataset_url
     documents = load_documents(recipe.text) if is_text else []
-    position = checkpoint_dir.path / POSITION if checkpoint_dir is not None else None
-    stream = open_stream(recipe, str(peer.peer_id), position) if recipe.dataset_url else None
+    stream = open_stream(recipe, str(peer.peer_id), position_in(peer.state_path)) if recipe.dataset_url else None
     tokenizer = _tokenizer_for(peer, run_id, recipe, run, checkpoint_dir, documents, stream)
     peer.run(serve_tokenizer(peer.endpoint, tokenizer), FETCH_TIMEOUT_S, "handing out the tokenizer")
     if stream is not None:
@@ -56,26 +52,50 @@ def open_source(
     return Source(tokenizer, samples_for(run_id, recipe, tokenizer, documents=documents))
 
 
+def position_in(state_path: Path | None, rank: int = 0) -> Path | None:
+    """The file, in the folder that a peer keeps, with the number of shards that one of its ranks has begun."""
+    if state_path is None:
+        return None
+    return state_path / (f"stream-rank-{rank}.json" if rank else "stream.json")
+
+
 def samples_for(
     run_id: str,
     recipe: AlbertRecipe,
     tokenizer: transformers.PreTrainedTokenizerFast,
     order: str = "",
+    position: Path | None = None,
     documents: Sequence[Sequence[str]] | None = None,
 ) -> Samples:
     """The samples of the data, or of the text, that the recipe names.
 
     Args:
         order: names the order of shards that are fetched.
+        position: file that keeps the place in it.
         documents: of the text, if it was read already.
     Raises:
         ConfigError: they cannot be used in this run.
     """
     if recipe.dataset_url:
-        return streamed_samples(run_id, recipe, tokenizer, open_stream(recipe, order, None))
+        return streamed_samples(run_id, recipe, tokenizer, open_stream(recipe, order, position))
     if recipe.dataset_path is not None:
         return _prepared_samples(run_id, recipe, tokenizer)
     return make_samples(load_documents(recipe.text) if documents is None else documents, tokenizer, recipe)
+
+
+def heldout_samples(run_id: str, recipe: AlbertRecipe, tokenizer: transformers.PreTrainedTokenizerFast) -> Samples:
+    """The same, for those who do not train: of data that is hosted only the validation shard is fetched.
+
+    Raises:
+        ConfigError: they cannot be used in this run.
+    """
+    if not recipe.dataset_url:
+        return samples_for(run_id, recipe, tokenizer)
+    data = _hosted(recipe)
+    try:
+        return _samples_of(run_id, recipe, tokenizer, data, [])
+    finally:
+        data.close()
 
 
 def open_stream(recipe: AlbertRecipe, order: str, position: Path | None) -> ShardStream:
@@ -83,16 +103,13 @@ def open_stream(recipe: AlbertRecipe, order: str, position: Path | None) -> Shar
 
     Args:
         order: names the order of the shards, together with the seed.
-        position: file that keeps where this peer was.
+        position: file that keeps the place in it.
     Raises:
         ConfigError: none can be fetched.
     """
-    from manyhands.recipes.albert.stream import ShardStream, default_cache_dir
+    from manyhands.recipes.albert.stream import ShardStream
 
-    cache_dir = recipe.cache_dir or default_cache_dir()
-    logger.info("Fetching data from %s into %s", " ".join(recipe.dataset_url), cache_dir)
-    max_bytes = recipe.cache_mb * 1_000_000
-    return ShardStream(recipe.dataset_url, cache_dir, max_bytes, f"{recipe.seed} {order}", position)
+    return ShardStream(_hosted(recipe), f"{recipe.seed} {order}", position)
 
 
 def streamed_samples(
@@ -103,19 +120,38 @@ def streamed_samples(
     Raises:
         ConfigError: it was made with another tokenizer, or for samples of another length.
     """
-    from manyhands.recipes.albert.stream import check_index
-
     try:
-        check_index(stream.index, run_id, recipe, tokenizer_digest(tokenizer))
+        samples = _samples_of(run_id, recipe, tokenizer, stream.data, stream)
     except ConfigError:
         stream.close()
         raise
-    heldout = [stream.validation[index] for index in stream.heldout_indices(recipe.num_heldout)]
     logger.info(
-        "Training on %s in %s of %s; %d of its validation split are held out",
-        counted(len(stream), "sample"), counted(len(stream.index.train), "shard"), recipe.dataset_url[0], len(heldout),
+        "Training on %s in %s of %s; %d of its validation split are held out", counted(len(stream), "sample"),
+        counted(len(stream.index.train), "shard"), recipe.dataset_url[0], len(samples.heldout),
     )  # fmt: skip
-    return Samples(training=stream, heldout=heldout, vocabulary=vocabulary_of(tokenizer.backend_tokenizer))
+    return samples
+
+
+def _hosted(recipe: AlbertRecipe) -> HostedData:
+    from manyhands.recipes.albert.stream import HostedData, default_cache_dir
+
+    cache_dir = recipe.cache_dir or default_cache_dir()
+    logger.info("Fetching data from %s into %s", " ".join(recipe.dataset_url), cache_dir)
+    return HostedData(recipe.dataset_url, cache_dir, recipe.cache_mb * 1_000_000)
+
+
+def _samples_of(
+    run_id: str,
+    recipe: AlbertRecipe,
+    tokenizer: transformers.PreTrainedTokenizerFast,
+    data: HostedData,
+    training: Sequence[Sample] | ShardStream,
+) -> Samples:
+    from manyhands.recipes.albert.stream import check_index
+
+    check_index(data.index, run_id, recipe, tokenizer_digest(tokenizer))
+    vocabulary = vocabulary_of(tokenizer.backend_tokenizer)
+    return Samples(training=training, heldout=data.heldout(recipe.num_heldout), vocabulary=vocabulary)
 
 
 def _prepared_samples(run_id: str, recipe: AlbertRecipe, tokenizer: transformers.PreTrainedTokenizerFast) -> Samples:
@@ -157,7 +193,7 @@ def _tokenizer_for(
         if fetched is not None:
             return fetched
     if stream is not None:
-        return tokenizer_from_json(stream.tokenizer)
+        return tokenizer_from_json(stream.data.tokenizer)
     if recipe.dataset_path is not None:
         raise ConfigError(
             f"the samples in {recipe.dataset_path} need the tokenizer that they were made with: --tokenizer FOLDER"

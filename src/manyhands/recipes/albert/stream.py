@@ -23,14 +23,15 @@ from manyhands.base.digests import sha256_of
 from manyhands.base.errors import ConfigError
 from manyhands.base.folder_lock import FolderInUse, locked_folder
 from manyhands.recipes.albert.config import AlbertRecipe
-from manyhands.recipes.albert.fetching import FetchFailed, Mirrors, NoGoodCopy, Stopped
+from manyhands.recipes.albert.download import FetchFailed, Watcher
+from manyhands.recipes.albert.fetching import Fetcher, Mirrors, NoGoodCopy, Patience, Stopped, no_data
+from manyhands.recipes.albert.pairs import StoredSample
 from manyhands.recipes.albert.sample_files import SampleFiles
 from manyhands.recipes.albert.shards import Index, Shard
 
 logger = logging.getLogger(__name__)
 
-START_PATIENCE_S = 25.0
-"""At the start, when nothing is here yet, fetching is tried again for so long."""
+TELL_PERIOD_S = 25.0
 PATIENCE_S = 60.0
 """A shard that comes slowly is waited for so long; then a cached one is taken."""
 WARN_PERIOD_S = 60.0
@@ -93,6 +94,11 @@ class Cache:
                        self._max_bytes // 1_000_000)  # fmt: skip
         return True
 
+    def cannot_be_written(self, error: OSError) -> ConfigError:
+        return ConfigError(
+            f"cache_dir {self.folder} cannot be written: {error.strerror}; make room there, or name another --cache-dir"
+        )
+
     def _used(self) -> int:
         return sum(path.stat().st_size for path in self.folder.iterdir())
 
@@ -100,22 +106,75 @@ class Cache:
         self._lock.release(force=True)
 
 
+class HostedData:
+    """What is fetched before the first shard: the index, the tokenizer and the samples to hold out.
+
+    Args:
+        max_bytes: what the cache keeps at most.
+    Attributes:
+        tokenizer: as JSON.
+    Raises:
+        ConfigError: it cannot be fetched; it names each address and its reason.
+    """
+
+    def __init__(self, urls: Sequence[str], cache_dir: Path, max_bytes: int) -> None:
+        self.is_stopped = threading.Event()
+        self.fetcher = Fetcher(_WhileWanted(self.is_stopped), Patience())
+        self.mirrors = Mirrors(urls, self.fetcher)
+        self.cache = Cache(cache_dir, max_bytes)
+        try:
+            self.index = self.mirrors.index(self.cache.folder / "index.json.part")
+            self.tokenizer = self._fetched(self.index.tokenizer).read_text(encoding="utf-8")
+            self.validation = SampleFiles([self._fetched(shard) for shard in self.index.validation])
+        except BaseException:
+            self.close()
+            raise
+
+    def heldout(self, num_samples: int) -> list[StoredSample]:
+        """So many samples to hold out, evenly spread; all if there are fewer."""
+        num_samples = min(num_samples, len(self.validation))
+        return [self.validation[index * len(self.validation) // num_samples] for index in range(num_samples)]
+
+    def close(self) -> None:
+        """Let others use the cache."""
+        self.is_stopped.set()
+        self.cache.close()
+
+    def _fetched(self, shard: Shard) -> Path:
+        path = self.cache.path_of(shard)
+        if not self.cache.has(shard):
+            try:
+                self.mirrors.fetch(shard, path)
+            except FetchFailed as error:
+                raise no_data(error) from error
+            except OSError as error:
+                raise self.cache.cannot_be_written(error) from error
+        return path
+
+
+class _WhileWanted(Watcher):
+    def __init__(self, is_stopped: threading.Event) -> None:
+        self._is_stopped = is_stopped
+
+    def have(self, num_bytes: int) -> None:
+        if self._is_stopped.is_set():
+            raise Stopped
+
+
 class ShardStream:
     """The training samples of an index, shard by shard.
 
     Args:
+        data: closed at the end of the stream.
         order: names the order of the shards; other peers have others.
         position_file: keeps how many shards were begun, for the next start.
     Raises:
         ConfigError: no shard can be fetched; it names each address and its reason.
     """
 
-    def __init__(
-        self, urls: Sequence[str], cache_dir: Path, max_bytes: int, order: str, position_file: Path | None = None
-    ) -> None:
-        self._is_stopped = threading.Event()
-        self._mirrors = Mirrors(urls, self._is_stopped.is_set)
-        self._cache = Cache(cache_dir, max_bytes)
+    def __init__(self, data: HostedData, order: str, position_file: Path | None = None) -> None:
+        self.data, self.index = data, data.index
+        self._is_stopped, self._mirrors, self._cache = data.is_stopped, data.mirrors, data.cache
         self._order, self._position_file = order, position_file
         self._changed = threading.Condition()
         self._next: tuple[int, Path] | None = None
@@ -126,9 +185,6 @@ class ShardStream:
         self._warn_at = 0.0
         self._thread = threading.Thread(target=self._run, name="shards", daemon=True)
         try:
-            self.index: Index = self._mirrors.index(self._cache.folder / "index.json.part")
-            self.tokenizer = self._fetched(self.index.tokenizer).read_text(encoding="utf-8")
-            self.validation = SampleFiles([self._fetched(shard) for shard in self.index.validation])
             self._thread.start()
             self._samples = self._first()
         except BaseException:
@@ -161,10 +217,6 @@ class ShardStream:
         usable = {self._cache.path_of(shard) for shard in self.index.train if shard.name not in self._bad}
         return [path for path in self._cache.shards() if path in usable]
 
-    def heldout_indices(self, num_samples: int) -> list[int]:
-        num_samples = min(num_samples, len(self.validation))
-        return [index * len(self.validation) // num_samples for index in range(num_samples)]
-
     def close(self) -> None:
         """Stop fetching."""
         self._is_stopped.set()
@@ -172,18 +224,17 @@ class ShardStream:
             self._changed.notify_all()
         if self._thread.ident is not None:
             self._thread.join(STOP_TIMEOUT_S)
-        self._cache.close()
+        self.data.close()
 
     def _first(self) -> SampleFiles:
         while True:
             with self._changed:
-                if self._changed.wait_for(lambda: self._next or self._failure, START_PATIENCE_S):
+                if self._changed.wait_for(lambda: self._next or self._failure, TELL_PERIOD_S):
                     if self._failure is not None:
                         raise self._failure
+                    self.data.fetcher.patience = None  # there is something to train on from now on
                     self._take()
                     return self._samples
-                if self._why_not is not None:
-                    raise ConfigError(f"no shard can be fetched: {self._why_not}")
             logger.info("Waiting for the first shard, which comes slowly")
 
     def _take(self) -> None:
@@ -199,16 +250,6 @@ class ShardStream:
     def _use(self, path: Path) -> None:
         self._samples, self._path = SampleFiles([path]), path
         os.utime(path)
-
-    def _fetched(self, shard: Shard) -> Path:
-        """A file that is needed at the start."""
-        path = self._cache.path_of(shard)
-        if not self._cache.has(shard):
-            try:
-                self._mirrors.fetch(shard, path)
-            except FetchFailed as error:
-                raise ConfigError(f"the data cannot be fetched (--dataset-url): {error}") from error
-        return path
 
     def _run(self) -> None:
         try:
@@ -276,6 +317,9 @@ class ShardStream:
             with self._changed:
                 self._why_not = reason
                 self._changed.notify_all()
+            patience = self.data.fetcher.patience
+            if patience is not None and patience.left_s < 2 * pause_s:
+                raise self._cache.cannot_be_written(reason) if isinstance(reason, OSError) else no_data(reason)
             self._is_stopped.wait(pause_s * random.uniform(0.5, 1.5))
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
         raise Stopped
@@ -313,7 +357,7 @@ def fetch_index(urls: tuple[str, ...]) -> Index:
         ConfigError: no address has an index.
     """
     with tempfile.TemporaryDirectory() as folder:
-        return Mirrors(urls).index(Path(folder) / "index.json")
+        return Mirrors(urls, Fetcher(patience=Patience())).index(Path(folder) / "index.json")
 
 
 def default_cache_dir() -> Path:

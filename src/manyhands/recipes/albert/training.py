@@ -81,15 +81,15 @@ class AlbertTrainer:
             )  # fmt: skip
         tokenizer, samples = open_source(peer, run_id, recipe, run, checkpoint_dir)
         self._model = self._compute.on_device(build_model(recipe, len(tokenizer), samples.vocabulary))
-        self._heldout = HeldoutComparison(self._model, heldout_batch(samples, recipe))
         if not is_batch_size_chosen:
             recipe = replace(recipe, batch_size=self._try_batch_sizes(samples, recipe))
+        self._heldout = HeldoutComparison(self._model, heldout_batch(samples, recipe), recipe.batch_size, self._compute)
         chosen = RunRecipe(recipe=recipe, tokenizer=tokenizer_digest(tokenizer), vocab_size=len(tokenizer))
         steps = {"batch_size_per_step": recipe.batch_size * settings.gradient_accumulation_steps}
         self._stepping: Optimizer | ProcessGroupOptimizer
         """What all ranks of this peer call alike, to step and at the end; the one of this process otherwise."""
         if num_ranks() > 1:
-            ranks.begin(ranks.Task(run_id, chosen, tokenizer_json(tokenizer), peer.peer_id))
+            ranks.begin(ranks.Task(run_id, chosen, tokenizer_json(tokenizer), peer.peer_id, peer.state_path))
             self._stepping = join_run_as_rank(
                 self._model, chosen, peer, run_id, settings.tuning, allow_solo=settings.allow_solo, **steps
             )

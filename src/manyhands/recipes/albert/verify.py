@@ -61,10 +61,11 @@ def _read(read_index: Callable[[bytes], Index], path: Path) -> Index:
 
 
 def _hosted(url: str, advance: Callable[[int, int], None]) -> Iterator[str]:
-    from manyhands.recipes.albert.fetching import FetchFailed, Mirrors, files_of
+    from manyhands.recipes.albert.download import FetchFailed
+    from manyhands.recipes.albert.fetching import Fetcher, Mirrors, files_of
 
     with tempfile.TemporaryDirectory() as scratch:
-        mirrors, path = Mirrors([url]), Path(scratch) / "file"
+        mirrors, path = Mirrors([url], Fetcher()), Path(scratch) / "file"
         index = mirrors.index(path)
         total = sum(shard.num_bytes for shard in files_of(index))
         for shard in files_of(index):

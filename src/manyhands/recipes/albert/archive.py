@@ -1,0 +1,220 @@
+"""An archive of prepared data at an address: fetched once, checked, and unpacked into the cache. Imports no torch.
+
+::
+
+    cache_dir/archives/0123456789abcdef/unpacked/data/manyhands.json ...
+
+Everything that was fetched is named by its address, so a second start finds it without asking anybody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import re
+import shutil
+import tarfile
+import time
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+import filelock
+
+from manyhands.base.errors import ConfigError
+from manyhands.base.folder_lock import FolderInUse, locked_folder
+from manyhands.base.words import rough
+from manyhands.recipes.albert.dataset import SAMPLES
+from manyhands.recipes.albert.download import FetchFailed, Watcher, size_of
+from manyhands.recipes.albert.fetching import (
+    DIGEST,
+    START_PATIENCE_S,
+    Fetcher,
+    Patience,
+    Wanted,
+    is_archive,
+    no_data,
+)
+from manyhands.recipes.albert.stream import default_cache_dir
+
+logger = logging.getLogger(__name__)
+
+FOLDER, UNPACKED = "archives", "unpacked"
+TELL_PERIOD_S = 10.0
+LOCK_PERIOD_S = 0.5
+MAX_DIGEST_BYTES = 4096
+MB = 1_000_000
+
+
+def with_unpacked(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that were given, with a folder in place of the address of an archive.
+
+    Raises:
+        ConfigError: it cannot be fetched or used, or the disk is too small; it says what to do.
+    """
+    urls = given["dataset_url"]
+    if not any(is_archive(url) for url in urls):
+        return dict(given)
+    if others := [url for url in urls if not is_archive(url)]:
+        raise ConfigError(
+            f"dataset_url names an archive, and also {others[0]}, which is none; mirrors have the same files, so give "
+            "the addresses of archives alone, or of an index.json"
+        )
+    folder = unpacked(urls, given.get("cache_dir") or default_cache_dir())
+    return {name: value for name, value in given.items() if name != "dataset_url"} | {"dataset_path": folder}
+
+
+def unpacked(urls: Sequence[str], cache_dir: Path) -> Path:
+    """The folder with the samples of an archive, which is fetched unless that was done before.
+
+    Args:
+        urls: mirrors of the same archive.
+    Raises:
+        ConfigError: it cannot be fetched or used, or the disk is too small.
+    """
+    folders = [cache_dir / FOLDER / hashlib.sha256(url.encode()).hexdigest()[:16] for url in urls]
+    folder = next((folder for folder in folders if _samples_in(folder / UNPACKED)), folders[0])
+    lock = _locked(folder)
+    try:
+        found = _samples_in(folder / UNPACKED)
+        if found is None:
+            _fetch(urls, folder)
+            found = _samples_in(folder / UNPACKED)
+            assert found is not None
+        return found
+    finally:
+        lock.release(force=True)
+
+
+def _locked(folder: Path) -> filelock.BaseFileLock:
+    """The folder, once no other process of this machine fetches the same archive."""
+    is_told = False
+    while True:
+        try:
+            return locked_folder(folder, "cache_dir", ".lock")
+        except FolderInUse:
+            if not is_told:
+                logger.info("Another process fetches the archive into %s; waiting for it", folder)
+            is_told = True
+            time.sleep(LOCK_PERIOD_S)
+
+
+def _fetch(urls: Sequence[str], folder: Path) -> None:
+    path = folder / "archive"
+    logger.info("Fetching %s into %s", " or ".join(urls), folder)
+    try:
+        if not path.exists():
+            sha256 = _digest_beside(urls, folder / "digest", Fetcher(patience=Patience(START_PATIENCE_S / 3)))
+            if sha256 is None:
+                logger.info("There is no SHA-256 at %s, so the archive is not compared with it", _digest_url(urls[0]))
+            fetcher = Fetcher(_Progress(path), Patience(START_PATIENCE_S * 2 / 3))
+            fetcher.fetch(urls, Wanted(sha256=sha256), path)
+        _unpack(urls, path, folder)
+    except FetchFailed as error:
+        kept = size_of(path.with_name(f"{path.name}.part"))
+        again = f". What has come ({kept // MB} MB) is kept: start again, and it goes on from there" if kept else ""
+        raise no_data(f"{error}{again}") from error
+    except OSError as error:
+        raise ConfigError(
+            f"cache_dir {folder} cannot be written: {error.strerror}; make room there, or name another --cache-dir"
+        ) from error
+
+
+def _digest_beside(urls: Sequence[str], scratch: Path, fetcher: Fetcher) -> str | None:
+    """The SHA-256 that is written in the file beside an archive, as ``sha256sum`` writes it; None without one."""
+    places = [_digest_url(url) for url in urls]
+    for number in range(len(places)):
+        with contextlib.suppress(FetchFailed):
+            found = fetcher.read_small(places, number, scratch, MAX_DIGEST_BYTES)
+            words = found.decode("ascii", "replace").lower().split()
+            if words and DIGEST.fullmatch(words[0]):
+                return words[0]
+    return None
+
+
+def _digest_url(url: str) -> str:
+    parts = urlsplit(url)
+    return urlunsplit(parts._replace(path=f"{parts.path}.sha256"))
+
+
+class _Progress(Watcher):
+    """Tells how far a download is, and ends it before it begins if the disk is too small."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._total: int | None = None
+        self._since = self._told_at = time.monotonic()
+        self._at_first = size_of(path.with_name(f"{path.name}.part"))
+        if self._at_first:
+            logger.info("Going on after the %d MB that came before", self._at_first // MB)
+
+    def size_is(self, num_bytes: int) -> None:
+        self._total = num_bytes
+        here = size_of(self._path.with_name(f"{self._path.name}.part"))
+        _check_disk(self._path.parent, max(0, num_bytes - here) + num_bytes, "at least, for the archive and its files")
+
+    def have(self, num_bytes: int) -> None:
+        now = time.monotonic()
+        if now < self._told_at + TELL_PERIOD_S:
+            return
+        self._told_at = now
+        if self._total is None:
+            logger.info("Fetched %d MB", num_bytes // MB)
+            return
+        rate = max(1.0, (num_bytes - self._at_first) / (now - self._since))
+        logger.info("Fetched %d of %d MB; about %s to go", num_bytes // MB, self._total // MB,
+                    rough((self._total - num_bytes) / rate))  # fmt: skip
+
+
+def _samples_in(folder: Path) -> Path | None:
+    return min(folder.rglob(SAMPLES), key=lambda path: len(path.parts), default=None)
+
+
+def _check_disk(folder: Path, num_bytes: int, what: str) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < num_bytes:
+        raise ConfigError(
+            f"the disk of {folder} has {free // MB} MB left, and {-(-num_bytes // MB)} MB are needed {what}; make room "
+            "there, or name another --cache-dir"
+        )
+
+
+def _unpack(urls: Sequence[str], path: Path, folder: Path) -> None:
+    """Unpack it beside, and remove it; a member that would be written elsewhere, or is no file, is refused."""
+    if not hasattr(tarfile, "data_filter"):
+        raise ConfigError(
+            "this version of Python cannot unpack archives safely (3.10.12, 3.11.4 and later can); unpack it where the "
+            f"trainer is started: tar xf {path}"
+        )
+    draft = folder / ".unfinished"
+    shutil.rmtree(draft, ignore_errors=True)  # of a process that was killed
+    draft.mkdir()
+    try:
+        with tarfile.open(path) as archive:
+            num_bytes = 0
+            for member in archive:
+                if not member.isreg() and not member.isdir():
+                    raise tarfile.TarError(f"{member.name[:64]!r} is neither a file nor a folder")
+                num_bytes += member.size
+            _check_disk(folder, num_bytes, "for the files of the archive")
+            logger.info("Unpacking %d MB into %s", num_bytes // MB, folder)
+            archive.extractall(draft, filter="data")
+        if _samples_in(draft) is None:
+            raise tarfile.TarError(f"it has no folder {SAMPLES}, as those of manyhands data prepare --archive have")
+        shutil.rmtree(folder / UNPACKED, ignore_errors=True)
+        draft.replace(folder / UNPACKED)
+    except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        reason = re.sub(r"\s+", " ", str(error))
+        path.unlink()
+        raise ConfigError(
+            f"the archive {urls[0]} cannot be unpacked ({reason}), and was removed from {folder}; ask the person who "
+            "hosts it to look, or start again to have it fetched again"
+        ) from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    path.unlink()

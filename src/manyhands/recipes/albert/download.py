@@ -1,0 +1,187 @@
+"""Fetches one file from one address, from where an earlier attempt ended; every wait has a deadline. Imports no torch.
+
+http and https are spoken by aiohttp; every other address (s3, ftp, file) is opened by fsspec, whose calls have no
+deadline of their own, so each is waited for in a thread beside.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+from urllib.parse import urlsplit
+
+from manyhands.base.digests import READ_BYTES
+from manyhands.base.errors import MissingExtra, Unavailable
+from manyhands.base.words import reason_of
+
+try:
+    import aiohttp
+    import fsspec
+    from fsspec.registry import known_implementations
+except ModuleNotFoundError as error:
+    if error.name not in ("aiohttp", "fsspec"):
+        raise
+    raise MissingExtra("data that is fetched from an address", "data") from error
+
+T = TypeVar("T")
+
+
+class FetchFailed(Unavailable):
+    """A file has not come, or not all of it; trying again may help."""
+
+
+class Limits(NamedTuple):
+    """When a file is given up.
+
+    Attributes:
+        silence_s: nothing has come for so long.
+        total_s: it is not here after so long; None for a file of unknown size.
+    """
+
+    silence_s: float
+    total_s: float | None
+
+
+class Watcher:
+    """Is told how a download goes on; what its methods raise ends the download."""
+
+    def size_is(self, num_bytes: int) -> None:
+        """The whole file has so many bytes; told before any is written, where the server says it."""
+
+    def have(self, num_bytes: int) -> None:
+        """So many bytes are in the file now."""
+
+
+def download(url: str, path: Path, limits: Limits, watcher: Watcher) -> None:
+    """Append to a file what it lacks, or write all of it anew where ranges are not known.
+
+    Raises:
+        FetchFailed: the connection broke off, or a limit has passed; what has come is kept.
+        OSError: the file cannot be written.
+    """
+    try:
+        if urlsplit(url).scheme in ("http", "https"):
+            asyncio.run(_by_http(url, path, limits, watcher))
+        else:
+            _by_fsspec(url, path, limits, watcher)
+    except asyncio.TimeoutError as error:
+        raise FetchFailed(f"no answer for {limits.silence_s:.0f} s, or it comes too slowly") from error
+    except aiohttp.ClientError as error:
+        raise FetchFailed(reason_of(error)) from error
+
+
+async def _by_http(url: str, path: Path, limits: Limits, watcher: Watcher) -> None:
+    timeout = aiohttp.ClientTimeout(total=limits.total_s, connect=limits.silence_s, sock_read=limits.silence_s)
+    offset = size_of(path)
+    headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={offset}-"} if offset else {})
+    async with (
+        aiohttp.ClientSession(timeout=timeout, trust_env=True, auto_decompress=False) as session,
+        session.get(url, headers=headers) as response,
+    ):
+        if response.status == 416:
+            with path.open("wb"):
+                raise FetchFailed("it has fewer bytes than were fetched before")
+        if response.status not in (200, 206):
+            raise FetchFailed(f"HTTP {response.status} {response.reason}")
+        goes_on = response.headers.get("Content-Range", "").startswith(f"bytes {offset}-")
+        if response.status == 206 and not goes_on:
+            raise FetchFailed("it answers with another range than was asked for")
+        num_bytes = offset if response.status == 206 else 0
+        if response.content_length is not None:
+            watcher.size_is(num_bytes + response.content_length)
+        with path.open("ab" if num_bytes else "wb") as file:
+            async for data in response.content.iter_any():
+                num_bytes += len(data)
+                file.write(data)
+                watcher.have(num_bytes)
+
+
+def _by_fsspec(url: str, path: Path, limits: Limits, watcher: Watcher) -> None:
+    offset = size_of(path)
+    deadline = time.monotonic() + limits.total_s if limits.total_s is not None else math.inf
+
+    def waited_for(call: Callable[[], T]) -> T:
+        return _within(min(limits.silence_s, deadline - time.monotonic()), call)
+
+    source = waited_for(partial(_opened, url, limits.silence_s))
+    if (size := getattr(source, "size", None)) is not None:
+        watcher.size_is(size)
+    with path.open("ab" if offset else "wb") as file:
+        while data := waited_for(partial(_read, source, offset)):
+            file.write(data)
+            offset += len(data)
+            watcher.have(offset)
+    waited_for(source.close)
+
+
+def _opened(url: str, silence_s: float) -> Any:
+    timeout_s = 2 * silence_s  # a thread that was left ends by it
+    options: dict[str, Any] = {}
+    scheme = urlsplit(url).scheme
+    if scheme == "ftp":
+        options = {"timeout": timeout_s}
+    elif scheme == "s3":
+        options = {"config_kwargs": {"connect_timeout": timeout_s, "read_timeout": timeout_s}}
+    try:
+        return _opened_with(url, options)
+    except Exception as error:
+        if scheme == "s3" and type(error).__name__ == "NoCredentialsError":  # what is public needs none
+            return _opened_with(url, options | {"anon": True})
+        raise
+
+
+def _opened_with(url: str, options: dict[str, Any]) -> Any:
+    try:
+        filesystem, place = fsspec.core.url_to_fs(url, **options)
+    except ImportError as error:
+        package = known_implementations[urlsplit(url).scheme]["class"].partition(".")[0]
+        raise FetchFailed(f"its kind of address needs a package; try: pip install {package}") from error
+    return filesystem.open(place, "rb", block_size=READ_BYTES)
+
+
+def _read(source: Any, offset: int) -> bytes:
+    if source.tell() != offset:
+        source.seek(offset)
+    data: bytes = source.read(READ_BYTES)
+    return data
+
+
+def _within(timeout_s: float, call: Callable[[], T]) -> T:
+    """The result of a call that has no deadline: it is left to a thread, which nobody waits for when it is late.
+
+    Raises:
+        FetchFailed: it is late, or it has failed: each kind of address has errors of its own.
+    """
+    results: queue.SimpleQueue[tuple[T | None, Exception | None]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            results.put((call(), None))
+        except Exception as error:  # noqa: BLE001 (raised below)
+            results.put((None, error))
+
+    threading.Thread(target=run, name="fsspec", daemon=True).start()
+    try:
+        result, error = results.get(timeout=max(0.0, timeout_s))
+    except queue.Empty:
+        raise asyncio.TimeoutError from None
+    if isinstance(error, FetchFailed):
+        raise error
+    if error is not None:
+        raise FetchFailed(reason_of(error)) from error
+    return result  # type: ignore[return-value]
+
+
+def size_of(path: Path) -> int:
+    """Of a file, in bytes; 0 if there is none."""
+    with contextlib.suppress(FileNotFoundError):
+        return path.stat().st_size
+    return 0
