@@ -21,6 +21,7 @@ class StateDir:
     """A folder that belongs to this process until :meth:`close`. It is made when it does not exist.
 
     Attributes:
+        path: the folder.
         identity_path: where the private key is, unless the user named another file.
         peers_path: the addresses of other peers.
     Raises:
@@ -29,11 +30,11 @@ class StateDir:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self._path = Path(path)
+        self.path = Path(path)
         self._writing = threading.Lock()
-        self.identity_path = self._path / "identity.pem"
-        self.peers_path = self._path / "peers.json"
-        self._lock = locked_folder(self._path, "state dir", "lock")
+        self.identity_path = self.path / "identity.pem"
+        self.peers_path = self.path / "peers.json"
+        self._lock = locked_folder(self.path, "state dir", "lock")
 
     def load_peers(self) -> KnownPeers:
         """The peers that were seen before; none, and a warning, if the file is damaged."""
