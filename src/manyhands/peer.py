@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
-from manyhands.access import Authorizer, Members, SignedCharter
+from manyhands.access import AccessConfig, Authorizer, Members, SignedCharter
 from manyhands.access.joining import Place, join_by, serve_charter
 from manyhands.base.address import Address, parse_addresses, parse_listen_addresses
 from manyhands.base.deadline import time_limit
@@ -66,12 +66,14 @@ class Presence:
         wall_clock: Callable[[], float] = time.time,
         rpc_config: RpcConfig | None = None,
         dht_config: DhtConfig | None = None,
+        access_config: AccessConfig | None = None,
         state_dir: StateDir | None = None,
     ) -> None:
         self.peer_id: PeerId = transport.identity.peer_id
         self.members: dict[str, Members] = {}
         self.rng = rng or random.Random()
         self._wall_clock = wall_clock
+        self._access_config = access_config or AccessConfig()
         self.on_close: list[Callable[[], Awaitable[None]]] = []
         self.endpoint = Endpoint(transport, client_mode=client_mode, config=rpc_config, rng=self.rng)
         self._state_dir = state_dir
@@ -118,7 +120,7 @@ class Presence:
 
     def _place(self) -> Place:
         folder = self._state_dir.path if self._state_dir is not None else None
-        return Place(self.endpoint, self.dht, self.rng, self._wall_clock, folder)
+        return Place(self.endpoint, self.dht, self.rng, self._wall_clock, folder, self._access_config)
 
     # what outlives it
 
@@ -221,6 +223,7 @@ class Peer(FromHivemind):
         credential: str = "",
         rpc_config: RpcConfig | None = None,
         dht_config: DhtConfig | None = None,
+        access_config: AccessConfig | None = None,
     ) -> None:
         initial_addresses, tickets = split_tickets(initial_peers)
         listen_addresses = [] if client_mode else parse_listen_addresses(listen)
@@ -244,6 +247,7 @@ class Peer(FromHivemind):
                 client_mode=client_mode,
                 rpc_config=rpc_config,
                 dht_config=dht_config,
+                access_config=access_config,
                 state_dir=self._state_dir,
             )
             await self.presence.start(initial_addresses, listen_addresses, announce_addresses, must_join=must_join)

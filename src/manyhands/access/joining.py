@@ -6,12 +6,14 @@ import asyncio
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from manyhands.access.authorizer import Authorizer
 from manyhands.access.charter import SignedCharter
 from manyhands.access.charters import read_charters
+from manyhands.access.config import AccessConfig
 from manyhands.access.coordinator import Coordinator
+from manyhands.access.kept import KeptLease
 from manyhands.access.ledger import Ledger
 from manyhands.access.members import Members
 from manyhands.base.errors import ConfigError, Unavailable
@@ -35,6 +37,7 @@ class Place(NamedTuple):
     rng: random.Random
     wall_clock: Callable[[], float]
     folder: Path | None = None
+    config: AccessConfig = AccessConfig()
 
 
 async def join_by(ticket: Ticket, place: Place, credential: bytes = b"", *, only_looks: bool = False) -> Members:
@@ -47,11 +50,9 @@ async def join_by(ticket: Ticket, place: Place, credential: bytes = b"", *, only
         ConfigError: the charter of the run is another one, or a coordinator refuses a lease.
         Unavailable: nobody knows the charter, or no coordinator answers.
     """
-    charter = await _charter_of(ticket, place.dht)
-    lease_path = place.folder / f"lease-{charter.run_id}" if place.folder is not None else None
-    members = Members(
-        place.endpoint, place.dht, charter, wall_clock=place.wall_clock, rng=place.rng, lease_path=lease_path
-    )
+    kept = KeptLease(place.folder, ticket.run_id) if place.folder is not None else None
+    charter = kept.charter(ticket.charter) if kept is not None else None
+    members = _members(place, charter or await _charter_of(ticket, place.dht), kept=kept)
     await members.watch()
     if not only_looks:
         try:
@@ -70,16 +71,27 @@ async def serve_charter(
     Raises:
         ConfigError: the folder is that of another charter's coordinator.
     """
-    endpoint, dht = place.endpoint, place.dht
-    ledger = Ledger(place.folder)
-    coordinator = Coordinator(endpoint, dht, charter, ledger, authorizer=authorizer, wall_clock=place.wall_clock)
+    coordinator = Coordinator(
+        place.endpoint,
+        place.dht,
+        charter,
+        Ledger(place.folder),
+        authorizer=authorizer,
+        wall_clock=place.wall_clock,
+        config=place.config,
+    )
     await coordinator.start()
-    own_lease = coordinator.own_lease if coordinator.is_delegated else None
-    members = Members(endpoint, dht, charter, wall_clock=place.wall_clock, rng=place.rng, own_lease=own_lease)
+    members = _members(place, charter, own_lease=coordinator.own_lease if coordinator.is_delegated else None)
     await members.watch()
     if coordinator.is_delegated:
         await members.enter()
     return coordinator, members
+
+
+def _members(place: Place, charter: SignedCharter, **own: Any) -> Members:
+    return Members(
+        place.endpoint, place.dht, charter, wall_clock=place.wall_clock, rng=place.rng, config=place.config, **own
+    )
 
 
 async def _charter_of(ticket: Ticket, dht: DhtNode) -> SignedCharter:

@@ -8,7 +8,6 @@ import math
 import random
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import msgspec
 
@@ -16,8 +15,8 @@ from manyhands.access.charter import SignedCharter
 from manyhands.access.charters import Published, read_charters
 from manyhands.access.config import AccessConfig
 from manyhands.access.invitation import SignedInvitation
+from manyhands.access.kept import KeptLease
 from manyhands.access.lease import Lease, SignedLease
-from manyhands.access.ledger import write_whole
 from manyhands.access.messages import (
     CHARTER_KIND,
     LEASE_RECORD_TTL_S,
@@ -53,7 +52,7 @@ class Members:
 
     Args:
         charter: of the run.
-        lease_path: a file that keeps this peer's own lease, so that a restart needs no coordinator.
+        kept: the file that keeps the charter and this peer's own lease, so that a restart needs no coordinator.
         own_lease: signs this peer's own lease, on a coordinator.
     """
 
@@ -66,7 +65,7 @@ class Members:
         wall_clock: Callable[[], float] = time.time,
         rng: random.Random | None = None,
         config: AccessConfig | None = None,
-        lease_path: Path | None = None,
+        kept: KeptLease | None = None,
         own_lease: Callable[[], SignedLease] | None = None,
     ) -> None:
         self.charter = charter
@@ -75,7 +74,7 @@ class Members:
         self._wall_clock = wall_clock
         self._rng = rng or random.Random()
         self._config = config or AccessConfig()
-        self._lease_path = lease_path
+        self._kept = kept
         self._sign_own = own_lease
         self._methods = RunMethods(charter.run_id)
         self._own: SignedLease | None = None
@@ -117,9 +116,9 @@ class Members:
         if self.charter.is_open:
             return
         if self._sign_own is not None:
-            self._hold(self._sign_own())
+            self._own = self._sign_own()
         elif (kept := self._kept_lease()) is not None:
-            self._hold(kept)
+            self._own = kept
         else:
             try:
                 await self._renew(credential)
@@ -278,8 +277,9 @@ class Members:
             except (Unavailable, PeerError) as error:
                 failures.append(f"{coordinator}: {error}")
             else:
-                self._hold(held)
-                self._keep_lease(held)
+                self._own = held
+                if self._kept is not None:
+                    self._kept.write(self.charter, held)
                 return
         raise Unavailable(f"no coordinator of run {self.charter.run_id!r} gives a lease: {'; '.join(failures)}")
 
@@ -293,27 +293,10 @@ class Members:
             return coordinators
         return sorted(coordinators, key=lambda peer_id: peer_id != first)
 
-    def _hold(self, held: SignedLease) -> None:
-        self._own = held
-
     def _kept_lease(self) -> SignedLease | None:
         """The lease of an earlier start, while it counts."""
-        try:
-            raw = self._lease_path.read_bytes() if self._lease_path is not None else b""
-            held = SignedLease.from_bytes(raw, self.charter, self._endpoint.peer_id) if raw else None
-        except FileNotFoundError:
-            return None
-        except (OSError, PeerError) as error:
-            logger.debug("the lease in %s is not used: %s", self._lease_path, error)
-            return None
+        held = self._kept.lease(self.charter, self._endpoint.peer_id) if self._kept is not None else None
         return held if held is not None and self._counts(held) else None
-
-    def _keep_lease(self, held: SignedLease) -> None:
-        if self._lease_path is not None:
-            try:
-                write_whole(self._lease_path, held.signed.encoded())
-            except OSError as error:
-                logger.warning("the lease cannot be kept in %s: %s", self._lease_path, error.strerror)
 
     async def _publish(self) -> None:
         if self._own is not None:
@@ -363,7 +346,7 @@ class Members:
 
     async def _renew_again(self) -> None:
         if self._sign_own is not None:
-            self._hold(self._sign_own())
+            self._own = self._sign_own()
             return
         try:
             await self._renew()
