@@ -336,7 +336,7 @@ class Members:
 
     def _note(self, entry: Published) -> None:
         self._banned |= {PeerId(peer_id): entry.peer_id for peer_id in entry.record.bans}
-        self._endpoint.learn(entry.peer_id, _readable(entry.record.addresses))
+        self._endpoint.learn(entry.peer_id, readable(entry.record.addresses))
 
     def _is_renewal_due(self) -> bool:
         if self._own is None or self._own.lease.peer_id in self._banned:
@@ -372,7 +372,8 @@ class Members:
         )  # fmt: skip
 
 
-def _readable(texts: list[str]) -> list[Address]:
+def readable(texts: list[str]) -> list[Address]:
+    """The addresses of a coordinator that can be read; a newer version may publish others too."""
     addresses = []
     for text in texts:
         try:
