@@ -29,7 +29,15 @@ from manyhands.access.messages import (
     leases_key,
 )
 from manyhands.base.address import Address
-from manyhands.base.errors import ConfigError, ManyhandsError, PeerError, Refused, Unavailable
+from manyhands.base.errors import (
+    BadSignature,
+    ConfigError,
+    ManyhandsError,
+    PeerError,
+    ProtocolViolation,
+    Refused,
+    Unavailable,
+)
 from manyhands.base.identity import PeerId
 from manyhands.dht import DhtNode, StoredValue
 from manyhands.rpc import Endpoint
@@ -193,9 +201,15 @@ class Members:
     def _on_lost(self, peer_id: PeerId) -> None:
         self._met.pop(peer_id, None)  # it may be another process when it comes back
 
-    async def _on_show(self, remote: PeerId, request: Shown) -> Shown:
-        self._take_in(remote, request)
-        return Shown(self.charter.digest, self._own.signed.encoded() if self._own is not None else b"")
+    def _on_show(self, remote: PeerId, request: Shown) -> Shown:
+        try:
+            self._take_in(remote, request)
+        except (ProtocolViolation, BadSignature) as error:
+            raise Refused(remote, "bad_lease", str(error)) from error
+        if self._own is None:
+            return Shown(self.charter.digest)
+        self._met[remote] = self._own.signed.signature
+        return Shown(self.charter.digest, self._own.signed.encoded())
 
     def _take_in(self, remote: PeerId, shown: Shown) -> None:
         if shown.charter != self.charter.digest:
