@@ -109,7 +109,7 @@ class SignedCharter:
             ProtocolViolation, BadSignature: it is none.
         """
         signed = decoded(raw, source)
-        charter = signed.verified(DOMAIN, Charter)
+        charter = signed.verified(DOMAIN, Charter, source)
         if charter.owner != signed.signer:
             raise BadSignature(source, "the charter is signed by somebody else than the owner that it names")
         return cls(charter, signed)

@@ -14,6 +14,7 @@ from manyhands.access.signed import Signed, decoded, signed_by
 from manyhands.base.errors import BadSignature, ProtocolViolation
 from manyhands.base.identity import Identity
 from manyhands.base.structs import make_ready
+from manyhands.rpc.frames import readable
 
 DOMAIN = "run-invitation"
 MAX_USES = 100_000
@@ -70,10 +71,8 @@ class SignedInvitation:
         """
         signed = decoded(raw, source)
         if signed.signer not in charter.coordinators:
-            raise BadSignature(
-                source, f"the invitation is signed by {signed.signer}, which is no coordinator of the run"
-            )
-        invitation = signed.verified(DOMAIN, Invitation)
+            raise BadSignature(source, f"its signer {readable(signed.signer)} is no coordinator of the run")
+        invitation = signed.verified(DOMAIN, Invitation, source)
         if invitation.charter != charter.digest:
             raise ProtocolViolation(source, "the invitation is for another run")
         return cls(invitation, signed)

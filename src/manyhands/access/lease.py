@@ -13,6 +13,7 @@ from manyhands.access.signed import Signed, decoded, signed_by
 from manyhands.base.errors import BadSignature, ProtocolViolation
 from manyhands.base.identity import Identity, PeerId
 from manyhands.base.structs import make_ready
+from manyhands.rpc.frames import readable
 
 DOMAIN = "run-lease"
 MAX_LEASE_S = 7 * 86400.0
@@ -73,12 +74,13 @@ class SignedLease:
         """
         signed = decoded(raw, holder)
         if signed.signer not in charter.coordinators:
-            raise BadSignature(holder, f"its lease is signed by {signed.signer}, which is no coordinator of the run")
-        lease = signed.verified(DOMAIN, Lease)
+            signer = readable(signed.signer)
+            raise BadSignature(holder, f"its lease is signed by {signer}, which is no coordinator of the run")
+        lease = signed.verified(DOMAIN, Lease, holder)
         if lease.charter != charter.digest:
             raise ProtocolViolation(holder, "its lease is of another run")
         if lease.peer_id != holder:
-            raise ProtocolViolation(holder, f"its lease is that of peer {lease.peer_id}")
+            raise ProtocolViolation(holder, f"its lease is that of peer {readable(lease.peer_id)}")
         return cls(lease, signed)
 
     def counts(self, wall_now: float, *, skew_s: float, grace_s: float = 0.0) -> bool:

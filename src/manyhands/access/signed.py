@@ -10,9 +10,10 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
-from manyhands.base.errors import ProtocolViolation
+from manyhands.base.errors import BadSignature, ProtocolViolation
 from manyhands.base.identity import Identity, PeerId, verify
 from manyhands.base.structs import make_ready
+from manyhands.rpc.frames import readable
 
 MAX_BODY_BYTES = 1 << 14
 MAX_BYTES = MAX_BODY_BYTES + 256
@@ -37,18 +38,23 @@ class Signed(msgspec.Struct, frozen=True, array_like=True):
     def encoded(self) -> bytes:
         return msgspec.msgpack.encode(self)
 
-    def verified(self, domain: str, body_type: type[Body]) -> Body:
+    def verified(self, domain: str, body_type: type[Body], source: str) -> Body:
         """The body, once its signature is checked.
 
+        Args:
+            source: the peer that it came from, for the errors.
         Raises:
             BadSignature: the signer has not signed it for this purpose.
             ProtocolViolation: the signer has signed something else.
         """
-        verify(PeerId(self.signer), domain, self.body, self.signature)
+        try:
+            verify(PeerId(self.signer), domain, self.body, self.signature)
+        except BadSignature as error:
+            raise BadSignature(source, f"the signature does not match ({domain})") from error
         try:
             return msgspec.msgpack.decode(self.body, type=body_type)
         except UNREADABLE as error:
-            raise ProtocolViolation(self.signer, f"signed something that cannot be read ({domain}): {error}") from error
+            raise ProtocolViolation(source, f"the {domain} cannot be read: {readable(str(error))}") from error
 
 
 make_ready(Signed)
@@ -73,4 +79,5 @@ def decoded(raw: bytes, source: str) -> Signed:
             raise ValueError(f"it has {len(raw)} bytes; at most {MAX_BYTES} are allowed")
         return msgspec.msgpack.decode(raw, type=Signed)
     except UNREADABLE as error:
-        raise ProtocolViolation(source, f"sent something signed that cannot be read: {error}") from error
+        text = f"sent something signed that cannot be read: {readable(str(error))}"
+        raise ProtocolViolation(source, text) from error

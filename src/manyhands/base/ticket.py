@@ -127,6 +127,8 @@ def split_tickets(places: Sequence[str | Address]) -> tuple[list[Address], list[
     Raises:
         ConfigError: one can be read neither as a ticket nor as an address.
     """
+    if isinstance(places, str):
+        return parse_addresses(places), []  # it says what to write instead
     tickets = [Ticket.parse(place) for place in places if isinstance(place, str) and Ticket.is_one(place)]
     others = [place for place in places if not (isinstance(place, str) and Ticket.is_one(place))]
     return [*(address for ticket in tickets for address in ticket.addresses), *parse_addresses(others)], tickets

@@ -36,7 +36,7 @@ from tests.unit.access.world import (
         (token_of(expires_at=START_S - 1), "the invitation has expired; ask for another ticket"),
         (token_of(peer_id=identity_of(77).peer_id), "the invitation is for peer .* and this one is"),
         (token_of(charter=charter_of(run_id="other")), "the invitation is for another run; ask for another ticket"),
-        (token_of(signer=identity_of(77)), "no coordinator of the run; ask for another ticket"),
+        (token_of(signer=identity_of(77)), "is no coordinator of the run; ask for another ticket"),
         (b"a password", "cannot be read"),
     ],
 )

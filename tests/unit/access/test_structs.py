@@ -99,8 +99,8 @@ def test_a_lease_counts_for_its_peer(signer: Any) -> None:
 @pytest.mark.parametrize(
     ("lease", "message"),
     [
-        (lease_of(signer=STRANGER), "which is no coordinator of the run"),
-        (lease_of(signer=PEER), "which is no coordinator of the run"),
+        (lease_of(signer=STRANGER), "is no coordinator of the run"),
+        (lease_of(signer=PEER), "is no coordinator of the run"),
         (lease_of(charter=charter_of(run_id="other")), "its lease is of another run"),
         (lease_of(charter=charter_of(created_at=2.0)), "its lease is of another run"),
         (lease_of(STRANGER.peer_id), "its lease is that of peer"),
@@ -135,7 +135,7 @@ def test_when_a_lease_counts() -> None:
         (b"", "cannot be read"),
         (b"\xc1", "cannot be read"),
         (bytes(20_000), "it has 20000 bytes"),
-        (token_of(signer=STRANGER), "which is no coordinator of the run"),
+        (token_of(signer=STRANGER), "is no coordinator of the run"),
         (token_of(charter=charter_of(run_id="other")), "for another run"),
         (lease_of().signed.encoded(), "the signature does not match"),
         (token_of()[:-1] + b"x", "the signature does not match"),
