@@ -125,14 +125,22 @@ class Members:
             return
         if self._sign_own is not None:
             self._own = self._sign_own()
-        elif (kept := self._kept_lease()) is not None:
-            self._own = kept
         else:
-            try:
-                await self._renew(credential)
-            except Refused as refusal:
-                raise ConfigError(f"run {self.charter.run_id!r}: {refusal.message}") from refusal
+            self._own = self._kept.lease(self.charter, self._endpoint.peer_id) if self._kept is not None else None
+            if self._own is None or not self._counts(self._own):
+                await self._get_lease(credential)
         await self._publish()
+
+    async def _get_lease(self, credential: bytes) -> None:
+        try:
+            await self._renew(credential)
+        except Refused as refusal:
+            raise ConfigError(f"run {self.charter.run_id!r}: {refusal.message}") from refusal
+        except Unavailable as error:
+            self._missed_at = asyncio.get_running_loop().time()
+            if self._own is None or not self._counts(self._own):
+                raise
+            self._tell_away(error)  # this peer comes back while no coordinator is there
 
     async def close(self) -> None:
         """Be the gate no more. May be called twice."""
@@ -306,11 +314,6 @@ class Members:
         except PeerError:  # a credential of another kind
             return coordinators
         return sorted(coordinators, key=lambda peer_id: peer_id != first)
-
-    def _kept_lease(self) -> SignedLease | None:
-        """The lease of an earlier start, while it counts."""
-        held = self._kept.lease(self.charter, self._endpoint.peer_id) if self._kept is not None else None
-        return held if held is not None and self._counts(held) else None
 
     async def _publish(self) -> None:
         if self._own is not None:

@@ -11,9 +11,11 @@ import msgspec
 import pytest
 
 from manyhands.access import AccessConfig, Members, RunGate
+from manyhands.access.lease import SignedLease
+from manyhands.access.ledger import Ledger
 from manyhands.access.managing import manage
-from manyhands.access.messages import leases_key
-from manyhands.base.errors import Refused
+from manyhands.access.messages import LeaseRequest, RunMethods, leases_key
+from manyhands.base.errors import Refused, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.peer import Presence
 from manyhands.rpc import Method
@@ -243,3 +245,30 @@ async def test_a_restart_needs_no_coordinator(tmp_path: Path) -> None:
         one = await world.peer(10, folder=tmp_path)
         await one.join_run(ticket)
         assert one.members[RUN].lease_of(one.peer_id) == lease
+
+
+async def test_a_restart_in_the_grace_of_an_expired_lease(tmp_path: Path) -> None:
+    async with new_world() as world:
+        await (await world.peer(2)).serve_charter(CHARTER)
+        ticket = world.ticket(token_of())
+        await (await world.peer(10, folder=tmp_path)).join_run(ticket)
+    async with new_world() as world:
+        world.clock.now += 30 * HOUR_S
+        one = await world.peer(10, folder=tmp_path)
+        await one.join_run(ticket)
+        assert one.members[RUN].lease_of(one.peer_id) is not None
+        await one.members[RUN].close()
+        world.clock.now += 7 * HOUR_S
+        with pytest.raises(Unavailable, match="no coordinator of run 'ours' gives a lease"):
+            await one.join_run(ticket)
+
+
+async def test_a_coordinator_of_an_open_run_gives_a_lease_to_everybody_and_counts_none(tmp_path: Path) -> None:
+    async with new_world() as world:
+        charter = charter_of("open")
+        first, peer = await world.peer(2, folder=tmp_path), await world.peer(10)
+        await first.serve_charter(charter)
+        request = LeaseRequest(charter.digest, START_S)
+        response = await peer.endpoint.call(first.peer_id, RunMethods(RUN).lease, request, 5.0)
+        assert SignedLease.from_bytes(response.lease, charter, peer.peer_id).lease.role == "trainer"
+        assert not Ledger(tmp_path).members()
