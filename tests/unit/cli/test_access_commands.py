@@ -9,15 +9,19 @@ from pathlib import Path
 import pytest
 
 import manyhands
-from manyhands.access import SignedCharter
+from manyhands.access import Charter, SignedCharter
+from manyhands.access.charter import Access
 from manyhands.access.invitation import SignedInvitation
 from manyhands.access.ledger import Ledger
-from manyhands.base.address import Address
+from manyhands.base.address import Address, parse_addresses
 from manyhands.base.errors import ConfigError
 from manyhands.base.identity import Identity
 from manyhands.base.ticket import Ticket
 from manyhands.cli.access_commands import seconds_of
 from manyhands.cli.main import EXIT_OK, EXIT_USAGE, run
+from manyhands.cli.options import NetworkOptions
+from manyhands.cli.run_look_up import Scout
+from manyhands.cli.train_command import look_for
 from tests.network import identity_of
 
 PEER = identity_of(9).peer_id
@@ -166,3 +170,42 @@ def test_durations(text: str, seconds: int) -> None:
 def test_what_is_no_duration(text: str) -> None:
     with pytest.raises(ConfigError, match="for example 7d"):
         seconds_of(text)
+
+
+def signed_by_owner(number: int, access: Access, path: Path) -> Path:
+    owner = identity_of(number)
+    SignedCharter.sign(owner, Charter("ours", owner.peer_id, access)).save(path)
+    return path
+
+
+def test_two_charters_and_no_ticket(folder: Path) -> None:
+    listen = ["/ip4/127.0.0.1/tcp/0"]
+    with (
+        manyhands.Peer(listen=listen, identity=identity_of(21)) as one,
+        manyhands.Peer(one.addresses, listen=listen, identity=identity_of(22)) as two,
+    ):
+        one.coordinate(signed_by_owner(21, "open", folder / "one"))
+        two.coordinate(signed_by_owner(22, "invite", folder / "two"))
+        with (
+            Scout([*one.addresses, *two.addresses]) as scout,
+            pytest.raises(ConfigError, match="have 2 different charters; ask its owner for a ticket, and join with"),
+        ):
+            scout.charter_of("ours")
+        digest = SignedCharter.load(folder / "one").digest
+        with Scout(one.addresses) as scout:
+            assert scout.charter_of("ours") == digest, "another peer cannot put its charter on the run"
+        with Scout([str(Ticket("ours", parse_addresses(two.addresses), b"", digest))]) as scout:
+            assert scout.charter_of("ours") == digest
+        with Scout([str(Ticket("ours", parse_addresses(two.addresses), b""))]) as scout:
+            assert scout.charter_of("ours") == b"", "a ticket without a charter is of a run without one"
+
+
+def test_a_peer_that_joins_an_open_run_by_an_address_knows_its_charter(folder: Path) -> None:
+    listen = ("/ip4/127.0.0.1/tcp/0",)
+    with manyhands.Peer(listen=listen, identity=identity_of(21)) as first:
+        first.coordinate(signed_by_owner(21, "open", folder / "one"))
+        given = NetworkOptions(initial_peers=(f"127.0.0.1:{first.endpoint.addresses[0].port}",), listen=listen)
+        _, network = look_for(given, "ours", start_new=True)
+        with network.connect() as peer:
+            assert peer.presence.members["ours"].charter.charter.owner == first.peer_id
+        assert look_for(NetworkOptions(initial_peers=tuple(first.addresses)), "other", start_new=True)[1].initial_peers
