@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.process.commands import LOOPBACK, running
+from tests.process.commands import LOOPBACK, PATIENCE_S, running
 
 pytestmark = pytest.mark.process
 
@@ -20,7 +20,7 @@ SMALL = (
 def ended(folder: Path, *arguments: str, code: int = 0) -> str:
     """The output of a command that ends by itself."""
     with running(*arguments, folder=folder) as command:
-        assert command.wait(60) == code, command.output
+        assert command.wait(PATIENCE_S) == code, command.output
         return command.output
 
 
@@ -34,6 +34,7 @@ def start_coordinator(folder: Path) -> str:
         return first.wait_for("Running a first peer as peer").split()[-1]
 
 
+@pytest.mark.timeout(400)  # several programs import torch, one after the other
 def test_a_run_by_invitation(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text(
@@ -57,6 +58,10 @@ def test_a_run_by_invitation(tmp_path: Path) -> None:
             one.wait_for("Your current contribution")
             with running("join", invitation, *COMMON, "--batch-size", "4", "--text", str(text)) as two:
                 two.wait_for("Averaged tensors successfully with 2 peers")
+            observing = ticket_in(ended(tmp_path, "invite", "--state-dir", "state", "--role", "observer"))
+            evaluation = ["--max-evaluations", "1", "--threads", "1", "--text", str(text)]
+            with running("evaluate", "--initial-peers", observing, *evaluation) as evaluator:
+                evaluator.wait_for("Held-out loss")
             listed = ended(tmp_path, "members", "--state-dir", "state")
             assert f"{peer_id}  trainer, lease for 12.0 h more" in listed
             used_up = ended(tmp_path, "join", invitation, *COMMON, code=2)

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from functools import partial
 
 from manyhands.access.authorizer import Authorizer, Invited, Open
 from manyhands.access.charter import SignedCharter
@@ -147,9 +146,9 @@ class Coordinator:
 
     async def _save(self) -> None:
         async with self._saving:  # the last one has all
-            loop, saving = asyncio.get_running_loop(), partial(self._ledger.save, self._wall_clock())
             try:
-                await loop.run_in_executor(None, saving)
+                write = self._ledger.to_save(self._wall_clock())
+                await asyncio.get_running_loop().run_in_executor(None, write)
             except OSError as error:
                 logger.warning("no lease is given: the accounts of the coordinator cannot be written: %s", error)
                 raise Unavailable(f"the coordinator cannot write its accounts: {error.strerror}") from error

@@ -7,6 +7,8 @@ the other, so they never overwrite each other.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -97,7 +99,7 @@ class Ledger:
 
     def note_addresses(self, addresses: list[str]) -> None:
         """Where this coordinator is now."""
-        self._write("address.json", Place(addresses))
+        self._write("address.json", msgspec.json.encode(Place(addresses)))
 
     def addresses(self) -> list[str]:
         """Where it was last."""
@@ -112,27 +114,24 @@ class Ledger:
         return len(set(uses.peer_ids) - {peer_id}) if uses is not None else 0
 
     def use(self, invitation_id: bytes, expires_at: float, peer_id: PeerId) -> None:
-        """A peer uses an invitation; :meth:`save` must follow before it gets its lease."""
+        """A peer uses an invitation; it is saved before the peer gets its lease."""
         uses = self.accounts.uses.setdefault(invitation_id.hex(), Uses(expires_at, []))
         if peer_id not in uses.peer_ids:
             uses.peer_ids.append(peer_id)
 
     def enter(self, lease: Lease) -> None:
-        """A peer gets a lease; :meth:`save` must follow."""
+        """A peer gets a lease; it is saved before."""
         self.accounts.members[lease.peer_id] = Held(lease.role, lease.expires_at)
 
-    def save(self, wall_now: float) -> None:
-        """Write the accounts down; what is long over is left out. Blocks.
+    def to_save(self, wall_now: float) -> Callable[[], None]:
+        """The accounts as they are now, without what is long over; returns what writes them down, on any thread.
 
-        Raises:
-            OSError: it cannot be written.
+        That raises OSError if they cannot be written.
         """
         accounts = self.accounts
-        for uses in [key for key, uses in accounts.uses.items() if wall_now > uses.expires_at + KEPT_S]:
-            del accounts.uses[uses]
-        for peer_id in [key for key, held in accounts.members.items() if wall_now > held.expires_at + KEPT_S]:
-            del accounts.members[peer_id]
-        self._write("members.json", accounts)
+        accounts.uses = {key: uses for key, uses in accounts.uses.items() if wall_now < uses.expires_at + KEPT_S}
+        accounts.members = {key: held for key, held in accounts.members.items() if wall_now < held.expires_at + KEPT_S}
+        return partial(self._write, "members.json", msgspec.json.encode(accounts))
 
     # bans
 
@@ -144,7 +143,7 @@ class Ledger:
         """
         self.bans = self._read("bans.json", Bans) or self.bans
         self.bans.banned_at.setdefault(peer_id, wall_now)
-        self._write("bans.json", self.bans)
+        self._write("bans.json", msgspec.json.encode(self.bans))
 
     def read_bans(self) -> None:
         """Look whether ``manyhands ban`` has added any; those that are known stay if the file cannot be read.
@@ -186,11 +185,10 @@ class Ledger:
         assert self._folder is not None
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
-    def _write(self, name: str, content: msgspec.Struct) -> None:
-        if self._folder is None:
-            return
-        self._make_folder()
-        write_whole(self._folder / name, msgspec.json.format(msgspec.json.encode(content)) + b"\n")
+    def _write(self, name: str, content: bytes) -> None:
+        if self._folder is not None:
+            self._make_folder()
+            write_whole(self._folder / name, msgspec.json.format(content) + b"\n")
 
 
 def write_whole(path: Path, content: bytes) -> None:

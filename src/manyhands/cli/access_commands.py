@@ -78,6 +78,11 @@ class PowerOptions:
             raise ConfigError(
                 f"{run} needs its owner key (--key FILE), or the --state-dir of one of its coordinators on this machine"
             )
+        if not path.exists() and self.key is None:
+            raise ConfigError(
+                f"{path} does not exist: the coordinator was started with an --identity; name that file, too: "
+                "--key FILE"
+            )
         if not path.exists():
             raise ConfigError(
                 f"key {path} does not exist. A lost owner key cannot be made again; the coordinators of {run} still "

@@ -52,7 +52,8 @@ def coordinate(peer: Peer, path: Path, charter: SignedCharter, network: PeerOpti
         print_ticket(charter.run_id, peer.addresses, charter=charter.digest)
     else:
         logger.info("Make tickets for it on this machine, in another terminal:")
-        print(f"\n    manyhands invite --state-dir {network.state_dir} --uses 5 --expires 7d\n", flush=True)  # noqa: T201
+        power = f"--state-dir {network.state_dir}" + (f" --key {network.identity}" if network.identity else "")
+        print(f"\n    manyhands invite {power} --uses 5 --expires 7d\n", flush=True)  # noqa: T201
 
 
 def run_id_of(network: PeerOptions, given: str | None) -> str | None:

@@ -104,6 +104,7 @@ def test_an_invitation_by_a_coordinator_and_by_the_owner(folder: Path, capsys: p
         (["invite", "--charter", "ours.key", "--key", "ours.key"], "ours.key is no charter, or was changed"),
         (["invite", "--charter", "none", "--key", "ours.key"], "charter none: No such file"),
         (["invite", "--state-dir", "none"], "--state-dir none is no folder"),
+        (["invite", "--state-dir", "theirs"], "theirs/identity.pem does not exist: the coordinator was started"),
         (["invite", "--state-dir", "state", "--uses", "0"], "--uses is 0; from 1 to 100000 are possible"),
         (["invite", "--state-dir", "state", "--expires", "soon"], "--expires is 'soon'; write a number with s, m, h"),
         (["invite", "--state-dir", "state", "--for", "me"], "'me' is not a peer id"),
@@ -123,6 +124,7 @@ def test_one_line_says_what_to_do(
 ) -> None:
     new_coordinator(folder)
     Identity.load_or_create(folder / "other.key")
+    Ledger(folder / "theirs").keep_charter(SignedCharter.load("ours.charter"))
     assert message in complaint(arguments, capsys)
     assert not (folder / "lost.key").exists()
 
