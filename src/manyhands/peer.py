@@ -12,11 +12,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
+from manyhands.access import AccessConfig, Authorizer, Members, SignedCharter
+from manyhands.access.joining import Place, join_by, serve_charter
 from manyhands.base.address import Address, parse_addresses, parse_listen_addresses
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ConfigError, ManyhandsError, Timeout
 from manyhands.base.from_hivemind import FromHivemind
 from manyhands.base.identity import Identity, PeerId
+from manyhands.base.ticket import Ticket, split_tickets
 from manyhands.dht import DhtConfig, DhtNode
 from manyhands.reach import Reach
 from manyhands.rpc import Endpoint, RpcConfig
@@ -31,6 +34,8 @@ ALL_INTERFACES = ("/ip4/0.0.0.0/tcp/0",)
 START_TIMEOUT_S = 15.0
 CLOSE_TIMEOUT_S = 4.0
 PART_CLOSE_TIMEOUT_S = 2.0
+JOIN_RUN_TIMEOUT_S = 60.0
+"""The charter is looked for, and several coordinators may be asked in vain."""
 DHT_TIMEOUT_S = 30.0
 """A lookup, and some requests after it, each with its own bound."""
 FIRST_SAVE_S = 10.0
@@ -49,6 +54,7 @@ class Presence:
 
     Attributes:
         on_close: what the parts that stand on it do when it stops, the last one first.
+        members: of the runs with a charter that this peer is in, or looks at, by run id.
     """
 
     def __init__(
@@ -60,10 +66,14 @@ class Presence:
         wall_clock: Callable[[], float] = time.time,
         rpc_config: RpcConfig | None = None,
         dht_config: DhtConfig | None = None,
+        access_config: AccessConfig | None = None,
         state_dir: StateDir | None = None,
     ) -> None:
         self.peer_id: PeerId = transport.identity.peer_id
+        self.members: dict[str, Members] = {}
         self.rng = rng or random.Random()
+        self._wall_clock = wall_clock
+        self._access_config = access_config or AccessConfig()
         self.on_close: list[Callable[[], Awaitable[None]]] = []
         self.endpoint = Endpoint(transport, client_mode=client_mode, config=rpc_config, rng=self.rng)
         self._state_dir = state_dir
@@ -90,6 +100,29 @@ class Presence:
         await self.dht.join(initial_peers, must_join=must_join)
         if self._state_dir is not None:
             self._tasks.spawn(self._save_now_and_then(self._state_dir), name="writing the known peers down")
+
+    # runs with a charter
+
+    async def join_run(self, ticket: Ticket, credential: bytes = b"", *, only_looks: bool = False) -> None:
+        """Join a run with a charter; see :func:`manyhands.access.joining.join_by`."""
+        self._keep(await join_by(ticket, self._place(), credential, only_looks=only_looks))
+
+    async def serve_charter(self, charter: SignedCharter, authorizer: Authorizer | None = None) -> bool:
+        """Publish a charter; returns whether this peer is one of its coordinators, and signs leases."""
+        coordinator, members = await serve_charter(charter, self._place(), authorizer)
+        self.on_close.append(coordinator.close)
+        self._keep(members)
+        return coordinator.is_delegated
+
+    def _keep(self, members: Members) -> None:
+        self.members[members.charter.run_id] = members
+        self.on_close.append(members.close)
+
+    def _place(self) -> Place:
+        folder = self._state_dir.path if self._state_dir is not None else None
+        return Place(self.endpoint, self.dht, self.rng, self._wall_clock, folder, self._access_config)
+
+    # what outlives it
 
     async def _save_now_and_then(self, state_dir: StateDir) -> None:
         wait_s = FIRST_SAVE_S
@@ -154,6 +187,7 @@ class Peer(FromHivemind):
 
     Args:
         initial_peers: multiaddrs or ``HOST:PORT`` of any peers that are already there; none makes this the first peer.
+            A ticket does as well; with that of a run by invitation, this peer becomes a member of the run.
         listen: where to accept connections; by default on all interfaces, with IPv4, on a free port. ``31337`` is that
             port on all interfaces, with IPv4 and IPv6.
         announce: what to tell others to dial instead of what this machine finds out by itself (behind a tunnel, say).
@@ -166,8 +200,11 @@ class Peer(FromHivemind):
             this peer.
         must_join: False to begin alone if none of the initial peers answers, and go on trying, as coordinators do: else
             they would wait for each other.
+        credential: convinces the coordinators of a run in place of the invitation in a ticket, where they ask a login
+            service.
     Raises:
-        ConfigError: an address, the identity file or the state dir cannot be used, or the port is taken.
+        ConfigError: an address, the identity file or the state dir cannot be used, or the port is taken; or the
+            coordinators of the ticket's run refuse this peer.
         JoinFailed: none of the initial peers answered; it names each address with its own reason.
     """
 
@@ -183,10 +220,12 @@ class Peer(FromHivemind):
         identity: str | Path | Identity | None = None,
         state_dir: str | Path | StateDir | None = None,
         must_join: bool = True,
+        credential: str = "",
         rpc_config: RpcConfig | None = None,
         dht_config: DhtConfig | None = None,
+        access_config: AccessConfig | None = None,
     ) -> None:
-        initial_addresses = parse_addresses(initial_peers)
+        initial_addresses, tickets = split_tickets(initial_peers)
         listen_addresses = [] if client_mode else parse_listen_addresses(listen)
         announce_addresses = parse_addresses(announce)
         self._is_closed = False
@@ -208,6 +247,7 @@ class Peer(FromHivemind):
                 client_mode=client_mode,
                 rpc_config=rpc_config,
                 dht_config=dht_config,
+                access_config=access_config,
                 state_dir=self._state_dir,
             )
             await self.presence.start(initial_addresses, listen_addresses, announce_addresses, must_join=must_join)
@@ -216,6 +256,10 @@ class Peer(FromHivemind):
             self.run(start(), START_TIMEOUT_S, "starting this peer")
             if client_mode and must_join and not initial_addresses and not self.dht.num_known_peers:
                 raise ConfigError(f"no peer that was seen before answers, and {_NO_FIRST_PEER}")
+            for ticket in tickets:
+                if ticket.is_charted:
+                    joining = self.presence.join_run(ticket, credential.encode())
+                    self.run(joining, JOIN_RUN_TIMEOUT_S, f"joining run {ticket.run_id}")
         except BaseException:
             self.close()
             raise
@@ -303,6 +347,20 @@ class Peer(FromHivemind):
         """
         found = self.run(self.dht.get(key), timeout_s, f"reading key {key!r}")
         return {subkey: stored.value for subkey, stored in found.items()}
+
+    def coordinate(self, charter: str | Path, *, authorizer: Authorizer | None = None) -> bool:
+        """Publish the charter of a run; sign leases for its peers if it names this peer as a coordinator.
+
+        Args:
+            charter: the file that ``manyhands run create`` wrote.
+            authorizer: decides who gets a lease; by default peers with an invitation.
+        Returns:
+            Whether this peer is a coordinator.
+        Raises:
+            ConfigError: the file is no charter, or the state dir is that of another charter's coordinator.
+        """
+        serving = self.presence.serve_charter(SignedCharter.load(charter), authorizer)
+        return self.run(serving, JOIN_RUN_TIMEOUT_S, "publishing the charter")
 
     def time(self) -> float:
         """Seconds of this machine's monotonic clock."""

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+from manyhands.access.gate import RunGate
 from manyhands.base.address import Address
 from manyhands.base.identity import PeerId
 from manyhands.rpc import Endpoint, Method
@@ -20,6 +21,8 @@ class RunEndpoint:
     The name of each method and of each kind of stream begins with the run id on the wire (it has no ``.`` in it), so
     one peer averages for several runs at once, and none of them hears of another's groups.
 
+    In a run with a charter each call and each stream passes its gate, at both ends: see :mod:`manyhands.access`.
+
     Attributes:
         on_lost, uplink: see :class:`manyhands.rpc.Endpoint`; all runs share them.
     """
@@ -31,6 +34,7 @@ class RunEndpoint:
         self.client_mode = endpoint.client_mode
         self.on_lost = endpoint.on_lost
         self.uplink = endpoint.uplink
+        self._gate = RunGate(endpoint, run_id)
         self._methods: dict[str, Method[Any, Any]] = {}  # by their names in all runs
 
     # of this run
@@ -49,7 +53,7 @@ class RunEndpoint:
         self, method: Method[Request, Response], handler: Callable[[PeerId, Request], Awaitable[Response] | Response]
     ) -> None:
         """As of the endpoint."""
-        self._endpoint.handle(self.method(method), handler)
+        self._endpoint.handle(self.method(method), handler, self._gate.check)
 
     def unhandle(self, method: Method[Request, Response]) -> None:
         """As of the endpoint."""
@@ -58,12 +62,15 @@ class RunEndpoint:
     async def call(
         self, peer_id: PeerId, method: Method[Request, Response], request: Request, timeout_s: float
     ) -> Response:
-        """As of the endpoint."""
-        return await self._endpoint.call(peer_id, self.method(method), request, timeout_s)
+        """As of the endpoint; in a run with a charter, once both peers know that the other may take part."""
+        named = self.method(method)
+        return await self._gate.through(
+            peer_id, timeout_s, lambda left_s: self._endpoint.call(peer_id, named, request, left_s)
+        )
 
     def accept_bulk(self, kind: str, acceptor: BulkAcceptor) -> None:
         """As of the endpoint."""
-        self._endpoint.accept_bulk(self.name_of(kind), acceptor)
+        self._endpoint.accept_bulk(self.name_of(kind), acceptor, self._gate.check)
 
     def refuse_bulk(self, kind: str) -> None:
         """As of the endpoint."""
@@ -72,8 +79,12 @@ class RunEndpoint:
     async def open_bulk(
         self, peer_id: PeerId, kind: str, header: bytes, timeout_s: float, *, size_bytes: int = 0
     ) -> Stream:
-        """As of the endpoint."""
-        return await self._endpoint.open_bulk(peer_id, self.name_of(kind), header, timeout_s, size_bytes=size_bytes)
+        """As of the endpoint, after the same checks as of a call."""
+        return await self._gate.through(
+            peer_id,
+            timeout_s,
+            lambda left_s: self._endpoint.open_bulk(peer_id, self.name_of(kind), header, left_s, size_bytes=size_bytes),
+        )
 
     # of all runs
 

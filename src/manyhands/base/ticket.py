@@ -1,7 +1,8 @@
 """A run in one word: ``mh1...``, which can be copied, sent in a message or drawn as a QR code.
 
-It holds the name of the run, addresses of some of its peers, and a digest of the run's settings. It is no secret, and
-no permission. ``mh`` is followed by the version of the format.
+It holds the name of the run, addresses of some of its peers, a digest of the run's settings, and that of its charter
+if it has one. It is no secret and no permission, unless there is an invitation in it: that is worth a lease of the run.
+``mh`` is followed by the version of the format.
 """
 
 from __future__ import annotations
@@ -9,11 +10,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import base58
 import msgspec
 
-from manyhands.base.address import Address
+from manyhands.base.address import Address, parse_addresses
 from manyhands.base.errors import ConfigError
 from manyhands.base.identity import PeerId
 from manyhands.base.run_id import checked_run_id
@@ -21,6 +23,7 @@ from manyhands.base.run_id import checked_run_id
 PREFIX = "mh1"
 MAX_ADDRESSES = 4
 DIGEST_BYTES = 16
+CHARTER_BYTES = 32
 MAX_LENGTH = 1000
 _WORD = re.compile(r"mh(\d)[0-9A-Za-z]*")
 _EXAMPLE = "copy it whole, from mh1 to its end"
@@ -32,6 +35,11 @@ class _Content(msgspec.Struct, array_like=True):
     addresses: list[tuple[str, bytes]]  # without the peer id, and the peer id
 
 
+class _ChartedContent(_Content, array_like=True):
+    charter: Annotated[bytes, msgspec.Meta(max_length=CHARTER_BYTES)] = b""
+    token: bytes = b""
+
+
 @dataclass(frozen=True)
 class Ticket:
     """What a newcomer needs to join a run.
@@ -40,11 +48,15 @@ class Ticket:
         run_id: its name; empty for whichever run there is.
         addresses: of some of its peers; at most :data:`MAX_ADDRESSES` are kept.
         digest: the first :data:`DIGEST_BYTES` of the fingerprint of the run manifest; empty if that was not known.
+        charter: digest of the charter of the run; empty if it has none.
+        token: an invitation; empty if there is none. See :mod:`manyhands.access`.
     """
 
     run_id: str
     addresses: Sequence[Address]
     digest: bytes = b""
+    charter: bytes = b""
+    token: bytes = b""
 
     def __str__(self) -> str:
         places = [
@@ -52,11 +64,17 @@ class Ticket:
             for a in self.addresses[:MAX_ADDRESSES]
         ]
         while True:
-            content = msgspec.msgpack.encode(_Content(self.run_id, self.digest[:DIGEST_BYTES], places))
+            content = msgspec.msgpack.encode(self._content(places))
             word = PREFIX + base58.b58encode_check(content).decode()
             if len(word) <= MAX_LENGTH or len(places) <= 1:
                 return word
             places.pop()
+
+    def _content(self, places: list[tuple[str, bytes]]) -> _Content:
+        digest = self.digest[:DIGEST_BYTES]
+        if not self.charter:
+            return _Content(self.run_id, digest, places)
+        return _ChartedContent(self.run_id, digest, places, self.charter, self.token)
 
     @classmethod
     def is_one(cls, text: str) -> bool:
@@ -81,7 +99,7 @@ class Ticket:
                 "pip install --upgrade manyhands"
             )
         try:
-            content = msgspec.msgpack.decode(base58.b58decode_check(text.removeprefix(PREFIX)), type=_Content)
+            content = msgspec.msgpack.decode(base58.b58decode_check(text.removeprefix(PREFIX)), type=_ChartedContent)
         except (ValueError, msgspec.DecodeError) as error:
             raise ConfigError(f"ticket {shown} is cut off or mistyped; {_EXAMPLE}") from error
         if not content.addresses:
@@ -91,8 +109,26 @@ class Ticket:
             Address.parse(place + (f"/p2p/{PeerId(base58.b58encode(peer).decode())}" if peer else ""))
             for place, peer in content.addresses[:MAX_ADDRESSES]
         ]
-        return cls(run_id, addresses, content.digest)
+        return cls(run_id, addresses, content.digest, content.charter, content.token)
+
+    @property
+    def is_charted(self) -> bool:
+        """Whether the run has a charter."""
+        return bool(self.run_id and self.charter)
 
     def fits(self, fingerprint: bytes) -> bool:
         """Whether a run manifest with this fingerprint is the one that the ticket was made for."""
         return not self.digest or fingerprint.startswith(self.digest)
+
+
+def split_tickets(places: Sequence[str | Address]) -> tuple[list[Address], list[Ticket]]:
+    """Initial peers as users name them: all addresses, those in tickets too, and the tickets.
+
+    Raises:
+        ConfigError: one can be read neither as a ticket nor as an address.
+    """
+    if isinstance(places, str):
+        return parse_addresses(places), []  # it says what to write instead
+    tickets = [Ticket.parse(place) for place in places if isinstance(place, str) and Ticket.is_one(place)]
+    others = [place for place in places if not (isinstance(place, str) and Ticket.is_one(place))]
+    return [*(address for ticket in tickets for address in ticket.addresses), *parse_addresses(others)], tickets

@@ -13,6 +13,7 @@ from rich.console import Console
 from manyhands.base.address import parse_addresses, parse_listen_addresses
 from manyhands.base.identity import Identity
 from manyhands.base.run_id import checked_run_id
+from manyhands.base.ticket import split_tickets
 from manyhands.doctor import Check, Examination
 from manyhands.doctor.checks import NAMES
 from manyhands.doctor.page import lines_of
@@ -55,7 +56,7 @@ def doctor(
     Give the options that your peer was started with. Takes 15 s at most; exit code 0 if all is well, 1 if not.
     """
     examination = Examination(
-        initial_peers=parse_addresses(initial_peers),
+        initial_peers=split_tickets(initial_peers)[0],
         listen=parse_listen_addresses(listen),
         announce=parse_addresses(announce),
         client_mode=client_mode,

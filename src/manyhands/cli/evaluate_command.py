@@ -11,6 +11,7 @@ from cyclopts import Parameter
 
 from manyhands.base.errors import ConfigError
 from manyhands.base.run_id import checked_run_id
+from manyhands.cli.charter_options import run_id_of
 from manyhands.cli.options import NetworkOptions, OutputOptions
 from manyhands.cli.run_to_follow import wait_for_run
 from manyhands.cli.taking_part import found_data, require_albert
@@ -87,6 +88,7 @@ def evaluate(
         checked_run_id(run_id)
     if not network.initial_peers:
         raise ConfigError("name a peer of the run that is to be evaluated: --initial-peers HOST:PORT or a multiaddr")
+    run_id = run_id_of(network, run_id)
     require_albert()
     own = {name: getattr(evaluation, name) for name in OWN_SETTINGS if hasattr(evaluation, name)}
     given = found_data(own | {"batch_size": 1}, output)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import logging
 import threading
+from pathlib import Path
+from typing import Annotated
 
 import msgspec
+from cyclopts import Parameter
 
 from manyhands.base.address import parse_listen_addresses
 from manyhands.base.errors import Timeout
 from manyhands.base.words import counted
+from manyhands.cli.charter_options import checked_charter, coordinate
 from manyhands.cli.event_file import EventWriter
 from manyhands.cli.memory import memory_bytes
 from manyhands.cli.options import OutputOptions, PeerOptions
@@ -39,7 +43,14 @@ class StandingBy(msgspec.Struct, tag="standing_by"):
     memory_bytes: int | None
 
 
-def first_peer(*, network: PeerOptions | None = None, output: OutputOptions | None = None) -> None:
+def first_peer(
+    *,
+    charter: Annotated[
+        Path | None, Parameter(help="Charter of a run (manyhands run create), to publish it and to be its coordinator.")
+    ] = None,
+    network: PeerOptions | None = None,
+    output: OutputOptions | None = None,
+) -> None:
     """Welcome peers of any run, and hold records: a coordinator and nothing else.
 
     Needs a machine that the others can reach; no GPU, no torch. For example:
@@ -54,6 +65,7 @@ def first_peer(*, network: PeerOptions | None = None, output: OutputOptions | No
     any order: it does not wait for the others, and dials them until they come.
     """
     network, output = network or PeerOptions(), output or OutputOptions()
+    signed = checked_charter(charter, network)
     emit = output.begin()
     with network.connect(must_join=False) as peer:
         logger.info("Running a first peer as peer %s", peer.peer_id)
@@ -61,7 +73,10 @@ def first_peer(*, network: PeerOptions | None = None, output: OutputOptions | No
             logger.warning("%s; whoever has the old address cannot find this peer then", changing)
         logger.info("Others can join through this peer with:")
         print(f"\n    --initial-peers {' '.join(peer.addresses)}")  # noqa: T201
-        print_ticket("", peer.addresses)
+        if charter is None or signed is None:
+            print_ticket("", peer.addresses)
+        else:
+            coordinate(peer, charter, signed, network)
         emit(Listening(peer.peer_id, peer.addresses))
         while True:
             tell_standing(peer, emit)

@@ -13,6 +13,7 @@ from manyhands.base.address import Address
 from manyhands.base.errors import ConfigError, RunNotFound
 from manyhands.base.run_id import checked_run_id
 from manyhands.base.ticket import Ticket
+from manyhands.cli.charter_options import with_charter
 from manyhands.cli.options import NetworkOptions, OutputOptions
 from manyhands.cli.run_look_up import Scout
 from manyhands.cli.taking_part import check_before, is_further_rank, take_part, with_data
@@ -75,20 +76,25 @@ def join(
     ticket = Ticket.parse(address) if Ticket.is_one(address) else Ticket("", [Address.parse(address)])
     if run_id is not None and ticket.run_id and run_id != ticket.run_id:
         raise ConfigError(f"the ticket is for run {ticket.run_id!r}, and --run-id is {run_id!r}; leave --run-id out")
-    initial_peers = (*map(str, ticket.addresses), *(network.initial_peers or ()))
+    named = (address,) if ticket.is_charted else tuple(map(str, ticket.addresses))
+    initial_peers = (*named, *(network.initial_peers or ()))
     network = dataclasses.replace(network, initial_peers=initial_peers)
     given = with_data(training, given, output)
     check_before(network, training, given)
     if is_further_rank(training):
         return
-    run = _chosen(network, run_id or ticket.run_id or None, ticket)
+    run, charter = _chosen(network, run_id or ticket.run_id or None, ticket)
+    if not ticket.is_charted:
+        network = with_charter(network, run.run_id, charter)
     take_part(run.run_id, network, training, given, output, run=run)
 
 
-def _chosen(network: NetworkOptions, run_id: str | None, ticket: Ticket) -> Run:
+def _chosen(network: NetworkOptions, run_id: str | None, ticket: Ticket) -> tuple[Run, bytes]:
+    """The run, and the digest of its charter if it has one."""
     assert network.initial_peers
     with Scout(network.initial_peers) as scout:
         run = scout.choose(run_id, is_trained=True)
+        charter = scout.charter_of(run.run_id)
     peers = " ".join(network.initial_peers)
     quoted = shlex.quote(run.run_id)
     if run.manifest is None or not run.is_trained:
@@ -101,4 +107,4 @@ def _chosen(network: NetworkOptions, run_id: str | None, ticket: Ticket) -> Run:
             f"run {run.run_id!r} has other settings now than when the ticket was made; ask for a new one, or join "
             f"without it: manyhands join {network.initial_peers[0]} --run-id {quoted}"
         )
-    return run
+    return run, charter

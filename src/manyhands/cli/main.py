@@ -1,4 +1,4 @@
-"""The command line: ``manyhands join | train | fill | monitor | first-peer | ticket | doctor | data | demo``."""
+"""The command line: ``manyhands join | train | monitor | first-peer | ticket | run | invite | doctor | demo``."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from cyclopts import App, CycloptsError, Parameter
 
 from manyhands.base.errors import ConfigError, JoinFailed, ManyhandsError
+from manyhands.cli.access_commands import ban, invite, members
 from manyhands.cli.data_command import data
 from manyhands.cli.demo.command import demo
 from manyhands.cli.doctor_command import doctor
@@ -19,6 +20,7 @@ from manyhands.cli.join_command import join
 from manyhands.cli.leaving import leaving_on_signals
 from manyhands.cli.monitor_command import monitor
 from manyhands.cli.old_names import Translation, help_of
+from manyhands.cli.run_command import run_key
 from manyhands.cli.ticket_command import ticket
 from manyhands.cli.train_command import train
 from manyhands.version import __version__
@@ -33,9 +35,10 @@ app = App(
     suppress_keyboard_interrupt=False,
     default_parameter=Parameter(negative="", consume_multiple=True),
 )
-for command in (join, train, evaluate, fill, monitor, first_peer, ticket, doctor, demo):
+for command in (join, train, evaluate, fill, monitor, first_peer, ticket, invite, ban, members, doctor, demo):
     app.command(command, help_epilogue=help_of(command.__name__.replace("_", "-")))
 app.command(data)
+app.command(run_key)
 
 
 def run(arguments: Sequence[str]) -> int:

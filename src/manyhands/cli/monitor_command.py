@@ -21,8 +21,9 @@ from cyclopts import Parameter
 from manyhands.base.address import Address, parse_addresses
 from manyhands.base.errors import ConfigError, ManyhandsError
 from manyhands.base.run_id import checked_run_id
+from manyhands.cli.charter_options import checked_charter, coordinate, run_id_of
 from manyhands.cli.entry import EXIT_INTERRUPTED
-from manyhands.cli.options import NetworkOptions, OutputOptions
+from manyhands.cli.options import DEFAULT_RUN_ID, NetworkOptions, OutputOptions
 from manyhands.cli.run_to_follow import wait_for_run
 from manyhands.cli.taking_part import require_albert
 from manyhands.cli.ticket_command import print_ticket
@@ -165,7 +166,15 @@ class Keeping:
 
 def monitor(
     *,
-    run_id: Annotated[str, Parameter(help="Name of the run: 1 to 64 characters, without '.'.")] = "albert",
+    run_id: Annotated[
+        str | None,
+        Parameter(
+            help="Name of the run: 1 to 64 characters, without '.'; by default that of the charter, else albert."
+        ),
+    ] = None,
+    charter: Annotated[
+        Path | None, Parameter(help="Charter of the run (manyhands run create), to publish it and to coordinate.")
+    ] = None,
     refresh_period: Annotated[
         float, Parameter(help="Seconds between two looks at the run, at most; fewer shortly before a global step.")
     ] = MAX_REFRESH_S,
@@ -180,6 +189,10 @@ def monitor(
     """
     network, output = network or NetworkOptions(), output or OutputOptions()
     keeping = keeping or KeepingOptions()
+    signed = checked_charter(charter, network)
+    if signed is not None and run_id not in (None, signed.run_id):
+        raise ConfigError(f"the charter is of run {signed.run_id!r}, and --run-id is {run_id!r}; leave --run-id out")
+    run_id = signed.run_id if signed is not None else run_id_of(network, run_id) or DEFAULT_RUN_ID
     checked_run_id(run_id)
     checked_refresh_s(refresh_period)
     repo = keeping.check()
@@ -191,7 +204,10 @@ def monitor(
         if keeper is not None:
             cleanup.callback(keeper.close)
         logger.info("Running a coordinator of run %s as peer %s", run_id, peer.peer_id)
-        welcome(run_id, peer.addresses, network.initial_peers or ())
+        if charter is not None and signed is not None:
+            coordinate(peer, charter, signed, network)
+        if run_id not in peer.presence.members:
+            welcome(run_id, peer.addresses, network.initial_peers or ())
         emit(Listening(peer.peer_id, peer.addresses))
         drawn = Curves(sinks)
         cleanup.callback(end, drawn)

@@ -29,7 +29,7 @@ class PeerOptions:
     """How to reach the other peers, and how to be reached."""
 
     initial_peers: tuple[str, ...] | None = None
-    """Multiaddrs (or HOST:PORT) of any peers that are there already; one that answers is enough."""
+    """Multiaddrs (or HOST:PORT) of any peers that are there already, or a ticket; one that answers is enough."""
 
     listen: tuple[str, ...] = ALL_INTERFACES
     """Where to accept connections; port 0 takes a free one. 31337 alone means all interfaces, with IPv4 and IPv6."""

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
+from manyhands.access import SignedCharter
+from manyhands.access.charters import read_charters
 from manyhands.base.address import Address
-from manyhands.base.errors import ConfigError, RunNotFound
+from manyhands.base.errors import ConfigError, RunNotFound, Unavailable
+from manyhands.base.ticket import split_tickets
 from manyhands.optim.runs import Run, find_runs, listed, look_up_run, nobody_is_in
-from manyhands.peer import Peer
+from manyhands.peer import JOIN_RUN_TIMEOUT_S, Peer
 
 LOOK_TIMEOUT_S = 5.0
 PATIENCE_S = 3.0
@@ -20,13 +24,24 @@ PERIOD_S = 0.5
 class Scout:
     """A peer for a moment, in nobody's table and without a name, that looks which runs are there.
 
+    Args:
+        addresses: of any peers, or tickets; with that of a run with a charter it sees the members of that run only.
     Raises:
         ConfigError: an address cannot be read.
         JoinFailed: none of the addresses answers.
     """
 
     def __init__(self, addresses: Sequence[str | Address]) -> None:
-        self._peer = Peer(addresses, client_mode=True)
+        self._addresses, self._tickets = split_tickets(addresses)
+        self._peer = Peer(self._addresses, client_mode=True)
+        try:
+            for ticket in self._tickets:
+                if ticket.is_charted:
+                    looking = self._peer.presence.join_run(ticket, only_looks=True)
+                    self._peer.run(looking, JOIN_RUN_TIMEOUT_S, f"looking at run {ticket.run_id}")
+        except BaseException:
+            self._peer.close()
+            raise
 
     def __enter__(self) -> Scout:
         return self
@@ -59,6 +74,43 @@ class Scout:
         if run_id is None:
             raise RunNotFound("no run is there yet")
         raise RunNotFound(nobody_is_in(run_id, self._peer.dht.num_known_peers, runs))
+
+    def charter_of(self, run_id: str) -> bytes:
+        """The digest of the charter of a run, as the ticket says, else one of the peers whose addresses were given.
+
+        No other peer is asked: anybody could publish a charter for a run that has none.
+
+        Returns:
+            Empty if the run has none.
+        Raises:
+            ConfigError: the run is by invitation, and there is no ticket; or the peers have different charters.
+        """
+        charted = [ticket.charter for ticket in self._tickets if ticket.is_charted and ticket.run_id == run_id]
+        if charted or any(ticket.run_id == run_id for ticket in self._tickets):
+            return charted[0] if charted else b""
+        published = self._peer.run(self._published(run_id), LOOK_TIMEOUT_S, f"looking for the charter of {run_id}")
+        charters = {charter.digest: charter for charter in published}
+        if len(charters) > 1:
+            raise ConfigError(
+                f"the peers of run {run_id!r} that you named have {len(charters)} different charters; ask its owner "
+                "for a ticket, and join with: manyhands join TICKET"
+            )
+        if any(not charter.is_open for charter in charters.values()):
+            raise ConfigError(
+                f"run {run_id!r} is by invitation; ask its owner for a ticket, and join with: manyhands join TICKET"
+            )
+        return next(iter(charters), b"")
+
+    async def _published(self, run_id: str) -> list[SignedCharter]:
+        entries = await read_charters(self._peer.dht, run_id)
+        if not entries:
+            return []
+        named = {address.peer_id for address in self._addresses if address.peer_id is not None}
+        for address in self._addresses:
+            if address.peer_id is None:
+                with suppress(Unavailable):
+                    named.add(await self._peer.endpoint.connect(address))
+        return [entry.charter for entry in entries if entry.peer_id in named]
 
     def runs(self, wanted: str | None = None) -> list[Run]:
         """The runs that are there, the largest first; ``wanted`` is looked up in any case."""

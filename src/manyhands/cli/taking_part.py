@@ -263,9 +263,13 @@ def _train(
         peer, run_id, recipe, training, emit,
         run=run, is_batch_size_chosen=is_chosen, checkpoint_dir=folders.checkpoint_dir,
     )  # fmt: skip
-    if peer.addresses:
+    members = peer.presence.members.get(run_id)
+    if members is not None and not members.charter.is_open:
+        logger.info("Others join this run with a ticket of its coordinator, which makes it with: manyhands invite")
+    elif peer.addresses:
         logger.info("Others can join this run with one word:")
-        print_ticket(run_id, peer.addresses, trainer.manifest.fingerprint())
+        charter = members.charter.digest if members is not None else b""
+        print_ticket(run_id, peer.addresses, trainer.manifest.fingerprint(), charter=charter)
     run_in_view(trainer)
 
 

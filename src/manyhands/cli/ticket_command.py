@@ -33,16 +33,26 @@ def ticket(
     places = parse_addresses(addresses)
     with Scout(places) as scout:
         run = scout.choose(run_id)
-    print_ticket(run.run_id, places, run.manifest.fingerprint() if run.manifest is not None else b"")
+        charter = scout.charter_of(run.run_id)
+    fingerprint = run.manifest.fingerprint() if run.manifest is not None else b""
+    print_ticket(run.run_id, places, fingerprint, charter=charter)
 
 
-def print_ticket(run_id: str, addresses: Sequence[str | Address], fingerprint: bytes = b"") -> None:
+def print_ticket(
+    run_id: str,
+    addresses: Sequence[str | Address],
+    fingerprint: bytes = b"",
+    *,
+    charter: bytes = b"",
+    token: bytes = b"",
+) -> None:
     """Print how others join a run, or the run that is there if it has no name; once somebody trains in it.
 
     Args:
         fingerprint: of the run manifest, if it is known.
+        charter, token: digest of the charter of the run, if it has one, and an invitation.
     """
-    ticket = str(Ticket(run_id, parse_addresses(addresses), fingerprint))
+    ticket = str(Ticket(run_id, parse_addresses(addresses), fingerprint, charter, token))
     print(f"\n    manyhands join {ticket}\n", flush=True)  # noqa: T201
     if not sys.stdout.isatty():
         return

@@ -9,6 +9,8 @@ from cyclopts import Parameter
 
 from manyhands.base.errors import RunNotFound
 from manyhands.base.run_id import checked_run_id
+from manyhands.base.ticket import split_tickets
+from manyhands.cli.charter_options import run_id_of, with_charter
 from manyhands.cli.options import DEFAULT_RUN_ID, NetworkOptions, OutputOptions
 from manyhands.cli.run_look_up import Scout
 from manyhands.cli.taking_part import check_before, is_further_rank, take_part, with_data
@@ -66,6 +68,7 @@ def train(
         given = model_settings(model) | given
     if run_id is not None:
         checked_run_id(run_id)
+    run_id = run_id_of(network, run_id)
     if not network.initial_peers:
         AlbertRecipe(**given)
     if start_new and run_id is None:
@@ -74,26 +77,42 @@ def train(
     check_before(network, training, given)
     if is_further_rank(training):
         return
-    run = look_for(network, run_id, start_new=start_new) if network.initial_peers else None
+    run = None
+    if network.initial_peers:
+        run, network = look_for(network, run_id, start_new=start_new)
     if run_id is None:
         run_id = run.run_id if run is not None else DEFAULT_RUN_ID
     take_part(run_id, network, training, given, output, run=run)
 
 
-def look_for(network: NetworkOptions, run_id: str | None, *, start_new: bool) -> Run | None:
+def look_for(network: NetworkOptions, run_id: str | None, *, start_new: bool) -> tuple[Run | None, NetworkOptions]:
     """The run that is meant, if it is there; None for one that is to be begun.
 
-    Without a name nothing can be mistyped: where no run is, one is begun.
+    Without a name nothing can be mistyped: where no run is, one is begun. So it is by an invitation to a run that
+    nobody trains in yet.
+
+    Returns:
+        Also the options to join with: they name the charter of the run, if it has one.
 
     Raises:
         RunNotFound: the one that was named is not there, and shall not be begun.
     """
     with Scout(network.initial_peers or ()) as scout:
-        if start_new:
-            return next((run for run in scout.runs(run_id) if run.run_id == run_id), None)
-        try:
-            return scout.choose(run_id)
-        except RunNotFound as error:
-            if run_id is None:
-                return None
-            raise RunNotFound(f"{error}. Check --run-id, or begin the run with --start-new") from None
+        charter = scout.charter_of(run_id) if run_id is not None else b""
+        if start_new or charter:
+            run = next((run for run in scout.runs(run_id) if run.run_id == run_id), None)
+        else:
+            run = _chosen(scout, run_id)
+            charter = scout.charter_of(run.run_id) if run is not None else b""
+    is_named = any(ticket.charter == charter for ticket in split_tickets(network.initial_peers or ())[1])
+    named = run_id or (run.run_id if run is not None else None)
+    return run, network if is_named or named is None else with_charter(network, named, charter)
+
+
+def _chosen(scout: Scout, run_id: str | None) -> Run | None:
+    try:
+        return scout.choose(run_id)
+    except RunNotFound as error:
+        if run_id is None:
+            return None
+        raise RunNotFound(f"{error}. Check --run-id, or begin the run with --start-new") from None

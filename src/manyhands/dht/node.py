@@ -6,7 +6,7 @@ import asyncio
 import logging
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 from manyhands.base.address import Address
@@ -34,6 +34,9 @@ from manyhands.runtime.tasks import TaskOwner
 
 logger = logging.getLogger(__name__)
 
+Filter = Callable[[str, dict[str, StoredValue]], Awaitable[dict[str, StoredValue]]]
+"""Takes a key and what was found under it; returns those that count."""
+
 NUM_ASKED = 16
 """Peers that are asked which topics they know."""
 
@@ -50,6 +53,10 @@ class DhtNode:
         rng: for the times and targets of upkeep.
         wall_clock: seconds since 1970.
         known_peers: peers seen before, to join by as well.
+
+    Attributes:
+        filters: of the topics whose readers shall see only some of the records; a topic is what is before the first
+            ``.`` of a key.
     """
 
     def __init__(
@@ -69,6 +76,7 @@ class DhtNode:
             endpoint, overlay, config, self._tasks, rng=rng, wall_clock=wall_clock, known=self._known_peers
         )
         self._schemas: dict[str, Schema] = {}
+        self.filters: dict[str, Filter] = {}
         self._storage = storage = Storage(config, self._schemas)
         own_id = endpoint.peer_id
         replicas = Replicas(own_id, overlay.table, config, overlay.is_client)
@@ -184,8 +192,9 @@ class DhtNode:
         """
         check_key(key)
         self._rejoin_if_lost()
-        found = await self._reader.read(key, quickly)
-        return found.values(asyncio.get_running_loop().time())
+        found = (await self._reader.read(key, quickly)).values(asyncio.get_running_loop().time())
+        passing = self.filters.get(key.partition(".")[0])
+        return found if passing is None else await passing(key, found)
 
     async def get_many(self, keys: Iterable[str], *, quickly: bool = False) -> dict[str, dict[str, StoredValue]]:
         """As :meth:`get`, for many keys; some are read at once, and the lookups of the rest know what those found.

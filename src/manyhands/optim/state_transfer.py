@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import msgspec
 
+from manyhands.access.gate import RunGate
 from manyhands.averaging.messages import Position, RecentRounds
 from manyhands.base.deadline import time_limit, while_moving
 from manyhands.base.errors import PeerError, ProtocolViolation, Refused, Unavailable
@@ -26,6 +27,7 @@ from manyhands.transport.api import Stream
 logger = logging.getLogger(__name__)
 
 STREAM_KIND = "state"
+OPENING_S = 5.0
 HEADER_TIMEOUT_S = 30.0
 STALL_TIMEOUT_S = 20.0
 MIN_STALL_BYTES = 1 << 18
@@ -96,7 +98,7 @@ class StateServer:
         self._capturing = asyncio.Lock()
         self._downloads = _Downloads()
         self._late_downloads = _Downloads()
-        endpoint.accept_bulk(STREAM_KIND, self._on_stream)
+        endpoint.accept_bulk(STREAM_KIND, self._on_stream, RunGate(endpoint, run_id, for_observers=True).check)
 
     def close(self) -> None:
         self._endpoint.refuse_bulk(STREAM_KIND)
@@ -199,7 +201,13 @@ async def _download_from(
     endpoint: Endpoint, manifest: RunManifest, donor: PeerId, wanted: Position, request: StateRequest
 ) -> State:
     size_bytes = sum(4 * math.prod(spec.shape) for spec in manifest.tensors)  # about; more with the optimizer's state
-    stream = await endpoint.open_bulk(donor, STREAM_KIND, msgspec.msgpack.encode(request), size_bytes=size_bytes)
+    stream = await RunGate(endpoint, manifest.run_id, for_observers=True).through(
+        donor,
+        OPENING_S,
+        lambda left_s: endpoint.open_bulk(
+            donor, STREAM_KIND, msgspec.msgpack.encode(request), left_s, size_bytes=size_bytes
+        ),
+    )
     try:
         async with time_limit(HEADER_TIMEOUT_S, f"waiting for the header of the state of peer {donor}"):
             header, recent_rounds = await _receive_header(stream)

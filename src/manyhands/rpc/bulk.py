@@ -13,6 +13,7 @@ from manyhands.base.identity import PeerId
 from manyhands.rpc.config import RpcConfig
 from manyhands.rpc.dialling import Opened
 from manyhands.rpc.frames import Hello, Stripe
+from manyhands.rpc.serving import Guard
 from manyhands.rpc.streams import OpenStreams
 from manyhands.rpc.striping import StripedStream, StripeSets, num_stripes
 from manyhands.rpc.upload_cap import CappedStream, UploadCap
@@ -33,11 +34,12 @@ class BulkStreams:
         rng: for the names of streams of several connections, which differ for one peer.
 
     Attributes:
-        acceptors: by kind of stream.
+        acceptors, guards: by kind of stream.
     """
 
     def __init__(self, streams: OpenStreams, config: RpcConfig, rng: random.Random) -> None:
         self.acceptors: dict[str, BulkAcceptor] = {}
+        self.guards: dict[str, Guard] = {}
         self._streams = streams
         self._rng = rng
         self._carriers: dict[Stream, list[Stream]] = {}
@@ -65,6 +67,15 @@ class BulkStreams:
         stream = parts[0] if count == 1 else StripedStream(parts)
         self._carriers[stream] = carriers
         return stream
+
+    def check(self, remote: PeerId, kind: str) -> None:
+        """Ask the guard of a kind of stream.
+
+        Raises:
+            Refused: it turns this peer down.
+        """
+        if (guard := self.guards.get(kind)) is not None:
+            guard(remote)
 
     def release(self, stream: Stream) -> None:
         """Abort a stream that :meth:`open` returned, and count its bytes."""

@@ -25,9 +25,10 @@ from manyhands.rpc.config import RpcConfig
 from manyhands.rpc.connection import ControlConnection
 from manyhands.rpc.dialling import Dialler, Opened
 from manyhands.rpc.frames import CONTROL, Hello, Reject, Welcome, receive_frame, send_frame
+from manyhands.rpc.gate import Gate
 from manyhands.rpc.method import Method, Request, Response, StreamMethod
 from manyhands.rpc.pool import ConnectionPool
-from manyhands.rpc.serving import Served
+from manyhands.rpc.serving import Guard, Served
 from manyhands.rpc.streams import OpenStreams
 from manyhands.rpc.striping import BYTES_OF_ONE
 from manyhands.rpc.uplink import Uplink
@@ -53,6 +54,7 @@ class Endpoint:
             lost; one that was closed since nobody used it is not lost.
         counters: what went wrong, by kind.
         uplink: paces what this peer sends far away.
+        gates: of the runs whose members must be known, by run id; see :mod:`manyhands.access`.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class Endpoint:
         self.client_mode = client_mode
         self.addresses: list[Address] = []
         self.counters: Counter[str] = Counter()
+        self.gates: dict[str, Gate] = {}
         self._transport = transport
         self._config = config or RpcConfig()
         self._rng = rng or random.Random()
@@ -121,13 +124,19 @@ class Endpoint:
         self._transport.close()
 
     def handle(
-        self, method: Method[Request, Response], handler: Callable[[PeerId, Request], Awaitable[Response] | Response]
+        self,
+        method: Method[Request, Response],
+        handler: Callable[[PeerId, Request], Awaitable[Response] | Response],
+        guard: Guard | None = None,
     ) -> None:
         """Serve ``method``: ``handler(remote, request)`` returns the response, or raises ``Refused``.
 
         A plain function is called at once, without a task and a deadline: it waits for nothing.
+
+        Args:
+            guard: ``guard(remote)`` is called before a request is decoded, and raises ``Refused`` to turn it down.
         """
-        self._serve(Served(method, handler, is_prompt=not inspect.iscoroutinefunction(handler)))
+        self._serve(Served(method, handler, not inspect.iscoroutinefunction(handler), guard))
 
     def handle_stream(
         self, method: StreamMethod[Request, Response], handler: Callable[[PeerId, Request], AsyncIterator[Response]]
@@ -145,19 +154,24 @@ class Endpoint:
         """Serve ``method`` no longer."""
         self._handlers.pop(method.name, None)
 
-    def accept_bulk(self, kind: str, acceptor: BulkAcceptor) -> None:
+    def accept_bulk(self, kind: str, acceptor: BulkAcceptor, guard: Guard | None = None) -> None:
         """Take bulk streams of one kind.
 
+        Args:
+            guard: as of :meth:`handle`; a stream that it turns down is not welcomed.
         Raises:
             ConfigError: something takes them already.
         """
         if kind in self._bulk.acceptors:
             raise ConfigError(f"streams of kind {kind!r} are taken already; a peer holds one part of each kind")
         self._bulk.acceptors[kind] = acceptor
+        if guard is not None:
+            self._bulk.guards[kind] = guard
 
     def refuse_bulk(self, kind: str) -> None:
         """Take bulk streams of this kind no longer."""
         self._bulk.acceptors.pop(kind, None)
+        self._bulk.guards.pop(kind, None)
 
     # what is known of others
 
@@ -434,6 +448,11 @@ class Endpoint:
             except Refused as refusal:
                 await self._reject(stream, refusal.code, refusal.message)
         elif stream.is_bulk and (acceptor := self._bulk.acceptors.get(hello.purpose)) is not None:
+            try:
+                self._bulk.check(stream.remote, hello.purpose)
+            except Refused as refusal:
+                await self._reject(stream, refusal.code, refusal.message)
+                return
             await send_frame(stream, welcome)
             await self._bulk.serve(stream, hello, acceptor)
         else:

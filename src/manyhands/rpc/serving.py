@@ -27,12 +27,20 @@ Handler = Callable[[PeerId, Any], Awaitable[msgspec.Struct] | msgspec.Struct]
 StreamHandler = Callable[[PeerId, Any], AsyncIterator[msgspec.Struct]]
 
 
+Guard = Callable[[PeerId], None]
+"""Raises Refused if a peer may not call."""
+
+
 class Served(NamedTuple):
-    """A method and what serves it; a handler that is *prompt* waits for nothing, and returns the response itself."""
+    """A method and what serves it; a handler that is *prompt* waits for nothing, and returns the response itself.
+
+    The guard is asked before a request is decoded.
+    """
 
     method: Method[Any, Any] | StreamMethod[Any, Any]
     handler: Handler | StreamHandler
     is_prompt: bool = False
+    guard: Guard | None = None
 
 
 MAX_SERVING_S = 3600.0
@@ -186,6 +194,8 @@ class Serving:
         return _response(request, await outcome if isinstance(outcome, Awaitable) else outcome)
 
     def _body_of(self, request: Request, served: Served) -> msgspec.Struct:
+        if served.guard is not None:
+            served.guard(self._stream.remote)
         try:
             body: msgspec.Struct = msgspec.msgpack.decode(request.body, type=served.method.request)
         except UNREADABLE as error:

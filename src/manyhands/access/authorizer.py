@@ -1,0 +1,85 @@
+"""What decides whether a peer gets a lease, and for which role."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from manyhands.access.charter import SignedCharter
+from manyhands.access.invitation import SignedInvitation
+from manyhands.access.lease import Role
+from manyhands.access.ledger import Ledger
+from manyhands.base.errors import PeerError, Refused
+from manyhands.base.identity import PeerId
+
+NOT_INVITED = "not_invited"
+"""The code of a refusal that another attempt does not change."""
+
+
+class Authorizer(Protocol):
+    """Decides for a coordinator. Your own may ask a login service, say; ``examples/hub_login.py`` has one."""
+
+    async def authorize(self, peer_id: PeerId, credential: bytes) -> Role:
+        """The role that a peer gets a lease for.
+
+        Args:
+            peer_id: of the peer; it has proved that it has its key.
+            credential: what it sent, at most 4 KiB: the token of its ticket, unless it named another one.
+        Raises:
+            Refused: it gets none; the message tells its user what to do.
+            Unavailable: that cannot be decided now.
+        """
+
+
+class Open:
+    """Everybody trains."""
+
+    async def authorize(self, peer_id: PeerId, credential: bytes) -> Role:
+        """Always a trainer."""
+        return "trainer"
+
+
+class Invited:
+    """Peers with an invitation that is not used up.
+
+    Args:
+        own_id: of the coordinator; it redeems the invitations that name it, and no others, so that none is used more
+            often than it says.
+    """
+
+    def __init__(self, charter: SignedCharter, own_id: PeerId, ledger: Ledger, wall_clock: Callable[[], float]) -> None:
+        self._charter = charter
+        self._own_id = own_id
+        self._ledger = ledger
+        self._wall_clock = wall_clock
+
+    async def authorize(self, peer_id: PeerId, credential: bytes) -> Role:
+        """The role of the invitation, which counts as used from now on."""
+        if not credential:
+            raise Refused(
+                peer_id,
+                NOT_INVITED,
+                f"run {self._charter.run_id!r} is by invitation, and there is none in this ticket; ask for one, which "
+                "its coordinator makes with: manyhands invite",
+            )
+        try:
+            invitation = SignedInvitation.from_bytes(credential, self._charter, peer_id).invitation
+        except PeerError as error:
+            raise Refused(peer_id, NOT_INVITED, f"{error}; ask for another ticket") from error
+        if invitation.coordinator != self._own_id:
+            raise Refused(peer_id, "not_here", f"the invitation is redeemed by coordinator {invitation.coordinator}")
+        if invitation.peer_id not in ("", peer_id):
+            raise Refused(
+                peer_id,
+                NOT_INVITED,
+                f"the invitation is for peer {invitation.peer_id}, and this one is {peer_id}; start with the "
+                "--state-dir (or --identity) of that peer, or ask for another ticket",
+            )
+        if self._wall_clock() > invitation.expires_at:
+            raise Refused(peer_id, NOT_INVITED, "the invitation has expired; ask for another ticket")
+        if self._ledger.num_uses(invitation.id, peer_id) >= invitation.uses:
+            raise Refused(
+                peer_id, NOT_INVITED, f"the invitation is used up, it was for {invitation.uses}; ask for another ticket"
+            )
+        self._ledger.use(invitation.id, invitation.expires_at, peer_id)
+        return invitation.role

@@ -1,0 +1,46 @@
+"""The charters of a run as its coordinators publish them in the DHT."""
+
+from __future__ import annotations
+
+import logging
+from typing import NamedTuple
+
+import msgspec
+
+from manyhands.access.charter import SignedCharter
+from manyhands.access.messages import CHARTER_RECORDS, CharterRecord, charter_key
+from manyhands.base.errors import PeerError
+from manyhands.base.identity import PeerId
+from manyhands.dht import DhtNode
+
+logger = logging.getLogger(__name__)
+
+
+class Published(NamedTuple):
+    """A charter that counts, and what the peer that published it says beside it."""
+
+    peer_id: PeerId
+    charter: SignedCharter
+    record: CharterRecord
+
+
+async def read_charters(dht: DhtNode, run_id: str, *, quickly: bool = False) -> list[Published]:
+    """The charters of a run; what is forged or cannot be read is skipped.
+
+    Raises:
+        Unavailable: the DHT does not answer.
+    """
+    dht.declare(charter_key(run_id), CHARTER_RECORDS)
+    published = []
+    for subkey, stored in (await dht.get(charter_key(run_id), quickly=quickly)).items():
+        if stored.owner != subkey:
+            continue
+        try:
+            record = CHARTER_RECORDS.decode(stored.raw)
+            charter = SignedCharter.from_bytes(record.charter, subkey)
+        except (msgspec.DecodeError, PeerError) as error:
+            logger.debug("the charter that peer %s publishes does not count: %s", subkey, error)
+            continue
+        if charter.run_id == run_id:
+            published.append(Published(PeerId(subkey), charter, record))
+    return published

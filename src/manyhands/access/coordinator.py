@@ -1,0 +1,200 @@
+"""A coordinator of a run: signs leases, renews them, counts the uses of invitations, and publishes bans."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from manyhands.access.authorizer import Authorizer, Invited, Open
+from manyhands.access.charter import SignedCharter
+from manyhands.access.config import AccessConfig
+from manyhands.access.lease import Lease, Role, SignedLease
+from manyhands.access.ledger import Ledger
+from manyhands.access.messages import (
+    CHARTER_RECORDS,
+    MAX_ADDRESSES,
+    MAX_BANS,
+    RECORD_TTL_S,
+    CharterRecord,
+    LeaseRequest,
+    LeaseResponse,
+    ManageRequest,
+    ManageResponse,
+    RunMethods,
+    charter_key,
+)
+from manyhands.base.errors import ConfigError, ManyhandsError, PeerError, Refused, Unavailable
+from manyhands.base.identity import PeerId, public_key_of
+from manyhands.dht import DhtNode
+from manyhands.rpc import Endpoint
+from manyhands.runtime import TaskOwner
+
+logger = logging.getLogger(__name__)
+
+PUBLISH_PERIOD_S = 600.0
+BANS_PERIOD_S = 2.0
+"""Between two looks at the file of ``manyhands ban``."""
+
+OWN_ROLE: Role = "trainer"
+
+
+class Coordinator:
+    """Serves the charter of a run on one endpoint; if the charter names this peer, gives leases as well.
+
+    Args:
+        authorizer: who gets a lease; by default what the charter says, with invitations.
+        ledger: what outlives a restart.
+    Raises:
+        ConfigError: the state dir is that of another charter.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        dht: DhtNode,
+        charter: SignedCharter,
+        ledger: Ledger,
+        *,
+        authorizer: Authorizer | None = None,
+        wall_clock: Callable[[], float] = time.time,
+        config: AccessConfig | None = None,
+    ) -> None:
+        ledger.keep_charter(charter)
+        self._endpoint = endpoint
+        self._dht = dht
+        self._charter = charter
+        self._ledger = ledger
+        self._wall_clock = wall_clock
+        self._config = config or AccessConfig()
+        self._methods = RunMethods(charter.run_id)
+        self._tasks = TaskOwner("coordinator")
+        self._saving = asyncio.Lock()
+        own_id = endpoint.peer_id
+        self.is_delegated = own_id in charter.coordinators
+        invited = Open() if charter.is_open else Invited(charter, own_id, ledger, wall_clock)
+        self._authorizer: Authorizer = authorizer or invited
+
+    async def start(self) -> None:
+        """Publish the charter, and serve leases."""
+        self._dht.declare(charter_key(self._charter.run_id), CHARTER_RECORDS)
+        if self.is_delegated:
+            self._ledger.note_addresses([str(address) for address in self._endpoint.addresses])
+            self._endpoint.handle(self._methods.lease, self._on_lease)
+            self._endpoint.handle(self._methods.manage, self._on_manage)
+        await self._publish()
+        self._tasks.spawn(self._publish_forever(), name="publishing the charter")
+
+    async def close(self) -> None:
+        """Serve no more; what was published stays for a day."""
+        self._endpoint.unhandle(self._methods.lease)
+        self._endpoint.unhandle(self._methods.manage)
+        await self._tasks.close()
+
+    def own_lease(self) -> SignedLease:
+        """A coordinator needs nobody to vouch for it."""
+        return self._signed(self._endpoint.peer_id, OWN_ROLE)
+
+    # leases
+
+    async def _on_lease(self, remote: PeerId, request: LeaseRequest) -> LeaseResponse:
+        self._check_caller(remote, request)
+        role = self._renewed_role(remote, request) or await self._authorizer.authorize(remote, request.credential)
+        signed = self._signed(remote, role)
+        if self._charter.is_open:  # anybody gets one, so none is counted
+            return LeaseResponse(signed.signed.encoded())
+        self._ledger.enter(signed.lease)
+        await self._save()
+        logger.info("Peer %s has a lease as %s for %g h", remote, role, self._config.lease_s / 3600)
+        return LeaseResponse(signed.signed.encoded())
+
+    def _check_caller(self, remote: PeerId, request: LeaseRequest) -> None:
+        if request.charter != self._charter.digest:
+            raise Refused(
+                remote, "other_charter", f"run {self._charter.run_id!r} has another charter here; ask for a new ticket"
+            )
+        ahead_s = request.wall_time - self._wall_clock()
+        if not abs(ahead_s) <= self._config.max_clock_skew_s:
+            raise Refused(
+                remote,
+                "clock",
+                f"the clock of this machine is {abs(ahead_s):.0f} s {'ahead of' if ahead_s > 0 else 'behind'} the "
+                f"coordinator's, and {self._config.max_clock_skew_s:g} s are allowed; set the clocks by the network "
+                "(timedatectl set-ntp true)",
+            )
+        if remote in self._ledger.bans.banned_at:
+            raise Refused(remote, "banned", f"this peer was banned from run {self._charter.run_id!r}; ask its owner")
+
+    def _renewed_role(self, remote: PeerId, request: LeaseRequest) -> Role | None:
+        """The role of the lease that a peer has already, if it still counts, whichever coordinator has signed it."""
+        if not request.lease:
+            return None
+        try:
+            held = SignedLease.from_bytes(request.lease, self._charter, remote)
+        except PeerError as error:
+            logger.debug("the lease of peer %s is not renewed: %s", remote, error)
+            return None
+        config = self._config
+        counts = held.counts(self._wall_clock(), skew_s=config.max_clock_skew_s, grace_s=config.grace_s)
+        return held.lease.role if counts else None
+
+    def _signed(self, peer_id: PeerId, role: Role) -> SignedLease:
+        now = self._wall_clock()
+        lease = Lease(self._charter.digest, peer_id, role, now, now + self._config.lease_s)
+        return SignedLease.sign(self._endpoint.identity, lease)
+
+    async def _save(self) -> None:
+        async with self._saving:  # the last one has all
+            try:
+                write = self._ledger.to_save(self._wall_clock())
+                await asyncio.get_running_loop().run_in_executor(None, write)
+            except OSError as error:
+                logger.warning("no lease is given: the accounts of the coordinator cannot be written: %s", error)
+                raise Unavailable(f"the coordinator cannot write its accounts: {error.strerror}") from error
+
+    # the owner's own calls
+
+    async def _on_manage(self, remote: PeerId, request: ManageRequest) -> ManageResponse:
+        if remote not in self._charter.coordinators or request.charter != self._charter.digest:
+            raise Refused(remote, "not_the_owner", "only the owner of the run and its coordinators may ask this")
+        for text in request.ban:
+            try:
+                public_key_of(PeerId(text))
+            except ConfigError as error:
+                raise Refused(remote, "no_peer_id", str(error)) from error
+        if request.ban:
+            for text in request.ban:
+                self._ledger.ban(PeerId(text), self._wall_clock())
+                logger.warning("Peer %s is banned, as %s asked", text, remote)
+            await self._publish()
+        return ManageResponse(self._ledger.members())
+
+    # what everybody reads
+
+    async def _publish_forever(self) -> None:
+        loop = asyncio.get_running_loop()
+        published_at, bans = loop.time(), dict(self._ledger.bans.banned_at)
+        while True:
+            await asyncio.sleep(BANS_PERIOD_S)
+            try:
+                self._ledger.read_bans()
+                if self._ledger.bans.banned_at == bans and loop.time() < published_at + PUBLISH_PERIOD_S:
+                    continue
+                for peer_id in self._ledger.bans.banned_at.keys() - bans.keys():
+                    logger.warning("Peer %s is banned from run %s", peer_id, self._charter.run_id)
+                bans = dict(self._ledger.bans.banned_at)
+                await self._publish()
+                published_at = loop.time()
+            except ManyhandsError as error:
+                logger.warning("the charter and the bans were not published: %s", error)
+
+    async def _publish(self) -> None:
+        newest = sorted(self._ledger.bans.banned_at.items(), key=lambda ban: ban[1])[-MAX_BANS:]
+        record = CharterRecord(
+            self._charter.signed.encoded(),
+            [str(address) for address in self._endpoint.addresses[:MAX_ADDRESSES]],
+            [peer_id for peer_id, _ in newest],
+        )
+        value = {"charter": record.charter, "addresses": record.addresses, "bans": record.bans}
+        await self._dht.store(charter_key(self._charter.run_id), value, RECORD_TTL_S, subkey=self._endpoint.peer_id)

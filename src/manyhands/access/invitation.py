@@ -1,0 +1,78 @@
+"""An invitation: a word that is worth a lease, to any peer or to one. It travels inside a ticket. Pure."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
+
+from manyhands.access.charter import SignedCharter
+from manyhands.access.lease import Digest, Role
+from manyhands.access.signed import Signed, decoded, signed_by
+from manyhands.base.errors import BadSignature, ProtocolViolation
+from manyhands.base.identity import Identity
+from manyhands.base.structs import make_ready
+from manyhands.rpc.frames import readable
+
+DOMAIN = "run-invitation"
+MAX_USES = 100_000
+ID_BYTES = 12
+
+
+class Invitation(msgspec.Struct, frozen=True, array_like=True):
+    """What a coordinator, or the owner, promises to those who have the token.
+
+    Attributes:
+        charter: digest of the charter of the run.
+        id: names it in the accounts of the coordinator.
+        uses: so many peers get a lease for it; one that comes again is not counted again.
+        expires_at: seconds since 1970.
+        coordinator: where it is redeemed, so that its uses are counted in one place.
+        role: of the leases.
+        peer_id: the only peer that may use it; empty for any.
+    """
+
+    charter: Digest
+    id: Annotated[bytes, msgspec.Meta(min_length=ID_BYTES, max_length=ID_BYTES)]
+    uses: Annotated[int, msgspec.Meta(ge=1, le=MAX_USES)]
+    expires_at: float
+    coordinator: Annotated[str, msgspec.Meta(max_length=64)]
+    role: Role = "trainer"
+    peer_id: Annotated[str, msgspec.Meta(max_length=64)] = ""
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.expires_at):
+            raise ValueError("a time is finite")
+
+
+make_ready(Invitation)
+
+
+@dataclass(frozen=True)
+class SignedInvitation:
+    """An invitation whose signature was checked, and that is of this run."""
+
+    invitation: Invitation
+    signed: Signed
+
+    @classmethod
+    def sign(cls, identity: Identity, invitation: Invitation) -> SignedInvitation:
+        """Sign an invitation."""
+        return cls(invitation, signed_by(identity, DOMAIN, invitation))
+
+    @classmethod
+    def from_bytes(cls, raw: bytes, charter: SignedCharter, source: str) -> SignedInvitation:
+        """Read and verify a token.
+
+        Raises:
+            ProtocolViolation, BadSignature: it is none, is of another run, or nobody who may has signed it.
+        """
+        signed = decoded(raw, source)
+        if signed.signer not in charter.coordinators:
+            raise BadSignature(source, f"its signer {readable(signed.signer)} is no coordinator of the run")
+        invitation = signed.verified(DOMAIN, Invitation, source)
+        if invitation.charter != charter.digest:
+            raise ProtocolViolation(source, "the invitation is for another run")
+        return cls(invitation, signed)

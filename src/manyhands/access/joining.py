@@ -1,0 +1,118 @@
+"""How a peer comes into a run with a charter: by a ticket, or as one that serves the charter."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from manyhands.access.authorizer import Authorizer
+from manyhands.access.charter import SignedCharter
+from manyhands.access.charters import read_charters
+from manyhands.access.config import AccessConfig
+from manyhands.access.coordinator import Coordinator
+from manyhands.access.kept import KeptLease
+from manyhands.access.ledger import Ledger
+from manyhands.access.members import Members
+from manyhands.base.errors import ConfigError, Unavailable
+from manyhands.base.ticket import Ticket
+from manyhands.dht import DhtNode, Reason
+from manyhands.rpc import Endpoint
+
+LOOK_ATTEMPTS = 3
+LOOK_PERIOD_S = 1.0
+
+
+class Place(NamedTuple):
+    """The peer that comes.
+
+    Attributes:
+        folder: of its own, for its lease and the accounts of a coordinator; None to keep nothing.
+    """
+
+    endpoint: Endpoint
+    dht: DhtNode
+    rng: random.Random
+    wall_clock: Callable[[], float]
+    folder: Path | None = None
+    config: AccessConfig = AccessConfig()
+
+
+async def join_by(ticket: Ticket, place: Place, credential: bytes = b"", *, only_looks: bool = False) -> Members:
+    """Believe the charter of a ticket from now on, and no other, and get a lease.
+
+    Args:
+        credential: takes the place of the invitation in the ticket.
+        only_looks: be content to know the members, without a lease.
+    Raises:
+        ConfigError: the charter of the run is another one, or a coordinator refuses a lease.
+        Unavailable: nobody knows the charter, or no coordinator answers.
+    """
+    kept = KeptLease(place.folder, ticket.run_id) if place.folder is not None else None
+    charter = kept.charter(ticket.charter) if kept is not None else None
+    members = _members(place, charter or await _charter_of(ticket, place.dht), kept=kept)
+    await members.watch()
+    if not only_looks:
+        try:
+            await members.enter(credential or ticket.token)
+        except BaseException:
+            await members.close()
+            raise
+    return members
+
+
+async def serve_charter(
+    charter: SignedCharter, place: Place, authorizer: Authorizer | None = None
+) -> tuple[Coordinator, Members]:
+    """Publish a charter, and sign leases if it names this peer as a coordinator.
+
+    Raises:
+        ConfigError: the folder is that of another charter's coordinator.
+    """
+    coordinator = Coordinator(
+        place.endpoint,
+        place.dht,
+        charter,
+        Ledger(place.folder),
+        authorizer=authorizer,
+        wall_clock=place.wall_clock,
+        config=place.config,
+    )
+    await coordinator.start()
+    members = _members(place, charter, own_lease=coordinator.own_lease if coordinator.is_delegated else None)
+    await members.watch()
+    if coordinator.is_delegated:
+        await members.enter()
+    return coordinator, members
+
+
+def _members(place: Place, charter: SignedCharter, **own: Any) -> Members:
+    return Members(
+        place.endpoint, place.dht, charter, wall_clock=place.wall_clock, rng=place.rng, config=place.config, **own
+    )
+
+
+async def _charter_of(ticket: Ticket, dht: DhtNode) -> SignedCharter:
+    others = False
+    for attempt in range(LOOK_ATTEMPTS):
+        if attempt:
+            await asyncio.sleep(LOOK_PERIOD_S)
+        published = await read_charters(dht, ticket.run_id)
+        for entry in published:
+            if entry.charter.digest == ticket.charter:
+                return entry.charter
+        others = bool(published)
+    if others:
+        raise ConfigError(
+            f"run {ticket.run_id!r} has another charter than the one of this ticket; ask for a new ticket"
+        )
+    if dht.refusals[Reason.FROM_THE_FUTURE] or dht.refusals[Reason.EXPIRED]:
+        raise ConfigError(
+            f"the charter of run {ticket.run_id!r} cannot be read: by the clock of this machine, records of the others "
+            "are from the future or long over; set the clock by the network (timedatectl set-ntp true)"
+        )
+    raise Unavailable(
+        f"nobody here knows the charter of run {ticket.run_id!r}; start one of its coordinators, or try again later"
+    )

@@ -1,0 +1,66 @@
+"""The charter of a run and a peer's own lease, kept in its state dir: it comes back while no coordinator is there."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import msgspec
+
+from manyhands.access.charter import SignedCharter
+from manyhands.access.lease import SignedLease
+from manyhands.access.ledger import write_whole
+from manyhands.access.signed import MAX_BYTES, UNREADABLE
+from manyhands.base.errors import PeerError
+from manyhands.base.identity import PeerId
+from manyhands.base.structs import make_ready
+
+logger = logging.getLogger(__name__)
+
+
+class _File(msgspec.Struct):
+    charter: bytes
+    lease: bytes
+
+
+make_ready(_File)
+
+
+class KeptLease:
+    """The file of one run; what cannot be read is as if it were not there."""
+
+    def __init__(self, folder: Path, run_id: str) -> None:
+        self._path = folder / f"lease-{run_id}"
+        self._file = self._read()
+
+    def _read(self) -> _File | None:
+        try:
+            with self._path.open("rb") as file:
+                return msgspec.msgpack.decode(file.read(3 * MAX_BYTES), type=_File)
+        except FileNotFoundError:
+            pass
+        except (OSError, *UNREADABLE) as error:
+            logger.warning("the lease in %s is not used: %s; a coordinator gives a new one", self._path, error)
+        return None
+
+    def charter(self, digest: bytes) -> SignedCharter | None:
+        """The charter, if it has this digest."""
+        try:
+            kept = SignedCharter.from_bytes(self._file.charter, str(self._path)) if self._file is not None else None
+        except PeerError:
+            return None
+        return kept if kept is not None and kept.digest == digest else None
+
+    def lease(self, charter: SignedCharter, peer_id: PeerId) -> SignedLease | None:
+        """The lease, if it is of this charter and this peer."""
+        try:
+            return SignedLease.from_bytes(self._file.lease, charter, peer_id) if self._file is not None else None
+        except PeerError:
+            return None
+
+    def write(self, charter: SignedCharter, held: SignedLease) -> None:
+        """Keep both from now on; what goes wrong is logged."""
+        try:
+            write_whole(self._path, msgspec.msgpack.encode(_File(charter.signed.encoded(), held.signed.encoded())))
+        except OSError as error:
+            logger.warning("the lease cannot be kept in %s: %s", self._path, error.strerror)

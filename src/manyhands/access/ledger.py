@@ -1,0 +1,211 @@
+"""What a coordinator must not forget when it restarts: who used which invitation, who has a lease, who is banned.
+
+The files are written by temporary file, fsync and rename. The running coordinator writes one of them, ``manyhands ban``
+the other, so they never overwrite each other.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from manyhands.access.charter import SignedCharter
+from manyhands.access.lease import Lease
+from manyhands.access.messages import MemberEntry
+from manyhands.base.errors import ConfigError
+from manyhands.base.identity import PeerId
+
+FileBody = TypeVar("FileBody", bound=msgspec.Struct)
+
+FOLDER = "coordinator"
+KEPT_S = 7 * 86400.0
+"""Members whose lease was over for so long are forgotten, and invitations."""
+
+
+class Uses(msgspec.Struct):
+    """The peers that used an invitation, and when it expires."""
+
+    expires_at: float
+    peer_ids: list[str]
+
+
+class Held(msgspec.Struct):
+    """The last lease of a peer."""
+
+    role: str
+    expires_at: float
+
+
+class Accounts(msgspec.Struct):
+    """The file of the running coordinator."""
+
+    uses: dict[str, Uses] = {}
+    members: dict[str, Held] = {}
+
+
+class Bans(msgspec.Struct):
+    """The file of ``manyhands ban``: when each peer was banned."""
+
+    banned_at: dict[str, float] = {}
+
+
+class Place(msgspec.Struct):
+    """Where the coordinator can be dialled, for the tickets of ``manyhands invite``."""
+
+    addresses: list[str]
+
+
+class Ledger:
+    """The files of one coordinator, in a folder of its state dir.
+
+    Args:
+        state_dir: of the coordinator; None to keep nothing on disk.
+    Raises:
+        ConfigError: a file cannot be read.
+    """
+
+    def __init__(self, state_dir: Path | None) -> None:
+        self._folder = state_dir / FOLDER if state_dir is not None else None
+        self.accounts = self._read("members.json", Accounts) or Accounts()
+        self.bans = self._read("bans.json", Bans) or Bans()
+
+    # the charter
+
+    def load_charter(self) -> SignedCharter | None:
+        """The charter that a coordinator with this state dir served last."""
+        path = self._folder / "charter" if self._folder is not None else None
+        return SignedCharter.load(path) if path is not None and path.exists() else None
+
+    def keep_charter(self, charter: SignedCharter) -> None:
+        """Note which run this is.
+
+        Raises:
+            ConfigError: the state dir is that of another run's coordinator.
+        """
+        kept = self.load_charter()
+        if kept is None and self._folder is not None:
+            self._make_folder()
+            charter.save(self._folder / "charter")
+        elif kept is not None and kept.digest != charter.digest:
+            raise ConfigError(
+                f"{self._folder} is of a coordinator of run {kept.run_id!r} with another charter; name another "
+                "--state-dir, one for each charter"
+            )
+
+    def note_addresses(self, addresses: list[str]) -> None:
+        """Where this coordinator is now."""
+        self._write("address.json", msgspec.json.encode(Place(addresses)))
+
+    def addresses(self) -> list[str]:
+        """Where it was last."""
+        place = self._read("address.json", Place)
+        return place.addresses if place is not None else []
+
+    # invitations and leases
+
+    def num_uses(self, invitation_id: bytes, peer_id: PeerId) -> int:
+        """How many other peers have used an invitation."""
+        uses = self.accounts.uses.get(invitation_id.hex())
+        return len(set(uses.peer_ids) - {peer_id}) if uses is not None else 0
+
+    def use(self, invitation_id: bytes, expires_at: float, peer_id: PeerId) -> None:
+        """A peer uses an invitation; it is saved before the peer gets its lease."""
+        uses = self.accounts.uses.setdefault(invitation_id.hex(), Uses(expires_at, []))
+        if peer_id not in uses.peer_ids:
+            uses.peer_ids.append(peer_id)
+
+    def enter(self, lease: Lease) -> None:
+        """A peer gets a lease; it is saved before."""
+        self.accounts.members[lease.peer_id] = Held(lease.role, lease.expires_at)
+
+    def to_save(self, wall_now: float) -> Callable[[], None]:
+        """The accounts as they are now, without what is long over; returns what writes them down, on any thread.
+
+        That raises OSError if they cannot be written.
+        """
+        accounts = self.accounts
+        accounts.uses = {key: uses for key, uses in accounts.uses.items() if wall_now < uses.expires_at + KEPT_S}
+        accounts.members = {key: held for key, held in accounts.members.items() if wall_now < held.expires_at + KEPT_S}
+        return partial(self._write, "members.json", msgspec.json.encode(accounts))
+
+    # bans
+
+    def ban(self, peer_id: PeerId, wall_now: float) -> None:
+        """Ban a peer, for good.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        self.bans = self._read("bans.json", Bans) or self.bans
+        self.bans.banned_at.setdefault(peer_id, wall_now)
+        self._write("bans.json", msgspec.json.encode(self.bans))
+
+    def read_bans(self) -> None:
+        """Look whether ``manyhands ban`` has added any; those that are known stay if the file cannot be read.
+
+        Raises:
+            ConfigError: it cannot be read.
+        """
+        self.bans = self._read("bans.json", Bans) or self.bans
+
+    def members(self) -> list[MemberEntry]:
+        """All whom this coordinator gave a lease, or has banned."""
+        held, banned = self.accounts.members, self.bans.banned_at
+        return [
+            MemberEntry(peer_id, held[peer_id].role, held[peer_id].expires_at, peer_id in banned)
+            if peer_id in held
+            else MemberEntry(peer_id, is_banned=True)
+            for peer_id in sorted(held.keys() | banned.keys())
+        ]
+
+    # files
+
+    def _read(self, name: str, kind: type[FileBody]) -> FileBody | None:
+        if self._folder is None:
+            return None
+        path = self._folder / name
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=kind)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise ConfigError(f"{path}: {error.strerror}; make it readable for this user") from error
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise ConfigError(
+                f"{path} cannot be read: {error}; restore it from a backup, or remove it: then what it counted is "
+                "forgotten"
+            ) from error
+
+    def _make_folder(self) -> None:
+        assert self._folder is not None
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def _write(self, name: str, content: bytes) -> None:
+        if self._folder is not None:
+            self._make_folder()
+            write_whole(self._folder / name, msgspec.json.format(content) + b"\n")
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file so that after a crash it is the old one or the new one.
+
+    Raises:
+        OSError: it cannot be written; the old one is still there.
+    """
+    draft = path.with_name(path.name + ".new")
+    with draft.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)
+    if hasattr(os, "O_DIRECTORY"):
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)

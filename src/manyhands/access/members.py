@@ -1,0 +1,400 @@
+"""The members of a run with a charter, as one of its peers knows them; and this peer's own lease."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import random
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from manyhands.access.charter import SignedCharter
+from manyhands.access.charters import Published, read_charters
+from manyhands.access.config import AccessConfig
+from manyhands.access.invitation import SignedInvitation
+from manyhands.access.kept import KeptLease
+from manyhands.access.lease import Lease, SignedLease
+from manyhands.access.messages import (
+    CHARTER_KIND,
+    LEASE_RECORD_TTL_S,
+    LEASE_RECORDS,
+    LEASES_KIND,
+    NO_LEASE,
+    LeaseRequest,
+    RunMethods,
+    Shown,
+    leases_key,
+)
+from manyhands.base.address import Address
+from manyhands.base.errors import (
+    BadSignature,
+    ConfigError,
+    ManyhandsError,
+    PeerError,
+    ProtocolViolation,
+    Refused,
+    Unavailable,
+)
+from manyhands.base.identity import PeerId
+from manyhands.dht import DhtNode, StoredValue
+from manyhands.rpc import Endpoint
+from manyhands.runtime import TaskOwner
+
+logger = logging.getLogger(__name__)
+
+CALL_TIMEOUT_S = 5.0
+MAX_LEASES = 16_384
+LOOK_UP_PERIOD_S = 1.0
+"""Leases of unknown peers are looked up so often at most, whoever publishes what."""
+OBSERVED_KIND = "heldout"
+"""What observers publish: how well the model does."""
+
+
+class Members:
+    """Knows which peers may take part in a run: the :class:`manyhands.rpc.gate.Gate` of the run.
+
+    Lives on the network thread. :meth:`watch` makes it the gate; :meth:`enter` gets this peer a lease as well.
+
+    Args:
+        charter: of the run.
+        kept: the file that keeps the charter and this peer's own lease, so that a restart needs no coordinator.
+        own_lease: signs this peer's own lease, on a coordinator.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        dht: DhtNode,
+        charter: SignedCharter,
+        *,
+        wall_clock: Callable[[], float] = time.time,
+        rng: random.Random | None = None,
+        config: AccessConfig | None = None,
+        kept: KeptLease | None = None,
+        own_lease: Callable[[], SignedLease] | None = None,
+    ) -> None:
+        self.charter = charter
+        self._endpoint = endpoint
+        self._dht = dht
+        self._wall_clock = wall_clock
+        self._rng = rng or random.Random()
+        self._config = config or AccessConfig()
+        self._kept = kept
+        self._sign_own = own_lease
+        self._methods = RunMethods(charter.run_id)
+        self._own: SignedLease | None = None
+        self._leases: dict[PeerId, SignedLease] = {}
+        self._banned: dict[PeerId, PeerId] = {}  # and by which coordinator
+        self._met: dict[PeerId, bytes] = {}  # peers that have seen this peer's lease, and which one
+        self._looked_up_at = -math.inf  # loop time
+        self._missed_at = -math.inf  # loop time; when no coordinator answered
+        self._is_away_told = self._is_ban_told = False
+        self._tasks = TaskOwner("members")
+
+    # beginning and end
+
+    async def watch(self) -> None:
+        """Be the gate of the run from now on; reads the bans first."""
+        run_id, gates = self.charter.run_id, self._endpoint.gates
+        if run_id in gates:
+            raise ConfigError(f"this peer is in run {run_id!r} with a charter already; close that one first")
+        gates[run_id] = self
+        self._dht.filters[run_id] = self.only_members
+        self._dht.declare(leases_key(run_id), LEASE_RECORDS)
+        self._endpoint.handle(self._methods.show, self._on_show)
+        self._endpoint.on_lost.append(self._on_lost)
+        try:
+            await self._look()
+        except Unavailable as error:
+            logger.warning("the bans of run %s cannot be read yet: %s", run_id, error)
+        self._tasks.spawn(self._keep_up(), name="leases and bans")
+
+    async def enter(self, credential: bytes = b"") -> None:
+        """Get a lease, if the run wants one, and publish it.
+
+        Args:
+            credential: what shall convince a coordinator, such as the token of a ticket.
+        Raises:
+            ConfigError: a coordinator refused it; says what to do.
+            Unavailable: no coordinator answers.
+        """
+        if self.charter.is_open:
+            return
+        if self._sign_own is not None:
+            self._own = self._sign_own()
+        else:
+            self._own = self._kept.lease(self.charter, self._endpoint.peer_id) if self._kept is not None else None
+            if self._own is None or not self._counts(self._own):
+                await self._get_lease(credential)
+        await self._publish()
+
+    async def _get_lease(self, credential: bytes) -> None:
+        try:
+            await self._renew(credential)
+        except Refused as refusal:
+            raise ConfigError(f"run {self.charter.run_id!r}: {refusal.message}") from refusal
+        except Unavailable as error:
+            self._missed_at = asyncio.get_running_loop().time()
+            if self._own is None or not self._counts(self._own):
+                raise
+            self._tell_away(error)  # this peer comes back while no coordinator is there
+
+    async def close(self) -> None:
+        """Be the gate no more. May be called twice."""
+        await self._tasks.close()
+        if self._endpoint.gates.get(self.charter.run_id) is self:
+            del self._endpoint.gates[self.charter.run_id], self._dht.filters[self.charter.run_id]
+            self._endpoint.unhandle(self._methods.show)
+            self._endpoint.on_lost.remove(self._on_lost)
+
+    # the gate
+
+    def check(self, peer_id: PeerId, *, for_observers: bool = False) -> None:
+        """As of the gate: banned peers never pass; in a run by invitation only those with a lease do."""
+        run_id = self.charter.run_id
+        if (by := self._banned.get(peer_id)) is not None:
+            raise Refused(peer_id, "banned", f"peer {peer_id} was banned from run {run_id!r} by {by}")
+        if self.charter.is_open:
+            return
+        lease = self.lease_of(peer_id)
+        if lease is None:
+            raise Refused(
+                peer_id,
+                NO_LEASE,
+                f"run {run_id!r} is by invitation, and peer {peer_id} has no valid lease here; join with a ticket of "
+                "its coordinator, which makes it with: manyhands invite",
+            )
+        if not (lease.takes_part or for_observers):
+            raise Refused(peer_id, "observer", f"peer {peer_id} may only look at run {run_id!r}: its role is observer")
+
+    def lease_of(self, peer_id: PeerId) -> Lease | None:
+        """The lease of a peer, if it is known and counts, and the peer is not banned."""
+        held = self._own if peer_id == self._endpoint.peer_id else self._leases.get(peer_id)
+        return held.lease if held is not None and peer_id not in self._banned and self._counts(held) else None
+
+    def _counts(self, held: SignedLease) -> bool:
+        config = self._config
+        grace_s = config.grace_s if self._are_coordinators_away() else 0.0
+        return held.counts(self._wall_clock(), skew_s=config.max_clock_skew_s, grace_s=grace_s)
+
+    def _are_coordinators_away(self) -> bool:
+        """Whether none answered lately: then no peer can have its lease renewed, and expired ones count for a day.
+
+        Each peer asks after half the life of its lease. So when the first lease expires since no coordinator answers,
+        every peer has asked in vain.
+        """
+        return asyncio.get_running_loop().time() - self._missed_at < 2 * self._config.retry_s
+
+    async def meet(self, peer_id: PeerId, timeout_s: float) -> None:
+        """As of the gate."""
+        if self.charter.is_open or peer_id in self._banned:
+            return  # the check says the rest
+        if self._own is None:
+            raise Unavailable(f"this peer has no lease of run {self.charter.run_id!r}, it only looks at it")
+        own = self._own.signed
+        if self.lease_of(peer_id) is not None and self._met.get(peer_id) == own.signature:
+            return
+        request = Shown(self.charter.digest, own.encoded())
+        shown = await self._endpoint.call(peer_id, self._methods.show, request, min(timeout_s, CALL_TIMEOUT_S))
+        self._take_in(peer_id, shown)
+        self._met[peer_id] = own.signature
+
+    def forget_meeting(self, peer_id: PeerId) -> bool:
+        """As of the gate."""
+        return self._met.pop(peer_id, None) is not None
+
+    def _on_lost(self, peer_id: PeerId) -> None:
+        self._met.pop(peer_id, None)  # it may be another process when it comes back
+
+    def _on_show(self, remote: PeerId, request: Shown) -> Shown:
+        try:
+            self._take_in(remote, request)
+        except (ProtocolViolation, BadSignature) as error:
+            raise Refused(remote, "bad_lease", str(error)) from error
+        if self._own is None:
+            return Shown(self.charter.digest)
+        self._met[remote] = self._own.signed.signature
+        return Shown(self.charter.digest, self._own.signed.encoded())
+
+    def _take_in(self, remote: PeerId, shown: Shown) -> None:
+        if shown.charter != self.charter.digest:
+            raise Refused(remote, "other_charter", f"run {self.charter.run_id!r} has another charter here")
+        if shown.lease:
+            self._learn(remote, shown.lease)
+
+    def _learn(self, peer_id: PeerId, raw: bytes) -> None:
+        """Verify a lease, and keep the one that lasts longest.
+
+        Raises:
+            ProtocolViolation, BadSignature: it does not count.
+        """
+        known = self._leases.get(peer_id)
+        if known is not None and known.signed.encoded() == raw:
+            return
+        held = SignedLease.from_bytes(raw, self.charter, peer_id)
+        if known is None or held.lease.expires_at > known.lease.expires_at:
+            self._leases.pop(peer_id, None)
+            self._leases[peer_id] = held
+            if len(self._leases) > MAX_LEASES:
+                del self._leases[next(iter(self._leases))]
+
+    # records
+
+    async def only_members(self, key: str, found: dict[str, StoredValue]) -> dict[str, StoredValue]:
+        """The records of a run's key that a reader may believe: those of its members."""
+        kind = key.partition(".")[2]
+        if kind in (CHARTER_KIND, LEASES_KIND):
+            return found
+        if self.charter.is_open:
+            return {subkey: stored for subkey, stored in found.items() if stored.owner not in self._banned}
+        own_id = self._endpoint.peer_id
+        unknown = {stored.owner for stored in found.values() if stored.owner not in ("", own_id)} - self._banned.keys()
+        if any(self.lease_of(PeerId(owner)) is None for owner in unknown):
+            await self._look_up_leases()
+        return {
+            subkey: stored
+            for subkey, stored in found.items()
+            if stored.owner and (stored.owner == own_id or self._is_believed(PeerId(stored.owner), kind))
+        }
+
+    def _is_believed(self, owner: PeerId, kind: str) -> bool:
+        lease = self.lease_of(owner)
+        return lease is not None and (lease.takes_part or kind == OBSERVED_KIND)
+
+    async def _look_up_leases(self) -> None:
+        now = asyncio.get_running_loop().time()
+        if now < self._looked_up_at + LOOK_UP_PERIOD_S:
+            return
+        self._looked_up_at = now
+        for subkey, stored in (await self._dht.get(leases_key(self.charter.run_id))).items():
+            if stored.owner == subkey != self._endpoint.peer_id:
+                try:
+                    self._learn(PeerId(subkey), LEASE_RECORDS.decode(stored.raw))
+                except (msgspec.DecodeError, PeerError) as error:
+                    logger.debug("the lease that peer %s publishes does not count: %s", subkey, error)
+
+    # this peer's own lease
+
+    async def _renew(self, credential: bytes = b"") -> None:
+        """Get a new lease from any coordinator; in exchange for the old one, or for the credential.
+
+        Raises:
+            Refused: one of them says no, for good.
+            Unavailable: none gives one now.
+        """
+        lease = self._own.signed.encoded() if self._own is not None else b""
+        failures = []
+        for coordinator in self._coordinators(credential):
+            request = LeaseRequest(self.charter.digest, self._wall_clock(), credential, lease)
+            try:
+                response = await self._endpoint.call(coordinator, self._methods.lease, request, CALL_TIMEOUT_S)
+                held = SignedLease.from_bytes(response.lease, self.charter, self._endpoint.peer_id)
+            except Refused as refusal:
+                if refusal.code not in ("unknown_method", "busy", "not_here"):
+                    raise
+                failures.append(f"{coordinator}: {refusal.message}")
+            except (Unavailable, PeerError) as error:
+                failures.append(f"{coordinator}: {error}")
+            else:
+                self._own = held
+                if self._kept is not None:
+                    self._kept.write(self.charter, held)
+                return
+        raise Unavailable(f"no coordinator of run {self.charter.run_id!r} gives a lease: {'; '.join(failures)}")
+
+    def _coordinators(self, credential: bytes) -> list[PeerId]:
+        """In which order they are asked: first the one that counts the uses of an invitation."""
+        coordinators = [peer_id for peer_id in self.charter.coordinators if peer_id != self._endpoint.peer_id]
+        self._rng.shuffle(coordinators)
+        try:
+            first = SignedInvitation.from_bytes(credential, self.charter, "").invitation.coordinator
+        except PeerError:  # a credential of another kind
+            return coordinators
+        return sorted(coordinators, key=lambda peer_id: peer_id != first)
+
+    async def _publish(self) -> None:
+        if self._own is not None:
+            value, ttl_s = self._own.signed.encoded(), LEASE_RECORD_TTL_S
+            await self._dht.store(leases_key(self.charter.run_id), value, ttl_s, subkey=self._endpoint.peer_id)
+
+    # in the background
+
+    async def _keep_up(self) -> None:
+        loop, config = asyncio.get_running_loop(), self._config
+        published, published_at, tried_at = self._own, loop.time(), -math.inf
+        while True:
+            await asyncio.sleep(config.look_period_s)
+            try:
+                await self._look(quickly=True)
+                if self._is_renewal_due() and loop.time() >= tried_at + config.retry_s:
+                    tried_at = loop.time()
+                    await self._renew_again()
+                if published is not self._own or loop.time() >= published_at + LEASE_RECORD_TTL_S / 3:
+                    await self._publish()
+                    published, published_at = self._own, loop.time()
+            except ManyhandsError as error:
+                logger.warning("the members of run %s cannot be looked after: %s", self.charter.run_id, error)
+
+    async def _look(self, *, quickly: bool = False) -> None:
+        """Read what the coordinators publish: where they are, and whom they have banned."""
+        published = await read_charters(self._dht, self.charter.run_id, quickly=quickly)
+        for entry in published:
+            if entry.peer_id in self.charter.coordinators and entry.charter.digest == self.charter.digest:
+                self._note(entry)
+        if self._endpoint.peer_id in self._banned and not self._is_ban_told:
+            self._is_ban_told = True
+            logger.error(
+                "This peer was banned from run %s by %s: no member averages with it any more; ask the owner of the run",
+                self.charter.run_id, self._banned[self._endpoint.peer_id],
+            )  # fmt: skip
+
+    def _note(self, entry: Published) -> None:
+        self._banned |= {PeerId(peer_id): entry.peer_id for peer_id in entry.record.bans}
+        self._endpoint.learn(entry.peer_id, readable(entry.record.addresses))
+
+    def _is_renewal_due(self) -> bool:
+        if self._own is None or self._own.lease.peer_id in self._banned:
+            return False
+        lease = self._own.lease
+        return self._wall_clock() >= (lease.issued_at + lease.expires_at) / 2
+
+    async def _renew_again(self) -> None:
+        if self._sign_own is not None:
+            self._own = self._sign_own()
+            return
+        try:
+            await self._renew()
+        except Unavailable as error:
+            self._missed_at = asyncio.get_running_loop().time()
+            self._tell_away(error)
+        except Refused as refusal:
+            logger.warning("The lease of this peer in run %s is not renewed: %s", self.charter.run_id, refusal.message)
+        else:
+            if self._is_away_told:
+                logger.info("A coordinator of run %s answers again", self.charter.run_id)
+            self._is_away_told = False
+
+    def _tell_away(self, error: Unavailable) -> None:
+        if self._is_away_told or self._own is None:
+            return
+        self._is_away_told = True
+        left_h = (self._own.lease.expires_at + self._config.grace_s - self._wall_clock()) / 3600
+        logger.warning(
+            "No coordinator of run %s answers. Training goes on, for at most %.0f h, and nobody new can join; start a "
+            "coordinator of the run again (%s)",
+            self.charter.run_id, max(left_h, 0.0), error,
+        )  # fmt: skip
+
+
+def readable(texts: list[str]) -> list[Address]:
+    """The addresses of a coordinator that can be read; a newer version may publish others too."""
+    addresses = []
+    for text in texts:
+        try:
+            addresses.append(Address.parse(text))
+        except ConfigError:
+            logger.debug("an address that cannot be read: %s", text)
+    return addresses

@@ -1,0 +1,131 @@
+"""The calls and records by which the peers of a run with a charter know each other."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from manyhands.access.signed import MAX_BYTES
+from manyhands.dht import Schema
+from manyhands.rpc import Method
+
+MAX_CREDENTIAL_BYTES = 4096
+MAX_BANS = 1000
+MAX_ADDRESSES = 8
+RECORD_TTL_S = 86400.0
+"""What coordinators publish outlives them by as long as leases have grace."""
+LEASE_RECORD_TTL_S = 3600.0
+
+NO_LEASE = "no_lease"
+"""The code of a refusal: the other end does not know this peer's lease, or that is over."""
+
+SignedBytes = Annotated[bytes, msgspec.Meta(max_length=MAX_BYTES)]
+CharterDigest = Annotated[bytes, msgspec.Meta(max_length=32)]
+PeerIdText = Annotated[str, msgspec.Meta(max_length=64)]
+
+
+class Shown(msgspec.Struct, frozen=True):
+    """What two peers show each other before any other call of the run; the request and the response.
+
+    Attributes:
+        charter: digest of the charter that this peer believes.
+        lease: its own; empty if it has none.
+    """
+
+    charter: CharterDigest
+    lease: SignedBytes = b""
+
+
+class LeaseRequest(msgspec.Struct, frozen=True):
+    """Asks a coordinator for a lease.
+
+    Attributes:
+        charter: digest of the charter that this peer believes.
+        wall_time: by its own clock, in seconds since 1970.
+        credential: what shall convince the coordinator: the token of an invitation, say.
+        lease: the one that it has already and wants renewed; empty for none.
+    """
+
+    charter: CharterDigest
+    wall_time: float
+    credential: Annotated[bytes, msgspec.Meta(max_length=MAX_CREDENTIAL_BYTES)] = b""
+    lease: SignedBytes = b""
+
+
+class LeaseResponse(msgspec.Struct, frozen=True):
+    """A new lease."""
+
+    lease: SignedBytes
+
+
+class ManageRequest(msgspec.Struct, frozen=True):
+    """Asks a coordinator to ban peers, and who the members are; for the owner and its coordinators only.
+
+    Attributes:
+        ban: their peer ids; perhaps none.
+    """
+
+    charter: CharterDigest
+    ban: Annotated[list[PeerIdText], msgspec.Meta(max_length=MAX_BANS)] = []
+
+
+class MemberEntry(msgspec.Struct, frozen=True):
+    """A peer as a coordinator knows it.
+
+    Attributes:
+        expires_at: when its last lease is over; seconds since 1970. 0 if this coordinator gave it none.
+    """
+
+    peer_id: PeerIdText
+    role: str = ""
+    expires_at: float = 0.0
+    is_banned: bool = False
+
+
+class ManageResponse(msgspec.Struct, frozen=True):
+    """All members that the coordinator knows."""
+
+    members: list[MemberEntry]
+
+
+class CharterRecord(msgspec.Struct, frozen=True):
+    """What coordinators publish under ``RUN.charter``, each signed by itself.
+
+    Attributes:
+        charter: signed by the owner.
+        addresses: where this peer can be dialled for a lease.
+        bans: peer ids that take part no more; they count if this peer is the owner or a coordinator.
+    """
+
+    charter: SignedBytes
+    addresses: Annotated[
+        list[Annotated[str, msgspec.Meta(max_length=256)]], msgspec.Meta(max_length=MAX_ADDRESSES)
+    ] = []
+    bans: Annotated[list[PeerIdText], msgspec.Meta(max_length=MAX_BANS)] = []
+
+
+CHARTER_KIND, LEASES_KIND = "charter", "leases"
+CHARTER_RECORDS = Schema(CharterRecord, is_owned=True, max_ttl_s=RECORD_TTL_S)
+LEASE_RECORDS = Schema(SignedBytes, is_owned=True, max_ttl_s=LEASE_RECORD_TTL_S)
+
+
+def charter_key(run_id: str) -> str:
+    """The DHT key of what the coordinators of a run publish."""
+    return f"{run_id}.{CHARTER_KIND}"
+
+
+def leases_key(run_id: str) -> str:
+    """The DHT key of the leases of a run's members."""
+    return f"{run_id}.{LEASES_KIND}"
+
+
+class RunMethods:
+    """The methods of one run; on the wire their names begin with the run id."""
+
+    def __init__(self, run_id: str) -> None:
+        self.show: Method[Shown, Shown] = Method(f"{run_id}.access.show", Shown, Shown)
+        self.lease: Method[LeaseRequest, LeaseResponse] = Method(f"{run_id}.access.lease", LeaseRequest, LeaseResponse)
+        self.manage: Method[ManageRequest, ManageResponse] = Method(
+            f"{run_id}.access.manage", ManageRequest, ManageResponse
+        )

@@ -1,0 +1,215 @@
+"""``manyhands invite``, ``ban`` and ``members``: for the coordinators of a run with a charter, and its owner."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from manyhands.access import Invitation, Role, SignedCharter
+from manyhands.access.invitation import ID_BYTES, MAX_USES, SignedInvitation
+from manyhands.access.ledger import Ledger
+from manyhands.access.managing import manage
+from manyhands.access.messages import MemberEntry
+from manyhands.base.errors import ConfigError
+from manyhands.base.identity import Identity, PeerId, public_key_of
+from manyhands.base.ticket import split_tickets
+from manyhands.cli.ticket_command import print_ticket
+from manyhands.peer import Peer
+
+UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+MAX_EXPIRES_S = 366 * 86400
+MANAGE_TIMEOUT_S = 60.0
+
+
+@Parameter(name="*", group="Whose power")
+@dataclass(frozen=True, kw_only=True)
+class PowerOptions:
+    """A coordinator's state dir on its own machine; or the owner key, the charter and an address, anywhere."""
+
+    state_dir: Path | None = None
+    """The state dir of a coordinator that runs, or ran, on this machine."""
+
+    key: Path | None = None
+    """The owner key, or the identity of a coordinator; by default the identity in the state dir."""
+
+    charter: Path | None = None
+    """The charter of the run; by default the one that the coordinator with this state dir serves."""
+
+    initial_peers: tuple[str, ...] = ()
+    """Addresses of peers of the run; by default those of the coordinator with this state dir."""
+
+    def ledger(self) -> Ledger:
+        """The accounts of the coordinator on this machine, if a state dir is named."""
+        if self.state_dir is not None and not self.state_dir.is_dir():
+            raise ConfigError(
+                f"--state-dir {self.state_dir} is no folder; name the one of a coordinator on this machine"
+            )
+        return Ledger(self.state_dir)
+
+    def signed_charter(self, ledger: Ledger) -> SignedCharter:
+        """The charter.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        charter = SignedCharter.load(self.charter) if self.charter is not None else ledger.load_charter()
+        if charter is None:
+            raise ConfigError(
+                "which run is meant? Name the --state-dir of a coordinator on this machine that was started with "
+                "--charter, or the owner key and the charter: --key RUN.key --charter RUN.charter"
+            )
+        return charter
+
+    def identity(self, charter: SignedCharter) -> Identity:
+        """The key that signs.
+
+        Raises:
+            ConfigError: it is missing, or the charter gives it no power.
+        """
+        path = self.key or (self.state_dir / "identity.pem" if self.state_dir is not None else None)
+        run = f"run {charter.run_id!r}"
+        if path is None:
+            raise ConfigError(
+                f"{run} needs its owner key (--key FILE), or the --state-dir of one of its coordinators on this machine"
+            )
+        if not path.exists() and self.key is None:
+            raise ConfigError(
+                f"{path} does not exist: the coordinator was started with an --identity; name that file, too: "
+                "--key FILE"
+            )
+        if not path.exists():
+            raise ConfigError(
+                f"key {path} does not exist. A lost owner key cannot be made again; the coordinators of {run} still "
+                "invite and ban, on their machines: --state-dir DIR. Without them, begin a run with a new key: "
+                "manyhands run create"
+            )
+        identity = Identity.load_or_create(path)
+        if identity.peer_id not in charter.coordinators:
+            raise ConfigError(
+                f"key {path} is peer {identity.peer_id}, which is neither the owner nor a coordinator of {run}; "
+                f"these are: {', '.join(charter.coordinators)}"
+            )
+        return identity
+
+
+def invite(
+    *,
+    uses: Annotated[int, Parameter(help="So many peers can join with it.")] = 1,
+    expires: Annotated[str, Parameter(help="For how long it can be used: 90s, 30m, 12h or 7d.")] = "7d",
+    peer: Annotated[
+        str, Parameter(name="--for", help="Peer id of the only peer that may use it; by default any.")
+    ] = "",
+    role: Annotated[
+        Role, Parameter(help="What the peers may do: an observer only downloads the state and measures.")
+    ] = "trainer",
+    power: PowerOptions | None = None,
+) -> None:
+    """Print a ticket that lets peers into a run by invitation.
+
+    A peer that has it can use it, so send it as you would a password. For example:
+
+        manyhands invite --state-dir first-peer --uses 5 --expires 7d
+    """
+    power = power or PowerOptions()
+    if not 1 <= uses <= MAX_USES:
+        raise ConfigError(f"--uses is {uses}; from 1 to {MAX_USES} are possible, for example 5")
+    lasts_s = seconds_of(expires)
+    if peer:
+        public_key_of(PeerId(peer))
+    ledger = power.ledger()
+    charter = power.signed_charter(ledger)
+    if charter.is_open:
+        raise ConfigError(f"run {charter.run_id!r} is open: everybody can join it without an invitation")
+    identity = power.identity(charter)
+    addresses, _ = split_tickets(power.initial_peers or ledger.addresses())
+    if not addresses:
+        raise ConfigError("the ticket needs the address of a peer of the run: --initial-peers HOST:PORT or a multiaddr")
+    # the owner need not be online: then the first coordinator counts the uses
+    is_coordinator = identity.peer_id in charter.charter.coordinators
+    counted_by = identity.peer_id if is_coordinator else charter.coordinators[0]
+    invitation = Invitation(
+        charter.digest, secrets.token_bytes(ID_BYTES), uses, time.time() + lasts_s, counted_by, role, peer
+    )
+    token = SignedInvitation.sign(identity, invitation).signed.encoded()
+    print_ticket(charter.run_id, addresses, charter=charter.digest, token=token)
+
+
+def ban(
+    peer: Annotated[str, Parameter(help="Peer id, as the monitor and manyhands members show it.")],
+    /,
+    *,
+    power: PowerOptions | None = None,
+) -> None:
+    """Ban a peer from a run, for good: within a minute no member averages with it, or gives it the state.
+
+    On the machine of a coordinator, with its state dir, or with the owner key:
+
+        manyhands ban 12D3KooW... --state-dir first-peer
+        manyhands ban 12D3KooW... --key RUN.key --charter RUN.charter --initial-peers ADDRESS
+    """
+    power = power or PowerOptions()
+    public_key_of(PeerId(peer))
+    ledger = power.ledger()
+    charter = power.signed_charter(ledger)
+    identity = power.identity(charter)
+    if peer in charter.coordinators:
+        raise ConfigError(f"{peer} is the owner or a coordinator of run {charter.run_id!r}; those cannot be banned")
+    if power.state_dir is not None:
+        ledger.ban(PeerId(peer), time.time())
+    else:
+        _ask(power, identity, charter, [PeerId(peer)])
+    print(f"Peer {peer} is banned from run {charter.run_id}.")  # noqa: T201
+
+
+def members(*, power: PowerOptions | None = None) -> None:
+    """List the peers that have a lease of a run, and those that are banned."""
+    power = power or PowerOptions()
+    ledger = power.ledger()
+    charter = power.signed_charter(ledger)
+    identity = power.identity(charter)
+    entries = ledger.members() if power.state_dir is not None else _ask(power, identity, charter)
+    print(f"Run {charter.run_id}, access {charter.charter.access}: {len(entries)} known")  # noqa: T201
+    for entry in entries:
+        print(f"  {entry.peer_id}  {described(entry, time.time())}")  # noqa: T201
+
+
+def described(entry: MemberEntry, wall_now: float) -> str:
+    """How a member stands, in words."""
+    if entry.is_banned:
+        return "banned"
+    left_h = (entry.expires_at - wall_now) / 3600
+    return f"{entry.role}, " + (f"lease for {left_h:.1f} h more" if left_h > 0 else f"lease over for {-left_h:.1f} h")
+
+
+def _ask(
+    power: PowerOptions, identity: Identity, charter: SignedCharter, banned: list[PeerId] | None = None
+) -> list[MemberEntry]:
+    """Ask the coordinators that run elsewhere."""
+    if not power.initial_peers:
+        raise ConfigError(
+            "with a key alone the coordinators are asked over the network: name a peer of the run, --initial-peers "
+            "HOST:PORT or a multiaddr"
+        )
+    addresses, _ = split_tickets(power.initial_peers)
+    with Peer(addresses, client_mode=True, identity=identity) as own:
+        asking = manage(own.endpoint, own.dht, charter, banned or [])
+        return own.run(asking, MANAGE_TIMEOUT_S, "asking the coordinators")
+
+
+def seconds_of(text: str) -> int:
+    """A duration such as ``7d``.
+
+    Raises:
+        ConfigError: it is none, or too long.
+    """
+    match = re.fullmatch(r"(\d{1,9})([smhd])", text.strip())
+    seconds = int(match[1]) * UNITS[match[2]] if match is not None else 0
+    if not 0 < seconds <= MAX_EXPIRES_S:
+        raise ConfigError(f"--expires is {text!r}; write a number with s, m, h or d, at most 366d, for example 7d")
+    return seconds

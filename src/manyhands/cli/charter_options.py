@@ -1,0 +1,78 @@
+"""How the commands that welcome or join peers deal with runs that have a charter."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+from typing import TypeVar
+
+from manyhands.access import SignedCharter
+from manyhands.base.errors import ConfigError
+from manyhands.base.ticket import Ticket, split_tickets
+from manyhands.cli.options import PeerOptions
+from manyhands.cli.ticket_command import print_ticket
+from manyhands.peer import Peer
+
+logger = logging.getLogger(__name__)
+
+Options = TypeVar("Options", bound=PeerOptions)
+
+
+def checked_charter(path: Path | None, network: PeerOptions) -> SignedCharter | None:
+    """The charter that a command was given, before anything is started.
+
+    Raises:
+        ConfigError: it is none, or the command has no state dir.
+    """
+    if path is None:
+        return None
+    charter = SignedCharter.load(path)
+    if network.state_dir is None:
+        raise ConfigError(
+            "a coordinator keeps who used an invitation and who is banned in its state dir; name one: --state-dir DIR"
+        )
+    return charter
+
+
+def coordinate(peer: Peer, path: Path, charter: SignedCharter, network: PeerOptions) -> None:
+    """Serve a charter, and say what that means."""
+    is_coordinator = peer.coordinate(path)
+    run = f"run {charter.run_id} (access {charter.charter.access})"
+    if not is_coordinator:
+        logger.warning(
+            "This peer publishes the charter of %s, and is no coordinator of it: the charter does not name peer %s. "
+            "To make it one, sign a charter that does: manyhands run create --coordinator %s",
+            run, peer.peer_id, peer.peer_id,
+        )  # fmt: skip
+        return
+    logger.info("Coordinating %s", run)
+    if charter.is_open:
+        logger.info("Others can join it with one word:")
+        print_ticket(charter.run_id, peer.addresses, charter=charter.digest)
+    else:
+        logger.info("Make tickets for it on this machine, in another terminal:")
+        power = f"--state-dir {network.state_dir}" + (f" --key {network.identity}" if network.identity else "")
+        print(f"\n    manyhands invite {power} --uses 5 --expires 7d\n", flush=True)  # noqa: T201
+
+
+def run_id_of(network: PeerOptions, given: str | None) -> str | None:
+    """The run that is meant: the one that was named, else that of a ticket among the initial peers.
+
+    Raises:
+        ConfigError: the two differ.
+    """
+    _, tickets = split_tickets(network.initial_peers or ())
+    named = list(dict.fromkeys(ticket.run_id for ticket in tickets if ticket.run_id))
+    if given is not None and named and given not in named:
+        raise ConfigError(f"the ticket is for run {named[0]!r}, and --run-id is {given!r}; leave --run-id out")
+    return given if given is not None else named[0] if named else None
+
+
+def with_charter(network: Options, run_id: str, charter: bytes) -> Options:
+    """The same, with a ticket that names the charter of the run, for a peer that was given addresses only."""
+    addresses, _ = split_tickets(network.initial_peers or ())
+    if not charter:
+        return network
+    ticket = str(Ticket(run_id, addresses, b"", charter))
+    return dataclasses.replace(network, initial_peers=(ticket, *(network.initial_peers or ())))

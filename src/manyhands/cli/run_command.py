@@ -1,0 +1,65 @@
+"""``manyhands run``: makes the key of a run."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, Parameter
+
+from manyhands.access import Charter, SignedCharter
+from manyhands.access.charter import MAX_COORDINATORS, Access
+from manyhands.base.errors import ConfigError
+from manyhands.base.identity import Identity, PeerId, public_key_of
+from manyhands.base.run_id import checked_run_id
+
+run_key = App(name="run", help="Make the key of a run, with which its owner decides who takes part.")
+
+
+@run_key.command
+def create(
+    *,
+    run_id: Annotated[str, Parameter(help="Name of the run: 1 to 64 characters, without '.'.")],
+    access: Annotated[Access, Parameter(help="open: everybody may take part; invite: peers with an invitation.")] = (
+        "invite"
+    ),
+    coordinator: Annotated[
+        tuple[str, ...],
+        Parameter(help="Peer ids of first peers or monitors that invite and ban in your place; they print their ids."),
+    ] = (),
+    key: Annotated[
+        Path | None, Parameter(help="File of the owner key; by default RUN_ID.key. Made if missing.")
+    ] = None,
+    charter: Annotated[Path | None, Parameter(help="File to write; by default RUN_ID.charter.")] = None,
+) -> None:
+    """Make a run key, and sign the charter of the run with it.
+
+    The key is yours alone: keep a copy where nobody else can read it. Lost, it
+    cannot be made again, and a stranger that has it owns the run. The charter is
+    no secret; give it to the coordinators. For example:
+
+        manyhands first-peer --state-dir first-peer     prints its peer id
+        manyhands run create --run-id my-albert --coordinator 12D3KooW...
+        manyhands first-peer --state-dir first-peer --charter my-albert.charter
+        manyhands invite --state-dir first-peer --uses 5 --expires 7d
+    """
+    checked_run_id(run_id)
+    if len(coordinator) > MAX_COORDINATORS:
+        raise ConfigError(f"{len(coordinator)} coordinators; name at most {MAX_COORDINATORS}")
+    for peer_id in coordinator:
+        public_key_of(PeerId(peer_id))
+    key_path, path = key or Path(f"{run_id}.key"), charter or Path(f"{run_id}.charter")
+    if path.exists():
+        raise ConfigError(f"charter {path} exists, and is not overwritten; name another file: --charter FILE")
+    is_new = not key_path.exists()
+    owner = Identity.load_or_create(key_path)
+    signed = SignedCharter.sign(
+        owner, Charter(run_id, owner.peer_id, access, list(coordinator), created_at=float(int(time.time())))
+    )
+    signed.save(path)
+    where = f"--charter {path}" + ("" if coordinator else f" --identity {key_path}")
+    print(f"Owner key: {key_path} ({'made just now; keep a copy in a safe place' if is_new else 'it was there'})")  # noqa: T201
+    print(f"Charter:   {path}, of run {run_id} with access {access}")  # noqa: T201
+    print("Next, on the machine of each coordinator, with its own state dir:")  # noqa: T201
+    print(f"\n    manyhands first-peer {where} --state-dir first-peer --listen 31337\n", flush=True)  # noqa: T201

@@ -1,0 +1,182 @@
+"""A run by invitation, over real sockets: members train; nobody else gets into rounds, the state or the records."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+import manyhands
+from manyhands.access import AccessConfig, Charter, Invitation, SignedCharter
+from manyhands.access.invitation import SignedInvitation
+from manyhands.averaging.messages import JOIN, JoinRequest, Member, Position
+from manyhands.averaging.run_endpoint import RunEndpoint
+from manyhands.base.address import parse_addresses
+from manyhands.base.errors import ConfigError, PeerError, Refused, Unavailable
+from manyhands.base.identity import PeerId
+from manyhands.base.ticket import Ticket
+from manyhands.optim.progress import ProgressRecord
+from manyhands.optim.progress_reader import progress_key
+from manyhands.optim.state_transfer import download_state
+from tests.network import identity_of
+from tests.trainers import LISTEN, Trainer, in_threads, kill
+
+RUN = "invited"
+OWNER = identity_of(91)
+COORDINATOR = identity_of(92)
+FAST_LOOKS = AccessConfig(look_period_s=0.2)
+
+
+class Run:
+    """A run with one coordinator."""
+
+    def __init__(self, folder: Path, access: Any = "invite") -> None:
+        charter = Charter(RUN, OWNER.peer_id, access, [COORDINATOR.peer_id], created_at=1.0)
+        self.charter = SignedCharter.sign(OWNER, charter)
+        self.path = folder / "charter"
+        self.charter.save(self.path)
+        self.state_dir = folder / "coordinator"
+        self.first = manyhands.Peer(listen=LISTEN, identity=COORDINATOR, state_dir=self.state_dir)
+        assert self.first.coordinate(self.path)
+
+    def ticket(self, uses: int = 1, *, role: Any = "trainer") -> str:
+        expires_at = time.time() + 60.0
+        invitation = Invitation(
+            self.charter.digest, secrets.token_bytes(12), uses, expires_at, COORDINATOR.peer_id, role
+        )
+        token = SignedInvitation.sign(COORDINATOR, invitation).signed.encoded()
+        return str(Ticket(RUN, parse_addresses(self.first.addresses), b"", self.charter.digest, token))
+
+    def ban(self, peer_id: PeerId) -> None:
+        from manyhands.access.ledger import Ledger
+
+        Ledger(self.state_dir).ban(peer_id, time.time())
+
+
+@contextmanager
+def new_run(folder: Path, access: Any = "invite") -> Iterator[Run]:
+    run = Run(folder, access)
+    with run.first:
+        yield run
+
+
+def member(run: Run, ticket: str) -> manyhands.Peer:
+    return manyhands.Peer([ticket], listen=LISTEN, access_config=FAST_LOOKS)
+
+
+def wait_until(condition: Callable[[], object], what: str, timeout_s: float = 15.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"it did not come about: {what}"
+        time.sleep(0.05)
+
+
+async def join_a_round(peer: manyhands.Peer, leader: Trainer) -> None:
+    own = Member(peer.peer_id, [], False, 4.0, 0)
+    request = JoinRequest(leader.optimizer.manifest.fingerprint(), Position(2, b""), own)
+    await RunEndpoint(peer.endpoint, RUN).call(leader.peer.peer_id, JOIN, request, 5.0)
+
+
+def test_invited_peers_train_together_and_no_more_of_them_than_the_invitation_says(tmp_path: Path) -> None:
+    with new_run(tmp_path) as run:
+        ticket = run.ticket(uses=2)
+        with member(run, ticket) as one, member(run, ticket) as two:
+            trainers = [Trainer(peer, RUN, 12) for peer in (one, two)]
+            in_threads([lambda t=trainer: t.train_until(2) for trainer in trainers])
+            assert all(trainer.optimizer.statistics.steps_alone == 0 for trainer in trainers)
+            assert len({trainer.optimizer.state_digest() for trainer in trainers}) == 1
+            with pytest.raises(ConfigError, match="the invitation is used up, it was for 2; ask for another ticket"):
+                member(run, ticket)
+
+
+def test_an_uninvited_peer_gets_into_no_round_no_state_and_no_count(tmp_path: Path) -> None:
+    with new_run(tmp_path) as run, member(run, run.ticket()) as one:
+        trainer = Trainer(one, RUN, 8)
+        trainer.train_until(2)
+        with manyhands.Peer(run.first.addresses, listen=LISTEN) as stranger:
+            reached = stranger.run(stranger.endpoint.connect(one.endpoint.addresses[0]), 5.0, "dialling")
+            assert reached == one.peer_id
+            with pytest.raises(Refused, match=r"is by invitation, and peer .* has no valid lease here"):
+                stranger.run(join_a_round(stranger, trainer), 5.0, "joining a round")
+            with pytest.raises(Unavailable, match="is by invitation"):
+                Trainer(stranger, RUN, 8)
+
+            async def publish() -> None:
+                claimed = ProgressRecord(Position(9, b"x"), 10**6, 1e6, 10**9, False, [], 60.0)
+                record = msgspec.to_builtins(claimed, builtin_types=(bytes,))
+                assert await stranger.dht.store(progress_key(RUN), record, 60.0, subkey=stranger.peer_id)
+                assert stranger.peer_id in await stranger.dht.get(progress_key(RUN))
+
+            stranger.run(publish(), 10.0, "publishing progress")
+            assert stranger.peer_id not in one.get(progress_key(RUN))
+            trainer.train_until(4)
+            assert trainer.optimizer.statistics.states_loaded == 0
+            assert trainer.optimizer.statistics.steps_alone == 4, "the samples that the stranger claims do not count"
+
+
+def test_an_observer_has_the_state_and_is_in_no_round(tmp_path: Path) -> None:
+    with new_run(tmp_path) as run, member(run, run.ticket()) as one:
+        trainer = Trainer(one, RUN, 8)
+        trainer.train_until(1)
+        with member(run, run.ticket(role="observer")) as two:
+            downloading = download_state(
+                two.endpoint, trainer.optimizer.manifest, [one.peer_id], Position(1, b""), is_onlooker=True
+            )
+            assert two.run(downloading, 10.0, "downloading").header.position.step == 1
+            with pytest.raises(Refused, match="may only look at run 'invited': its role is observer"):
+                two.run(join_a_round(two, trainer), 5.0, "joining a round")
+
+
+def test_a_banned_peer_is_out_of_the_next_round(tmp_path: Path) -> None:
+    with new_run(tmp_path) as run:
+        ticket = run.ticket(uses=3)
+        with member(run, ticket) as one, member(run, ticket) as two, member(run, ticket) as bad:
+            trainers = [Trainer(peer, RUN, 12) for peer in (one, two, bad)]
+            in_threads([lambda t=trainer: t.train_until(1) for trainer in trainers])
+            run.ban(bad.peer_id)
+            for peer in (one, two, bad):
+                wait_until(lambda p=peer: bad.peer_id in p.presence.members[RUN]._banned, "the ban is known")
+            in_threads([lambda t=trainer: t.train_until(3) for trainer in trainers[:2]])
+            assert bad.peer_id not in one.get(progress_key(RUN))
+            assert trainers[0].optimizer.last_round is not None
+            assert sorted(trainers[0].optimizer.last_round.members) == sorted([one.peer_id, two.peer_id])
+            with pytest.raises(ConfigError, match="this peer was banned from run 'invited'"):
+                manyhands.Peer([ticket], listen=LISTEN, identity=bad.identity)
+
+
+def test_leased_peers_go_on_when_the_coordinator_is_gone_and_one_of_them_restarts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with new_run(tmp_path) as run:
+        ticket, state_dir = run.ticket(uses=2), tmp_path / "two"
+        with member(run, ticket) as one:
+            with manyhands.Peer([ticket], listen=LISTEN, state_dir=state_dir) as two:
+                trainers = [Trainer(peer, RUN, 12) for peer in (one, two)]
+                in_threads([lambda t=trainer: t.train_until(1) for trainer in trainers])
+                kill(run.first)
+                in_threads([lambda t=trainer: t.train_until(2) for trainer in trainers])
+            with caplog.at_level(logging.WARNING), manyhands.Peer([ticket], listen=LISTEN, state_dir=state_dir) as two:
+                trainers[1] = Trainer(two, RUN, 12)
+                assert trainers[1].optimizer.global_step >= 2, "it has the state of the run"
+                in_threads([lambda t=trainer: t.train_until(4) for trainer in trainers])
+            with pytest.raises((Unavailable, PeerError)):
+                manyhands.Peer([*one.addresses, ticket], listen=LISTEN)
+
+
+def test_an_open_run_with_a_charter_needs_no_invitation_and_keeps_banned_peers_out(tmp_path: Path) -> None:
+    with new_run(tmp_path, "open") as run:
+        ticket = str(Ticket(RUN, parse_addresses(run.first.addresses), b"", run.charter.digest))
+        with member(run, ticket) as one, manyhands.Peer(run.first.addresses, listen=LISTEN) as two:
+            trainers = [Trainer(peer, RUN, 12) for peer in (one, two)]
+            in_threads([lambda t=trainer: t.train_until(1) for trainer in trainers])
+            assert all(trainer.optimizer.statistics.steps_alone == 0 for trainer in trainers)
+            run.ban(two.peer_id)
+            wait_until(lambda: two.peer_id in one.presence.members[RUN]._banned, "the ban is known")
+            assert two.peer_id not in one.get(progress_key(RUN))

@@ -1,0 +1,209 @@
+"""What a coordinator gives, to whom, and what it remembers after a restart."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from manyhands.access import Charter, SignedCharter
+from manyhands.access.ledger import Ledger
+from manyhands.access.managing import manage
+from manyhands.base.errors import ConfigError, Refused, Unavailable
+from manyhands.base.identity import PeerId
+from manyhands.base.ticket import Ticket
+from tests.network import identity_of
+from tests.unit.access.world import (
+    CHARTER,
+    COORDINATOR,
+    HOUR_S,
+    OWNER,
+    RUN,
+    SECOND,
+    START_S,
+    Clock,
+    charter_of,
+    new_world,
+    token_of,
+)
+
+
+@pytest.mark.parametrize(
+    ("token", "message"),
+    [
+        (b"", "run 'ours' is by invitation, and there is none in this ticket; ask for one"),
+        (token_of(expires_at=START_S - 1), "the invitation has expired; ask for another ticket"),
+        (token_of(peer_id=identity_of(77).peer_id), "the invitation is for peer .* and this one is"),
+        (token_of(charter=charter_of(run_id="other")), "the invitation is for another run; ask for another ticket"),
+        (token_of(signer=identity_of(77)), "is no coordinator of the run; ask for another ticket"),
+        (b"a password", "cannot be read"),
+    ],
+)
+async def test_a_token_that_gives_no_lease(token: bytes, message: str) -> None:
+    async with new_world() as world:
+        assert await (await world.peer(2)).serve_charter(CHARTER)
+        with pytest.raises(ConfigError, match=message):
+            await (await world.peer(10)).join_run(world.ticket(token))
+        assert not world.peers[1].endpoint.gates, "nothing of the run is left behind"
+
+
+async def test_a_token_for_one_peer_is_of_use_to_that_peer() -> None:
+    async with new_world() as world:
+        await (await world.peer(2)).serve_charter(CHARTER)
+        await (await world.peer(10)).join_run(world.ticket(token_of(peer_id=identity_of(10).peer_id)))
+
+
+async def test_each_use_counts_once_for_each_peer_also_after_a_restart(tmp_path: Path) -> None:
+    async with new_world() as world:
+        first = await world.peer(2, folder=tmp_path)
+        await first.serve_charter(CHARTER)
+        ticket = world.ticket(token_of(2))
+        await (await world.peer(10)).join_run(ticket)
+        again = await world.peer(11)
+        await again.join_run(ticket)
+        await again.members[RUN].close()
+        await again.join_run(ticket)
+        with pytest.raises(ConfigError, match="the invitation is used up, it was for 2"):
+            await (await world.peer(12)).join_run(ticket)
+    async with new_world() as world:
+        await (await world.peer(2, folder=tmp_path)).serve_charter(CHARTER)
+        with pytest.raises(ConfigError, match="the invitation is used up, it was for 2"):
+            await (await world.peer(12)).join_run(world.ticket(token_of(2)))
+
+
+async def test_peers_that_come_at_the_same_moment_do_not_share_a_use() -> None:
+    async with new_world() as world:
+        await (await world.peer(2)).serve_charter(CHARTER)
+        ticket = world.ticket(token_of(3))
+        peers = [await world.peer(number) for number in range(10, 16)]
+        outcomes = await asyncio.gather(*(peer.join_run(ticket) for peer in peers), return_exceptions=True)
+        assert sum(outcome is None for outcome in outcomes) == 3
+
+
+async def test_an_invitation_is_redeemed_in_one_place_so_that_it_is_counted_once() -> None:
+    async with new_world() as world:
+        first, second = await world.peer(2), await world.peer(3)
+        await first.serve_charter(CHARTER)
+        await second.serve_charter(CHARTER)
+        ticket = world.ticket(token_of(coordinator=SECOND.peer_id))
+        await (await world.peer(10)).join_run(ticket)
+        with pytest.raises(ConfigError, match="used up"):
+            await (await world.peer(11)).join_run(ticket)
+
+
+@pytest.mark.parametrize(("ahead_s", "words"), [(HOUR_S, "ahead of"), (-HOUR_S, "")])
+async def test_clocks_an_hour_apart_are_one_line_that_says_so(ahead_s: float, words: str) -> None:
+    async with new_world() as world:
+        await (await world.peer(2)).serve_charter(CHARTER)
+        newcomer = await world.peer(10, clock=Clock(START_S + ahead_s))
+        with pytest.raises(ConfigError, match=words or "by the clock of this machine") as caught:
+            await newcomer.join_run(world.ticket(token_of()))
+        assert "timedatectl set-ntp true" in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+async def test_a_coordinator_that_cannot_write_its_accounts_gives_no_lease(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with new_world() as world:
+        await (await world.peer(2, folder=tmp_path)).serve_charter(CHARTER)
+
+        def disk_full(*_: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr("manyhands.access.ledger.write_whole", disk_full)
+            with pytest.raises(Unavailable, match="cannot write its accounts: No space left on device"):
+                await (await world.peer(10)).join_run(world.ticket(token_of()))
+        await world.peers[1].join_run(world.ticket(token_of()))
+
+
+async def test_the_owner_bans_and_lists_over_the_network_and_nobody_else_does() -> None:
+    async with new_world() as world:
+        await (await world.peer(2)).serve_charter(CHARTER)
+        bad = await world.peer(10)
+        await bad.join_run(world.ticket(token_of()))
+        owner = await world.peer(1)
+        assert [member.peer_id for member in await manage(owner.endpoint, owner.dht, CHARTER)] == [bad.peer_id]
+        with pytest.raises(Refused, match="only the owner"):
+            await manage(bad.endpoint, bad.dht, CHARTER, [owner.peer_id])
+        with pytest.raises(Refused, match="is not a peer id"):
+            await manage(owner.endpoint, owner.dht, CHARTER, [PeerId("nobody")])
+        (member,) = await manage(owner.endpoint, owner.dht, CHARTER, [bad.peer_id])
+        assert member.is_banned
+        await bad.members[RUN].close()
+        with pytest.raises(ConfigError, match="this peer was banned from run 'ours'; ask its owner"):
+            await bad.join_run(world.ticket(token_of()))
+
+
+async def test_a_ban_that_was_written_beside_the_coordinator_is_published_by_it(tmp_path: Path) -> None:
+    async with new_world() as world:
+        first = await world.peer(2, folder=tmp_path)
+        await first.serve_charter(CHARTER)
+        other = await world.peer(10)
+        await other.join_run(world.ticket(token_of()))
+        bad = identity_of(50).peer_id
+        Ledger(tmp_path).ban(bad, START_S)
+        for _ in range(60):
+            await other.members[RUN]._look()
+            if bad in other.members[RUN]._banned:
+                break
+            await asyncio.sleep(0.1)
+        assert other.members[RUN]._banned[bad] == COORDINATOR.peer_id
+
+
+async def test_a_peer_that_the_charter_does_not_name_publishes_it_and_signs_nothing(tmp_path: Path) -> None:
+    async with new_world() as world:
+        assert not await (await world.peer(7)).serve_charter(CHARTER)
+        with pytest.raises(Unavailable, match="no coordinator of run 'ours' gives a lease"):
+            await (await world.peer(10)).join_run(world.ticket(token_of()))
+
+
+async def test_a_state_dir_is_of_one_charter(tmp_path: Path) -> None:
+    async with new_world() as world:
+        Ledger(tmp_path).keep_charter(CHARTER)
+        with pytest.raises(ConfigError, match="of a coordinator of run 'ours' with another charter; name another"):
+            await (await world.peer(2, folder=tmp_path)).serve_charter(charter_of(created_at=2.0))
+
+
+def test_accounts_that_cannot_be_read(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path)
+    ledger.keep_charter(CHARTER)
+    (tmp_path / "coordinator" / "bans.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"bans.json cannot be read"):
+        Ledger(tmp_path)
+
+
+async def test_nobody_knows_the_charter_of_a_ticket() -> None:
+    async with new_world() as world:
+        await world.peer(2)
+        newcomer = await world.peer(10)
+        with pytest.raises(Unavailable, match="nobody here knows the charter of run 'ours'; start one of its coord"):
+            await newcomer.join_run(world.ticket(token_of()))
+        other = charter_of(created_at=2.0)
+        await world.peers[0].serve_charter(other)
+        with pytest.raises(ConfigError, match="has another charter than the one of this ticket"):
+            await newcomer.join_run(world.ticket(token_of()))
+
+
+async def test_a_forged_charter_in_the_dht_is_passed_over() -> None:
+    async with new_world() as world:
+        await (await world.peer(2)).serve_charter(CHARTER)
+        liar = await world.peer(20)
+        own = SignedCharter.sign(liar.endpoint.identity, Charter(RUN, liar.peer_id, "open"))
+        await liar.serve_charter(own)
+        newcomer = await world.peer(10)
+        await newcomer.join_run(world.ticket(token_of()))
+        assert newcomer.members[RUN].charter == CHARTER
+        assert OWNER.peer_id == newcomer.members[RUN].charter.charter.owner
+
+
+def test_a_ticket_carries_charter_and_token() -> None:
+    from tests.unit.base.test_ticket import ADDRESSES
+
+    ticket = Ticket(RUN, ADDRESSES, b"", CHARTER.digest, token_of())
+    assert Ticket.parse(str(ticket)) == ticket
+    assert len(str(ticket)) <= 1000
+    assert ticket.is_charted
+    assert not Ticket(RUN, ADDRESSES, b"digest").is_charted

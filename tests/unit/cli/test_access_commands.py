@@ -1,0 +1,213 @@
+"""``manyhands run create``, ``invite``, ``ban`` and ``members``: what they say, and what they say no to."""
+
+from __future__ import annotations
+
+import stat
+import time
+from pathlib import Path
+
+import pytest
+
+import manyhands
+from manyhands.access import Charter, SignedCharter
+from manyhands.access.charter import Access
+from manyhands.access.invitation import SignedInvitation
+from manyhands.access.ledger import Ledger
+from manyhands.base.address import Address, parse_addresses
+from manyhands.base.errors import ConfigError
+from manyhands.base.identity import Identity
+from manyhands.base.ticket import Ticket
+from manyhands.cli.access_commands import seconds_of
+from manyhands.cli.main import EXIT_OK, EXIT_USAGE, run
+from manyhands.cli.options import NetworkOptions
+from manyhands.cli.run_look_up import Scout
+from manyhands.cli.train_command import look_for
+from tests.network import identity_of
+
+PEER = identity_of(9).peer_id
+ADDRESS = f"/ip4/203.0.113.7/tcp/31337/p2p/{PEER}"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def created(*arguments: str) -> SignedCharter:
+    assert run(["run", "create", "--run-id", "ours", *arguments]) == EXIT_OK
+    return SignedCharter.load("ours.charter")
+
+
+def new_coordinator(folder: Path) -> Identity:
+    """A state dir, as that of a first peer."""
+    identity = Identity.load_or_create(folder / "state" / "identity.pem")
+    ledger = Ledger(folder / "state")
+    ledger.keep_charter(created("--coordinator", identity.peer_id))
+    ledger.note_addresses([ADDRESS])
+    return identity
+
+
+def complaint(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    capsys.readouterr()
+    assert run(arguments) == EXIT_USAGE
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert len(said.err.strip().splitlines()) == 1, said.err
+    return said.err
+
+
+def invited_by(charter: SignedCharter, capsys: pytest.CaptureFixture[str]) -> tuple[Ticket, SignedInvitation]:
+    word = next(word for word in capsys.readouterr().out.split() if word.startswith("mh1"))
+    ticket = Ticket.parse(word)
+    return ticket, SignedInvitation.from_bytes(ticket.token, charter, "test")
+
+
+def test_an_owner_key_is_private_and_never_overwritten(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    charter = created()
+    key = folder / "ours.key"
+    assert stat.S_IMODE(key.stat().st_mode) == 0o600
+    before = key.read_bytes()
+    assert Identity.load_or_create(key).peer_id == charter.charter.owner
+    assert charter.charter.access == "invite"
+    assert "--charter ours.charter --identity ours.key" in capsys.readouterr().out
+    assert "ours.charter exists, and is not overwritten" in complaint(["run", "create", "--run-id", "ours"], capsys)
+    assert run(["run", "create", "--run-id", "ours", "--charter", "second.charter"]) == EXIT_OK
+    assert key.read_bytes() == before
+    assert SignedCharter.load("second.charter").charter.owner == charter.charter.owner
+
+
+def test_an_invitation_by_a_coordinator_and_by_the_owner(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    coordinator = new_coordinator(folder)
+    charter = SignedCharter.load("ours.charter")
+    assert run(["invite", "--state-dir", "state", "--uses", "5", "--expires", "7d", "--for", PEER]) == EXIT_OK
+    ticket, signed = invited_by(charter, capsys)
+    assert (ticket.run_id, ticket.charter, list(map(str, ticket.addresses))) == ("ours", charter.digest, [ADDRESS])
+    invitation = signed.invitation
+    assert (invitation.uses, invitation.peer_id, invitation.coordinator) == (5, PEER, coordinator.peer_id)
+    assert 6.9 < (invitation.expires_at - time.time()) / 86400 < 7.1
+    by_owner = ["--key", "ours.key", "--charter", "ours.charter", "--initial-peers", "203.0.113.7:31337"]
+    assert run(["invite", *by_owner, "--role", "observer"]) == EXIT_OK
+    _, signed = invited_by(charter, capsys)
+    assert signed.signed.signer == charter.charter.owner
+    assert signed.invitation.coordinator == coordinator.peer_id, "it counts the uses while the owner is offline"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["invite"], "which run is meant? Name the --state-dir of a coordinator on this machine"),
+        (["invite", "--charter", "ours.charter"], "needs its owner key (--key FILE), or the --state-dir of one"),
+        (["invite", "--charter", "ours.charter", "--key", "lost.key"], "A lost owner key cannot be made again"),
+        (["invite", "--charter", "ours.charter", "--key", "other.key"], "is neither the owner nor a coordinator"),
+        (["invite", "--charter", "ours.charter", "--key", "ours.key"], "needs the address of a peer of the run"),
+        (["invite", "--charter", "ours.key", "--key", "ours.key"], "ours.key is no charter, or was changed"),
+        (["invite", "--charter", "none", "--key", "ours.key"], "charter none: No such file"),
+        (["invite", "--state-dir", "none"], "--state-dir none is no folder"),
+        (["invite", "--state-dir", "theirs"], "theirs/identity.pem does not exist: the coordinator was started"),
+        (["invite", "--state-dir", "state", "--uses", "0"], "--uses is 0; from 1 to 100000 are possible"),
+        (["invite", "--state-dir", "state", "--expires", "soon"], "--expires is 'soon'; write a number with s, m, h"),
+        (["invite", "--state-dir", "state", "--for", "me"], "'me' is not a peer id"),
+        (["ban", "me", "--state-dir", "state"], "'me' is not a peer id"),
+        (["ban", PEER], "which run is meant?"),
+        (["ban", PEER, "--key", "ours.key", "--charter", "ours.charter"], "name a peer of the run, --initial-peers"),
+        (["members", "--charter", "ours.charter", "--key", "lost.key"], "key lost.key does not exist"),
+        (["run", "create", "--run-id", "a.b"], "run_id 'a.b' has a '.'"),
+        (["run", "create", "--run-id", "r", "--coordinator", "me"], "'me' is not a peer id"),
+        (["first-peer", "--charter", "ours.charter"], "in its state dir; name one: --state-dir DIR"),
+        (["first-peer", "--charter", "ours.key", "--state-dir", "state"], "ours.key is no charter"),
+        (["monitor", "--charter", "ours.charter", "--state-dir", "s", "--run-id", "x"], "charter is of run 'ours'"),
+    ],
+)  # fmt: skip
+def test_one_line_says_what_to_do(
+    folder: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    new_coordinator(folder)
+    Identity.load_or_create(folder / "other.key")
+    Ledger(folder / "theirs").keep_charter(SignedCharter.load("ours.charter"))
+    assert message in complaint(arguments, capsys)
+    assert not (folder / "lost.key").exists()
+
+
+def test_an_open_run_needs_no_invitation(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    created("--access", "open")
+    arguments = ["invite", "--charter", "ours.charter", "--key", "ours.key"]
+    assert "is open: everybody can join it" in complaint(arguments, capsys)
+
+
+def test_bans_and_members_on_the_machine_of_a_coordinator(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    coordinator = new_coordinator(folder)
+    assert run(["ban", PEER, "--state-dir", "state"]) == EXIT_OK
+    assert run(["ban", identity_of(8).peer_id, "--state-dir", "state"]) == EXIT_OK
+    capsys.readouterr()
+    assert run(["members", "--state-dir", "state"]) == EXIT_OK
+    assert f"{PEER}  banned" in capsys.readouterr().out
+    arguments = ["ban", coordinator.peer_id, "--state-dir", "state"]
+    assert "those cannot be banned" in complaint(arguments, capsys)
+
+
+def test_a_newcomer_without_a_ticket_is_told_to_ask_for_one(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    identity = new_coordinator(folder)
+    with manyhands.Peer(listen=["/ip4/127.0.0.1/tcp/0"], identity=identity) as first:
+        first.coordinate("ours.charter")
+        address = first.addresses[0]
+        host_port = f"127.0.0.1:{first.endpoint.addresses[0].port}"
+        for place in (address, host_port):
+            said = complaint(["train", "--run-id", "ours", "--initial-peers", place], capsys)
+            assert (
+                "run 'ours' is by invitation; ask its owner for a ticket, and join with: manyhands join TICKET" in said
+            )
+        ticket = str(Ticket("other", [Address.parse(address)], b"", bytes(32)))
+        assert "the ticket is for run 'other'" in complaint(
+            ["train", "--run-id", "ours", "--initial-peers", ticket], capsys
+        )
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("30m", 1800), ("12h", 43200), ("7d", 604800)])
+def test_durations(text: str, seconds: int) -> None:
+    assert seconds_of(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "7", "d", "-1d", "0d", "367d", "1.5h", "7 d", "99999999999d"])
+def test_what_is_no_duration(text: str) -> None:
+    with pytest.raises(ConfigError, match="for example 7d"):
+        seconds_of(text)
+
+
+def signed_by_owner(number: int, access: Access, path: Path) -> Path:
+    owner = identity_of(number)
+    SignedCharter.sign(owner, Charter("ours", owner.peer_id, access)).save(path)
+    return path
+
+
+def test_two_charters_and_no_ticket(folder: Path) -> None:
+    listen = ["/ip4/127.0.0.1/tcp/0"]
+    with (
+        manyhands.Peer(listen=listen, identity=identity_of(21)) as one,
+        manyhands.Peer(one.addresses, listen=listen, identity=identity_of(22)) as two,
+    ):
+        one.coordinate(signed_by_owner(21, "open", folder / "one"))
+        two.coordinate(signed_by_owner(22, "invite", folder / "two"))
+        with (
+            Scout([*one.addresses, *two.addresses]) as scout,
+            pytest.raises(ConfigError, match="have 2 different charters; ask its owner for a ticket, and join with"),
+        ):
+            scout.charter_of("ours")
+        digest = SignedCharter.load(folder / "one").digest
+        with Scout(one.addresses) as scout:
+            assert scout.charter_of("ours") == digest, "another peer cannot put its charter on the run"
+        with Scout([str(Ticket("ours", parse_addresses(two.addresses), b"", digest))]) as scout:
+            assert scout.charter_of("ours") == digest
+        with Scout([str(Ticket("ours", parse_addresses(two.addresses), b""))]) as scout:
+            assert scout.charter_of("ours") == b"", "a ticket without a charter is of a run without one"
+
+
+def test_a_peer_that_joins_an_open_run_by_an_address_knows_its_charter(folder: Path) -> None:
+    listen = ("/ip4/127.0.0.1/tcp/0",)
+    with manyhands.Peer(listen=listen, identity=identity_of(21)) as first:
+        first.coordinate(signed_by_owner(21, "open", folder / "one"))
+        given = NetworkOptions(initial_peers=(f"127.0.0.1:{first.endpoint.addresses[0].port}",), listen=listen)
+        _, network = look_for(given, "ours", start_new=True)
+        with network.connect() as peer:
+            assert peer.presence.members["ours"].charter.charter.owner == first.peer_id
+        assert look_for(NetworkOptions(initial_peers=tuple(first.addresses)), "other", start_new=True)[1].initial_peers
