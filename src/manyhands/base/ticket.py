@@ -92,7 +92,3 @@ class Ticket:
             for place, peer in content.addresses[:MAX_ADDRESSES]
         ]
         return cls(run_id, addresses, content.digest)
-
-    def fits(self, fingerprint: bytes) -> bool:
-        """Whether a run manifest with this fingerprint is the one that the ticket was made for."""
-        return not self.digest or fingerprint.startswith(self.digest)

@@ -34,18 +34,19 @@ class Scout:
     def __exit__(self, *error: object) -> None:
         self._peer.close()
 
-    def choose(self, run_id: str | None, *, is_trained: bool = False) -> Run:
+    def choose(self, run_id: str | None, *, is_trained: bool = False, expected: bytes = b"") -> Run:
         """The run of this name; without a name the only one that is there. Waits a moment for it.
 
         Args:
             is_trained: wait a moment also until somebody trains in it; it is returned in any case.
+            expected: the digest of a ticket for ``run_id``: no manifest counts that differs from it.
         Raises:
             RunNotFound: it is not there.
             ConfigError: there are several to choose from; it lists them.
         """
         deadline = time.monotonic() + PATIENCE_S
         while True:
-            runs = self.runs(run_id)
+            runs = self.runs(run_id, expected)
             candidates = [run for run in runs if run.run_id == run_id] if run_id is not None else _alive(runs)
             is_late = time.monotonic() > deadline
             if len(candidates) > 1:
@@ -60,9 +61,10 @@ class Scout:
             raise RunNotFound("no run is there yet")
         raise RunNotFound(nobody_is_in(run_id, self._peer.dht.num_known_peers, runs))
 
-    def runs(self, wanted: str | None = None) -> list[Run]:
+    def runs(self, wanted: str | None = None, expected: bytes = b"") -> list[Run]:
         """The runs that are there, the largest first; ``wanted`` is looked up in any case."""
-        return self._peer.run(find_runs(self._peer.dht, wanted), LOOK_TIMEOUT_S, "looking which runs are there")
+        finding = find_runs(self._peer.dht, wanted, expected)
+        return self._peer.run(finding, LOOK_TIMEOUT_S, "looking which runs are there")
 
 
 def _alive(runs: list[Run]) -> list[Run]:
