@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import msgspec
@@ -28,7 +29,7 @@ ECHO = Method("benchmark.echo", Echo, Echo)
 
 def _endpoint(*, client_mode: bool) -> Endpoint:
     endpoint = Endpoint(TlsTransport(Identity.generate()), client_mode=client_mode)
-    endpoint._call_rate.rate = math.inf  # more than a peer may have
+    endpoint._call_rate.rate = math.inf  # noqa: SLF001 (more than a peer may have)
     return endpoint
 
 
