@@ -9,6 +9,7 @@ from manyhands.base.address import Address
 from manyhands.base.errors import ConfigError, RunNotFound
 from manyhands.optim.runs import Run, find_runs, listed, look_up_run, nobody_is_in
 from manyhands.peer import Peer
+from manyhands.runtime.retrying import until_reached
 
 LOOK_TIMEOUT_S = 5.0
 PATIENCE_S = 3.0
@@ -74,4 +75,5 @@ def _alive(runs: list[Run]) -> list[Run]:
 
 def look_up(peer: Peer, run_id: str) -> Run:
     """A run, as a peer that has joined the swarm sees it."""
-    return peer.run(look_up_run(peer.dht, run_id), LOOK_TIMEOUT_S, f"looking up run {run_id!r}")
+    what = f"looking up run {run_id!r}"
+    return until_reached(lambda: peer.run(look_up_run(peer.dht, run_id), LOOK_TIMEOUT_S, what), peer.sleep, what)
