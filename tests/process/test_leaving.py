@@ -42,12 +42,11 @@ def test_a_hangup_without_a_terminal_ends_nothing(tmp_path: Path) -> None:
     """As a program that rotates logs sends it; the events go to a new file."""
     events = tmp_path / "events"
     with running("first-peer", "--listen", LOOPBACK, "--events", str(events)) as peer:
-        address_of(peer)
+        peer.wait_for("nodes in the table")
         events.rename(tmp_path / "events.1")
         for _ in range(2):
-            psutil.Process(peer.pid).send_signal(signal.SIGHUP)
+            peer.hang_up()
             time.sleep(0.2)
-        assert psutil.Process(peer.pid).is_running()
         assert_it_leaves(peer, peer.interrupt)
 
 

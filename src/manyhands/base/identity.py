@@ -87,7 +87,7 @@ class Identity:
             if not path.exists():
                 path.parent.mkdir(parents=True, exist_ok=True)
                 identity = cls.generate()
-                identity._write(path)
+                identity.save(path)
                 return identity
             pem = path.read_bytes()
             if not pem:
@@ -113,7 +113,7 @@ class Identity:
             )
         return cls(key)
 
-    def _write(self, path: Path) -> None:
+    def save(self, path: Path) -> None:
         """Write it there whole or not at all, also when the disk is full or the machine goes down."""
         pem = self.private_key.private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
@@ -124,7 +124,7 @@ class Identity:
                 file.write(pem)
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(draft, path)
+            Path(draft).replace(path)
         except BaseException:
             Path(draft).unlink(missing_ok=True)
             raise
@@ -163,13 +163,11 @@ def _keep_to_owner(path: Path) -> None:
                 f"identity file {path} can be written by others of this machine (mode {mode:o}), and {error.strerror}; "
                 "its owner must run: chmod 600"
             ) from error
-        logger.warning(
-            "identity file %s can be read by others of this machine (mode %o): they can be this peer", path, mode
-        )
+        logger.warning("identity file %s can be read by others of this machine (mode %o): they can be it", path, mode)
         return
     logger.warning(
-        "identity file %s was open to others of this machine (mode %o) and is its owner's only now; if somebody may have "
-        "copied it, delete it: a new one is made",
+        "identity file %s was open to others of this machine (mode %o) and is its owner's only now; if somebody may "
+        "have copied it, delete it: a new one is made",
         path,
         mode,
     )

@@ -49,9 +49,7 @@ class EventWriter:
             self._append(msgspec.json.encode(msgspec.to_builtins(event) | common) + b"\n")
         except OSError as error:
             if not self._num_dropped:
-                logger.warning(
-                    "cannot write --events %s: %s; events are dropped until it can", self._path, error.strerror
-                )
+                logger.warning("cannot write --events %s: %s; events are dropped meanwhile", self._path, error.strerror)
             self._num_dropped += 1
             return
         if self._num_dropped:
@@ -64,7 +62,7 @@ class EventWriter:
             self.close()
             self._num_hangups = leaving.num_hangups
             self._file = self._path.open("ab", buffering=0)
-        begin = self._file.seek(0, os.SEEK_END)
+        begin = self._file.seek(0, os.SEEK_END) if self._file.seekable() else 0  # it may be a pipe
         if self._file.write(line) != len(line):
             self._file.truncate(begin)  # readers get whole lines only
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

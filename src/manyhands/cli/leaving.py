@@ -29,8 +29,8 @@ num_hangups = 0
 def leaving_on_signals() -> Iterator[None]:
     """Within the block, a polite kill and a closed terminal raise KeyboardInterrupt in the main thread, as Ctrl-C does.
 
-    Ctrl-C too, where it was ignored: a background job of a shell starts like that. SIGHUP without a terminal, as daemons
-    get it, or under ``nohup``, ends nothing: it only counts as :data:`num_hangups`.
+    Ctrl-C too, where it was ignored: a background job of a shell starts like that. SIGHUP without a terminal, as
+    daemons get it, or under ``nohup``, ends nothing: it only counts as :data:`num_hangups`.
     """
     has_left = threading.Event()
     ends_on_hangup = _has_terminal() and not any(signal.getsignal(one) is signal.SIG_IGN for one in HANGUP)
