@@ -64,6 +64,8 @@ class Presence:
     ) -> None:
         self.peer_id: PeerId = transport.identity.peer_id
         self.rng = rng or random.Random()
+        self.began_at = wall_clock()
+        """When this process began to take part, in seconds since 1970."""
         self.on_close: list[Callable[[], Awaitable[None]]] = []
         self.endpoint = Endpoint(transport, client_mode=client_mode, config=rpc_config, rng=self.rng)
         self._state_dir = state_dir

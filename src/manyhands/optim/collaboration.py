@@ -135,6 +135,7 @@ class Collaboration:
             self._progress_config,
             on_update=self._log_progress,
             is_auxiliary=self._is_auxiliary,
+            began_at=presence.began_at,
         )
         self._drift = Drift(self.tracker.reader, presence.peer_id, self._local.drift_bound)
         self._unlike_options = UnlikeOptions(self.tracker.reader, manifest.hyper_parameters)
@@ -220,7 +221,12 @@ class Collaboration:
             await self._parts.aclose()
 
     async def decide(self, samples: int, samples_per_second: float, batch_s: float = 0.0) -> Decision:
-        """Report what this peer has accumulated, and how long a batch takes it; returns what to do next."""
+        """Report what this peer has accumulated, and how long a batch takes it; returns what to do next.
+
+        Raises:
+            ConfigError: another process has the identity of this peer, and began earlier.
+        """
+        self.tracker.twin.check(asyncio.get_running_loop().time())
         if self.tracker.position() != self._local.position:  # this thread was held up when it was to be told
             self._move(self._local.position, self._local.lineage_samples)
         self.tracker.report(samples, samples_per_second, batch_s)
@@ -249,7 +255,8 @@ class Collaboration:
     def is_lull(self, samples: int, now: float) -> bool:
         """Whether a batch need not be reported, and nothing is due; safe to call from any thread."""
         lull = self._lull
-        return lull is not None and now < lull.until and samples < lull.samples and not self.tracker.is_called
+        is_wanted = self.tracker.is_called or self.tracker.twin.is_older
+        return lull is not None and now < lull.until and samples < lull.samples and not is_wanted
 
     def is_told(self, now: float) -> bool:
         """Whether a batch beside a step in the background need not be reported yet; safe to call from any thread."""

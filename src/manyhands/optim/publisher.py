@@ -75,6 +75,10 @@ class Publisher:
         if self._published is None or self._is_news(*self._published):
             self._changed.ring()
 
+    def publish_soon(self) -> None:
+        """Publish the record though it is no news."""
+        self._changed.ring()
+
     def hurry(self) -> None:
         """This peer has gone to another position, which is not kept waiting."""
         self.is_moving = False
