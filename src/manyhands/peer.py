@@ -64,6 +64,7 @@ class Presence:
     ) -> None:
         self.peer_id: PeerId = transport.identity.peer_id
         self.rng = rng or random.Random()
+        self.wall_clock = wall_clock
         self.began_at = wall_clock()
         """When this process began to take part, in seconds since 1970."""
         self.on_close: list[Callable[[], Awaitable[None]]] = []

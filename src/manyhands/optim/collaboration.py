@@ -26,6 +26,7 @@ from manyhands.optim.departures import Departures
 from manyhands.optim.drift import Drift
 from manyhands.optim.firewalled import Firewalled
 from manyhands.optim.foresight import Foresight
+from manyhands.optim.health import FIRST_LOOK_S, LOOK_PERIOD_S, Health, HealthLog, clock_offset_s
 from manyhands.optim.lent import BackgroundStep, LocalState
 from manyhands.optim.progress import Progress
 from manyhands.optim.progress_log import ProgressLog
@@ -112,6 +113,8 @@ class Collaboration:
         self._lull: Lull | None = None
         self._told_until = -math.inf  # loop time
         self._progress_log = ProgressLog()
+        self._alone_since: float | None = None  # loop time
+        self._clock_offset_s: float | None = None
         self._rng = presence.rng
         self._parts = AsyncExitStack()
         self._tasks = TaskOwner("collaboration")
@@ -176,6 +179,7 @@ class Collaboration:
             parts.push_async_callback(keeper.close)
             parts.push_async_callback(self.tracker.close)
             await self.tracker.refresh()
+            self._tasks.spawn(self._watch_health(), name="watching this peer's health")
             self._parts = parts.pop_all()
         presence.on_close.append(self.close)
         presence.endpoint.on_connected.append(self.tracker.reader.can_be_asked)
@@ -200,6 +204,29 @@ class Collaboration:
             raise RunNotFound(f"{message}. Check the run id; start_new=True begins a run")
         if runs:  # else there is none that could be meant
             logger.warning("%s. This peer begins it; if that is meant, start_new=True says so", message)
+
+    def health(self) -> Health:
+        """How this peer does."""
+        now = asyncio.get_running_loop().time()
+        if self.tracker.reader.observed():
+            self._alone_since = None
+        elif self._alone_since is None:
+            self._alone_since = now
+        return Health(
+            step=self._local.position.step,
+            publish_failures=self.tracker.num_publish_failures,
+            alone_s=now - self._alone_since if self._alone_since is not None else None,
+            clock_offset_s=self._clock_offset_s,
+        )
+
+    async def _watch_health(self) -> None:
+        log = HealthLog()
+        await asyncio.sleep(FIRST_LOOK_S)
+        while True:
+            others = list(self.tracker.reader.observed())
+            self._clock_offset_s = await clock_offset_s(self._presence, self._rng.sample(others, len(others)))
+            log.tell(self.health())
+            await asyncio.sleep(LOOK_PERIOD_S)
 
     def _note_phase(self, phase: Phase) -> None:
         if phase is Phase.FORMED:

@@ -132,6 +132,11 @@ class ProgressTracker:
         """The same, if it counts among those who train."""
         return None if self._own.is_auxiliary else self._own
 
+    @property
+    def num_publish_failures(self) -> int:
+        """Times in a row that this peer's record could not be published."""
+        return self._publisher.num_failures
+
     def position(self) -> Position:
         return self._own.position
 
