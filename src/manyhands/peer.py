@@ -72,7 +72,9 @@ class Presence:
         self.peer_id: PeerId = transport.identity.peer_id
         self.members: dict[str, Members] = {}
         self.rng = rng or random.Random()
-        self._wall_clock = wall_clock
+        self.wall_clock = wall_clock
+        self.began_at = wall_clock()
+        """When this process began to take part, in seconds since 1970."""
         self._access_config = access_config or AccessConfig()
         self.on_close: list[Callable[[], Awaitable[None]]] = []
         self.endpoint = Endpoint(transport, client_mode=client_mode, config=rpc_config, rng=self.rng)
@@ -120,7 +122,7 @@ class Presence:
 
     def _place(self) -> Place:
         folder = self._state_dir.path if self._state_dir is not None else None
-        return Place(self.endpoint, self.dht, self.rng, self._wall_clock, folder, self._access_config)
+        return Place(self.endpoint, self.dht, self.rng, self.wall_clock, folder, self._access_config)
 
     # what outlives it
 

@@ -17,8 +17,8 @@ from manyhands.reach.messages import (
     ExamineRequest,
     ExamineResponse,
 )
-from manyhands.reach.rules import may_dial
 from manyhands.rpc.asked import DIAL_BULK, TOKEN_BYTES, DialRequest, DialResponse
+from manyhands.rpc.dial_rules import may_dial
 from tests.fuzz.target import Target, decoded
 
 ADDRESSES = ["/ip4/203.0.113.7/tcp/31337", "/dns4/peer.example/tcp/1", "[::1]:7", "127.0.0.1:1"]

@@ -22,7 +22,7 @@ from manyhands.base.errors import ConfigError, ManifestMismatch, ManyhandsError,
 from manyhands.optim import ProgressConfig, collaboration
 from manyhands.optim.progress import ProgressRecord
 from manyhands.optim.progress_reader import GOODBYE, progress_key
-from manyhands.optim.run_manifest import read_manifests
+from manyhands.optim.run_manifest import read_manifest
 from tests.trainers import AVERAGING, FAST, LISTEN, Trainer, in_threads, kill, peers, step_until
 
 
@@ -246,10 +246,10 @@ def test_two_optimizers_on_one_peer_are_refused_and_the_first_goes_on() -> None:
         trainer = Trainer(peer, "first", 8)
         with pytest.raises(ConfigError, match="are taken already"):
             Trainer(peer, "second", 8)
-        assert peer.run(read_manifests(peer.dht, "second"), 5.0, "reading") == {}
+        assert peer.run(read_manifest(peer.dht, "second"), 5.0, "reading") is None
         trainer.train_until(1)
         trainer.optimizer.close()
-        assert peer.run(read_manifests(peer.dht, "first"), 5.0, "reading") == {}
+        assert peer.run(read_manifest(peer.dht, "first"), 5.0, "reading") is None
         assert Trainer(peer, "second", 8).optimizer.global_step == 0
 
 

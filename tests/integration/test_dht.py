@@ -258,7 +258,7 @@ async def test_a_peer_that_comes_back_as_a_client_leaves_the_tables(swarm: Swarm
 
 async def test_a_list_of_initial_peers_may_name_the_peer_itself(swarm: Swarm) -> None:
     await swarm.add()
-    own_address = Address.of("127.0.0.1", 2)  # the next free port of the memory network
+    own_address = Address.of("127.0.0.1", 1025)  # the next free port of the memory network
     node = await swarm.add(initial_peers=[own_address, *swarm.endpoints[0].addresses])
     assert swarm.endpoint_of(node).addresses == [own_address.with_peer(swarm.endpoint_of(node).peer_id)]
     assert list(node._initial_peers._peers) == swarm.endpoints[0].addresses

@@ -23,8 +23,8 @@ from manyhands.dht.messages import (
     PingRequest,
     StoreRequest,
 )
-from manyhands.dht.rate_limit import BURST_S
 from manyhands.dht.records import AgedRecord
+from manyhands.rpc.rate import BURST_S
 from tests.integration.dht_swarm import TTL_S, Swarm, values
 from tests.unit.dht.examples import WALL_NOW, open_record, owned_record
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
+from typing import Any
 
 import pytest
 
@@ -18,9 +19,11 @@ from manyhands.rpc.frames import (
     Pong,
     Response,
     encode_frame,
+    receive_frame,
+    send_frame,
 )
 from tests.integration.siege import ended, request, siege
-from tests.network import identity_of
+from tests.network import KINDS, identity_of
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -76,3 +79,25 @@ async def test_two_floods_are_no_worse_than_one(kind: str) -> None:
         await scene.served(5)
         scene.leave()
         await asyncio.wait(reading)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_calls_of_one_peer_have_a_rate_over_all_of_its_connections(kind: str) -> None:
+    """More are refused at once and counted; others are served meanwhile."""
+    async with siege(kind) as scene:
+        scene.there._call_rate.rate = 600.0  # the honest peer makes 500 calls a second
+        streams = [await scene.connect() for _ in range(3)]
+
+        async def flood(stream: Any) -> int:
+            for number in range(1500):
+                await send_frame(stream, request(number + 1))
+            answers = 0, 0
+            while sum(answers) < 1500:
+                frame = await receive_frame(stream)  # or a ping
+                answers = answers[0] + isinstance(frame, Response), answers[1] + isinstance(frame, Failure)
+            return answers[0]
+
+        num_answered = sum(await asyncio.gather(*map(flood, streams)))
+        assert 3000 <= num_answered < 4400
+        assert scene.there.counters["refused_calls"] == 4500 - num_answered
+        await scene.served(5)

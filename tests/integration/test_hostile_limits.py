@@ -88,6 +88,19 @@ async def test_a_handshake_in_single_bytes_is_not_waited_for() -> None:
             await asyncio.gather(*(hung_up(sock, 0.5) for sock in raw))
 
 
+@pytest.mark.parametrize("limits", [ListenLimits(max_handshakes=20), ListenLimits(max_handshakes_per_host=20)])
+async def test_silent_connections_from_one_address_keep_nobody_out(limits: ListenLimits) -> None:
+    """Behind a tunnel all peers come from one address; a handshake may take 5 s, and a newcomer waits for none."""
+    async with siege("tls") as scene:
+        await listen_within(scene, limits)
+        with ExitStack() as sockets:
+            raw = [sockets.enter_context(raw_socket(scene.where)) for _ in range(30)]
+            stream = await asyncio.wait_for(scene.connect(), 1.0)
+            await send_frame(stream, request(1))
+            await asyncio.wait_for(next_frame(stream, Response), 1.0)
+            await asyncio.gather(*(hung_up(sock, 0.5) for sock in raw[:10]))  # the oldest
+
+
 async def test_half_open_handshakes_end_and_hold_up_nobody() -> None:
     async with siege("tls") as scene:
         await listen_within(scene, ListenLimits(handshake_timeout_s=0.5, max_handshakes=60, max_handshakes_per_host=50))

@@ -133,7 +133,7 @@ async def test_few_are_served_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     async with two_peers() as (asked, caller):
         go_on, begun = asyncio.Event(), asyncio.Semaphore(0)
 
-        async def slow(address: Address, timeout_s: float) -> None:
+        async def slow(address: Address, timeout_s: float, sayer: str) -> None:
             begun.release()
             await go_on.wait()
 

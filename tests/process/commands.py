@@ -68,6 +68,10 @@ class Command:
     def descendants(self) -> list[psutil.Process]:
         return psutil.Process(self._process.pid).children(recursive=True)
 
+    def hang_up(self) -> None:
+        """As a program that rotates logs."""
+        self._process.send_signal(signal.SIGHUP)
+
     def interrupt(self) -> None:
         self._process.send_signal(signal.SIGINT)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 
 import psutil
 import pytest
@@ -33,6 +35,19 @@ def test_ctrl_c_on_a_monitor() -> None:
     with running("monitor", "--run-id", "leaving", "--listen", LOOPBACK) as monitor:
         address_of(monitor)
         assert_it_leaves(monitor, monitor.interrupt)
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="this system has no such signal")
+def test_a_hangup_without_a_terminal_ends_nothing(tmp_path: Path) -> None:
+    """As a program that rotates logs sends it; the events go to a new file."""
+    events = tmp_path / "events"
+    with running("first-peer", "--listen", LOOPBACK, "--events", str(events)) as peer:
+        peer.wait_for("nodes in the table")
+        events.rename(tmp_path / "events.1")
+        for _ in range(2):
+            peer.hang_up()
+            time.sleep(0.2)
+        assert_it_leaves(peer, peer.interrupt)
 
 
 @pytest.mark.parametrize("moment", few_of(["Joining run", "Collaboration accumulated", "Training the tokenizer"], 2))

@@ -103,6 +103,7 @@ class DialReason(enum.Enum):
     PROTOCOL_VERSION = "it speaks another protocol version"
     NOT_MANYHANDS = "not a manyhands peer"
     ITSELF = "the address is this peer itself"
+    HELD_BACK = "not dialled for those who name it"
     REJECTED = "the peer turned the connection down"
 
 

@@ -7,7 +7,9 @@ Source: libp2p specs, "Peer Ids and Keys"; RFC 8032 (Ed25519).
 from __future__ import annotations
 
 import functools
+import logging
 import os
+import tempfile
 from pathlib import Path
 from typing import NewType
 
@@ -17,6 +19,8 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from manyhands.base.errors import BadSignature, ConfigError
+
+logger = logging.getLogger(__name__)
 
 PeerId = NewType("PeerId", str)
 """A peer's id: 52 characters of base58 that begin with ``12D3KooW``."""
@@ -83,15 +87,20 @@ class Identity:
             if not path.exists():
                 path.parent.mkdir(parents=True, exist_ok=True)
                 identity = cls.generate()
-                pem = identity.private_key.private_bytes(
-                    serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-                )
-                with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                    file.write(pem)
+                identity.save(path)
                 return identity
-            key = serialization.load_pem_private_key(path.read_bytes(), password=None)
+            pem = path.read_bytes()
+            if not pem:
+                raise ConfigError(
+                    f"identity file {path} is empty: the disk was full, or the machine went down, when it was made; "
+                    "delete it to have a new one made, or put back a copy"
+                )
+            _keep_to_owner(path)
+            key = serialization.load_pem_private_key(pem, password=None)
         except OSError as error:
             raise ConfigError(f"identity file {path}: {error.strerror}") from error
+        except ConfigError:
+            raise
         except (ValueError, TypeError, UnsupportedAlgorithm) as error:
             raise ConfigError(
                 f"identity file {path} is not an unencrypted PEM private key; "
@@ -103,6 +112,22 @@ class Identity:
                 "as is made when the file does not exist"
             )
         return cls(key)
+
+    def save(self, path: Path) -> None:
+        """Write it there whole or not at all, also when the disk is full or the machine goes down."""
+        pem = self.private_key.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        )
+        descriptor, draft = tempfile.mkstemp(prefix=path.name, suffix=".new", dir=path.parent)  # for its owner only
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(pem)
+                file.flush()
+                os.fsync(file.fileno())
+            Path(draft).replace(path)
+        except BaseException:
+            Path(draft).unlink(missing_ok=True)
+            raise
 
     def sign(self, domain: str, message: bytes) -> bytes:
         """Sign ``message`` for one purpose; a signature made for one domain is worthless in another. 64 bytes."""
@@ -119,6 +144,33 @@ def verify(peer_id: PeerId, domain: str, message: bytes, signature: bytes) -> No
         public_key_of(peer_id).verify(signature, _signed_bytes(domain, message))
     except (InvalidSignature, ConfigError) as error:
         raise BadSignature(peer_id, f"the signature does not match ({domain})") from error
+
+
+def _keep_to_owner(path: Path) -> None:
+    """Take the rights to read and write a private key from all others.
+
+    Raises:
+        ConfigError: others can write it, and that cannot be changed.
+    """
+    mode = path.stat().st_mode & 0o777
+    if os.name != "posix" or not mode & 0o077:
+        return
+    try:
+        path.chmod(0o600)
+    except OSError as error:
+        if mode & 0o022:
+            raise ConfigError(
+                f"identity file {path} can be written by others of this machine (mode {mode:o}), and {error.strerror}; "
+                "its owner must run: chmod 600"
+            ) from error
+        logger.warning("identity file %s can be read by others of this machine (mode %o): they can be it", path, mode)
+        return
+    logger.warning(
+        "identity file %s was open to others of this machine (mode %o) and is its owner's only now; if somebody may "
+        "have copied it, delete it: a new one is made",
+        path,
+        mode,
+    )
 
 
 def _signed_bytes(domain: str, message: bytes) -> bytes:

@@ -116,10 +116,6 @@ class Ticket:
         """Whether the run has a charter."""
         return bool(self.run_id and self.charter)
 
-    def fits(self, fingerprint: bytes) -> bool:
-        """Whether a run manifest with this fingerprint is the one that the ticket was made for."""
-        return not self.digest or fingerprint.startswith(self.digest)
-
 
 def split_tickets(places: Sequence[str | Address]) -> tuple[list[Address], list[Ticket]]:
     """Initial peers as users name them: all addresses, those in tickets too, and the tickets.

@@ -93,18 +93,18 @@ def _chosen(network: NetworkOptions, run_id: str | None, ticket: Ticket) -> tupl
     """The run, and the digest of its charter if it has one."""
     assert network.initial_peers
     with Scout(network.initial_peers) as scout:
-        run = scout.choose(run_id, is_trained=True)
+        run = scout.choose(run_id, is_trained=True, expected=ticket.digest)
         charter = scout.charter_of(run.run_id)
     peers = " ".join(network.initial_peers)
     quoted = shlex.quote(run.run_id)
+    if run.manifest is None and ticket.digest and run.has_trainers:
+        raise ConfigError(
+            f"run {run.run_id!r} has other settings now than when the ticket was made; ask for a new one, or join "
+            f"without it: manyhands join {network.initial_peers[0]} --run-id {quoted}"
+        )
     if run.manifest is None or not run.is_trained:
         raise RunNotFound(
             f"nobody trains in run {run.run_id!r}, so there is nothing to join; begin it with: "
             f"manyhands train --run-id {quoted} --initial-peers {peers}"
-        )
-    if not ticket.fits(run.manifest.fingerprint()):
-        raise ConfigError(
-            f"run {run.run_id!r} has other settings now than when the ticket was made; ask for a new one, or join "
-            f"without it: manyhands join {network.initial_peers[0]} --run-id {quoted}"
         )
     return run, charter

@@ -17,19 +17,30 @@ from manyhands.runtime.finishing import finishing_for_s
 LEAVE_TIMEOUT_S = 4.5
 """A command that was told to leave has so long to do it in good order, and again once it has saved what it must."""
 
+HANGUP = [getattr(signal, name) for name in ("SIGHUP",) if hasattr(signal, name)]
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+
+
+num_hangups = 0
+"""How often SIGHUP has come without a terminal: each time log files are to be opened anew."""
 
 
 @contextmanager
 def leaving_on_signals() -> Iterator[None]:
     """Within the block, a polite kill and a closed terminal raise KeyboardInterrupt in the main thread, as Ctrl-C does.
 
-    Ctrl-C too, where it was ignored: a background job of a shell starts like that.
+    Ctrl-C too, where it was ignored: a background job of a shell starts like that. SIGHUP without a terminal, as
+    daemons get it, or under ``nohup``, ends nothing: it only counts as :data:`num_hangups`.
     """
     has_left = threading.Event()
+    ends_on_hangup = _has_terminal() and not any(signal.getsignal(one) is signal.SIG_IGN for one in HANGUP)
     last_resort = threading.Thread(target=_end_unless, args=[has_left], name="last resort", daemon=True)
 
     def interrupt(number: int, frame: FrameType | None) -> None:
+        if number in HANGUP and not ends_on_hangup:
+            global num_hangups
+            num_hangups += 1
+            return
         for other in SIGNALS:  # leaving has begun: a second signal does not disturb it
             signal.signal(other, signal.SIG_IGN)
         last_resort.start()
@@ -42,6 +53,10 @@ def leaving_on_signals() -> Iterator[None]:
         has_left.set()
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _has_terminal() -> bool:
+    return any(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr))
 
 
 def _end_unless(has_left: threading.Event) -> None:

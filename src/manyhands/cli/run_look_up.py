@@ -13,6 +13,7 @@ from manyhands.base.errors import ConfigError, RunNotFound, Unavailable
 from manyhands.base.ticket import split_tickets
 from manyhands.optim.runs import Run, find_runs, listed, look_up_run, nobody_is_in
 from manyhands.peer import JOIN_RUN_TIMEOUT_S, Peer
+from manyhands.runtime.retrying import until_reached
 
 LOOK_TIMEOUT_S = 5.0
 PATIENCE_S = 3.0
@@ -49,18 +50,19 @@ class Scout:
     def __exit__(self, *error: object) -> None:
         self._peer.close()
 
-    def choose(self, run_id: str | None, *, is_trained: bool = False) -> Run:
+    def choose(self, run_id: str | None, *, is_trained: bool = False, expected: bytes = b"") -> Run:
         """The run of this name; without a name the only one that is there. Waits a moment for it.
 
         Args:
             is_trained: wait a moment also until somebody trains in it; it is returned in any case.
+            expected: the digest of a ticket for ``run_id``: no manifest counts that differs from it.
         Raises:
             RunNotFound: it is not there.
             ConfigError: there are several to choose from; it lists them.
         """
         deadline = time.monotonic() + PATIENCE_S
         while True:
-            runs = self.runs(run_id)
+            runs = self.runs(run_id, expected)
             candidates = [run for run in runs if run.run_id == run_id] if run_id is not None else _alive(runs)
             is_late = time.monotonic() > deadline
             if len(candidates) > 1:
@@ -112,9 +114,10 @@ class Scout:
                     named.add(await self._peer.endpoint.connect(address))
         return [entry.charter for entry in entries if entry.peer_id in named]
 
-    def runs(self, wanted: str | None = None) -> list[Run]:
+    def runs(self, wanted: str | None = None, expected: bytes = b"") -> list[Run]:
         """The runs that are there, the largest first; ``wanted`` is looked up in any case."""
-        return self._peer.run(find_runs(self._peer.dht, wanted), LOOK_TIMEOUT_S, "looking which runs are there")
+        finding = find_runs(self._peer.dht, wanted, expected)
+        return self._peer.run(finding, LOOK_TIMEOUT_S, "looking which runs are there")
 
 
 def _alive(runs: list[Run]) -> list[Run]:
@@ -124,4 +127,5 @@ def _alive(runs: list[Run]) -> list[Run]:
 
 def look_up(peer: Peer, run_id: str) -> Run:
     """A run, as a peer that has joined the swarm sees it."""
-    return peer.run(look_up_run(peer.dht, run_id), LOOK_TIMEOUT_S, f"looking up run {run_id!r}")
+    what = f"looking up run {run_id!r}"
+    return until_reached(lambda: peer.run(look_up_run(peer.dht, run_id), LOOK_TIMEOUT_S, what), peer.sleep, what)

@@ -4,26 +4,18 @@ from __future__ import annotations
 
 from manyhands.base.identity import PeerId
 from manyhands.dht.config import DhtConfig
-
-BURST_S = 5.0
-"""So many seconds' worth of requests may come at once, by whoever was quiet for as long."""
+from manyhands.rpc.rate import Buckets
 
 FORGED_COSTS = 10
 """A forged record counts as so many requests: finding out costs much, making it up nothing."""
-
-MIN_SENDERS = 64
-"""So many may be remembered though their requests are paid; above it, as many as there are others."""
-
-MOST_OWED_S = 60.0
-"""Whoever sent forged records is heard again after so long at the latest."""
 
 
 class RateLimit:
     """Counts requests by who sent them. ``now`` is always the same monotonic clock."""
 
     def __init__(self, config: DhtConfig) -> None:
-        self._of_peer = _Buckets(config.max_requests_per_s_of_peer)
-        self._of_host = _Buckets(config.max_requests_per_s_of_host)
+        self._of_peer = Buckets(config.max_requests_per_s_of_peer)
+        self._of_host = Buckets(config.max_requests_per_s_of_host)
 
     def broken_by(self, peer_id: PeerId, host: str, now: float) -> float | None:
         """Count one request.
@@ -44,37 +36,3 @@ class RateLimit:
         self._of_peer.charge(peer_id, FORGED_COSTS * num_records, now)
         if host:
             self._of_host.charge(host, FORGED_COSTS * num_records, now)
-
-
-class _Buckets:
-    """Of each sender only the time until which its requests so far would take it, at the rate that it may have.
-
-    Source: the generic cell rate algorithm (ITU-T I.371), a token bucket with one number for each sender.
-    """
-
-    def __init__(self, rate: float) -> None:
-        self.rate = rate
-        self._burst_s = max(BURST_S, 1 / rate)  # one at least
-        self._paid_until: dict[str, float] = {}
-        self._tidy_at = MIN_SENDERS  # senders
-
-    def take(self, sender: str, now: float) -> bool:
-        before = self._paid_until.get(sender, now)
-        if before < now:
-            before = now
-        paid_until = before + 1 / self.rate
-        if paid_until > now + self._burst_s:
-            return False
-        self._paid_until[sender] = paid_until
-        if len(self._paid_until) > self._tidy_at:
-            self._tidy(now)
-        return True
-
-    def charge(self, sender: str, num: int, now: float) -> None:
-        paid_until = max(self._paid_until.get(sender, now), now) + num / self.rate
-        self._paid_until[sender] = min(paid_until, now + self._burst_s + MOST_OWED_S)
-
-    def _tidy(self, now: float) -> None:
-        """Forget those whose requests are paid, as if they had never asked."""
-        self._paid_until = {sender: paid_until for sender, paid_until in self._paid_until.items() if paid_until > now}
-        self._tidy_at = max(2 * len(self._paid_until), MIN_SENDERS)

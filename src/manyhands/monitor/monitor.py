@@ -18,7 +18,7 @@ from manyhands.optim.metrics import TTL_S, read_heldout, read_metrics
 from manyhands.optim.progress import Progress, aggregate, next_refresh_s, rank_of
 from manyhands.optim.progress_log import ProgressLog
 from manyhands.optim.progress_reader import ProgressReader
-from manyhands.optim.run_manifest import read_manifests, run_manifest_of
+from manyhands.optim.run_manifest import read_manifest
 from manyhands.optim.run_records import declare_run
 from manyhands.peer import Peer
 from manyhands.runtime import TaskOwner
@@ -106,8 +106,8 @@ class RunMonitor:
         self._notice.look(num_trainers, self._peer.addresses, asyncio.get_running_loop().time())
 
     async def _target_batch_size(self) -> int:
-        manifest = run_manifest_of(await read_manifests(self._peer.dht, self._run_id))
-        return manifest.target_batch_size if manifest is not None else 0
+        signed = await read_manifest(self._peer.dht, self._run_id)
+        return signed.manifest.target_batch_size if signed is not None else 0
 
     def _report_progress(self, step: int, target: int, progress: Progress, delay_s: float) -> None:
         self._log.tell(step, progress, delay_s, asyncio.get_running_loop().time())

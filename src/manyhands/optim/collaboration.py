@@ -26,6 +26,7 @@ from manyhands.optim.departures import Departures
 from manyhands.optim.drift import Drift
 from manyhands.optim.firewalled import Firewalled
 from manyhands.optim.foresight import Foresight
+from manyhands.optim.health import FIRST_LOOK_S, LOOK_PERIOD_S, Health, HealthLog, clock_offset_s
 from manyhands.optim.lent import BackgroundStep, LocalState
 from manyhands.optim.progress import Progress
 from manyhands.optim.progress_log import ProgressLog
@@ -112,6 +113,8 @@ class Collaboration:
         self._lull: Lull | None = None
         self._told_until = -math.inf  # loop time
         self._progress_log = ProgressLog()
+        self._alone_since: float | None = None  # loop time
+        self._clock_offset_s: float | None = None
         self._rng = presence.rng
         self._parts = AsyncExitStack()
         self._tasks = TaskOwner("collaboration")
@@ -135,6 +138,7 @@ class Collaboration:
             self._progress_config,
             on_update=self._log_progress,
             is_auxiliary=self._is_auxiliary,
+            began_at=presence.began_at,
         )
         self._drift = Drift(self.tracker.reader, presence.peer_id, self._local.drift_bound)
         self._unlike_options = UnlikeOptions(self.tracker.reader, manifest.hyper_parameters)
@@ -175,6 +179,7 @@ class Collaboration:
             parts.push_async_callback(keeper.close)
             parts.push_async_callback(self.tracker.close)
             await self.tracker.refresh()
+            self._tasks.spawn(self._watch_health(), name="watching this peer's health")
             self._parts = parts.pop_all()
         presence.on_close.append(self.close)
         presence.endpoint.on_connected.append(self.tracker.reader.can_be_asked)
@@ -200,6 +205,29 @@ class Collaboration:
         if runs:  # else there is none that could be meant
             logger.warning("%s. This peer begins it; if that is meant, start_new=True says so", message)
 
+    def health(self) -> Health:
+        """How this peer does."""
+        now = asyncio.get_running_loop().time()
+        if self.tracker.reader.observed():
+            self._alone_since = None
+        elif self._alone_since is None:
+            self._alone_since = now
+        return Health(
+            step=self._local.position.step,
+            publish_failures=self.tracker.num_publish_failures,
+            alone_s=now - self._alone_since if self._alone_since is not None else None,
+            clock_offset_s=self._clock_offset_s,
+        )
+
+    async def _watch_health(self) -> None:
+        log = HealthLog()
+        await asyncio.sleep(FIRST_LOOK_S)
+        while True:
+            others = list(self.tracker.reader.observed())
+            self._clock_offset_s = await clock_offset_s(self._presence, self._rng.sample(others, len(others)))
+            log.tell(self.health())
+            await asyncio.sleep(LOOK_PERIOD_S)
+
     def _note_phase(self, phase: Phase) -> None:
         if phase is Phase.FORMED:
             self.in_group_from = self._local.position
@@ -220,7 +248,12 @@ class Collaboration:
             await self._parts.aclose()
 
     async def decide(self, samples: int, samples_per_second: float, batch_s: float = 0.0) -> Decision:
-        """Report what this peer has accumulated, and how long a batch takes it; returns what to do next."""
+        """Report what this peer has accumulated, and how long a batch takes it; returns what to do next.
+
+        Raises:
+            ConfigError: another process has the identity of this peer, and began earlier.
+        """
+        self.tracker.twin.check(asyncio.get_running_loop().time())
         if self.tracker.position() != self._local.position:  # this thread was held up when it was to be told
             self._move(self._local.position, self._local.lineage_samples)
         self.tracker.report(samples, samples_per_second, batch_s)
@@ -249,7 +282,8 @@ class Collaboration:
     def is_lull(self, samples: int, now: float) -> bool:
         """Whether a batch need not be reported, and nothing is due; safe to call from any thread."""
         lull = self._lull
-        return lull is not None and now < lull.until and samples < lull.samples and not self.tracker.is_called
+        is_wanted = self.tracker.is_called or self.tracker.twin.is_older
+        return lull is not None and now < lull.until and samples < lull.samples and not is_wanted
 
     def is_told(self, now: float) -> bool:
         """Whether a batch beside a step in the background need not be reported yet; safe to call from any thread."""

@@ -64,14 +64,15 @@ class Departures:
 
     async def _refuses(self, addresses: list[str]) -> bool:
         known = readable_addresses(addresses)
-        answers = await asyncio.gather(*(self._is_refused(address) for address in known))
-        return bool(answers) and all(answers)
+        reasons = set(await asyncio.gather(*(self._failure_at(address) for address in known)))
+        reasons.discard(DialReason.HELD_BACK)
+        return bool(reasons) and reasons.issubset(PROOFS)
 
-    async def _is_refused(self, address: Address) -> bool:
+    async def _failure_at(self, address: Address) -> DialReason | None:
         try:
             await self._endpoint.probe(address, PROBE_TIMEOUT_S)
         except DialFailed as failure:
-            return failure.reason in PROOFS
+            return failure.reason
         except ManyhandsError:
-            return False
-        return False
+            return None
+        return None

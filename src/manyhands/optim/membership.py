@@ -12,6 +12,7 @@ from manyhands.optim.accumulator import Contribution
 from manyhands.optim.averaged import Averaged
 from manyhands.optim.collaboration import Collaboration, Decision
 from manyhands.optim.global_step import GlobalStep
+from manyhands.optim.health import Health
 from manyhands.optim.replica import Replica
 from manyhands.optim.speed import SpeedMeter
 from manyhands.optim.state import State
@@ -85,6 +86,14 @@ class Membership:
     def leave(self) -> None:
         """Leave the run; the peer stays."""
         self._run(self._collaboration.close(), "leaving the run")
+
+    def health(self) -> Health:
+        """How this peer does."""
+
+        async def look() -> Health:
+            return self._collaboration.health()
+
+        return self._run(look(), "looking how this peer does")
 
     def wait_for_others(self, timeout_s: float) -> bool:
         """Stay until all peers have reached this step; returns whether they have in time."""

@@ -20,6 +20,7 @@ from manyhands.optim.config import ProgressConfig
 from manyhands.optim.failures import Failures
 from manyhands.optim.flat import GradientLayout
 from manyhands.optim.global_step import GlobalStep
+from manyhands.optim.health import Health
 from manyhands.optim.held_batches import HeldBatches
 from manyhands.optim.joining import manifest_of
 from manyhands.optim.membership import Membership
@@ -164,6 +165,11 @@ class Optimizer(OptimizerWrapper):
     def num_peers(self) -> int:
         """Peers at this peer's global step, with this one, as last read."""
         return self._collaboration.tracker.progress.num_peers
+
+    @property
+    def health(self) -> Health:
+        """How this peer does, for people: its last step, whether it is heard, seen, and right about the time."""
+        return self._membership.health()
 
     @property
     def samples_accumulated(self) -> int:

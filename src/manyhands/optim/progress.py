@@ -57,6 +57,8 @@ Numbers = dict[
     Annotated[list[float], msgspec.Meta(max_length=MAX_OPTION_NUMBERS)],
 ]
 
+MAX_WALL_TIME_S = 1e11  # the year 5138
+
 
 class ProgressRecord(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """What one peer says of itself; published under its own signature.
@@ -79,6 +81,7 @@ class ProgressRecord(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
         is_auxiliary: it has no data, and only helps to average; nobody waits for it, unless nobody else can be dialled.
         options: of its optimizer at this position, those that are not as in the manifest: the learning rates, say, of
             all parameter groups; None if it does not say.
+        began_at: when its process began, by its own wall clock: two processes with one identity differ in it.
     """
 
     position: Position
@@ -97,6 +100,7 @@ class ProgressRecord(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     recent_rounds: RecentRounds = []
     is_auxiliary: bool = False
     options: Annotated[Numbers, msgspec.Meta(max_length=MAX_OPTIONS)] | None = None
+    began_at: float = 0.0
 
     def __post_init__(self) -> None:
         if not (
@@ -104,6 +108,7 @@ class ProgressRecord(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
             and 0 <= self.ttl_s < math.inf
             and 0 <= self.counted_s_ago < math.inf
             and 0 <= self.batch_s < math.inf
+            and 0 <= self.began_at < MAX_WALL_TIME_S
         ):
             raise ValueError("speeds and times are finite and >= 0")
 

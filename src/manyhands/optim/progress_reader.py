@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,6 +17,7 @@ from manyhands.dht import DhtNode, Schema, StoredValue
 from manyhands.optim.company import Company
 from manyhands.optim.crowd import Crowd
 from manyhands.optim.progress import MAX_TTL_S, ProgressRecord, Reckoning
+from manyhands.optim.twin import Twin
 from manyhands.rpc import Endpoint
 
 logger = logging.getLogger(__name__)
@@ -83,6 +85,7 @@ class ProgressReader:
         self._loaded: tuple[Position, Sequence[bytes]] | None = None  # a state, and the rounds behind it
         self._strangers: Mapping[PeerId, bytes] = {}
         self._strangers_of = -1
+        self.twin: Twin | None = None  # of a peer that publishes
 
     async def refresh(self, *, quickly: bool = False) -> None:
         """Read the records of all peers.
@@ -96,13 +99,21 @@ class ProgressReader:
         now = asyncio.get_running_loop().time()
         sequences, own_id, num_shown = self._sequences, self._endpoint.peer_id, 0
         for subkey, stored in answer.items():
-            if stored.owner == subkey != own_id:
+            if stored.owner == subkey == own_id and self.twin is not None:
+                self._look_at_own(stored, self.twin, now)
+            elif stored.owner == subkey != own_id:
                 num_shown += 1
                 if stored.sequence > sequences.get(subkey, -1):
                     self._take_in(PeerId(subkey), stored, now)
         if len(sequences) > num_shown:  # not all of them were shown
             current = answer.keys() | self.observed().keys()
             self._sequences = {peer_id: sequence for peer_id, sequence in sequences.items() if peer_id in current}
+
+    def _look_at_own(self, stored: StoredValue, twin: Twin, now: float) -> None:
+        with contextlib.suppress(msgspec.ValidationError):
+            record = PROGRESS.decode(stored.raw)
+            if record != GOODBYE:
+                twin.seen(record.began_at, now + min(stored.remaining_s - record.ttl_s, 0.0), now)
 
     def _take_in(self, peer_id: PeerId, stored: StoredValue, now: float) -> None:
         self._sequences[peer_id] = stored.sequence

@@ -32,6 +32,7 @@ class Publisher:
 
     Attributes:
         own: what it would say now.
+        num_failures: times in a row that the record could not be published.
         is_moving: this peer is about to go elsewhere; where it was is not published any more.
     """
 
@@ -46,6 +47,7 @@ class Publisher:
         outlook: Callable[[], Progress],
     ) -> None:
         self.own = own
+        self.num_failures = 0
         self.is_moving = False
         self._dht = dht
         self._key = key
@@ -74,6 +76,10 @@ class Publisher:
         """Publish the record soon, if the others could not have reckoned it."""
         if self._published is None or self._is_news(*self._published):
             self._changed.ring()
+
+    def publish_soon(self) -> None:
+        """Publish the record though it is no news."""
+        self._changed.ring()
 
     def hurry(self) -> None:
         """This peer has gone to another position, which is not kept waiting."""
@@ -105,10 +111,13 @@ class Publisher:
         self._published = (own, now)
         try:
             value = msgspec.to_builtins(own, builtin_types=(bytes,))
-            if not await self._dht.store(self._key, value, ttl_s, subkey=self._own_id):
+            num_holders = await self._dht.store(self._key, value, ttl_s, subkey=self._own_id)
+            self.num_failures = 0 if num_holders else self.num_failures + 1
+            if not num_holders:
                 self._published = None
         except ManyhandsError as error:
             self._published = None
+            self.num_failures += 1
             logger.warning("this peer's progress was not published: %s", error)
 
     async def say_goodbye(self) -> None:

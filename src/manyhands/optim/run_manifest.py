@@ -7,13 +7,13 @@ import hashlib
 import logging
 import zlib
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 
 from manyhands.base.deadline import time_limit
-from manyhands.base.errors import ManifestMismatch, ManyhandsError
+from manyhands.base.errors import ConfigError, ManifestMismatch, ManyhandsError
 from manyhands.base.identity import PeerId
 from manyhands.base.structs import make_ready
 from manyhands.dht import DhtNode
@@ -28,8 +28,13 @@ MANIFEST_KIND = "manifest"
 
 TTL_S = 300.0
 WITHDRAW_TIMEOUT_S = 0.5
-MAX_BYTES = 8 << 20
-MAX_HYPER_PARAMETERS_BYTES = 1 << 20
+MAX_BYTES = 256 << 10
+"""Of a manifest before it is compressed: room for some thousands of tensors."""
+
+MAX_HYPER_PARAMETERS_BYTES = 64 << 10
+DECODED_IN_A_TURN = 8
+"""Manifests that are decoded while the connections of this peer wait: 1 ms each at most."""
+
 OPTION_NAMES = {"lr": "learning_rate"}
 """Hyper-parameters that have a longer name on the command line."""
 
@@ -144,6 +149,9 @@ class ManifestKeeper:
 
     Args:
         may_begin: called before a run that nobody has signed is begun; it raises if this peer shall not.
+        expected: as for :func:`read_manifest`.
+    Raises:
+        ConfigError: the manifest is too long for others to read.
     """
 
     def __init__(
@@ -152,8 +160,15 @@ class ManifestKeeper:
         own_id: PeerId,
         manifest: RunManifest,
         may_begin: Callable[[], Awaitable[None]] | None = None,
+        expected: bytes = b"",
     ) -> None:
+        if (num_bytes := len(manifest.encoded())) > MAX_BYTES:
+            raise ConfigError(
+                f"the settings of the run have {num_bytes} bytes, with the names and shapes of {len(manifest.tensors)} "
+                f"tensors; at most {MAX_BYTES} can be published: shorten the names, or train fewer tensors"
+            )
         self._may_begin = may_begin
+        self._expected = expected
         self._dht = dht
         self._own_id = own_id
         self._manifest = manifest
@@ -184,9 +199,9 @@ class ManifestKeeper:
 
     async def _compare(self) -> bool:
         """Whether anybody has signed a manifest; this peer's is equal to it then."""
-        run = run_manifest_of(await read_manifests(self._dht, self._manifest.run_id))
-        if run is not None and run.fingerprint() != self._manifest.fingerprint():
-            raise ManifestMismatch(self._manifest.run_id, differences(self._manifest, run))
+        run = await read_manifest(self._dht, self._manifest.run_id, self._expected)
+        if run is not None and run.manifest.fingerprint() != self._manifest.fingerprint():
+            raise ManifestMismatch(self._manifest.run_id, differences(self._manifest, run.manifest))
         return run is not None
 
     async def _publish(self) -> None:
@@ -213,42 +228,57 @@ def manifest_key(run_id: str) -> str:
     return f"{run_id}.{MANIFEST_KIND}"
 
 
-async def read_manifests(dht: DhtNode, run_id: str) -> dict[PeerId, RunManifest]:
-    """The manifest that each peer of a run signed; what cannot be read is skipped.
+class SignedManifest(NamedTuple):
+    """The manifest of a run, and the peers that signed it."""
 
+    manifest: RunManifest
+    signers: Sequence[PeerId]
+
+
+async def read_manifest(dht: DhtNode, run_id: str, expected: bytes = b"") -> SignedManifest | None:
+    """The manifest that most peers signed; what cannot be read is skipped.
+
+    Strangers may publish many, so one at a time is decoded: first each that differs, for its fingerprint, and then the
+    one that is returned.
+
+    Args:
+        expected: the run's fingerprint or its beginning, from a ticket: no other manifest counts then.
+    Returns:
+        None if nobody has signed one.
     Raises:
         Unavailable: the DHT does not answer.
     """
-    manifests = {}
+    signers: defaultdict[Any, list[PeerId]] = defaultdict(list)
     for subkey, stored in (await dht.get(manifest_key(run_id))).items():
-        if stored.owner != subkey:
-            continue
+        if stored.owner == subkey:
+            signers[stored.raw].append(PeerId(subkey))
+    values: dict[bytes, Any] = {}  # by fingerprint
+    votes: defaultdict[bytes, list[PeerId]] = defaultdict(list)
+    for number, (raw, peer_ids) in enumerate(signers.items(), 1):
+        if number % DECODED_IN_A_TURN == 0:
+            await asyncio.sleep(0)
         try:
-            manifest = _decode(stored.value)
+            fingerprint = _decode(raw, run_id).fingerprint()
         except (zlib.error, msgspec.DecodeError, ValueError, TypeError, RecursionError) as error:
-            logger.warning("the run manifest of peer %s cannot be read: %s", subkey, error)
+            logger.debug("the run manifest of peer %s cannot be read: %s", peer_ids[0], error)
             continue
-        if manifest.run_id == run_id:
-            manifests[PeerId(subkey)] = manifest
-    return manifests
-
-
-def run_manifest_of(manifests: Mapping[PeerId, RunManifest]) -> RunManifest | None:
-    """The manifest that most peers signed is the run's; of equally many, that of the lowest peer id."""
-    signers: dict[bytes, list[PeerId]] = defaultdict(list)
-    for peer_id, manifest in manifests.items():
-        signers[manifest.fingerprint()].append(peer_id)
-    if not signers:
+        if fingerprint.startswith(expected):
+            values[fingerprint] = raw
+            votes[fingerprint] += peer_ids
+    if not votes:
         return None
-    chosen = min(signers.values(), key=lambda peer_ids: (-len(peer_ids), min(peer_ids)))
-    return manifests[chosen[0]]
+    chosen = most_signed(votes)
+    return SignedManifest(_decode(values[chosen], run_id), votes[chosen])
 
 
-def _decode(value: object) -> RunManifest:
-    if not isinstance(value, bytes):
-        raise TypeError("it is not bytes")
+def most_signed(signers: Mapping[bytes, Sequence[PeerId]]) -> bytes:
+    """Of the fingerprints the one that most peers signed; of equally many, that of the lowest peer id."""
+    return min(signers, key=lambda fingerprint: (-len(signers[fingerprint]), min(signers[fingerprint])))
+
+
+def _decode(value: bytes, run_id: str) -> RunManifest:
     decompressor = zlib.decompressobj()
-    raw = decompressor.decompress(value, MAX_BYTES)
+    raw = decompressor.decompress(msgspec.msgpack.decode(value, type=bytes), MAX_BYTES)
     if not decompressor.eof:
         raise ValueError(f"it is longer than {MAX_BYTES} bytes, or cut off")
     manifest = msgspec.msgpack.decode(raw, type=RunManifest)
@@ -257,4 +287,6 @@ def _decode(value: object) -> RunManifest:
         raise ValueError(f"its hyper-parameters are longer than {MAX_HYPER_PARAMETERS_BYTES} bytes")
     if not is_plain(manifest.hyper_parameters):
         raise ValueError("its hyper-parameters are not plain values")
+    if manifest.run_id != run_id:
+        raise ValueError(f"it is of run {readable(manifest.run_id)}")
     return manifest

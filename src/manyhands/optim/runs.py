@@ -15,7 +15,7 @@ from manyhands.base.words import counted
 from manyhands.dht import DhtNode
 from manyhands.optim.progress import ProgressRecord
 from manyhands.optim.progress_reader import GOODBYE, PROGRESS, progress_key
-from manyhands.optim.run_manifest import MANIFEST_KIND, RunManifest, read_manifests, run_manifest_of
+from manyhands.optim.run_manifest import MANIFEST_KIND, RunManifest, read_manifest
 
 MAX_RUNS = 64
 """Runs whose peers are counted, besides the one that is wanted."""
@@ -40,19 +40,26 @@ class Run(NamedTuple):
     @property
     def is_trained(self) -> bool:
         """Whether somebody trains in it now; the manifest of a run whose peers died lives longer than they."""
-        return self.manifest is not None and any(not record.is_auxiliary for record in self.peers.values())
+        return self.manifest is not None and self.has_trainers
+
+    @property
+    def has_trainers(self) -> bool:
+        """Whether somebody says that it trains in it."""
+        return any(not record.is_auxiliary for record in self.peers.values())
 
     def __str__(self) -> str:
         return f"{self.run_id!r} ({counted(len(self.peers), 'peer')})"
 
 
-async def look_up_run(dht: DhtNode, run_id: str) -> Run:
+async def look_up_run(dht: DhtNode, run_id: str, expected: bytes = b"") -> Run:
     """Read the settings of a run, and what its peers say.
 
+    Args:
+        expected: as for :func:`manyhands.optim.run_manifest.read_manifest`.
     Raises:
         Unavailable: the DHT does not answer.
     """
-    manifests, progress = await asyncio.gather(read_manifests(dht, run_id), dht.get(progress_key(run_id)))
+    signed, progress = await asyncio.gather(read_manifest(dht, run_id, expected), dht.get(progress_key(run_id)))
     peers = {}
     for subkey, stored in progress.items():
         if stored.owner != subkey:
@@ -63,20 +70,20 @@ async def look_up_run(dht: DhtNode, run_id: str) -> Run:
             continue
         if record != GOODBYE:
             peers[PeerId(subkey)] = record
-    manifest = run_manifest_of(manifests)
-    signers = [peer_id for peer_id, signed in manifests.items() if signed == manifest]
-    return Run(run_id, manifest, peers, signers)
+    return Run(run_id, signed.manifest, peers, signed.signers) if signed is not None else Run(run_id, None, peers, [])
 
 
-async def find_runs(dht: DhtNode, wanted: str | None = None) -> list[Run]:
+async def find_runs(dht: DhtNode, wanted: str | None = None, expected: bytes = b"") -> list[Run]:
     """The runs that other nodes take part in or hold the manifest of, the largest first.
 
     Args:
         wanted: a run that is looked up whether or not the nodes that are asked know it.
+        expected: of its manifest, as for :func:`look_up_run`.
     """
     known = sorted(filter(_is_run_id, await dht.topics(MANIFEST_KIND)))
     run_ids = [*known[:MAX_RUNS], *([wanted] if wanted is not None and wanted not in known[:MAX_RUNS] else [])]
-    runs = await asyncio.gather(*(look_up_run(dht, run_id) for run_id in run_ids))
+    looking = (look_up_run(dht, run_id, expected if run_id == wanted else b"") for run_id in run_ids)
+    runs = await asyncio.gather(*looking)
     found = [run for run in runs if run.run_id in known or run.manifest is not None or run.peers]
     return sorted(found, key=lambda run: -len(run.peers))
 

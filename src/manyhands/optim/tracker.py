@@ -34,6 +34,7 @@ from manyhands.optim.progress import (
 )
 from manyhands.optim.progress_reader import Observed, ProgressReader, progress_key
 from manyhands.optim.publisher import Publisher
+from manyhands.optim.twin import Twin
 from manyhands.rpc import Endpoint
 from manyhands.runtime import TaskOwner
 
@@ -41,6 +42,9 @@ logger = logging.getLogger(__name__)
 
 CLIENT_PATIENCE_S = 60.0
 """Peers in client mode that are ahead, and do not connect to this one for so long, are not waited for any more."""
+
+WHOLE_READ_PERIOD_S = 5.0
+"""So often the records are read from most of their holders."""
 
 MAX_IN_NEED = 2
 """Peers that are behind, and that one in client mode calls on so that they can ask it for its state."""
@@ -57,6 +61,7 @@ class ProgressTracker:
     It is the :class:`manyhands.averaging.matchmaking.Roster` of the run's rounds.
 
     Args:
+        began_at: when this process began, by the wall clock.
         is_auxiliary: this peer has no data; nobody waits for it, unless nobody else can be dialled.
 
     Attributes:
@@ -76,6 +81,7 @@ class ProgressTracker:
         on_update: Callable[[Progress, float], None] | None = None,
         *,
         is_auxiliary: bool = False,
+        began_at: float = 0.0,
     ) -> None:
         self.target_batch_size = target_batch_size
         self.on_outlook: Callable[[], None] | None = None
@@ -85,12 +91,14 @@ class ProgressTracker:
         self._on_update = on_update
         addresses = [str(address) for address in endpoint.addresses]
         own = ProgressRecord(
-            position, 0, 0.0, 0, endpoint.client_mode, addresses, config.ttl_s, is_auxiliary=is_auxiliary
-        )
+            position, 0, 0.0, 0, endpoint.client_mode, addresses, config.ttl_s, is_auxiliary=is_auxiliary,
+            began_at=began_at,
+        )  # fmt: skip
+        self.twin = self.reader.twin = Twin(endpoint.peer_id, began_at, asyncio.get_running_loop().time())
         self._publisher = Publisher(
             dht, progress_key(run_id), endpoint.peer_id, own, config, target_batch_size, lambda: self.outlook
         )
-        self._read_at = -math.inf  # loop time
+        self._read_at = self._wholly_read_at = -math.inf  # loop time
         self._missing: dict[PeerId, int] = {}
         self._without_state: dict[PeerId, int] = {}
         self._shunned: dict[PeerId, float] = {}  # until when (loop time)
@@ -121,7 +129,7 @@ class ProgressTracker:
     async def close(self) -> None:
         """Stop, and tell the others that this peer left the run."""
         await self._tasks.close()
-        if self._is_started:
+        if self._is_started and not self.twin.is_older:
             await self._publisher.say_goodbye()
 
     # where this peer stands
@@ -134,6 +142,11 @@ class ProgressTracker:
     def _trainer(self) -> ProgressRecord | None:
         """The same, if it counts among those who train."""
         return None if self._own.is_auxiliary else self._own
+
+    @property
+    def num_publish_failures(self) -> int:
+        """Times in a row that this peer's record could not be published."""
+        return self._publisher.num_failures
 
     def position(self) -> Position:
         return self._own.position
@@ -214,8 +227,12 @@ class ProgressTracker:
     async def refresh(self, *, quickly: bool = False) -> None:
         """Read the records of the others now; quickly for who reads again soon."""
         await self.reader.refresh(quickly=quickly)
-        self._read_at = asyncio.get_running_loop().time()
+        self._read_at = now = asyncio.get_running_loop().time()
         self._update_progress()
+        if not quickly:
+            self._wholly_read_at = now
+        if self.twin.is_to_be_told(now):
+            self._publisher.publish_soon()
 
     def refresh_soon(self) -> None:
         """Something has happened that the others' records will explain."""
@@ -484,7 +501,7 @@ class ProgressTracker:
         while True:
             self._is_read_wanted = False
             try:
-                await self.refresh(quickly=True)
+                await self.refresh(quickly=self._may_read_quickly())
             except ManyhandsError as error:
                 logger.warning("the progress of the others cannot be read: %s", error)
             delay_s = self._next_read_s(delay_s)
@@ -492,6 +509,11 @@ class ProgressTracker:
                 self._on_update(self.outlook, delay_s)
                 last_samples = self.outlook.samples
             await self._rest(delay_s)
+
+    def _may_read_quickly(self) -> bool:
+        """Whether one holder is enough; in a small run that is mostly this peer, which would never see a twin there."""
+        is_recent = asyncio.get_running_loop().time() - self._wholly_read_at < WHOLE_READ_PERIOD_S
+        return is_recent or stretch(self.outlook.num_peers) > 1.0
 
     async def _rest(self, delay_s: float) -> None:
         """Read nothing for so long; in a crowd not during a round, which tells more, and anew from its end on."""

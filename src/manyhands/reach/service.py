@@ -22,7 +22,7 @@ from manyhands.reach.messages import (
     ExamineRequest,
     ExamineResponse,
 )
-from manyhands.reach.rules import Allowance, Rate, may_dial
+from manyhands.rpc.dial_rules import Allowance, Rate, may_dial
 from manyhands.rpc.endpoint import AGENT, Endpoint
 from manyhands.transport import tcp
 from manyhands.transport.admission import source_of
@@ -50,7 +50,7 @@ class Reach:
     """Serves ``reach.*`` on an endpoint for as long as that is open.
 
     A request to dial back could be abused to scan a network from here. So it is bounded in number and time, it dials
-    nothing that is nearer to this peer than the caller (:func:`manyhands.reach.rules.may_dial`), a name is looked up
+    nothing that is nearer to this peer than the caller (:func:`manyhands.rpc.dial_rules.may_dial`), a name is looked up
     once and what was checked is what is dialled, and nothing but a TLS handshake is sent.
 
     Args:
@@ -121,7 +121,7 @@ class Reach:
             raise _NotAllowed(f"{places[0][4][0]} is not dialled for a peer at {caller_host}")
         hosts = {place[0]: str(place[4][0]) for place in reversed(allowed)}.values()  # the first of each family
         targets = [Address.of(host, address.port, address.peer_id) for host in hosts]
-        probes = (self._endpoint.probe(target, deadline - loop.time()) for target in targets)
+        probes = (self._endpoint.probe(target, deadline - loop.time(), caller_host) for target in targets)
         outcomes = await asyncio.gather(*probes, return_exceptions=True)
         failures = [outcome for outcome in outcomes if outcome is not None]
         if len(failures) == len(outcomes):

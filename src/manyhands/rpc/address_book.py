@@ -36,6 +36,7 @@ class AddressBook:
         self._max_peers = max_peers
         self._known: dict[PeerId, dict[Address, Source]] = {}
         self._announced: dict[PeerId, list[Address]] = {}
+        self._seen_at: dict[PeerId, str] = {}  # the host that a peer announced them from
         self._by_best_source: dict[Source, OrderedDict[PeerId, None]] = {source: OrderedDict() for source in Source}
 
     def learn(self, peer_id: PeerId, addresses: Sequence[Address], source: Source) -> bool:
@@ -56,11 +57,16 @@ class AddressBook:
             self._forget_one()
         return any(address not in before for address in self._known.get(peer_id, {}))
 
-    def announced(self, peer_id: PeerId, addresses: Sequence[Address]) -> None:
-        """A peer has said itself where it can be dialled: others are told this, and nothing else."""
+    def announced(self, peer_id: PeerId, addresses: Sequence[Address], host: str = "") -> None:
+        """A peer has said itself where it can be dialled: others are told this, and nothing else.
+
+        Args:
+            host: the IP address that it is seen at; empty if that is not known.
+        """
         self.learn(peer_id, addresses, Source.ANNOUNCED)
         if peer_id in self._known:
-            self._announced[peer_id] = list(addresses)
+            self._announced[peer_id] = [address.with_peer(peer_id) for address in addresses]
+            self._seen_at[peer_id] = host
 
     def addresses_to_tell(self, peer_id: PeerId) -> list[Address]:
         """What to tell others of a peer: what it announced, else hearsay, but no address that was found another way.
@@ -85,6 +91,12 @@ class AddressBook:
         """Where it was reached, the latest first."""
         return [address for address, known in self._known.get(peer_id, {}).items() if known is Source.WORKED]
 
+    def heard(self, peer_id: PeerId) -> dict[Address, str]:
+        """The addresses at which it was not reached; each with the host of the peer, if it announced the address."""
+        announced, host = self._announced.get(peer_id, []), self._seen_at.get(peer_id, "")
+        known = self._known.get(peer_id, {}).items()
+        return {address: host if address in announced else "" for address, how in known if how is not Source.WORKED}
+
     def is_reached(self, peer_id: PeerId) -> bool:
         """Whether one of its addresses worked the last time."""
         return peer_id in self._by_best_source[Source.WORKED]
@@ -102,4 +114,5 @@ class AddressBook:
                 peer_id, _ = peers.popitem(last=False)
                 del self._known[peer_id]
                 self._announced.pop(peer_id, None)
+                self._seen_at.pop(peer_id, None)
                 return

@@ -29,6 +29,15 @@ def dialable_addresses(bound: Sequence[Address]) -> list[Address]:
     return list(dict.fromkeys(announced))
 
 
+def own_hosts(bound: Sequence[Address]) -> set[str]:
+    """The IP addresses of a peer that listens on ``bound``; in client mode, that of the way to the internet.
+
+    Every machine has a loopback address: it counts if the peer listens there alone.
+    """
+    hosts = {address.host for address in dialable_addresses(bound or [Address("ip4", "0.0.0.0", 1)])}
+    return {host for host in hosts if not Address.of(host, 1).is_loopback} or (hosts if bound else set())
+
+
 def check_announced(addresses: Sequence[Address]) -> None:
     """What others shall dial must be a place that they can dial.
 

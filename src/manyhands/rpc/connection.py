@@ -33,6 +33,7 @@ from manyhands.rpc.frames import (
 from manyhands.rpc.method import Method, StreamMethod
 from manyhands.rpc.method import Request as RequestBody
 from manyhands.rpc.method import Response as ResponseBody
+from manyhands.rpc.rate import Buckets
 from manyhands.rpc.serving import Served, Serving
 from manyhands.runtime.tasks import TaskOwner
 from manyhands.transport.api import ControlStream
@@ -75,6 +76,7 @@ class ControlConnection:
         handlers: Mapping[str, Served],
         config: RpcConfig,
         counters: Counter[str],
+        call_rate: Buckets,
         *,
         is_dialled: bool,
     ) -> None:
@@ -93,7 +95,7 @@ class ControlConnection:
         self._config = config
         self._counters = counters
         self._calls = Calls(stream, counters, self._drain_if_due)
-        self._serving = Serving(stream, handlers, config.max_requests_per_connection, counters, self._served)
+        self._serving = Serving(stream, handlers, config.max_requests_per_connection, counters, call_rate, self._served)
         self._reader = FrameReader(stream.remote)
         if hasattr(stream, "hear"):
             stream.hear = self._hears

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from manyhands.base.address import Address
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import DialFailed, DialReason, PeerLost, ProtocolViolation, Refused, Timeout, Unavailable
+from manyhands.rpc.dial_rules import HeardDials
 from manyhands.rpc.frames import CONTROL, Hello, Reject, Welcome, readable, receive_frame, send_frame
 from manyhands.rpc.streams import OpenStreams
 from manyhands.runtime.tasks import TaskOwner
+from manyhands.transport import tcp
 from manyhands.transport.api import Stream, Transport
 
 
@@ -39,9 +41,14 @@ HEAD_START_S = 0.25
 
 
 class Dialler:
-    """Opens the streams of one endpoint; each of them is among ``streams``."""
+    """Opens the streams of one endpoint; each of them is among ``streams``.
 
-    def __init__(self, transport: Transport, streams: OpenStreams) -> None:
+    In its methods ``heard`` are the addresses that only others name, each with the host of the peer if it named the
+    address itself: what the rules for them do not allow is not dialled.
+    """
+
+    def __init__(self, transport: Transport, streams: OpenStreams, rules: HeardDials) -> None:
+        self._rules = rules
         self._transport = transport
         self._streams = streams
         self._tasks = TaskOwner("dialler")
@@ -57,7 +64,13 @@ class Dialler:
         self._is_closed = True
         await self._tasks.close()
 
-    async def open(self, addresses: Sequence[Address], hello: Hello, timeout_s: float) -> Opened:
+    async def open(
+        self,
+        addresses: Sequence[Address],
+        hello: Hello,
+        timeout_s: float,
+        heard: Mapping[Address, str] | None = None,
+    ) -> Opened:
         """Dial one peer, and say what the stream is for.
 
         Args:
@@ -69,7 +82,7 @@ class Dialler:
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
-        stream, address = await self._dial_first(addresses, timeout_s, is_bulk=hello.purpose != CONTROL)
+        stream, address = await self._dial_first(addresses, timeout_s, heard, is_bulk=hello.purpose != CONTROL)
         return await self.greet(stream, address, hello, deadline - loop.time())
 
     async def greet(self, stream: Stream, address: Address | None, hello: Hello, timeout_s: float) -> Opened:
@@ -99,17 +112,19 @@ class Dialler:
             raise
         return Opened(stream, answer, address, rtt_s)
 
-    async def probe(self, addresses: Sequence[Address], timeout_s: float) -> Address:
+    async def probe(self, addresses: Sequence[Address], timeout_s: float, heard: Mapping[Address, str]) -> Address:
         """The first address at which the peer is found, over a connection that is closed at once, without a hello.
 
         Raises:
             Unavailable: none answers.
         """
-        stream, address = await self._dial_first(addresses, timeout_s, is_bulk=False)
+        stream, address = await self._dial_first(addresses, timeout_s, heard, is_bulk=False)
         self._streams.release(stream)
         return address
 
-    async def _dial_first(self, addresses: Sequence[Address], timeout_s: float, *, is_bulk: bool) -> Answer:
+    async def _dial_first(
+        self, addresses: Sequence[Address], timeout_s: float, heard: Mapping[Address, str] | None, *, is_bulk: bool
+    ) -> Answer:
         """Dial the addresses, the best first; the first that answers is kept, the others are closed unused.
 
         Each has a head start of :data:`HEAD_START_S` before the next one is tried as well (RFC 8305, section 5).
@@ -119,7 +134,7 @@ class Dialler:
         dials: list[Dial] = []
         kept: Answer | None = None
         try:
-            first = await self._race(addresses, deadline, dials, is_bulk)
+            first = await self._race(addresses, deadline, dials, is_bulk, heard or {})
             self.check_open()
             kept = first
         finally:
@@ -134,7 +149,12 @@ class Dialler:
         raise Unavailable("no address answers: " + "; ".join(str(failure) for failure in failures))
 
     async def _race(
-        self, addresses: Sequence[Address], deadline: float, dials: list[Dial], is_bulk: bool
+        self,
+        addresses: Sequence[Address],
+        deadline: float,
+        dials: list[Dial],
+        is_bulk: bool,
+        heard: Mapping[Address, str],
     ) -> Answer | None:
         """What the first dial that works returns; None when none does. What it begins is entered into ``dials``."""
         loop = asyncio.get_running_loop()
@@ -144,7 +164,8 @@ class Dialler:
             self.check_open()
             if untried:
                 address = untried.pop(0)
-                dial = self._tasks.spawn(self._dial(address, deadline - loop.time(), is_bulk), name=f"dial {address}")
+                dialling = self._dial(address, deadline - loop.time(), is_bulk, heard.get(address))
+                dial = self._tasks.spawn(dialling, name=f"dial {address}")
                 dials.append(dial)
                 waiting.add(dial)
             head_start_s = HEAD_START_S if untried else None
@@ -154,15 +175,39 @@ class Dialler:
                     return answer
         return None
 
-    async def _dial(self, address: Address, timeout_s: float, is_bulk: bool) -> Answer | DialFailed:
-        """A stream, or why there is none: as a value, since those who wanted it may have given up."""
+    async def _dial(self, address: Address, timeout_s: float, is_bulk: bool, sayer: str | None) -> Answer | DialFailed:
+        """A stream, or why there is none: as a value, since those who wanted it may have given up.
+
+        Args:
+            sayer: as in ``heard``; None if the address is not from there.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
         try:
+            place = address if sayer is None else await self._checked(address, timeout_s, sayer)
             dial = self._transport.dial_bulk if is_bulk else self._transport.dial
-            stream: Stream = await dial(address, timeout_s)
+            stream: Stream = await dial(place, deadline - loop.time())
         except DialFailed as failure:
             return failure
+        if sayer is not None:
+            self._rules.found(place.host)
         self._streams.add(stream)
         return stream, address
+
+    async def _checked(self, address: Address, timeout_s: float, sayer: str) -> Address:
+        """An address that others name, with an IP address that may be dialled.
+
+        Raises:
+            DialFailed: there is none.
+        """
+        hosts, refusal = [address.host], ""
+        if not address.protocol.startswith("ip"):
+            hosts = [str(place[4][0]) for place in await tcp.look_up(address, timeout_s)]
+        for host in hosts:
+            refusal = self._rules.refusal(host, address.port, sayer, asyncio.get_running_loop().time())
+            if not refusal:
+                return Address.of(host, address.port, address.peer_id)
+        raise DialFailed(str(address), DialReason.HELD_BACK, refusal)
 
     def _drop_unless(self, kept: Answer | None, dial: Dial) -> None:
         answer = _answer_of(dial)

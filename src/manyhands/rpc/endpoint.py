@@ -17,18 +17,20 @@ from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ConfigError, PeerError, PeerLost, ProtocolViolation, Refused, Timeout, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.rpc.address_book import AddressBook, Source
-from manyhands.rpc.announce import check_announced, dialable_addresses, seen_from_outside
+from manyhands.rpc.announce import check_announced, dialable_addresses, own_hosts, seen_from_outside
 from manyhands.rpc.asked import ASKED, DIAL_BULK, AskedStreams
 from manyhands.rpc.backoff import Backoff
 from manyhands.rpc.bulk import BulkAcceptor, BulkStreams, OpenOne
 from manyhands.rpc.config import RpcConfig
 from manyhands.rpc.connection import ControlConnection
+from manyhands.rpc.dial_rules import HeardDials
 from manyhands.rpc.dialling import Dialler, Opened
 from manyhands.rpc.frames import CONTROL, Hello, Reject, Welcome, receive_frame, send_frame
 from manyhands.rpc.gate import Gate
 from manyhands.rpc.method import Method, Request, Response, StreamMethod
 from manyhands.rpc.pool import ConnectionPool
-from manyhands.rpc.serving import Guard, Served
+from manyhands.rpc.rate import Buckets
+from manyhands.rpc.serving import MAX_CALLS_PER_S, Guard, Served
 from manyhands.rpc.streams import OpenStreams
 from manyhands.rpc.striping import BYTES_OF_ONE
 from manyhands.rpc.uplink import Uplink
@@ -82,8 +84,10 @@ class Endpoint:
         self._dialling: dict[PeerId, asyncio.Task[ControlConnection | Unavailable | PeerError]] = {}
         self._book = AddressBook(self._config.max_known_addresses)
         self._backoff = Backoff(self._rng)
+        self._call_rate = Buckets(MAX_CALLS_PER_S)
         self._streams = OpenStreams()
-        self._dialler = Dialler(transport, self._streams)
+        self._rules = HeardDials()
+        self._dialler = Dialler(transport, self._streams, self._rules)
         self._bulk = BulkStreams(self._streams, self._config, self._rng)
         self._tasks = TaskOwner("endpoint")
         self._asked = AskedStreams(
@@ -108,6 +112,8 @@ class Endpoint:
         for address in addresses:
             self._listeners.append(await self._transport.listen(address, self._accepted))
         bound = [address for listener in self._listeners for address in listener.addresses]
+        if bound:
+            self._rules.own_hosts |= own_hosts(bound)
         chosen = list(announce) or dialable_addresses(bound)
         self.addresses = [address.with_peer(self.peer_id) for address in chosen]
 
@@ -242,21 +248,22 @@ class Endpoint:
             return address.peer_id
         hello = self._hello(CONTROL)
         opened = await self._dialler.open([address], hello, timeout_s or self._config.dial_timeout_s)
+        self._is_where(opened.stream.remote_host)
         connection = self._opened(opened)
         if address.peer_id is None:
             logger.info("%s is peer %s (trusted on first use)", address, connection.remote)
         return connection.remote
 
-    async def probe(self, address: Address, timeout_s: float) -> None:
-        """Make sure who is at an address, over a connection of its own that is closed at once, without a hello.
+    async def probe(self, address: Address, timeout_s: float, sayer: str = "") -> None:
+        """Make sure who is at an address that others name, over a connection that is closed at once, without a hello.
 
+        Args:
+            sayer: the IP address of the peer that names its own one; empty if it is only heard of.
         Raises:
             DialFailed: with the reason.
             Unavailable: this peer was closed.
         """
-        self._dialler.check_open()
-        stream = await self._transport.dial(address, timeout_s)
-        stream.abort()
+        await self._dialler.probe([address], timeout_s, {address: sayer})
 
     async def reach(self, peer_id: PeerId, timeout_s: float) -> None:
         """Make sure that a peer can be dialled, whoever dialled the connections that there are; as :meth:`probe`.
@@ -267,7 +274,7 @@ class Endpoint:
         addresses, now = self._addresses_to_dial(peer_id), asyncio.get_running_loop().time()
         self._backoff.check(peer_id, now)
         try:
-            address = await self._dialler.probe(addresses, timeout_s)
+            address = await self._dialler.probe(addresses, timeout_s, self._book.heard(peer_id))
         except Unavailable as error:
             self._dial_failed(peer_id, error)
             raise
@@ -337,8 +344,8 @@ class Endpoint:
         """How a bulk connection to a peer is made."""
         connection = self._pool.of(peer_id)
         if connection is None or self.client_mode or not self.is_client(peer_id):
-            addresses = self._addresses_to_dial(peer_id)
-            return lambda hello: self._dialler.open(addresses, hello, timeout_s)
+            addresses, heard = self._addresses_to_dial(peer_id), self._book.heard(peer_id)
+            return lambda hello: self._dialler.open(addresses, hello, timeout_s, heard)
         return lambda hello: self._asked.open(connection, hello, timeout_s)
 
     def release(self, stream: Stream) -> None:
@@ -383,7 +390,8 @@ class Endpoint:
         """A connection, or why there is none: as a value, since those who wanted it may have given up."""
         try:
             addresses, hello = self._addresses_to_dial(peer_id), self._hello(CONTROL)
-            return self._opened(await self._dialler.open(addresses, hello, self._config.dial_timeout_s))
+            heard = self._book.heard(peer_id)
+            return self._opened(await self._dialler.open(addresses, hello, self._config.dial_timeout_s, heard))
         except (Unavailable, PeerError) as error:
             self._dial_failed(peer_id, error)
             return error
@@ -405,10 +413,16 @@ class Endpoint:
         assert is_control(opened.stream), "the hello says that it is for control"
         connection = self._new_connection(opened.stream, opened.welcome.addresses, is_dialled=True)
         connection.rtt_s = opened.rtt_s
+        if not self._rules.own_hosts:  # in client mode, and no peer that the user named was there
+            self._is_where(opened.stream.remote_host)
         if opened.address is not None:
             self.learn(connection.remote, [opened.address], Source.WORKED)
         self._tasks.spawn(self._run(connection, opened.stream), name=f"connection to {connection.remote}")
         return connection
+
+    def _is_where(self, remote_host: str) -> None:
+        """This peer has found another one by itself: it is in that one's network."""
+        self._rules.own_hosts |= own_hosts([]) | ({remote_host} if remote_host else set())
 
     # accepted streams
 
@@ -468,10 +482,16 @@ class Endpoint:
     def _new_connection(self, stream: ControlStream, addresses: list[str], *, is_dialled: bool) -> ControlConnection:
         """Enter a connection; from now on it is used for calls, and :meth:`_run` must follow."""
         seen = seen_from_outside(stream.remote, addresses, stream.remote_host)
-        self._book.announced(stream.remote, seen)
+        self._book.announced(stream.remote, seen, stream.remote_host)
         self._backoff.connected(stream.remote, asyncio.get_running_loop().time())
         connection = ControlConnection(
-            stream, not addresses, self._handlers, self._config, self.counters, is_dialled=is_dialled
+            stream,
+            not addresses,
+            self._handlers,
+            self._config,
+            self.counters,
+            self._call_rate,
+            is_dialled=is_dialled,
         )
         connection.on_drain = functools.partial(self._drained, stream.remote)
         self._pool.enter(connection)

@@ -18,6 +18,7 @@ from manyhands.base.identity import PeerId
 from manyhands.rpc.calling import SMALL_BYTES
 from manyhands.rpc.frames import MAX_TEXT, MAX_WINDOW, UNREADABLE, Failure, Item, Request, Response, encode_frame
 from manyhands.rpc.method import Method, StreamMethod
+from manyhands.rpc.rate import Buckets
 from manyhands.runtime.tasks import TaskOwner
 from manyhands.transport.api import ControlStream
 
@@ -43,6 +44,9 @@ class Served(NamedTuple):
     guard: Guard | None = None
 
 
+MAX_CALLS_PER_S = 2000.0
+"""Calls of one peer, and five seconds' worth of them at once; the busiest leader of a round gets a tenth of that."""
+
 MAX_SERVING_S = 3600.0
 """No call is served for longer, whatever its caller would wait."""
 
@@ -64,6 +68,7 @@ class Serving:
     Args:
         handlers: what this peer serves, by method name.
         max_requests: that are served at once; more are refused.
+        call_rate: of each peer, over all of its connections; more are refused.
         on_served: called after each.
     """
 
@@ -73,12 +78,14 @@ class Serving:
         handlers: Mapping[str, Served],
         max_requests: int,
         counters: Counter[str],
+        call_rate: Buckets,
         on_served: Callable[[], None],
     ) -> None:
         self._stream = stream
         self._handlers = handlers
         self._max_requests = max_requests
         self._counters = counters
+        self._call_rate = call_rate
         self._on_served = on_served
         self._num_waiting_bytes = self._num_request_bytes = 0
         self._cancelled: set[int] = set()
@@ -91,6 +98,10 @@ class Serving:
 
     def begin(self, request: Request) -> None:
         """Serve a request, or refuse it."""
+        if not self._call_rate.take(self._stream.remote, asyncio.get_running_loop().time()):
+            self._counters["refused_calls"] += 1
+            self._send_now(_failure(request, "busy", f"more than {self._call_rate.rate:g} calls a second"))
+            return
         is_full = self._num_request_bytes + _size_of(request) > MAX_REQUEST_BYTES
         if len(self._serving) >= self._max_requests or is_full or request.id in self._serving:
             self._counters["refused_busy"] += 1

@@ -17,8 +17,10 @@ class ListenLimits:
 
     Attributes:
         handshake_timeout_s: for the TLS handshake of one connection.
-        max_handshakes: that are under way at once; above it nothing is accepted until one has ended.
-        max_handshakes_per_host: that come from one IP address; more are closed at once.
+        max_handshakes: that are under way at once; above it the oldest in which nothing has come yet makes room, and
+            without one nothing is accepted until one has ended.
+        max_handshakes_per_host: that come from one IP address; above it likewise, of this address, or the new one is
+            closed at once.
         max_streams: open connections that were accepted; above it nothing is accepted until one has ended. At most
             half of the files that this process may open, so that there are some left for what it is for.
         max_streams_per_host: of these from one IP address, or from one /64 of IPv6; more are closed at once, and so is

@@ -23,7 +23,7 @@ class MemoryNetwork:
 
     def __init__(self) -> None:
         self.listeners: dict[tuple[str, int], MemoryListener] = {}
-        self._ports = itertools.count(1)
+        self._ports = itertools.count(1024)
 
     def free_port(self) -> int:
         return next(self._ports)

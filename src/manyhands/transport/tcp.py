@@ -229,6 +229,14 @@ def accept(sock: socket.socket) -> tuple[socket.socket, str]:
     return accepted, str(ip.ipv4_mapped) if isinstance(ip, ipaddress.IPv6Address) and ip.ipv4_mapped else host
 
 
+def has_data(sock: socket.socket) -> bool:
+    """Whether something has come that was not read; not the end of the connection."""
+    try:
+        return bool(sock.recv(1, socket.MSG_PEEK))
+    except OSError:  # nothing yet; or it was reset
+        return False
+
+
 async def look_up(address: Address, timeout_s: float) -> Places:
     """The places of a host.
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from collections.abc import Callable
+from contextlib import suppress
 
 from manyhands.base.address import Address
 from manyhands.base.deadline import time_limit
@@ -16,7 +18,7 @@ from manyhands.base.identity import Identity, PeerId
 from manyhands.runtime.tasks import TaskOwner
 from manyhands.runtime.threads import BlockingThreads
 from manyhands.transport import tcp
-from manyhands.transport.admission import Admission, ListenLimits
+from manyhands.transport.admission import Admission, ListenLimits, source_of
 from manyhands.transport.api import OnStream
 from manyhands.transport.certificate import ALPN, BULK_ALPN
 from manyhands.transport.sealed_stream import SealedStream
@@ -39,10 +41,14 @@ class TlsListener:
         self._limits = transport.limits
         self._on_stream = on_stream
         self._sockets = sockets
+        self._evicted: set[socket.socket] = set()  # whose tasks have not ended yet
         self._paused: set[socket.socket] = set()  # until a handshake has ended
         self._context = tls_context(transport.identity, is_server=True)
         self._admission = Admission(transport.limits)
         self._accepted: set[socket.socket] = set()  # without a stream yet
+        self._silent: dict[
+            socket.socket, str
+        ] = {}  # of these, where nothing has come yet: their hosts, the oldest first
         self._streams: set[TlsStream | SealedStream] = set()
         self._tasks = TaskOwner("listener")
         for sock in sockets:
@@ -54,7 +60,7 @@ class TlsListener:
 
     def _accept(self, listening: socket.socket) -> None:
         loop = asyncio.get_running_loop()
-        if self._admission.is_full:
+        if self._admission.is_full and not self._evict_silent():
             loop.remove_reader(listening)
             self._paused.add(listening)
             return
@@ -67,7 +73,7 @@ class TlsListener:
             loop.remove_reader(listening)
             loop.call_later(ACCEPT_PAUSE_S, self._resume, listening)
             return
-        if not self._admission.admit(host):
+        if not self._admission.admit(host) and not (self._evict_silent(host) and self._admission.admit(host)):
             logger.debug("too many connections from %s", host)
             sock.close()
             return
@@ -79,7 +85,20 @@ class TlsListener:
             sock.close()
             return
         self._accepted.add(sock)
+        self._silent[sock] = host
         self._tasks.spawn(self._serve(sock, host), name=f"stream from {host}")
+
+    def _evict_silent(self, host: str | None = None) -> bool:
+        """End the oldest handshake in which nothing has come, of one host or of all; whether there was one."""
+        for sock, its_host in self._silent.items():
+            if (host is None or source_of(its_host) == source_of(host)) and not tcp.has_data(sock):
+                del self._silent[sock]
+                self._evicted.add(sock)
+                self._admission.left(its_host, in_handshake=True)
+                with suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)  # its task sees the end
+                return True
+        return False
 
     async def _serve(self, sock: socket.socket, host: str) -> None:
         stream = None
@@ -89,9 +108,13 @@ class TlsListener:
             logger.debug("no handshake with %s: %s", host, error)
         finally:
             self._accepted.discard(sock)
+            self._silent.pop(sock, None)
+            is_evicted = sock in self._evicted
+            self._evicted.discard(sock)
             if stream is None:
                 sock.close()
-                self._admission.left(host, in_handshake=True)
+                if not is_evicted:
+                    self._admission.left(host, in_handshake=True)
             self._resume_paused()
         if stream is None:
             return
@@ -109,7 +132,7 @@ class TlsListener:
     async def _shake_hands(self, sock: socket.socket, host: str) -> TlsStream | SealedStream | None:
         session = TlsSession(self._context, is_server=True)
         async with time_limit(self._limits.handshake_timeout_s, "in the TLS handshake"):
-            await _shake_hands(sock, session)
+            await _shake_hands(sock, session, lambda: self._silent.pop(sock, None))
         remote = session.remote_peer_id()
         is_known = session.selected_alpn in (ALPN, BULK_ALPN)
         if remote is None or not is_known or remote == self._transport.identity.peer_id:
@@ -229,9 +252,11 @@ class TlsTransport:
         return remote
 
 
-async def _shake_hands(sock: socket.socket, session: TlsSession) -> None:
+async def _shake_hands(sock: socket.socket, session: TlsSession, on_data: Callable[[], object] = lambda: None) -> None:
     """Run the TLS handshake over a socket.
 
+    Args:
+        on_data: called when something has come.
     Raises:
         TlsFailed, OSError: it failed, or the other end left.
     """
@@ -248,4 +273,5 @@ async def _shake_hands(sock: socket.socket, session: TlsSession) -> None:
         received = await loop.sock_recv(sock, READ_BYTES)
         if not received:
             raise ConnectionError("closed in the TLS handshake")
+        on_data()
         session.received(memoryview(received))

@@ -1,5 +1,7 @@
 """Keys, peer ids and signatures."""
 
+import errno
+import os
 import stat
 from pathlib import Path
 
@@ -93,7 +95,6 @@ UNKNOWN_ALGORITHM = b"-----BEGIN PRIVATE KEY-----\nMA4CAQAwBQYDKgMEBAIEAA==\n---
 @pytest.mark.parametrize(
     "content",
     [
-        b"",
         b"hello",
         bytes(range(256)),
         b"-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n",
@@ -104,7 +105,7 @@ UNKNOWN_ALGORITHM = b"-----BEGIN PRIVATE KEY-----\nMA4CAQAwBQYDKgMEBAIEAA==\n---
         ),
         UNKNOWN_ALGORITHM,
     ],
-    ids=["empty", "text", "binary", "garbage in PEM", "cut off", "encrypted", "public key", "unknown algorithm"],
+    ids=["text", "binary", "garbage in PEM", "cut off", "encrypted", "public key", "unknown algorithm"],
 )
 def test_a_file_that_holds_no_key(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "identity.pem"
@@ -115,6 +116,62 @@ def test_a_file_that_holds_no_key(tmp_path: Path, content: bytes) -> None:
         Identity.load_or_create(path)
     assert str(path) in str(caught.value)
     assert path.read_bytes() == content
+
+
+def test_an_empty_file_says_what_to_do(tmp_path: Path) -> None:
+    path = tmp_path / "identity.pem"
+    path.write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"identity.pem is empty: .* delete it to have a new one made") as caught:
+        Identity.load_or_create(path)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_full_disk_leaves_no_file_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def is_full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", is_full)
+        with pytest.raises(ConfigError, match="No space left on device"):
+            Identity.load_or_create(tmp_path / "identity.pem")
+    assert not list(tmp_path.iterdir())
+    Identity.load_or_create(tmp_path / "identity.pem")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="other systems have other rights")
+@pytest.mark.parametrize("mode", [0o666, 0o644, 0o640])
+def test_a_file_that_others_can_read_is_taken_from_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: int
+) -> None:
+    path = tmp_path / "identity.pem"
+    created = Identity.load_or_create(path)
+    path.chmod(mode)
+    assert Identity.load_or_create(path).peer_id == created.peer_id
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert f"was open to others of this machine (mode {mode:o})" in caplog.text
+    caplog.clear()
+    Identity.load_or_create(path)
+    assert not caplog.records
+
+
+def test_a_file_that_others_can_write_and_nothing_can_be_done_about_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "identity.pem"
+    Identity.load_or_create(path)
+
+    def refused(path: Path, mode: int) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    path.chmod(0o644)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "chmod", refused)
+        Identity.load_or_create(path)
+        assert "they can be it" in caplog.text
+    path.chmod(0o666)
+    monkeypatch.setattr(Path, "chmod", refused)
+    with pytest.raises(ConfigError, match=r"can be written by others .*\(mode 666\).* chmod 600"):
+        Identity.load_or_create(path)
 
 
 def test_a_file_that_holds_another_kind_of_key(tmp_path: Path) -> None:

@@ -69,12 +69,6 @@ def test_what_cannot_be_used_is_told_in_words(text: str, message: str) -> None:
         Ticket.parse(text)
 
 
-def test_it_fits_the_manifest_that_it_was_made_for() -> None:
-    assert Ticket("run", ADDRESSES, b"d" * DIGEST_BYTES).fits(b"d" * 32)
-    assert not Ticket("run", ADDRESSES, b"d" * DIGEST_BYTES).fits(b"e" * 32)
-    assert Ticket("run", ADDRESSES).fits(b"e" * 32), "none was known when it was made"
-
-
 def test_a_ticket_is_never_too_long_to_be_read() -> None:
     long = [Address.parse(f"/dns4/{'.'.join(['a' * 60] * 4)}{n}/tcp/1/p2p/{PEERS[0]}") for n in range(4)]
     ticket = Ticket.parse(str(Ticket("run", long)))

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import msgspec
 import pytest
 
 from manyhands.base.errors import ConfigError
+from manyhands.cli import leaving
 from manyhands.cli.event_file import EventFollower, EventWriter
 from manyhands.cli.first_peer_command import StandingBy
 from manyhands.monitor.events import Event, Listening
@@ -64,3 +65,58 @@ def test_all_events_and_their_fields_are_documented() -> None:
 def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--events"):
         EventWriter(tmp_path / "missing" / "events")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device of this system is always full")
+def test_a_full_disk_is_said_once_and_drops_events(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "events"
+    path.symlink_to("/dev/full")
+    caplog.set_level("INFO")
+    write = EventWriter(path)
+    for _ in range(3):
+        write(Listening("A", []))
+    assert [record.message for record in caplog.records] == [
+        f"cannot write --events {path}: No space left on device; events are dropped meanwhile"
+    ]
+    path.unlink()
+    leaving.num_hangups += 1
+    write(Listening("B", []))
+    assert "is written again; 3 events are missing in it" in caplog.text
+    assert [event.peer_id for event in EventFollower(path, Event).new_events()] == ["B"]
+    write.close()
+
+
+def test_a_line_of_which_the_disk_takes_a_part_is_not_left_in_halves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "events"
+    write = EventWriter(path)
+    write(Listening("A", []))
+    whole = write._file
+
+    class Full:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(whole, name)
+
+        def write(self, line: bytes) -> int:
+            return whole.write(line[:9])  # type: ignore[union-attr]
+
+    monkeypatch.setattr(write, "_file", Full())
+    write(Listening("B", []))
+    monkeypatch.setattr(write, "_file", whole)
+    write(Listening("C", []))
+    assert [event.peer_id for event in EventFollower(path, Event).new_events()] == ["A", "C"]
+    write.close()
+
+
+def test_a_file_that_was_moved_away_is_begun_anew_after_a_hangup(tmp_path: Path) -> None:
+    path = tmp_path / "events"
+    write = EventWriter(path)
+    write(Listening("A", []))
+    path.rename(tmp_path / "events.1")
+    write(Listening("B", []))
+    leaving.num_hangups += 1
+    write(Listening("C", []))
+    write.close()
+    assert len((tmp_path / "events.1").read_text().splitlines()) == 2
+    assert '"C"' in path.read_text()

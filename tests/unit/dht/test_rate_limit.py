@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from manyhands.base.identity import PeerId
 from manyhands.dht.config import DhtConfig
-from manyhands.dht.rate_limit import BURST_S, MIN_SENDERS, RateLimit
+from manyhands.dht.rate_limit import RateLimit
+from manyhands.rpc.rate import BURST_S, MIN_SENDERS
 
 ALICE, BOB = PeerId("alice"), PeerId("bob")
 

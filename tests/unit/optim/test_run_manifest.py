@@ -1,26 +1,26 @@
 from __future__ import annotations
 
 import datetime
+import tracemalloc
 import zlib
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.base.errors import ManifestMismatch
+from manyhands.base.errors import ConfigError, ManifestMismatch
 from manyhands.base.identity import PeerId
 from manyhands.optim.run_manifest import (
     MAX_BYTES,
-    MAX_HYPER_PARAMETERS_BYTES,
     ManifestKeeper,
     RunManifest,
     TensorSpec,
     differences,
     manifest_key,
-    read_manifests,
-    run_manifest_of,
+    most_signed,
+    read_manifest,
 )
 from tests.unit.optim.fake_dht import FakeDht
 
@@ -122,22 +122,16 @@ def test_equal_settings_have_no_differences() -> None:
     assert changed(hyper_parameters=[{"lr": 0.1}]).fingerprint() == MANIFEST.fingerprint()
 
 
-@given(st.dictionaries(st.sampled_from("abcdef"), st.integers(0, 2)))
-def test_the_manifest_of_the_most_peers_is_the_runs(signers: dict[str, int]) -> None:
-    manifests = {PeerId(name): changed(target_batch_size=1 + number) for name, number in signers.items()}
-    run = run_manifest_of(manifests)
-    assert run == run_manifest_of(dict(reversed(manifests.items())))
-    if not manifests:
-        assert run is None
-        return
-    votes = list(signers.values())
-    assert run is not None
-    assert votes.count(run.target_batch_size - 1) == max(votes.count(number) for number in votes)
+@given(st.dictionaries(st.sampled_from("abcdef"), st.integers(0, 2), min_size=1))
+def test_the_manifest_of_the_most_peers_is_the_runs(votes: dict[str, int]) -> None:
+    signers = {bytes([n]): [PeerId(name) for name, vote in votes.items() if vote == n] for n in set(votes.values())}
+    chosen = most_signed(signers)
+    assert chosen == most_signed(dict(reversed(signers.items())))
+    assert len(signers[chosen]) == max(map(len, signers.values()))
 
 
 def test_of_equally_many_the_lowest_peer_id_decides() -> None:
-    manifests = {PeerId("b"): MANIFEST, PeerId("a"): changed(target_batch_size=1)}
-    assert run_manifest_of(manifests) == manifests[PeerId("a")]
+    assert most_signed({b"1": [PeerId("b")], b"2": [PeerId("a")]}) == b"2"
 
 
 # what others published
@@ -166,7 +160,7 @@ NESTED = b"\x91" * 100_000 + b"\xc0"
         zlib.compress(msgspec.msgpack.encode(changed(hyper_parameters=[{"lr": {1: 2}}]))),
         published(changed(hyper_parameters=[{"lr": datetime.datetime(2026, 1, 1, tzinfo=datetime.timezone.utc)}])),
         published(changed(hyper_parameters=[{"lr": nested(33)}])),
-        published(changed(hyper_parameters=[{"lr": [0] * MAX_HYPER_PARAMETERS_BYTES}])),
+        published(changed(hyper_parameters=[{"lr": [0] * MAX_BYTES}])),
     ],
 )
 async def test_manifests_that_cannot_be_read_are_skipped(value: Any) -> None:
@@ -174,7 +168,64 @@ async def test_manifests_that_cannot_be_read_are_skipped(value: Any) -> None:
     dht.put(KEY, "bad", value, sequence=1)
     dht.put(KEY, "good", published(MANIFEST), sequence=1)
     dht.put(KEY, "unsigned", published(changed(target_batch_size=1)), sequence=1, owner="")
-    assert await read_manifests(dht, "run") == {"good": MANIFEST}
+    assert await read_manifest(dht, "run") == (MANIFEST, ["good"])
+
+
+async def signers(dht: Any) -> list[PeerId]:
+    signed = await read_manifest(dht, "run")
+    return sorted(signed.signers) if signed is not None else []
+
+
+def test_a_model_whose_names_nobody_would_read_is_refused_where_it_begins() -> None:
+    tensors = [TensorSpec(f"layers.{number}.{'x' * 80}", (8, 5), "float32") for number in range(3000)]
+    with pytest.raises(ConfigError, match="with the names and shapes of 3000 tensors; at most 262144 can be published"):
+        ManifestKeeper(cast(Any, FakeDht()), PeerId("a"), changed(tensors=tensors))
+
+
+async def test_manifests_that_unpack_to_megabytes_do_not_fill_the_memory() -> None:
+    dht: Any = FakeDht()
+    for number in range(6):
+        bomb = published(changed(hyper_parameters=[{"lr": [number] + [[]] * ((8 << 20) - 1000)}]))
+        dht.put(KEY, f"bomb {number}", bomb, sequence=1)
+        tensors = [TensorSpec("", (), str(number))] * (MAX_BYTES // 10)
+        largest = published(changed(tensors=tensors))
+        dht.put(KEY, f"large {number}", largest, sequence=1)
+    dht.put(KEY, "a", published(MANIFEST), sequence=1)
+    dht.put(KEY, "b", published(MANIFEST), sequence=1)
+    tracemalloc.start()
+    try:
+        assert await read_manifest(dht, "run") == (MANIFEST, ["a", "b"])
+        assert tracemalloc.get_traced_memory()[1] < 32 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("num_honest", [1, 3])
+async def test_false_manifests_do_not_count_where_the_digest_of_a_ticket_is_known(num_honest: int) -> None:
+    dht: Any = FakeDht()
+    for number in range(5):
+        dht.put(KEY, f"liar {number}", published(changed(target_batch_size=1)), sequence=1)
+    for number in range(num_honest):
+        dht.put(KEY, f"honest {number}", published(MANIFEST), sequence=1)
+    expected = MANIFEST.fingerprint()[:16]
+    signed = await read_manifest(dht, "run", expected)
+    assert signed is not None
+    assert signed.manifest == MANIFEST
+    assert len(signed.signers) == num_honest
+    keeper = ManifestKeeper(dht, PeerId("newcomer"), changed(), expected=expected)
+    await keeper.agree()
+    await keeper.close()
+
+
+async def test_fewer_liars_than_signers_keep_no_newcomer_out() -> None:
+    dht: Any = FakeDht()
+    for number in range(5):
+        dht.put(KEY, f"liar {number}", published(changed(target_batch_size=1 + number % 2)), sequence=1)
+    for number in range(4):
+        dht.put(KEY, f"signer {number}", published(MANIFEST), sequence=1)
+    keeper = ManifestKeeper(dht, PeerId("newcomer"), changed())
+    await keeper.agree()
+    await keeper.close()
 
 
 async def test_who_fits_signs_until_it_leaves() -> None:
@@ -182,11 +233,11 @@ async def test_who_fits_signs_until_it_leaves() -> None:
     keepers = [ManifestKeeper(dht, PeerId(name), changed()) for name in "ab"]
     for keeper in keepers:
         await keeper.agree()
-    assert (await read_manifests(dht, "run")).keys() == {"a", "b"}
+    assert await signers(dht) == ["a", "b"]
     await keepers[0].close()
-    assert (await read_manifests(dht, "run")).keys() == {"b"}
+    assert await signers(dht) == ["b"]
     await keepers[1].close()
-    assert await read_manifests(dht, "run") == {}, "whoever comes next may begin another run"
+    assert await signers(dht) == [], "whoever comes next may begin another run"
 
 
 async def test_who_does_not_fit_leaves_no_trace() -> None:
@@ -195,7 +246,7 @@ async def test_who_does_not_fit_leaves_no_trace() -> None:
     dht.put(KEY, "m", published(MANIFEST), sequence=1)
     with pytest.raises(ManifestMismatch, match="target_batch_size is 1 here, 64 in the run"):
         await ManifestKeeper(dht, PeerId("a"), changed(target_batch_size=1)).agree()
-    assert (await read_manifests(dht, "run")).keys() == {"m"}
+    assert await signers(dht) == ["m"]
 
 
 async def test_of_two_that_begin_at_once_one_leaves_without_a_trace() -> None:
@@ -210,4 +261,4 @@ async def test_of_two_that_begin_at_once_one_leaves_without_a_trace() -> None:
     other._publish = publish_at_the_same_time  # type: ignore[method-assign]
     with pytest.raises(ManifestMismatch):
         await other.agree()
-    assert (await read_manifests(dht, "run")).keys() == {"a"}
+    assert await signers(dht) == ["a"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import zlib
 from typing import Any
 
@@ -16,7 +17,7 @@ from manyhands.dht.records import decode_value, encode_value
 from manyhands.optim.metrics import HeldoutRecord, MetricsRecord
 from manyhands.optim.plain import is_plain
 from manyhands.optim.progress import ProgressRecord
-from manyhands.optim.run_manifest import RunManifest, TensorSpec, manifest_key, read_manifests
+from manyhands.optim.run_manifest import RunManifest, TensorSpec, manifest_key, read_manifest
 from manyhands.optim.state import Origin, StateHeader
 from manyhands.optim.state_transfer import StateAnswer
 from tests.unit.optim.fake_dht import FakeDht
@@ -74,11 +75,9 @@ def test_records_survive_the_dht(record: msgspec.Struct) -> None:
 def test_manifests_survive_the_dht_with_their_fingerprint(manifest: RunManifest) -> None:
     dht: Any = FakeDht()
     dht.put(manifest_key("run"), "peer", zlib.compress(manifest.encoded()), sequence=1)
-    reading = read_manifests(dht, "run")
-    try:
-        reading.send(None)
-    except StopIteration as stop:
-        (read,) = stop.value.values()
+    signed = asyncio.run(read_manifest(dht, "run"))
+    assert signed is not None
+    read = signed.manifest
     assert read == manifest
     assert read.fingerprint() == manifest.fingerprint()
 

@@ -218,7 +218,7 @@ async def test_without_an_address_the_error_says_so() -> None:
 
 async def test_all_failures_of_a_peer_are_reported_together() -> None:
     async with endpoints(1) as (here,):
-        addresses = [Address.of("127.0.0.1", port) for port in (901, 902)]
+        addresses = [Address.of("127.0.0.1", port) for port in (9001, 9002)]
         here.learn(identity_of(5).peer_id, addresses)
         with pytest.raises(Unavailable) as caught:
             await here.call(identity_of(5).peer_id, ECHO, Text("hi"))

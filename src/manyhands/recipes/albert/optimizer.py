@@ -17,6 +17,7 @@ from manyhands.recipes.albert.config import AlbertRecipe
 from manyhands.recipes.albert.model import parameter_groups, warmup_linear
 from manyhands.recipes.albert.packages import torch
 from manyhands.recipes.albert.settings import TuningSettings
+from manyhands.runtime.retrying import until_reached
 
 BETAS = (0.9, 0.999)
 
@@ -41,16 +42,20 @@ def build_optimizer(model: torch.nn.Module, recipe: AlbertRecipe) -> Lamb:
 def join_run(
     model: torch.nn.Module, run: RunRecipe, peer: Peer, run_id: str, tuning: TuningSettings, **options: Any
 ) -> Optimizer:
-    """Join a run of this recipe, or begin it, with a model.
+    """Join a run of this recipe, or begin it, with a model; while its peers cannot be reached, again and again.
 
     Args:
         tuning: times and speeds of this peer.
         options: of :class:`manyhands.Optimizer`, such as ``batch_size_per_step`` or ``auxiliary``.
     Raises:
         ManifestMismatch: the run trains something else.
-        Unavailable: the run's state could not be loaded.
     """
-    return Optimizer(build_optimizer(model, run.recipe), peer=peer, run_id=run_id, **_options(run, tuning), **options)
+
+    def join() -> Optimizer:
+        inner, settings = build_optimizer(model, run.recipe), _options(run, tuning)
+        return Optimizer(inner, peer=peer, run_id=run_id, **settings, **options)
+
+    return until_reached(join, peer.sleep, f"joining run {run_id!r}")
 
 
 def join_run_as_rank(

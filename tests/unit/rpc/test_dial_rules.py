@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.reach.rules import Allowance, Rate, may_dial
+from manyhands.rpc.dial_rules import Allowance, Rate, may_dial, may_dial_heard
 
 LOOPBACK, LAN, CGNAT, PUBLIC, OTHER = "127.0.0.1", "192.168.1.7", "100.64.0.3", "8.8.8.8", "1.1.1.1"
 IPS = st.ip_addresses().map(str)
@@ -93,3 +93,46 @@ def test_many_sources_are_bounded_together_and_forgotten() -> None:
     assert len(allowance) <= 12
     assert allowance.take("x", 1000.0) == 0.0
     assert len(allowance) == 1
+
+
+@pytest.mark.parametrize(
+    ("target", "port", "own_host", "sayer", "allowed"),
+    [
+        (PUBLIC, 22, OTHER, "", True),  # a peer may listen at any port of the internet
+        (PUBLIC, 22, PUBLIC, "", False),
+        (PUBLIC, 31337, PUBLIC, "", True),  # another peer of this machine
+        (LAN, 31337, OTHER, "", False),
+        (LAN, 31337, "192.168.9.1", "", True),
+        (LAN, 31337, "10.0.0.1", "", False),
+        (LAN, 80, "192.168.9.1", "", False),
+        (LAN, 31337, OTHER, LAN, True),
+        (LAN, 31337, OTHER, PUBLIC, False),
+        (LOOPBACK, 31337, LOOPBACK, "", True),
+        (LOOPBACK, 31337, LAN, "", False),
+        ("::1", 31337, "::1", "", True),
+        ("169.254.169.254", 80, "169.254.1.1", "", False),
+        ("::ffff:169.254.169.254", 8080, LAN, "169.254.1.1", False),
+        ("fe80::1", 31337, "fe80::2", "", False),
+        ("203.0.113.7", 31337, "203.0.113.9", "", True),  # a network of a test, such as those of documentation
+        ("203.0.113.7", 31337, "198.51.100.9", "", False),
+    ],
+)
+def test_what_others_name_is_on_the_internet_or_where_this_peer_is(
+    target: str, port: int, own_host: str, sayer: str, allowed: bool
+) -> None:
+    assert may_dial_heard(target, port, [own_host], sayer) == allowed
+
+
+def test_a_peer_that_does_not_know_yet_where_it_is_finds_those_it_knew() -> None:
+    assert may_dial_heard(LOOPBACK, 31337, [])
+    assert not may_dial_heard(LOOPBACK, 22, [])
+    assert not may_dial_heard("169.254.169.254", 31337, [])
+
+
+def test_what_was_given_back_may_be_taken_again() -> None:
+    allowance = Allowance(Rate(burst=1, period_s=60.0), Rate(burst=1, period_s=60.0))
+    for _ in range(3):
+        assert not allowance.take("here", 5.0)
+        allowance.give_back("here")
+    assert not allowance.take("here", 5.0)
+    assert allowance.take("here", 5.0)

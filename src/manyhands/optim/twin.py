@@ -1,0 +1,77 @@
+"""Another process with this peer's identity: a state folder was copied to a second machine."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+
+from manyhands.base.errors import ConfigError
+from manyhands.base.identity import PeerId
+
+logger = logging.getLogger(__name__)
+
+EARLIER_LIFE_S = 5.0
+"""A record of this peer before its restart may seem younger than it is, by what it took on its way."""
+
+STAY_S = 10.0
+"""The one that has to go publishes on for so long, at each look, so that the other one is told as well."""
+
+
+class Twin:
+    """Looks at the progress records under this peer's own id: one that another process signs now shows that process.
+
+    Of two, the one that began earlier goes on; the other must not, or rounds fail for both.
+
+    Args:
+        began_at: when this process began, by the wall clock; it names the process in its records.
+        now: the same instant in loop time.
+    """
+
+    def __init__(self, own_id: PeerId, began_at: float, now: float) -> None:
+        self._own_id = own_id
+        self._began_at = began_at
+        self._began = now
+        self._other_began_at: float | None = None
+        self._noticed = -math.inf
+
+    @property
+    def is_older(self) -> bool:
+        """Whether another process has this identity, and began earlier."""
+        return self._other_began_at is not None and self._other_began_at < self._began_at
+
+    def is_to_be_told(self, now: float) -> bool:
+        """Whether the other one has just been noticed, and may not know of this one."""
+        return now < self._noticed + STAY_S
+
+    def seen(self, began_at: float, issued: float, now: float) -> None:
+        """A record of this peer's own id has been read.
+
+        Args:
+            began_at: what it says of its process; 0.0 if nothing.
+            issued: when it was signed, in loop time; so is ``now``.
+        """
+        is_own = began_at in (0.0, self._began_at)
+        if is_own or issued < self._began + EARLIER_LIFE_S or began_at == self._other_began_at:
+            return
+        self._other_began_at, self._noticed = began_at, now
+        logger.error("%s", self._described())
+
+    def check(self, now: float) -> None:
+        """Raises ``ConfigError`` if this process must not go on."""
+        if self.is_older and not self.is_to_be_told(now):
+            raise ConfigError(self._described())
+
+    def _described(self) -> str:
+        assert self._other_began_at is not None
+        since = time.strftime("%b %d %H:%M:%S", time.localtime(self._other_began_at))
+        consequence = (
+            "so this one ends; give it a --state-dir or --checkpoint-dir of its own"
+            if self.is_older
+            else "so it is to end by itself; this one goes on"
+        )
+        which = "earlier" if self.is_older else "later"
+        return (
+            f"another process trains with the identity of this peer, {self._own_id}: a folder with it was copied. "
+            f"It began {which}, at {since}, {consequence}"
+        )

@@ -1,0 +1,46 @@
+"""How a peer does, and what is said of it."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from manyhands.optim.health import Health, HealthLog
+from tests.simulation.test_twins import Machines
+
+
+@pytest.mark.parametrize(
+    ("health", "said"),
+    [
+        (Health(step=3, publish_failures=3), "could not be published 3 times in a row"),
+        (Health(step=3, alone_s=125.0), "no other peer of the run has been seen for 125 s"),
+        (Health(step=3, clock_offset_s=45.0), "is 45 s ahead of those of other peers"),
+        (Health(step=3, clock_offset_s=-3600.0), "is 3600 s behind those of other peers"),
+    ],
+)
+def test_what_turns_bad_is_said_once(health: Health, said: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    log = HealthLog()
+    log.tell(Health(step=3, publish_failures=2, alone_s=10.0, clock_offset_s=1.0))
+    assert not caplog.records
+    log.tell(health)
+    log.tell(health)
+    assert [said in record.message for record in caplog.records] == [True]
+    log.tell(Health(step=4))
+    assert "is well again" in caplog.records[-1].message
+    log.tell(Health(step=4))
+    assert len(caplog.records) == 2
+
+
+def test_a_wrong_clock_and_a_peer_that_is_alone_show(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "manyhands.optim.health")
+    machines = Machines()
+    machines.start("one", 0.0)
+    machines.start("two", 1.0)
+    machines.start("wrong", 2.0)
+    machines.world.network.hosts["wrong"].skew_s = 45.0
+    machines.world.run(100.0)
+    said = [record.message for record in caplog.records if "clock" in record.message]
+    assert said == [line for line in said if "is 45 s ahead of those of other peers" in line]
+    assert len(said) == 1, said
