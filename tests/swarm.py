@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from manyhands.averaging.config import AveragingConfig
+from manyhands.averaging.limits import MemberLimits
 from manyhands.averaging.messages import Position
 from manyhands.averaging.rounds import RoundRunner
 from manyhands.base.identity import PeerId
@@ -69,6 +70,7 @@ async def averagers(
     clients: Sequence[int] = (),
     config: AveragingConfig | None = None,
     rpc_config: RpcConfig | None = None,
+    limits: MemberLimits | None = None,
 ) -> AsyncIterator[list[tuple[RoundRunner, FixedRoster, Endpoint]]]:
     """``num_peers`` averagers of one run that expect each other."""
     async with endpoints(num_peers, kind=kind, clients=clients, config=rpc_config) as swarm:
@@ -78,7 +80,8 @@ async def averagers(
             roster = FixedRoster(others)
             config = config or AveragingConfig(chunk_bytes=4096, matchmaking_time_s=3.0, averaging_timeout_s=20.0)
             rng = random.Random(number)
-            members.append((RoundRunner(endpoint, RUN_ID, b"same", roster, config, rng), roster, endpoint))
+            runner = RoundRunner(endpoint, RUN_ID, b"same", roster, config, rng, limits=limits)
+            members.append((runner, roster, endpoint))
         try:
             yield members
         finally:

@@ -165,7 +165,6 @@ async def test_the_first_send_after_a_receive_notices_that_the_other_end_has_clo
             await ours.send(b"the next round")
 
 
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_bytes", [1, 1 << 20])
 async def test_sends_to_an_end_that_has_closed_fail_soon(kind: str, num_bytes: int) -> None:

@@ -19,6 +19,7 @@ from manyhands.averaging.butterfly import Butterfly
 from manyhands.averaging.codecs import Feedbacks, codec_of_code, plan_of
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.fetching import Fetching
+from manyhands.averaging.limits import MemberLimits, limited
 from manyhands.averaging.matchmaking import Matchmaker
 from manyhands.averaging.memory import Memory
 from manyhands.averaging.messages import MAX_SUM_WEIGHT, Group, Order, RoundManifest, Verdict
@@ -54,6 +55,7 @@ class RoundRunner:
         roster: where this peer stands, and who else is expected.
         shapes: of the tensors that lie end to end in the vectors: small ones are never encoded with a loss. None if
             they are not to be told apart; then nothing is.
+        limits: of what one member can do to the mean, the same on all peers of the run; None to believe everybody.
 
     Raises:
         ConfigError: this endpoint has a runner for this run.
@@ -71,11 +73,13 @@ class RoundRunner:
         config: AveragingConfig,
         rng: random.Random,
         shapes: Sequence[Sequence[int]] | None = None,
+        limits: MemberLimits | None = None,
     ) -> None:
         self._endpoint = own = RunEndpoint(endpoint, run_id)
         self._config = config
         self._roster = roster
         self.shapes = shapes
+        self._limits = limits
         try:
             self._matchmaker = Matchmaker(own, run_fingerprint, roster, config, rng)
         except ConfigError as error:  # the methods of this run are served
@@ -203,6 +207,8 @@ class RoundRunner:
         finally:
             matchmaking_s = loop.time() - started
             meter.matchmaking_s += matchmaking_s
+        if self._limits is not None:
+            group = limited(group, self._limits)
         formed = loop.time()
         self._ends_at = min(self._deadline, formed + (group.time_left_s or math.inf))
         self._bandwidth.begin_round(self._ends_at - formed)
@@ -288,6 +294,7 @@ class RoundRunner:
         return Recovery(
             group, flat_N, plan, exchange, voter,
             refill=refill, mean_N=spare_N, memory=self._memory, feedbacks=feedbacks,
+            limits=self._limits,
         )  # fmt: skip
 
     @asynccontextmanager

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from manyhands.averaging.config import AveragingConfig
+from manyhands.averaging.limits import MemberLimits
 from manyhands.averaging.messages import Position
 from manyhands.averaging.round_outcome import Phase
 from manyhands.averaging.rounds import RoundRunner
@@ -150,6 +151,7 @@ class Collaboration:
                 self._averaging,
                 self._rng,
                 shapes=_shapes_of(manifest),
+                limits=MemberLimits(),
             )
             self._rounds.on_phase.append(self._note_phase)
             parts.push_async_callback(self._rounds.close)
