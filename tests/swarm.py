@@ -27,6 +27,7 @@ class FixedRoster:
     Attributes:
         part: of the run; who says that it is of another one is a stranger.
         is_other_part_better: once the records have been read again.
+        unknown: peers of which there is no record; with ``appear`` until the records have been read again.
     """
 
     others: dict[PeerId, bool]
@@ -36,6 +37,8 @@ class FixedRoster:
     num_refreshes: int = 0
     part: bytes = b""
     is_other_part_better: bool = False
+    unknown: set[PeerId] = field(default_factory=set)
+    appear: bool = False
 
     def position(self) -> Position:
         return self.at
@@ -43,8 +46,13 @@ class FixedRoster:
     def expected(self) -> dict[PeerId, bool]:
         return {peer_id: is_client for peer_id, is_client in self.others.items() if peer_id not in self.missing}
 
+    def is_known(self, peer_id: PeerId) -> bool:
+        return peer_id not in self.unknown
+
     async def refresh(self) -> None:
         self.num_refreshes += 1
+        if self.appear:
+            self.unknown.clear()
 
     def report_missing(self, peer_id: PeerId) -> None:
         self.missing.append(peer_id)

@@ -243,7 +243,10 @@ class RoundRunner:
             await self._average(group, recovery.first, self._left_s())
             verdict = await self._conclude(group, voter, recovery)
             manifest = verdict.manifest
-            self._matchmaker.note_round(group, verdict.blamed, is_committed=manifest is not None)
+            struck = {group.members[struck_rank].peer_id for struck_rank in recovery.struck} & set(verdict.blamed)
+            self._matchmaker.note_round(
+                group, verdict.blamed, struck - {self._endpoint.peer_id}, is_committed=manifest is not None
+            )
             if manifest is None:
                 if not any(member.weight > 0 for member in group.members):
                     raise NothingToAverage(verdict.reason, verdict.blamed)

@@ -11,6 +11,7 @@ from manyhands.averaging.grid_step import GridOutcome
 from manyhands.averaging.messages import Position, RoundManifest
 from manyhands.averaging.round_outcome import CommittedRound
 from manyhands.base.identity import PeerId
+from manyhands.optim.progress import sum_of_samples
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def averaged_in_one_group(
         result.averaged_N,
         manifest,
         position.after(manifest).lineage,
-        round(sum(manifest.weights)),
+        sum_of_samples(manifest.weights),
         result.num_members,
         result.seconds - result.matchmaking_s,
         list(manifest.members),

@@ -16,6 +16,7 @@ from manyhands.base.identity import PeerId
 from manyhands.base.words import counted
 from manyhands.optim.accumulator import Contribution
 from manyhands.optim.averaged import Averaged
+from manyhands.optim.progress import sum_of_samples
 from manyhands.optim.replica import Replica
 from manyhands.optim.signed_sums import Sketch
 
@@ -129,7 +130,8 @@ class GlobalStep:
         replica = self._replica
         if self.is_lost:
             position = Position(replica.position.step + 1, self._lineage)
-            await collaboration.fall_behind(position, replica.lineage_samples + self.samples, self._members)
+            samples = sum_of_samples([replica.lineage_samples, self.samples])
+            await collaboration.fall_behind(position, samples, self._members)
         else:
             await collaboration.move(
                 replica.position, replica.lineage_samples, self._members, self._sketch, is_in_grid=self.is_in_grid

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from manyhands.averaging.view import MAX_OFFENCE_S, OFFENCE_S, View
+from manyhands.averaging.conduct import MAX_OFFENCE_S, OFFENCE_S
+from manyhands.averaging.view import View
 from manyhands.testing import VirtualLoop
 from tests.swarm import FixedRoster
 from tests.unit.averaging.groups import peer
