@@ -23,6 +23,7 @@ from manyhands.base.identity import PeerId
 from manyhands.optim.advice import describe_late_states
 from manyhands.optim.averaged import Averaged
 from manyhands.optim.config import ProgressConfig
+from manyhands.optim.courtesy import Courtesy
 from manyhands.optim.departures import Departures
 from manyhands.optim.drift import Drift
 from manyhands.optim.firewalled import Firewalled
@@ -110,6 +111,7 @@ class Collaboration:
         self._num_vain_loads = 0  # since this peer took part in a round
         self.in_group_from: Position | None = None
         """From where the last round led on whose group has formed with this peer in it."""
+        self._courtesy = Courtesy()
         self._lull: Lull | None = None
         self._told_until = -math.inf  # loop time
         self._progress_log = ProgressLog()
@@ -277,7 +279,8 @@ class Collaboration:
     def _is_followed(self) -> bool:
         """Whether somebody is about to join a lone peer, which would be gone from where the newcomer comes to."""
         waited_s = asyncio.get_running_loop().time() - self._due_since()
-        return waited_s < self._averaging.averaging_timeout_s and self._server.is_followed(NEWCOMER_S)
+        is_time = waited_s < self._averaging.averaging_timeout_s
+        return is_time and self._courtesy.is_due(self._server.followers(NEWCOMER_S), self._due_since() + waited_s)
 
     def _holds_for_latecomers(self) -> bool:
         """Whether to let somebody catch up whose last download took longer than a step; the others wait for this peer.
@@ -286,7 +289,8 @@ class Collaboration:
         """
         waited_s = asyncio.get_running_loop().time() - self._due_since()
         limit_s = self._averaging.matchmaking_time_s / 2
-        return waited_s < limit_s and self._server.is_followed(NEWCOMER_S, by_latecomers=True)
+        followers = self._server.followers(NEWCOMER_S, by_latecomers=True)
+        return waited_s < limit_s and self._courtesy.is_due(followers, self._due_since() + waited_s)
 
     def _due_since(self) -> float:
         """When a step from here was due at first, as far as anybody has asked (loop time)."""
@@ -347,6 +351,7 @@ class Collaboration:
         is_in_grid: bool = False,
     ) -> None:
         """This peer's parameters are at ``position`` now, after a step; the sketch is of them."""
+        self._courtesy.note_step(together_with, asyncio.get_running_loop().time())
         self._move(position, lineage_samples, together_with)
         self.tracker.tell(sketch.sums)
         self._drift.moved(position, sketch, is_in_grid=is_in_grid)
