@@ -45,7 +45,8 @@ class Recovery:
         limits: who exceeds them is left out; None if everybody is believed.
 
     Attributes:
-        struck: ranks of those whose values were too large, as more than one reducer has found.
+        outsized: ranks of those whose values are too large beside those of the others.
+        struck: of these, those of whom more than one reducer has found it.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Recovery:
         self._memory = memory if memory is not None else Memory()
         self._feedbacks = feedbacks
         self._limits = limits
+        self.outsized: set[int] = set()
         self.struck: set[int] = set()
         contributors = (rank for rank, member in enumerate(group.members) if member.weight > 0)
         self._contributions = Contributions(flat_N.numel(), len(group.members), contributors)
@@ -136,6 +138,7 @@ class Recovery:
             return []
         weights = [member.weight if rank in here else 0.0 for rank, member in enumerate(members)]
         found, certain = witnessed(told, weights, self._limits)
+        self.outsized |= found
         self.struck |= certain
         return [
             Accusation(rank, f"the values of peer {members[rank].peer_id} {OUTSIZED}", is_violation=True)

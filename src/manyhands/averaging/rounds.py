@@ -215,7 +215,7 @@ class RoundRunner:
         self._enter(Phase.FORMED)
         try:
             async with self._keeping_errors():
-                averaged_N, manifest, verdict = await self._in_group(group, flat_N, refill)
+                averaged_N, manifest, verdict, is_outsized = await self._in_group(group, flat_N, refill)
         except RoundAborted as error:
             if own_id in error.blamed and (advice := self._bandwidth.lose_round()):
                 raise RoundAborted(f"{error.reason}; {advice}", error.blamed) from error
@@ -225,12 +225,15 @@ class RoundRunner:
             reason = "; ".join(filter(None, [reason, self._bandwidth.lose_round()]))
         elif averaged_N is not None:
             self._bandwidth.end_round(seconds - matchmaking_s, is_whole=not verdict.blamed)
-        return CommittedRound(averaged_N, manifest, seconds, matchmaking_s, reason, tuple(verdict.blamed))
+        blamed = tuple(verdict.blamed)
+        return CommittedRound(averaged_N, manifest, seconds, matchmaking_s, reason, blamed, is_outsized)
 
     async def _in_group(
         self, group: Group, flat_N: torch.Tensor, refill: Refill | None
-    ) -> tuple[torch.Tensor | None, RoundManifest, Verdict]:
+    ) -> tuple[torch.Tensor | None, RoundManifest, Verdict, bool]:
         """Average in a group that has formed: what it committed, if this peer holds it, and how.
+
+        The last part says whether this peer's values are not in it, as they were too large.
 
         Raises:
             RoundAborted: it did not commit.
@@ -252,11 +255,13 @@ class RoundRunner:
                     raise NothingToAverage(verdict.reason, verdict.blamed)
                 raise RoundAborted(verdict.reason, verdict.blamed)
             averaged_N = recovery.result_of(manifest)
-            if averaged_N is None and (group.members[rank].weight == 0 or manifest.weights[rank] > 0):  # else left out
+            is_left_out = group.members[rank].weight > 0 and not manifest.weights[rank] > 0
+            is_outsized = is_left_out and rank in recovery.outsized
+            if averaged_N is None and (is_outsized or not is_left_out):
                 averaged_N = await self._fetching.fetch(group, manifest, recovery, verdict.blamed, self._late_s())
             if averaged_N is not None and (verdict.blamed or self._agreement.has_lost(group)):
                 await self._fetching.keep(recovery, manifest)
-            return averaged_N, manifest, verdict
+            return averaged_N, manifest, verdict, is_outsized
 
     async def _conclude(self, group: Group, voter: Voter, recovery: Recovery) -> Verdict:
         """Vote, and reduce again what the coordinator orders, until it is known how the round ends."""
