@@ -22,7 +22,7 @@ OTHER_PART = "other_part"
 UNKNOWN = "unknown"
 """Code of a refusal: there is no record of the asking peer."""
 REFUSED = "refused"
-"""Code of a refusal: the values of the asking peer were too large, round after round."""
+"""Code of a refusal: the asking peer has spoilt rounds."""
 FULL = "full"
 """Code of a refusal: all places of the group are taken."""
 

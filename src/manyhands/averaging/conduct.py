@@ -7,6 +7,8 @@ it was to blame in two committed rounds in a row               it is not expecte
 it was waited for in vain, or its group was, for as long as    it is not waited for, and its calls are not heeded, for
 anybody may be: the second time in a row, or the first time    30 s, then 60 s, ... 10 min; for 2 min, nobody is waited
 of a peer that has been in no round with this one              for that has been in no round with this one
+it has been in no round with this one without blame, and was   it gets no place for 30 s, then 60 s, ...; and for 2
+to blame in one                                                min as above
 its values were too large in three rounds                      it gets no place for 10 min, then 20 min, ...
 =============================================================  ======================================================
 
@@ -51,10 +53,15 @@ class Conduct:
     def note_round(self, members: Iterable[PeerId], blamed: Collection[PeerId], now: float) -> None:
         """A round has committed."""
         for peer_id in members:
+            is_to_blame = peer_id in blamed
+            if is_to_blame and peer_id not in self._met:
+                self._refuse(peer_id, IN_VAIN_S, now)
+                self._wary_until = now + WARY_S
+                continue
             _set(self._met, peer_id, None)
             self._in_vain.pop(peer_id, None)
             num_before, _ = self._offences.pop(peer_id, (0, 0.0))
-            if peer_id in blamed:
+            if is_to_blame:
                 longer_s = min(OFFENCE_S * 2 ** (num_before - 1), MAX_OFFENCE_S) if num_before else 0.0
                 _set(self._offences, peer_id, (num_before + 1, now + longer_s))
             elif peer_id in self._strikes:
@@ -77,8 +84,11 @@ class Conduct:
         if strikes <= STRIKES - 1:
             _set(self._strikes, peer_id, strikes)
             return 0.0
+        return self._refuse(peer_id, REFUSED_S, now)
+
+    def _refuse(self, peer_id: PeerId, first_s: float, now: float) -> float:
         num_before, _ = self._refused.pop(peer_id, (0, 0.0))
-        longer_s = min(REFUSED_S * 2.0**num_before, MAX_REFUSED_S)
+        longer_s = min(first_s * 2.0**num_before, MAX_REFUSED_S)
         _set(self._refused, peer_id, (num_before + 1, now + longer_s))
         return longer_s
 

@@ -318,8 +318,9 @@ class Convener:
 
     def _with_places(self, gathering: Gathering) -> set[PeerId]:
         """Those who have come, or are waited for as they hold places."""
-        now = asyncio.get_running_loop().time()
-        return gathering.joined.keys() | set(self._view.conduct.awaited(gathering.have_places(now), now))
+        now, own = asyncio.get_running_loop().time(), {self._endpoint.peer_id}
+        holders = gathering.have_places(now)
+        return gathering.joined.keys() | holders & own | set(self._view.conduct.awaited(holders - own, now))
 
     def _without_lost_clients(self, gathering: Gathering) -> Mapping[PeerId, bool]:
         """Who is expected; nobody can ask a client that is connected to none of those who are here."""

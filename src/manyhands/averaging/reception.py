@@ -109,7 +109,7 @@ class Reception:
         """
         me = self._endpoint.peer_id
         if self._view.conduct.is_refused(remote, asyncio.get_running_loop().time()):
-            raise Refused(me, REFUSED, "the values of this peer were too large in several rounds; look at its loss")
+            raise Refused(me, REFUSED, "this peer has spoilt rounds, and gets no place in one for a while")
         if not self._roster.is_known(remote):
             await self._convener.look_again(is_due=True)
             if not self._roster.is_known(remote):
