@@ -103,7 +103,7 @@ def test_a_huge_weight_counts_for_little_and_everybody_still_publishes() -> None
 
 @pytest.mark.parametrize("kind", ["3e38", "reversed", "one value"])
 def test_values_that_are_too_large_never_count_and_their_sender_gets_no_place_after_three_rounds(kind: str) -> None:
-    """What only one reducer has seen costs a round some time, but nobody its place: the reducer may have lied."""
+    """Nor does anybody else lose its place."""
     spoil: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         "3e38": lambda flat_N: torch.full_like(flat_N, 3e38),
         "reversed": lambda flat_N: -100.0 * flat_N,
@@ -116,8 +116,7 @@ def test_values_that_are_too_large_never_count_and_their_sender_gets_no_place_af
         assert counts.updates_refused == 0
         assert counts.rounds_committed == NUM_STEPS
         assert losses[member.name] < 1.2, "the loss at the begin is 1.3"
-        refused = rounds_of(member)._matchmaker._view.conduct._refused
-        assert set(refused) == ({swarm.members["liar"].peer.peer_id} if kind != "one value" else set())
+        assert set(rounds_of(member)._matchmaker._view.conduct._refused) == {swarm.members["liar"].peer.peer_id}
 
 
 # strangers
@@ -264,7 +263,7 @@ async def only_publishes(stranger: Stranger) -> None:
 )
 def test_strangers_neither_hold_up_steps_nor_have_them_made_too_early(attack: Attack, num_strangers: int) -> None:
     before, during, swarm = steps_under(attack, num_strangers)
-    assert 0.75 * before <= during <= 1.2 * before
+    assert 0.7 * before <= during <= 1.2 * before
     for member in swarm.members.values():
         counts = member.optimizer.statistics
         assert (counts.samples_dropped, counts.steps_alone, counts.states_loaded) == (0, 0, 0)
