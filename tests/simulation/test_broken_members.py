@@ -263,7 +263,7 @@ async def only_publishes(stranger: Stranger) -> None:
 )
 def test_strangers_neither_hold_up_steps_nor_have_them_made_too_early(attack: Attack, num_strangers: int) -> None:
     before, during, swarm = steps_under(attack, num_strangers)
-    assert 0.7 * before <= during <= 1.2 * before
+    assert (0.6 if attack is joins else 0.7) * before <= during <= 1.2 * before
     for member in swarm.members.values():
         counts = member.optimizer.statistics
         assert (counts.samples_dropped, counts.steps_alone, counts.states_loaded) == (0, 0, 0)

@@ -111,7 +111,7 @@ def test_a_peer_of_which_there_is_no_record_calls_nobody_and_gets_no_place(name:
     for other in rest:
         assert world.members(other) == set(rest), world[other].reasons
         assert world[other].took_s < AT_ONCE_S
-        assert world[other].roster.num_refreshes <= 6, "its own look at the begin, and one each two seconds at most"
+        assert world[other].roster.num_refreshes <= 10, "its own looks, and two a second at most"
     assert world.members(name) == set()
 
 

@@ -7,8 +7,8 @@ it was to blame in two committed rounds in a row               it is not expecte
 it was waited for in vain, or its group was, for as long as    it is not waited for, and its calls are not heeded, for
 anybody may be: the second time in a row, or the first time    30 s, then 60 s, ... 10 min; for 2 min, nobody is waited
 of a peer that has been in no round with this one              for that has been in no round with this one
-it has been in no round with this one without blame, and was   it gets no place for 30 s, then 60 s, ...; and for 2
-to blame in one                                                min as above
+it was to blame in two rounds and gave nothing to them, and    it gets no place for 30 s, then 60 s, ...; and for 2
+has been in no other one with this one                         min as above
 its values were too large in three rounds                      it gets no place for 10 min, then 20 min, ...
 =============================================================  ======================================================
 
@@ -46,18 +46,28 @@ class Conduct:
         self._met: dict[PeerId, None] = {}  # in committed rounds
         self._offences: dict[PeerId, tuple[int, float]] = {}  # how often in a row; until when it is not expected
         self._in_vain: dict[PeerId, tuple[int, float]] = {}  # likewise
+        self._silent: dict[PeerId, None] = {}  # strangers that gave nothing to a round
         self._strikes: dict[PeerId, float] = {}
         self._refused: dict[PeerId, tuple[int, float]] = {}  # how often; until when
         self._wary_until = -math.inf
 
-    def note_round(self, members: Iterable[PeerId], blamed: Collection[PeerId], now: float) -> None:
-        """A round has committed."""
+    def note_round(
+        self, members: Iterable[PeerId], blamed: Collection[PeerId], now: float, silent: Collection[PeerId] = ()
+    ) -> None:
+        """A round has committed.
+
+        Args:
+            silent: members that gave nothing to it.
+        """
         for peer_id in members:
             is_to_blame = peer_id in blamed
-            if is_to_blame and peer_id not in self._met:
-                self._refuse(peer_id, IN_VAIN_S, now)
-                self._wary_until = now + WARY_S
+            if is_to_blame and peer_id in silent and peer_id not in self._met:
+                if peer_id in self._silent:
+                    self._refuse(peer_id, IN_VAIN_S, now)
+                    self._wary_until = now + WARY_S
+                _set(self._silent, peer_id, None)
                 continue
+            self._silent.pop(peer_id, None)
             _set(self._met, peer_id, None)
             self._in_vain.pop(peer_id, None)
             num_before, _ = self._offences.pop(peer_id, (0, 0.0))

@@ -52,6 +52,8 @@ logger = logging.getLogger(__name__)
 ROSTER_POLL_S = 0.2
 LOOK_TIMEOUT_S = 1.0
 LOOK_AGAIN_S = 2.0
+LOOK_FOR_NEWCOMER_S = 0.5
+"""Between two looks for the records of peers that ask for a place, which wait for it."""
 HEARSAY_S = 2.0
 """For so long those are waited for of whom only a member knows."""
 CLIENT_S = 5.0
@@ -228,7 +230,8 @@ class Convener:
             is_due: wait until it may be done; all who wait share one look.
         """
         if self._looking is None:
-            left_s = self._looked_again_at + LOOK_AGAIN_S - asyncio.get_running_loop().time()
+            pause_s = LOOK_FOR_NEWCOMER_S if is_due else LOOK_AGAIN_S
+            left_s = self._looked_again_at + pause_s - asyncio.get_running_loop().time()
             if left_s > 0 and not is_due:
                 return
             self._looking = self._tasks.spawn(self._look_when_due(left_s), name="looking who asks")

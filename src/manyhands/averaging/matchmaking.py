@@ -49,6 +49,7 @@ from manyhands.averaging.messages import (
     LeaveRequest,
     Member,
     Position,
+    Verdict,
     VerdictQuery,
     readable_addresses,
 )
@@ -132,16 +133,17 @@ class Matchmaker:
             self._standing.busy_at = None
             raise
 
-    def note_round(
-        self, group: Group, blamed: Collection[PeerId], struck: Collection[PeerId], *, is_committed: bool
-    ) -> None:
+    def note_round(self, group: Group, verdict: Verdict, struck: Collection[PeerId]) -> None:
         """A round of a group is over; who is to blame for what went wrong in it is expected less.
 
         Args:
             struck: of these, those whose values were too large.
         """
-        others = (member.peer_id for member in group.members if member.peer_id != self._endpoint.peer_id)
-        self._view.note_round(others, blamed, is_committed=is_committed)
+        manifest, others = verdict.manifest, [member.peer_id for member in group.members]
+        others.remove(self._endpoint.peer_id)
+        weights = dict(zip(manifest.members, manifest.weights, strict=True)) if manifest is not None else {}
+        silent = [peer_id for peer_id, weight in weights.items() if weight == 0]
+        self._view.note_round(others, verdict.blamed, is_committed=manifest is not None, silent=silent)
         for peer_id in struck:
             self._view.strike(peer_id)
 

@@ -247,9 +247,7 @@ class RoundRunner:
             verdict = await self._conclude(group, voter, recovery)
             manifest = verdict.manifest
             struck = {group.members[struck_rank].peer_id for struck_rank in recovery.struck} & set(verdict.blamed)
-            self._matchmaker.note_round(
-                group, verdict.blamed, struck - {self._endpoint.peer_id}, is_committed=manifest is not None
-            )
+            self._matchmaker.note_round(group, verdict, struck - {self._endpoint.peer_id})
             if manifest is None:
                 if not any(member.weight > 0 for member in group.members):
                     raise NothingToAverage(verdict.reason, verdict.blamed)

@@ -78,7 +78,14 @@ class View:
         self._met.add(short_id(peer_id))
         self.roster.report_missing(peer_id)
 
-    def note_round(self, members: Iterable[PeerId], blamed: Collection[PeerId], *, is_committed: bool) -> None:
+    def note_round(
+        self,
+        members: Iterable[PeerId],
+        blamed: Collection[PeerId],
+        *,
+        is_committed: bool,
+        silent: Collection[PeerId] = (),
+    ) -> None:
         """A round is over: who is to blame in it is not expected before a fresh record; the next time, longer.
 
         But if the others cannot do without it, they shall find each other as soon as they can.
@@ -88,7 +95,7 @@ class View:
             if peer_id in blamed:
                 self.report_missing(peer_id)
         if is_committed:
-            self.conduct.note_round(members, blamed, asyncio.get_running_loop().time())
+            self.conduct.note_round(members, blamed, asyncio.get_running_loop().time(), silent)
 
     def note_in_vain(self, peer_ids: Iterable[PeerId]) -> None:
         """These peers, or the groups that they led, were waited for as long as anybody may be."""

@@ -56,12 +56,16 @@ def test_a_peer_that_has_met_nobody_waits_for_everybody() -> None:
     assert list(conduct.awaited([GOOD, NEW], 0.0)) == [GOOD, NEW]
 
 
-def test_a_stranger_that_spoils_its_first_round_gets_no_place_for_a_while() -> None:
+def test_a_stranger_that_gives_nothing_to_its_first_two_rounds_gets_no_place_for_a_while() -> None:
     conduct = after_a_good_round()
-    conduct.note_round([GOOD, NEW], [NEW], 0.0)
+    conduct.note_round([GOOD, peer(4)], [peer(4)], 0.0)
+    assert not conduct.is_refused(peer(4), 0.0), "it was too slow, perhaps, but gave a part"
+    conduct.note_round([GOOD, NEW], [NEW], 0.0, [NEW])
+    assert not conduct.is_refused(NEW, 0.0), "its link may be slow"
+    conduct.note_round([GOOD, NEW], [NEW], 0.0, [NEW])
     assert conduct.is_refused(NEW, IN_VAIN_S - 0.1)
     assert not conduct.is_refused(NEW, IN_VAIN_S)
-    conduct.note_round([GOOD, BAD], [BAD], 0.0)
+    conduct.note_round([GOOD, BAD], [BAD], 0.0, [BAD])
     assert not conduct.is_refused(BAD, 0.0), "it was good before"
 
 
