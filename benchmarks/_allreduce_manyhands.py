@@ -11,6 +11,7 @@ from _roster import Everybody
 from manyhands import Peer
 from manyhands.averaging.codecs import prepare_kernels
 from manyhands.averaging.config import AveragingConfig
+from manyhands.averaging.limits import MemberLimits
 from manyhands.averaging.rounds import RoundRunner
 from manyhands.base.address import Address
 from manyhands.base.identity import PeerId
@@ -51,7 +52,8 @@ class System:
         roster = self._rosters[codec] = Everybody(others, may_leave=True)
         config = AveragingConfig(averaging_timeout_s=TIMEOUT_S, codec=codec)
         shapes = [(1, self._vector_N.numel())]  # one large matrix: all of it is encoded
-        rounds = RoundRunner(endpoint, "benchmark", b"", roster, config, random.Random(), shapes)
+        limits = MemberLimits()  # as in the runs of an Optimizer
+        rounds = RoundRunner(endpoint, "benchmark", b"", roster, config, random.Random(), shapes, limits)
         self._rounds[codec] = rounds
         peer.presence.on_close.append(rounds.close)
 

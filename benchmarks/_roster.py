@@ -30,6 +30,9 @@ class Everybody:
     def expected(self) -> Mapping[PeerId, bool]:
         return self._others
 
+    def is_known(self, peer_id: PeerId) -> bool:
+        return peer_id in self._others
+
     async def refresh(self) -> None:
         """Nothing changes."""
 

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from manyhands.averaging.config import AveragingConfig
+from manyhands.averaging.limits import MemberLimits
 from manyhands.averaging.messages import Position
 from manyhands.averaging.rounds import RoundRunner
 from manyhands.base.identity import PeerId
@@ -26,6 +27,7 @@ class FixedRoster:
     Attributes:
         part: of the run; who says that it is of another one is a stranger.
         is_other_part_better: once the records have been read again.
+        unknown: peers of which there is no record; with ``appear`` until the records have been read again.
     """
 
     others: dict[PeerId, bool]
@@ -35,6 +37,8 @@ class FixedRoster:
     num_refreshes: int = 0
     part: bytes = b""
     is_other_part_better: bool = False
+    unknown: set[PeerId] = field(default_factory=set)
+    appear: bool = False
 
     def position(self) -> Position:
         return self.at
@@ -42,8 +46,13 @@ class FixedRoster:
     def expected(self) -> dict[PeerId, bool]:
         return {peer_id: is_client for peer_id, is_client in self.others.items() if peer_id not in self.missing}
 
+    def is_known(self, peer_id: PeerId) -> bool:
+        return peer_id not in self.unknown
+
     async def refresh(self) -> None:
         self.num_refreshes += 1
+        if self.appear:
+            self.unknown.clear()
 
     def report_missing(self, peer_id: PeerId) -> None:
         self.missing.append(peer_id)
@@ -69,6 +78,7 @@ async def averagers(
     clients: Sequence[int] = (),
     config: AveragingConfig | None = None,
     rpc_config: RpcConfig | None = None,
+    limits: MemberLimits | None = None,
 ) -> AsyncIterator[list[tuple[RoundRunner, FixedRoster, Endpoint]]]:
     """``num_peers`` averagers of one run that expect each other."""
     async with endpoints(num_peers, kind=kind, clients=clients, config=rpc_config) as swarm:
@@ -78,7 +88,8 @@ async def averagers(
             roster = FixedRoster(others)
             config = config or AveragingConfig(chunk_bytes=4096, matchmaking_time_s=3.0, averaging_timeout_s=20.0)
             rng = random.Random(number)
-            members.append((RoundRunner(endpoint, RUN_ID, b"same", roster, config, rng), roster, endpoint))
+            runner = RoundRunner(endpoint, RUN_ID, b"same", roster, config, rng, limits=limits)
+            members.append((runner, roster, endpoint))
         try:
             yield members
         finally:

@@ -333,6 +333,6 @@ async def test_nobody_waits_for_a_peer_that_only_looks() -> None:
         async with time_limit(10.0, "waiting for the download"):
             state = await download_state(other, donor.manifest, [donor.peer_id], AT, is_onlooker=True)
         assert_whole(state, donor)
-        assert not donor.server.is_followed(60.0)
+        assert donor.server.followers(60.0) == set()
         await download(other, donor)
-        assert donor.server.is_followed(60.0)
+        assert len(donor.server.followers(60.0)) == 1

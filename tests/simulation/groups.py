@@ -42,6 +42,7 @@ class Seeker:
         failures: so many of its rounds fail, and it looks again.
         gather_s: how long it waits for those whom it expects; ``matchmaking_time_s`` if that is None.
         part, is_other_part_better: of its roster.
+        unread: peers whose records it has not read; it reads them when it looks again if ``appear``.
     """
 
     name: str
@@ -64,6 +65,8 @@ class Seeker:
     gather_s: float | None = None
     part: bytes = b""
     is_other_part_better: bool = False
+    unread: Iterable[str] = ()
+    appear: bool = False
 
 
 @dataclass
@@ -124,6 +127,8 @@ def search(seekers: Iterable[Seeker], seed: int = 1, config: AveragingConfig = C
             seeker.position,
             part=seeker.part,
             is_other_part_better=seeker.is_other_part_better,
+            unknown={ids[name] for name in seeker.unread},
+            appear=seeker.appear,
         )
         rng = world.rng(f"groups of {host.name}")
         seeker.matchmaker = Matchmaker(RunEndpoint(endpoint, "run"), seeker.fingerprint, seeker.roster, config, rng)

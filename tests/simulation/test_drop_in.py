@@ -341,8 +341,8 @@ def test_all_members_refuse_an_average_that_is_not_finite_and_keep_the_last_good
             if step == 2:
                 before[member.name] = [p.detach().clone() for p in member.model.parameters()]
             loss = loss_of(member.model, 10 * step + int(member.name[1]))
-            if step == 2 and member.name == "p1":
-                loss = loss * 1e25  # finite, but its square is not
+            if step == 2:
+                loss = loss * 1e25  # finite, but its square is not; of one peer alone it would be left out
             member.step(loss)
             member.wait_for(step + 1)
             if step == 2:
@@ -352,6 +352,30 @@ def test_all_members_refuse_an_average_that_is_not_finite_and_keep_the_last_good
         counts = member.optimizer.statistics
         assert (counts.updates_refused, counts.samples_dropped, counts.samples_used) == (1, 4, 12)
         assert (counts.rounds_committed, counts.states_loaded) == (4, 0)
+        member.check_samples()
+
+    for name in ("p0", "p1", "p2"):
+        swarm.start(name, new_model, adam, train, target_batch_size=12, batch_size_per_step=4, offload=offload)
+    swarm.run()
+    assert len(set(digests.values())) == 1
+
+
+@pytest.mark.parametrize("offload", [False, True], ids=["here", "offload"])
+def test_the_members_step_without_the_gradient_of_one_that_is_far_too_large(offload: bool) -> None:
+    logging.getLogger("manyhands").setLevel(logging.CRITICAL)
+    swarm, digests = Swarm(), {}
+
+    def train(member: Member) -> None:
+        together(3, member)
+        for step in range(4):
+            loss = loss_of(member.model, 10 * step + int(member.name[1]))
+            is_odd = step == 2 and member.name == "p1"
+            member.step(loss * 1e25 if is_odd else loss)
+            member.wait_for(step + 1)
+        digests[member.name] = member.optimizer.state_digest()
+        counts = member.optimizer.statistics
+        assert (counts.updates_refused, counts.rounds_committed, counts.states_loaded) == (0, 4, 0)
+        assert (counts.samples_dropped, counts.samples_used) == ((4, 12) if member.name == "p1" else (0, 16))
         member.check_samples()
 
     for name in ("p0", "p1", "p2"):

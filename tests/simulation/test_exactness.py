@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from manyhands.averaging.limits import MemberLimits, capped_weights
 from manyhands.optim import Lamb
 from tests.simulation.swarm_of_trainers import Batch, Member, Swarm, assert_equal_parameters, cut, together
 from tests.sweeps import few_of
@@ -62,16 +63,20 @@ def groups_of(model: torch.nn.Module) -> list[dict[str, Any]]:
 
 
 def splits_of(seed: int) -> list[list[list[int]]]:
-    """For each step and peer the sizes of its batches; some peers have none in some steps."""
+    """For each step and peer the sizes of its batches; some peers have none in some steps.
+
+    No peer has so much more than the others that it counts for less: see :mod:`manyhands.averaging.limits`.
+    """
     rng = random.Random(seed)
-    steps = []
-    for _ in range(NUM_STEPS):
+    steps: list[list[list[int]]] = []
+    while len(steps) < NUM_STEPS:
         marks = sorted(rng.sample(range(1, TARGET), rng.randint(NUM_PEERS, 7)))
         sizes = [end - start for start, end in zip([0, *marks], [*marks, TARGET], strict=True)]
         owners = [rng.randrange(NUM_PEERS) for _ in sizes]
-        steps.append(
-            [[size for size, own in zip(sizes, owners, strict=True) if own == peer] for peer in range(NUM_PEERS)]
-        )
+        of_peers = [[size for size, own in zip(sizes, owners, strict=True) if own == peer] for peer in range(NUM_PEERS)]
+        weights = [float(sum(of_peer)) for of_peer in of_peers]
+        if capped_weights(weights, MemberLimits()) == weights:
+            steps.append(of_peers)
     return steps
 
 

@@ -184,6 +184,10 @@ class Attendance:
         now = asyncio.get_running_loop().time()
         return {peer_id: self._seen[peer_id] for peer_id in self._mates[1] if self._seen[peer_id].expires_at > now}
 
+    def is_known(self, peer_id: PeerId) -> bool:
+        """Whether a peer has published where it is, with fitting tensors."""
+        return peer_id in self._fitting()
+
     async def refresh(self) -> None:
         """Read the records of the others."""
         now = asyncio.get_running_loop().time()

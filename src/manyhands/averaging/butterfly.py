@@ -2,10 +2,10 @@
 
 Each reducer owns a span of the vector; two members that own none have no stream. On the stream between two members,
 each sends its part of the other's span, then the averaged chunks of its own span as they get ready, and in the end a
-record of who contributed to each. Both sides know all sizes; each says what it is about to send, so that a member with
-another vector is found out before its values count. A reducer adds in the order of ranks, so the result does not
-depend on who is faster. What it sends, encoded once, is what everybody applies, the reducer included: all decode the
-same bytes.
+record of who contributed to each, and of how large their values were. Both sides know all sizes; each says what it is
+about to send, so that a member with another vector is found out before its values count. A reducer adds in the order of
+ranks, so the result does not depend on who is faster. What it sends, encoded once, is what everybody applies, the
+reducer included: all decode the same bytes.
 
 A member that is lost ends nothing: the chunks that it had delivered count, the later ones are the mean of the others,
 and its own span is missing. What is missing is reduced again (:mod:`manyhands.averaging.recovery`).
@@ -34,6 +34,7 @@ from manyhands.averaging.means import Means, digest_of_all
 from manyhands.averaging.member_values import MemberValues, Spoiled, bytes_of
 from manyhands.averaging.memory import Memory, empty_vector, whole_lines
 from manyhands.averaging.messages import MAX_REASON_LENGTH, Accusation, Group
+from manyhands.averaging.norms import Norms
 from manyhands.averaging.partition import Partition
 from manyhands.averaging.pausing import Condition, Pausing
 from manyhands.averaging.span_reducer import INLINE_NUMEL, SpanReducer
@@ -71,6 +72,7 @@ class Butterfly:
             written over the values once its reducer has these.
         memory: where what is encoded goes, for one round after the other.
         feedbacks: what earlier rounds lost of this member's values and means; None to do without.
+        is_measured: whether the reducers tell how large the values of each member are; the same on all members.
 
     Attributes:
         faults: what each member that was lost on the way did, by rank.
@@ -90,6 +92,7 @@ class Butterfly:
         averaged_N: torch.Tensor | None = None,
         memory: Memory | None = None,
         feedbacks: Feedbacks | None = None,
+        is_measured: bool = False,
     ) -> None:
         here = range(len(group.members)) if members is None else members
         region = region if region is not None else slice(0, flat_N.numel())
@@ -109,9 +112,12 @@ class Butterfly:
         reduced_feedback = feedbacks.reduced if feedbacks is not None else None
         self._memory = memory if memory is not None else Memory()
         self._encoded = self._memory_of_means()
+        self._norms = Norms(self._codec, len(group.members), group.group_id) if is_measured else None
+        self._norms_record = struct.Struct(f"<{len(group.members)}f")
+        self._told_norms: dict[int, list[float]] = {}  # by reducer
         self._reducer = SpanReducer(
             self._codec, rank, self._partition, self._weights, flat_N, self.averaged_N, self._encoded[rank],
-            self._memory, reduced_feedback,
+            self._memory, reduced_feedback, self._norms,
         )  # fmt: skip
         self._hashers = {other: blake3(max_threads=1) for other in range(len(group.members))}
         self._hashers[rank] = self._reducer.hasher
@@ -145,6 +151,13 @@ class Butterfly:
             for rank, presents in sorted(told.items())
             for chunk, present in zip(self._partition.chunks[rank], presents, strict=True)
         ]
+
+    def norms(self) -> list[list[float]]:
+        """By each reducer that has told all, and this member, the norm of the values of each member in its span."""
+        told = dict(self._told_norms)
+        if self._norms is not None and self._reducer.chunks:
+            told[self._rank] = self._norms.told()
+        return [told[rank] for rank in sorted(told)]
 
     @property
     def num_averaged(self) -> int:
@@ -257,6 +270,8 @@ class Butterfly:
             yield means if num_done > num_sent else self._reducer.has_more_than(num_sent)
             num_sent = num_done
         yield memoryview(self._records.record(self._reducer.presents))
+        if self._norms is not None:
+            yield memoryview(self._norms_record.pack(*self._norms.told()))
 
     def _label_of(self, reducer: int) -> bytes:
         """What goes before the values or the means of a span."""
@@ -310,6 +325,10 @@ class Butterfly:
         record = bytearray(self._records.record_bytes(len(self._partition.chunks[rank])))
         yield memoryview(record)
         self._read_record(record, rank)
+        if self._norms is not None:
+            norms = bytearray(self._norms_record.size)
+            yield memoryview(norms)
+            self._read_norms(norms, rank)
 
     def _rooms_for_exact(self, rank: int) -> Iterator[memoryview]:
         for piece in chunks_of(self._partition.spans[rank], PIECE_NUMEL):
@@ -338,6 +357,13 @@ class Butterfly:
         except BadRecord as error:
             peer_id = self._members[rank].peer_id
             raise Spoiled(f"the record of peer {peer_id} cannot be: {error}", [peer_id]) from error
+
+    def _read_norms(self, record: bytes | bytearray, rank: int) -> None:
+        norms = list(self._norms_record.unpack(record))
+        if not all(norm >= 0.0 for norm in norms):
+            peer_id = self._members[rank].peer_id
+            raise Spoiled(f"the record of peer {peer_id} cannot be: a norm is negative, or no number", [peer_id])
+        self._told_norms[rank] = norms
 
     # memory
 

@@ -52,6 +52,8 @@ logger = logging.getLogger(__name__)
 ROSTER_POLL_S = 0.2
 LOOK_TIMEOUT_S = 1.0
 LOOK_AGAIN_S = 2.0
+LOOK_FOR_NEWCOMER_S = 0.5
+"""Between two looks for the records of peers that ask for a place, which wait for it."""
 HEARSAY_S = 2.0
 """For so long those are waited for of whom only a member knows."""
 CLIENT_S = 5.0
@@ -93,6 +95,7 @@ class Convener:
         self._former: Gathering | None = None
         self._called: tuple[Position, float] | None = None  # where others wait for this peer, and since when
         self._looked_again_at = -math.inf  # loop time
+        self._looking: asyncio.Task[None] | None = None
         self.shunned: Collection[PeerId] = ()
 
     async def lead(self, own: Member, gather_s: float, ends_at: float) -> JoinResponse:
@@ -220,12 +223,27 @@ class Convener:
         except ManyhandsError as error:
             logger.info("this peer leads with what it knew before: %s", error)
 
-    async def look_again(self) -> None:
-        """As :meth:`_look_around`, but not again right after the last time, however many strangers ask."""
-        now = asyncio.get_running_loop().time()
-        if now >= self._looked_again_at + LOOK_AGAIN_S:
-            self._looked_again_at = now
+    async def look_again(self, *, is_due: bool = False) -> None:
+        """As :meth:`_look_around`, but not again right after the last time, however many strangers ask.
+
+        Args:
+            is_due: wait until it may be done; all who wait share one look.
+        """
+        if self._looking is None:
+            pause_s = LOOK_FOR_NEWCOMER_S if is_due else LOOK_AGAIN_S
+            left_s = self._looked_again_at + pause_s - asyncio.get_running_loop().time()
+            if left_s > 0 and not is_due:
+                return
+            self._looking = self._tasks.spawn(self._look_when_due(left_s), name="looking who asks")
+        await asyncio.wait([self._looking])
+
+    async def _look_when_due(self, left_s: float) -> None:
+        try:
+            await asyncio.sleep(max(left_s, 0.0))
+            self._looked_again_at = asyncio.get_running_loop().time()
             await self._look_around()
+        finally:
+            self._looking = None
 
     async def told_apart(self, peer_id: PeerId) -> None:
         """A peer says that it is of another part of the run: find out which of the two goes on.
@@ -250,6 +268,9 @@ class Convener:
         late = self._view.expected().keys() - gathering.joined.keys() - gathering.absent
         for peer_id in late:
             self._view.report_missing(peer_id)
+        now = asyncio.get_running_loop().time()
+        if now - gathering.due_since >= self._config.matchmaking_time_s / 2:
+            self._view.note_in_vain(late | (self._with_places(gathering) - gathering.joined.keys()))
         if len(gathering.joined) == 1:
             if not late:
                 return NobodyThere(self._view.with_refusals("no other peer can be reached"))
@@ -284,7 +305,7 @@ class Convener:
                 next_due = gathering.next_due()
             left_s = gathering.left_s(own_id)
             expected = self._without_lost_clients(gathering)
-            have_places = gathering.have_places(loop.time())
+            have_places = self._with_places(gathering)
             waits_for_hearsay = gathering.waits_for_hearsay(loop.time())
             awaited = expected.keys() - gathering.absent | have_places | {own_id}
             are_all_here = awaited <= gathering.joined.keys() and not waits_for_hearsay
@@ -297,6 +318,12 @@ class Convener:
             waiter = loop.create_task(gathering.changed.wait())
             await asyncio.wait([waiter], timeout=min(left_s, ROSTER_POLL_S, next_due - loop.time()))
             waiter.cancel()
+
+    def _with_places(self, gathering: Gathering) -> set[PeerId]:
+        """Those who have come, or are waited for as they hold places."""
+        now, own = asyncio.get_running_loop().time(), {self._endpoint.peer_id}
+        holders = gathering.have_places(now)
+        return gathering.joined.keys() | holders & own | set(self._view.conduct.awaited(holders - own, now))
 
     def _without_lost_clients(self, gathering: Gathering) -> Mapping[PeerId, bool]:
         """Who is expected; nobody can ask a client that is connected to none of those who are here."""
@@ -370,6 +397,7 @@ class Convener:
     def _heard(self, peer_id: PeerId, response: InviteResponse, gathering: Gathering) -> None:
         """An invited peer comes, or says with whom it is."""
         leader = response.leader
-        if leader and leader < self._endpoint.peer_id and leader not in self.shunned:
+        is_better = bool(leader) and leader < self._endpoint.peer_id and leader not in self.shunned
+        if is_better and self._view.is_heeded(leader):
             self._endpoint.learn(leader, readable_addresses(response.leader_addresses))
             gathering.close(self.redirect(leader))

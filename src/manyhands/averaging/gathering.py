@@ -23,6 +23,7 @@ class Gathering:
         stands: all who are expected hold places, or have come.
         absent: who has said that it does not come: it is on another branch, or at a later round of the grid.
         began: loop time.
+        due_since: when somebody's values were there first (loop time); infinite before that.
         deadline: when it is closed with who has come then (loop time); infinite until somebody's values are there.
         leader_due: until when the most patient one that has come waits for the leader itself (loop time); None if
             nobody has.
@@ -36,7 +37,7 @@ class Gathering:
         self.deadline = deadline
         self.leader_due: float | None = None
         self.began = asyncio.get_running_loop().time()
-        self.ends_at = math.inf
+        self.due_since = self.ends_at = math.inf
         self.seen: set[bytes] = set()
         self.joined: dict[PeerId, Member] = {}
         self.reserved: dict[PeerId, float] = {}
@@ -110,7 +111,7 @@ class Gathering:
     def begin(self, deadline: float) -> None:
         """Somebody's values are there: from now on there is a bound, and those who hold places are called."""
         if self.deadline == math.inf:
-            self.deadline = deadline
+            self.deadline, self.due_since = deadline, asyncio.get_running_loop().time()
             self._ask_again_at.clear()
 
     def left_s(self, leader: PeerId) -> float:

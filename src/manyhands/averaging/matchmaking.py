@@ -49,6 +49,7 @@ from manyhands.averaging.messages import (
     LeaveRequest,
     Member,
     Position,
+    Verdict,
     VerdictQuery,
     readable_addresses,
 )
@@ -132,10 +133,19 @@ class Matchmaker:
             self._standing.busy_at = None
             raise
 
-    def note_round(self, group: Group, blamed: Collection[PeerId], *, is_committed: bool) -> None:
-        """A round of a group is over; who is to blame for what went wrong in it is expected less."""
-        others = (member.peer_id for member in group.members if member.peer_id != self._endpoint.peer_id)
-        self._view.note_round(others, blamed, is_committed=is_committed)
+    def note_round(self, group: Group, verdict: Verdict, struck: Collection[PeerId]) -> None:
+        """A round of a group is over; who is to blame for what went wrong in it is expected less.
+
+        Args:
+            struck: of these, those whose values were too large.
+        """
+        manifest, others = verdict.manifest, [member.peer_id for member in group.members]
+        others.remove(self._endpoint.peer_id)
+        weights = dict(zip(manifest.members, manifest.weights, strict=True)) if manifest is not None else {}
+        silent = [peer_id for peer_id, weight in weights.items() if weight == 0]
+        self._view.note_round(others, verdict.blamed, is_committed=manifest is not None, silent=silent)
+        for peer_id in struck:
+            self._view.strike(peer_id)
 
     def follows(self, leader: PeerId) -> bool:
         """Whether this peer waits for the group of a leader; who goes to another one does not get it any more."""
@@ -228,11 +238,12 @@ class Matchmaker:
         unreachable: set[PeerId] = set()
         self._convener.shunned = unreachable
         self._view.refusals.clear()
-        leader = self._first_leader()
+        leader, loop = self._first_leader(), asyncio.get_running_loop()
         for _ in range(MAX_REDIRECTS):
             if self._is_closed:
                 raise RoundAborted("this peer leaves the run")
             leader = leader or self._standing.invitation() or self._choose_leader(unreachable)
+            asked_at = loop.time()
             try:
                 if leader == own.peer_id:
                     response = await self._convener.lead(own, self._gather_s, self._ends_at)
@@ -240,6 +251,9 @@ class Matchmaker:
                     response = await self._follow(leader, own, unreachable)
             except (Unavailable, PeerError) as error:
                 logger.info("peer %s cannot lead this round: %s", leader, error)
+                patience_s = self._config.matchmaking_time_s
+                if leader != own.peer_id and self._gather_s >= patience_s <= 2 * (loop.time() - asked_at):
+                    self._view.note_in_vain([leader])
                 if isinstance(error, Refused):
                     self._give_up_if_told(leader, error)
                     if error.code == OTHER_MANIFEST:

@@ -30,6 +30,15 @@ def is_finite(values: torch.Tensor) -> bool:
     return math.isfinite(values.sum().item()) or math.isfinite(largest_magnitude(values))
 
 
+def square_of(values: torch.Tensor) -> float:
+    """The sum of the squares of all values; infinite if one of them is not finite."""
+    square = torch.dot(values, values).item()
+    if math.isfinite(square):
+        return float(square)
+    square = values.double().square().sum().item()  # of finite values it cannot overflow there
+    return float(square) if math.isfinite(square) else math.inf
+
+
 class MemberValues:
     """Encodes and decodes chunks of the vector of a group.
 
@@ -124,6 +133,26 @@ class MemberValues:
             self._plan.add(encoded, chunk.start, weight, total, is_first=is_first)
         except BadEncoding as error:
             raise self._spoiled(rank, f"cannot be decoded: {error}") from error
+
+    def square(self, values: torch.Tensor, part: slice) -> float:
+        """The sum of the squares of values as they are, or as they travel (uint8)."""
+        if values.dtype == torch.uint8:
+            plain = torch.empty(part.stop - part.start, dtype=self._plan.dtype)
+            self._plan.decode(values, part.start, plain)
+            values = plain
+        return square_of(values)
+
+    def sampled_square(self, values: torch.Tensor, part: slice, at: int) -> float:
+        """About as much, from some of the values: those at a place that is said by ``at``, any number."""
+        total = 0.0
+        for sample in self._plan.sampled(part.start, part.stop, at):
+            if values.dtype == torch.uint8:
+                run = torch.empty(sample.values.stop - sample.values.start, dtype=self._plan.dtype)
+                sample.codec.decode(values[sample.encoded], run)
+            else:
+                run = values[sample.values]
+            total += sample.stands_for * square_of(run)
+        return total
 
     def check_finite(self, rank: int, values: torch.Tensor) -> None:
         """Raises Spoiled if a value is infinite or NaN."""

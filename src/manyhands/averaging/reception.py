@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 
 from manyhands.averaging.admission import (
     OTHER_MANIFEST,
+    REFUSED,
+    UNKNOWN,
     check_ahead,
     check_join,
     is_later_round,
@@ -81,8 +83,9 @@ class Reception:
         check_ahead(me, here, request.position)
         if request.position != here:
             return InviteResponse()
+        await self._check_known(remote)
         await self._check_part(remote, request.recent_rounds)
-        if request.position != self._roster.position():
+        if request.position != self._roster.position() or not self._view.is_heeded(remote):
             return InviteResponse()
         if self._standing.busy_at == request.position:
             self._standing.note_call(remote, request.position)  # it comes if that round fails, and else is ahead soon
@@ -97,6 +100,20 @@ class Reception:
         elif gathering is not None and me in gathering.joined:
             return self._follows(me)
         return InviteResponse()
+
+    async def _check_known(self, remote: PeerId) -> None:
+        """Refuse a peer of which there is no record; but it may be new, and this peer looks again before it says so.
+
+        Raises:
+            Refused: there is none, or the peer gets no place for what it did.
+        """
+        me = self._endpoint.peer_id
+        if self._view.conduct.is_refused(remote, asyncio.get_running_loop().time()):
+            raise Refused(me, REFUSED, "this peer has spoilt rounds, and gets no place in one for a while")
+        if not self._roster.is_known(remote):
+            await self._convener.look_again(is_due=True)
+            if not self._roster.is_known(remote):
+                raise Refused(me, UNKNOWN, "no record of this peer can be read here; the next round may know it")
 
     async def _check_part(self, remote: PeerId, recent_rounds: Sequence[bytes]) -> None:
         """Refuse a stranger; but what this peer has read may be late, and it looks again before it says so.
@@ -143,6 +160,7 @@ class Reception:
             if refusal.code == OTHER_MANIFEST and remote in self._view.expected():
                 self._view.note_refusal(remote, refusal)  # it cannot come
             raise
+        await self._check_known(remote)
         await self._check_part(remote, request.recent_rounds)
         if self._roster.position() != here:  # it took a while
             check_join(me, is_client, self._run_fingerprint, self._roster.position(), remote, request)

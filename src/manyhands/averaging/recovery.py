@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 
 import msgspec
 import torch
@@ -12,6 +12,7 @@ from manyhands.averaging.ballot import Held, Voter, held_of
 from manyhands.averaging.butterfly import Butterfly
 from manyhands.averaging.codecs import Feedbacks, Plan
 from manyhands.averaging.contributions import Contributions
+from manyhands.averaging.limits import MemberLimits, witnessed
 from manyhands.averaging.means import Means, again, digest_of_all
 from manyhands.averaging.member_values import Spoiled
 from manyhands.averaging.memory import Memory, empty_vector
@@ -23,6 +24,7 @@ from manyhands.runtime.executor import run_to_end
 Refill = Callable[[], torch.Tensor]
 """Gives this member's values once more, in memory of their own; may take a while."""
 
+OUTSIZED = "are too large, or not finite, beside those of the others"
 NO_WEIGHT = "no member has any samples"
 
 Exchange = Callable[[Butterfly, bytes], Awaitable[object]]
@@ -40,6 +42,11 @@ class Recovery:
         mean_N: memory for the means, as that of the values.
         memory: for what is encoded.
         feedbacks: what earlier rounds lost of this member's values and means.
+        limits: who exceeds them is left out; None if everybody is believed.
+
+    Attributes:
+        outsized: ranks of those whose values are too large beside those of the others.
+        struck: of these, those of whom more than one reducer has found it.
     """
 
     def __init__(
@@ -54,6 +61,7 @@ class Recovery:
         mean_N: torch.Tensor | None = None,
         memory: Memory | None = None,
         feedbacks: Feedbacks | None = None,
+        limits: MemberLimits | None = None,
     ) -> None:
         self._group = group
         self._rank = voter.rank
@@ -68,6 +76,9 @@ class Recovery:
             self._mean_N = mean_N if mean_N is not None else empty_vector(flat_N.numel(), flat_N.dtype)
         self._memory = memory if memory is not None else Memory()
         self._feedbacks = feedbacks
+        self._limits = limits
+        self.outsized: set[int] = set()
+        self.struck: set[int] = set()
         contributors = (rank for rank, member in enumerate(group.members) if member.weight > 0)
         self._contributions = Contributions(flat_N.numel(), len(group.members), contributors)
         self._first: Means | None = None
@@ -89,7 +100,7 @@ class Recovery:
         butterfly = Butterfly(
             self._group, self._rank, self._flat_N, self._plan,
             members=order.members, region=region, averaged_N=self._mean_N, memory=self._memory,
-            feedbacks=self._feedbacks,
+            feedbacks=self._feedbacks, is_measured=self._limits is not None,
         )  # fmt: skip
         reason, own_fault = "", []
         try:
@@ -106,10 +117,12 @@ class Recovery:
             self._first = means
         for chunk, reducer, present in butterfly.held():
             self._contributions.add(chunk.start, chunk.stop, reducer, present)
-        accusations = [*butterfly.faults.values(), *own_fault]
+        outsized = self._outsized(butterfly, order.members)
+        accusations = [*butterfly.faults.values(), *own_fault, *outsized]
         reason = reason or "; ".join(said.reason for said in accusations[:3])[:MAX_REASON_LENGTH]
         missing = self._contributions.missing()
-        if missing[0] < missing[1] or own_fault:
+        if missing[0] < missing[1] or own_fault or outsized:
+            missing = (0, self._flat_N.numel()) if outsized else missing
             self._voter.averaged(None, missing, reason, accusations)
             return
         is_again = order.ballot > 0  # a part of it came before, so that no butterfly has seen it all
@@ -117,6 +130,20 @@ class Recovery:
         held = Held(digest, self._contributions.parts())
         self._results.append((held, means))
         self._voter.averaged(held, (0, 0), "", accusations)
+
+    def _outsized(self, butterfly: Butterfly, here: Collection[int]) -> list[Accusation]:
+        """Members whose values are too large: they are in the means of every span, so all is averaged without them."""
+        told, members = butterfly.norms(), self._group.members
+        if self._limits is None or not told:
+            return []
+        weights = [member.weight if rank in here else 0.0 for rank, member in enumerate(members)]
+        found, certain = witnessed(told, weights, self._limits)
+        self.outsized |= found
+        self.struck |= certain
+        return [
+            Accusation(rank, f"the values of peer {members[rank].peer_id} {OUTSIZED}", is_violation=True)
+            for rank in sorted(found)
+        ]
 
     def result_of(self, manifest: RoundManifest) -> torch.Tensor | None:
         """The averaged vector that a manifest commits, if this member holds it."""

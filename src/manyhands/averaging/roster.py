@@ -18,6 +18,9 @@ class Roster(Protocol):
     def expected(self) -> Mapping[PeerId, bool]:
         """The other peers at this position that should come to the next round, and whether each is in client mode."""
 
+    def is_known(self, peer_id: PeerId) -> bool:
+        """Whether there is a record of a peer that is, or was, where this peer stands."""
+
     async def refresh(self) -> None:
         """Learn who is there now."""
 

@@ -48,6 +48,7 @@ class CommittedRound:
         seconds: from the call to the verdict.
         matchmaking_s: the part of it that was spent looking for the group.
         reason, blamed: what went wrong on the way, and because of whom; empty if nothing did.
+        is_outsized: the others left out this peer's values, as they were too large beside theirs.
     """
 
     averaged_N: torch.Tensor | None
@@ -56,6 +57,7 @@ class CommittedRound:
     matchmaking_s: float
     reason: str = ""
     blamed: tuple[PeerId, ...] = ()
+    is_outsized: bool = False
 
     @property
     def num_members(self) -> int:

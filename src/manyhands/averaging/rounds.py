@@ -19,6 +19,7 @@ from manyhands.averaging.butterfly import Butterfly
 from manyhands.averaging.codecs import Feedbacks, codec_of_code, plan_of
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.fetching import Fetching
+from manyhands.averaging.limits import MemberLimits, limited
 from manyhands.averaging.matchmaking import Matchmaker
 from manyhands.averaging.memory import Memory
 from manyhands.averaging.messages import MAX_SUM_WEIGHT, Group, Order, RoundManifest, Verdict
@@ -54,6 +55,7 @@ class RoundRunner:
         roster: where this peer stands, and who else is expected.
         shapes: of the tensors that lie end to end in the vectors: small ones are never encoded with a loss. None if
             they are not to be told apart; then nothing is.
+        limits: of what one member can do to the mean, the same on all peers of the run; None to believe everybody.
 
     Raises:
         ConfigError: this endpoint has a runner for this run.
@@ -71,11 +73,13 @@ class RoundRunner:
         config: AveragingConfig,
         rng: random.Random,
         shapes: Sequence[Sequence[int]] | None = None,
+        limits: MemberLimits | None = None,
     ) -> None:
         self._endpoint = own = RunEndpoint(endpoint, run_id)
         self._config = config
         self._roster = roster
         self.shapes = shapes
+        self._limits = limits
         try:
             self._matchmaker = Matchmaker(own, run_fingerprint, roster, config, rng)
         except ConfigError as error:  # the methods of this run are served
@@ -203,13 +207,15 @@ class RoundRunner:
         finally:
             matchmaking_s = loop.time() - started
             meter.matchmaking_s += matchmaking_s
+        if self._limits is not None:
+            group = limited(group, self._limits)
         formed = loop.time()
         self._ends_at = min(self._deadline, formed + (group.time_left_s or math.inf))
         self._bandwidth.begin_round(self._ends_at - formed)
         self._enter(Phase.FORMED)
         try:
             async with self._keeping_errors():
-                averaged_N, manifest, verdict = await self._in_group(group, flat_N, refill)
+                averaged_N, manifest, verdict, is_outsized = await self._in_group(group, flat_N, refill)
         except RoundAborted as error:
             if own_id in error.blamed and (advice := self._bandwidth.lose_round()):
                 raise RoundAborted(f"{error.reason}; {advice}", error.blamed) from error
@@ -219,12 +225,15 @@ class RoundRunner:
             reason = "; ".join(filter(None, [reason, self._bandwidth.lose_round()]))
         elif averaged_N is not None:
             self._bandwidth.end_round(seconds - matchmaking_s, is_whole=not verdict.blamed)
-        return CommittedRound(averaged_N, manifest, seconds, matchmaking_s, reason, tuple(verdict.blamed))
+        blamed = tuple(verdict.blamed)
+        return CommittedRound(averaged_N, manifest, seconds, matchmaking_s, reason, blamed, is_outsized)
 
     async def _in_group(
         self, group: Group, flat_N: torch.Tensor, refill: Refill | None
-    ) -> tuple[torch.Tensor | None, RoundManifest, Verdict]:
+    ) -> tuple[torch.Tensor | None, RoundManifest, Verdict, bool]:
         """Average in a group that has formed: what it committed, if this peer holds it, and how.
+
+        The last part says whether this peer's values are not in it, as they were too large.
 
         Raises:
             RoundAborted: it did not commit.
@@ -237,17 +246,20 @@ class RoundRunner:
             await self._average(group, recovery.first, self._left_s())
             verdict = await self._conclude(group, voter, recovery)
             manifest = verdict.manifest
-            self._matchmaker.note_round(group, verdict.blamed, is_committed=manifest is not None)
+            struck = {group.members[struck_rank].peer_id for struck_rank in recovery.struck} & set(verdict.blamed)
+            self._matchmaker.note_round(group, verdict, struck - {self._endpoint.peer_id})
             if manifest is None:
                 if not any(member.weight > 0 for member in group.members):
                     raise NothingToAverage(verdict.reason, verdict.blamed)
                 raise RoundAborted(verdict.reason, verdict.blamed)
             averaged_N = recovery.result_of(manifest)
-            if averaged_N is None and (group.members[rank].weight == 0 or manifest.weights[rank] > 0):  # else left out
+            is_left_out = group.members[rank].weight > 0 and not manifest.weights[rank] > 0
+            is_outsized = is_left_out and rank in recovery.outsized
+            if averaged_N is None and (is_outsized or not is_left_out):
                 averaged_N = await self._fetching.fetch(group, manifest, recovery, verdict.blamed, self._late_s())
             if averaged_N is not None and (verdict.blamed or self._agreement.has_lost(group)):
                 await self._fetching.keep(recovery, manifest)
-            return averaged_N, manifest, verdict
+            return averaged_N, manifest, verdict, is_outsized
 
     async def _conclude(self, group: Group, voter: Voter, recovery: Recovery) -> Verdict:
         """Vote, and reduce again what the coordinator orders, until it is known how the round ends."""
@@ -288,6 +300,7 @@ class RoundRunner:
         return Recovery(
             group, flat_N, plan, exchange, voter,
             refill=refill, mean_N=spare_N, memory=self._memory, feedbacks=feedbacks,
+            limits=self._limits,
         )  # fmt: skip
 
     @asynccontextmanager

@@ -12,6 +12,7 @@ from manyhands.averaging.codecs import ErrorFeedback
 from manyhands.averaging.inbox import QUEUED_CHUNKS, Inbox
 from manyhands.averaging.member_values import MemberValues, Spoiled, bytes_of, is_finite
 from manyhands.averaging.memory import Memory, whole_lines
+from manyhands.averaging.norms import Norms
 from manyhands.averaging.partition import Partition
 from manyhands.base.errors import RoundAborted
 from manyhands.runtime.executor import run_to_end
@@ -39,6 +40,7 @@ class SpanReducer:
         encoded: memory for the means as they travel, uint8; with an exact codec that of the means themselves.
         memory: for what comes.
         feedback: what earlier rounds lost of the means that this member reduced.
+        norms: measures the members' values on the way.
 
     Attributes:
         chunks: of the span, in order.
@@ -59,6 +61,7 @@ class SpanReducer:
         encoded: torch.Tensor,
         memory: Memory,
         feedback: ErrorFeedback | None,
+        norms: Norms | None = None,
     ) -> None:
         self.chunks = partition.chunks[rank]
         self.presents: list[list[int]] = []
@@ -71,6 +74,7 @@ class SpanReducer:
         self._averaged_N = averaged_N
         self._encoded = encoded
         self._feedback = feedback
+        self._norms = norms
         self._places = partition.places[rank]
         senders = [other for other, weight in enumerate(weights) if other != rank and weight > 0 and self.chunks]
         room = whole_lines(max((place.stop - place.start for place in self._places), default=0))
@@ -190,12 +194,19 @@ class SpanReducer:
         present = sorted([*received, *([self._rank] if self._weights[self._rank] > 0 else [])])
         spoilt: dict[int, str] = {}
         own, kept = self._flat_N[chunk], self._kept_N[: _numel(chunk)]
+        values = kept if kept.numel() else own  # of this member, when the mean is written
         while (fault := self._average(present, own, kept, received, chunk, encoded)) is not None:
             rank, spoilt[rank] = fault
             present.remove(rank)
             if kept.numel():
                 own, kept = kept, kept[:0]
         self.hasher.update(bytes_of(encoded))
+        if self._norms is not None:
+            total = sum(self._weights[rank] for rank in present)
+            shares = {rank: self._weights[rank] / total for rank in present}
+            self._norms.add(chunk, self._averaged_N[chunk], shares, received, values)
+            for rank in spoilt:
+                self._norms.spoil(rank)
         return present, spoilt
 
     def _average(
@@ -207,7 +218,9 @@ class SpanReducer:
         chunk: slice,
         encoded: torch.Tensor,
     ) -> tuple[int, str] | None:
-        """Write the mean, and encode it; returns a member whose values spoil it, and how, or None.
+        """Write the mean of the members' chunks, and encode it; returns who spoils it, and how, or None.
+
+        This is the place for another way to combine the chunks, such as one that withstands clever liars.
 
         The mean may go where ``own`` is: that is written to ``kept`` then, unless that is empty.
         """

@@ -5,19 +5,19 @@ from __future__ import annotations
 import asyncio
 import functools
 import hashlib
+import logging
 from collections.abc import Collection, Iterable, Mapping
 
+from manyhands.averaging.conduct import STRIKES, Conduct
 from manyhands.averaging.messages import SHORT_ID_BYTES, Position
 from manyhands.averaging.roster import Roster
 from manyhands.base.errors import Refused
 from manyhands.base.identity import PeerId
 
+logger = logging.getLogger(__name__)
+
 BELIEVE_BEHIND_S = 3.0
 """For so long a peer that says that the run went on is believed although no record shows it: records take a moment."""
-OFFENCE_S = 2.0
-"""Who was to blame in two rounds in a row is not expected for so long, however fresh its record; then twice as long,"""
-MAX_OFFENCE_S = 60.0
-"""but not longer than that."""
 MAX_MET = 4096
 MAX_SHOWN_REFUSALS = 3
 
@@ -43,25 +43,25 @@ class View:
 
     Attributes:
         refusals: who will not average with this peer, and why, in words; of one search for a group.
+        conduct: how the others behaved so far.
     """
 
     def __init__(self, roster: Roster) -> None:
         self.roster = roster
+        self.conduct = Conduct()
         self._ahead: dict[PeerId, tuple[Position, float]] = {}
         self._met: set[bytes] = set()
-        self._offences: dict[PeerId, tuple[int, float]] = {}  # how often in a row; until when it is not expected
         self.refusals: dict[PeerId, str] = {}
 
     def expected(self) -> Mapping[PeerId, bool]:
         """As the roster says; without those who say that the run has gone on, where nobody knows of it.
 
-        Nor those who have spoilt one round after the other.
+        Nor those who have spoilt rounds, or were waited for in vain; see :mod:`manyhands.averaging.conduct`.
         """
         expected = self.roster.expected()
-        if self._offences:
-            now = asyncio.get_running_loop().time()
-            shunned = {peer_id for peer_id, (_, until) in self._offences.items() if until > now}
-            expected = {peer_id: is_client for peer_id, is_client in expected.items() if peer_id not in shunned}
+        awaited = self.conduct.awaited(expected, asyncio.get_running_loop().time())
+        if awaited is not expected:
+            expected = {peer_id: expected[peer_id] for peer_id in awaited}
         if not self._ahead:
             return expected
         position, believed_since = self.roster.position(), asyncio.get_running_loop().time() - BELIEVE_BEHIND_S
@@ -78,23 +78,41 @@ class View:
         self._met.add(short_id(peer_id))
         self.roster.report_missing(peer_id)
 
-    def note_round(self, members: Iterable[PeerId], blamed: Collection[PeerId], *, is_committed: bool) -> None:
+    def note_round(
+        self,
+        members: Iterable[PeerId],
+        blamed: Collection[PeerId],
+        *,
+        is_committed: bool,
+        silent: Collection[PeerId] = (),
+    ) -> None:
         """A round is over: who is to blame in it is not expected before a fresh record; the next time, longer.
 
         But if the others cannot do without it, they shall find each other as soon as they can.
         """
-        now = asyncio.get_running_loop().time()
+        members = list(members)
         for peer_id in members:
             if peer_id in blamed:
                 self.report_missing(peer_id)
-            if not is_committed:
-                continue
-            num_before, _ = self._offences.pop(peer_id, (0, 0.0))
-            if peer_id in blamed:
-                longer_s = min(OFFENCE_S * 2 ** (num_before - 1), MAX_OFFENCE_S) if num_before else 0.0
-                self._offences[peer_id] = (num_before + 1, now + longer_s)
-        while len(self._offences) > MAX_MET:
-            del self._offences[next(iter(self._offences))]
+        if is_committed:
+            self.conduct.note_round(members, blamed, asyncio.get_running_loop().time(), silent)
+
+    def note_in_vain(self, peer_ids: Iterable[PeerId]) -> None:
+        """These peers, or the groups that they led, were waited for as long as anybody may be."""
+        for peer_id in peer_ids:
+            logger.info("peer %s was waited for in vain", peer_id)
+            self.conduct.note_in_vain(peer_id, asyncio.get_running_loop().time())
+
+    def strike(self, peer_id: PeerId) -> None:
+        """The values of a peer were too large, as more than one other found."""
+        refused_s = self.conduct.strike(peer_id, asyncio.get_running_loop().time())
+        if refused_s:
+            logger.warning("The values of peer %s were too large in %d rounds: it gets no place here for %.0f min",
+                           peer_id, STRIKES, refused_s / 60)  # fmt: skip
+
+    def is_heeded(self, peer_id: PeerId) -> bool:
+        """Whether this peer goes where another one calls it."""
+        return self.conduct.is_heeded(peer_id, asyncio.get_running_loop().time())
 
     def note_refusal(self, peer_id: PeerId, refusal: Refused) -> None:
         """A peer of another model or other settings is not asked again before a fresh record of it."""

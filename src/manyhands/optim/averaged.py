@@ -11,6 +11,7 @@ from manyhands.averaging.grid_step import GridOutcome
 from manyhands.averaging.messages import Position, RoundManifest
 from manyhands.averaging.round_outcome import CommittedRound
 from manyhands.base.identity import PeerId
+from manyhands.optim.progress import sum_of_samples
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Averaged:
         members: who makes the same step.
         contributors: whose samples count in it; None in a grid, of which nobody knows all groups.
         is_left_out: what this peer brought is not in it.
+        is_outsized: that is because it was too large beside what the others brought.
         num_rounds, num_committed: of the step, and of these how many committed here.
         disagreement: how far apart the parameters of the peers were before the step, if that is known: the root mean
             square distance from their mean, as a fraction of its size; of whom says
@@ -44,6 +46,7 @@ class Averaged:
     contributors: list[PeerId] | None = None
     parameters_N: torch.Tensor | None = None
     is_left_out: bool = False
+    is_outsized: bool = False
     num_rounds: int = 1
     num_committed: int = 1
     disagreement: float | None = None
@@ -58,12 +61,13 @@ def averaged_in_one_group(
         result.averaged_N,
         manifest,
         position.after(manifest).lineage,
-        round(sum(manifest.weights)),
+        sum_of_samples(manifest.weights),
         result.num_members,
         result.seconds - result.matchmaking_s,
         list(manifest.members),
         [member for member, of_member in zip(manifest.members, manifest.weights, strict=True) if of_member > 0],
         is_left_out=weight > 0 and not manifest.weights[manifest.members.index(own_id)] > 0,
+        is_outsized=result.is_outsized,
         disagreement=disagreement,
     )
 

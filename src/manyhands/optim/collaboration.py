@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from manyhands.averaging.config import AveragingConfig
+from manyhands.averaging.limits import OPEN_LIMITS, MemberLimits
 from manyhands.averaging.messages import Position
 from manyhands.averaging.round_outcome import Phase
 from manyhands.averaging.rounds import RoundRunner
@@ -22,6 +23,7 @@ from manyhands.base.identity import PeerId
 from manyhands.optim.advice import describe_late_states
 from manyhands.optim.averaged import Averaged
 from manyhands.optim.config import ProgressConfig
+from manyhands.optim.courtesy import Courtesy
 from manyhands.optim.departures import Departures
 from manyhands.optim.drift import Drift
 from manyhands.optim.firewalled import Firewalled
@@ -110,6 +112,7 @@ class Collaboration:
         self._num_vain_loads = 0  # since this peer took part in a round
         self.in_group_from: Position | None = None
         """From where the last round led on whose group has formed with this peer in it."""
+        self._courtesy = Courtesy()
         self._lull: Lull | None = None
         self._told_until = -math.inf  # loop time
         self._progress_log = ProgressLog()
@@ -154,6 +157,7 @@ class Collaboration:
                 self._averaging,
                 self._rng,
                 shapes=_shapes_of(manifest),
+                limits=_limits_of(presence, manifest.run_id),
             )
             self._rounds.on_phase.append(self._note_phase)
             parts.push_async_callback(self._rounds.close)
@@ -309,7 +313,8 @@ class Collaboration:
     def _is_followed(self) -> bool:
         """Whether somebody is about to join a lone peer, which would be gone from where the newcomer comes to."""
         waited_s = asyncio.get_running_loop().time() - self._due_since()
-        return waited_s < self._averaging.averaging_timeout_s and self._server.is_followed(NEWCOMER_S)
+        is_time = waited_s < self._averaging.averaging_timeout_s
+        return is_time and self._courtesy.is_due(self._server.followers(NEWCOMER_S), self._due_since() + waited_s)
 
     def _holds_for_latecomers(self) -> bool:
         """Whether to let somebody catch up whose last download took longer than a step; the others wait for this peer.
@@ -318,7 +323,8 @@ class Collaboration:
         """
         waited_s = asyncio.get_running_loop().time() - self._due_since()
         limit_s = self._averaging.matchmaking_time_s / 2
-        return waited_s < limit_s and self._server.is_followed(NEWCOMER_S, by_latecomers=True)
+        followers = self._server.followers(NEWCOMER_S, by_latecomers=True)
+        return waited_s < limit_s and self._courtesy.is_due(followers, self._due_since() + waited_s)
 
     def _due_since(self) -> float:
         """When a step from here was due at first, as far as anybody has asked (loop time)."""
@@ -380,6 +386,7 @@ class Collaboration:
     ) -> None:
         """This peer's parameters are at ``position`` now, after a step; the sketch is of them."""
         self.tracker.stepped()
+        self._courtesy.note_step(together_with, asyncio.get_running_loop().time())
         self._move(position, lineage_samples, together_with)
         self.tracker.tell(sketch.sums)
         self._drift.moved(position, sketch, is_in_grid=is_in_grid)
@@ -467,6 +474,19 @@ class Collaboration:
         """Whether a peer of the run has yet to reach this position."""
         await self._look_again()
         return self.tracker.is_ahead_of_somebody()
+
+
+def _limits_of(presence: Presence, run_id: str) -> MemberLimits:
+    """What the owner of the run has decided; a run without one bounds norms, and hardly any weight."""
+    members = presence.members.get(run_id)
+    if members is None:
+        return OPEN_LIMITS
+    limits = members.charter.charter.limits
+    return MemberLimits(
+        max_weight_ratio=limits.max_weight_ratio,
+        max_weight_share=limits.max_weight_share,
+        max_norm_ratio=limits.max_norm_ratio,
+    )
 
 
 def _shapes_of(manifest: RunManifest) -> list[Sequence[int]]:

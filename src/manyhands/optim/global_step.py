@@ -16,6 +16,7 @@ from manyhands.base.identity import PeerId
 from manyhands.base.words import counted
 from manyhands.optim.accumulator import Contribution
 from manyhands.optim.averaged import Averaged
+from manyhands.optim.progress import sum_of_samples
 from manyhands.optim.replica import Replica
 from manyhands.optim.signed_sums import Sketch
 
@@ -38,6 +39,7 @@ class GlobalStep:
         samples: of the step, by all peers together, as it is averaged: by weight where that is not samples.
         manifest: of the round, in a grid of the last one; None for a step made alone, or while there is none.
         is_left_out: the group left out what this peer has contributed.
+        is_outsized: as it was too large beside what the others brought.
         is_in_grid: it had several rounds.
         disagreement: see :class:`manyhands.optim.averaged.Averaged`.
         averaging_s: seconds of the round, without the search for the group.
@@ -55,7 +57,7 @@ class GlobalStep:
         self.left_from = replica.position
         self.samples = 0
         self.manifest: RoundManifest | None = None
-        self.is_left_out = False
+        self.is_left_out = self.is_outsized = False
         self.is_in_grid = False
         self.disagreement: float | None = None
         self.averaging_s = 0.0
@@ -88,7 +90,8 @@ class GlobalStep:
     def committed(self, averaged: Averaged) -> None:
         """The averaging is over, and its result counts."""
         self.manifest = averaged.manifest
-        self.is_left_out, self.disagreement = averaged.is_left_out, averaged.disagreement
+        self.is_left_out, self.is_outsized = averaged.is_left_out, averaged.is_outsized
+        self.disagreement = averaged.disagreement
         self.averaging_s = averaged.averaging_s
         self._averaged_N, self._parameters_N = averaged.mean_N, averaged.parameters_N
         self._lineage, self.samples, self._members = averaged.lineage, averaged.samples, averaged.members
@@ -118,7 +121,8 @@ class GlobalStep:
         replica = self._replica
         if self.is_lost:
             position = Position(replica.position.step + 1, self._lineage)
-            await collaboration.fall_behind(position, replica.lineage_samples + self.samples, self._members)
+            samples = sum_of_samples([replica.lineage_samples, self.samples])
+            await collaboration.fall_behind(position, samples, self._members)
         else:
             await collaboration.move(
                 replica.position, replica.lineage_samples, self._members, self._sketch, is_in_grid=self.is_in_grid

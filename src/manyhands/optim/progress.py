@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -327,6 +327,11 @@ def leading_branch(
         if candidates[peer_id].position == best.position and strangers.get(peer_id, b"") == part
     ]  # fmt: skip
     return Branch(best.position, best.lineage_samples, tuple(holders), is_foreign=part != b"")
+
+
+def sum_of_samples(numbers: Iterable[float]) -> int:
+    """At most as many as a record can say."""
+    return round(min(math.fsum(numbers), MAX_COUNT))
 
 
 def rank_of(record: ProgressRecord) -> tuple[int, int, bytes]:

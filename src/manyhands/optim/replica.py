@@ -20,6 +20,7 @@ from manyhands.optim.flat import GradientLayout, assign_flat, flattened
 from manyhands.optim.group_options import check_unchanged, options_of
 from manyhands.optim.host_copy import HostCopy
 from manyhands.optim.plain import merged, plain_part
+from manyhands.optim.progress import sum_of_samples
 from manyhands.optim.signed_sums import Sketch, sketch_of
 from manyhands.optim.state import (
     Origin,
@@ -124,7 +125,7 @@ class Replica:
             try:
                 self._advance_schedule(is_alone=bool(reason))
             finally:  # the parameters have moved, also if it raises
-                self.lineage_samples += samples
+                self.lineage_samples = sum_of_samples([self.lineage_samples, samples])
                 self.origin = Origin(self.position, contributors)
                 self.position = Position(self.position.step + 1, lineage)
                 self.options = options_of(self.optimizer.param_groups)

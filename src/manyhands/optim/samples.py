@@ -77,6 +77,12 @@ class Samples:
         elif not step.is_left_out:
             counts.samples_used += contribution.samples
             self._recycle(step)
+        elif step.is_outsized:
+            self._drop(step)
+            logger.warning("The gradient of this peer was far too large beside those of the others, which made global "
+                           "step %d without it; its %d samples are dropped. If this goes on, look at its loss and its "
+                           "data: the others give it no place for 10 minutes after three such steps",
+                           step.left_from.step + 1, contribution.samples)  # fmt: skip
         elif step.is_lost:  # once the state is loaded it is known where they can count
             self._accumulator.take_back(contribution)
         elif reason := self._reason_to_drop(contribution.since_step, step.left_from, was_in_group=True):

@@ -71,6 +71,11 @@ class Seating:
         mates = self._mates_in(step)
         return {peer_id: is_client for peer_id, is_client in expected.items() if peer_id in mates}
 
+    def is_known(self, peer_id: PeerId) -> bool:
+        """Whether there is a record of a peer at this step, or at an earlier one: it may have come here since."""
+        seen = self._tracker.reader.observed().get(peer_id)
+        return seen is not None and seen.record.position.step <= self._tracker.position().step
+
     async def refresh(self) -> None:
         """Learn who is there now."""
         await self._tracker.refresh()

@@ -103,13 +103,13 @@ class StateServer:
     def close(self) -> None:
         self._endpoint.refuse_bulk(STREAM_KIND)
 
-    def is_followed(self, patience_s: float, *, by_latecomers: bool = False) -> bool:
-        """Whether somebody who is to train downloads the state, or has it for at most ``patience_s`` seconds.
+    def followers(self, patience_s: float, *, by_latecomers: bool = False) -> set[PeerId]:
+        """Those who are to train, and download the state, or have it for at most ``patience_s`` seconds.
 
         Args:
             by_latecomers: only those count whose last download took longer than a step of the run.
         """
-        return (self._late_downloads if by_latecomers else self._downloads).are_recent(patience_s)
+        return (self._late_downloads if by_latecomers else self._downloads).recent(patience_s)
 
     async def _on_stream(self, remote: PeerId, header: bytes, stream: Stream) -> None:
         try:
@@ -119,9 +119,9 @@ class StateServer:
         if request.run_id == self._run_id:
             with ExitStack() as counting:
                 if not request.is_onlooker:
-                    counting.enter_context(self._downloads.one_more())
+                    counting.enter_context(self._downloads.one_more(remote))
                 if request.is_late:
-                    counting.enter_context(self._late_downloads.one_more())
+                    counting.enter_context(self._late_downloads.one_more(remote))
                 await self._send_state(stream)
                 await _wait_until_taken(stream)
         else:
@@ -147,23 +147,25 @@ class StateServer:
 
 
 class _Downloads:
-    """How many are under way, and when the last one ended."""
+    """Which are under way, and when others ended."""
 
     def __init__(self) -> None:
-        self._num = 0
-        self._ended_at = -math.inf  # loop time
+        self._open: list[PeerId] = []
+        self._ended_at: dict[PeerId, float] = {}  # loop time
 
     @contextmanager
-    def one_more(self) -> Iterator[None]:
-        self._num += 1
+    def one_more(self, peer_id: PeerId) -> Iterator[None]:
+        self._open.append(peer_id)
         try:
             yield
         finally:
-            self._num -= 1
-            self._ended_at = asyncio.get_running_loop().time()
+            self._open.remove(peer_id)
+            self._ended_at[peer_id] = asyncio.get_running_loop().time()
 
-    def are_recent(self, patience_s: float) -> bool:
-        return self._num > 0 or asyncio.get_running_loop().time() - self._ended_at <= patience_s
+    def recent(self, patience_s: float) -> set[PeerId]:
+        since = asyncio.get_running_loop().time() - patience_s
+        self._ended_at = {peer_id: at for peer_id, at in self._ended_at.items() if at >= since}
+        return {*self._open, *self._ended_at}
 
 
 async def download_state(

@@ -20,6 +20,7 @@ from manyhands.optim.belief import Belief, is_ahead
 from manyhands.optim.bell import Bell
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.progress import (
+    NEWS_SHARE,
     RANK_DELAY_S,
     Branch,
     Numbers,
@@ -259,8 +260,13 @@ class ProgressTracker:
         return self._is_called
 
     def is_due(self) -> bool:
-        """Whether the collaboration has reached its target, or another peer says so."""
-        return self._is_called or self.progress.samples >= self.target_batch_size
+        """Whether the collaboration has reached its target.
+
+        Another peer that says so is believed where that can be: what this peer reckons may be wrong by a little.
+        """
+        if self.progress.samples >= self.target_batch_size:
+            return True
+        return self._is_called and self.outlook.samples >= (1 - NEWS_SHARE) * self.target_batch_size
 
     def others_busy_until(self, instant: float) -> float:
         """When the last of the others here must have finished the batch that it computes at an instant (loop time)."""
@@ -279,10 +285,12 @@ class ProgressTracker:
         Whoever leads looks first; the others are called.
         """
         surplus = self.outlook.samples - self.target_batch_size
+        since_s = asyncio.get_running_loop().time() - self._read_at
+        if self._is_called and not self.is_due():
+            return since_s >= self._config.min_refresh_s
         if self.is_due() or surplus < 0:
             return False
         patience_s = self._patience_s()
-        since_s = asyncio.get_running_loop().time() - self._read_at
         is_overdue = surplus >= self.outlook.samples_per_second * patience_s
         return is_overdue and since_s >= max(self._config.min_refresh_s, patience_s)
 
@@ -479,7 +487,9 @@ class ProgressTracker:
         self._update_progress()
 
     def call_to_round(self) -> None:
-        self._is_called = True
+        is_new, self._is_called = not self._is_called, True
+        if is_new and not self.is_due():
+            self.refresh_soon()  # others may have said something that this peer has not read
 
     def answer_call(self) -> None:
         """This peer comes to a round now; who begins another one calls again."""
@@ -524,7 +534,7 @@ class ProgressTracker:
             await self._stirred.wait(left_s)
             if not self._is_led():
                 continue
-            if self._is_called or self._is_in_round or self._publisher.is_moving:
+            if (self._is_called and self.is_due()) or self._is_in_round or self._publisher.is_moving:
                 delay_s = self._longest_read_s()
             elif position != self._own.position:
                 since, position = loop.time(), self._own.position

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from manyhands.averaging.view import MAX_OFFENCE_S, OFFENCE_S, View
+from manyhands.averaging.conduct import MAX_OFFENCE_S, OFFENCE_S
+from manyhands.averaging.view import View
 from manyhands.testing import VirtualLoop
 from tests.swarm import FixedRoster
 from tests.unit.averaging.groups import peer
@@ -19,6 +20,7 @@ def test_who_spoils_one_round_after_the_other_is_expected_less_and_less() -> Non
         loop, roster = asyncio.get_running_loop(), FixedRoster({GOOD: False, BAD: False})
         view = View(roster)
         absent_s = []
+        view.note_round([GOOD, BAD], [], is_committed=True)
         for _ in range(9):
             view.note_round([GOOD, BAD], [BAD], is_committed=True)
             assert view.expected() == {GOOD: False}

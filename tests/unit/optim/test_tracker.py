@@ -213,8 +213,10 @@ async def test_peers_at_other_positions_are_not_expected() -> None:
         assert run.tracker.num_peers_here() == 1
 
 
-async def test_a_call_makes_a_round_due_until_it_is_answered() -> None:
+async def test_a_call_makes_a_round_due_a_little_before_the_target_is_counted_until_it_is_answered() -> None:
+    """What a peer reckons may be wrong by a tenth of the target, of 10 samples here."""
     async with run_of_one() as run:
+        run.tracker.report(9, 2.0)
         assert not run.tracker.is_due()
         run.tracker.call_to_round()
         assert run.tracker.is_due()
@@ -225,6 +227,17 @@ async def test_a_call_makes_a_round_due_until_it_is_answered() -> None:
         run.tracker.call_to_round()
         run.tracker.move(NEXT, 20, [])
         assert not run.tracker.is_due()
+
+
+async def test_a_call_makes_no_round_due_far_below_the_target() -> None:
+    """Whoever calls, and however often: this peer reads once what the others say, and goes by that."""
+    async with run_of_one() as run:
+        run.tracker.report(4, 2.0)
+        for _ in range(100):
+            run.tracker.call_to_round()
+        assert not run.tracker.is_due()
+        await run.hears(BOB, samples=6)
+        assert run.tracker.is_due()
 
 
 async def test_the_target_is_reached_together() -> None:

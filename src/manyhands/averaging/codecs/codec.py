@@ -48,6 +48,7 @@ class Codec(abc.ABC):
         piece_numel: values in a piece; the last piece of a slice may have fewer.
         num_at_once: pieces that are worked on in one go.
         unit_numel: values of a row, say, that a compiled kernel takes as a whole.
+        cut_numel: encoded values can be cut at multiples of it, counted from where their encoding begins.
     """
 
     name: ClassVar[str]
@@ -56,6 +57,7 @@ class Codec(abc.ABC):
     piece_numel: ClassVar[int]
     num_at_once: ClassVar[int] = 1
     unit_numel: ClassVar[int] = 1
+    cut_numel: ClassVar[int] = 1
 
     def num_bytes(self, numel: int) -> int:
         """How many bytes ``numel`` values take, whatever they are."""

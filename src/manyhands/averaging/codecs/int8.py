@@ -55,6 +55,7 @@ class Int8(Codec):
     code = 4
     piece_numel = 1024 * ROW_NUMEL
     unit_numel = ROW_NUMEL
+    cut_numel = ROW_NUMEL
 
     def _piece_bytes(self, numel: int) -> int:
         return numel + HEADER_BYTES * -(-numel // ROW_NUMEL)

@@ -19,6 +19,9 @@ from manyhands.averaging.codecs.registry import NONE, NONE_FLOAT64
 from manyhands.base.errors import ConfigError
 
 EXACT_BELOW_NUMEL = 4096
+SAMPLED_OF = 64
+"""Of so many values of a slice one is looked at, to tell how large they are; more of a small slice."""
+LEAST_SAMPLE_NUMEL = 4096
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,22 @@ class Segment:
     start: int
     stop: int
     codec: Codec
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A run of the values of a slice.
+
+    Attributes:
+        values: where they are in the slice.
+        encoded: where they are in its encoding, by itself the encoding of these values.
+        stands_for: so many values for each.
+    """
+
+    codec: Codec
+    values: slice
+    encoded: slice
+    stands_for: float
 
 
 class Plan:
@@ -158,6 +177,24 @@ class Plan:
         parts = self.cut(start, start + mean.numel())
         return parts[0].codec.average(own, kept, rooms, which, weights, mean, out) if len(parts) == 1 else 0
 
+    def sampled(self, start: int, stop: int, at: int) -> list[Sample]:
+        """Some of ``flat_N[start:stop]``: a run of values in each part.
+
+        Args:
+            at: any number; it says where the runs begin.
+        """
+        samples, offset = [], 0
+        for part in self.cut(start, stop):
+            codec, numel = part.codec, part.stop - part.start
+            num_cuts, num_taken = -(-numel // codec.cut_numel), -(-_num_sampled(numel) // codec.cut_numel)
+            first = at % (num_cuts - num_taken + 1) * codec.cut_numel
+            last = min(first + num_taken * codec.cut_numel, numel)
+            values = slice(part.start - start + first, part.start - start + last)
+            encoded = slice(offset + codec.num_bytes(first), offset + codec.num_bytes(last))
+            samples.append(Sample(codec, values, encoded, numel / (last - first)))
+            offset += codec.num_bytes(numel)
+        return samples
+
     def _parts(
         self, values: torch.Tensor, start: int, encoded: torch.Tensor
     ) -> Iterator[tuple[Codec, torch.Tensor, torch.Tensor]]:
@@ -167,6 +204,10 @@ class Plan:
             end = offset + part.codec.num_bytes(part.stop - part.start)
             yield part.codec, values[part.start - start : part.stop - start], encoded[offset:end]
             offset = end
+
+
+def _num_sampled(numel: int) -> int:
+    return min(numel, max(LEAST_SAMPLE_NUMEL, numel // SAMPLED_OF))
 
 
 def plan_of(

@@ -1,0 +1,128 @@
+"""How much one member can do to the mean of its group. Pure.
+
+All members reckon with the same numbers, from the group and from the records that go with the means, so all come to the
+same limits. Groups of two have no majority: nothing here bounds one of two members.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from manyhands.averaging.messages import Group
+from manyhands.base.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemberLimits:
+    """Bounds for each member of a group; all peers of a run have the same.
+
+    Attributes:
+        max_weight_ratio: a weight counts for at most so many times the median weight of the group.
+        max_weight_share: and for at most this share of the group, where there are enough members for that.
+        max_norm_ratio: values whose norm is more than so many times the median of the group are left out.
+    """
+
+    max_weight_ratio: float = 3.0
+    max_weight_share: float = 0.25
+    max_norm_ratio: float = 10.0
+
+    def __post_init__(self) -> None:
+        for name in ("max_weight_ratio", "max_norm_ratio"):
+            if not getattr(self, name) >= 1.0:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1; for example 10.0")
+        if not 0.0 < self.max_weight_share <= 1.0:
+            raise ConfigError(
+                f"max_weight_share={self.max_weight_share} must be above 0 and at most 1; for example 0.25"
+            )
+
+
+OPEN_LIMITS = MemberLimits(max_weight_ratio=100.0, max_weight_share=1.0)
+"""Of runs without an owner: a GPU beside laptops counts for all that it computes (docs/adr/0018)."""
+
+
+def limited(group: Group, limits: MemberLimits) -> Group:
+    """The group with weights that are within the limits."""
+    weights = capped_weights([member.weight for member in group.members], limits)
+    members = [
+        member if member.weight == weight else msgspec.structs.replace(member, weight=weight)
+        for member, weight in zip(group.members, weights, strict=True)
+    ]
+    return msgspec.structs.replace(group, members=members)
+
+
+def capped_weights(weights: Sequence[float], limits: MemberLimits) -> list[float]:
+    """What each weight counts for; weights of 0 stay, and are not in the median.
+
+    The share is bounded only where equal weights would keep to it: with a quarter, in groups of 5 and more.
+    """
+    given = sorted(weight for weight in weights if weight > 0)
+    if not given:
+        return list(weights)
+    cap = limits.max_weight_ratio * statistics.median(given)
+    share = limits.max_weight_share
+    if len(given) * share > 1.0:
+        cap = min(cap, _cap_for_share([min(weight, cap) for weight in given], share))
+    return [min(weight, cap) for weight in weights]
+
+
+def _cap_for_share(ascending: Sequence[float], share: float) -> float:
+    """The weight that is just this share of all, when those above it count for no more."""
+    for num_above in itertools.count():
+        rest = ascending[: len(ascending) - num_above]
+        cap = share * math.fsum(rest) / (1.0 - num_above * share)
+        if rest[-1] <= cap:
+            return cap
+    raise AssertionError
+
+
+def outsized(norms: Sequence[float], weights: Sequence[float], limits: MemberLimits) -> set[int]:
+    """Ranks whose values are too large, or not finite, beside those of the others.
+
+    The gradient of a small batch is noisier than that of a large one: its norm is larger by up to the root of how much
+    less the batch weighs. So much more is allowed to those below the median weight; what they bring weighs less.
+
+    Args:
+        norms: of the values of each member; infinite for those that are not finite.
+        weights: 0 for members without values.
+    """
+    ranks = [rank for rank, weight in enumerate(weights) if weight > 0]
+    if len(ranks) < 3:
+        return set()
+    usual = statistics.median(norms[rank] for rank in ranks)
+    usual_weight = statistics.median(weights[rank] for rank in ranks)
+    if not 0.0 < usual < math.inf:  # most have nothing to compare with
+        return set()
+    return {
+        rank
+        for rank in ranks
+        if norms[rank] > limits.max_norm_ratio * usual * math.sqrt(max(1.0, usual_weight / weights[rank]))
+    }
+
+
+def witnessed(
+    told: Sequence[Sequence[float]], weights: Sequence[float], limits: MemberLimits
+) -> tuple[set[int], set[int]]:
+    """Ranks that are outsized, and of these the ones that more than one reducer finds so.
+
+    Args:
+        told: by each reducer, the norms of the values of all members in its span.
+    """
+    everything = range(len(told))
+    found = outsized(_joined(told, everything), weights, limits)
+    certain = set(found)
+    if len(told) > 1:
+        for left_out in everything if found else ():
+            others = [number for number in everything if number != left_out]
+            certain &= outsized(_joined(told, others), weights, limits)
+    return found, certain
+
+
+def _joined(told: Sequence[Sequence[float]], of: Sequence[int]) -> list[float]:
+    """The norms over several spans."""
+    return [math.hypot(*(told[number][rank] for number in of)) for rank in range(len(told[0]) if told else 0)]

@@ -1,0 +1,42 @@
+"""Whether this peer still waits with a step for others that load its state. Pure; times are those of the loop."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+
+from manyhands.base.identity import PeerId
+
+TIMES_IN_VAIN = 3
+PAUSE_S = 60.0
+MAX_PAUSE_S = 600.0
+
+
+class Courtesy:
+    """Three times in a row this peer waits for somebody that then is not in the round; then again only after a pause.
+
+    The first pause is one minute long, each further one twice as long as the one before, up to ten minutes. So a peer
+    that downloads the state again and again holds nobody up for long, whatever identities it takes.
+    """
+
+    def __init__(self) -> None:
+        self._followers: set[PeerId] = set()  # those whom this step has waited for
+        self._in_vain = 0
+        self._pause_until = -math.inf
+
+    def is_due(self, followers: Collection[PeerId], now: float) -> bool:
+        """Whether to wait for these peers, which load the state."""
+        if not followers or now < self._pause_until:
+            return False
+        self._followers |= set(followers)
+        return True
+
+    def note_step(self, members: Collection[PeerId], now: float) -> None:
+        """These peers have made the step."""
+        if self._followers and self._followers.isdisjoint(members):
+            self._in_vain += 1
+            if self._in_vain >= TIMES_IN_VAIN:
+                self._pause_until = now + min(PAUSE_S * 2.0 ** (self._in_vain - TIMES_IN_VAIN), MAX_PAUSE_S)
+        elif self._followers:
+            self._in_vain = 0
+        self._followers = set()

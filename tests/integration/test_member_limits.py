@@ -1,0 +1,99 @@
+"""What one member can do to the mean of its group at most, over real sockets; the other members commit without it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from manyhands.averaging.config import AveragingConfig
+from manyhands.averaging.limits import MemberLimits
+from manyhands.averaging.round_outcome import CommittedRound
+from manyhands.base.deadline import time_limit
+from tests.swarm import averagers
+
+NUMEL = 300_000
+SHAPE = (3000, 100)
+
+
+def values_of(rank: int) -> torch.Tensor:
+    return torch.randn(NUMEL, generator=torch.Generator().manual_seed(rank))
+
+
+async def round_of(
+    vectors: Sequence[torch.Tensor], weights: Sequence[float] | None = None, codec: str = "none"
+) -> list[CommittedRound]:
+    config = AveragingConfig(matchmaking_time_s=10.0, averaging_timeout_s=30.0, chunk_bytes=400_000, codec=codec)
+    async with averagers(len(vectors), config=config, limits=MemberLimits()) as members:
+        for runner, _, _ in members:
+            runner.shapes = [SHAPE]
+        peers = sorted(members, key=lambda member: member[2].peer_id)
+        weights = weights or [1.0] * len(vectors)
+        async with time_limit(20.0, "waiting for the round"):
+            return await asyncio.gather(
+                *(
+                    runner.average(vector_N, weight)
+                    for (runner, _, _), vector_N, weight in zip(peers, vectors, weights, strict=True)
+                )
+            )
+
+
+def check(
+    results: Sequence[CommittedRound], vectors: Sequence[torch.Tensor], weights: Sequence[float], atol: float
+) -> None:
+    total = sum(vector.double() * weight for vector, weight in zip(vectors, weights, strict=True) if weight)
+    for result, weight in zip(results, weights, strict=True):
+        assert result.manifest.weights == pytest.approx(list(weights))
+        if weight:
+            assert result.averaged_N is not None
+            assert torch.equal(result.averaged_N, next(r.averaged_N for r in results if r.averaged_N is not None))
+            torch.testing.assert_close(result.averaged_N.double(), total / sum(weights), rtol=0, atol=atol)
+
+
+async def test_a_huge_weight_counts_for_three_times_the_median() -> None:
+    vectors = list(map(values_of, range(4)))
+    results = await round_of(vectors, [8.0, 2.0**52, 10.0, 12.0])
+    check(results, vectors, [8.0, 33.0, 10.0, 12.0], 1e-6)
+
+
+async def test_in_a_group_of_five_one_member_is_a_quarter_of_the_mean() -> None:
+    vectors = list(map(values_of, range(5)))
+    results = await round_of(vectors, [8.0, 8.0, 8.0, 2.0**52, 6.0])
+    check(results, vectors, [8.0, 8.0, 8.0, 10.0, 6.0], 1e-6)
+
+
+@pytest.mark.parametrize("codec", ["none", "fp16", "int8", "int4"])
+@pytest.mark.parametrize("rank", [0, 2], ids=["leader", "other"])
+@pytest.mark.parametrize("kind", ["reversed", "everywhere", "one value"])
+async def test_values_that_are_too_large_are_left_out_and_the_member_is_named(kind: str, rank: int, codec: str) -> None:
+    vectors = list(map(values_of, range(4)))
+    if kind == "reversed":
+        vectors[rank] *= -100.0
+    elif kind == "everywhere":
+        vectors[rank][:] = 1e38
+    else:
+        vectors[rank][123_456] = 3e37
+    results = await round_of(vectors, codec=codec)
+    (liar,) = {result.manifest.members[rank] for result in results}
+    check(results, vectors, [float(other != rank) for other in range(4)], 0.5 if codec == "int4" else 0.02)
+    for result in results:
+        assert result.blamed == (liar,)
+        assert f"the values of peer {liar} are too large" in result.reason
+
+
+@pytest.mark.parametrize("codec", ["none", "int8"])
+async def test_a_noisy_small_batch_and_a_large_value_that_all_have_are_in_the_mean(codec: str) -> None:
+    vectors = list(map(values_of, range(4)))
+    vectors[1] *= 30.0
+    for vector in vectors:
+        vector[77] = 1e4
+    results = await round_of(vectors, [32.0, 1.0, 32.0, 64.0], codec)
+    assert all(result.blamed == () for result in results)
+
+
+async def test_of_two_members_neither_is_bounded() -> None:
+    """There is no majority that could say which of them is wrong."""
+    vectors = [values_of(0), -100.0 * values_of(1)]
+    check(await round_of(vectors, [1.0, 1000.0]), vectors, [1.0, 1000.0], 1e-4)

@@ -1,0 +1,269 @@
+"""Trainers go on together, whatever a member that is broken or hostile sends: weights, values, calls, records."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from manyhands.averaging import messages
+from manyhands.averaging.messages import (
+    INVITE,
+    JOIN,
+    InviteRequest,
+    JoinRequest,
+    JoinResponse,
+    Position,
+)
+from manyhands.averaging.rounds import RoundRunner
+from manyhands.averaging.run_endpoint import RunEndpoint
+from manyhands.base.address import Address
+from manyhands.base.errors import ManyhandsError
+from manyhands.base.identity import PeerId
+from manyhands.optim.progress import ProgressRecord
+from manyhands.optim.progress_reader import ProgressReader, progress_key
+from manyhands.optim.run_records import declare_run
+from manyhands.peer import Presence
+from manyhands.testing import Host
+from tests.simulation.swarm_of_trainers import Member, Swarm, together
+from tests.simulation.worlds import join
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+HONEST = ("a", "b", "c")
+NUM_STEPS = 12
+BATCH = 4
+TARGET = 12
+RUN_ID = "swarm"
+
+
+def new_model() -> torch.nn.Module:
+    torch.manual_seed(3)
+    return torch.nn.Linear(300, 30)
+
+
+def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.5)
+
+
+def loss_of(model: torch.nn.Module, seed: int) -> torch.Tensor:
+    inputs = torch.randn(BATCH, 300, generator=torch.Generator().manual_seed(seed))
+    return torch.nn.functional.mse_loss(model(inputs), inputs[:, :30])
+
+
+def rounds_of(member: Member) -> RoundRunner:
+    return member.optimizer._collaboration._rounds
+
+
+# members
+
+
+Lie = Callable[[torch.Tensor, float], tuple[torch.Tensor, float]]
+
+
+def run_with_liar(lie: Lie, num_honest: int = 3) -> tuple[Swarm, dict[str, int]]:
+    """Three that train, and one whose vectors and weights are others than it has computed."""
+    swarm, losses = Swarm(seed=2), {}
+    names = [*HONEST[:num_honest], "liar"]
+
+    def train(member: Member) -> None:
+        together(len(names), member)
+        if member.name == "liar":
+            average = rounds_of(member).average
+
+            async def lying(flat_N: torch.Tensor, weight: float, **options: Any) -> Any:
+                return await average(*lie(flat_N, weight), **options)
+
+            rounds_of(member).average = lying  # type: ignore[method-assign]
+        for step in range(10 * NUM_STEPS):
+            others_are_done = swarm.done >= set(HONEST[:num_honest]) - {member.name}
+            if member.optimizer.global_step >= NUM_STEPS or (member.name == "liar" and others_are_done):
+                break
+            member.step(loss_of(member.model, 100 * step + names.index(member.name)))
+        losses[member.name] = loss_of(member.model, 5).item()
+
+    for name in names:
+        swarm.start(name, new_model, sgd, train, target_batch_size=BATCH * num_honest, batch_size_per_step=BATCH)
+    swarm.run()
+    return swarm, losses
+
+
+def test_a_huge_weight_counts_for_little_and_everybody_still_publishes() -> None:
+    swarm, losses = run_with_liar(lambda flat_N, weight: (flat_N, 2.0**52))
+    honest = [swarm.members[name] for name in HONEST]
+    for member in honest:
+        assert member.optimizer._replica.lineage_samples < 1000
+        assert member.optimizer.statistics.rounds_committed == NUM_STEPS
+        assert losses[member.name] < 1.2
+
+
+@pytest.mark.parametrize("kind", ["3e38", "reversed", "one value"])
+def test_values_that_are_too_large_never_count_and_their_sender_gets_no_place_after_three_rounds(kind: str) -> None:
+    """Nor does anybody else lose its place."""
+    spoil: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "3e38": lambda flat_N: torch.full_like(flat_N, 3e38),
+        "reversed": lambda flat_N: -100.0 * flat_N,
+        "one value": lambda flat_N: flat_N.clone().index_fill_(0, torch.tensor([4321]), 3e38),
+    }
+    swarm, losses = run_with_liar(lambda flat_N, weight: (spoil[kind](flat_N), weight))
+    honest = [swarm.members[name] for name in HONEST]
+    for member in honest:
+        counts = member.optimizer.statistics
+        assert counts.updates_refused == 0
+        assert counts.rounds_committed == NUM_STEPS
+        assert losses[member.name] < 1.2, "the loss at the begin is 1.3"
+        assert set(rounds_of(member)._matchmaker._view.conduct._refused) == {swarm.members["liar"].peer.peer_id}
+
+
+# strangers
+
+
+class Stranger:
+    """A peer of the DHT that makes calls and publishes records, and takes part in no round."""
+
+    def __init__(self, swarm: Swarm, presence: Presence) -> None:
+        self.presence = presence
+        self.endpoint = RunEndpoint(presence.endpoint, RUN_ID)
+        self.reader = ProgressReader(presence.endpoint, presence.dht, RUN_ID)
+        self.loop = asyncio.get_running_loop()
+        self.fingerprint = next(iter(swarm.members.values())).optimizer._collaboration._manifest.fingerprint()
+        self.honest = [member.peer.peer_id for member in swarm.members.values()]
+        self.position = Position(0, b"")
+        self.is_leading = False
+
+    async def look(self) -> None:
+        """Be where the others are."""
+        await self.reader.refresh()
+        records = [record for peer, record in self.reader.records().items() if peer in self.honest]
+        if records:
+            self.position = max((record.position for record in records), key=lambda at: at.step)
+
+    async def publish(self, samples: int = 0) -> None:
+        addresses = [str(address) for address in self.presence.endpoint.addresses]
+        record = ProgressRecord(self.position, samples, 1.0, 40 * self.position.step, False, addresses, 30.0)
+        value = msgspec.to_builtins(record, builtin_types=(bytes,))
+        await self.presence.dht.store(progress_key(RUN_ID), value, 30.0, subkey=self.endpoint.peer_id)
+
+    async def invite_all(self) -> None:
+        request = InviteRequest(self.position, self.fingerprint)
+        await asyncio.gather(
+            *(self.endpoint.call(peer_id, INVITE, request, 5.0) for peer_id in self.honest), return_exceptions=True
+        )
+
+    async def hold_places(self, *, is_early: bool) -> None:
+        own = messages.Member(
+            self.endpoint.peer_id, list(map(str, self.endpoint.addresses)), False, 0.0 if is_early else 1.0
+        )
+        request = JoinRequest(self.fingerprint, self.position, own, is_early=is_early)
+        await asyncio.gather(
+            *(self.endpoint.call(peer_id, JOIN, request, 12.0) for peer_id in self.honest), return_exceptions=True
+        )
+
+    async def never_answer(self, remote: PeerId, request: JoinRequest) -> JoinResponse:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+
+Attack = Callable[[Stranger], Awaitable[None]]
+QUIET_S, ATTACK_S = 30.0, 90.0
+
+
+def steps_under(attack: Attack, num_strangers: int = 1, *, is_lowest: bool = True) -> tuple[float, float, Swarm]:
+    """Steps a second before the attack and during it; the parameters of all stay equal."""
+    swarm = Swarm(seed=4)
+    swarm.start_coordinator()
+    times: list[float] = []
+
+    def train(member: Member) -> None:
+        together(len(HONEST), member)
+        loop, seen, step = swarm.world.loop, 0, 0
+        while loop.time() < QUIET_S + ATTACK_S:
+            member.step(
+                loss_of(member.model, 100 * step + HONEST.index(member.name)), 0.4 + 0.05 * HONEST.index(member.name)
+            )
+            step += 1
+            if member.name == "a" and member.optimizer.global_step > seen:
+                seen = member.optimizer.global_step
+                times.append(loop.time())
+        member.wait_for(member.optimizer.global_step)
+
+    for name in HONEST:
+        swarm.start(name, new_model, sgd, train, target_batch_size=8 * TARGET, batch_size_per_step=BATCH)
+    honest = [swarm.world.identity(name).peer_id for name in HONEST]
+    names = (f"stranger{number}" for number in range(100_000))
+    chosen = [
+        name
+        for name in (next(names) for _ in range(40 * num_strangers))
+        if not is_lowest or swarm.world.identity(name).peer_id < min(honest)
+    ][:num_strangers]
+
+    async def program(host: Host) -> None:
+        await asyncio.sleep(QUIET_S - 5.0)
+        presence = Presence(swarm.world.transport(host), rng=swarm.world.rng(host.name), wall_clock=host.wall_clock)
+        declare_run(presence.dht, RUN_ID)
+        try:
+            await presence.endpoint.listen([Address.of(host.ip, 0)])
+            await join(presence.dht, swarm._initial_peers)
+            await asyncio.sleep(QUIET_S - swarm.world.loop.time())
+            stranger = Stranger(swarm, presence)
+            while True:
+                try:
+                    await stranger.look()
+                    await attack(stranger)
+                except ManyhandsError:
+                    pass
+                await asyncio.sleep(0.3)
+        finally:
+            await presence.stop()
+
+    for name in chosen:
+        swarm.world.start(name, program)
+    swarm.run()
+    before = [at for at in times if 5.0 < at < QUIET_S]
+    during = [at for at in times if at >= QUIET_S]
+    return len(before) / (QUIET_S - 5.0), len(during) / ATTACK_S, swarm
+
+
+async def invites(stranger: Stranger) -> None:
+    await stranger.invite_all()
+
+
+async def invites_as_a_member(stranger: Stranger) -> None:
+    """With a record, and a group that never closes."""
+    if not stranger.is_leading:
+        stranger.endpoint.handle(JOIN, stranger.never_answer)
+        stranger.is_leading = True
+    await stranger.publish()
+    await stranger.invite_all()
+
+
+async def holds_places(stranger: Stranger) -> None:
+    await stranger.publish()
+    await stranger.hold_places(is_early=True)
+
+
+async def joins(stranger: Stranger) -> None:
+    """It is in the group, and does nothing there."""
+    await stranger.publish()
+    await stranger.hold_places(is_early=False)
+
+
+async def only_publishes(stranger: Stranger) -> None:
+    await stranger.publish()
+
+
+@pytest.mark.parametrize(
+    ("attack", "num_strangers"),
+    [(invites, 1), (invites_as_a_member, 1), (holds_places, 1), (joins, 1), (only_publishes, 1), (only_publishes, 20)],
+    ids=["invites", "a leader that never closes", "holds places", "joins and is silent", "records", "20 records"],
+)
+def test_strangers_neither_hold_up_steps_nor_have_them_made_too_early(attack: Attack, num_strangers: int) -> None:
+    before, during, swarm = steps_under(attack, num_strangers)
+    assert (0.6 if attack is joins else 0.7) * before <= during <= 1.2 * before
+    for member in swarm.members.values():
+        counts = member.optimizer.statistics
+        assert (counts.samples_dropped, counts.steps_alone, counts.states_loaded) == (0, 0, 0)

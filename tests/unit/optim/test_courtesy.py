@@ -1,0 +1,42 @@
+"""A peer that downloads the state again and again holds nobody up for long; one that then comes is waited for."""
+
+from __future__ import annotations
+
+import itertools
+
+from manyhands.base.identity import PeerId
+from manyhands.optim.courtesy import MAX_PAUSE_S, PAUSE_S, TIMES_IN_VAIN, Courtesy
+
+MATE, GUEST = PeerId("mate"), PeerId("guest")
+STEP_S = 10.0
+
+
+def test_who_never_comes_to_the_round_is_waited_for_three_times_and_then_hardly_ever() -> None:
+    """Whatever identity it takes."""
+    courtesy, waits = Courtesy(), []
+    for number in range(400):
+        now = number * STEP_S
+        if courtesy.is_due([PeerId(f"guest {number}")], now):
+            waits.append(now)
+        courtesy.note_step([MATE], now + 1.0)
+    assert waits[:TIMES_IN_VAIN] == [0.0, STEP_S, 2 * STEP_S]
+    gaps = [later - earlier for earlier, later in itertools.pairwise(waits[2:])]
+    assert gaps[0] >= PAUSE_S
+    assert gaps == sorted(gaps)
+    assert MAX_PAUSE_S <= gaps[-1] <= MAX_PAUSE_S + STEP_S
+
+
+def test_who_comes_is_waited_for_the_next_time_too() -> None:
+    courtesy = Courtesy()
+    for number in range(100):
+        now = number * STEP_S
+        assert courtesy.is_due([GUEST], now)
+        courtesy.note_step([MATE, GUEST] if number % 3 == 2 else [MATE], now + 1.0)
+
+
+def test_steps_that_wait_for_nobody_change_nothing() -> None:
+    courtesy = Courtesy()
+    for number in range(100):
+        assert not courtesy.is_due([], float(number))
+        courtesy.note_step([MATE], float(number))
+    assert courtesy.is_due([GUEST], 100.0)
