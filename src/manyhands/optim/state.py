@@ -240,6 +240,11 @@ def empty_tensors(specs: Sequence[TensorSpec]) -> list[torch.Tensor]:
     return [torch.empty(spec.shape, dtype=_DTYPES[spec.dtype]) for spec in specs]
 
 
+def itemsize_of(spec: TensorSpec) -> int:
+    """Bytes of one value of a tensor that was checked."""
+    return _DTYPES[spec.dtype].itemsize
+
+
 def as_bytes(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor of any dtype."""
     return bytes_of(tensor.reshape(-1).view(torch.uint8))

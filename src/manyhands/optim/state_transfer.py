@@ -19,7 +19,7 @@ from manyhands.base.errors import PeerError, ProtocolViolation, Refused, Unavail
 from manyhands.base.identity import PeerId
 from manyhands.base.structs import make_ready
 from manyhands.optim.run_manifest import RunManifest
-from manyhands.optim.state import State, StateHeader, as_bytes, checked_scalars, digest_of, empty_tensors
+from manyhands.optim.state import State, StateHeader, as_bytes, checked_scalars, digest_of, empty_tensors, itemsize_of
 from manyhands.rpc import Endpoint
 from manyhands.rpc.frames import UNREADABLE, readable
 from manyhands.transport.api import Stream
@@ -96,6 +96,7 @@ class StateServer:
         self._recent_rounds = recent_rounds
         self._captured: weakref.ref[State] | None = None  # lives as long as somebody downloads it
         self._capturing = asyncio.Lock()
+        self._serving: set[PeerId] = set()
         self._downloads = _Downloads()
         self._late_downloads = _Downloads()
         endpoint.accept_bulk(STREAM_KIND, self._on_stream, RunGate(endpoint, run_id, for_observers=True).check)
@@ -116,20 +117,25 @@ class StateServer:
             request = msgspec.msgpack.decode(header, type=StateRequest)
         except UNREADABLE as error:
             raise ProtocolViolation(remote, "a stream header that cannot be read") from error
-        if request.run_id == self._run_id:
+        if request.run_id != self._run_id:
+            await _send(stream, _encoded(StateAnswer(reason=f"this peer trains {self._run_id!r}")))
+        elif remote in self._serving or len(self._serving) >= MAX_DOWNLOADS:
+            await _send(stream, _encoded(StateAnswer(reason="it hands the state out as often as it can already")))
+        else:
             with ExitStack() as counting:
+                self._serving.add(remote)
+                counting.callback(self._serving.discard, remote)
                 if not request.is_onlooker:
                     counting.enter_context(self._downloads.one_more(remote))
                 if request.is_late:
                     counting.enter_context(self._late_downloads.one_more(remote))
-                await self._send_state(stream)
-                await _wait_until_taken(stream)
-        else:
-            await _send(stream, _encoded(StateAnswer(reason=f"this peer trains {self._run_id!r}")))
+                state = await self._current_state()
+                async with time_limit(_longest_s(state.header), f"handing the state out to peer {remote}"):
+                    await self._send_state(stream, state)
+                    await _wait_until_taken(stream)
         await stream.close(STALL_TIMEOUT_S)
 
-    async def _send_state(self, stream: Stream) -> None:
-        state = await self._current_state()
+    async def _send_state(self, stream: Stream, state: State) -> None:
         logger.info("peer %s downloads the state of step %d", stream.remote, state.header.position.step)
         await _send(stream, _encoded(StateAnswer(state.header, recent_rounds=state.recent_rounds)))
         for tensor in state.tensors:
@@ -215,8 +221,9 @@ async def _download_from(
             header, recent_rounds = await _receive_header(stream)
         _check_header(donor, header, manifest, wanted)
         tensors = empty_tensors(header.tensors)
-        for tensor in tensors:
-            await _receive(stream, as_bytes(tensor))
+        async with time_limit(_longest_s(header), f"the state of peer {donor}"):
+            for tensor in tensors:
+                await _receive(stream, as_bytes(tensor))
     finally:
         endpoint.release(stream)
     loop = asyncio.get_running_loop()
@@ -255,6 +262,12 @@ def _check_header(donor: PeerId, header: StateHeader, manifest: RunManifest, wan
         checked_scalars(header, manifest.tensors, len(manifest.hyper_parameters))
     except ValueError as error:
         raise ProtocolViolation(donor, f"its state does not fit: {readable(str(error))}") from error
+
+
+def _longest_s(header: StateHeader) -> float:
+    """What a transfer may take at both ends."""
+    num_bytes = sum(math.prod(spec.shape) * itemsize_of(spec) for spec in header.tensors)
+    return STALL_TIMEOUT_S + num_bytes / MIN_BYTES_PER_S
 
 
 def _encoded(answer: StateAnswer) -> bytes:
