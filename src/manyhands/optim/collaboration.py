@@ -227,8 +227,8 @@ class Collaboration:
         log = HealthLog()
         await asyncio.sleep(FIRST_LOOK_S)
         while True:
-            others = list(self.tracker.reader.observed())
-            self._clock_offset_s = await clock_offset_s(self._presence, self._rng.sample(others, len(others)))
+            others = filter(self._presence.endpoint.is_connected, self.tracker.reader.observed())
+            self._clock_offset_s = await clock_offset_s(self._presence, list(others))
             log.tell(self.health())
             await asyncio.sleep(LOOK_PERIOD_S)
 
