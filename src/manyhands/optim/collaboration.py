@@ -178,7 +178,9 @@ class Collaboration:
                 lambda: self.tracker.reader.recent_rounds,
             )
             parts.callback(server.close)
-            keeper = ManifestKeeper(presence.dht, presence.peer_id, manifest, self._check_new_run)
+            members = presence.members.get(manifest.run_id)
+            signed = members.charter.charter.manifest if members is not None else b""
+            keeper = ManifestKeeper(presence.dht, presence.peer_id, manifest, self._check_new_run, signed)
             await keeper.agree()
             parts.push_async_callback(keeper.close)
             parts.push_async_callback(self.tracker.close)
