@@ -283,3 +283,34 @@ def test_strangers_neither_hold_up_steps_nor_have_them_made_too_early(
         assert (counts.samples_dropped, counts.steps_alone, counts.states_loaded) == (0, 0, 0)
     if attack in (says_that_it_is_ahead, says_that_it_is_a_step_ahead):
         assert "and too few others do: it is not followed" in caplog.text
+
+
+def test_nobody_goes_alone_while_peers_of_its_last_rounds_answer(caplog: pytest.LogCaptureFixture) -> None:
+    """From some time on nobody finds a record in the DHT, as when hostile nodes hold the key."""
+    swarm = Swarm(seed=4)
+    blind_from_s, end_s = 20.0, 120.0
+
+    def train(member: Member) -> None:
+        together(len(HONEST), member)
+        dht, step = member.peer.presence.dht, 0
+        get = dht.get
+
+        async def nothing(key: str, **options: Any) -> Any:
+            return {} if key == progress_key(RUN_ID) else await get(key, **options)
+
+        while swarm.world.loop.time() < end_s:
+            if swarm.world.loop.time() > blind_from_s:
+                dht.get = nothing  # type: ignore[method-assign]
+            member.step(loss_of(member.model, 100 * step + HONEST.index(member.name)), 0.4)
+            step += 1
+        member.wait_for(member.optimizer.global_step)
+
+    for name in HONEST:
+        swarm.start(name, new_model, sgd, train, target_batch_size=8 * TARGET, batch_size_per_step=BATCH)
+    swarm.run()
+    assert "of its last rounds answer" in caplog.text
+    for member in swarm.members.values():
+        assert member.optimizer.statistics.steps_alone == 0
+        assert member.optimizer.statistics.rounds_committed > 8
+    held = [list(member.model.parameters()) for member in swarm.members.values()]
+    assert all(torch.equal(one, other) for other_held in held for one, other in zip(held[0], other_held, strict=True))

@@ -71,6 +71,10 @@ class Belief:
         while len(self._met) > MAX_MET:
             del self._met[next(iter(self._met))]
 
+    def recently_met(self, num: int) -> list[PeerId]:
+        """The last ones."""
+        return list(self._met)[-num:]
+
     def doubted(self, own: ProgressRecord, records: Mapping[PeerId, ProgressRecord]) -> frozenset[PeerId]:
         """Those who say that they are ahead, on a branch that this peer does not believe in."""
         ahead = {peer_id: record.position for peer_id, record in records.items() if is_ahead(record, own)}

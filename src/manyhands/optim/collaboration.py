@@ -17,9 +17,11 @@ from manyhands.averaging.limits import OPEN_LIMITS, MemberLimits
 from manyhands.averaging.messages import Position
 from manyhands.averaging.round_outcome import Phase
 from manyhands.averaging.rounds import RoundRunner
+from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ManyhandsError, RoundAborted, RunNotFound, Unavailable
 from manyhands.base.identity import PeerId
+from manyhands.optim.acquaintances import Acquaintances
 from manyhands.optim.advice import describe_late_states
 from manyhands.optim.averaged import Averaged
 from manyhands.optim.config import ProgressConfig
@@ -180,6 +182,8 @@ class Collaboration:
             parts.callback(server.close)
             members = presence.members.get(manifest.run_id)
             signed = members.charter.charter.manifest if members is not None else b""
+            self._acquaintances = Acquaintances(RunEndpoint(presence.endpoint, manifest.run_id), self.tracker)
+            parts.callback(self._acquaintances.close)
             keeper = ManifestKeeper(presence.dht, presence.peer_id, manifest, self._check_new_run, signed)
             await keeper.agree()
             parts.push_async_callback(keeper.close)
@@ -283,7 +287,9 @@ class Collaboration:
         await self._look_again()  # before a step that nobody else makes
         if not self._is_alone() or self.tracker.can_meet_somebody():
             return Decision.ACCUMULATE
-        return Decision.GO_ALONE if samples and not self._is_followed() else Decision.ACCUMULATE
+        if not samples or self._is_followed() or await self._acquaintances.answer():
+            return Decision.ACCUMULATE
+        return Decision.GO_ALONE
 
     def is_lull(self, samples: int, now: float) -> bool:
         """Whether a batch need not be reported, and nothing is due; safe to call from any thread."""

@@ -136,6 +136,15 @@ class ProgressReader:
             if known is None or known.record.addresses != record.addresses:
                 self._endpoint.learn(peer_id, readable_addresses(record.addresses))
 
+    def heard(self, peer_id: PeerId, record: ProgressRecord) -> None:
+        """A peer has told directly what it would publish now."""
+        now, known = asyncio.get_running_loop().time(), self._observed.get(peer_id)
+        reckoning = Reckoning.of(record, now)
+        sequence = known.sequence if known is not None else -1
+        self._observe(
+            peer_id, Observed(record, sequence, now + min(record.ttl_s, MAX_TTL_S), reckoning, record.position)
+        )
+
     def _observe(self, peer_id: PeerId, seen: Observed) -> None:
         self._observed[peer_id] = seen
         self._first_expiry = min(self._first_expiry, seen.expires_at)

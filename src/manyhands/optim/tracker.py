@@ -156,6 +156,20 @@ class ProgressTracker:
     def lineage_samples(self) -> int:
         return self._own.lineage_samples
 
+    @property
+    def own_record(self) -> ProgressRecord:
+        """What this peer would publish now."""
+        return self._own
+
+    def recently_met(self, num: int) -> list[PeerId]:
+        """The last ones that were in a committed round with this peer."""
+        return self._belief.recently_met(num)
+
+    def heard(self, peer_id: PeerId, record: ProgressRecord) -> None:
+        """A peer has told directly where it is."""
+        self.reader.heard(peer_id, record)
+        self._update_progress()
+
     def report(self, samples: int, samples_per_second: float, batch_s: float = 0.0) -> None:
         """This peer has accumulated ``samples`` since the last global step; a batch takes it so many seconds."""
         own = msgspec.structs.replace(
@@ -213,7 +227,7 @@ class ProgressTracker:
         """The members of a round have gone to ``position``."""
         self.reader.moved(members, position, lineage_samples)
         if members:
-            self._belief.met(members)
+            self._belief.met(peer_id for peer_id in members if peer_id != self._endpoint.peer_id)
         for peer_id in members:
             self._missing.pop(peer_id, None)
         self._expected = None
