@@ -27,7 +27,7 @@ def start(name: str, *arguments: str) -> Command:
 
 
 def test_every_example_is_tested_and_short() -> None:
-    assert {path.name for path in EXAMPLES.glob("*.py")} == set(SHOWS)
+    assert {path.name for path in EXAMPLES.glob("*.py")} == {*SHOWS, "hub_login.py"}  # tests/unit/access has that one
     for name in SHOWS:
         assert len((EXAMPLES / name).read_text().splitlines()) < 30
 

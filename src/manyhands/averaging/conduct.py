@@ -5,10 +5,7 @@ what another peer did                                          what follows here
 =============================================================  ======================================================
 it was to blame in two committed rounds in a row               it is not expected for 2 s, then 4 s, ... 60 s
 it was waited for in vain, or its group was, for as long as    it is not waited for, and its calls are not heeded, for
-anybody may be: the second time in a row, or the first time    30 s, then 60 s, ... 10 min; for 2 min, nobody is waited
-of a peer that has been in no round with this one              for that has been in no round with this one
-it was to blame in two rounds and gave nothing to them, and    it gets no place for 30 s, then 60 s, ...; and for 2
-has been in no other one with this one                         min as above
+anybody may be: the second time in a row                       30 s, then 60 s, ... 10 min
 its values were too large in three rounds                      it gets no place for 10 min, then 20 min, ...
 =============================================================  ======================================================
 
@@ -18,7 +15,6 @@ and ten of them make up for one in which the values were too large.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable
 from typing import TypeVar
 
@@ -28,7 +24,6 @@ OFFENCE_S = 2.0
 MAX_OFFENCE_S = 60.0
 IN_VAIN_S = 30.0
 MAX_IN_VAIN_S = 600.0
-WARY_S = 120.0
 REFUSED_S = 600.0
 MAX_REFUSED_S = 86400.0
 STRIKES = 3
@@ -43,32 +38,15 @@ class Conduct:
     """The record of the other peers, as this one has seen them."""
 
     def __init__(self) -> None:
-        self._met: dict[PeerId, None] = {}  # in committed rounds
         self._offences: dict[PeerId, tuple[int, float]] = {}  # how often in a row; until when it is not expected
         self._in_vain: dict[PeerId, tuple[int, float]] = {}  # likewise
-        self._silent: dict[PeerId, None] = {}  # strangers that gave nothing to a round
         self._strikes: dict[PeerId, float] = {}
         self._refused: dict[PeerId, tuple[int, float]] = {}  # how often; until when
-        self._wary_until = -math.inf
 
-    def note_round(
-        self, members: Iterable[PeerId], blamed: Collection[PeerId], now: float, silent: Collection[PeerId] = ()
-    ) -> None:
-        """A round has committed.
-
-        Args:
-            silent: members that gave nothing to it.
-        """
+    def note_round(self, members: Iterable[PeerId], blamed: Collection[PeerId], now: float) -> None:
+        """A round has committed."""
         for peer_id in members:
             is_to_blame = peer_id in blamed
-            if is_to_blame and peer_id in silent and peer_id not in self._met:
-                if peer_id in self._silent:
-                    self._refuse(peer_id, IN_VAIN_S, now)
-                    self._wary_until = now + WARY_S
-                _set(self._silent, peer_id, None)
-                continue
-            self._silent.pop(peer_id, None)
-            _set(self._met, peer_id, None)
             self._in_vain.pop(peer_id, None)
             num_before, _ = self._offences.pop(peer_id, (0, 0.0))
             if is_to_blame:
@@ -81,12 +59,9 @@ class Conduct:
 
     def note_in_vain(self, peer_id: PeerId, now: float) -> None:
         """A peer, or its group, was waited for as long as anybody may be, and did not come."""
-        is_stranger = peer_id not in self._met
-        num_before, _ = self._in_vain.pop(peer_id, (0 if is_stranger else -1, 0.0))
+        num_before, _ = self._in_vain.pop(peer_id, (-1, 0.0))
         longer_s = min(IN_VAIN_S * 2**num_before, MAX_IN_VAIN_S) if num_before >= 0 else 0.0
         _set(self._in_vain, peer_id, (num_before + 1, now + longer_s))
-        if is_stranger:
-            self._wary_until = now + WARY_S
 
     def strike(self, peer_id: PeerId, now: float) -> float:
         """The values of a peer were too large; returns for how long it gets no place any more, which may be 0 s."""
@@ -109,12 +84,11 @@ class Conduct:
     def is_heeded(self, peer_id: PeerId, now: float) -> bool:
         """Whether this peer goes where another one calls it."""
         is_in_vain = self._in_vain.get(peer_id, (0, now))[1] > now
-        is_doubtful = now < self._wary_until and bool(self._met) and peer_id not in self._met
-        return not (is_in_vain or is_doubtful or self.is_refused(peer_id, now))
+        return not (is_in_vain or self.is_refused(peer_id, now))
 
     def awaited(self, peers: Collection[PeerId], now: float) -> Collection[PeerId]:
         """Of some peers, those who are waited for."""
-        if not (self._offences or self._in_vain or self._refused or now < self._wary_until):
+        if not (self._offences or self._in_vain or self._refused):
             return peers
         return [
             peer_id

@@ -141,9 +141,7 @@ class Matchmaker:
         """
         manifest, others = verdict.manifest, [member.peer_id for member in group.members]
         others.remove(self._endpoint.peer_id)
-        weights = dict(zip(manifest.members, manifest.weights, strict=True)) if manifest is not None else {}
-        silent = [peer_id for peer_id, weight in weights.items() if weight == 0]
-        self._view.note_round(others, verdict.blamed, is_committed=manifest is not None, silent=silent)
+        self._view.note_round(others, verdict.blamed, is_committed=manifest is not None)
         for peer_id in struck:
             self._view.strike(peer_id)
 

@@ -84,7 +84,6 @@ class View:
         blamed: Collection[PeerId],
         *,
         is_committed: bool,
-        silent: Collection[PeerId] = (),
     ) -> None:
         """A round is over: who is to blame in it is not expected before a fresh record; the next time, longer.
 
@@ -95,7 +94,7 @@ class View:
             if peer_id in blamed:
                 self.report_missing(peer_id)
         if is_committed:
-            self.conduct.note_round(members, blamed, asyncio.get_running_loop().time(), silent)
+            self.conduct.note_round(members, blamed, asyncio.get_running_loop().time())
 
     def note_in_vain(self, peer_ids: Iterable[PeerId]) -> None:
         """These peers, or the groups that they led, were waited for as long as anybody may be."""

@@ -212,6 +212,7 @@ def no_clock(error: ManyhandsError | None) -> Finding:
 _PHRASES = {
     "timed_out": "no answer",
     "refused": "connection refused",
+    "held_back": "not dialled: too many dials to that host, or an address that strangers may not name",
     "unreachable": "no way there",
     "name_not_found": "the name does not resolve there",
     "wrong_identity": "another peer answers",

@@ -20,7 +20,6 @@ from manyhands.optim.belief import Belief, is_ahead
 from manyhands.optim.bell import Bell
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.progress import (
-    NEWS_SHARE,
     RANK_DELAY_S,
     Branch,
     Numbers,
@@ -50,6 +49,9 @@ WHOLE_READ_PERIOD_S = 5.0
 MAX_IN_NEED = 2
 """Peers that are behind, and that one in client mode calls on so that they can ask it for its state."""
 
+CALLED_SHARE = 0.5
+"""Of the target: what this peer must reckon with itself for a call to make a step due. Records are late, and it may not
+have read of those who have come; but nobody can have steps made of next to nothing."""
 DOUBT_S = 5.0
 """A peer that is not believed for so long is named."""
 SHUN_S = 600.0
@@ -280,7 +282,7 @@ class ProgressTracker:
         """
         if self.progress.samples >= self.target_batch_size:
             return True
-        return self._is_called and self.outlook.samples >= (1 - NEWS_SHARE) * self.target_batch_size
+        return self._is_called and self.outlook.samples >= CALLED_SHARE * self.target_batch_size
 
     def others_busy_until(self, instant: float) -> float:
         """When the last of the others here must have finished the batch that it computes at an instant (loop time)."""

@@ -55,7 +55,7 @@ def join_run(
         inner, settings = build_optimizer(model, run.recipe), _options(run, tuning)
         return Optimizer(inner, peer=peer, run_id=run_id, **settings, **options)
 
-    return until_reached(join, peer.sleep, f"joining run {run_id!r}")
+    return until_reached(join, lambda seconds: peer.sleep(seconds), f"joining run {run_id!r}")
 
 
 def join_run_as_rank(
