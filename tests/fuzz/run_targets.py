@@ -42,6 +42,7 @@ from manyhands.averaging.verdict_checks import checked as checked_verdict
 from manyhands.base.errors import PeerLost, ProtocolViolation, Refused
 from manyhands.base.identity import PeerId
 from manyhands.dht.records import decode_value, encode_value
+from manyhands.optim.acquaintances import WHERE, HereIAm, WhereAreYou
 from manyhands.optim.company import Company
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.metrics import HeldoutRecord, MetricsRecord
@@ -258,6 +259,8 @@ TARGETS = [
     Target(name=f"{VOTE.name}.response", seeds=_VERDICTS, run=_verdict, errors=_VIOLATION),
     _decoder(f"{ASK_VERDICT.name}.request", VerdictQuery, VerdictQuery(GROUP.group_id)),
     Target(name=f"{ASK_VERDICT.name}.response", seeds=_VERDICTS, run=_verdict, errors=_VIOLATION, weight=0.5),
+    _decoder(f"{WHERE.name}.request", WhereAreYou, WhereAreYou()),
+    _decoder(f"{WHERE.name}.response", HereIAm, HereIAm(ProgressRecord(AT, 8, 1.0, 64, False, [], 30.0))),
     _decoder(f"{ASK_MOVED.name}.request", MovedQuery, MovedQuery(GROUP.group_id, GROUP.leader)),
     _decoder(f"{ASK_MOVED.name}.response", Moved, Moved(3), Moved(is_gone=True)),
     _decoder("averaging.stream-header", StreamHeader, StreamHeader(GROUP.group_id)),
