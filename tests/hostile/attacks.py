@@ -38,7 +38,7 @@ from manyhands.dht.messages import StoreOutcome
 from manyhands.optim.progress import ProgressRecord
 from manyhands.optim.progress_reader import progress_key
 from manyhands.optim.replica import Replica
-from manyhands.optim.run_manifest import RunManifest, manifest_key, read_manifests, run_manifest_of
+from manyhands.optim.run_manifest import RunManifest, manifest_key, read_manifest
 from manyhands.optim.run_records import declare_run
 from manyhands.optim.state import Scalars, State, StateHeader, as_bytes, digest_of
 from manyhands.optim.state_transfer import STREAM_KIND, StateAnswer, StateRequest, StateServer
@@ -97,9 +97,9 @@ class Attacker:
         return [self.run(start()) for _ in range(num)]
 
     def manifest(self) -> RunManifest:
-        found = run_manifest_of(self.run(read_manifests(self.peer.dht, RUN_ID)))
-        assert found is not None
-        return found
+        signed = self.run(read_manifest(self.peer.dht, RUN_ID))
+        assert signed is not None
+        return signed.manifest  # type: ignore[no-any-return]
 
     async def honest(self, presence: Presence) -> dict[str, ProgressRecord]:
         """The records of the run, by peer id."""
