@@ -268,7 +268,7 @@ async def only_publishes(stranger: Stranger) -> None:
 
 
 HELD_UP_BY = (invites_as_a_member, holds_places, joins, only_publishes)
-"""These still cost more steps than they should: 0.35 to 0.65 of them are left (docs/dev/next.md)."""
+"""These still cost more steps than they should: 0.42 to 0.65 of them are left (docs/dev/next.md)."""
 
 
 @pytest.mark.parametrize(
@@ -282,7 +282,7 @@ def test_strangers_neither_hold_up_steps_nor_have_them_made_too_early(
     attack: Attack, num_strangers: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     before, during, swarm = steps_under(attack, num_strangers)
-    assert (0.3 if attack in HELD_UP_BY else 0.7) * before <= during <= 1.2 * before
+    assert (0.4 if attack in HELD_UP_BY else 0.7) * before <= during <= 1.2 * before
     for member in swarm.members.values():
         counts = member.optimizer.statistics
         assert (counts.samples_dropped, counts.steps_alone) == (0, 0)

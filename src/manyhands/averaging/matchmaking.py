@@ -145,6 +145,10 @@ class Matchmaker:
         for peer_id in struck:
             self._view.strike(peer_id)
 
+    def is_refused(self, peer_id: PeerId) -> bool:
+        """Whether a peer gets no place here for what it did in earlier rounds."""
+        return self._view.conduct.is_refused(peer_id, asyncio.get_running_loop().time())
+
     def follows(self, leader: PeerId) -> bool:
         """Whether this peer waits for the group of a leader; who goes to another one does not get it any more."""
         return self._standing.seeks_with(leader)

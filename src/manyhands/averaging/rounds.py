@@ -142,6 +142,10 @@ class RoundRunner:
         """Called when another peer begins to form the group of a round that has not begun."""
         return self._matchmaker.on_called_ahead
 
+    def is_refused(self, peer_id: PeerId) -> bool:
+        """Whether a peer gets no place here for what it did in earlier rounds."""
+        return self._matchmaker.is_refused(peer_id)
+
     async def close(self) -> None:
         await self._matchmaker.close()
         self._agreement.close()

@@ -322,7 +322,7 @@ class Collaboration:
         """Whether somebody is about to join a lone peer, which would be gone from where the newcomer comes to."""
         waited_s = asyncio.get_running_loop().time() - self._due_since()
         is_time = waited_s < self._averaging.averaging_timeout_s
-        return is_time and self._courtesy.is_due(self._server.followers(NEWCOMER_S), self._due_since() + waited_s)
+        return is_time and self._courtesy.is_due(self._followers(), self._due_since() + waited_s)
 
     def _holds_for_latecomers(self) -> bool:
         """Whether to let somebody catch up whose last download took longer than a step; the others wait for this peer.
@@ -331,8 +331,13 @@ class Collaboration:
         """
         waited_s = asyncio.get_running_loop().time() - self._due_since()
         limit_s = self._averaging.matchmaking_time_s / 2
-        followers = self._server.followers(NEWCOMER_S, by_latecomers=True)
+        followers = self._followers(by_latecomers=True)
         return waited_s < limit_s and self._courtesy.is_due(followers, self._due_since() + waited_s)
+
+    def _followers(self, *, by_latecomers: bool = False) -> set[PeerId]:
+        """Those who load the state and may come to a round."""
+        followers = self._server.followers(NEWCOMER_S, by_latecomers=by_latecomers)
+        return {peer_id for peer_id in followers if not self._rounds.is_refused(peer_id)}
 
     def _due_since(self) -> float:
         """When a step from here was due at first, as far as anybody has asked (loop time)."""

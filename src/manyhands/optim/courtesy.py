@@ -7,13 +7,12 @@ from collections.abc import Collection
 
 from manyhands.base.identity import PeerId
 
-TIMES_IN_VAIN = 3
 PAUSE_S = 60.0
 MAX_PAUSE_S = 600.0
 
 
 class Courtesy:
-    """Three times in a row this peer waits for somebody that then is not in the round; then again only after a pause.
+    """Once this peer waits for somebody that then is not in the round; then again only after a pause.
 
     The first pause is one minute long, each further one twice as long as the one before, up to ten minutes. So a peer
     that downloads the state again and again holds nobody up for long, whatever identities it takes.
@@ -35,8 +34,7 @@ class Courtesy:
         """These peers have made the step."""
         if self._followers and self._followers.isdisjoint(members):
             self._in_vain += 1
-            if self._in_vain >= TIMES_IN_VAIN:
-                self._pause_until = now + min(PAUSE_S * 2.0 ** (self._in_vain - TIMES_IN_VAIN), MAX_PAUSE_S)
+            self._pause_until = now + min(PAUSE_S * 2.0 ** (self._in_vain - 1), MAX_PAUSE_S)
         elif self._followers:
             self._in_vain = 0
         self._followers = set()
