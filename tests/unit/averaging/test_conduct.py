@@ -48,7 +48,9 @@ def test_after_a_newcomer_that_did_not_come_no_other_is_waited_for_that_is_heard
     newcomer, earlier, later = peer(3), peer(4), peer(5)
     assert set(conduct.awaited([GOOD, newcomer, earlier], 1.0)) == {GOOD, newcomer, earlier}
     conduct.note_in_vain(newcomer, 5.0)
-    assert set(conduct.awaited([GOOD, newcomer, earlier, later], 5.0)) == {GOOD, newcomer, earlier}, "an identity costs nothing"
+    assert set(conduct.awaited([GOOD, newcomer, earlier, later], 5.0)) == {GOOD, newcomer, earlier}, (
+        "an identity costs nothing"
+    )
     assert conduct.is_heeded(later, 5.0), "it has a place if it comes by itself"
     conduct.note_round([GOOD, later], [], 6.0)
     assert later in conduct.awaited([GOOD, later], 6.0)
