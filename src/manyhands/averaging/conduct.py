@@ -7,14 +7,14 @@ it was to blame in two committed rounds in a row               it is not expecte
                                                                from the fourth on it gets no place meanwhile either
 it was waited for in vain, or its group was, for as long as    it is not waited for, and its calls are not heeded, for
 anybody may be: the second time in a row                       30 s, then 60 s, ... 10 min
-a newcomer, which has been in no committed round with this     for 2 min no newcomer is waited for that was heard of only
-peer, was waited for in vain                                   after that
+a newcomer, which has been in no committed round with this     for 2 min no newcomer is waited for that was heard of
+peer, was waited for in vain                                   only after that
 its values were too large in three rounds                      it gets no place for 10 min, then 20 min, ...
 =============================================================  ======================================================
 
 A peer that is not waited for has a place all the same if it comes by itself. A round without blame ends the first two,
-and ten of them make up for one in which the values were too large. New identities cost nothing, so those that come after
-one that was waited for in vain are believed less than those that were there before.
+and ten of them make up for one in which the values were too large. New identities cost nothing, so those that come
+after one that was waited for in vain are believed less than those that were there before.
 """
 
 from __future__ import annotations
