@@ -25,6 +25,7 @@ from manyhands.rpc import Endpoint
 from manyhands.transport import Stream
 from manyhands.transport.passing import PassingStream
 from tests.swarm import RUN_ID, FixedRoster, averagers
+from tests.sweeps import few_of
 
 CONFIG = AveragingConfig(
     matchmaking_time_s=10.0, averaging_timeout_s=30.0, stream_timeout_s=5.0, chunk_bytes=4096, codec="none"
@@ -268,8 +269,8 @@ class Spy(PassingStream):
         await super().send_each(kept())
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("numel", [NUMEL, 40 * NUMEL])
+@pytest.mark.parametrize("value", few_of([float("nan"), float("inf"), float("-inf")]))
+@pytest.mark.parametrize("numel", few_of([NUMEL, 40 * NUMEL]))
 @pytest.mark.parametrize("at", [0, 1, 2, 3])
 async def test_ones_own_values_that_are_not_finite_never_leave(value: float, numel: int, at: int) -> None:
     """Wherever they are: in its own span, or in that of another member, which it does not reduce itself."""

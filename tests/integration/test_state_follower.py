@@ -25,6 +25,7 @@ from manyhands.recipes.albert.tokenizer_exchange import serve_tokenizer
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 
 
+@pytest.mark.timeout(40)  # and not once the false record, of 60 s, has expired
 def test_a_position_that_nobody_has_the_state_of_is_passed_over(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     rng = random.Random(0)

@@ -57,6 +57,7 @@ def test_transport(tmp_path: Path) -> None:
             assert result[name] > 0, name
 
 
+@pytest.mark.sweep
 def test_gil(tmp_path: Path) -> None:
     results, _ = results_of("gil.py", tmp_path, "--rates", "20", *TINY)
     assert [(result["loop"], result["mb_per_s_wanted"]) for result in results] == [
@@ -89,6 +90,7 @@ def test_codecs(tmp_path: Path) -> None:
     assert [result["mean_squared_error"] == 0 for result in results] == [True, True, False, False, False, False]
 
 
+@pytest.mark.sweep
 def test_rounding_drift(tmp_path: Path) -> None:
     arguments = ["--steps", "10", "--optimizers", "adamw", "--dtypes", "float32"]
     results, _ = results_of("rounding_drift.py", tmp_path, *arguments)
@@ -96,6 +98,7 @@ def test_rounding_drift(tmp_path: Path) -> None:
     assert 0 < results[2]["apart"]["10"] < results[3]["apart"]["10"] < 1e-6
 
 
+@pytest.mark.sweep
 def test_coordinator(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     arguments = ["--peers", "3", "--processes", "2", "--settle", "0.1", "--seconds", "0.5", "--json", str(path)]
@@ -110,6 +113,7 @@ def test_coordinator(tmp_path: Path) -> None:
     assert {"seconds", "cpu_percent", "cpu_ms_per_s_of_peer", "known_peers", "connected_peers"} <= result.keys()
 
 
+@pytest.mark.sweep
 def test_dht(tmp_path: Path) -> None:
     [result], _ = results_of(
         "dht.py", tmp_path, "--systems", "manyhands", "--peers", "3", "--ops", "4", "--warm-up", "1"
@@ -124,6 +128,7 @@ def test_dht(tmp_path: Path) -> None:
         assert result[name] >= 0, name
 
 
+@pytest.mark.sweep
 def test_dht_sim(tmp_path: Path) -> None:
     [result], _ = results_of("dht_sim.py", tmp_path, "--nodes", "24", "--minutes", "1")
     assert result["nodes"] == 24
@@ -132,6 +137,7 @@ def test_dht_sim(tmp_path: Path) -> None:
     assert result["churn_calls_per_node_and_min"] > result["rest_calls_per_node_and_min"] > 0
 
 
+@pytest.mark.sweep
 def test_dht_sockets(tmp_path: Path) -> None:
     arguments = ["--nodes", "6", "--per-process", "2", "--keys", "4", "--rest-s", "0.2", "--watch-s", "0.5"]
     (*phases, whole), _ = results_of("dht_sockets.py", tmp_path, *arguments, "--kill", "0.34")
@@ -140,6 +146,7 @@ def test_dht_sockets(tmp_path: Path) -> None:
     assert (whole["nodes"], whole["killed"], whole["stores_failed"]) == (6, 2, 0)
 
 
+@pytest.mark.sweep
 def test_allreduce(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     arguments = ["--peers", "2", "--mb", "1", "--rounds", "2", "--systems", "manyhands", "--codec", "none"]
@@ -156,6 +163,7 @@ def test_allreduce(tmp_path: Path) -> None:
     assert all(value > 0 for value in result.values()), result
 
 
+@pytest.mark.sweep
 def test_data(tmp_path: Path) -> None:
     result, _ = results_of("data.py", tmp_path, "--mb", "0.3", "--gb", "0.02", "--num-proc", "1", "--seconds", "0.01")
     known = {"prepare_mb_per_s", "first_sample_s", "loader_samples_per_s", "step_samples_per_s", "loader_x_step"}
@@ -193,6 +201,7 @@ def test_interrupt_leaves_nothing_behind() -> None:
 IS_LINUX = sys.platform == "linux"
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("case", "figure"), few_of([("idle", "idle_overhead"), ("sync", "peak_extra_x_params")]))
 def test_optimizer_overhead(tmp_path: Path, case: str, figure: str) -> None:
     few = ["--batches", "1", "--memory-mb", "1", "--cases", case]
@@ -214,6 +223,7 @@ def test_gpu(tmp_path: Path) -> None:
     assert copies.keys() == {"mb", "read_ms", "write_ms", "advance_ms", "peak_extra_x_params"}
 
 
+@pytest.mark.sweep
 def test_step_trace(tmp_path: Path) -> None:
     figures, output = results_of("step_trace.py", tmp_path)
     assert figures.keys() == {"files", "functions", "classes", "tasks", "frames_average_to_exchange"}

@@ -147,8 +147,7 @@ def test_the_rate_goes_by_the_global_step_and_all_samples_count(way: str) -> Non
                 "ConfigError: accelerate accumulates",
                 "transformers.CollaborativeCallback(trainer))",
             ),
-        ],
-        2,
+        ]
     ),
 )
 def test_what_would_go_wrong_is_refused_with_the_lines_to_write(way: str, says: str, write: str) -> None:

@@ -115,7 +115,7 @@ def assert_they_learnt_and_agree(trainers: list[Trainer]) -> None:
     assert len(by_step) == 2 or len({trainer.optimizer.state_digest() for trainer in trainers}) == 1
 
 
-@pytest.mark.parametrize("phase", few_of(PHASES, 2))
+@pytest.mark.parametrize("phase", few_of(PHASES))
 def test_a_process_killed_in_a_phase_of_a_step(phase: str) -> None:
     with survivors() as trainers, victim(phase, trainers[0].peer.addresses) as command:
         last_step: list[int] = []
@@ -155,6 +155,7 @@ def test_who_is_left_alone_by_a_kill_goes_on_before_the_record_of_the_dead_one_e
         assert counts.samples_dropped == 0
 
 
+@pytest.mark.sweep
 @pytest.mark.skipif(sys.platform == "win32", reason="there is no SIGSTOP")
 def test_a_process_that_was_frozen_notices_it_reloads_and_goes_on() -> None:
     with survivors() as trainers, victim("none", trainers[0].peer.addresses) as command:

@@ -132,6 +132,7 @@ def test_members_with_equal_lines_reduce_the_same_from_the_first_round_on(down_m
     assert measured.mbit_s == pytest.approx(FOUR, rel=0.1)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("factor", few_of([0.1, 0.5, 1.8]))
 def test_who_is_wrongly_taken_for_slow_or_fast_has_its_part_again_within_three_rounds(factor: float) -> None:
     """Then all have less to send, or one of them much more, and all look as fast as they are nevertheless."""
@@ -154,7 +155,7 @@ def test_a_line_that_gets_slower_and_faster_again_is_found_within_three_rounds(
     assert measured.owned[9] == EQUAL, measured.owned
 
 
-@pytest.mark.parametrize("rates", [(50, 20, 50, 20), (30, 20, 10, 20)])
+@pytest.mark.parametrize("rates", [(50, 20, 50, 20), pytest.param((30, 20, 10, 20), marks=pytest.mark.sweep)])
 def test_lines_of_different_rates_are_found(rates: Sequence[float]) -> None:
     """Nearly as fast as the best spans would be if there were no delays and no chunks."""
     up_mbit_s = {f"p{number}": rate for number, rate in enumerate(rates)}

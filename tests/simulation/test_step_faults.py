@@ -144,7 +144,7 @@ def test_a_peer_that_froze_for_half_a_minute_notices_reloads_and_goes_on() -> No
     assert_it_learns_and_agrees(swarm, ["p0", "p1", "p2"])
 
 
-@pytest.mark.parametrize("jump_s", [3600.0, -3600.0])
+@pytest.mark.parametrize("jump_s", few_of([3600.0, -3600.0]))
 def test_a_clock_that_jumps_by_an_hour_does_not_end_the_run(jump_s: float) -> None:
     """Its records count nowhere then, so the peer is alone until its clock is right; the others go on without it."""
     swarm, longest = Swarm(seed=6), Longest()
@@ -310,6 +310,7 @@ def newcomer_on_a_slow_link(seed: int, target_batch_size: int, num_steps: int) -
     return swarm
 
 
+@pytest.mark.sweep
 def test_a_newcomer_that_cannot_keep_up_says_what_would_help(caplog: pytest.LogCaptureFixture) -> None:
     logging.getLogger("manyhands").setLevel(logging.WARNING)
     swarm = newcomer_on_a_slow_link(seed=15, target_batch_size=48, num_steps=30)

@@ -100,26 +100,28 @@ class StateFollower:
             self._peer.sleep(RETRY_PERIOD_S if donors else LOOK_PERIOD_S)
 
     def _load_if_due(self, every: int) -> int | None:
-        records = believed_by_a_newcomer(self._look())
-        if not records:
+        looked = self._look()
+        if not looked:
             self._tell("Waiting for trainers in run %s whose state can be had")
             return None
-        leading = max(records.values(), key=rank_of).position
         here = self._step
-        if here is not None and here <= leading.step < here + every:
-            return None
-        # a position that nobody can prove by its state is passed over
-        positions = {record.position: rank_of(record) for record in records.values()}
-        for position in sorted(positions, key=lambda position: positions[position], reverse=True)[:MAX_POSITIONS]:
-            if here is not None and here <= position.step < here + every:
+        for _ in range(MAX_POSITIONS):
+            records = believed_by_a_newcomer(looked)
+            if not records:
                 break
+            position = max(records.values(), key=rank_of).position
+            if here is not None and here <= position.step < here + every:
+                return None
+            donors = self._donors_at(position, records)
             try:
-                self._replica.restore(self._download(self._donors_at(position, records), position))
+                self._replica.restore(self._download(donors, position))
             except (Unavailable, ValueError) as error:
                 logger.warning("%s", readable(str(error)))
             else:
                 self._step = self._replica.position.step
                 return self._step
+            # nobody can prove this position by its state: the others are believed without those who name it
+            looked = {peer_id: record for peer_id, record in looked.items() if peer_id not in donors}
         self._peer.sleep(RETRY_PERIOD_S)
         return None
 
