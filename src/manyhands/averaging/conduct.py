@@ -3,23 +3,18 @@
 =============================================================  ======================================================
 what another peer did                                          what follows here
 =============================================================  ======================================================
-it was to blame in two committed rounds in a row               it is not expected for 2 s, then 4 s, ... 60 s;
-                                                               from the fourth on it gets no place meanwhile either
+it was to blame in two committed rounds in a row               it is not expected for 2 s, then 4 s, ... 60 s
 it was waited for in vain, or its group was, for as long as    it is not waited for, and its calls are not heeded, for
 anybody may be: the second time in a row                       30 s, then 60 s, ... 10 min
-a newcomer, which has been in no committed round with this     for 2 min no newcomer is waited for that was heard of
-peer, was waited for in vain                                   only after that
 its values were too large in three rounds                      it gets no place for 10 min, then 20 min, ...
 =============================================================  ======================================================
 
 A peer that is not waited for has a place all the same if it comes by itself. A round without blame ends the first two,
-and ten of them make up for one in which the values were too large. New identities cost nothing, so those that come
-after one that was waited for in vain are believed less than those that were there before.
+and ten of them make up for one in which the values were too large.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable
 from typing import TypeVar
 
@@ -27,11 +22,8 @@ from manyhands.base.identity import PeerId
 
 OFFENCE_S = 2.0
 MAX_OFFENCE_S = 60.0
-MAX_OFFENCES = 3
-"""In a row, before a peer gets no place for a while."""
 IN_VAIN_S = 30.0
 MAX_IN_VAIN_S = 600.0
-WARY_S = 120.0
 REFUSED_S = 600.0
 MAX_REFUSED_S = 86400.0
 STRIKES = 3
@@ -48,9 +40,6 @@ class Conduct:
     def __init__(self) -> None:
         self._offences: dict[PeerId, tuple[int, float]] = {}  # how often in a row; until when it is not expected
         self._in_vain: dict[PeerId, tuple[int, float]] = {}  # likewise
-        self._met: dict[PeerId, None] = {}  # in committed rounds
-        self._heard_of: dict[PeerId, float] = {}  # since when, of those who are expected
-        self._held_up_at = -math.inf  # by a peer that this one had not met
         self._strikes: dict[PeerId, float] = {}
         self._refused: dict[PeerId, tuple[int, float]] = {}  # how often; until when
 
@@ -59,8 +48,6 @@ class Conduct:
         for peer_id in members:
             is_to_blame = peer_id in blamed
             self._in_vain.pop(peer_id, None)
-            if not is_to_blame:
-                _set(self._met, peer_id, None)
             num_before, _ = self._offences.pop(peer_id, (0, 0.0))
             if is_to_blame:
                 longer_s = min(OFFENCE_S * 2 ** (num_before - 1), MAX_OFFENCE_S) if num_before else 0.0
@@ -72,8 +59,6 @@ class Conduct:
 
     def note_in_vain(self, peer_id: PeerId, now: float) -> None:
         """A peer, or its group, was waited for as long as anybody may be, and did not come."""
-        if peer_id not in self._met:
-            self._held_up_at = now
         num_before, _ = self._in_vain.pop(peer_id, (-1, 0.0))
         longer_s = min(IN_VAIN_S * 2**num_before, MAX_IN_VAIN_S) if num_before >= 0 else 0.0
         _set(self._in_vain, peer_id, (num_before + 1, now + longer_s))
@@ -94,8 +79,7 @@ class Conduct:
 
     def is_refused(self, peer_id: PeerId, now: float) -> bool:
         """Whether a peer gets no place."""
-        num_offences, until = self._offences.get(peer_id, (0, now))
-        return self._refused.get(peer_id, (0, now))[1] > now or (num_offences > MAX_OFFENCES and until > now)
+        return self._refused.get(peer_id, (0, now))[1] > now
 
     def is_heeded(self, peer_id: PeerId, now: float) -> bool:
         """Whether this peer goes where another one calls it."""
@@ -104,18 +88,12 @@ class Conduct:
 
     def awaited(self, peers: Collection[PeerId], now: float) -> Collection[PeerId]:
         """Of some peers, those who are waited for."""
-        for peer_id in peers:
-            if peer_id not in self._heard_of:
-                _set(self._heard_of, peer_id, now)
-        is_wary = now < self._held_up_at + WARY_S
-        if not (is_wary or self._offences or self._in_vain or self._refused):
+        if not (self._offences or self._in_vain or self._refused):
             return peers
         return [
             peer_id
             for peer_id in peers
-            if self.is_heeded(peer_id, now)
-            and self._offences.get(peer_id, (0, now))[1] <= now
-            and not (is_wary and peer_id not in self._met and self._heard_of[peer_id] >= self._held_up_at)
+            if self.is_heeded(peer_id, now) and self._offences.get(peer_id, (0, now))[1] <= now
         ]
 
 
