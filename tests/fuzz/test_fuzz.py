@@ -19,7 +19,7 @@ from tests.fuzz.runner import CORPUS, Session, corpus_of, inputs_of
 from tests.fuzz.target import MAX_CPU_S, Target, decoded, fault_in
 from tests.fuzz.targets import TARGETS
 
-NUM_INPUTS = 200  # for a target of weight 1: all together take 5 s
+NUM_INPUTS = 500  # for a target of weight 1: all together take 5 s
 SEED = 1
 
 

@@ -13,6 +13,7 @@ from manyhands.averaging.messages import Member
 from manyhands.base.errors import RoundAborted
 
 ROW = 4096
+"""Values in one product: few enough that BLAS computes it on the calling thread."""
 
 
 class Spoiled(RoundAborted):
@@ -37,7 +38,7 @@ def square_of(values: torch.Tensor) -> float:
     """The sum of the squares of all values; infinite if one of them is not finite."""
     flat = values.numpy()
     num_whole = len(flat) - len(flat) % ROW
-    rows = flat[:num_whole].reshape(-1, 1, ROW)  # products so short stay on this thread: BLAS wakes no others for them
+    rows = flat[:num_whole].reshape(-1, 1, ROW)
     with np.errstate(over="ignore", invalid="ignore"):
         square = float(np.matmul(rows, rows.swapaxes(1, 2)).sum()) + float(np.dot(flat[num_whole:], flat[num_whole:]))
     if math.isfinite(square):

@@ -335,7 +335,7 @@ class Collaboration:
         return waited_s < limit_s and self._courtesy.is_due(followers, self._due_since() + waited_s)
 
     def _followers(self, *, by_latecomers: bool = False) -> set[PeerId]:
-        """Those who load the state and may come to a round."""
+        """The peers that load the state, without those that would get no place in a round."""
         followers = self._server.followers(NEWCOMER_S, by_latecomers=by_latecomers)
         return {peer_id for peer_id in followers if not self._rounds.is_refused(peer_id)}
 

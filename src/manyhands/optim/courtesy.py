@@ -12,10 +12,11 @@ MAX_PAUSE_S = 600.0
 
 
 class Courtesy:
-    """Once this peer waits for somebody that then is not in the round; then again only after a pause.
+    """Limits how often this peer waits for others that then miss the round.
 
-    The first pause is one minute long, each further one twice as long as the one before, up to ten minutes. So a peer
-    that downloads the state again and again holds nobody up for long, whatever identities it takes.
+    Each wait in vain is followed by a pause in which it waits for nobody: one minute at first, twice as long each
+    further time, up to ten minutes. So a peer that downloads the state again and again holds nobody up for long,
+    whatever identities it takes.
     """
 
     def __init__(self) -> None:

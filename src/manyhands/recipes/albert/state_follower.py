@@ -100,18 +100,15 @@ class StateFollower:
             self._peer.sleep(RETRY_PERIOD_S if donors else LOOK_PERIOD_S)
 
     def _load_if_due(self, every: int) -> int | None:
-        looked = self._look()
-        if not looked:
-            self._tell("Waiting for trainers in run %s whose state can be had")
-            return None
-        here = self._step
+        looked, here, has_failed = self._look(), self._step, False
         for _ in range(MAX_POSITIONS):
             records = believed_by_a_newcomer(looked)
             if not records:
+                self._tell("Waiting for trainers in run %s whose state can be had")
                 break
             position = max(records.values(), key=rank_of).position
             if here is not None and here <= position.step < here + every:
-                return None
+                break
             donors = self._donors_at(position, records)
             try:
                 self._replica.restore(self._download(donors, position))
@@ -120,9 +117,10 @@ class StateFollower:
             else:
                 self._step = self._replica.position.step
                 return self._step
-            # nobody can prove this position by its state: the others are believed without those who name it
+            has_failed = True  # none of them could prove the position by its state: decide again without them
             looked = {peer_id: record for peer_id, record in looked.items() if peer_id not in donors}
-        self._peer.sleep(RETRY_PERIOD_S)
+        if has_failed:
+            self._peer.sleep(RETRY_PERIOD_S)
         return None
 
     def _donors_at(self, position: Position, records: Mapping[PeerId, ProgressRecord]) -> list[PeerId]:
