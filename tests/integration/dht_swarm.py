@@ -14,7 +14,6 @@ from manyhands.rpc import Endpoint
 from manyhands.transport import MemoryNetwork, MemoryTransport, TlsTransport, Transport
 from tests.unit.dht.examples import WALL_NOW
 
-LISTEN = Address.parse("/ip4/127.0.0.1/tcp/0")
 TTL_S = 60.0
 CONFIG = DhtConfig(request_timeout_s=1.0, refresh_period_s=1000.0)  # upkeep happens when a test asks for it
 
@@ -37,6 +36,7 @@ class Swarm:
         config: DhtConfig = CONFIG,
         clock_skew_s: float = 0.0,
         identity: Identity | None = None,
+        host: str = "127.0.0.1",
     ) -> DhtNode:
         """A node that has joined; at the first one, if no other initial peers are given."""
         number = len(self.nodes)
@@ -45,7 +45,7 @@ class Swarm:
         endpoint = Endpoint(transport, client_mode=client_mode)
         self._stack.push_async_callback(endpoint.close)
         if not client_mode:
-            await endpoint.listen([LISTEN])
+            await endpoint.listen([Address.of(host, 0)])
         node = DhtNode(endpoint, config, random.Random(number), lambda: WALL_NOW + clock_skew_s)
         self._stack.push_async_callback(node.close)
         if initial_peers is None:

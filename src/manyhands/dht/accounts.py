@@ -6,14 +6,15 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from manyhands.dht.config import DhtConfig
+from manyhands.dht.networks import network_of
 from manyhands.dht.records import Reason, Record
 
 OPEN_SHARE = 0.5
 """Of a key's room, what records that anybody may have written can take."""
 
 SOURCE_SHARE = 0.75
-"""Of a key's room, what can come from one machine: key pairs cost nothing, and it must not keep others out. More than
-``OPEN_SHARE``, so that what anybody wrote there leaves room for what its other peers sign."""
+"""Of a key's room, what can come from one network: key pairs and its addresses cost little, and it must not keep others
+out. More than ``OPEN_SHARE``, so that what anybody wrote there leaves room for what its other peers sign."""
 
 
 @dataclass
@@ -23,7 +24,7 @@ class _Usage:
 
 
 class Accounts:
-    """Records and bytes by scope: in total, of an owner, from a source, of a key; of that also open, and by source."""
+    """Records and bytes by scope: in total, of an owner, from a source, of a key; of that also open, and by network."""
 
     def __init__(self, config: DhtConfig) -> None:
         self._usage: defaultdict[tuple[str, str], _Usage] = defaultdict(_Usage)
@@ -75,4 +76,9 @@ def _room(config: DhtConfig, share: float) -> tuple[int, int]:
 def _scopes_of(record: Record, source: str) -> list[tuple[str, str]]:
     """The accounts on which a record counts."""
     scopes = [("total", ""), ("key", record.key), ("owner", record.owner) if record.owner else ("open", record.key)]
-    return [*scopes, ("source", source), ("share", f"{source} {record.key}")] if source else scopes
+    return [*scopes, ("source", source), ("share", f"{_network_of(source)} {record.key}")] if source else scopes
+
+
+def _network_of(source: str) -> str:
+    """The network of a source, which is an IP address or an IPv6 network."""
+    return network_of(source.partition("/")[0])

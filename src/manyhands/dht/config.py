@@ -40,7 +40,7 @@ class DhtConfig:
         max_records: records that this node holds for others, in total.
         max_bytes: their size in total, with 256 bytes of overhead each.
         max_records_per_key: subkeys of one key. Records that anybody may have written take half of the room at most, so
-            that they never keep out what is signed, and those that came from one machine three quarters.
+            that they never keep out what is signed, and those that came from one network three quarters.
         max_bytes_per_key: their size; likewise.
         max_records_per_owner: signed records of one owner, so that one key pair cannot fill this node.
         max_bytes_per_owner: their size; likewise.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from manyhands.base.errors import Refused
 from manyhands.base.identity import PeerId
 from manyhands.dht.config import DhtConfig
-from manyhands.dht.ids import id_from_bytes, key_id
+from manyhands.dht.ids import id_from_bytes, key_id, node_id
 from manyhands.dht.messages import (
     FIND,
     MAX_TOPICS,
@@ -86,7 +86,10 @@ class Holder:
         contacts: list[Contact] = []
         point = id_from_bytes(request.target)
         if request.wants_contacts and not self._knows_same(point, request.nearest):
-            nearest = self._overlay.table.nearest(point, self._config.k + 1, in_order=False)
+            table = self._overlay.table
+            is_neighbour = point == node_id(remote)  # it wants to know who is near, wherever they are
+            find = table.nearest if is_neighbour else table.nearest_spread
+            nearest = find(point, self._config.k + 1)
             contacts = [contact for contact in nearest if contact.peer_id != remote][: self._config.k]
         if not request.key:
             return FindResponse(contacts)

@@ -2,8 +2,8 @@
 
 A contact goes from *known* through *asked* to *answered* or *failed*; on the way it may be *slow*. The shortlist is
 the ``num`` nearest contacts that did not fail. The lookup is finished when everybody on the shortlist has answered:
-nobody nearer is left to hear of. Who wants the replicas of a key wants few; who wants to be known to its neighbours
-wants ``k``.
+nobody nearer is left to hear of. A lookup of the holders of a key wants few, and few of one network
+(:mod:`manyhands.dht.networks`); one that makes this node known to its neighbours wants ``k``.
 
 A slow one is out of consideration until it answers: others are asked in its place, and nobody waits for it, as long as
 only a minority of the nearest is slow. If most are, it is this peer or its link that is slow, and all are waited for.
@@ -22,11 +22,12 @@ import enum
 import heapq
 import itertools
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from manyhands.base.identity import PeerId
 from manyhands.dht.ids import digest_of_distances, node_id
 from manyhands.dht.messages import Nearest
+from manyhands.dht.networks import spread
 from manyhands.dht.routing import Contact
 
 NUM_BAD = 3
@@ -54,6 +55,7 @@ class Lookup:
         num: how many of the nearest must have answered; ``k`` if not given.
         is_client: the peer that looks up is in nobody's table.
         may_know_all: the seeds are the nearest of all peers, most likely.
+        network_of: the network of a contact, as far as is known now; None if networks do not matter.
     """
 
     def __init__(
@@ -67,8 +69,12 @@ class Lookup:
         num: int | None = None,
         is_client: bool = False,
         may_know_all: bool = False,
+        network_of: Callable[[Contact], str] | None = None,
     ) -> None:
         self._target = target
+        self._network_of = network_of
+        self._networks: dict[int, str] = {}  # by distance
+        self._num_networks = 0
         self._k = k
         self._num = k if num is None else num
         self._alpha = alpha
@@ -83,6 +89,8 @@ class Lookup:
         self._named_by: dict[int, int | None] = dict.fromkeys(self._states)  # both distances; None if several did
         self._num_bad: Counter[int] = Counter()  # by who named them
         self._num_good: Counter[int] = Counter()  # likewise
+        if self._own_distance is not None:
+            self._locate(Contact(own_id, []))
         self._learn(seeds, None)
 
     @property
@@ -110,10 +118,11 @@ class Lookup:
         """
         if len(self._hopeful) < 2 * self._num or not (self._has_answer or self._may_know_all):
             return None
-        nearest = self._hopeful[: self._num]
-        if self._own_distance is not None and self._own_distance < nearest[-1]:
-            nearest[-1] = self._own_distance
-        return Nearest(self._num, digest_of_distances(nearest))
+        nearest = self._hopeful
+        if self._own_distance is not None:
+            nearest = nearest.copy()
+            bisect.insort(nearest, self._own_distance)
+        return Nearest(self._num, digest_of_distances(self._first(nearest)))
 
     def slow(self, peer_id: PeerId) -> None:
         """Note that a peer that was asked has not answered for long; nothing, if it has."""
@@ -132,6 +141,7 @@ class Lookup:
         """Note the answer of a peer that was asked: the contacts nearest to the target that it knows."""
         distance = self._end(peer_id, _State.ANSWERED)
         self._has_answer = True
+        self._locate(self._contacts[distance])  # now that it was reached
         self._note(self._num_good, distance, 1)
         self._learn(contacts, distance)
 
@@ -143,8 +153,8 @@ class Lookup:
 
     def nearest(self) -> list[Contact]:
         """The contacts that have answered, nearest first, at most ``num``; who was only named hides none."""
-        answered = (distance for distance in self._hopeful if self._states[distance] is _State.ANSWERED)
-        return [self._contacts[distance] for distance in itertools.islice(answered, self._num)]
+        answered = [distance for distance in self._hopeful if self._states[distance] is _State.ANSWERED]
+        return [self._contacts[distance] for distance in self._first(answered)]
 
     def _end(self, peer_id: PeerId, state: _State) -> int:
         distance = node_id(peer_id) ^ self._target
@@ -174,6 +184,7 @@ class Lookup:
                 states[distance] = _State.KNOWN
                 names[distance] = named_by
                 self._contacts[distance] = contact
+                self._locate(contact)
                 bisect.insort(self._hopeful, distance)
             elif names[distance] is not None and names[distance] != named_by and states[distance] is _State.KNOWN:
                 names[distance] = None
@@ -181,14 +192,25 @@ class Lookup:
     def _shortlist(self) -> list[int]:
         """The distances of the nearest that count."""
         hopeful = self._trusted() if self._num_bad else self._hopeful
-        nearest = hopeful[: self._num]
+        nearest = self._first(hopeful)
         if not self._num_slow:
             return nearest
         num_slow = sum(self._states[distance] is _State.SLOW for distance in nearest)
         if not 0 < 2 * num_slow < len(nearest):
             return nearest
-        others = (distance for distance in hopeful if self._states[distance] is not _State.SLOW)
-        return list(itertools.islice(others, self._num))
+        return self._first([distance for distance in hopeful if self._states[distance] is not _State.SLOW])
+
+    def _first(self, nearest: list[int]) -> list[int]:
+        """The first ``num`` of these distances; few of one network, if that matters."""
+        return (
+            spread(nearest, self._num, self._networks.__getitem__) if self._num_networks > 1 else nearest[: self._num]
+        )
+
+    def _locate(self, contact: Contact) -> None:
+        if self._network_of is not None:
+            network = self._network_of(contact)
+            self._num_networks += network not in self._networks.values()
+            self._networks[node_id(contact.peer_id) ^ self._target] = network
 
     def _trusted(self) -> list[int]:
         """Those that did not fail, but for those whom only peers with bad contacts named if there are enough others."""

@@ -79,7 +79,7 @@ class DhtNode:
         self.filters: dict[str, Filter] = {}
         self._storage = storage = Storage(config, self._schemas)
         own_id = endpoint.peer_id
-        replicas = Replicas(own_id, overlay.table, config, overlay.is_client)
+        replicas = Replicas(own_id, overlay.table, config, overlay.network_of, overlay.is_client)
         self._holder = holder = Holder(endpoint, config, overlay, storage, replicas, self._schemas, wall_clock)
         self._reader = Reader(own_id, config, overlay, storage, replicas, holder, self._schemas, rng, wall_clock)
         issuer = Issuer(endpoint.identity, config, wall_clock, self._schemas)

@@ -20,6 +20,7 @@ from manyhands.dht.config import DhtConfig
 from manyhands.dht.ids import ID_BITS, digest_of_distances, distance, id_to_bytes, node_id
 from manyhands.dht.lookup import Lookup
 from manyhands.dht.messages import FIND, PING, TOO_MANY_REQUESTS, FindRequest, FindResponse, Nearest, PingRequest
+from manyhands.dht.networks import network_of
 from manyhands.dht.proving import Prover
 from manyhands.dht.routing import MAX_ADDRESSES, Contact, RoutingTable
 from manyhands.rpc.endpoint import Endpoint
@@ -91,14 +92,15 @@ class Overlay:
     def seen(self, peer_id: PeerId) -> None:
         """Enter a peer that asked or answered; not one that nobody could ask, in client mode or behind a firewall."""
         now = asyncio.get_running_loop().time()
-        if self.table.is_heard_again(peer_id, now - HEARD_PERIOD_S, now - SAME_ADDRESSES_S, now):
+        network = self.network_of(peer_id)
+        if self.table.is_heard_again(peer_id, now - HEARD_PERIOD_S, now - SAME_ADDRESSES_S, now, network):
             return
         is_reached = self._endpoint.has_reached(peer_id)
         if not is_reached and not self.table.has_room(peer_id):
             return
         contact = self.contact_of(peer_id)
         if contact is not None and (is_reached or self._prover.meet(peer_id)):
-            self.table.seen(contact, now)
+            self.table.seen(contact, now, network)
 
     def doubt(self, peer_id: PeerId) -> None:
         """Dial a peer that nobody has reached since it began, though it was reached before that."""
@@ -111,6 +113,29 @@ class Overlay:
         if not addresses or self._endpoint.is_client(peer_id):
             return None
         return Contact(peer_id, [_text_of(address) for address in addresses[:MAX_ADDRESSES]])
+
+    def network_of(self, peer_id: PeerId, told: Sequence[str] = ()) -> str:
+        """The network of a peer: where this node has reached it, or else where it says that it is.
+
+        Args:
+            told: where others say that it is, if it has said nothing to this node.
+        Returns:
+            The peer's own id if nothing is known.
+        """
+        endpoint = self._endpoint
+        if peer_id == endpoint.peer_id:
+            addresses = [address for address in endpoint.addresses if not address.is_loopback] or endpoint.addresses
+        else:
+            addresses = endpoint.reached_at(peer_id)
+            if not addresses:
+                told = [*map(str, endpoint.addresses_to_tell(peer_id)), *told]
+        hosts = [address.host for address in addresses if address.protocol.startswith("ip")]
+        if not hosts:  # reached by a name, which its owner may have many of
+            hosts = [endpoint.host_of(peer_id)] if addresses else [_host_of(text) for text in told]
+        return next((network_of(host) for host in hosts if host), peer_id)
+
+    def _network_of_contact(self, contact: Contact) -> str:
+        return self.network_of(contact.peer_id, contact.addresses)
 
     def doubtful(self, peers: Iterable[PeerId]) -> list[PeerId]:
         """Of these peers those whom nothing shows to be there: no connection, no recent call, or a loss since then.
@@ -166,22 +191,17 @@ class Overlay:
         return await self.ask(contact.peer_id, method, request) if self._learn(contact) else None
 
     def nearest_known(self, target: int, num: int) -> tuple[list[PeerId], Nearest]:
-        """The peers nearest to a point as far as this node knows, itself among them, nearest first."""
-        peers = {node_id(contact.peer_id) ^ target: contact.peer_id for contact in self.table.nearest(target, num)}
-        if not self.is_client():
-            peers[self._own_point ^ target] = self._endpoint.peer_id
-        distances = sorted(peers)[:num]
-        return [peers[one] for one in distances], Nearest(num, digest_of_distances(distances))
+        """The peers that should hold a key, as far as this node knows, itself among them, nearest first."""
+        own_network = None if self.is_client() else self.network_of(self._endpoint.peer_id)
+        peers = self.table.holders(target, num, own_network, with_failed=False)
+        return peers, Nearest(num, digest_of_distances(node_id(peer_id) ^ target for peer_id in peers))
 
     def knows_same(self, target: int, nearest: Nearest) -> bool:
         """Whether this node, itself in a table of others, takes the same peers for the nearest to a point."""
-        distances = self.table.nearest_distances(target, nearest.num)
-        own_distance = self._own_point ^ target
-        if len(distances) < nearest.num:
-            distances.append(own_distance)
-        elif own_distance < distances[-1]:
-            distances[-1] = own_distance
-        return digest_of_distances(distances) == nearest.digest
+        own_network = self.network_of(self._endpoint.peer_id)
+        is_spread = nearest.num <= self._config.replicas  # who asks for more looks for its neighbours
+        peers = self.table.holders(target, nearest.num, own_network, is_spread=is_spread)
+        return digest_of_distances(node_id(peer_id) ^ target for peer_id in peers) == nearest.digest
 
     async def lookup(
         self,
@@ -206,11 +226,12 @@ class Overlay:
             Up to ``num`` contacts that answered just now, nearest first.
         """
         config = self._config
+        is_for_holders = num <= config.replicas
         if not seeds:
-            seeds = self.table.nearest(target, config.k, in_order=False)
+            seeds = self.table.nearest_spread(target, config.k)
             if len(seeds) < num:  # then also those that failed, but not often enough to be dropped
                 seeds = self.table.nearest(target, config.k, with_failed=True)
-        may_know_all = num <= config.replicas and self.table.may_hold_all()
+        may_know_all = is_for_holders and self.table.may_hold_all()
         own_id = self._endpoint.peer_id
         lookup = Lookup(
             target,
@@ -221,6 +242,7 @@ class Overlay:
             num=num,
             is_client=self.is_client(),
             may_know_all=may_know_all,
+            network_of=self._network_of_contact if is_for_holders else None,
         )
         point = id_to_bytes(target)
         deadline = asyncio.get_running_loop().time() + timeout_s
@@ -364,6 +386,15 @@ class _Asking:
 @functools.lru_cache(maxsize=16384)  # the same contacts come in every answer
 def _address_of(text: str, peer_id: PeerId) -> Address:
     return Address.parse(text).with_peer(peer_id)
+
+
+@functools.lru_cache(maxsize=16384)
+def _host_of(text: str) -> str:
+    """The host of an address as others tell it; empty if it cannot be read."""
+    try:
+        return Address.parse(text).host
+    except ConfigError:
+        return ""
 
 
 @functools.lru_cache(maxsize=16384)

@@ -1,6 +1,7 @@
 """Who holds a key: the peers nearest to it, as the last lookup found them.
 
 Rules:
+    * few of them are in one network (:mod:`manyhands.dht.networks`);
     * what a lookup found counts for ``REMEMBERED_PERIODS`` periods of upkeep, so that a peer that reads and writes the
       same keys looks up seldom;
     * it counts no longer once this node knows of somebody nearer: a newcomer, or a part of the swarm that was cut off;
@@ -12,7 +13,6 @@ Rules:
 
 from __future__ import annotations
 
-import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from manyhands.base.identity import PeerId
 from manyhands.dht.config import DhtConfig
 from manyhands.dht.ids import distance, key_id, node_id
+from manyhands.dht.networks import spread
 from manyhands.dht.routing import RoutingTable
 
 REMEMBERED_PERIODS = 16.0
@@ -40,6 +41,7 @@ class Replicas:
     Args:
         own_id: this node's.
         table: the peers that this node knows.
+        network_of: the network of a peer, this one included.
         is_client: whether it is in nobody's table, and so holds nothing for others; that may change.
     """
 
@@ -48,9 +50,11 @@ class Replicas:
         own_id: PeerId,
         table: RoutingTable,
         config: DhtConfig,
+        network_of: Callable[[PeerId], str] = lambda _: "",
         is_client: Callable[[], bool] = lambda: False,
     ) -> None:
         self._own_id = own_id
+        self._network_of = network_of
         self._is_client = is_client
         self._table = table
         self._num = config.replicas
@@ -63,14 +67,15 @@ class Replicas:
         """Of these peers and this one those that should hold a key, nearest first."""
         candidates = list(peers) if self._is_client() else [*peers, self._own_id]
         target = key_id(key)
-        return heapq.nsmallest(self._num, candidates, key=lambda peer: distance(node_id(peer), target))
+        candidates.sort(key=lambda peer: distance(node_id(peer), target))
+        return spread(candidates, self._num, self._network_of)
 
     def known(self, key: str) -> list[PeerId]:
         """Of all known peers, those that should hold a key."""
         version, peers = self._known.get(key, ((-1, False), []))
         if version != (now := (self._table.num_changes, self._is_client())):
-            nearest = self._table.nearest(key_id(key), self._num, with_failed=True)  # one failure may be the network's
-            peers = self.among(key, (contact.peer_id for contact in nearest))
+            own_network = None if self._is_client() else self._network_of(self._own_id)
+            peers = self._table.holders(key_id(key), self._num, own_network)  # one failure may be the link's
             if len(self._known) >= REMEMBERED_KEYS:
                 self._known.clear()
             self._known[key] = (now, peers)
@@ -82,7 +87,8 @@ class Replicas:
             return False
         version, is_own = self._is_own.get(key, ((-1, -1), False))
         if version != (now := (self._table.num_changes, self._table.num_silences)):
-            is_own = self._table.num_nearer(key_id(key)) < self._num
+            own_network = self._network_of(self._own_id)
+            is_own = self._own_id in self._table.holders(key_id(key), self._num, own_network, with_silent=False)
             if len(self._is_own) >= REMEMBERED_KEYS:
                 self._is_own.clear()
             self._is_own[key] = (now, is_own)

@@ -13,15 +13,18 @@ Source: Maymounkov & Mazieres, Kademlia, 2002, sections 2.2, 2.4 and 4.1.
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 import operator
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated
 
 import msgspec
 
 from manyhands.base.identity import PeerId
 from manyhands.dht.ids import ID_BITS, distance, node_id
+from manyhands.dht.networks import spread
 
 MAX_ADDRESSES = 8
 MAX_ADDRESS_LENGTH = 400  # a host name of 253 characters, a port and a peer id fit
@@ -43,11 +46,13 @@ class Contact(msgspec.Struct, frozen=True, gc=False):
 class _Entry(msgspec.Struct, eq=False, gc=False):
     contact: Contact
     heard_at: float
+    network: str
     num_failures: int = 0  # in a row
     is_silent: bool = False
 
 
 _heard_at = operator.attrgetter("heard_at")
+_network = operator.attrgetter("network")
 
 
 class _Bucket(msgspec.Struct, eq=False):
@@ -71,12 +76,14 @@ class RoutingTable:
     """
 
     def __init__(self, own_id: PeerId, k: int, max_failures: int) -> None:
+        self._own_id = own_id
         self._own_point = node_id(own_id)
         self._k = k
         self._max_failures = max_failures
         self._buckets: dict[int, _Bucket] = {}  # by the highest bit of the distance; most nodes have about 20 of 256
         self._indexes: list[int] = []  # of these, in order
         self._num_live = 0
+        self._num_in_network: Counter[str] = Counter()
         self.num_changes = 0
         self.num_silences = 0
 
@@ -96,9 +103,10 @@ class RoutingTable:
         live = (bucket.live.values() for bucket in self._buckets.values())
         return sum(not entry.num_failures and not entry.is_silent for entries in live for entry in entries)
 
-    def is_heard_again(self, peer_id: PeerId, just_now: float, since: float, now: float) -> bool:
+    def is_heard_again(self, peer_id: PeerId, just_now: float, since: float, now: float, network: str = "") -> bool:
         """As :meth:`seen` of a contact with the addresses that it has, if it was heard of ``since`` then, and nothing
-        has been wrong with it; else False. One that was heard of ``just_now`` is left as it is.
+        has been wrong with it; else False, also if its network is another now. One that was heard of ``just_now`` is
+        left as it is.
         """
         point = node_id(peer_id)
         bucket = self._buckets.get((point ^ self._own_point).bit_length())
@@ -111,7 +119,7 @@ class RoutingTable:
             return (
                 waiting is not None and waiting.heard_at >= just_now and not (waiting.num_failures or waiting.is_silent)
             )
-        if entry.heard_at < since or entry.num_failures or entry.is_silent:
+        if entry.heard_at < since or entry.num_failures or entry.is_silent or entry.network != network:
             return False
         if entry.heard_at < just_now:
             entry.heard_at = now
@@ -150,8 +158,8 @@ class RoutingTable:
         """All contacts, the nearest buckets first."""
         return [entry.contact for index in self._indexes for entry in self._buckets[index].live.values()]
 
-    def seen(self, contact: Contact, now: float = 0.0) -> None:
-        """Note that a peer just answered or asked; its addresses replace the old ones."""
+    def seen(self, contact: Contact, now: float = 0.0, network: str = "") -> None:
+        """Note that a peer just answered or asked; its addresses and network replace the old ones."""
         point = node_id(contact.peer_id)
         index = (point ^ self._own_point).bit_length()
         if not index:
@@ -165,6 +173,11 @@ class RoutingTable:
             self._set_silent(entry, False)
             if entry.contact != contact:
                 entry.contact = contact
+            if entry.network != network:
+                self._count(entry, -1)
+                entry.network = network
+                self._count(entry, 1)
+                self.num_changes += 1  # the holders of a key may be others now
             entry.heard_at, entry.num_failures = now, 0
             bucket.live[point] = entry
             return
@@ -172,9 +185,9 @@ class RoutingTable:
         if len(bucket.live) >= self._k:
             self._drop_one_that_failed(bucket)
         if len(bucket.live) < self._k:
-            self._enter(bucket, point, _Entry(contact, now))
+            self._enter(bucket, point, _Entry(contact, now, network))
             return
-        bucket.waiting[point] = _Entry(contact, now)
+        bucket.waiting[point] = _Entry(contact, now, network)
         if len(bucket.waiting) > self._k:
             del bucket.waiting[next(iter(bucket.waiting))]
 
@@ -207,15 +220,44 @@ class RoutingTable:
             if bucket.waiting:
                 self._enter(bucket, *bucket.waiting.popitem())
 
-    def num_nearer(self, target: int) -> int:
-        """How many contacts are nearer to a point than this node, but for those who fell silent."""
-        own_distance = distance(self._own_point, target)
-        return sum(
-            not entry.is_silent
-            for index, bucket in self._buckets.items()
-            if own_distance >> (index - 1) & 1  # then all of its contacts are nearer, else none is
-            for entry in bucket.live.values()
+    def holders(
+        self,
+        target: int,
+        num: int,
+        own_network: str | None,
+        *,
+        with_failed: bool = True,
+        with_silent: bool = True,
+        is_spread: bool = True,
+    ) -> list[PeerId]:
+        """The peers that should hold the records of a key, as far as this node knows, nearest first.
+
+        Args:
+            target: the point of the key.
+            own_network: this node's; None if it is a client and holds nothing.
+            with_failed: also those that failed since they were seen.
+            with_silent: also those that fell silent.
+            is_spread: few of one network; else simply the nearest.
+        """
+        own = [] if own_network is None else [_Entry(Contact(self._own_id, []), math.inf, own_network)]
+        entries = (
+            entry
+            for entry in self._nearest_first(target, own)
+            if (with_failed or not entry.num_failures) and (with_silent or not entry.is_silent)
         )
+        num_networks = len(self._num_in_network) + (bool(own) and own_network not in self._num_in_network)
+        is_spread = is_spread and num_networks > 1
+        nearest = spread(entries, num, _network) if is_spread else itertools.islice(entries, num)
+        return [entry.contact.peer_id for entry in nearest]
+
+    def nearest_spread(self, target: int, num: int) -> list[Contact]:
+        """The nearest contacts that have not failed, few of one network as long as there are others; in any order but
+        for the last one, which is the farthest if there are ``num``.
+        """
+        if len(self._num_in_network) <= 1:
+            return self.nearest(target, num, in_order=False)
+        entries = (entry for entry in self._nearest_first(target, []) if not entry.num_failures)
+        return [entry.contact for entry in spread(entries, num, _network)]
 
     def nearest(self, target: int, num: int, *, with_failed: bool = False, in_order: bool = True) -> list[Contact]:
         """The ``num`` contacts nearest to a point, nearest first.
@@ -236,15 +278,6 @@ class RoutingTable:
             if len(nearest) >= num:
                 break
         return nearest[:num]
-
-    def nearest_distances(self, target: int, num: int) -> list[int]:
-        """How far the ``num`` nearest contacts are from a point, nearest first, those that failed too."""
-        distances: list[int] = []
-        for index in self._from_nearest_on(distance(self._own_point, target)):
-            distances += sorted([point ^ target for point in self._buckets[index].live])
-            if len(distances) >= num:
-                break
-        return distances[:num]
 
     def may_hold_all(self) -> bool:
         """Whether every peer of the swarm may be in the table, as in a small one; whether they are, others must say.
@@ -274,6 +307,20 @@ class RoutingTable:
             if not own_distance >> (index - 1) & 1:
                 yield index
 
+    def _nearest_first(self, target: int, own: Sequence[_Entry]) -> Iterator[_Entry]:
+        """All contacts, and this node's own entry if it is given, in the order of their distance to a point."""
+        own_distance = distance(self._own_point, target)
+        has_own = not own
+        for index in self._from_nearest_on(own_distance):
+            if not has_own and not own_distance >> (index - 1) & 1:  # those after are farther than this node
+                has_own = True
+                yield from own
+            live = self._buckets[index].live
+            for point in sorted(live, key=target.__xor__):
+                yield live[point]
+        if not has_own:
+            yield from own
+
     def least_recently_seen(self) -> list[Contact]:
         """The first contact of each bucket: those whose life is most in doubt."""
         live = (self._buckets[index].live for index in self._indexes)
@@ -291,13 +338,19 @@ class RoutingTable:
 
     def _enter(self, bucket: _Bucket, point: int, entry: _Entry) -> None:
         bucket.live[point] = entry
+        self._count(entry, 1)
         self._num_live += 1
         self.num_changes += 1
 
     def _drop(self, bucket: _Bucket, point: int) -> None:
-        del bucket.live[point]
+        self._count(bucket.live.pop(point), -1)
         self._num_live -= 1
         self.num_changes += 1
+
+    def _count(self, entry: _Entry, sign: int) -> None:
+        self._num_in_network[entry.network] += sign
+        if not self._num_in_network[entry.network]:
+            del self._num_in_network[entry.network]
 
     def _drop_one_that_failed(self, bucket: _Bucket) -> None:
         """The one that was not seen for longest, if there is any."""

@@ -194,6 +194,10 @@ class Endpoint:
         """Where a peer can be dialled, as far as is known here; the best first."""
         return self._book.addresses_of(peer_id)
 
+    def reached_at(self, peer_id: PeerId) -> list[Address]:
+        """Where this peer has reached another one, the latest first."""
+        return self._book.reached_at(peer_id)
+
     @property
     def num_connected_peers(self) -> int:
         """Peers to which a control connection is open, those in client mode too."""

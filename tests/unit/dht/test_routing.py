@@ -58,15 +58,14 @@ def test_every_history_keeps_the_table_valid_and_nearest_agrees_with_sorting(
         validate(table, k, max_failures)
     by_distance = sorted(table.contacts(), key=lambda contact: distance(node_id(contact.peer_id), target))
     assert table.nearest(target, num, with_failed=True) == by_distance[:num]
-    assert table.nearest_distances(target, num) == [node_id(one.peer_id) ^ target for one in by_distance[:num]]
+    assert table.holders(target, num, None) == [one.peer_id for one in by_distance[:num]]
     sound = [contact for contact in by_distance if contact.peer_id not in failed]
     assert table.nearest(target, num) == sound[:num]
     in_any_order = table.nearest(target, num, in_order=False)
     assert {one.peer_id for one in in_any_order} == {one.peer_id for one in sound[:num]}
     assert in_any_order[num - 1 :] == sound[num - 1 : num], "the farthest one is the last"
-    assert table.num_nearer(target) == sum(
-        distance(node_id(one.peer_id), target) < distance(node_id(OWN_ID), target) for one in by_distance
-    )
+    everyone = sorted([one.peer_id for one in by_distance] + [OWN_ID], key=lambda peer: node_id(peer) ^ target)
+    assert table.holders(target, num, "") == everyone[:num]
 
 
 def test_a_full_bucket_keeps_its_old_contacts() -> None:
@@ -176,19 +175,18 @@ def test_who_fell_silent_is_not_counted_as_nearer_until_it_is_heard_of_again() -
     for number in range(5):
         table.seen(contact(number))
     target = node_id(contact(2).peer_id)
-    num_nearer = table.num_nearer(target)
-    assert num_nearer == sum(distance(node_id(c.peer_id), target) < distance(node_id(OWN_ID), target)
-                             for c in table.contacts()) > 0  # fmt: skip
+    holders = table.holders(target, 20, "", with_silent=False)
+    assert len(holders) == 6
     num_changes = table.num_changes
     for _ in range(2):
         table.lost(contact(2).peer_id)
-        assert table.num_nearer(target) == num_nearer - 1
+        assert table.holders(target, 20, "", with_silent=False) == holders[1:]
         assert not table.is_sound(contact(2).peer_id)
         assert contact(2) in table.contacts(), "it may have had nothing to say"
     table.lost(PeerId("a stranger"))
     assert (table.num_changes, table.num_silences) == (num_changes, 1)
     table.seen(contact(2))
-    assert table.num_nearer(target) == num_nearer
+    assert table.holders(target, 20, "", with_silent=False) == holders
     assert table.is_sound(contact(2).peer_id)
     table.failed(contact(2).peer_id)
     assert not table.is_sound(contact(2).peer_id)

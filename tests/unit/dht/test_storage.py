@@ -172,13 +172,13 @@ def test_what_breaks_a_bound_is_refused_until_there_is_room(
     assert storage.put(last, NOW + 60, NOW + 1) is Reason.ACCEPTED, "the others have expired"
 
 
-def test_one_machine_does_not_keep_others_out_of_a_key_whatever_key_pairs_it_has() -> None:
+def test_one_network_does_not_keep_others_out_of_a_key_whatever_key_pairs_it_has() -> None:
     storage = Storage(DhtConfig(max_records_per_key=8))
     owners = [Identity.from_seed(bytes([number]) * 32) for number in range(8)]
     records = [owned_record(owner=owner, issued_at=NOW) for owner in owners]
-    of_one = [storage.put(record, NOW + 60, NOW, "10.0.0.1") for record in records]
+    of_one = [storage.put(record, NOW + 60, NOW, f"10.0.0.{number}") for number, record in enumerate(records)]
     assert of_one == [Reason.ACCEPTED] * 6 + [Reason.SOURCE_FULL] * 2
-    assert storage.put(records[7], NOW + 60, NOW, "10.0.0.2") is Reason.ACCEPTED
+    assert storage.put(records[7], NOW + 60, NOW, "10.0.1.1") is Reason.ACCEPTED
     assert storage.put(owned_record(owner=owners[0], key="other"), NOW + 60, NOW, "10.0.0.1") is Reason.ACCEPTED
 
 

@@ -1,0 +1,47 @@
+"""Who has many identities in one network fills no key."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+
+import pytest
+
+from manyhands.base.identity import Identity
+from manyhands.dht import DhtNode
+from manyhands.dht.ids import distance, key_id, node_id
+from manyhands.dht.records import Reason
+from tests.integration.dht_swarm import TTL_S, Swarm, values
+
+NUM_HONEST = 6
+NUM_FAKES = 7
+
+
+def swallow(node: DhtNode) -> None:
+    """Have a node say that it keeps what it is given, and keep nothing."""
+    node._storage.offer = lambda *_: Reason.ACCEPTED  # type: ignore[method-assign]
+
+
+def identities_near(key: str, num: int) -> list[Identity]:
+    """Those of 500 that are nearest to a key: less than a second of work."""
+    made = [Identity.from_seed(number.to_bytes(32, "little")) for number in range(1, 501)]
+    return sorted(made, key=lambda one: distance(node_id(one.peer_id), key_id(key)))[:num]
+
+
+@pytest.mark.parametrize("kind", ["memory", "tls"])
+async def test_seven_identities_near_a_key_do_not_hide_its_records(kind: str) -> None:
+    """They were the five nearest to the key of a run: after half a minute its three trainers were alone, each for
+    itself.
+    """
+    async with AsyncExitStack() as stack:
+        swarm = Swarm(stack)
+        honest = [await swarm.add(kind=kind, host=f"127.0.{number}.1") for number in range(1, NUM_HONEST + 1)]
+        for number, identity in enumerate(identities_near("run.progress", NUM_FAKES), start=1):
+            swallow(await swarm.add(kind=kind, host=f"127.0.100.{number}", identity=identity))
+        assert set(swarm.nearest("run.progress")[:5]).isdisjoint(honest)
+        for node in honest:
+            await node.refresh()
+        for number, node in enumerate(honest):
+            assert await node.store("run.progress", number, TTL_S, f"open-{number}") == 5, "the fakes say so as well"
+        for _ in range(3):
+            for node in honest:
+                assert await values(node, "run.progress") == {f"open-{number}": number for number in range(NUM_HONEST)}
