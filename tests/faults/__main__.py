@@ -5,7 +5,7 @@
     python -m tests.faults --case leaks    # 200 rounds that fail in one process: what they leave behind
 
 Each case is a round of four processes on loopback, of which one sends itself SIGKILL or SIGSTOP. All others must hold
-the same mean, in the bound that docs/rounds.md promises.
+the same mean, in the bound that docs/explanation/rounds.md promises.
 """
 
 from __future__ import annotations

@@ -34,6 +34,8 @@ from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.base.address import Address
 from manyhands.base.errors import ManyhandsError
 from manyhands.base.identity import Identity
+from manyhands.dht.config import DhtConfig
+from manyhands.dht.issuing import Issuer
 from manyhands.dht.messages import StoreOutcome
 from manyhands.optim.progress import ProgressRecord
 from manyhands.optim.progress_reader import progress_key
@@ -114,16 +116,19 @@ class Attacker:
         records = await self.honest(presence)
         return max(records.items(), key=lambda item: item[1].position.step) if records else None
 
-    async def publish(self, presence: Presence, **fields: Any) -> None:
-        """A progress record of an identity; what is not given is as an ordinary trainer has it."""
-        record = ProgressRecord(
+    def record(self, presence: Presence, **fields: Any) -> ProgressRecord:
+        """A progress record; what is not given is as an ordinary trainer has it."""
+        return ProgressRecord(
             **{
                 "position": Position(0, bytes(32)), "samples": 16, "samples_per_second": 300.0, "lineage_samples": 0,
                 "is_client": False, "addresses": [str(a) for a in presence.endpoint.addresses], "ttl_s": TTL_S,
                 "batch_s": BATCH_S, **fields,
             }
         )  # fmt: skip
-        value = msgspec.to_builtins(record, builtin_types=(bytes,))
+
+    async def publish(self, presence: Presence, **fields: Any) -> None:
+        """Publish such a record of an identity."""
+        value = msgspec.to_builtins(self.record(presence, **fields), builtin_types=(bytes,))
         await presence.dht.store(progress_key(RUN_ID), value, TTL_S, subkey=presence.peer_id)
 
 
@@ -288,6 +293,35 @@ def false_identities(attacker: Attacker) -> None:
     attacker.forever(0.5, act, *identities)
 
 
+def signatures_alone(num: int) -> Attack:
+    """More of them, without endpoints: one node publishes the records of all."""
+
+    def attack(attacker: Attacker) -> None:
+        publish_records_of(attacker, [Identity.generate() for _ in range(num)])
+
+    return attack
+
+
+def publish_records_of(attacker: Attacker, identities: list[Identity]) -> None:
+    for identity in identities:
+        print("identity", identity.peer_id, flush=True)
+    own = {identity.peer_id for identity in identities}
+
+    async def act(presence: Presence) -> None:
+        honest = {k: r for k, r in (await attacker.honest(presence)).items() if k not in own}
+        leader = max(honest.values(), key=lambda record: record.position.step)
+        fields = {"position": leader.position, "lineage_samples": leader.lineage_samples, "samples": TARGET // 4}
+        value = msgspec.to_builtins(attacker.record(presence, **fields), builtin_types=(bytes,))
+        records = [
+            Issuer(identity, DhtConfig(), time.time).issue(progress_key(RUN_ID), identity.peer_id, value, TTL_S)
+            for identity in identities
+        ]
+        writer: Any = next(part for part in vars(presence.dht).values() if type(part).__name__ == "Writer")
+        await writer._write(records)
+
+    attacker.forever(0.5, act)
+
+
 def swallow_the_key(attacker: Attacker) -> None:
     """Nodes that say that they hold what they are given, and know of nothing."""
     identities = attacker.more(7)
@@ -387,6 +421,8 @@ ATTACKS: dict[str, Attack] = {
     "a place and nobody comes": join_and_never_come,
     "a leader that never closes": lead_and_never_close,
     "20 false identities": false_identities,
+    "200 false identities": signatures_alone(200),
+    "1,000 false identities": signatures_alone(1000),
     "nodes that swallow the key": swallow_the_key,
     "manifests that unpack": manifests_that_unpack,
 }

@@ -1,11 +1,11 @@
-"""The program in docs/testing.md runs, and says what the page says."""
+"""The program in docs/reference/testing.md runs, and says what the page says."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-PAGE = Path(__file__).parents[2] / "docs" / "testing.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "testing.md"
 
 
 def test_the_program_on_the_page_runs() -> None:

@@ -58,7 +58,7 @@ class Position(msgspec.Struct, frozen=True, omit_defaults=True):
     Attributes:
         step: global step, the number of optimizer steps made so far.
         lineage: digest of all committed rounds that led here, so that a split is seen at the next meeting.
-        group_key: which group of the grid, in swarms that are too large for one; see docs/averaging.md.
+        group_key: which group of the grid, in swarms that are too large for one; see docs/explanation/averaging.md.
     """
 
     step: Count
@@ -92,7 +92,7 @@ class Group(msgspec.Struct, frozen=True):
     Attributes:
         min_span_numel: elements; of a vector with few of them not all members reduce a part.
         chunk_numel: elements that are encoded and reduced in one go, at most.
-        codec: the code of how values are encoded; see docs/wire.md.
+        codec: the code of how values are encoded; see docs/reference/wire.md.
         time_left_s: until the end of the leader's round, when it closed the group; 0 if it does not say.
     """
 
@@ -152,7 +152,7 @@ class RoundManifest(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Attributes:
         members, weights: by rank; a weight of 0 means that the member contributed nothing.
-        digest: BLAKE3 of the means as they travelled, or of the vector after a recovery; see docs/wire.md.
+        digest: BLAKE3 of the means as they travelled, or of the vector after a recovery; see docs/reference/wire.md.
         parts: of the whole vector, in order, if not all who have a weight contributed to all of it; else empty.
     """
 

@@ -1,4 +1,4 @@
-"""What to write instead of hivemind's argument names; docs/from-hivemind.md has them with the reasons."""
+"""What to write instead of hivemind's argument names; docs/how-to/from-hivemind.md has them with the reasons."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class FromHivemind:
         if foreign and (foreign := foreign - inspect.signature(cls.__init__).parameters.keys()):
             advice = "; ".join(_advice(name, text) for name, text in INSTEAD.items() if name in foreign)
             raise ConfigError(
-                f"manyhands.{cls.__name__} has other arguments than hivemind: {advice} (docs/from-hivemind.md)"
+                f"manyhands.{cls.__name__} has other arguments than hivemind: {advice} (docs/how-to/from-hivemind.md)"
             )
         return object.__new__(cls)
 

@@ -13,7 +13,7 @@ import manyhands
 from manyhands.base.errors import ConfigError
 from manyhands.base.from_hivemind import INSTEAD, FromHivemind
 
-PAGE = Path(__file__).parents[3] / "docs" / "from-hivemind.md"
+PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "from-hivemind.md"
 
 
 class Model(FromHivemind):
@@ -49,7 +49,7 @@ def test_each_is_told_what_to_write(kind: Any, named: dict[str, Any], says: str)
     first = () if kind is manyhands.Peer else (inner(),)
     with pytest.raises(ConfigError, match=says) as caught:
         kind(*first, **named)
-    assert "docs/from-hivemind.md" in str(caught.value)
+    assert "docs/how-to/from-hivemind.md" in str(caught.value)
 
 
 def test_what_the_class_knows_itself_and_what_nobody_knows_is_left_to_python() -> None:

@@ -18,7 +18,7 @@ from manyhands.monitor.events import Event, Listening
 from manyhands.recipes.albert.events import Counts
 from manyhands.recipes.albert.events import Event as TrainerEvent
 
-DOCS = Path(__file__).parents[3] / "docs" / "events.md"
+DOCS = Path(__file__).parents[3] / "docs" / "reference" / "events.md"
 
 
 def test_events_arrive_in_order_and_never_in_halves(tmp_path: Path) -> None:

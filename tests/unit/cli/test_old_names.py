@@ -177,7 +177,7 @@ def test_one_line(taken: Taken, capfd: pytest.CaptureFixture[str], words: str, m
 
 
 def test_the_docs_have_the_table() -> None:
-    page = Path(__file__).parents[3] / "docs" / "old-names.md"
+    page = Path(__file__).parents[3] / "docs" / "reference" / "old-names.md"
     assert old_names.as_markdown() in page.read_text(encoding="utf-8")
 
 

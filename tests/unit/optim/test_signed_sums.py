@@ -22,7 +22,7 @@ def some(*sizes: int) -> list[torch.Tensor]:
 
 
 def as_documented(tensors: list[list[float]], step: int) -> list[float]:
-    """By docs/wire.md, number by number."""
+    """By docs/reference/wire.md, number by number."""
     rows = [tensor[first : first + 1024] for tensor in tensors for first in range(0, len(tensor), 1024)]
     drawn = hashlib.shake_256(f"sketch after step {step}".encode()).digest(128 + len(rows) // 8 + 1)
     signs = [1 if drawn[number // 8] >> number % 8 & 1 else -1 for number in range(1024 + len(rows))]

@@ -4,7 +4,7 @@ The rules that all codecs keep, and that their tests check:
 
 - Values go piece by piece: a piece is worked on while it is in the processor's cache, and the encoding of a vector is
   that of its pieces, one after the other. The last piece may be shorter.
-- Little-endian, laid out as docs/wire.md says. The hosts are little-endian, too: x86-64 and AArch64.
+- Little-endian, laid out as docs/reference/wire.md says. The hosts are little-endian, too: x86-64 and AArch64.
 - What was decoded is the same in every bit on every machine: each product in it is exact, so that it does not matter
   whether the processor rounds between a multiplication and an addition. A round's vote relies on it: it compares what
   travelled, not what came of it. (Who switches ``torch.set_flush_denormal`` on gets zeros where others have values
