@@ -6,8 +6,8 @@ The averaging layer of the library (attendance, matchmaking, all-reduce, verdict
 read what one has stored 20 ms later. Before each step each value of each peer drifts by a number drawn from N(0, 1). In
 each step a peer fails with probability p: half of them sit it out, half are killed in its midst and started again 3 s
 later. The spread is the root mean square distance of all values from their mean after each step, those of who failed
-too. Ends with 1 if it is beyond the bound that docs/explanation/averaging.md states after some step. Takes about five minutes of
-CPU time.
+too. Ends with 1 if it is beyond the bound that docs/explanation/averaging.md states after some step. Takes about five
+minutes of CPU time.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class Swarm:
     group_sizes: list[int] = field(default_factory=list)
 
     def bounds(self, num_peers: int) -> list[float]:
-        """What docs/explanation/averaging.md says of the spread after each step: the square root of twice the share that failed.
+        """The bound of docs/explanation/averaging.md on the spread after each step: √(2 x the share that failed).
 
         Of those who failed in the step or in the one before. Who sits out stays about 1 from the others; who is killed
         leaves the mates of its groups with means of less.

@@ -10,8 +10,8 @@
     in doubt  <── verdict ───────────────────────────────────────┴── cannot be any more ──> ABORTED
         └─ coordinator lost: promises the next one, and asks all others meanwhile; nobody knows in the end: aborted here
 
-docs/explanation/rounds.md has the whole protocol. A member that aborts in doubt while others committed is behind; the lineage in
-the progress records shows it, and it loads the others' state. What a member believes in doubt it tells nobody.
+docs/explanation/rounds.md has the whole protocol. A member that aborts in doubt while others committed is behind; the
+lineage in the progress records shows it, and it loads the others' state. What a member believes in doubt it tells nobody.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How a round is decided: the coordinator's count and the member's promises. Pure; docs/explanation/rounds.md has the protocol.
+"""How a round is decided: the coordinator's count and the member's promises. Pure (docs/explanation/rounds.md).
 
 A round has *ballots*, numbered ``term * STAGES + stage``. The members of a ballot hold something, say so to its
 coordinator, and the coordinator does one of these, once for each ballot:

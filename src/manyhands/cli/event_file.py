@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 E = TypeVar("E")
 
 VERSION = 1
-"""Of the format, as docs/reference/events.md has it: raised when a field goes or means something else, not when one is added."""
+"""Of the format (docs/reference/events.md): raised when a field goes or means something else, not when one is added."""
 
 
 class EventWriter:

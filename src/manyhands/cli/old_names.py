@@ -1,4 +1,4 @@
-"""The options of the tutorials that our users come from, and what takes their place; docs/reference/old-names.md has the table.
+"""The options of the tutorials that our users come from, and what takes their place (docs/reference/old-names.md).
 
 Every row says what becomes of some options on some commands: another name, another way to write it, or nothing at all,
 with the reason. Options that are called alike need no row. Imports no torch.
