@@ -11,7 +11,8 @@
         └─ coordinator lost: promises the next one, and asks all others meanwhile; nobody knows in the end: aborted here
 
 docs/explanation/rounds.md has the whole protocol. A member that aborts in doubt while others committed is behind; the
-lineage in the progress records shows it, and it loads the others' state. What a member believes in doubt it tells nobody.
+lineage in the progress records shows it, and it loads the others' state. What a member believes in doubt it tells
+nobody.
 """
 
 from __future__ import annotations
