@@ -30,7 +30,7 @@ from _command_line import Parser, json_path, positive_int, progress_of, run, wri
 
 import manyhands
 from manyhands.averaging.tensor_list import TensorList
-from manyhands.optim.replica import Replica
+from manyhands.optim.step.replica import Replica
 
 Row = dict[str, Any]
 

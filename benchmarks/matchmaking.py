@@ -25,10 +25,10 @@ from pathlib import Path
 import torch
 from _roster import Everybody
 
+from manyhands.averaging.averager_loop import AveragerLoop
 from manyhands.averaging.config import AveragingConfig
-from manyhands.averaging.matchmaking import Matchmaker
+from manyhands.averaging.matchmaking.follower import Matchmaker
 from manyhands.averaging.messages import Position
-from manyhands.averaging.participation import Participation
 from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.averaging.tensor_list import TensorList
 from manyhands.base.address import Address
@@ -114,13 +114,13 @@ async def with_dht(num_peers: int, num_groups: int) -> list[float]:
         presence = Presence(TlsTransport(Identity.generate()), rng=random.Random(number))
         await presence.start(presences[0].endpoint.addresses if presences else [], [LOOPBACK])
         presences.append(presence)
-        members.append(Participation(presence, "benchmark", TensorList([torch.ones(10)]), config))
+        members.append(AveragerLoop(presence, "benchmark", TensorList([torch.ones(10)]), config))
         await members[-1].start()
     seconds = []
     for group in range(num_groups + 1):
         others_s: list[float] = []
 
-        async def step(member: Participation, others_s: list[float] = others_s) -> None:
+        async def step(member: AveragerLoop, others_s: list[float] = others_s) -> None:
             attempts = await member.step(torch.ones(10), 1.0, TIMEOUT_S)
             others_s.append(attempts.meter.averaging_s + attempts.meter.vote_s)
             if attempts.committed is None or len(attempts.committed.manifest.members) != num_peers:

@@ -6,12 +6,11 @@ Each peer begins with a number drawn from N(0, 1). In each round each peer fails
 out and keeps its number; the others of each group go on with their mean. Counted are the rounds until the variance
 over all peers, the failed ones too, is below 1e-9 and below 1e-4; the mean over the restarts is printed.
 
-Methods: ``grid`` is what the library does (manyhands.averaging.grid) in the grid that is named; ``fixed_grid`` is the
-same with the first coordinates for ever, as in the experiment of Ryabinin et al., Moshpit SGD, arXiv:2103.03239 (code:
-yandex-research/moshpit-sgd, averaging_experiments), ``random`` draws groups of the side of the grid anew in each round,
-and ``chosen`` is what the library would use for so many peers: the named grid, or random groups if half of its cells
-or more are empty.
-"""
+Methods: ``grid`` is what the library does (manyhands.averaging.grid.layout) in the grid that is named; ``fixed_grid``
+is the same with the first coordinates for ever, as in the experiment of Ryabinin et al., Moshpit SGD, arXiv:2103.03239
+(code: yandex-research/moshpit-sgd, averaging_experiments), ``random`` draws groups of the side of the grid anew in each
+round, and ``chosen`` is what the library would use for so many peers: the named grid, or random groups if half of its
+cells or more are empty."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ import statistics
 from collections import defaultdict
 from pathlib import Path
 
-from manyhands.averaging.grid import Layout, group_of, next_cell, next_layout
+from manyhands.averaging.grid.layout import Layout, group_of, next_cell, next_layout
 
 CASES = [
     (1024, (32, 32)),

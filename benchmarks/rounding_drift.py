@@ -5,7 +5,7 @@
 One replica computes gradients of a small transformer, and several others make the same steps with them: with another
 implementation of the optimizer (a loop, ``foreach``, ``fused``), another number of threads, or another precision within
 the update. Printed is the distance of each from the first after 10, 100, ... steps, as a fraction of the size of the
-parameters: what ``manyhands.optim.drift.bound_of`` must be well above.
+parameters: what ``manyhands.optim.run.drift.bound_of`` must be well above.
 
 ``one ulp`` moves each parameter by one unit of its last place in each step, up or down by chance: far more than any
 machine does. The learning rate is constant, and nothing decays, which is the worst case.

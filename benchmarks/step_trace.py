@@ -29,12 +29,12 @@ from _worker import Worker
 
 import manyhands
 from manyhands.averaging import AveragingConfig
-from manyhands.averaging.butterfly import Butterfly
+from manyhands.averaging.allreduce.butterfly import Butterfly
 from manyhands.base.identity import Identity
 from manyhands.optim import ProgressConfig
-from manyhands.optim.membership import Membership
+from manyhands.optim.blocking_client import BlockingRunClient
 
-FROM, TO = Membership.average.__code__, Butterfly.run.__code__
+FROM, TO = BlockingRunClient.average.__code__, Butterfly.run.__code__
 """Where the optimizer asks for a round, and where values are exchanged."""
 PACKAGES = ("manyhands/averaging/", "manyhands/optim/")
 LISTEN = ["/ip4/127.0.0.1/tcp/0"]

@@ -37,11 +37,11 @@ from manyhands.version import __version__
 
 if TYPE_CHECKING:
     from manyhands import optim
+    from manyhands.averaging.averager import Averager, RoundResult
     from manyhands.averaging.config import AveragingConfig
-    from manyhands.averaging.tensor_averager import Averager, RoundResult
     from manyhands.optim.config import ProgressConfig
     from manyhands.optim.optimizer import Optimizer
-    from manyhands.optim.process_group_optimizer import ProcessGroupOptimizer
+    from manyhands.optim.process_group import ProcessGroupOptimizer
     from manyhands.peer import Peer
 
 __all__ = [
@@ -76,13 +76,13 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Averager": "manyhands.averaging.tensor_averager",
+    "Averager": "manyhands.averaging.averager",
     "AveragingConfig": "manyhands.averaging.config",
     "Optimizer": "manyhands.optim.optimizer",
     "Peer": "manyhands.peer",
-    "ProcessGroupOptimizer": "manyhands.optim.process_group_optimizer",
+    "ProcessGroupOptimizer": "manyhands.optim.process_group",
     "ProgressConfig": "manyhands.optim.config",
-    "RoundResult": "manyhands.averaging.tensor_averager",
+    "RoundResult": "manyhands.averaging.averager",
 }
 _OF_TORCH = ("torch", "numpy", "blake3")
 """The packages of the extra ``torch``."""

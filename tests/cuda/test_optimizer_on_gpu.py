@@ -14,7 +14,7 @@ from accelerate import Accelerator
 
 import manyhands
 from manyhands.optim.accumulator import GradientAccumulator
-from manyhands.optim.replica import Replica
+from manyhands.optim.step.replica import Replica
 from tests.trainers import AVERAGING, FAST, in_threads, peers
 
 BATCH_SIZE = 4

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from manyhands.optim import Lamb
-from manyhands.optim.replica import Replica
+from manyhands.optim.step.replica import Replica
 
 NUM_STEPS = 1000
 SHAPES = [(500, 400), (1000,), (200, 300)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from manyhands.optim.signed_sums import PIECE, signed_sums
+from manyhands.optim.run.signed_sums import PIECE, signed_sums
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -11,8 +11,10 @@ from typing import Any
 import msgspec
 import torch
 
-from manyhands.averaging.attendance_record import ATTENDANCE, AttendanceRecord, next_position
-from manyhands.averaging.ballot import STAGES, Count
+from manyhands.averaging.allreduce.partition import owned_spans
+from manyhands.averaging.allreduce.probing import ASK_MOVED, Moved, MovedQuery
+from manyhands.averaging.commit.verdict_checks import checked as checked_verdict
+from manyhands.averaging.commit.votes import STAGES, VoteCount
 from manyhands.averaging.messages import (
     ASK_VERDICT,
     INVITE,
@@ -36,20 +38,18 @@ from manyhands.averaging.messages import (
     Vote,
     readable_addresses,
 )
-from manyhands.averaging.probing import ASK_MOVED, Moved, MovedQuery
-from manyhands.averaging.spans import owned_spans
-from manyhands.averaging.verdict_checks import checked as checked_verdict
+from manyhands.averaging.presence_record import ATTENDANCE, PresenceRecord, next_position
 from manyhands.base.errors import PeerLost, ProtocolViolation, Refused
 from manyhands.base.identity import PeerId
 from manyhands.dht.records import decode_value, encode_value
-from manyhands.optim.acquaintances import WHERE, HereIAm, WhereAreYou
-from manyhands.optim.company import Company
 from manyhands.optim.config import ProgressConfig
+from manyhands.optim.manifest import RunManifest, differences, manifest_key, read_manifest
 from manyhands.optim.metrics import HeldoutRecord, MetricsRecord
-from manyhands.optim.progress import ProgressRecord, aggregate, describe_progress, leading_branch, next_refresh_s
-from manyhands.optim.run_manifest import RunManifest, differences, manifest_key, read_manifest
-from manyhands.optim.state import State, capture, empty_tensors, hyper_parameters_of, restore, sealed, specs_of
-from manyhands.optim.state_transfer import StateAnswer, StateRequest, _check_header, _receive_header
+from manyhands.optim.run.acquaintances import WHERE, HereIAm, WhereAreYou
+from manyhands.optim.run.partition_detector import PartitionDetector
+from manyhands.optim.run.progress import ProgressRecord, aggregate, describe_progress, leading_branch, next_refresh_s
+from manyhands.optim.state.state import State, capture, empty_tensors, hyper_parameters_of, restore, sealed, specs_of
+from manyhands.optim.state.transfer import StateAnswer, StateRequest, _check_header, _receive_header
 from tests.fuzz.target import REMOTE, ByteStream, Target, decoded, finish
 from tests.network import identity_of
 from tests.unit.optim.fake_dht import FakeDht
@@ -133,7 +133,7 @@ def _join_response(data: bytes) -> None:
 def _vote(data: bytes) -> None:
     vote = decoded(data, Vote)
     for term in range(2):
-        count = Count(GROUP, term)
+        count = VoteCount(GROUP, term)
         vote.ballot = term * STAGES
         count.add(1, vote)
         count.add(0, Vote(GROUP.group_id, b"d" * 32, ballot=vote.ballot))
@@ -174,7 +174,7 @@ def _progress_record(data: bytes) -> None:
 
 
 def _attendance_record(data: bytes) -> None:
-    record = msgspec.convert(decode_value(data), AttendanceRecord)
+    record = msgspec.convert(decode_value(data), PresenceRecord)
     readable_addresses(record.addresses)
     after = next_position(record.position, MANIFEST)
     own = msgspec.structs.replace(record, position=after)
@@ -197,7 +197,7 @@ def _run_manifests(data: bytes) -> None:
     dht: Any = FakeDht()
     for number, value in enumerate((decode_value(data), zlib.compress(RUN.encoded()))):
         dht.put(manifest_key("run"), IDS[number], value, sequence=1)
-    quiet = logging.getLogger("manyhands.optim.run_manifest")
+    quiet = logging.getLogger("manyhands.optim.manifest")
     quiet.disabled = True
     try:
         signed = finish(read_manifest(dht, "run"))
@@ -216,7 +216,7 @@ def _run_manifests(data: bytes) -> None:
 
 def _state(data: bytes) -> None:
     header, recent_rounds = finish(_receive_header(ByteStream(data)))
-    company = Company()
+    company = PartitionDetector()
     company.follow(recent_rounds)
     assert len(company.recent_rounds) <= NUM_RECENT_STEPS
     company.strangers({IDS[0]: [b"8 bytes."] * NUM_RECENT_STEPS, IDS[1]: recent_rounds})
@@ -268,7 +268,7 @@ TARGETS = [
     Target(name="run.progress-record", seeds=_values(*RECORDS), run=_progress_record, errors=(ValueError,)),
     Target(
         name="averaging.attendance-record",
-        seeds=_values(AttendanceRecord(AT, b"t" * 32, "1 with 3 values", 2, False, ["/ip4/10.0.0.1/tcp/1"])),
+        seeds=_values(PresenceRecord(AT, b"t" * 32, "1 with 3 values", 2, False, ["/ip4/10.0.0.1/tcp/1"])),
         run=_attendance_record,
         errors=(ValueError,),
     ),

@@ -37,13 +37,13 @@ from manyhands.base.identity import Identity
 from manyhands.dht.config import DhtConfig
 from manyhands.dht.issuing import Issuer
 from manyhands.dht.messages import StoreOutcome
-from manyhands.optim.progress import ProgressRecord
-from manyhands.optim.progress_reader import progress_key
-from manyhands.optim.replica import Replica
-from manyhands.optim.run_manifest import RunManifest, manifest_key, read_manifest
-from manyhands.optim.run_records import declare_run
-from manyhands.optim.state import Scalars, State, StateHeader, as_bytes, digest_of
-from manyhands.optim.state_transfer import STREAM_KIND, StateAnswer, StateRequest, StateServer
+from manyhands.optim.manifest import RunManifest, manifest_key, read_manifest
+from manyhands.optim.run.progress import ProgressRecord
+from manyhands.optim.run.progress_reader import progress_key
+from manyhands.optim.run.records import declare_run
+from manyhands.optim.state.state import Scalars, State, StateHeader, as_bytes, digest_of
+from manyhands.optim.state.transfer import STREAM_KIND, StateAnswer, StateRequest, StateServer
+from manyhands.optim.step.replica import Replica
 from manyhands.peer import Peer, Presence
 from manyhands.transport import Stream, TlsTransport
 from tests.hostile.trainer import BATCH_S, RUN_ID, TARGET, adam, joined, loss_of, new_model

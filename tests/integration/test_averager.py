@@ -12,7 +12,7 @@ import torch
 
 import manyhands
 from manyhands.averaging import AveragingConfig
-from manyhands.averaging.attendance_record import attendance_key
+from manyhands.averaging.presence_record import attendance_key
 from manyhands.base.errors import ConfigError, ManyhandsError, NothingToAverage
 from manyhands.testing.blocking import SimPeer, run_blocking
 from tests.averagers import RUN, close_all, join, sim_peers, step, step_all, weighted_mean

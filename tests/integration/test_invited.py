@@ -22,9 +22,9 @@ from manyhands.base.address import parse_addresses
 from manyhands.base.errors import ConfigError, PeerError, Refused, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.base.ticket import Ticket
-from manyhands.optim.progress import ProgressRecord
-from manyhands.optim.progress_reader import progress_key
-from manyhands.optim.state_transfer import download_state
+from manyhands.optim.run.progress import ProgressRecord
+from manyhands.optim.run.progress_reader import progress_key
+from manyhands.optim.state.transfer import download_state
 from tests.network import identity_of
 from tests.trainers import LISTEN, Trainer, in_threads, kill
 

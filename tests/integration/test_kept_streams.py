@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from manyhands.averaging import partner_streams, stream_inbox, warm_streams
+from manyhands.averaging.allreduce import partner_streams, stream_inbox, warm_streams
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.round_outcome import RoundMeter
 from manyhands.averaging.rounds import RoundRunner

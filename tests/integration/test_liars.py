@@ -11,8 +11,8 @@ import msgspec
 import pytest
 import torch
 
-from manyhands.averaging import patience
-from manyhands.averaging.butterfly import Butterfly, Wanted
+from manyhands.averaging.allreduce import straggler_monitor
+from manyhands.averaging.allreduce.butterfly import Butterfly, Wanted
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import VOTE, Group, Vote
 from manyhands.averaging.round_outcome import CommittedRound
@@ -191,8 +191,8 @@ async def test_one_value_that_is_not_finite_spoils_what_comes_after_it() -> None
 @pytest.mark.parametrize("rank", RANKS)
 async def test_who_opens_its_streams_for_another_round_is_left_out(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it should be dialled it takes no stream of this round: it is stuck, to those who have dialled it."""
-    monkeypatch.setattr(patience, "SILENT_S", 0.2)
-    monkeypatch.setattr(patience, "STILL_S", {Wanted.VALUES: 0.5, Wanted.MEANS: 2.0})
+    monkeypatch.setattr(straggler_monitor, "SILENT_S", 0.2)
+    monkeypatch.setattr(straggler_monitor, "STILL_S", {Wanted.VALUES: 0.5, Wanted.MEANS: 2.0})
     async with averagers(4, kind="tls", config=CONFIG) as members:
         liar, results = await round_with(by_id(members), rank, another_round)
         for result in results:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from manyhands.averaging.commit.limits import MemberLimits
 from manyhands.averaging.config import AveragingConfig
-from manyhands.averaging.limits import MemberLimits
 from manyhands.averaging.round_outcome import CommittedRound
 from manyhands.base.deadline import time_limit
 from tests.swarm import averagers

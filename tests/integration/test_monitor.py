@@ -13,8 +13,8 @@ from manyhands.averaging.messages import Position
 from manyhands.monitor import RunMonitor
 from manyhands.monitor.events import Event, HeldoutSeen, StepMade
 from manyhands.optim.metrics import HeldoutRecord, MetricsRecord, heldout_key, publish_heldout, publish_metrics
-from manyhands.optim.progress import ProgressRecord
-from manyhands.optim.progress_reader import GOODBYE, progress_key
+from manyhands.optim.run.progress import ProgressRecord
+from manyhands.optim.run.progress_reader import GOODBYE, progress_key
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 

@@ -13,7 +13,8 @@ import msgspec
 import pytest
 import torch
 
-from manyhands.averaging.ballot import Voter
+from manyhands.averaging.commit.recovery import Recovery, Refill
+from manyhands.averaging.commit.votes import Voter
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import (
     ASK_VERDICT,
@@ -31,7 +32,6 @@ from manyhands.averaging.messages import (
     VerdictQuery,
     Vote,
 )
-from manyhands.averaging.recovery import Recovery, Refill
 from manyhands.averaging.round_outcome import CommittedRound
 from manyhands.averaging.rounds import RoundRunner
 from manyhands.averaging.run_endpoint import RunEndpoint

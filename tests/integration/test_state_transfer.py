@@ -15,10 +15,10 @@ from manyhands.averaging.messages import Position
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import Unavailable
 from manyhands.base.identity import PeerId
-from manyhands.optim import state_transfer
-from manyhands.optim.run_manifest import RunManifest
-from manyhands.optim.state import State, StateHeader, as_bytes, capture, digest_of, sealed, specs_of
-from manyhands.optim.state_transfer import STREAM_KIND, StateAnswer, StateServer, download_state
+from manyhands.optim.manifest import RunManifest
+from manyhands.optim.state import transfer
+from manyhands.optim.state.state import State, StateHeader, as_bytes, capture, digest_of, sealed, specs_of
+from manyhands.optim.state.transfer import STREAM_KIND, StateAnswer, StateServer, download_state
 from manyhands.rpc import Endpoint
 from manyhands.transport import Stream
 from tests.swarm import endpoints
@@ -201,7 +201,7 @@ def header_of(donor: Donor, **changes: Any) -> StateHeader:
 async def test_a_donor_that_misbehaves_is_named_and_the_next_is_asked(
     monkeypatch: pytest.MonkeyPatch, misbehave: Callable[[Stream], Awaitable[None]], reason: str
 ) -> None:
-    monkeypatch.setattr(state_transfer, "HEADER_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(transfer, "HEADER_TIMEOUT_S", 0.1)
     async with endpoints(3) as (one, two, newcomer):
         bad, donor = Donor(one), Donor(two)
         behave(bad, misbehave)
@@ -262,7 +262,7 @@ async def test_a_state_that_does_not_fit_is_refused_before_it_is_received() -> N
 
 
 async def test_a_donor_that_stands_still_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state_transfer, "STALL_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(transfer, "STALL_TIMEOUT_S", 0.1)
     async with endpoints(3) as (one, two, newcomer):
         bad, donor = Donor(one), Donor(two)
 
@@ -276,10 +276,10 @@ async def test_a_donor_that_stands_still_is_left(monkeypatch: pytest.MonkeyPatch
 
 
 async def test_a_newcomer_that_stands_still_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state_transfer, "STALL_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(transfer, "STALL_TIMEOUT_S", 0.1)
     async with endpoints(2) as (one, newcomer):
         donor = Donor(one)
-        request = msgspec.msgpack.encode(state_transfer.StateRequest("run"))
+        request = msgspec.msgpack.encode(transfer.StateRequest("run"))
         stream = await newcomer.open_bulk(donor.peer_id, STREAM_KIND, request)
         async with time_limit(5.0, "waiting for the donor to give up"):
             await stream.wait_closed()

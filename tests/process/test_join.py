@@ -14,9 +14,9 @@ from manyhands import Peer
 from manyhands.averaging.messages import Position
 from manyhands.base.address import Address
 from manyhands.base.ticket import Ticket
-from manyhands.optim.progress import ProgressRecord
-from manyhands.optim.progress_reader import progress_key
-from manyhands.optim.run_manifest import ManifestKeeper, RunManifest
+from manyhands.optim.manifest import ManifestKeeper, RunManifest
+from manyhands.optim.run.progress import ProgressRecord
+from manyhands.optim.run.progress_reader import progress_key
 from manyhands.recipes.albert.adoption import RunRecipe, facts_of
 from manyhands.recipes.albert.config import AlbertRecipe
 from tests.process.commands import LOOPBACK, Command, address_of, running

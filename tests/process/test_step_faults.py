@@ -15,12 +15,12 @@ import pytest
 import torch
 
 import manyhands
-from manyhands.averaging.agreement import Agreement
-from manyhands.averaging.butterfly import Butterfly
-from manyhands.averaging.matchmaking import Matchmaker
+from manyhands.averaging.allreduce.butterfly import Butterfly
+from manyhands.averaging.commit.agreement import Agreement
+from manyhands.averaging.matchmaking.follower import Matchmaker
 from manyhands.optim import ProgressConfig
-from manyhands.optim.collaboration import Collaboration
-from manyhands.optim.replica import Replica
+from manyhands.optim.run.collaboration import Collaboration
+from manyhands.optim.step.replica import Replica
 from manyhands.rpc import RpcConfig
 from tests.process.commands import Command
 from tests.sweeps import few_of

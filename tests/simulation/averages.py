@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from manyhands.averaging.averager import Averager, RoundResult
 from manyhands.averaging.config import AveragingConfig
-from manyhands.averaging.tensor_averager import Averager, RoundResult
 from manyhands.base.address import Address
 from manyhands.base.identity import PeerId
 from manyhands.peer import Presence

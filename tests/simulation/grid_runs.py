@@ -186,7 +186,7 @@ def reasons_counted(run: GridRun) -> Iterator[None]:
             if isinstance(record.args, tuple) and len(record.args) == 3:
                 run.reasons[str(record.args[2]).partition("did not commit here: ")[2]] += 1
 
-    logger, handler = logging.getLogger("manyhands.optim.step_rounds"), Counting()
+    logger, handler = logging.getLogger("manyhands.optim.run.step_rounds"), Counting()
     level, propagate = logger.level, logger.propagate
     logger.setLevel(logging.WARNING)
     logger.propagate = False

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
+from manyhands.averaging.averager_loop import AveragerLoop
 from manyhands.averaging.config import AveragingConfig
-from manyhands.averaging.participation import Participation
 from manyhands.averaging.tensor_list import TensorList
 from manyhands.base.address import Address
 from manyhands.dht import StoredValue
@@ -153,7 +153,7 @@ def grid_world(
         )
         await endpoint.listen([Address.of(host.ip, 0)])
         values = swarm.values[host.name] = first_values(host.name, own_rng)
-        participation = Participation(presence, "grid", TensorList([values]), config)
+        participation = AveragerLoop(presence, "grid", TensorList([values]), config)
         await participation.start()
         number = int(world.loop.time() // PERIOD_S) + 1
         while True:
@@ -166,7 +166,7 @@ def grid_world(
         others = [values for other, values in swarm.values.items() if other != name]
         return own_rng.choice(others).clone() if others else torch.ones(NUMEL)
 
-    async def take_step(host: Host, participation: Participation, values: torch.Tensor) -> None:
+    async def take_step(host: Host, participation: AveragerLoop, values: torch.Tensor) -> None:
         began = world.loop.time()
         attempts = await participation.step(values.clone(), weight_of[host.name], TIMEOUT_S)
         swarm.step_s.append(world.loop.time() - began)

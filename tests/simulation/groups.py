@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from manyhands.averaging.config import AveragingConfig
-from manyhands.averaging.matchmaking import Matchmaker
+from manyhands.averaging.matchmaking.follower import Matchmaker
 from manyhands.averaging.messages import Group, Position
 from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.base.address import Address

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 import numpy
 import torch
 
-from manyhands.averaging.butterfly import Butterfly
+from manyhands.averaging.allreduce.butterfly import Butterfly
 from manyhands.averaging.config import AveragingConfig
-from manyhands.averaging.messages import Group, Part
+from manyhands.averaging.messages import Group, SpanResult
 from manyhands.averaging.round_outcome import CommittedRound, Phase
 from manyhands.averaging.rounds import RoundRunner
 from manyhands.base.address import Address
@@ -191,7 +191,7 @@ class RoundWorld:
         name_of = {peer_id: name for name, peer_id in self.ids.items()}
         names = [name_of[member] for member in manifest.members]
         mean = numpy.zeros(self.numel)
-        for part in manifest.parts or [Part(0, self.numel, 0, [])]:
+        for part in manifest.parts or [SpanResult(0, self.numel, 0, [])]:
             weights = {name: self.weights[name] for rank, name in enumerate(names) if rank not in part.absent}
             total = sum(weights.values())
             for name, weight in weights.items():

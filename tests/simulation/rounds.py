@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from manyhands.averaging.config import AveragingConfig
-from manyhands.averaging.messages import Part, Position
+from manyhands.averaging.messages import Position, SpanResult
 from manyhands.averaging.round_outcome import CommittedRound
 from manyhands.averaging.rounds import RoundRunner
 from manyhands.base.address import Address
@@ -58,7 +58,7 @@ class Commits:
         if averaged_N is not None:
             if not torch.equal(self._means.setdefault(group_id, averaged_N), averaged_N):
                 self.wrong.append(f"{peer_id} holds another mean of {group_id.hex()}")
-            for part in manifest.parts or [Part(0, NUMEL, 0, [])]:
+            for part in manifest.parts or [SpanResult(0, NUMEL, 0, [])]:
                 here = {
                     member: float(weight)
                     for rank, (member, weight) in enumerate(weights.items())

@@ -10,9 +10,9 @@ import msgspec
 import pytest
 import torch
 
-from manyhands.averaging.attendance_record import LAST_ROUND, AttendanceRecord, attendance_key, first_position
+from manyhands.averaging.averager import Averager
 from manyhands.averaging.messages import Position
-from manyhands.averaging.tensor_averager import Averager
+from manyhands.averaging.presence_record import LAST_ROUND, PresenceRecord, attendance_key, first_position
 from manyhands.averaging.tensor_list import TensorList
 from manyhands.base.address import Address
 from manyhands.base.errors import ManyhandsError
@@ -108,7 +108,7 @@ def test_a_peer_that_publishes_made_up_places_does_not_stop_the_others(seed: int
             await presence.stop()
 
     tensors = TensorList([torch.zeros(NUMEL)]).fingerprint()
-    honest = msgspec.structs.asdict(AttendanceRecord(first_position("simulated"), tensors, "", 0, False, []))
+    honest = msgspec.structs.asdict(PresenceRecord(first_position("simulated"), tensors, "", 0, False, []))
     world.start("liar", lie)
     world.run(90.0)
     assert averages.num_rounds >= 20

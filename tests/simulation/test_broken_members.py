@@ -24,9 +24,9 @@ from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.base.address import Address
 from manyhands.base.errors import ManyhandsError
 from manyhands.base.identity import PeerId
-from manyhands.optim.progress import ProgressRecord
-from manyhands.optim.progress_reader import ProgressReader, progress_key
-from manyhands.optim.run_records import declare_run
+from manyhands.optim.run.progress import ProgressRecord
+from manyhands.optim.run.progress_reader import ProgressReader, progress_key
+from manyhands.optim.run.records import declare_run
 from manyhands.peer import Presence
 from manyhands.testing import Host
 from tests.simulation.swarm_of_trainers import Member, Swarm, together

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from manyhands.base.errors import ConfigError
-from manyhands.optim.collaboration import LULL_S, Collaboration
+from manyhands.optim.run.collaboration import LULL_S, Collaboration
 from manyhands.testing import at
 from tests.simulation.swarm_of_trainers import Member, Swarm, together
 from tests.simulation.test_drop_in import adam, new_model

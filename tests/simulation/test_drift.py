@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from manyhands.averaging.sketch import packed
-from manyhands.optim.drift import BOUND
-from manyhands.optim.signed_sums import Sketch
+from manyhands.optim.run.drift import BOUND
+from manyhands.optim.run.signed_sums import Sketch
 from tests.simulation.swarm_of_trainers import Member, Swarm, together
 from tests.sweeps import few_of
 
@@ -130,7 +130,7 @@ def cast(member: Member) -> None:
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.name.endswith("optim.drift")]
+    return [record.getMessage() for record in caplog.records if record.name.endswith("run.drift")]
 
 
 @pytest.mark.parametrize("change", few_of([forget_an_average, flip_a_bit, clamp, cast, spoil, overflow]))

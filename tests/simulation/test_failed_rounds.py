@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from manyhands.averaging.recovery import Recovery
+from manyhands.averaging.commit.recovery import Recovery
 from manyhands.averaging.round_trigger import RoundTrigger
-from manyhands.optim.global_step import GlobalStep
+from manyhands.optim.step.global_step import GlobalStep
 from tests.simulation.swarm_of_trainers import Member, Swarm, together
 from tests.simulation.test_delay import quadratic, sgd
 from tests.simulation.test_drop_in import new_model

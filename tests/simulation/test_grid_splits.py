@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from manyhands.averaging.messages import NUM_RECENT_STEPS
-from manyhands.optim.step_rounds import PARAMETERS_EVERY
+from manyhands.optim.run.step_rounds import PARAMETERS_EVERY
 from manyhands.testing import between
 from tests.simulation.swarm_of_trainers import PLAIN, Member, Swarm
 from tests.sweeps import few_of

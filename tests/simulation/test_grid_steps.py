@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from manyhands.averaging.agreement import Agreement
-from manyhands.averaging.butterfly import Butterfly
-from manyhands.averaging.matchmaking import Matchmaker
+from manyhands.averaging.allreduce.butterfly import Butterfly
+from manyhands.averaging.commit.agreement import Agreement
+from manyhands.averaging.matchmaking.follower import Matchmaker
 from manyhands.base.errors import ManifestMismatch
-from manyhands.optim.replica import Replica
-from manyhands.optim.step_rounds import PARAMETERS_EVERY
+from manyhands.optim.run.step_rounds import PARAMETERS_EVERY
+from manyhands.optim.step.replica import Replica
 from manyhands.testing import at
 from tests.simulation.swarm_of_trainers import (
     PLAIN,

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from manyhands.averaging.agreement import Agreement
-from manyhands.averaging.butterfly import Butterfly
-from manyhands.averaging.matchmaking import Matchmaker
+from manyhands.averaging.allreduce.butterfly import Butterfly
+from manyhands.averaging.commit.agreement import Agreement
+from manyhands.averaging.matchmaking.follower import Matchmaker
 from manyhands.averaging.messages import Position
 from manyhands.optim.statistics import Statistics
 from manyhands.testing import Fault, at, between

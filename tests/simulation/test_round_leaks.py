@@ -9,16 +9,16 @@ import logging
 import pytest
 import torch
 
-from manyhands.averaging.butterfly import Butterfly
-from manyhands.averaging.open_round import OpenRound
-from manyhands.averaging.recovery import Recovery
+from manyhands.averaging.allreduce.butterfly import Butterfly
+from manyhands.averaging.commit.recovery import Recovery
+from manyhands.averaging.commit.voting_state import VotingState
 from manyhands.testing import World
 from tests.simulation.rounds import NUMEL, start_rounds
 from tests.sweeps import few_of
 
 NAMES = ["p0", "p1", "p2", "p3"]
 NUM_LOOKS = 12
-KINDS = (OpenRound, Butterfly, Recovery, torch.Tensor)
+KINDS = (VotingState, Butterfly, Recovery, torch.Tensor)
 
 
 def kept(world: World) -> dict[str, int]:

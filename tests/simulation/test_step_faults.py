@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from manyhands.averaging.agreement import Agreement
-from manyhands.averaging.butterfly import Butterfly
-from manyhands.averaging.matchmaking import Matchmaker
-from manyhands.optim.collaboration import Collaboration
-from manyhands.optim.replica import Replica
+from manyhands.averaging.allreduce.butterfly import Butterfly
+from manyhands.averaging.commit.agreement import Agreement
+from manyhands.averaging.matchmaking.follower import Matchmaker
+from manyhands.optim.run.collaboration import Collaboration
+from manyhands.optim.step.replica import Replica
 from manyhands.testing import at, between
 from tests.simulation.swarm_of_trainers import Member, Swarm, together
 from tests.simulation.test_delay import quadratic, sgd

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from manyhands.averaging.rounds import RoundRunner
-from manyhands.optim.seating import Seating
+from manyhands.optim.run.grid_assignment import GridAssignment
 from tests.simulation.swarm_of_trainers import Member, Swarm, together
 from tests.simulation.test_delay import quadratic, sgd
 from tests.simulation.test_drop_in import new_model
@@ -69,7 +69,7 @@ def test_the_lead_says_when_the_group_is_looked_for_and_not_what_is_in_a_step(
     hold_place = RoundRunner.hold_place
 
     async def noted(self: RoundRunner) -> None:
-        assert isinstance(self._roster, Seating)
+        assert isinstance(self._roster, GridAssignment)
         if len(sizes) >= 2:  # the speeds are known by then
             ahead.append(64 - self._roster._tracker.outlook.samples)
         await hold_place(self)

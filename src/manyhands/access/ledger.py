@@ -34,7 +34,7 @@ class Uses(msgspec.Struct):
     peer_ids: list[str]
 
 
-class Held(msgspec.Struct):
+class HeldLease(msgspec.Struct):
     """The last lease of a peer."""
 
     role: str
@@ -45,7 +45,7 @@ class Accounts(msgspec.Struct):
     """The file of the running coordinator."""
 
     uses: dict[str, Uses] = {}
-    members: dict[str, Held] = {}
+    members: dict[str, HeldLease] = {}
 
 
 class Bans(msgspec.Struct):
@@ -121,7 +121,7 @@ class Ledger:
 
     def enter(self, lease: Lease) -> None:
         """A peer gets a lease; it is saved before."""
-        self.accounts.members[lease.peer_id] = Held(lease.role, lease.expires_at)
+        self.accounts.members[lease.peer_id] = HeldLease(lease.role, lease.expires_at)
 
     def to_save(self, wall_now: float) -> Callable[[], None]:
         """The accounts as they are now, without what is long over; returns what writes them down, on any thread.

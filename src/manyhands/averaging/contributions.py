@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from manyhands.averaging.messages import Part
+from manyhands.averaging.messages import SpanResult
 
 
-class BadRecord(Exception):
+class BadContribution(Exception):
     """A reducer says something about its contributors that cannot be."""
 
 
@@ -24,7 +24,7 @@ class Contributions:
         self._numel = numel
         self._num_members = num_members
         self._contributors = frozenset(contributors)
-        self._parts: list[Part] = []
+        self._parts: list[SpanResult] = []
 
     def add(self, start: int, stop: int, reducer: int, present: Iterable[int]) -> None:
         """``flat_N[start:stop]`` is there, in place of what was there before."""
@@ -32,17 +32,17 @@ class Contributions:
             return
         self.drop(start, stop)
         absent = sorted(set(range(self._num_members)) - set(present) - self._silent(present))
-        parts = [*self._parts, Part(start, stop, reducer, absent)]
+        parts = [*self._parts, SpanResult(start, stop, reducer, absent)]
         self._parts = _joined(sorted(parts, key=lambda part: part.start))
 
     def drop(self, start: int, stop: int) -> None:
         """What was in ``flat_N[start:stop]`` is not there any more."""
-        kept: list[Part] = []
+        kept: list[SpanResult] = []
         for part in self._parts:
             if part.start < start:
-                kept.append(Part(part.start, min(part.stop, start), part.reducer, part.absent))
+                kept.append(SpanResult(part.start, min(part.stop, start), part.reducer, part.absent))
             if part.stop > stop:
-                kept.append(Part(max(part.start, stop), part.stop, part.reducer, part.absent))
+                kept.append(SpanResult(max(part.start, stop), part.stop, part.reducer, part.absent))
         self._parts = kept
 
     def _silent(self, present: Iterable[int]) -> set[int]:
@@ -61,7 +61,7 @@ class Contributions:
             gaps.append((at, self._numel))
         return (gaps[0][0], gaps[-1][1]) if gaps else (0, 0)
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[SpanResult]:
         """For the manifest: empty if everybody contributed to everything."""
         return [] if all(not part.absent for part in self._parts) else list(self._parts)
 
@@ -80,7 +80,7 @@ class Contributions:
         """Ranks by chunk.
 
         Raises:
-            BadRecord: nobody contributed to a chunk, or somebody who has no weight or does not exist.
+            BadContribution: nobody contributed to a chunk, or somebody who has no weight or does not exist.
         """
         size = _bytes_for(self._num_members)
         presents = []
@@ -88,7 +88,9 @@ class Contributions:
             bits = int.from_bytes(record[start : start + size], "little")
             present = [rank for rank in range(8 * size) if bits >> rank & 1]
             if not present or not self._contributors.issuperset(present):
-                raise BadRecord(f"ranks {present} contributed to a chunk, and only {sorted(self._contributors)} can")
+                raise BadContribution(
+                    f"ranks {present} contributed to a chunk, and only {sorted(self._contributors)} can"
+                )
             presents.append(present)
         return presents
 
@@ -97,15 +99,15 @@ def _bytes_for(num_members: int) -> int:
     return (num_members + 7) // 8
 
 
-def _joined(parts: Sequence[Part]) -> list[Part]:
+def _joined(parts: Sequence[SpanResult]) -> list[SpanResult]:
     """Neighbours with the same reducer and contributors as one, so that all members write the same thing."""
-    joined: list[Part] = []
+    joined: list[SpanResult] = []
     for part in parts:
         if joined and joined[-1].stop == part.start and _same(joined[-1], part):
-            part = Part(joined.pop().start, part.stop, part.reducer, part.absent)
+            part = SpanResult(joined.pop().start, part.stop, part.reducer, part.absent)
         joined.append(part)
     return joined
 
 
-def _same(one: Part, other: Part) -> bool:
+def _same(one: SpanResult, other: SpanResult) -> bool:
     return one.reducer == other.reducer and one.absent == other.absent

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import msgspec
 
-from manyhands.averaging.grid import MAX_AXES
+from manyhands.averaging.grid.layout import MAX_AXES
 from manyhands.base.address import Address
 from manyhands.base.errors import ConfigError
 from manyhands.base.identity import PeerId
@@ -120,7 +120,7 @@ class Group(msgspec.Struct, frozen=True):
         own = self.members[rank].bandwidth
         return [min(filter(None, (own, member.bandwidth)), default=0) for member in self.members]
 
-    def manifest(self, digest: bytes, parts: Sequence[Part] = ()) -> RoundManifest:
+    def manifest(self, digest: bytes, parts: Sequence[SpanResult] = ()) -> RoundManifest:
         """What this group commits, if it commits the vector with this digest."""
         absent = set.intersection(*(set(part.absent) for part in parts)) if parts else set()
         return RoundManifest(
@@ -133,7 +133,7 @@ class Group(msgspec.Struct, frozen=True):
         )
 
 
-class Part(msgspec.Struct, frozen=True):
+class SpanResult(msgspec.Struct, frozen=True):
     """Who contributed to ``flat_N[start:stop]``: all members with a weight but those who are absent.
 
     Attributes:
@@ -161,7 +161,7 @@ class RoundManifest(msgspec.Struct, frozen=True, omit_defaults=True):
     members: list[PeerIdText]
     weights: list[float]
     digest: Digest
-    parts: Annotated[list[Part], msgspec.Meta(max_length=MAX_PARTS)] = []
+    parts: Annotated[list[SpanResult], msgspec.Meta(max_length=MAX_PARTS)] = []
 
     def cut(self) -> dict[PeerId, list[tuple[int, int]]]:
         """Whose values count in some parts only: start and stop of each, in elements of the vector."""
@@ -281,7 +281,7 @@ class Vote(msgspec.Struct):
 
     Attributes:
         digest, parts: of the result that it holds; see :class:`RoundManifest`.
-        ballot: that it votes in; see :mod:`manyhands.averaging.ballot`.
+        ballot: that it votes in; see :mod:`manyhands.averaging.commit.votes`.
         accepted: the ballot in which it last voted for this result; -1 if it holds none.
         missing: start and stop of what it lacks.
         accusations: whom it did not get values from, or means, and why.
@@ -294,7 +294,7 @@ class Vote(msgspec.Struct):
     reason: Annotated[str, msgspec.Meta(max_length=MAX_REASON_LENGTH)] = ""
     ballot: BallotNumber = 0
     accepted: BallotNumber = -1
-    parts: Annotated[list[Part], msgspec.Meta(max_length=MAX_PARTS)] = []
+    parts: Annotated[list[SpanResult], msgspec.Meta(max_length=MAX_PARTS)] = []
     missing: tuple[Count, Count] = (0, 0)
     accusations: Annotated[list[Accusation], msgspec.Meta(max_length=256)] = []
     computed: BallotNumber = 0
@@ -319,6 +319,10 @@ class Order(msgspec.Struct, frozen=True):
     start: Count = 0
     stop: Count = 0
     adopted: RoundManifest | None = None
+
+
+NOBODY = b""
+"""The id of no group: a peer that is asked about it answers at once."""
 
 
 class VerdictQuery(msgspec.Struct):

@@ -13,26 +13,25 @@ from typing import Any
 
 import torch
 
-from manyhands.averaging.agreement import MIN_VOTING_S, Agreement
-from manyhands.averaging.ballot import Voter
-from manyhands.averaging.butterfly import Butterfly
+from manyhands.averaging.allreduce.bandwidth import MeteredStream, RoundBandwidth
+from manyhands.averaging.allreduce.butterfly import Butterfly
+from manyhands.averaging.allreduce.partner_streams import PartnerStreams
+from manyhands.averaging.allreduce.probing import Probing
+from manyhands.averaging.allreduce.straggler_monitor import StragglerMonitor
+from manyhands.averaging.allreduce.stream_inbox import StreamInbox
 from manyhands.averaging.codecs import Feedbacks, codec_of_code, plan_of
+from manyhands.averaging.commit.agreement import MIN_VOTING_S, Agreement
+from manyhands.averaging.commit.fetching import Fetching
+from manyhands.averaging.commit.limits import MemberLimits, limited
+from manyhands.averaging.commit.recovery import Recovery, Refill
+from manyhands.averaging.commit.votes import Voter
 from manyhands.averaging.config import AveragingConfig
-from manyhands.averaging.fetching import Fetching
-from manyhands.averaging.limits import MemberLimits, limited
-from manyhands.averaging.matchmaking import Matchmaker
+from manyhands.averaging.matchmaking.follower import Matchmaker
+from manyhands.averaging.matchmaking.roster import Roster
 from manyhands.averaging.memory import Memory
 from manyhands.averaging.messages import MAX_SUM_WEIGHT, Group, Order, RoundManifest, Verdict
-from manyhands.averaging.metered import MeteredStream
-from manyhands.averaging.partner_streams import PartnerStreams
-from manyhands.averaging.patience import Patience
-from manyhands.averaging.probing import Probing
-from manyhands.averaging.recovery import Recovery, Refill
-from manyhands.averaging.roster import Roster
-from manyhands.averaging.round_bandwidth import RoundBandwidth
 from manyhands.averaging.round_outcome import CommittedRound, Phase, RoundMeter
 from manyhands.averaging.run_endpoint import RunEndpoint
-from manyhands.averaging.stream_inbox import StreamInbox
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ConfigError, NothingToAverage, PeerError, RoundAborted, Timeout
 from manyhands.base.identity import PeerId
@@ -377,7 +376,7 @@ class RoundRunner:
 
         probe = functools.partial(self._probing.ask, group)
         has_values = group.members[rank].weight > 0
-        patience = Patience(
+        patience = StragglerMonitor(
             butterfly, rank, streams, group.link_rates(rank), probe, self._ends_at, has_values=has_values
         )
         watching = self._watchers.spawn(patience.watch(), name="who is silent")

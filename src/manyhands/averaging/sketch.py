@@ -1,7 +1,7 @@
 """How far apart peers are: each publishes a few numbers that stand for all its values. Pure.
 
 An averager publishes some of its values, the same ones as all others; the optimizer publishes sums of its parameters
-(:mod:`manyhands.optim.signed_sums`).
+(:mod:`manyhands.optim.run.signed_sums`).
 """
 
 from __future__ import annotations

@@ -1,16 +1,19 @@
-"""A fixed list of a user's tensors as one flat vector, and back."""
+"""Maps a fixed list of a user's tensors to one flat vector, and back.
+
+The functions at the end find tensors that share memory, which cannot be averaged one by one.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Sequence
 
 import msgspec
 import torch
 
-from manyhands.averaging.member_values import is_finite
+from manyhands.averaging.allreduce.group_codec import is_finite
 from manyhands.averaging.memory import Memory
-from manyhands.averaging.tensor_memory import end_of, overlapping, overlaps_itself
 from manyhands.base.errors import ConfigError
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -162,3 +165,37 @@ def _check_apart(tensors: list[torch.Tensor]) -> None:
             f"tensors {pair[0]} and {pair[1]} share memory, or lie across each other in it; "
             "give each value once, and the base instead of interleaved views of it"
         )
+
+
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether two values may have the same address; never said of what slicing and transposing make."""
+    if not tensor.numel():
+        return False
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += stride * (size - 1)
+    return False
+
+
+def end_of(tensor: torch.Tensor) -> int:
+    """Where the last value ends, in bytes from the begin of the storage; the tensor is not empty."""
+    reach = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    return int(tensor.storage_offset() + reach + 1) * tensor.element_size()
+
+
+def overlapping(tensors: Sequence[torch.Tensor]) -> tuple[int, int] | None:
+    """The numbers of two dense tensors that share memory, or lie across each other in it; None if there are none."""
+    ranges = []
+    for number, tensor in enumerate(tensors):
+        if tensor.numel():
+            base = tensor.untyped_storage().data_ptr()
+            begin = base + tensor.storage_offset() * tensor.element_size()
+            ranges.append((str(tensor.device), begin, base + end_of(tensor), number))
+    ranges.sort()
+    for (device, _, end, number), (other_device, begin, _, other) in itertools.pairwise(ranges):
+        if device == other_device and begin < end:
+            return min(number, other), max(number, other)
+    return None

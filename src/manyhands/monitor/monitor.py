@@ -13,13 +13,13 @@ from manyhands.base.run_id import checked_run_id
 from manyhands.monitor.events import Event, HeldoutSeen, ProgressMade
 from manyhands.monitor.steps import SETTLED_S, CompleteSteps
 from manyhands.optim.config import ProgressConfig
-from manyhands.optim.firewalled import StrandedNotice
+from manyhands.optim.manifest import read_manifest
 from manyhands.optim.metrics import TTL_S, read_heldout, read_metrics
-from manyhands.optim.progress import Progress, aggregate, next_refresh_s, rank_of
-from manyhands.optim.progress_log import ProgressLog
-from manyhands.optim.progress_reader import ProgressReader
-from manyhands.optim.run_manifest import read_manifest
-from manyhands.optim.run_records import declare_run
+from manyhands.optim.run.firewalled import StrandedNotice
+from manyhands.optim.run.progress import Progress, aggregate, next_refresh_s, rank_of
+from manyhands.optim.run.progress_log import ProgressLog
+from manyhands.optim.run.progress_reader import ProgressReader
+from manyhands.optim.run.records import declare_run
 from manyhands.peer import Peer
 from manyhands.runtime import TaskOwner
 

@@ -31,7 +31,7 @@ class Contribution:
 
 
 @dataclass
-class Part:
+class GradientSum:
     """Gradients that wait for a step.
 
     Attributes:
@@ -73,14 +73,14 @@ class GradientAccumulator:
         self.layout = GradientLayout(self._parameters)
         self._is_delayed = is_delayed
         self._device = HOST  # of the latest part
-        self._earlier: Part | None = None
-        self._latest = Part()
+        self._earlier: GradientSum | None = None
+        self._latest = GradientSum()
         self._spare_N: torch.Tensor | None = None  # its values mean nothing
         self._last_used: tuple[list[bool], torch.Tensor] | None = None
         self._follow_model()
 
     @property
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[GradientSum]:
         """What waits, the oldest first."""
         return [part for part in (self._earlier, self._latest) if part is not None and part.samples]
 
@@ -120,7 +120,7 @@ class GradientAccumulator:
     def _begin_part(self, at_step: int) -> None:
         """Keep what waits apart from a batch of later parameters."""
         if self._has_two and self._earlier is None and self._latest.weight > 0 and at_step > self._latest.since_step:
-            self._earlier, self._latest = self._latest, Part()
+            self._earlier, self._latest = self._latest, GradientSum()
 
     def _add_in(
         self, mean: FlatGradients, gradients: list[torch.Tensor | None], grad_scale: float, share: float | None
@@ -158,13 +158,13 @@ class GradientAccumulator:
         else:
             mean_N = self._copied_to_host(mean_N)
         contribution = Contribution(mean_N, part.samples, part.weight, part.since_step)
-        self._latest = Part(mean=part.mean)
+        self._latest = GradientSum(mean=part.mean)
         return contribution
 
     def take_back(self, contribution: Contribution) -> None:
         """The step was not made: what was handed out counts in the next attempt."""
         self._merge()
-        part = Part(was_out=contribution.samples > 0, mean=FlatGradients(self.layout, contribution.mean_N))
+        part = GradientSum(was_out=contribution.samples > 0, mean=FlatGradients(self.layout, contribution.mean_N))
         part.count(contribution.samples, contribution.weight, contribution.since_step)
         self._earlier = part
         if not self._latest.samples or not part.weight > 0:
@@ -193,10 +193,10 @@ class GradientAccumulator:
         """The step was made: the memory is free."""
         self._spare_N = contribution.mean_N
 
-    def drop(self, part: Part) -> None:
+    def drop(self, part: GradientSum) -> None:
         """Forget one of the parts."""
         if part is self._latest:
-            self._latest = Part(mean=part.mean)
+            self._latest = GradientSum(mean=part.mean)
         elif part is self._earlier and part.mean is not None:
             self._earlier, self._spare_N = None, part.mean.flat_N
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from manyhands.averaging.tensor_memory import overlaps_itself
+from manyhands.averaging.tensor_list import overlaps_itself
 
 PIECE = 1 << 20
 """Values that are looked at together, where that needs memory."""

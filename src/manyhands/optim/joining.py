@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from manyhands.averaging.config import AveragingConfig
-from manyhands.optim.replica import Replica
-from manyhands.optim.run_manifest import RunManifest
+from manyhands.optim.manifest import RunManifest
 from manyhands.optim.schedule import describe
-from manyhands.optim.state import hyper_parameters_of, names_of, parameters_of, specs_of
+from manyhands.optim.state.state import hyper_parameters_of, names_of, parameters_of, specs_of
+from manyhands.optim.step.replica import Replica
 
 PROTOCOL = "manyhands/1"
 

@@ -15,25 +15,25 @@ from manyhands.averaging.messages import RoundManifest
 from manyhands.base.errors import ConfigError, ManyhandsError, RoundAborted, Timeout, Unavailable
 from manyhands.base.forgetting import without_frames
 from manyhands.optim.advice import Advice
-from manyhands.optim.collaboration import Collaboration, Decision
+from manyhands.optim.blocking_client import BlockingRunClient
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.failures import Failures
 from manyhands.optim.flat import GradientLayout
-from manyhands.optim.global_step import GlobalStep
 from manyhands.optim.health import Health
 from manyhands.optim.held_batches import HeldBatches
 from manyhands.optim.joining import manifest_of
-from manyhands.optim.membership import Membership
 from manyhands.optim.options import Delay, OptimizerMaker, Options, checked_batch, made_optimizer
-from manyhands.optim.progress import Progress
-from manyhands.optim.progress_log import SHOWN_LIVE
-from manyhands.optim.replica import Replica, SchedulerMaker
+from manyhands.optim.parameter_checks import FrozenParameters, checked_parameters
+from manyhands.optim.run.collaboration import Collaboration, Decision
+from manyhands.optim.run.progress import Progress
+from manyhands.optim.run.progress_log import SHOWN_LIVE
 from manyhands.optim.running_statistics import RunningStatistics
-from manyhands.optim.samples import Samples
 from manyhands.optim.speed import SpeedMeter
-from manyhands.optim.state import State
+from manyhands.optim.state.state import State
 from manyhands.optim.statistics import Statistics
-from manyhands.optim.trained import FrozenParameters, checked_parameters
+from manyhands.optim.step.global_step import GlobalStep
+from manyhands.optim.step.replica import Replica, SchedulerMaker
+from manyhands.optim.step.samples import SampleCounter
 from manyhands.optim.wrapper import OptimizerWrapper
 from manyhands.peer import BlockingPeer, check_peer
 from manyhands.runtime.interrupts import uninterrupted
@@ -126,7 +126,7 @@ class Optimizer(OptimizerWrapper):
         """This peer's samples in the current global step."""
         self.peer = peer
         """As given."""
-        self._samples = Samples(peer.peer_id, self._replica, is_delayed=delay is not None)
+        self._samples = SampleCounter(peer.peer_id, self._replica, is_delayed=delay is not None)
         self._layout = GradientLayout(self._replica.model_parameters)
         self._is_counted = False  # what is in the .grad, by this call of step()
         self._current: GlobalStep | None = None  # that is being made; between calls of step(), in the background
@@ -142,7 +142,7 @@ class Optimizer(OptimizerWrapper):
             peer.presence, manifest, self._replica, averaging, progress or ProgressConfig(),
             batch_size_lead=batch_size_lead, is_auxiliary=auxiliary, allow_solo=allow_solo, start_new=start_new,
         )  # fmt: skip
-        self._membership = Membership(peer, self._collaboration, self._replica, averaging)
+        self._membership = BlockingRunClient(peer, self._collaboration, self._replica, averaging)
         self.statistics.states_loaded += self._membership.join()
         self._held = HeldBatches(self._replica.model_parameters)
         self._running_statistics = RunningStatistics(self._replica.model_parameters)

@@ -22,7 +22,7 @@ class Call(enum.IntEnum):
     LOAD_STATE_DICT = 5
 
 
-class Standing(NamedTuple):
+class RankState(NamedTuple):
     """Where the peer stands; see the properties of :class:`ProcessGroupOptimizer`."""
 
     global_step: int = 0
@@ -45,7 +45,7 @@ class Word:
         options: of the parameter groups then, such as the learning rate.
     """
 
-    standing: Standing = field(default_factory=Standing)
+    standing: RankState = field(default_factory=RankState)
     result: Any = None
     error: Exception | None = None
     has_moved: bool = False

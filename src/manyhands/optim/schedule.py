@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from manyhands.optim.plain import is_plain
+from manyhands.optim.serializable import is_plain
 
 _PROGRESS = {"last_epoch", "base_lrs"}  # what moves, or is in the hyper-parameters already
 

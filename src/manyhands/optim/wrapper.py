@@ -9,7 +9,7 @@ from torch.utils.hooks import RemovableHandle
 
 from manyhands.base.errors import ConfigError
 from manyhands.base.from_hivemind import FromHivemind
-from manyhands.optim.replica import Replica
+from manyhands.optim.step.replica import Replica
 
 PLACE = "manyhands"
 """Key of a checkpoint's place in the run."""

@@ -28,7 +28,7 @@ except ModuleNotFoundError as error:
     raise MissingExtra("manyhands.training.transformers", "albert") from error
 
 from manyhands.optim.optimizer import Optimizer
-from manyhands.optim.process_group_optimizer import ProcessGroupOptimizer
+from manyhands.optim.process_group import ProcessGroupOptimizer
 from manyhands.optim.wrapper import OptimizerWrapper
 from manyhands.training.report import report_step
 

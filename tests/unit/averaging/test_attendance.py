@@ -9,17 +9,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from manyhands.averaging.attendance import Attendance
-from manyhands.averaging.attendance_record import (
+from manyhands.averaging.messages import Group, Member, Position
+from manyhands.averaging.presence import PresenceTracker
+from manyhands.averaging.presence_record import (
     ATTENDANCE,
     GOODBYE,
     LAST_ROUND,
-    AttendanceRecord,
+    PresenceRecord,
     attendance_key,
     first_position,
     next_position,
 )
-from manyhands.averaging.messages import Group, Member, Position
 from manyhands.base.errors import ManifestMismatch
 from manyhands.base.identity import PeerId
 from manyhands.dht import Reason
@@ -33,9 +33,9 @@ TENSORS = b"t" * 32
 BOB, CAROL, DAVE = sorted(identity_of(number).peer_id for number in (101, 102, 103))
 
 
-def record(position: Position = START, **fields: Any) -> AttendanceRecord:
+def record(position: Position = START, **fields: Any) -> PresenceRecord:
     values: dict[str, Any] = {"tensors": TENSORS, "summary": "1", "num_steps": 0, "is_client": False, "addresses": []}
-    return AttendanceRecord(position=position, **(values | fields))
+    return PresenceRecord(position=position, **(values | fields))
 
 
 def plain(value: msgspec.Struct) -> Any:
@@ -49,7 +49,7 @@ class Case:
         self.dht: Any = FakeDht()
         self.dht.declare = lambda key, schema: None
         self.endpoint = endpoint
-        self.attendance = Attendance(
+        self.attendance = PresenceTracker(
             endpoint, self.dht, "run", TENSORS, "1", max_group_size=max_group_size, rng=random.Random(1)
         )
         self._sequence = 1000

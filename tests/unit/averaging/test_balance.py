@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from manyhands.averaging.balance import SAME, balanced_shares, leveled
+from manyhands.averaging.allreduce.partition import SAME, balanced_shares, leveled
 
 BANDWIDTHS = st.lists(st.one_of(st.just(0), st.integers(1, 100), st.integers(1, 10**12)), min_size=1, max_size=12)
 

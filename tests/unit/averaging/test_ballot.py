@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.averaging.ballot import STAGES, Count, Held, Voter, dropped
-from manyhands.averaging.messages import Accusation, Order, Part, Verdict, Vote
+from manyhands.averaging.commit.votes import STAGES, HeldResult, VoteCount, Voter, dropped
+from manyhands.averaging.messages import Accusation, Order, SpanResult, Verdict, Vote
 from tests.unit.averaging.groups import group_of, peer
 
 LOST = "lost"
@@ -36,7 +36,7 @@ def lacking(start: int, stop: int, *accused: int, ballot: int = 0) -> Vote:
 @given(elections())
 def test_a_verdict_never_changes_and_follows_the_majority(election: tuple[int, list[tuple[int, bytes | str]]]) -> None:
     num_members, events = election
-    count = Count(group_of(num_members))
+    count = VoteCount(group_of(num_members))
     first: dict[int, bytes] = {}
     verdict: Verdict | None = None
     for member, event in events:
@@ -61,7 +61,7 @@ def test_a_verdict_never_changes_and_follows_the_majority(election: tuple[int, l
 
 
 def test_what_a_lost_reducer_owned_is_ordered_from_the_others() -> None:
-    count = Count(group_of(4))
+    count = VoteCount(group_of(4))
     count.add(0, vote_of(b"digest"))
     count.add(1, lacking(50, 75, 2))
     count.lose(2, "killed")
@@ -72,7 +72,7 @@ def test_what_a_lost_reducer_owned_is_ordered_from_the_others() -> None:
     for rank in (0, 1, 3):
         assert count.decide() is None
         count.add(rank, lacking(0, 1))
-        count.add(rank, vote_of(b"repaired", ballot=1, parts=[Part(0, NUMEL, 0, [2])]))
+        count.add(rank, vote_of(b"repaired", ballot=1, parts=[SpanResult(0, NUMEL, 0, [2])]))
     verdict = count.decide()
     assert isinstance(verdict, Verdict)
     assert verdict.manifest is not None
@@ -82,7 +82,7 @@ def test_what_a_lost_reducer_owned_is_ordered_from_the_others() -> None:
 
 
 def test_votes_of_other_ballots_and_of_those_who_were_left_out_count_nothing() -> None:
-    count = Count(group_of(3))
+    count = VoteCount(group_of(3))
     count.lose(2, "killed")
     count.add(0, lacking(0, 10, 2))
     count.add(1, lacking(0, 10, 2))
@@ -93,7 +93,7 @@ def test_votes_of_other_ballots_and_of_those_who_were_left_out_count_nothing() -
 
 
 def test_half_is_not_enough() -> None:
-    count = Count(group_of(4))
+    count = VoteCount(group_of(4))
     for member in range(2):
         count.add(member, vote_of(b"digest"))
         count.add(2 + member, vote_of(b"another"))
@@ -104,7 +104,7 @@ def test_half_is_not_enough() -> None:
 
 
 def test_half_of_a_group_cannot_go_on_alone() -> None:
-    count = Count(group_of(4))
+    count = VoteCount(group_of(4))
     count.add(0, lacking(0, 50, 2, 3))
     count.add(1, lacking(0, 50, 2, 3))
     for rank in (2, 3):
@@ -118,7 +118,7 @@ def test_half_of_a_group_cannot_go_on_alone() -> None:
 
 def test_a_new_coordinator_takes_over_what_may_have_been_committed() -> None:
     """Two of five hold it, one has nothing, and two are gone that may have voted for it."""
-    count = Count(group_of(5), term=1)
+    count = VoteCount(group_of(5), term=1)
     for rank in (1, 2):
         count.add(rank, vote_of(b"digest", ballot=STAGES))
     count.add(3, lacking(0, 100, ballot=STAGES))
@@ -131,7 +131,7 @@ def test_a_new_coordinator_takes_over_what_may_have_been_committed() -> None:
 
 def test_what_was_adopted_binds_also_those_who_hear_of_it_from_one_only() -> None:
     """An earlier ballot may have committed it, though nobody here can tell."""
-    count = Count(group_of(5), term=2)
+    count = VoteCount(group_of(5), term=2)
     for rank in (2, 3, 4):
         bound = vote_of(b"adopted", ballot=2 * STAGES)
         bound.accepted = STAGES + 1
@@ -144,7 +144,7 @@ def test_what_was_adopted_binds_also_those_who_hear_of_it_from_one_only() -> Non
 
 
 def test_members_that_went_different_ways_reduce_everything_again() -> None:
-    count = Count(group_of(3), term=1)
+    count = VoteCount(group_of(3), term=1)
     count.lose(0, "killed")
     count.add(1, lacking(10, 20, ballot=STAGES))
     late = lacking(10, 15, ballot=STAGES)
@@ -155,7 +155,7 @@ def test_members_that_went_different_ways_reduce_everything_again() -> None:
 
 def test_a_later_coordinator_whose_time_is_over_decides_as_well() -> None:
     """Nothing can have been committed, something is missing, and there is no time to reduce it again."""
-    count = Count(group_of(3), term=1)
+    count = VoteCount(group_of(3), term=1)
     for rank in (1, 2):
         count.add(rank, lacking(0, 40, 0, ballot=STAGES))
     assert count.decide() is None, "the third may still vote"
@@ -167,7 +167,7 @@ def test_a_later_coordinator_whose_time_is_over_decides_as_well() -> None:
 
 
 def test_a_coordinator_that_may_not_be_the_first_never_says_that_nothing_was_committed() -> None:
-    count = Count(group_of(3), term=1)
+    count = VoteCount(group_of(3), term=1)
     count.lose(0, "killed")
     count.lose(2, "killed")
     count.add(1, vote_of(b"digest", ballot=STAGES))
@@ -177,7 +177,7 @@ def test_a_coordinator_that_may_not_be_the_first_never_says_that_nothing_was_com
 
 
 def test_a_round_ends_though_every_averaging_fails() -> None:
-    count = Count(group_of(3))
+    count = VoteCount(group_of(3))
     for ballot in range(STAGES):
         for rank in range(3):
             count.add(rank, lacking(0, 10, ballot=ballot))
@@ -218,7 +218,7 @@ def test_nobody_is_left_who_accuses_somebody_that_is_left(accusations: list[tupl
 
 
 def test_one_that_sent_nothing_and_does_not_vote_is_named_once_all_others_have_voted() -> None:
-    count = Count(group_of(4))
+    count = VoteCount(group_of(4))
     _, stalled = say(0, 3, is_stalled=True)
     for rank in range(3):
         assert count.only_stalled() == set()
@@ -237,7 +237,7 @@ def test_one_that_sent_nothing_and_does_not_vote_is_named_once_all_others_have_v
 
 def test_a_member_follows_no_coordinator_that_it_has_left() -> None:
     voter = Voter(group_of(3), 2, NUMEL)
-    voter.averaged(Held(b"digest"), (0, 0))
+    voter.averaged(HeldResult(b"digest"), (0, 0))
     assert voter.next_coordinator() == 1
     assert not voter.follow(Order(1, [0, 1, 2], 0, 10))
     assert voter.vote().accepted == 0
@@ -257,7 +257,7 @@ def test_a_new_member_lacks_everything() -> None:
 
 @pytest.mark.parametrize("odd", [0, 3])
 def test_whose_vector_has_another_length_goes_whatever_it_holds(odd: int) -> None:
-    count = Count(group_of(4))
+    count = VoteCount(group_of(4))
     for rank in range(4):
         assert count.decide() is None
         vote = lacking(0, 10)

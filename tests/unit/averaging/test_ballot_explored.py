@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import msgspec
 import pytest
 
-from manyhands.averaging.ballot import STAGES, Count, Held, Voter, coordinators, held_of
-from manyhands.averaging.messages import Accusation, Group, Order, Part, RoundManifest, Verdict, Vote
+from manyhands.averaging.commit.votes import STAGES, HeldResult, VoteCount, Voter, coordinators, held_of
+from manyhands.averaging.messages import Accusation, Group, Order, RoundManifest, SpanResult, Verdict, Vote
 from tests.sweeps import few_of
 from tests.unit.averaging.groups import group_of
 
@@ -33,7 +33,7 @@ class Node:
     is_cut: bool = False
     is_averaging: bool = True
     has_given_up: bool = False
-    counts: dict[int, Count] = field(default_factory=dict)
+    counts: dict[int, VoteCount] = field(default_factory=dict)
     knows: Verdict | None = None
 
 
@@ -47,7 +47,7 @@ class Swarm:
         self.group = group_of(num_members, clients=clients)
         self.ranks = coordinators(self.group)
         self.nodes = [Node(Voter(self.group, rank, NUMEL)) for rank in range(num_members)]
-        self.nodes[self.ranks[0]].counts[0] = Count(self.group)
+        self.nodes[self.ranks[0]].counts[0] = VoteCount(self.group)
         self.votes: list[tuple[int, Vote]] = []
         self.answers: list[tuple[int, int, int, Verdict]] = []
         self.committed: dict[bytes, RoundManifest] = {}
@@ -90,8 +90,8 @@ class Swarm:
             voter.averaged(None, (start, NUMEL), "lost somebody", accused)
         else:
             spoilt = b"!" if self.rng.random() < self.spoilt else b""
-            parts = [Part(0, NUMEL, 0, [1])] if voter.ballot else []
-            voter.averaged(Held(b"means of %d" % voter.ballot + spoilt, parts), (0, 0))
+            parts = [SpanResult(0, NUMEL, 0, [1])] if voter.ballot else []
+            voter.averaged(HeldResult(b"means of %d" % voter.ballot + spoilt, parts), (0, 0))
         self.vote(node)
         return True
 
@@ -116,14 +116,14 @@ class Swarm:
         if node.knows is not None:
             self.answers.append((node.voter.rank, rank, term, node.knows))
             return True
-        count = node.counts.setdefault(term, Count(self.group, term))
+        count = node.counts.setdefault(term, VoteCount(self.group, term))
         if count.order is not None and vote.ballot < count.order.ballot and rank in count.order.members:
             self.answers.append((node.voter.rank, rank, term, Verdict(False, order=count.order)))
         count.add(rank, vote)
         self.decide(node, count)
         return True
 
-    def decide(self, node: Node, count: Count) -> None:
+    def decide(self, node: Node, count: VoteCount) -> None:
         before = set(count.votes)
         decision = count.decide()
         if isinstance(decision, Verdict):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.averaging.bandwidth import BandwidthMeter, Send, backlogged_rate
+from manyhands.averaging.allreduce.bandwidth import BandwidthMeter, Send, backlogged_rate
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import MAX_BANDWIDTH
 from manyhands.base.errors import ConfigError

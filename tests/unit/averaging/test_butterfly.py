@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.averaging.butterfly import Butterfly
+from manyhands.averaging.allreduce.butterfly import Butterfly
 from manyhands.averaging.codecs import INT8, NONE, Codec, Plan, plan_of
 from manyhands.base.errors import RoundAborted
 from manyhands.transport import Stream

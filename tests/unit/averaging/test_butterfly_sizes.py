@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from manyhands.averaging.butterfly import PIECE_NUMEL
+from manyhands.averaging.allreduce.butterfly import PIECE_NUMEL
 from manyhands.transport.sealed_stream import NEAR_BYTES
 from manyhands.transport.sealing import MAX_RECORD_BYTES, RECORD_EXTRA_BYTES
 

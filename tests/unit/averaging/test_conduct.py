@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from manyhands.averaging.conduct import (
+from manyhands.averaging.matchmaking.conduct import (
     GOOD_ROUNDS,
     IN_VAIN_S,
     MAX_IN_VAIN_S,

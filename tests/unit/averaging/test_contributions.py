@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.averaging.contributions import BadRecord, Contributions
-from manyhands.averaging.messages import Part
+from manyhands.averaging.contributions import BadContribution, Contributions
+from manyhands.averaging.messages import SpanResult
 
 NUMEL = 20
 SLICES = st.tuples(st.integers(0, NUMEL), st.integers(0, NUMEL)).filter(lambda ends: ends[0] < ends[1])
@@ -26,7 +26,7 @@ def test_a_sender_that_died_half_way_contributed_to_what_it_had_delivered() -> N
     held.add(0, 5, 0, [0, 1, 2])
     held.add(5, 10, 0, [0, 1])
     held.add(10, NUMEL, 1, [0, 1])
-    assert held.parts() == [Part(0, 5, 0, []), Part(5, 10, 0, [2]), Part(10, NUMEL, 1, [2])]
+    assert held.parts() == [SpanResult(0, 5, 0, []), SpanResult(5, 10, 0, [2]), SpanResult(10, NUMEL, 1, [2])]
 
 
 @given(st.lists(EVENTS, max_size=12))
@@ -66,5 +66,5 @@ def test_records_survive_the_wire(num_members: int, data: st.DataObject) -> None
 
 @pytest.mark.parametrize("record", [b"\x00", b"\x02", b"\x08", b"\x01\x00"])
 def test_records_that_cannot_be_are_refused(record: bytes) -> None:
-    with pytest.raises(BadRecord):
+    with pytest.raises(BadContribution):
         Contributions(NUMEL, 3, [0, 2]).read_record(record)

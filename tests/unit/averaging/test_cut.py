@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import torch
 
-from manyhands.averaging.messages import Part
-from manyhands.averaging.participation import Attempts
+from manyhands.averaging.averager import _result_of
+from manyhands.averaging.averager_loop import Attempts
+from manyhands.averaging.messages import SpanResult
 from manyhands.averaging.round_outcome import CommittedRound
-from manyhands.averaging.tensor_averager import _result_of
 from tests.unit.averaging.groups import group_of, peer
 
-PARTS = [Part(0, 10, 0, [3]), Part(10, 20, 1, []), Part(20, 30, 2, [3]), Part(30, 40, 0, [1, 3]), Part(40, 50, 1, [3])]
+PARTS = [
+    SpanResult(0, 10, 0, [3]),
+    SpanResult(10, 20, 1, []),
+    SpanResult(20, 30, 2, [3]),
+    SpanResult(30, 40, 0, [1, 3]),
+    SpanResult(40, 50, 1, [3]),
+]
 
 
 def test_a_manifest_says_to_which_parts_a_member_contributed_whose_values_were_cut() -> None:
@@ -22,7 +28,7 @@ def test_a_manifest_says_to_which_parts_a_member_contributed_whose_values_were_c
 def test_who_contributed_nothing_or_everything_is_not_cut() -> None:
     group = group_of(3, weights=[1.0, 0.0, 1.0])
     assert group.manifest(b"digest").cut() == {}
-    assert group.manifest(b"digest", [Part(0, 10, 0, [1, 2]), Part(10, 20, 0, [1, 2])]).cut() == {}
+    assert group.manifest(b"digest", [SpanResult(0, 10, 0, [1, 2]), SpanResult(10, 20, 0, [1, 2])]).cut() == {}
 
 
 def test_a_result_says_it() -> None:

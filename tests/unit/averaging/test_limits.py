@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from manyhands.averaging.limits import MemberLimits, capped_weights, limited, outsized, witnessed
+from manyhands.averaging.commit.limits import MemberLimits, capped_weights, limited, outsized, witnessed
 from manyhands.base.errors import ConfigError
 from tests.unit.averaging.groups import group_of
 

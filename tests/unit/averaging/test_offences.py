@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from manyhands.averaging.conduct import MAX_OFFENCE_S, OFFENCE_S
-from manyhands.averaging.view import View
+from manyhands.averaging.matchmaking.candidates import Candidates
+from manyhands.averaging.matchmaking.conduct import MAX_OFFENCE_S, OFFENCE_S
 from manyhands.testing import VirtualLoop
 from tests.swarm import FixedRoster
 from tests.unit.averaging.groups import peer
@@ -18,7 +18,7 @@ def test_who_spoils_one_round_after_the_other_is_expected_less_and_less() -> Non
 
     async def offend() -> list[float]:
         loop, roster = asyncio.get_running_loop(), FixedRoster({GOOD: False, BAD: False})
-        view = View(roster)
+        view = Candidates(roster)
         absent_s = []
         view.note_round([GOOD, BAD], [], is_committed=True)
         for _ in range(9):
@@ -41,7 +41,7 @@ def test_who_spoils_one_round_after_the_other_is_expected_less_and_less() -> Non
 def test_rounds_that_nobody_committed_do_not_keep_peers_apart() -> None:
     async def quarrel() -> None:
         roster = FixedRoster({GOOD: False, BAD: False})
-        view = View(roster)
+        view = Candidates(roster)
         for _ in range(9):
             view.note_round([GOOD, BAD], [BAD], is_committed=False)
             assert view.expected() == {GOOD: False}

@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 
-from manyhands.averaging.pausing import Condition, Pausing
+from manyhands.averaging.allreduce.pausing import Condition, Pausing
 from manyhands.runtime.waker import Waker
 
 ONE, TWO = memoryview(b"1"), memoryview(b"2")

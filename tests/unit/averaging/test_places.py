@@ -10,18 +10,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manyhands.averaging.grid import Layout, group_of
-from manyhands.averaging.places import MAX_ROUNDS_AGO, NO_SEAT, Said, Seat, Step, first_seat, next_step
+from manyhands.averaging.grid.layout import Layout, group_of
+from manyhands.averaging.grid.seats import MAX_ROUNDS_AGO, NO_SEAT, PublishedSeat, Seat, Step, first_seat, next_step
 
 MAX_GROUP_SIZE = 4
-NOBODY_YET = Said(0, Seat())
+NOBODY_YET = PublishedSeat(0, Seat())
 
 
 def names(number: int) -> list[str]:
     return [f"peer {index:03}" for index in range(number)]
 
 
-def steps_of(said: dict[str, Said], leading_round: int, max_group_size: int = MAX_GROUP_SIZE) -> dict[str, Step]:
+def steps_of(
+    said: dict[str, PublishedSeat], leading_round: int, max_group_size: int = MAX_GROUP_SIZE
+) -> dict[str, Step]:
     """What each peer does next, if all know all."""
     rng = random.Random(1)
     return {
@@ -37,15 +39,15 @@ def steps_of(said: dict[str, Said], leading_round: int, max_group_size: int = MA
     }
 
 
-def after(step: Step, number: int) -> Said:
-    return Said(number, Seat(step.layout, step.own_cell(number)))
+def after(step: Step, number: int) -> PublishedSeat:
+    return PublishedSeat(number, Seat(step.layout, step.own_cell(number)))
 
 
 @settings(max_examples=30)
 @given(st.integers(5, 40), st.integers(0, 50))
 def test_those_who_know_the_same_expect_exactly_those_who_come(num_peers: int, leading_round: int) -> None:
     """In the step in which a grid is laid out, and in the next one."""
-    said = dict.fromkeys(names(num_peers), Said(leading_round, Seat()))
+    said = dict.fromkeys(names(num_peers), PublishedSeat(leading_round, Seat()))
     for _ in range(2):
         steps = steps_of(said, max(its.round_number for its in said.values()))
         assert len({(step.layout, step.first_round) for step in steps.values()}) == 1
@@ -76,8 +78,8 @@ def test_a_peer_is_reckoned_on_from_whatever_round_it_has_published() -> None:
 def test_a_newcomer_joins_the_step_that_has_just_begun_and_takes_a_free_cell() -> None:
     layout = Layout((4, 4))
     step = Step(6, layout, 3)
-    said = {peer: Said(6, Seat(layout, cell)) for cell, peer in enumerate(names(15))}
-    said["peer 000"] = Said(7, Seat(layout, Step(6, layout, 0).own_cell(7)))
+    said = {peer: PublishedSeat(6, Seat(layout, cell)) for cell, peer in enumerate(names(15))}
+    said["peer 000"] = PublishedSeat(7, Seat(layout, Step(6, layout, 0).own_cell(7)))
     new = next_step("peer 999", NOBODY_YET, said, MAX_GROUP_SIZE, 7, random.Random(1))
     assert (new.first_round, new.layout, new.cell) == (6, layout, 15)
     done = next_step("peer 003", after(step, step.end), said, MAX_GROUP_SIZE, 8, random.Random(1))
@@ -89,7 +91,7 @@ def test_a_newcomer_never_takes_the_cell_of_one_that_has_one(seed: int) -> None:
     """Nor if its id is the lower one: the other could not know in time that it has to move."""
     layout, rng = Layout((4, 4)), random.Random(seed)
     free = rng.randrange(16)
-    said = {peer: Said(6, Seat(layout, cell)) for cell, peer in enumerate(names(16)) if cell != free}
+    said = {peer: PublishedSeat(6, Seat(layout, cell)) for cell, peer in enumerate(names(16)) if cell != free}
     for newcomer in ("a newcomer", "the newcomer"):
         assert next_step(newcomer, NOBODY_YET, said, MAX_GROUP_SIZE, 6, rng).cell == free
 
@@ -99,15 +101,15 @@ def test_a_newcomer_says_where_it_will_stand_and_takes_no_part_in_a_step_under_w
     """The others stand at round 6, where a step begins, or have made one round of it."""
     layout = Layout((4, 4))
     cells = {peer: Step(6, layout, cell).own_cell(leading) for cell, peer in enumerate(names(15))}
-    others = {peer: Said(leading, Seat(layout, cell)) for peer, cell in cells.items()}
+    others = {peer: PublishedSeat(leading, Seat(layout, cell)) for peer, cell in cells.items()}
     seat = first_seat("new", others, MAX_GROUP_SIZE, leading, random.Random(1))
     assert seat == Seat(layout, Step(6, layout, 15).own_cell(leading))
-    said = Said(leading, seat, has_begun=False)
+    said = PublishedSeat(leading, seat, has_begun=False)
     for number in (6, 7):
         mates = [Step(6, layout, cell).is_mate("new", said, number) for cell in range(16)]
         assert sum(mates) == (4 if leading == 6 else 0)
         assert sum(Step(8, layout, cell).is_mate("new", said, number + 2) for cell in range(16)) == 4
-    later = next_step("new", Said(leading, seat), others, MAX_GROUP_SIZE, 8, random.Random(1))
+    later = next_step("new", PublishedSeat(leading, seat), others, MAX_GROUP_SIZE, 8, random.Random(1))
     assert later.own_cell(8) == Step(6, layout, 15).own_cell(8), "where the others expect it"
 
 
@@ -119,7 +121,7 @@ def test_a_newcomer_to_a_swarm_without_a_grid_has_no_seat_yet() -> None:
 
 def test_of_two_in_one_cell_the_higher_id_moves() -> None:
     layout = Layout((3, 2))
-    said = {peer: Said(4, Seat(layout, cell)) for peer, cell in zip(names(5), [0, 1, 2, 2, 4], strict=True)}
+    said = {peer: PublishedSeat(4, Seat(layout, cell)) for peer, cell in zip(names(5), [0, 1, 2, 2, 4], strict=True)}
     steps = steps_of(said, 4)
     assert [steps[peer].cell for peer in names(5)][:3] == [0, 1, 2]
     assert steps["peer 003"].cell in (3, 5)
@@ -128,22 +130,24 @@ def test_of_two_in_one_cell_the_higher_id_moves() -> None:
 
 def test_who_was_away_for_long_takes_a_new_cell() -> None:
     layout = Layout((3, 2))
-    others = {peer: Said(2 * MAX_ROUNDS_AGO, Seat(layout, cell)) for cell, peer in enumerate(names(5))}
-    step = next_step("late", Said(0, Seat(layout, 0)), others, MAX_GROUP_SIZE, 2 * MAX_ROUNDS_AGO, random.Random(1))
+    others = {peer: PublishedSeat(2 * MAX_ROUNDS_AGO, Seat(layout, cell)) for cell, peer in enumerate(names(5))}
+    step = next_step(
+        "late", PublishedSeat(0, Seat(layout, 0)), others, MAX_GROUP_SIZE, 2 * MAX_ROUNDS_AGO, random.Random(1)
+    )
     assert step.cell == 5
-    assert not step.is_mate("silent", Said(0, Seat(layout, 0)), step.first_round)
+    assert not step.is_mate("silent", PublishedSeat(0, Seat(layout, 0)), step.first_round)
 
 
 def test_a_swarm_that_shrinks_becomes_one_group_again() -> None:
     layout = Layout((3, 2))
-    said = {peer: Said(4, Seat(layout, cell)) for cell, peer in enumerate(names(3))}
+    said = {peer: PublishedSeat(4, Seat(layout, cell)) for cell, peer in enumerate(names(3))}
     assert {step.layout.sides for step in steps_of(said, 4).values()} == {()}
 
 
 def test_one_that_names_another_grid_convinces_nobody() -> None:
     layout = Layout((4, 4))
-    said = {peer: Said(4, Seat(layout, cell)) for cell, peer in enumerate(names(15))}
-    said["liar"] = Said(4, Seat(Layout((4096, 256)), 77))
+    said = {peer: PublishedSeat(4, Seat(layout, cell)) for cell, peer in enumerate(names(15))}
+    said["liar"] = PublishedSeat(4, Seat(Layout((4096, 256)), 77))
     for peer, step in steps_of(said, 4).items():
         assert step.layout == layout, peer
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from manyhands.averaging.bandwidth import UNTESTED, Send
-from manyhands.averaging.round_bandwidth import RoundBandwidth
+from manyhands.averaging.allreduce.bandwidth import UNTESTED, RoundBandwidth, Send
 
 VECTOR = 1_000_000
 ROUND_S = 30.0

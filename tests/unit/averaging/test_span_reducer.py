@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from manyhands.averaging.allreduce.group_codec import GroupCodec
+from manyhands.averaging.allreduce.partition import Partition
+from manyhands.averaging.allreduce.reducer import SpanReducer
 from manyhands.averaging.codecs import FP16, INT8, NONE, Codec, kernels, plan_of
-from manyhands.averaging.member_values import MemberValues
 from manyhands.averaging.memory import Memory
 from manyhands.averaging.messages import Group, Member, Position
-from manyhands.averaging.partition import Partition
-from manyhands.averaging.span_reducer import SpanReducer
 from manyhands.base.identity import PeerId
 
 OWN, OTHER, LIAR = range(3)
@@ -44,7 +44,7 @@ def reduced(codec: Codec, bad_at: int | None, *, is_in_place: bool) -> tuple[tor
         bad_at: from this byte on, 4 bytes of the liar's last chunk cannot be.
     """
     group, plan, region = group_of([1.0, 2.0, 3.0]), plan_of([(3, NUMEL // 3)], codec), slice(0, NUMEL)
-    member_values = MemberValues(plan, group.members, OWN, region)
+    member_values = GroupCodec(plan, group.members, OWN, region)
     partition = Partition(group, range(3), region, member_values)
     own_N = values_of(OWN)
     averaged_N = own_N if is_in_place else torch.empty(NUMEL)
@@ -85,13 +85,13 @@ def reduced(codec: Codec, bad_at: int | None, *, is_in_place: bool) -> tuple[tor
 @CODECS
 def test_means_are_the_same_in_place(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[int] = []
-    average = MemberValues.average
+    average = GroupCodec.average
 
     def noted(*arguments: Any) -> int:
         done.append(average(*arguments))
         return done[-1]
 
-    monkeypatch.setattr(MemberValues, "average", noted)
+    monkeypatch.setattr(GroupCodec, "average", noted)
     means, presents, blamed = reduced(codec, None, is_in_place=False)
     in_place, *rest = reduced(codec, None, is_in_place=True)
     assert len(done) == (0 if codec is NONE else 2 * len(presents)), "in one pass, where there is a kernel for it"

@@ -6,8 +6,14 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from manyhands.averaging.balance import balanced_shares
-from manyhands.averaging.spans import LEAST_UNITS, chunks_of, in_whole_units, owned_spans, whole_units
+from manyhands.averaging.allreduce.partition import (
+    LEAST_UNITS,
+    balanced_shares,
+    chunks_of,
+    in_whole_units,
+    owned_spans,
+    whole_units,
+)
 from manyhands.base.errors import ConfigError
 
 BANDWIDTHS = st.lists(st.one_of(st.just(0), st.integers(1, 10**12)), min_size=1, max_size=12).filter(any)

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.averaging.messages import Group, JoinResponse, Order, Part, Verdict, Vote
-from manyhands.averaging.verdict_checks import checked
+from manyhands.averaging.commit.verdict_checks import checked
+from manyhands.averaging.messages import Group, JoinResponse, Order, SpanResult, Verdict, Vote
 from manyhands.base.errors import ProtocolViolation
 from manyhands.base.identity import PeerId
 from tests.unit.averaging.groups import group_of, peer
@@ -41,15 +41,15 @@ def test_nothing_is_committed_in_doubt() -> None:
 @pytest.mark.parametrize(
     "parts",
     [
-        [Part(5, 10, 0, [])],
-        [Part(0, 5, 0, [1]), Part(6, 10, 0, [])],
-        [Part(0, 5, 3, [])],
-        [Part(0, 5, 0, [3])],
-        [Part(0, 5, 0, [1, 1])],
-        [Part(0, 0, 0, [1])],
+        [SpanResult(5, 10, 0, [])],
+        [SpanResult(0, 5, 0, [1]), SpanResult(6, 10, 0, [])],
+        [SpanResult(0, 5, 3, [])],
+        [SpanResult(0, 5, 0, [3])],
+        [SpanResult(0, 5, 0, [1, 1])],
+        [SpanResult(0, 0, 0, [1])],
     ],
 )
-def test_parts_that_cannot_be_are_not_believed(parts: list[Part]) -> None:
+def test_parts_that_cannot_be_are_not_believed(parts: list[SpanResult]) -> None:
     with pytest.raises(ProtocolViolation, match="not about the group"):
         checked(GROUP, Verdict(True, GROUP.manifest(b"digest", parts)))
 

@@ -8,10 +8,10 @@ import random
 import msgspec
 import pytest
 
-from manyhands.averaging.grid import Layout, group_of, layout_for, next_cell
+from manyhands.averaging.grid.layout import Layout, group_of, layout_for, next_cell
 from manyhands.averaging.messages import NUM_RECENT_STEPS, ROUND_NAME_BYTES, RecentRounds
 from manyhands.base.identity import PeerId
-from manyhands.optim.company import Company
+from manyhands.optim.run.partition_detector import PartitionDetector
 
 SIZES = [(12, 4), (36, 6), (256, 16)]
 
@@ -22,7 +22,7 @@ class Run:
     def __init__(self, num_peers: int, max_group_size: int) -> None:
         self.layout: Layout = layout_for(num_peers, max_group_size)
         self.peers = [PeerId(f"{number:03}") for number in range(num_peers)]
-        self.companies = {peer_id: Company() for peer_id in self.peers}
+        self.companies = {peer_id: PartitionDetector() for peer_id in self.peers}
         self._cells = {peer_id: number for number, peer_id in enumerate(self.peers)}
         self._number = 0
 
@@ -142,7 +142,7 @@ def test_who_has_not_made_enough_steps_in_a_grid_is_no_stranger_and_takes_nobody
     run = Run(12, 4)
     for _ in range(NUM_RECENT_STEPS):
         run.step(run.peers[:6], run.peers[6:])
-    newcomer, said = Company(), {peer_id: run.companies[peer_id].recent_rounds for peer_id in run.peers}
+    newcomer, said = PartitionDetector(), {peer_id: run.companies[peer_id].recent_rounds for peer_id in run.peers}
     assert not newcomer.strangers(said)
     for number in range(NUM_RECENT_STEPS - 1):
         newcomer.met([bytes([number]) * 32])
@@ -165,7 +165,7 @@ def test_who_loads_a_state_belongs_to_those_who_made_it() -> None:
 
 
 def test_what_is_published_is_bounded() -> None:
-    company = Company()
+    company = PartitionDetector()
     for number in range(100):
         company.met([bytes([number, axis]) * 16 for axis in range(16)])
     published = company.recent_rounds

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from manyhands.averaging.messages import Position
 from manyhands.base.identity import PeerId
-from manyhands.optim.crowd import Crowd
-from manyhands.optim.progress import MAX_TTL_S, ProgressRecord, Reckoning
+from manyhands.optim.run.crowd import Crowd
+from manyhands.optim.run.progress import MAX_TTL_S, ProgressRecord, Reckoning
 
 HERE = Position(3, b"here")
 

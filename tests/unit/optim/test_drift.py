@@ -10,8 +10,8 @@ import pytest
 from manyhands.averaging.messages import Position
 from manyhands.averaging.sketch import packed
 from manyhands.base.identity import PeerId
-from manyhands.optim.drift import BOUND, KEPT_STEPS, RELOAD_PERIOD_STEPS, Drift
-from manyhands.optim.signed_sums import Sketch
+from manyhands.optim.run.drift import BOUND, KEPT_STEPS, RELOAD_PERIOD_STEPS, Drift
+from manyhands.optim.run.signed_sums import Sketch
 from tests.unit.optim.test_tracker import BOB, CAROL, HERE, NEXT, Run, run_of_one
 
 RIGHT, WRONG = packed([1.0] * 16), packed([1.5] * 16)

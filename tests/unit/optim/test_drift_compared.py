@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from manyhands.averaging.sketch import MAX_SKETCH_BYTES, packed
 from manyhands.base.identity import PeerId
-from manyhands.optim.drift import (
+from manyhands.optim.run.drift import (
     BOUND,
     HALF_BOUND,
     UNKNOWN_BOUND,
     bound_of,
     compared,
 )
-from manyhands.optim.signed_sums import sketch_of
+from manyhands.optim.run.signed_sums import sketch_of
 
 PEERS = [PeerId(f"peer{number}") for number in range(9)]
 OWN = PEERS[0]

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from manyhands.optim.host_copy import HostCopy
-from manyhands.optim.replica import Replica
+from manyhands.optim.step.host_copy import HostCopy
+from manyhands.optim.step.replica import Replica
 
 
 def new_parameters(dtype: torch.dtype) -> list[torch.nn.Parameter]:

@@ -6,8 +6,8 @@ import pytest
 
 from manyhands.averaging.messages import Position
 from manyhands.base.identity import PeerId
-from manyhands.optim.leftover import reason_to_drop
-from manyhands.optim.state import Origin
+from manyhands.optim.state.state import Origin
+from manyhands.optim.step.staleness import reason_to_drop
 
 ME, OTHER = PeerId("me"), PeerId("other")
 BEFORE, AFTER = Position(5, b"before"), Position(6, b"after")

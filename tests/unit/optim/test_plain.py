@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.optim.plain import is_plain, merged, plain_part
+from manyhands.optim.serializable import is_plain, merged, plain_part
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**60), 2**60) | st.floats(allow_nan=False) | st.text(max_size=5),

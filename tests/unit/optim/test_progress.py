@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from manyhands.averaging.messages import NUM_RECENT_STEPS, Position
 from manyhands.base.identity import PeerId
 from manyhands.optim.config import ProgressConfig
-from manyhands.optim.progress import (
+from manyhands.optim.run.progress import (
     Progress,
     ProgressRecord,
     Reckoning,

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from manyhands.optim.progress import Progress
-from manyhands.optim.progress_log import ProgressLog
+from manyhands.optim.run.progress import Progress
+from manyhands.optim.run.progress_log import ProgressLog
 
 GROWS = Progress(64, 2, 8.0, 24.0)
 

@@ -8,7 +8,7 @@ import pickle
 import pytest
 
 from manyhands.base.errors import ConfigError
-from manyhands.optim.rank_words import Batch, Call, Standing, Word, added_up, batches_of, unequal
+from manyhands.optim.rank_words import Batch, Call, RankState, Word, added_up, batches_of, unequal
 from manyhands.optim.statistics import Statistics
 
 
@@ -49,7 +49,7 @@ def test_ranks_that_make_different_calls_are_told_which() -> None:
 
 
 def test_a_word_travels() -> None:
-    word = Word(standing=Standing(global_step=3, statistics=Statistics(samples_used=5)), result=True)
+    word = Word(standing=RankState(global_step=3, statistics=Statistics(samples_used=5)), result=True)
     assert pickle.loads(pickle.dumps(word)) == word
     error = pickle.loads(pickle.dumps(Word(error=ConfigError("rank 0 failed: x=1")))).error
     assert (type(error), str(error)) == (ConfigError, "rank 0 failed: x=1")

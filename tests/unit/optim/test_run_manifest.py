@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from manyhands.base.errors import ConfigError, ManifestMismatch
 from manyhands.base.identity import PeerId
-from manyhands.optim.run_manifest import (
+from manyhands.optim.manifest import (
     MAX_BYTES,
     ManifestKeeper,
+    ParameterSpec,
     RunManifest,
-    TensorSpec,
     differences,
     manifest_key,
     most_signed,
@@ -28,7 +28,7 @@ MANIFEST = RunManifest(
     protocol="manyhands/1",
     run_id="run",
     target_batch_size=64,
-    tensors=[TensorSpec("weight", (8, 5), "float32"), TensorSpec("bias", (8,), "float32")],
+    tensors=[ParameterSpec("weight", (8, 5), "float32"), ParameterSpec("bias", (8,), "float32")],
     frozen=[],
     optimizer="AdamW",
     hyper_parameters=[{"lr": 0.1}],
@@ -63,16 +63,16 @@ def published(manifest: RunManifest) -> bytes:
         (changed(extra={"tokenizer": "xyz"}), "tokenizer is abc here, xyz in the run"),
         (changed(extra={}), "tokenizer is abc here, None in the run"),
         (
-            changed(tensors=[TensorSpec("weight", (9, 5), "float32"), MANIFEST.tensors[1]]),
+            changed(tensors=[ParameterSpec("weight", (9, 5), "float32"), MANIFEST.tensors[1]]),
             "tensor weight has shape [8, 5] here, [9, 5] in the run",
         ),
         (
-            changed(tensors=[TensorSpec("weight", (8, 5), "bfloat16"), MANIFEST.tensors[1]]),
+            changed(tensors=[ParameterSpec("weight", (8, 5), "bfloat16"), MANIFEST.tensors[1]]),
             "tensor weight is float32 here, bfloat16 in the run",
         ),
         (changed(tensors=MANIFEST.tensors[:1]), "the model has 2 tensors here, 1 in the run"),
         (
-            changed(tensors=[MANIFEST.tensors[0], TensorSpec("scale", (9,), "float32")]),
+            changed(tensors=[MANIFEST.tensors[0], ParameterSpec("scale", (9,), "float32")]),
             "tensor bias (here) / scale (in the run) has shape [8] here, [9] in the run",
         ),
     ],
@@ -83,15 +83,15 @@ def test_a_difference_is_named_with_both_values(other: RunManifest, line: str) -
 
 
 def test_many_differences_are_cut_short() -> None:
-    other = changed(tensors=[TensorSpec(f"t{index}", (index,), "float32") for index in range(2)], target_batch_size=1,
-                    optimizer="SGD", scheduler="x", codec="y", extra={})  # fmt: skip
+    tensors = [ParameterSpec(f"t{index}", (index,), "float32") for index in range(2)]
+    other = changed(tensors=tensors, target_batch_size=1, optimizer="SGD", scheduler="x", codec="y", extra={})
     lines = differences(MANIFEST, other)
     assert len(lines) == 6
     assert lines[-1] == "and 1 more"
 
 
 def test_tensors_that_differ_are_one_line() -> None:
-    other = changed(tensors=[TensorSpec("weight", (9, 5), "float32"), TensorSpec("bias", (9,), "float32")])
+    other = changed(tensors=[ParameterSpec("weight", (9, 5), "float32"), ParameterSpec("bias", (9,), "float32")])
     assert differences(MANIFEST, other) == [
         "tensor weight has shape [8, 5] here, [9, 5] in the run (2 of 2 tensors differ)"
     ]
@@ -108,7 +108,9 @@ def test_what_several_groups_and_a_fact_tell_alike_is_one_line() -> None:
     [
         changed(optimizer="x" * 100_000, frozen=["y" * 100_000], codec="\x1b[2J"),
         changed(extra={"tokenizer": "\x1b[2J", "\n": "x" * 100_000}),
-        changed(tensors=[TensorSpec("\x1b[2J" * 10_000, (1,) * 100_000, "z"), TensorSpec("b", (8,), "\n" * 9999)]),
+        changed(
+            tensors=[ParameterSpec("\x1b[2J" * 10_000, (1,) * 100_000, "z"), ParameterSpec("b", (8,), "\n" * 9999)]
+        ),
     ],
 )
 def test_what_a_stranger_published_neither_fills_the_screen_nor_steers_it(other: RunManifest) -> None:
@@ -177,7 +179,7 @@ async def signers(dht: Any) -> list[PeerId]:
 
 
 def test_a_model_whose_names_nobody_would_read_is_refused_where_it_begins() -> None:
-    tensors = [TensorSpec(f"layers.{number}.{'x' * 80}", (8, 5), "float32") for number in range(3000)]
+    tensors = [ParameterSpec(f"layers.{number}.{'x' * 80}", (8, 5), "float32") for number in range(3000)]
     with pytest.raises(ConfigError, match="with the names and shapes of 3000 tensors; at most 262144 can be published"):
         ManifestKeeper(cast(Any, FakeDht()), PeerId("a"), changed(tensors=tensors))
 
@@ -187,7 +189,7 @@ async def test_manifests_that_unpack_to_megabytes_do_not_fill_the_memory() -> No
     for number in range(6):
         bomb = published(changed(hyper_parameters=[{"lr": [number] + [[]] * ((8 << 20) - 1000)}]))
         dht.put(KEY, f"bomb {number}", bomb, sequence=1)
-        tensors = [TensorSpec("", (), str(number))] * (MAX_BYTES // 10)
+        tensors = [ParameterSpec("", (), str(number))] * (MAX_BYTES // 10)
         largest = published(changed(tensors=tensors))
         dht.put(KEY, f"large {number}", largest, sequence=1)
     dht.put(KEY, "a", published(MANIFEST), sequence=1)

@@ -9,11 +9,11 @@ import pytest
 
 from manyhands.averaging.messages import Position
 from manyhands.dht import Reason, Schema
+from manyhands.optim.manifest import manifest_key
 from manyhands.optim.metrics import HeldoutRecord, MetricsRecord, heldout_key, metrics_key
-from manyhands.optim.progress import ProgressRecord
-from manyhands.optim.progress_reader import GOODBYE, progress_key
-from manyhands.optim.run_manifest import manifest_key
-from manyhands.optim.run_records import declare_run
+from manyhands.optim.run.progress import ProgressRecord
+from manyhands.optim.run.progress_reader import GOODBYE, progress_key
+from manyhands.optim.run.records import declare_run
 from tests.unit.dht.examples import open_record, owned_record
 
 PROGRESS = ProgressRecord(Position(3, b"here"), 10, 2.5, 0, False, ["/ip4/10.0.0.1/tcp/1"], 30.0)

@@ -6,10 +6,10 @@ import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from manyhands.averaging.grid import Layout
-from manyhands.averaging.places import MAX_ROUNDS_AGO, NO_SEAT, Seat
+from manyhands.averaging.grid.layout import Layout
+from manyhands.averaging.grid.seats import MAX_ROUNDS_AGO, NO_SEAT, Seat
 from manyhands.base.identity import PeerId
-from manyhands.optim.seating import Seating
+from manyhands.optim.run.grid_assignment import GridAssignment
 from tests.swarm import identity_of
 from tests.unit.optim.test_tracker import HERE, NEXT, Run, run_of_one
 
@@ -18,13 +18,13 @@ OTHERS = sorted(identity_of(number).peer_id for number in (201, 202, 203))
 
 
 @asynccontextmanager
-async def seats() -> AsyncIterator[tuple[Run, Seating]]:
+async def seats() -> AsyncIterator[tuple[Run, GridAssignment]]:
     """One peer at step 3; more than two are a grid."""
     async with run_of_one() as run:
-        yield run, Seating(run.tracker, run.endpoint.peer_id, 2, random.Random(1))
+        yield run, GridAssignment(run.tracker, run.endpoint.peer_id, 2, random.Random(1))
 
 
-async def all_sit(run: Run, seating: Seating) -> dict[int, PeerId]:
+async def all_sit(run: Run, seating: GridAssignment) -> dict[int, PeerId]:
     """The others take the cells that are left of a grid of 2x2; returns who is where."""
     for peer_id in OTHERS:
         await run.hears(peer_id)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from manyhands.averaging.sketch import NUM_VALUES, unpacked
-from manyhands.optim.signed_sums import PIECE, ROW, signed_sums, sketch_of
+from manyhands.optim.run.signed_sums import PIECE, ROW, signed_sums, sketch_of
 
 
 def length(values: list[float]) -> float:

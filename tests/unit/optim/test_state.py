@@ -10,9 +10,9 @@ from torch.optim import lr_scheduler
 
 from manyhands.averaging.messages import Position
 from manyhands.optim import Lamb
-from manyhands.optim.plain import merged
-from manyhands.optim.run_manifest import TensorSpec
-from manyhands.optim.state import (
+from manyhands.optim.manifest import ParameterSpec
+from manyhands.optim.serializable import merged
+from manyhands.optim.state.state import (
     State,
     StateHeader,
     capture,
@@ -222,7 +222,7 @@ def header_of(**changes: Any) -> StateHeader:
 
 
 def with_statistic(name: str = "0.more", shape: tuple[int, ...] = (4, 3), dtype: str = "float32") -> StateHeader:
-    return header_of(tensors=[*header_of().tensors, TensorSpec(name, shape, dtype)])
+    return header_of(tensors=[*header_of().tensors, ParameterSpec(name, shape, dtype)])
 
 
 def with_scalars(**changes: Any) -> StateHeader:
@@ -252,7 +252,9 @@ def test_what_fits() -> None:
         pytest.param(with_statistic(name="more"), id="no parameter"),
         pytest.param(with_statistic(name="9" * 5000 + ".more"), id="a long number"),
         pytest.param(with_statistic(dtype="complex128"), id="an unknown dtype"),
-        pytest.param(header_of(tensors=header_of().tensors + [TensorSpec("0.x", (1,), "float32")] * 9), id="too many"),
+        pytest.param(
+            header_of(tensors=header_of().tensors + [ParameterSpec("0.x", (1,), "float32")] * 9), id="too many"
+        ),
         pytest.param(header_of(scalars=b""), id="no scalars"),
         pytest.param(header_of(scalars=b"\x91" * 100_000 + b"\xc0"), id="nested scalars"),
         pytest.param(header_of(scalars=msgspec.msgpack.encode({"groups": []})), id="half of the scalars"),

@@ -12,8 +12,8 @@ import torch
 
 from manyhands.averaging.messages import Position
 from manyhands.optim.lamb import Lamb
-from manyhands.optim.replica import Replica
-from manyhands.optim.state import Scalars, State, StateHeader, sealed
+from manyhands.optim.state.state import Scalars, State, StateHeader, sealed
+from manyhands.optim.step.replica import Replica
 
 Spoil = Callable[[Scalars, list[torch.Tensor]], None]
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

@@ -16,9 +16,9 @@ from manyhands.base.deadline import time_limit
 from manyhands.base.identity import PeerId
 from manyhands.dht import StoredValue
 from manyhands.optim.config import ProgressConfig
-from manyhands.optim.progress import RANK_DELAY_S, ProgressRecord
-from manyhands.optim.progress_reader import GOODBYE, IN_FLIGHT_S, progress_key
-from manyhands.optim.tracker import ProgressTracker
+from manyhands.optim.run.progress import RANK_DELAY_S, ProgressRecord
+from manyhands.optim.run.progress_reader import GOODBYE, IN_FLIGHT_S, progress_key
+from manyhands.optim.run.tracker import ProgressTracker
 from manyhands.rpc import Endpoint
 from tests.swarm import endpoints, identity_of
 from tests.unit.optim.fake_dht import FakeDht

@@ -9,10 +9,10 @@ import torch
 
 import manyhands
 from manyhands.base.errors import ConfigError
-from manyhands.optim.host_copy import HostCopy
-from manyhands.optim.replica import Replica
-from manyhands.optim.state import capture
-from manyhands.optim.trained import FrozenParameters, checked_parameters
+from manyhands.optim.parameter_checks import FrozenParameters, checked_parameters
+from manyhands.optim.state.state import capture
+from manyhands.optim.step.host_copy import HostCopy
+from manyhands.optim.step.replica import Replica
 from tests.trainers import LISTEN
 
 Parameter = torch.nn.Parameter

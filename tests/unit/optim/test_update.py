@@ -7,8 +7,8 @@ import torch
 
 from manyhands.optim.flat import GradientLayout, are_finite
 from manyhands.optim.lamb import Lamb
-from manyhands.optim.risk import LARGE_NORM, may_overflow
-from manyhands.optim.update import global_norm, guarded_step
+from manyhands.optim.run.overflow_risk import LARGE_NORM, may_overflow
+from manyhands.optim.step.update import global_norm, guarded_step
 
 
 class Spoiler(torch.optim.SGD):

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from manyhands.averaging.messages import Position
 from manyhands.base.identity import PeerId
 from manyhands.dht.records import decode_value, encode_value
+from manyhands.optim.manifest import ParameterSpec, RunManifest, manifest_key, read_manifest
 from manyhands.optim.metrics import HeldoutRecord, MetricsRecord
-from manyhands.optim.plain import is_plain
-from manyhands.optim.progress import ProgressRecord
-from manyhands.optim.run_manifest import RunManifest, TensorSpec, manifest_key, read_manifest
-from manyhands.optim.state import Origin, StateHeader
-from manyhands.optim.state_transfer import StateAnswer
+from manyhands.optim.run.progress import ProgressRecord
+from manyhands.optim.serializable import is_plain
+from manyhands.optim.state.state import Origin, StateHeader
+from manyhands.optim.state.transfer import StateAnswer
 from tests.unit.optim.fake_dht import FakeDht
 
 COUNTS = st.integers(0, 2**53)
@@ -27,7 +27,7 @@ AMOUNTS = st.floats(0, 1e300)
 TEXTS = st.text(max_size=20)
 POSITIONS = st.builds(Position, COUNTS, st.binary(max_size=64))
 SPECS = st.lists(
-    st.builds(TensorSpec, TEXTS, st.lists(st.integers(0, 2**40), max_size=4).map(tuple), TEXTS), max_size=4
+    st.builds(ParameterSpec, TEXTS, st.lists(st.integers(0, 2**40), max_size=4).map(tuple), TEXTS), max_size=4
 )
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.floats(allow_nan=False) | TEXTS,

@@ -10,7 +10,7 @@ from typing import Any
 
 from manyhands.optim.lamb import Lamb
 from manyhands.optim.optimizer import Optimizer
-from manyhands.optim.process_group_optimizer import ProcessGroupOptimizer
+from manyhands.optim.process_group import ProcessGroupOptimizer
 from manyhands.peer import Peer
 from manyhands.recipes.albert.adoption import RunRecipe, facts_of
 from manyhands.recipes.albert.config import AlbertRecipe

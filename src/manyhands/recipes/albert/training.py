@@ -9,9 +9,9 @@ from dataclasses import replace
 
 from manyhands.base.run_id import checked_run_id
 from manyhands.base.words import counted
+from manyhands.optim.manifest import RunManifest
 from manyhands.optim.optimizer import Optimizer
-from manyhands.optim.process_group_optimizer import ProcessGroupOptimizer
-from manyhands.optim.run_manifest import RunManifest
+from manyhands.optim.process_group import ProcessGroupOptimizer
 from manyhands.peer import Peer
 from manyhands.recipes.albert import ranks
 from manyhands.recipes.albert.account import Account, HeldoutLosses, Standing

@@ -1,0 +1,1 @@
+"""Values in, mean out: the butterfly all-reduce of one group."""

@@ -1,0 +1,415 @@
+"""Butterfly all-reduce of one formed group: reduce-scatter, then all-gather, over one stream for each pair.
+
+Each reducer owns a span of the vector; two members that own none have no stream. On the stream between two members,
+each sends its part of the other's span, then the averaged chunks of its own span as they get ready, and in the end a
+record of who contributed to each, and of how large their values were. Both sides know all sizes; each says what it is
+about to send, so that a member with another vector is found out before its values count. A reducer adds in the order of
+ranks, so the result does not depend on who is faster. What it sends, encoded once, is what everybody applies, the
+reducer included: all decode the same bytes.
+
+A member that is lost ends nothing: the chunks that it had delivered count, the later ones are the mean of the others,
+and its own span is missing. What is missing is reduced again (:mod:`manyhands.averaging.commit.recovery`).
+
+Arithmetic on more than a few values runs beside the loop: the others' calls must not wait for it.
+
+Source: Ryabinin et al., Moshpit SGD, arXiv:2103.03239, section 3.2.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import itertools
+import struct
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
+from typing import Any
+
+import torch
+from blake3 import blake3
+
+from manyhands.averaging.allreduce.group_codec import GroupCodec, InvalidContribution, Means, bytes_of, digest_of_all
+from manyhands.averaging.allreduce.norms import Norms
+from manyhands.averaging.allreduce.partition import Partition, chunks_of
+from manyhands.averaging.allreduce.pausing import Condition, Pausing
+from manyhands.averaging.allreduce.reducer import INLINE_NUMEL, Inbox, SpanReducer
+from manyhands.averaging.codecs import Feedbacks, Plan
+from manyhands.averaging.contributions import BadContribution, Contributions
+from manyhands.averaging.memory import Memory, empty_vector, whole_lines
+from manyhands.averaging.messages import MAX_REASON_LENGTH, Accusation, Group
+from manyhands.base.errors import PeerLost, RoundAborted
+from manyhands.transport.api import Stream
+
+_LABEL = struct.Struct("<QQ")
+"""Goes before the values, and before the means, of a span: elements of the vector, and bytes that follow."""
+
+
+PIECE_NUMEL = 1023 * 64
+"""Values that travel as they are are looked at in pieces of so many, while they are in the processor's cache. As
+float32 they are one record on a short link (:mod:`manyhands.transport.sealed_stream`)."""
+
+
+class Wanted(enum.Enum):
+    """What a partner is to send."""
+
+    VALUES = "values"
+    MEANS = "means"
+
+
+class Butterfly:
+    """One member's part in one all-reduce, of the whole vector or a part of it.
+
+    Args:
+        group: with at least one member that is not in client mode, and at least one positive weight.
+        rank: of this member.
+        flat_N: this member's values, of the plan's dtype, on the CPU.
+        plan: how the vector is encoded; the same on all members.
+        members: ranks of those that take part; all by default.
+        region: what is averaged; all of the vector by default.
+        averaged_N: where the means go; only ``region`` is written. If it is ``flat_N``, the means of a chunk are
+            written over the values once its reducer has these.
+        memory: where what is encoded goes, for one round after the other.
+        feedbacks: what earlier rounds lost of this member's values and means; None to do without.
+        is_measured: whether the reducers tell how large the values of each member are; the same on all members.
+
+    Attributes:
+        faults: what each member that was lost on the way did, by rank.
+        wanted: what is waited for, by rank.
+        done_with: members with whom all was exchanged; nothing more travels on their streams.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        rank: int,
+        flat_N: torch.Tensor,
+        plan: Plan,
+        *,
+        members: Collection[int] | None = None,
+        region: slice | None = None,
+        averaged_N: torch.Tensor | None = None,
+        memory: Memory | None = None,
+        feedbacks: Feedbacks | None = None,
+        is_measured: bool = False,
+    ) -> None:
+        here = range(len(group.members)) if members is None else members
+        region = region if region is not None else slice(0, flat_N.numel())
+        self.averaged_N = empty_vector(flat_N.numel(), flat_N.dtype) if averaged_N is None else averaged_N
+        self.faults: dict[int, Accusation] = {}
+        self.wanted: dict[int, Wanted] = {}
+        self.done_with: set[int] = set()
+        self._here = frozenset(here)
+        self._members = group.members
+        self._rank = rank
+        self._flat_N = flat_N
+        self._codec = GroupCodec(plan, group.members, rank, region)
+        self._feedback = feedbacks.sent if feedbacks is not None else None
+        self._partition = Partition(group, self._here, region, self._codec)
+        self._weights = [member.weight if number in here else 0.0 for number, member in enumerate(group.members)]
+        self._records = Contributions(flat_N.numel(), len(group.members), self._contributors())
+        reduced_feedback = feedbacks.reduced if feedbacks is not None else None
+        self._memory = memory if memory is not None else Memory()
+        self._encoded = self._memory_of_means()
+        self._norms = Norms(self._codec, len(group.members), group.group_id) if is_measured else None
+        self._norms_record = struct.Struct(f"<{len(group.members)}f")
+        self._told_norms: dict[int, list[float]] = {}  # by reducer
+        self._reducer = SpanReducer(
+            self._codec, rank, self._partition, self._weights, flat_N, self.averaged_N, self._encoded[rank],
+            self._memory, reduced_feedback, self._norms,
+        )  # fmt: skip
+        self._hashers = {other: blake3(max_threads=1) for other in range(len(group.members))}
+        self._hashers[rank] = self._reducer.hasher
+        self._has_given: set[int] = set()  # of whom no values come any more
+        self._told: dict[int, list[list[int]]] = {}  # by reducer, of all its chunks
+        self._conversations: dict[int, asyncio.Task[None]] = {}
+
+    def digest(self) -> bytes:
+        """BLAKE3 of the digests of all spans, by rank, of the means as they travelled; once nothing is missing."""
+        return digest_of_all(False, [self._hashers[rank].digest() for rank in sorted(self._hashers)])
+
+    def means(self) -> Means:
+        """The means as they travelled, by reducer, as far as they are there; for a butterfly that has ended."""
+        return Means(self.averaged_N, False, self._encoded, self._decode_all)
+
+    def partners(self) -> list[int]:
+        """Ranks with which values are exchanged; two members that own no span have nothing to say to each other."""
+        return [
+            rank
+            for rank in sorted(self._here)
+            if rank != self._rank and (self._partition.is_reducer(rank) or self._partition.is_reducer(self._rank))
+        ]
+
+    def held(self) -> list[tuple[slice, int, list[int]]]:
+        """What is averaged now: chunks, with who reduced each and who contributed; of a span all chunks or none."""
+        told = dict(self._told)
+        if len(self._reducer.presents) == len(self._reducer.chunks):
+            told[self._rank] = self._reducer.presents
+        return [
+            (chunk, rank, present)
+            for rank, presents in sorted(told.items())
+            for chunk, present in zip(self._partition.chunks[rank], presents, strict=True)
+        ]
+
+    def norms(self) -> list[list[float]]:
+        """By each reducer that has told all, and this member, the norm of the values of each member in its span."""
+        told = dict(self._told_norms)
+        if self._norms is not None and self._reducer.chunks:
+            told[self._rank] = self._norms.told()
+        return [told[rank] for rank in sorted(told)]
+
+    @property
+    def num_averaged(self) -> int:
+        """Chunks that this member has averaged."""
+        return len(self._reducer.presents)
+
+    def num_bytes_with(self, rank: int) -> int:
+        """About what each way of the stream to a partner carries, in bytes."""
+        return self.num_bytes_of(rank) + self.num_bytes_of(self._rank)
+
+    def num_bytes_of(self, rank: int) -> int:
+        """The span of a member, encoded, in bytes."""
+        return self._partition.num_bytes(rank)
+
+    async def run(self, connect: Callable[[int], Awaitable[Stream]]) -> torch.Tensor:
+        """Exchange values with all partners; returns the weighted mean, of the plan's dtype, shape [N].
+
+        Not all of it is there if members were lost: see :meth:`held` and ``faults``.
+
+        Args:
+            connect: gives the stream to the partner of this rank; each is used as soon as it is there.
+        Raises:
+            RoundAborted: this member's own values are not finite, or all who would contribute to its span were lost.
+        """
+        reducing = self._reducer.run(lambda rank, reason: self.lose(rank, reason, is_violation=True))
+        await _all_or_none([reducing, *(self._exchange_with(rank, connect) for rank in self.partners())])
+        return self.averaged_N
+
+    def lose(self, rank: int, reason: str, *, is_violation: bool = False, is_stalled: bool = False) -> None:
+        """Go on without a member; what it has delivered counts, unless that was the fault."""
+        if rank in self.faults or rank not in self._conversations:
+            return
+        self.faults[rank] = Accusation(rank, reason[:MAX_REASON_LENGTH], is_violation, is_stalled)
+        self._reducer.lose(rank, is_violation=is_violation)
+        self._conversations[rank].cancel()
+
+    async def _exchange_with(self, rank: int, connect: Callable[[int], Awaitable[Stream]]) -> None:
+        talking = self._conversations[rank] = asyncio.get_running_loop().create_task(self._converse(rank, connect))
+        try:
+            await asyncio.wait([talking])
+        finally:
+            talking.cancel()
+            await asyncio.gather(talking, return_exceptions=True)
+            self.wanted.pop(rank, None)
+        error = None if talking.cancelled() else talking.exception()
+        if isinstance(error, RoundAborted) and self._members[self._rank].peer_id not in error.blamed:
+            self.lose(rank, error.reason, is_violation=isinstance(error, InvalidContribution))
+        elif error is not None:
+            raise error
+
+    async def _converse(self, rank: int, connect: Callable[[int], Awaitable[Stream]]) -> None:
+        stream = await connect(rank)
+        try:
+            await _all_or_none([self._send_to(rank, stream), self._receive_from(rank, stream)])
+        except BaseException:
+            stream.abort()  # the other end shall not wait for this one
+            raise
+        self.done_with.add(rank)
+
+    # sending
+
+    async def _send_to(self, rank: int, stream: Stream) -> None:
+        """This member's values of a partner's span, and then the means of its own, as they get ready."""
+        if not (self._owes_values_to(rank) or self._reducer.chunks):
+            return
+        pieces = Pausing(self._outgoing(rank), self._reducer.progress)
+        while not pieces.is_over:
+            await pieces.wait()
+            if self._is_small(rank):
+                await stream.send(*pieces)
+            else:
+                await stream.send_each(pieces)
+
+    def _owes_values_to(self, rank: int) -> bool:
+        return self._weights[self._rank] > 0 and self._partition.is_reducer(rank)
+
+    def _outgoing(self, rank: int) -> Iterator[memoryview | Condition]:
+        if self._owes_values_to(rank):
+            yield from self._values(rank)
+        if self._reducer.chunks:
+            yield from self._means()
+
+    def _values(self, reducer: int) -> Iterator[memoryview]:
+        yield memoryview(self._label_of(reducer))
+        yield from self._own_values(reducer) if self._codec.is_exact else self._encoded_values(reducer)
+
+    def _own_values(self, reducer: int) -> Iterator[memoryview]:
+        """As they are; each piece is looked at just before it is sent, which brings it into the cache."""
+        for piece in chunks_of(self._partition.spans[reducer], PIECE_NUMEL):
+            self._codec.check_finite(self._rank, self._flat_N[piece])
+            yield bytes_of(self._flat_N[piece])
+
+    def _encoded_values(self, reducer: int) -> Iterator[memoryview]:
+        """Chunk by chunk; each of a large span is valid until the next one is asked for."""
+        buffer = torch.empty(0, dtype=torch.uint8)
+        for chunk, place in zip(self._partition.chunks[reducer], self._partition.places[reducer], strict=True):
+            num_bytes = place.stop - place.start
+            if buffer.numel() < num_bytes or self._is_small(reducer):
+                buffer = torch.empty(num_bytes, dtype=torch.uint8)
+            encoded = buffer[:num_bytes]
+            self._codec.encode(self._flat_N[chunk], chunk, encoded, self._feedback)
+            yield bytes_of(encoded)
+
+    def _means(self) -> Iterator[memoryview | Condition]:
+        """The means of this member's span, as they get ready, and who contributed to them."""
+        yield memoryview(self._label_of(self._rank))
+        num_sent = 0
+        while num_sent < len(self._reducer.chunks):
+            num_done, means = self._reducer.done(num_sent)
+            yield means if num_done > num_sent else self._reducer.has_more_than(num_sent)
+            num_sent = num_done
+        yield memoryview(self._records.record(self._reducer.presents))
+        if self._norms is not None:
+            yield memoryview(self._norms_record.pack(*self._norms.told()))
+
+    def _label_of(self, reducer: int) -> bytes:
+        """What goes before the values or the means of a span."""
+        return _LABEL.pack(self._flat_N.numel(), self._partition.num_bytes(reducer))
+
+    # receiving
+
+    async def _receive_from(self, rank: int, stream: Stream) -> None:
+        """A partner's values of this member's span, and then the means of its own."""
+        if rank not in self._reducer.inboxes and not self._partition.is_reducer(rank):
+            return
+        rooms = Pausing(self._rooms(rank), self._reducer.progress)
+        while not rooms.is_over:
+            await rooms.wait()
+            self.wanted[rank] = Wanted.MEANS if rank in self._has_given else Wanted.VALUES
+            if self._is_small(rank):
+                for room in rooms:
+                    await stream.receive_into(room)
+            else:
+                await stream.receive_each(rooms)
+            self.wanted.pop(rank, None)
+
+    def _rooms(self, rank: int) -> Iterator[memoryview | Condition]:
+        """Memory for all that a partner sends."""
+        inbox = self._reducer.inboxes.get(rank)
+        if inbox is not None:
+            yield from self._rooms_for_values(rank, inbox)
+        self._has_given.add(rank)
+        if self._partition.is_reducer(rank):
+            self.wanted[rank] = Wanted.MEANS
+            yield from self._rooms_for_means(rank)
+
+    def _rooms_for_values(self, rank: int, inbox: Inbox) -> Iterator[memoryview | Condition]:
+        """Memory for one chunk of a member's values after the other; averaged with the others' as soon as it can be."""
+        label = bytearray(_LABEL.size)
+        yield memoryview(label)
+        self._check_label(label, rank, self._rank, Wanted.VALUES)
+        for place in self._partition.places[self._rank]:
+            if not inbox.has_room:
+                yield lambda: inbox.has_room
+            encoded = inbox.room(place.stop - place.start)
+            yield bytes_of(encoded)
+            self._reducer.put(rank, encoded)
+
+    def _rooms_for_means(self, rank: int) -> Iterator[memoryview]:
+        """Memory for one averaged chunk after the other, which is taken over as soon as it has come."""
+        label = bytearray(_LABEL.size)
+        yield memoryview(label)
+        self._check_label(label, rank, rank, Wanted.MEANS)
+        yield from self._rooms_for_exact(rank) if self._codec.is_exact else self._rooms_for_encoded(rank)
+        record = bytearray(self._records.record_bytes(len(self._partition.chunks[rank])))
+        yield memoryview(record)
+        self._read_record(record, rank)
+        if self._norms is not None:
+            norms = bytearray(self._norms_record.size)
+            yield memoryview(norms)
+            self._read_norms(norms, rank)
+
+    def _rooms_for_exact(self, rank: int) -> Iterator[memoryview]:
+        for piece in chunks_of(self._partition.spans[rank], PIECE_NUMEL):
+            averaged = self.averaged_N[piece]
+            yield bytes_of(averaged)
+            self._codec.check_finite(rank, averaged)
+            self._hashers[rank].update(bytes_of(averaged))
+
+    def _rooms_for_encoded(self, rank: int) -> Iterator[memoryview]:
+        for chunk, encoded in self._encoded_chunks(rank):
+            yield bytes_of(encoded)
+            self._codec.decode(rank, encoded, chunk, self.averaged_N[chunk])
+            self._hashers[rank].update(bytes_of(encoded))
+
+    def _check_label(self, label: bytes | bytearray, rank: int, reducer: int, wanted: Wanted) -> None:
+        numel, num_bytes = _LABEL.unpack(label)
+        peer_id = self._members[rank].peer_id
+        if numel != self._flat_N.numel():
+            raise InvalidContribution(
+                f"the vector of peer {peer_id} has {numel} values, not {self._flat_N.numel()}", [peer_id]
+            )
+        if num_bytes != (due := self._partition.num_bytes(reducer)):
+            raise InvalidContribution(
+                f"peer {peer_id} sends {num_bytes} bytes of {wanted.value}, and {due} are due", [peer_id]
+            )
+
+    def _read_record(self, record: bytes | bytearray, rank: int) -> None:
+        try:
+            self._told[rank] = self._records.read_record(bytes(record))
+        except BadContribution as error:
+            peer_id = self._members[rank].peer_id
+            raise InvalidContribution(f"the record of peer {peer_id} cannot be: {error}", [peer_id]) from error
+
+    def _read_norms(self, record: bytes | bytearray, rank: int) -> None:
+        norms = list(self._norms_record.unpack(record))
+        if not all(norm >= 0.0 for norm in norms):
+            peer_id = self._members[rank].peer_id
+            raise InvalidContribution(
+                f"the record of peer {peer_id} cannot be: a norm is negative, or no number", [peer_id]
+            )
+        self._told_norms[rank] = norms
+
+    # memory
+
+    def _memory_of_means(self) -> list[torch.Tensor]:
+        """Of the means as they travel, by reducer, uint8: their own, unless they are encoded."""
+        if self._codec.is_exact:
+            return [self.averaged_N[span].view(torch.uint8) for span in self._partition.spans]
+        sizes = [self._partition.num_bytes(rank) for rank in range(len(self._members))]
+        starts = [0, *itertools.accumulate(map(whole_lines, sizes))]
+        means = self._memory.vector(starts[-1], torch.uint8)
+        return [means[start : start + size] for start, size in zip(starts, sizes, strict=False)]
+
+    def _encoded_chunks(self, rank: int) -> Iterator[tuple[slice, torch.Tensor]]:
+        """The chunks of a reducer's span, each with the memory for its means as they travel."""
+        for chunk, place in zip(self._partition.chunks[rank], self._partition.places[rank], strict=True):
+            yield chunk, self._encoded[rank][place]
+
+    def _decode_all(self) -> None:
+        for rank in range(len(self._members)):
+            for chunk, encoded in self._encoded_chunks(rank):
+                if not self._codec.is_exact:
+                    self._codec.decode(rank, encoded, chunk, self.averaged_N[chunk])
+
+    def _is_small(self, rank: int) -> bool:
+        """Whether what goes between a partner and this member is worked on at once, on the loop."""
+        return max(self._partition.numel(rank), self._partition.numel(self._rank)) < INLINE_NUMEL
+
+    def _contributors(self) -> list[int]:
+        return [rank for rank, weight in enumerate(self._weights) if weight > 0]
+
+
+async def _all_or_none(parts: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Run all parts; when one fails, cancel the others and raise what it met."""
+    tasks = [asyncio.get_running_loop().create_task(part) for part in parts]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        failed = [task.exception() for task in tasks if task.done() and not task.cancelled()]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for error in failed:
+        if isinstance(error, PeerLost):
+            raise RoundAborted(f"a member was lost in mid-round: {error.reason}", [error.peer_id]) from error
+        if error is not None:
+            raise error

@@ -1,0 +1,219 @@
+"""Divides the vector: which member reduces which span, and in which chunks. Pure; the same on all members.
+
+The spans are chosen so that the slowest member is done as early as possible. Let n members average a vector, of which
+member i reduces the fraction w_i, and count in vectors. In the reduce-scatter member i sends its values of all spans
+but its own, ``1 - w_i``, and receives those of the n - 1 others for its own, ``(n - 1) w_i``. In the all-gather it is
+the other way round. So it sends ``(1 - w_i) + (n - 1) w_i = 1 + (n - 2) w_i``, and receives as much; with bandwidth b_i
+in each direction that takes
+
+    t_i = (1 + (n - 2) w_i) / b_i.
+
+The best w minimises max t_i over w >= 0, sum w = 1. All reducers finish at the same time 1 / x: if one finished later,
+it would do better to hand a part of its span to another. So ``w_i = (x b_i - 1) / (n - 2)``, and 0 for each member that
+needs longer than that to send its own values, x b_i <= 1. These are the slowest members. When the k fastest reduce, and
+S is the sum of their bandwidths, ``sum w = 1`` gives ``x = (n - 2 + k) / S``; the right k is the largest for which all
+k fractions are positive. (If a member that reduces nothing needs longer than 1 / x, other w are as good; this one lets
+all others finish first.) With n = 2 both send one vector, whichever of them reduces it: each takes a half, because the
+addition is work too.
+
+A client cannot be dialled, so it reduces nothing, but it counts in n. A member without samples sends less than this
+says.
+
+All numbers are integers, so all members compute the same spans on any machine.
+
+Source: Ryabinin et al., Moshpit SGD, arXiv:2103.03239, and Diskin et al., Distributed Deep Learning in Open
+Collaborations, arXiv:2106.10207, which solve a linear program for the same minimum.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+import statistics
+from collections.abc import Collection, Sequence
+from fractions import Fraction
+
+from manyhands.averaging.allreduce.group_codec import GroupCodec
+from manyhands.averaging.messages import Group
+from manyhands.base.errors import ConfigError
+
+MAX_CHUNKS = 1 << 14
+"""Of one vector; a leader that wants smaller chunks does not get them."""
+
+CHUNKS_OF_VECTOR = 16
+MIN_CHUNKS_OF_SPAN = 3
+"""About as many chunks has a vector, unless they would be small: while one is reduced, others come and go. More of them
+cost more calls, fewer leave too little to do meanwhile."""
+
+MIN_CHUNK_NUMEL = 1 << 18
+"""Less is not worth the calls."""
+
+
+class Partition:
+    """The spans of the reducers, and their chunks.
+
+    Args:
+        members: ranks of those that take part.
+        region: of the vector that is averaged.
+        codec: how values travel.
+
+    Attributes:
+        spans: by rank; that of a member which reduces nothing is empty.
+        chunks: of each span, in order.
+        places: where each chunk lies in its span, in bytes, encoded.
+    """
+
+    def __init__(self, group: Group, members: Collection[int], region: slice, codec: GroupCodec) -> None:
+        numel, unit = region.stop - region.start, codec.unit_numel
+        bandwidths = [bandwidth if rank in members else 0 for rank, bandwidth in enumerate(group.bandwidths())]
+        spans = in_whole_units(owned_spans(numel, leveled(bandwidths), group.min_span_numel, group.group_id), unit)
+        self.spans = [slice(region.start + span.start, region.start + span.stop) for span in spans]
+        num_chunks = max(CHUNKS_OF_VECTOR, MIN_CHUNKS_OF_SPAN * sum(map(self.is_reducer, range(len(spans)))))
+        most = max(group.chunk_numel, math.ceil(numel / MAX_CHUNKS))
+        usual = min(most, max(MIN_CHUNK_NUMEL, math.ceil(numel / num_chunks)))
+        self.chunks = [chunks_of(span, whole_units(usual, unit, most)) for span in self.spans]
+        self.places = [_one_after_the_other([codec.num_bytes(chunk) for chunk in chunks]) for chunks in self.chunks]
+
+    def is_reducer(self, rank: int) -> bool:
+        """Whether a member owns a span."""
+        return self.numel(rank) > 0
+
+    def numel(self, rank: int) -> int:
+        """Elements of the span of a member."""
+        return int(self.spans[rank].stop - self.spans[rank].start)
+
+    def num_bytes(self, rank: int) -> int:
+        """Of the span of a member, encoded."""
+        return int(self.places[rank][-1].stop) if self.places[rank] else 0
+
+
+def _one_after_the_other(sizes: list[int]) -> list[slice]:
+    stops = itertools.accumulate(sizes)
+    return [slice(stop - size, stop) for stop, size in zip(stops, sizes, strict=True)]
+
+
+LEAST_UNITS = 16
+"""A span of fewer units of the codec is not rounded to them: it would be a sixteenth longer or shorter, or more."""
+
+
+def owned_spans(numel: int, bandwidths: Sequence[int], min_span_numel: int, seed: bytes) -> list[slice]:
+    """Split a flat vector among the reducers of one group; see :mod:`manyhands.averaging.allreduce.partition`.
+
+    Reducer ``i`` averages ``flat_N[spans[i]]``. Rounding: largest remainder, ties to the lower rank. All in whole
+    numbers, so that every member computes the same answer.
+
+    Args:
+        numel: N, in elements (not bytes).
+        bandwidths: bytes per second, shape [P], not all zero; who has 0 never reduces.
+        min_span_numel: elements, at least 1; nobody reduces less, unless it is the only one.
+        seed: bytes that all members know, and nobody chooses.
+    Raises:
+        ConfigError: the bandwidths break the rule above.
+    """
+    if not any(bandwidths) or min(bandwidths) < 0:
+        raise ConfigError(f"bandwidths {list(bandwidths)} must be >= 0 and not all zero; for example [1, 1]")
+    candidates = _drawn(bandwidths, numel // min_span_numel, seed)
+    min_fraction = Fraction(min_span_numel, numel) if numel else Fraction(1)
+    shares = balanced_shares(bandwidths, candidates, min_fraction)
+    total = sum(shares)
+    sizes = [numel * share // total for share in shares]
+    by_remainder = sorted(range(len(shares)), key=lambda rank: (-(numel * shares[rank] % total), rank))
+    for rank in by_remainder[: numel - sum(sizes)]:
+        sizes[rank] += 1
+    spans = []
+    start = 0
+    for size in sizes:
+        spans.append(slice(start, start + size))
+        start += size
+    return spans
+
+
+def _drawn(bandwidths: Sequence[int], num_worth: int, seed: bytes) -> list[int]:
+    """Ranks of those that may reduce: only as many as there are spans worth a stream.
+
+    A vector of a few kilobytes is averaged fastest by one member: each further one costs a stream to everybody. Who
+    it is changes from round to round, so that the load is spread, but the slower half comes last.
+    """
+    able = [rank for rank, bandwidth in enumerate(bandwidths) if bandwidth > 0]
+    if num_worth >= len(able):
+        return able
+    middle = statistics.median_high(bandwidths[rank] for rank in able)
+
+    def order(rank: int) -> tuple[bool, bytes]:
+        return bandwidths[rank] < middle, hashlib.sha256(seed + rank.to_bytes(4, "big")).digest()
+
+    return sorted(able, key=order)[: max(1, num_worth)]
+
+
+def chunks_of(span: slice, chunk_numel: int) -> list[slice]:
+    """Cut a span into chunks of at most ``chunk_numel`` elements."""
+    return [slice(start, min(start + chunk_numel, span.stop)) for start in range(span.start, span.stop, chunk_numel)]
+
+
+def whole_units(numel: int, unit: int, most: int) -> int:
+    """The next multiple of a unit, or the one before if that is more than ``most``; ``numel`` if there is neither."""
+    return next((up for up in (-(-numel // unit) * unit, numel // unit * unit) if 0 < up <= most), numel)
+
+
+def in_whole_units(spans: Sequence[slice], unit: int) -> list[slice]:
+    """The spans of a vector, with bounds at multiples of a unit, if that changes none of them by much.
+
+    What is not a whole unit is worked on by slower code, and at its end the vector has that once in any case.
+    """
+    if any(0 < span.stop - span.start < LEAST_UNITS * unit for span in spans):
+        return list(spans)
+    numel = max((span.stop for span in spans), default=0)
+    bounds = [0, *(span.stop // unit * unit if span.stop < numel else numel for span in spans)]
+    return [slice(start, stop) for start, stop in itertools.pairwise(bounds)]
+
+
+NO_MINIMUM = Fraction(0)
+
+SAME = Fraction(1, 4)
+"""Who is faster than another member by no more than this counts as no faster."""
+
+
+def leveled(bandwidths: Sequence[int]) -> list[int]:
+    """Bandwidths of which those that hardly differ are the same, by rank: measurements differ by as much.
+
+    Members get on together, so one that was taken for somewhat slower than it is and has less to send cannot show
+    that it is faster; and what a few percent of difference would save is less than what as much of an error costs.
+    """
+    levels = list(bandwidths)
+    ascending = sorted((rank for rank, bandwidth in enumerate(bandwidths) if bandwidth > 0), key=bandwidths.__getitem__)
+    while ascending:
+        most = bandwidths[ascending[0]] * (1 + SAME)
+        same = list(itertools.takewhile(lambda rank: bandwidths[rank] <= most, ascending))  # noqa: B023 (used at once)
+        for rank in same:
+            levels[rank] = sum(bandwidths[other] for other in same) // len(same)
+        ascending = ascending[len(same) :]
+    return levels
+
+
+def balanced_shares(
+    bandwidths: Sequence[int], candidates: Sequence[int], min_fraction: Fraction = NO_MINIMUM
+) -> list[int]:
+    """Relative sizes of the spans, by rank; O(n log n).
+
+    Args:
+        bandwidths: of all members, shape [P], in any unit.
+        candidates: ranks of those that may reduce, at least one; their bandwidths are > 0.
+        min_fraction: of the vector. Nobody reduces less: the slowest leave it to the others. One always reduces.
+    """
+    num_others = len(bandwidths) - 2
+    if num_others < 1:  # all send the same, whoever reduces
+        bandwidths, num_others = [1] * len(bandwidths), 1
+    fastest = sorted(candidates, key=lambda rank: (-bandwidths[rank], rank))
+    sums = list(itertools.accumulate(bandwidths[rank] for rank in fastest))
+    num_reducers = len(fastest)
+    while num_reducers > 1:
+        total = sums[num_reducers - 1]
+        least = (num_others + num_reducers) * bandwidths[fastest[num_reducers - 1]] - total
+        if least > 0 and least * min_fraction.denominator >= min_fraction.numerator * num_others * total:
+            break
+        num_reducers -= 1
+    shares = [0] * len(bandwidths)
+    for rank in fastest[:num_reducers]:
+        shares[rank] = (num_others + num_reducers) * bandwidths[rank] - sums[num_reducers - 1]
+    return shares

@@ -1,0 +1,352 @@
+"""Computes the weighted mean of one span, chunk by chunk, while other chunks are still arriving.
+
+An :class:`Inbox` holds the chunks of one sender until they are averaged.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+from blake3 import blake3
+
+from manyhands.averaging.allreduce.group_codec import GroupCodec, InvalidContribution, bytes_of, is_finite
+from manyhands.averaging.allreduce.norms import Norms
+from manyhands.averaging.allreduce.partition import Partition
+from manyhands.averaging.codecs import ErrorFeedback
+from manyhands.averaging.memory import Memory, whole_lines
+from manyhands.base.errors import RoundAborted
+from manyhands.runtime.executor import run_to_end
+from manyhands.runtime.waker import Waker
+
+INLINE_NUMEL = 1 << 14
+"""Work on fewer elements is done sooner than another thread could be asked to."""
+
+NO_VALUES = "nobody's values came for a chunk"
+
+
+class SpanReducer:
+    """Averages the chunks of the span that this member owns.
+
+    Whoever brings the last that was missing for a chunk averages it, on the thread on which it came: nobody else has to
+    be woken for it. One thread does so at a time, chunk after chunk.
+
+    Args:
+        codec: how they travel.
+        rank: of this member.
+        partition: of the vector; the span of this member has chunks there.
+        weights: by rank; 0 for those that do not take part.
+        flat_N: this member's values.
+        averaged_N: where the means go; may be the same memory.
+        encoded: memory for the means as they travel, uint8; with an exact codec that of the means themselves.
+        memory: for what comes.
+        feedback: what earlier rounds lost of the means that this member reduced.
+        norms: measures the members' values on the way.
+
+    Attributes:
+        chunks: of the span, in order.
+        inboxes: what comes from each other member with a weight, by rank.
+        presents: ranks that contributed, for each chunk that is averaged.
+        hasher: of the means as they travel.
+        progress: wakes when something was averaged, and there is room for more.
+    """
+
+    def __init__(
+        self,
+        codec: GroupCodec,
+        rank: int,
+        partition: Partition,
+        weights: Sequence[float],
+        flat_N: torch.Tensor,
+        averaged_N: torch.Tensor,
+        encoded: torch.Tensor,
+        memory: Memory,
+        feedback: ErrorFeedback | None,
+        norms: Norms | None = None,
+    ) -> None:
+        self.chunks = partition.chunks[rank]
+        self.presents: list[list[int]] = []
+        self.hasher = blake3(max_threads=1)
+        self.progress = Waker()
+        self._codec = codec
+        self._rank = rank
+        self._weights = weights
+        self._flat_N = flat_N
+        self._averaged_N = averaged_N
+        self._encoded = encoded
+        self._feedback = feedback
+        self._norms = norms
+        self._places = partition.places[rank]
+        senders = [other for other, weight in enumerate(weights) if other != rank and weight > 0 and self.chunks]
+        room = whole_lines(max((place.stop - place.start for place in self._places), default=0))
+        received = memory.vector(len(senders) * QUEUED_CHUNKS * room, torch.uint8)
+        self._rooms = received.view(len(senders) * QUEUED_CHUNKS, room)
+        self.inboxes = {
+            other: Inbox(self._rooms[at * QUEUED_CHUNKS : (at + 1) * QUEUED_CHUNKS]) for at, other in enumerate(senders)
+        }
+        is_in_place = bool(self.chunks) and flat_N.data_ptr() == averaged_N.data_ptr()
+        kept_numel = max(map(_numel, self.chunks)) if is_in_place else 0
+        self._kept_N = memory.vector(kept_numel, flat_N.dtype)  # own values of a chunk while its mean is written
+        self._lock = threading.Lock()
+        self._may_reduce = self._is_reducing = False
+        self._spoilt: dict[int, str] = {}  # whose values cannot be averaged, and why; not told yet
+        self._error: Exception | None = None
+        self._to_look = Waker()  # for run()
+
+    def put(self, rank: int, encoded: torch.Tensor) -> None:
+        """A chunk of a member has come, into the room of its inbox; averages what there is to average now."""
+        inbox = self.inboxes.get(rank)
+        if inbox is not None:
+            inbox.put(encoded)
+            self._reduce_all()
+
+    def lose(self, rank: int, *, is_violation: bool) -> None:
+        """Nothing more comes from a member; what it has delivered counts, unless that was the fault."""
+        inbox = self.inboxes.get(rank)
+        if inbox is None:
+            return
+        if is_violation:
+            with self._lock:
+                self.inboxes.pop(rank, None)
+        inbox.is_ended = True
+        self._to_look.wake()
+
+    def done(self, num_before: int) -> tuple[int, memoryview]:
+        """How many chunks are averaged, and as they travel those after the first ``num_before``."""
+        num_done = len(self.presents)
+        start = self._places[num_before].start if num_before < len(self.chunks) else 0
+        ready = slice(start, self._places[num_done - 1].stop if num_done > num_before else start)
+        return num_done, bytes_of(self._encoded[ready])
+
+    def has_more_than(self, num_chunks: int) -> Callable[[], bool]:
+        """Asks whether more chunks than these are averaged."""
+        return lambda: len(self.presents) > num_chunks
+
+    async def run(self, blame: Callable[[int, str], None]) -> None:
+        """Average all chunks.
+
+        Args:
+            blame: told who has sent values that cannot be averaged, and why.
+        Raises:
+            RoundAborted: nobody's values came for a chunk, or this member's own are not finite.
+        """
+        self._may_reduce = True
+        while len(self.presents) < len(self.chunks):
+            if self._is_due() and self.chunks[0].stop - self.chunks[0].start >= INLINE_NUMEL:
+                await run_to_end(self._reduce_all)
+            else:
+                self._reduce_all()
+            await self._to_look.wait_until(self._must_look)
+            for rank in list(self._spoilt):
+                blame(rank, self._spoilt.pop(rank))
+            if self._error is not None:
+                raise self._error
+
+    def _is_due(self) -> bool:
+        """Whether there is a chunk to average that nobody averages."""
+        with self._lock:
+            return not self._is_reducing and self._is_next_ready()
+
+    def _must_look(self) -> bool:
+        is_over = self._error is not None or len(self.presents) == len(self.chunks)
+        return is_over or bool(self._spoilt) or self._is_due()
+
+    def _is_next_ready(self) -> bool:
+        is_possible = self._may_reduce and self._error is None and len(self.presents) < len(self.chunks)
+        return is_possible and all(inbox.is_ready for inbox in self.inboxes.values())
+
+    def _reduce_all(self) -> None:
+        """Average what has come, unless somebody does so already, who will not overlook it."""
+        while (received := self._begin()) is not None:
+            spoilt: dict[int, str] = {}
+            try:
+                present, spoilt = self._reduce(len(self.presents), received)
+            except Exception as error:  # noqa: BLE001 (it ends the round, not the stream on which the last values came)
+                self._error = error
+            with self._lock:
+                for rank in spoilt:
+                    self.inboxes.pop(rank, None)
+                for rank in received:
+                    if rank in self.inboxes:
+                        self.inboxes[rank].give_back()
+                self._spoilt |= spoilt
+                if self._error is None:
+                    self.presents.append(present)
+                self._is_reducing = False
+            self.progress.wake()
+            if spoilt or self._error is not None or len(self.presents) == len(self.chunks):
+                self._to_look.wake()
+
+    def _begin(self) -> dict[int, torch.Tensor] | None:
+        """What has come for the next chunk, by rank, if it is due; it is the caller's to average then."""
+        with self._lock:
+            if self._is_reducing or not self._is_next_ready():
+                return None
+            self._is_reducing = True
+            taken = {rank: inbox.take() for rank, inbox in self.inboxes.items()}
+            for rank, encoded in taken.items():
+                if encoded is None:
+                    del self.inboxes[rank]
+            return {rank: encoded for rank, encoded in taken.items() if encoded is not None}
+
+    def _reduce(self, number: int, received: Mapping[int, torch.Tensor]) -> tuple[list[int], dict[int, str]]:
+        """The weighted mean, in the order of ranks, as everybody will decode it; returns who is in it, and who not."""
+        chunk, encoded = self.chunks[number], self._encoded[self._places[number]]
+        present = sorted([*received, *([self._rank] if self._weights[self._rank] > 0 else [])])
+        spoilt: dict[int, str] = {}
+        own, kept = self._flat_N[chunk], self._kept_N[: _numel(chunk)]
+        values = kept if kept.numel() else own  # of this member, when the mean is written
+        while (fault := self._average(present, own, kept, received, chunk, encoded)) is not None:
+            rank, spoilt[rank] = fault
+            present.remove(rank)
+            if kept.numel():
+                own, kept = kept, kept[:0]
+        self.hasher.update(bytes_of(encoded))
+        if self._norms is not None:
+            total = sum(self._weights[rank] for rank in present)
+            shares = {rank: self._weights[rank] / total for rank in present}
+            self._norms.add(chunk, self._averaged_N[chunk], shares, received, values)
+            for rank in spoilt:
+                self._norms.spoil(rank)
+        return present, spoilt
+
+    def _average(
+        self,
+        present: Sequence[int],
+        own: torch.Tensor,
+        kept: torch.Tensor,
+        received: Mapping[int, torch.Tensor],
+        chunk: slice,
+        encoded: torch.Tensor,
+    ) -> tuple[int, str] | None:
+        """Write the mean of the members' chunks, and encode it; returns who spoils it, and how, or None.
+
+        This is the place for another way to combine the chunks, such as one that withstands clever liars.
+
+        The mean may go where ``own`` is: that is written to ``kept`` then, unless that is empty.
+        """
+        done = self._average_at_once(present, own, kept, received, chunk, encoded)
+        rest, at = slice(chunk.start + done, chunk.stop), self._codec.num_bytes(slice(chunk.start, chunk.start + done))
+        if done:
+            received = {rank: values[at:] for rank, values in received.items()}
+        if rest.start == rest.stop:
+            return None
+        if kept.numel():
+            kept[done:].copy_(own[done:])
+            own = kept
+        if (fault := self._add_up(present, own[done:], received, rest)) is None and not self._codec.is_exact:
+            self._codec.requantize(self._averaged_N[rest], rest, encoded[at:], self._feedback)
+        return fault
+
+    def _average_at_once(
+        self,
+        present: Sequence[int],
+        own: torch.Tensor,
+        kept: torch.Tensor,
+        received: Mapping[int, torch.Tensor],
+        chunk: slice,
+        encoded: torch.Tensor,
+    ) -> int:
+        """The same in one pass, for as many of the first values as that can be done with."""
+        if self._codec.is_exact or self._feedback is not None or not received or not present:
+            return 0
+        memory, room = self._rooms.data_ptr(), self._rooms.stride(0)
+        which = [(received[rank].data_ptr() - memory) // room if rank in received else -1 for rank in present]
+        weights = [self._weights[rank] for rank in present]
+        shares = [weight / sum(weights) for weight in weights]
+        return self._codec.average(own, kept, self._rooms, which, shares, chunk, self._averaged_N[chunk], encoded)
+
+    def _add_up(
+        self, present: Iterable[int], own: torch.Tensor, received: Mapping[int, torch.Tensor], chunk: slice
+    ) -> tuple[int, str] | None:
+        """Write the mean; returns a member whose values spoil it, and how, or None."""
+        ranks = list(present)
+        if not ranks:
+            raise RoundAborted(NO_VALUES)
+        mean = self._averaged_N[chunk]
+        total = sum(self._weights[rank] for rank in ranks)
+        for rank in ranks:
+            share, is_first = self._weights[rank] / total, rank == ranks[0]
+            values = own if rank == self._rank else self._plain_values_of(rank, received)
+            try:
+                if values is None:
+                    self._codec.add(rank, received[rank], chunk, share, mean, is_first=is_first)
+                elif is_first:
+                    torch.mul(values, share, out=mean)
+                else:
+                    mean.add_(values, alpha=share)
+            except InvalidContribution as error:
+                return rank, error.reason
+        if not self._codec.is_exact or is_finite(mean):  # what a codec decodes is finite; what it encodes is looked at
+            return None
+        for rank in ranks:
+            if rank != self._rank and (values := self._plain_values_of(rank, received)) is not None:
+                try:
+                    self._codec.check_finite(rank, values)
+                except InvalidContribution as error:
+                    return rank, error.reason
+        self._codec.check_finite(self._rank, mean)
+        return None
+
+    def _plain_values_of(self, rank: int, received: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
+        """What another member gave for a chunk, unless it is encoded."""
+        return received[rank].view(self._flat_N.dtype) if self._codec.is_exact else None
+
+
+def _numel(part: slice) -> int:
+    return int(part.stop - part.start)
+
+
+QUEUED_CHUNKS = 3
+"""Chunks of one sender in memory: one that comes in, one that is reduced, and one between them."""
+
+
+class Inbox:
+    """The chunks of one sender on their way to the reducer, in memory that is used again and again.
+
+    One thread puts, another may take.
+
+    Args:
+        rooms: uint8, shape [``QUEUED_CHUNKS``, bytes of the largest chunk].
+
+    Attributes:
+        num_received: chunks that have come in.
+        is_ended: whether nothing comes after those.
+    """
+
+    def __init__(self, rooms: torch.Tensor) -> None:
+        self.num_received = 0
+        self.is_ended = False
+        self._free = list(rooms)
+        self._lent: deque[torch.Tensor] = deque()
+        self._full: deque[torch.Tensor] = deque()
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the sender is not too far ahead."""
+        return bool(self._free)
+
+    def room(self, num_bytes: int) -> torch.Tensor:
+        """Memory for the next chunk, uint8, shape [num_bytes]; call it when there is room."""
+        self._lent.append(self._free.pop())  # what was used last is in the processor's cache
+        return self._lent[-1][:num_bytes]
+
+    def put(self, encoded: torch.Tensor) -> None:
+        """A chunk has come in."""
+        self._full.append(encoded)
+        self.num_received += 1
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it is known what the next chunk is: it has come, or never will."""
+        return bool(self._full) or self.is_ended
+
+    def take(self) -> torch.Tensor | None:
+        """The next chunk, when it is ready; None if it never comes."""
+        return self._full.popleft() if self._full else None
+
+    def give_back(self) -> None:
+        """The chunk that was taken last is not needed any more."""
+        self._free.append(self._lent.popleft())

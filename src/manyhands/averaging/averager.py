@@ -1,0 +1,254 @@
+"""Averages a user's own tensors with other peers, without an optimizer."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+
+import torch
+
+from manyhands.averaging.averager_loop import Attempts, AveragerLoop
+from manyhands.averaging.codecs import prepare_kernels
+from manyhands.averaging.config import AveragingConfig, averaging_of
+from manyhands.averaging.messages import MAX_WEIGHT
+from manyhands.averaging.tensor_list import TensorList
+from manyhands.base.errors import ConfigError, ManyhandsError, Timeout
+from manyhands.base.from_hivemind import FromHivemind
+from manyhands.base.identity import PeerId
+from manyhands.base.run_id import checked_run_id
+from manyhands.peer import BlockingPeer, check_peer
+
+logger = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 30.0
+CLOSE_TIMEOUT_S = 5.0
+GRACE_S = 5.0
+"""A step bounds itself; so much later it is given up if the network thread is held up."""
+MAX_TIMEOUT_S = 86400.0
+
+
+@dataclass(frozen=True)
+class RoundResult:
+    """How a step ended.
+
+    Attributes:
+        committed: whether the tensors hold the mean now; else they are untouched.
+        reason: why it did not commit, in words; empty if it did. In a grid also why one of the rounds did not.
+        round_id: of the committed round, the same for all its members; empty without one.
+        group: peer ids of the members, in the order of ranks; empty without a committed round.
+        contributors: weight of each member that gave values.
+        cut: of these, whose values count in some parts only, as it was lost or left out in mid-round: start and stop of
+            each part, in elements of the vector in which all tensors lie end to end.
+        num_bytes_sent, num_bytes_received: values on the way from and to the other members, all attempts together.
+        seconds: spent in each phase, all attempts together: ``matchmaking``, ``averaging`` and ``vote``.
+        num_rounds: of the step: 1, but in a swarm larger than ``max_group_size`` one for each axis of the grid. There
+            ``round_id`` and ``group`` are those of the last round that committed, and ``contributors`` its members.
+        num_rounds_committed: of these; with fewer the tensors hold the mean of a part of the swarm.
+        disagreement: in a grid, how far apart the peers were after the step before: the root mean square distance from
+            their mean, as a fraction of its size, by what they published. Else None, or when it is not known.
+    """
+
+    committed: bool
+    reason: str
+    round_id: str
+    group: tuple[PeerId, ...]
+    contributors: Mapping[PeerId, float]
+    num_bytes_sent: int
+    num_bytes_received: int
+    seconds: Mapping[str, float]
+    num_rounds: int = 1
+    num_rounds_committed: int = 0
+    disagreement: float | None = None
+    cut: Mapping[PeerId, Sequence[tuple[int, int]]] = field(default_factory=dict)
+
+
+class Averager(FromHivemind):
+    """Averages a fixed list of tensors with whoever else does so under the same run id.
+
+    ::
+
+        with manyhands.Averager(model.parameters(), peer=peer, run_id="federated") as averager:
+            for _ in range(100):
+                train_for_a_while(model)
+                result = averager.step(weight=num_samples)
+            averager.wait_for_others()
+
+    All members need lists of the same shapes, dtypes and kinds of device, in the same order. A peer in client mode
+    takes part, but reduces nothing for others. Use it as a context manager, or call :meth:`close`; closing the peer
+    does too.
+
+    Args:
+        tensors: dense tensors of float16, bfloat16, float32 or float64 that share no memory, contiguous or not. The
+            means are written into them; they keep dtype and device. They are summed in float32, and all of them in
+            float64 if one of them is float64.
+        peer: this machine's presence in the swarm; it serves one Averager for each run id, and one Optimizer.
+        run_id: name of the run, 1 to 64 characters without ``.``
+        auxiliary: reduce for others and get the mean, but contribute nothing.
+        averaging: times and sizes of the rounds.
+        matchmaking_time_s: as in ``averaging``: how long a step waits for peers that are expected.
+    Raises:
+        ConfigError: an argument breaks a rule, or the peer averages under this run id already.
+        ManifestMismatch: the tensors of the others differ; it says whose, and how.
+        Unavailable: the DHT does not answer in time.
+    """
+
+    def __init__(
+        self,
+        tensors: Iterable[torch.Tensor],
+        *,
+        peer: BlockingPeer,
+        run_id: str,
+        auxiliary: bool = False,
+        averaging: AveragingConfig | None = None,
+        matchmaking_time_s: float | None = None,
+    ) -> None:
+        check_peer(peer)
+        checked_run_id(run_id)
+        self.auxiliary = auxiliary
+        self._peer = peer
+        self._tensors = TensorList(tensors)
+        self._is_closed = False
+        self._is_stepping = threading.Lock()
+        config = averaging_of(averaging, matchmaking_time_s=matchmaking_time_s)
+        prepare_kernels(self._tensors.numel, config.codec)
+        self._participation = AveragerLoop(peer.presence, run_id, self._tensors, config)
+        peer.run(self._participation.start(), START_TIMEOUT_S, "joining the averaging")
+
+    @property
+    def num_peers(self) -> int:
+        """Peers that average with fitting tensors under this run id, with this one, as last read."""
+        return self._participation.attendance.num_peers()
+
+    def step(self, weight: float = 1.0, timeout_s: float = 30.0) -> RoundResult:
+        """Take part in the next round, and write the weighted mean into the tensors.
+
+        Waits for those who are expected, at most ``matchmaking_time_s`` and half of the time; tries again when a member
+        is lost, as long as there is time. Each attempt is bounded by ``averaging_timeout_s`` as well. The tensors must
+        not be changed by other threads meanwhile.
+
+        Args:
+            weight: of this peer's values, such as the number of samples behind them; 0 takes part without contributing.
+            timeout_s: seconds, for all of it. Members should give about the same.
+        Raises:
+            ConfigError: an argument breaks its rule, a value is not finite (it was not sent), or a tensor has been
+                resized or freed; no tensor was written.
+            NothingToAverage: all members gave a weight of 0.
+        """
+        if not 0 <= _number(weight) <= MAX_WEIGHT:
+            raise ConfigError(f"weight={weight} must be a number from 0 to {MAX_WEIGHT:.0f}; for example 32.0")
+        _check_timeout(timeout_s)
+        if not self._is_stepping.acquire(blocking=False):
+            raise ConfigError("step() is running in another thread; an Averager takes one step at a time")
+        try:
+            if self._is_closed:
+                raise ConfigError("this averager is closed; make another one")
+            return self._step(0.0 if self.auxiliary else float(weight), float(timeout_s))
+        finally:
+            self._is_stepping.release()
+
+    def _step(self, weight: float, timeout_s: float) -> RoundResult:
+        flat_N = self._tensors.values()
+        if weight > 0:
+            self._tensors.check_finite(flat_N)
+        try:
+            attempts = self._peer.run(
+                self._participation.step(flat_N, weight, timeout_s), timeout_s + GRACE_S, "averaging"
+            )
+        except Timeout as error:  # the network thread was held up
+            attempts = Attempts(reason=str(error))
+        result = _result_of(attempts)
+        if result.committed:
+            assert attempts.committed is not None
+            assert attempts.committed.averaged_N is not None
+            self._tensors.assign(attempts.committed.averaged_N)
+            if attempts.num_rounds > 1:  # else it lies in the memory of the values
+                self._participation.give_back(attempts.committed.averaged_N)
+        return result
+
+    def wait_for_others(self, timeout_s: float = 10.0) -> bool:
+        """Stay until the other members of the last round hold its mean too; call it before this peer leaves.
+
+        A member may still need this peer for the mean that this one holds already, and loses it if this peer leaves.
+
+        Returns:
+            Whether all of them hold it, or have left, in time; True if no round has committed.
+        Raises:
+            ConfigError: ``timeout_s`` is not a number above 0.
+        """
+        _check_timeout(timeout_s)
+        if self._is_closed:
+            return False
+        waiting = self._participation.wait_for_others(float(timeout_s))
+        try:
+            return self._peer.run(waiting, timeout_s + GRACE_S, "waiting for the others of the last round")
+        except Timeout as error:  # the network thread was held up
+            logger.warning("%s", error)
+            return False
+
+    def close(self) -> None:
+        """Leave; the peer stays. A step that runs in another thread ends and says so. May be called twice."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        try:
+            self._peer.run(self._participation.close(), CLOSE_TIMEOUT_S, "leaving the averaging")
+        except ManyhandsError as error:  # the peer was closed before, or its thread is held up
+            logger.debug("%s", error)
+
+    def __enter__(self) -> Averager:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _check_timeout(timeout_s: object) -> None:
+    if not 0 < _number(timeout_s) <= MAX_TIMEOUT_S:
+        raise ConfigError(
+            f"timeout_s={timeout_s} must be more than 0 and at most {MAX_TIMEOUT_S:.0f} seconds; for example 30.0"
+        )
+
+
+def _number(value: object) -> float:
+    """A number, whoever's type it has; NaN if it is none."""
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return math.nan
+
+
+def _result_of(attempts: Attempts) -> RoundResult:
+    meter, committed = attempts.meter, attempts.committed
+    reason, round_id = attempts.reason, ""
+    group: tuple[PeerId, ...] = ()
+    contributors: dict[PeerId, float] = {}
+    cut: Mapping[PeerId, Sequence[tuple[int, int]]] = {}
+    if committed is not None:
+        manifest = committed.manifest
+        round_id, group = manifest.group_id.hex(), tuple(manifest.members)
+        contributors = {peer_id: weight for peer_id, weight in zip(group, manifest.weights, strict=True) if weight > 0}
+        cut = manifest.cut()
+        is_held = committed.averaged_N is not None
+        reason = attempts.reason if is_held and attempts.num_rounds > 1 else ""
+        if not is_held:
+            reason = "the others hold the mean, but this peer lost it on the way"
+    return RoundResult(
+        committed=committed is not None and committed.averaged_N is not None,
+        reason=reason,
+        round_id=round_id,
+        group=group,
+        contributors=contributors,
+        num_bytes_sent=meter.num_bytes_sent,
+        num_bytes_received=meter.num_bytes_received,
+        seconds={"matchmaking": meter.matchmaking_s, "averaging": meter.averaging_s, "vote": meter.vote_s},
+        num_rounds=attempts.num_rounds,
+        num_rounds_committed=attempts.num_rounds_committed,
+        disagreement=attempts.disagreement,
+        cut=cut,
+    )

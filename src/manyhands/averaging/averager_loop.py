@@ -1,0 +1,274 @@
+"""One averager's part in its run, on the network thread: it looks for others, and tries rounds until one commits."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from manyhands.averaging.config import AveragingConfig
+from manyhands.averaging.grid.step import GATHER_SHARE, MIN_ATTEMPT_S, GridOutcome, GridSteps
+from manyhands.averaging.presence import PresenceTracker
+from manyhands.averaging.round_outcome import CommittedRound, RoundMeter
+from manyhands.averaging.rounds import RoundRunner
+from manyhands.averaging.sketch import packed, sketched_indices
+from manyhands.averaging.tensor_list import TensorList
+from manyhands.base.deadline import time_limit
+from manyhands.base.errors import ManyhandsError, NothingToAverage, RoundAborted, Unavailable
+from manyhands.base.identity import PeerId
+from manyhands.peer import Presence
+from manyhands.runtime.executor import run_to_end
+
+logger = logging.getLogger(__name__)
+
+FIRST_LOOK_S = 0.2
+LAST_LOOK_S = 2.0
+LOOK_GROWTH = 1.5
+LOOK_TIMEOUT_S = 3.0
+LOOK_SHARE = 0.25
+"""Of a step, the most to wait for the records of the others; those that were read before do, too."""
+ALONE_SHARE = 0.8
+"""Of a step, the most to wait for anybody at all."""
+CLOSED = "this averager was closed"
+
+
+@dataclass
+class Attempts:
+    """What came of one step.
+
+    Attributes:
+        committed: the round, if one committed.
+        reason: else why none did.
+        num_rounds, num_rounds_committed: of the step; above 1 in a swarm that is too large for one group.
+        disagreement: there, of the step before, if it is known.
+    """
+
+    committed: CommittedRound | None = None
+    reason: str = ""
+    meter: RoundMeter = field(default_factory=RoundMeter)
+    num_rounds: int = 1
+    num_rounds_committed: int = 0
+    disagreement: float | None = None
+
+
+class AveragerLoop:
+    """Its rounds and its attendance. May be closed twice."""
+
+    def __init__(self, presence: Presence, run_id: str, tensors: TensorList, config: AveragingConfig) -> None:
+        self._presence = presence
+        self._run_id = run_id
+        self._tensors = tensors
+        self._config = config
+        self._running: set[asyncio.Task[None]] = set()
+        self._one_at_a_time = asyncio.Lock()  # a step that Ctrl-C ended may still be ending here
+        self._is_closed = False
+        self._last_group: Sequence[PeerId] = ()  # of the last round that committed
+
+    async def start(self) -> None:
+        """Join those who average under the run id.
+
+        Raises:
+            ConfigError: this peer averages under this run id already.
+            ManifestMismatch: the tensors of the others differ.
+        """
+        presence, codec, max_group_size = self._presence, self._config.codec, self._config.max_group_size
+        settings = f"codec {codec}; groups of up to {max_group_size}"
+        fingerprint = hashlib.sha256(self._tensors.fingerprint() + settings.encode()).digest()
+        self.attendance = PresenceTracker(
+            presence.endpoint,
+            presence.dht,
+            self._run_id,
+            fingerprint,
+            f"{self._tensors.summary()}; {settings}",
+            max_group_size=max_group_size,
+            rng=presence.rng,
+        )
+        self._rounds = RoundRunner(
+            presence.endpoint,
+            self._run_id,
+            fingerprint,
+            self.attendance,
+            self._config,
+            presence.rng,
+            shapes=self._tensors.shapes,
+        )
+        try:
+            await self.attendance.start()
+        except BaseException:
+            await self._rounds.close()
+            raise
+        presence.on_close.append(self.close)
+
+    def give_back(self, averaged_N: torch.Tensor) -> None:
+        """A result in memory of its own is not needed any more: that is used again."""
+        self._rounds.give_back(averaged_N)
+
+    async def close(self) -> None:
+        """Leave; a step that runs ends, and says so."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self.close in self._presence.on_close:
+            self._presence.on_close.remove(self.close)
+        for task in self._running:
+            task.cancel()
+        await self._rounds.close()
+        await self.attendance.close()
+
+    def _has_left(self) -> bool:
+        return self._is_closed
+
+    async def step(self, flat_N: torch.Tensor, weight: float, timeout_s: float) -> Attempts:
+        """Try rounds until one commits or the time is over.
+
+        Args:
+            flat_N: the values of the tensors; where one group is enough, the means are written over them.
+        Raises:
+            ConfigError: a tensor was resized or freed when its values were needed once more.
+            NothingToAverage: all members gave a weight of 0.
+        """
+        attempts = Attempts()
+        if self._has_left():
+            attempts.reason = CLOSED
+            return attempts
+        loop = asyncio.get_running_loop()
+        running = loop.create_task(self._try_until(attempts, flat_N, weight, loop.time() + timeout_s))
+        self._running.add(running)
+        try:
+            await asyncio.wait([running], timeout=timeout_s)
+            is_late = not running.done()
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+            self._running.discard(running)
+        if not running.cancelled():
+            running.result()
+        if attempts.committed is not None:
+            self._last_group = attempts.committed.manifest.members
+        elif self._has_left():
+            attempts.reason = CLOSED
+        elif is_late:
+            attempts.reason = f"no round committed within {timeout_s:g} s; {attempts.reason or 'the last one went on'}"
+        return attempts
+
+    async def wait_for_others(self, timeout_s: float) -> bool:
+        """Stay until the others of the last round have its result, or have left; returns whether they have in time.
+
+        A peer publishes where it is once it holds the result.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        while not self._has_left() and (left_s := deadline - loop.time()) > 0:
+            await self._look(min(left_s, LOOK_TIMEOUT_S))
+            if not self.attendance.is_ahead_of(self._last_group):
+                return True
+            await asyncio.sleep(FIRST_LOOK_S)
+        return False
+
+    async def _try_until(self, attempts: Attempts, flat_N: torch.Tensor, weight: float, deadline: float) -> None:
+        async with self._one_at_a_time:
+            await self._try(attempts, flat_N, weight, deadline)
+
+    async def _try(self, attempts: Attempts, flat_N: torch.Tensor, weight: float, deadline: float) -> None:
+        loop, attendance = asyncio.get_running_loop(), self.attendance
+        began = loop.time()
+        alone_until = began + min(self._config.matchmaking_time_s, ALONE_SHARE * (deadline - began))
+        look_s = FIRST_LOOK_S
+        look_timeout_s = min(LOOK_TIMEOUT_S, LOOK_SHARE * (deadline - began))
+        await self._look(look_timeout_s)
+        attendance.begin_step()
+        if attendance.num_rounds_left is not None:
+            await self._try_in_grid(attempts, flat_N, weight, deadline, look_timeout_s)
+            return
+        while True:
+            left_s = deadline - loop.time()
+            if attendance.expected() or attendance.called.is_set():
+                if left_s < MIN_ATTEMPT_S and attempts.reason:
+                    return
+                attendance.called.clear()
+                if await self._attempt(attempts, flat_N, weight, left_s):
+                    return
+                flat_N = await run_to_end(self._tensors.values)  # others may still fetch means from the last one
+            elif loop.time() >= alone_until:
+                attempts.reason = attempts.reason or self._nobody()
+                return
+            await self._wait_for_call(min(look_s, max(alone_until - loop.time(), FIRST_LOOK_S)))
+            look_s = min(look_s * LOOK_GROWTH, LAST_LOOK_S)
+            await self._look(look_timeout_s)
+            attendance.catch_up()
+
+    async def _try_in_grid(
+        self, attempts: Attempts, flat_N: torch.Tensor, weight: float, deadline: float, look_timeout_s: float
+    ) -> None:
+        attendance = self.attendance
+        steps = GridSteps(
+            attendance,
+            self._presence.peer_id,
+            self._rounds,
+            self._config,
+            lambda: self._look(look_timeout_s),
+            self._wait_for_call,
+        )
+        outcome = GridOutcome()
+        try:
+            while True:
+                try:
+                    await steps.take(outcome, flat_N, weight, deadline, attempts.meter)
+                finally:
+                    outcome.disagreement = attendance.disagreement()  # by what was read meanwhile
+                    if outcome.committed is not None and outcome.committed.averaged_N is not None:
+                        mean_N = outcome.committed.averaged_N
+                        indices = sketched_indices(mean_N.numel(), attendance.position().step)
+                        attendance.tell(packed(mean_N[indices].tolist()))
+                left_s = deadline - asyncio.get_running_loop().time()
+                if outcome.committed is not None or left_s < MIN_ATTEMPT_S:
+                    break
+                await self._look(look_timeout_s)  # the others were done with this step; there is a next one
+                attendance.begin_step()
+        finally:
+            attempts.committed, attempts.reason = outcome.committed, outcome.reason
+            attempts.num_rounds, attempts.num_rounds_committed = outcome.num_rounds, outcome.num_committed
+            attempts.disagreement = outcome.disagreement
+
+    async def _attempt(self, attempts: Attempts, flat_N: torch.Tensor, weight: float, left_s: float) -> bool:
+        """One round; whether it committed."""
+        gather_s = min(self._config.matchmaking_time_s, left_s * GATHER_SHARE)
+        meter = attempts.meter
+        try:
+            committed = await self._rounds.average(
+                flat_N, weight, timeout_s=left_s, gather_s=gather_s, meter=meter, refill=self._tensors.values
+            )
+        except NothingToAverage:
+            raise
+        except (RoundAborted, Unavailable) as error:
+            logger.info("an attempt at averaging failed: %s", error)
+            attempts.reason = error.reason if isinstance(error, RoundAborted) else str(error)
+            return False
+        self.attendance.move(committed.manifest)
+        attempts.committed = committed
+        attempts.num_rounds_committed = 1
+        return True
+
+    async def _look(self, timeout_s: float) -> None:
+        try:
+            async with time_limit(timeout_s, "reading who averages"):
+                await self.attendance.refresh()
+        except ManyhandsError as error:
+            logger.info("who is there cannot be read: %s", error)
+
+    async def _wait_for_call(self, timeout_s: float) -> None:
+        waiting = asyncio.get_running_loop().create_task(self.attendance.called.wait())
+        try:
+            await asyncio.wait([waiting], timeout=timeout_s)
+        finally:
+            waiting.cancel()
+
+    def _nobody(self) -> str:
+        """Why there was nobody to average with."""
+        if misfits := self.attendance.misfits():
+            return misfits[0]
+        return f"no other peer averages under run id {self._run_id!r}"

@@ -1,0 +1,173 @@
+"""What a member holds of its round: the means, who contributed to them, and what is reduced again."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Collection
+
+import msgspec
+import torch
+from blake3 import blake3
+
+from manyhands.averaging.allreduce.butterfly import Butterfly
+from manyhands.averaging.allreduce.group_codec import InvalidContribution, Means, again, digest_of_all
+from manyhands.averaging.codecs import Feedbacks, Plan
+from manyhands.averaging.commit.limits import MemberLimits, witnessed
+from manyhands.averaging.commit.votes import HeldResult, Voter, held_of
+from manyhands.averaging.contributions import Contributions
+from manyhands.averaging.memory import Memory, empty_vector
+from manyhands.averaging.messages import MAX_REASON_LENGTH, Accusation, Group, Order, RoundManifest
+from manyhands.base.deadline import time_limit
+from manyhands.base.errors import RoundAborted, Timeout
+from manyhands.runtime.executor import run_to_end
+
+Refill = Callable[[], torch.Tensor]
+"""Gives this member's values once more, in memory of their own; may take a while."""
+
+OUTSIZED = "are too large, or not finite, beside those of the others"
+NO_WEIGHT = "no member has any samples"
+
+Exchange = Callable[[Butterfly, bytes], Awaitable[object]]
+"""Runs a butterfly over streams of its own, which go by these bytes."""
+
+
+class Recovery:
+    """The averaging of one round: all of the vector first, then what the coordinator orders.
+
+    Args:
+        flat_N: this member's values.
+        refill: gives them once more, if the means are to be written over them; else they are never written.
+        exchange: connects a butterfly with the other members.
+        voter: is told what came of it.
+        mean_N: memory for the means, as that of the values.
+        memory: for what is encoded.
+        feedbacks: what earlier rounds lost of this member's values and means.
+        limits: who exceeds them is left out; None if everybody is believed.
+
+    Attributes:
+        outsized: ranks of those whose values are too large beside those of the others.
+        struck: of these, those of whom more than one reducer has found it.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        flat_N: torch.Tensor,
+        plan: Plan,
+        exchange: Exchange,
+        voter: Voter,
+        *,
+        refill: Refill | None = None,
+        mean_N: torch.Tensor | None = None,
+        memory: Memory | None = None,
+        feedbacks: Feedbacks | None = None,
+        limits: MemberLimits | None = None,
+    ) -> None:
+        self._group = group
+        self._rank = voter.rank
+        self._flat_N = flat_N
+        self._plan = plan
+        self._exchange = exchange
+        self._voter = voter
+        self._refill = refill
+        if refill is not None:
+            self._mean_N = flat_N
+        else:
+            self._mean_N = mean_N if mean_N is not None else empty_vector(flat_N.numel(), flat_N.dtype)
+        self._memory = memory if memory is not None else Memory()
+        self._feedbacks = feedbacks
+        self._limits = limits
+        self.outsized: set[int] = set()
+        self.struck: set[int] = set()
+        contributors = (rank for rank, member in enumerate(group.members) if member.weight > 0)
+        self._contributions = Contributions(flat_N.numel(), len(group.members), contributors)
+        self._first: Means | None = None
+        self._results: list[tuple[HeldResult, Means]] = []
+
+    async def first(self, timeout_s: float) -> None:
+        """Average the vector, among all members."""
+        everybody = list(range(len(self._group.members)))
+        await self.follow(Order(0, everybody, 0, self._flat_N.numel()), timeout_s)
+
+    async def follow(self, order: Order, timeout_s: float) -> None:
+        """Average a part of the vector again among those who are left; the voter has the outcome then."""
+        if any(self._mean_N is means.averaged_N for _, means in self._results):
+            self._mean_N = self._mean_N.clone()  # that result may still be the one that is committed
+        if order.ballot > 0 and self._refill is not None:
+            self._flat_N, self._refill = await run_to_end(self._refill), None
+        region = slice(order.start, order.stop)
+        self._contributions.drop(order.start, order.stop)
+        butterfly = Butterfly(
+            self._group, self._rank, self._flat_N, self._plan,
+            members=order.members, region=region, averaged_N=self._mean_N, memory=self._memory,
+            feedbacks=self._feedbacks, is_measured=self._limits is not None,
+        )  # fmt: skip
+        reason, own_fault = "", []
+        try:
+            if not any(self._group.members[rank].weight > 0 for rank in order.members):
+                raise RoundAborted(NO_WEIGHT)
+            async with time_limit(timeout_s, "averaging"):
+                await self._exchange(butterfly, stream_id(self._group, order.ballot))
+        except (RoundAborted, Timeout) as error:
+            reason = (error.reason if isinstance(error, RoundAborted) else str(error))[:MAX_REASON_LENGTH]
+            if isinstance(error, InvalidContribution):  # its own values: no stream carries them
+                own_fault = [Accusation(self._rank, reason, is_violation=True)]
+        means = butterfly.means() if order.ballot == 0 else again(self._mean_N)
+        if order.ballot == 0:
+            self._first = means
+        for chunk, reducer, present in butterfly.held():
+            self._contributions.add(chunk.start, chunk.stop, reducer, present)
+        outsized = self._outsized(butterfly, order.members)
+        accusations = [*butterfly.faults.values(), *own_fault, *outsized]
+        reason = reason or "; ".join(said.reason for said in accusations[:3])[:MAX_REASON_LENGTH]
+        missing = self._contributions.missing()
+        if missing[0] < missing[1] or own_fault or outsized:
+            missing = (0, self._flat_N.numel()) if outsized else missing
+            self._voter.averaged(None, missing, reason, accusations)
+            return
+        is_again = order.ballot > 0  # a part of it came before, so that no butterfly has seen it all
+        digest = digest_of_all(True, await run_to_end(means.digests)) if is_again else butterfly.digest()
+        held = HeldResult(digest, self._contributions.parts())
+        self._results.append((held, means))
+        self._voter.averaged(held, (0, 0), "", accusations)
+
+    def _outsized(self, butterfly: Butterfly, here: Collection[int]) -> list[Accusation]:
+        """Members whose values are too large: they are in the means of every span, so all is averaged without them."""
+        told, members = butterfly.norms(), self._group.members
+        if self._limits is None or not told:
+            return []
+        weights = [member.weight if rank in here else 0.0 for rank, member in enumerate(members)]
+        found, certain = witnessed(told, weights, self._limits)
+        self.outsized |= found
+        self.struck |= certain
+        return [
+            Accusation(rank, f"the values of peer {members[rank].peer_id} {OUTSIZED}", is_violation=True)
+            for rank in sorted(found)
+        ]
+
+    def result_of(self, manifest: RoundManifest) -> torch.Tensor | None:
+        """The averaged vector that a manifest commits, if this member holds it."""
+        means = self.means_of(manifest.digest)
+        return means.averaged_N if means is not None else None
+
+    def means_of(self, digest: bytes) -> Means | None:
+        """The result with a digest, if this member holds it."""
+        return next((means for held, means in self._results if held.digest == digest), None)
+
+    def incomplete(self, is_again: bool) -> Means | None:
+        """What this member has of a result that it does not hold.
+
+        Args:
+            is_again: whether it was averaged in more than one ballot.
+        """
+        return again(self._mean_N) if is_again else self._first
+
+    def complete(self, manifest: RoundManifest, means: Means) -> None:
+        """What this member lacked of a committed result has come."""
+        self._results.append((held_of(manifest), means))
+
+
+def stream_id(group: Group, ballot: int) -> bytes:
+    """By what the streams of a ballot go; those of the first one go by the group."""
+    if ballot == 0:
+        return group.group_id
+    return blake3(msgspec.msgpack.encode((group.group_id, ballot))).digest(16)

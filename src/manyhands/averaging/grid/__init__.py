@@ -1,0 +1,1 @@
+"""Groups of a swarm that is larger than one group."""

@@ -1,0 +1,198 @@
+"""One step of a peer whose swarm is too large for one group: a round along each axis of the grid.
+
+Each round is a weighted mean, and its result stands for all the weight behind it: a group of the next round weighs what
+its members bring by that. In a full grid all then hold the weighted mean of all peers, whatever their weights are and
+however long the rows. A round that does not commit leaves a peer with what it had, and it goes on with the next one; it
+then holds the mean of fewer peers.
+
+Source: Ryabinin et al., Moshpit SGD, arXiv:2103.03239.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from manyhands.averaging.config import AveragingConfig
+from manyhands.averaging.messages import Position, RoundManifest
+from manyhands.averaging.round_outcome import CommittedRound, RoundMeter
+from manyhands.averaging.rounds import RoundRunner
+from manyhands.base.errors import NobodyThere, NothingToAverage, Overruled, RoundAborted, Unavailable
+from manyhands.base.identity import PeerId
+
+logger = logging.getLogger(__name__)
+
+MIN_ATTEMPT_S = 0.5
+"""With less time than this nothing new is begun."""
+GATHER_SHARE = 0.5
+"""Of what is left of a round, the most to wait for those who are expected: the rest is for the values."""
+ALONE_S = 1.0
+"""The most to wait in a group in which nobody else is expected, or all others have gone on."""
+LOOK_S = 0.2
+NO_SAMPLES = "no peer whose values have come here has any samples"
+
+
+class GridPlace(Protocol):
+    """A peer's place among the groups, in the step that it takes.
+
+    Attributes:
+        called: set when somebody begins a round here, or wants to join one.
+    """
+
+    called: asyncio.Event
+
+    @property
+    def num_rounds(self) -> int:
+        """Of the step."""
+
+    @property
+    def num_rounds_left(self) -> int | None:
+        """Of the step, in a grid; None if all are one group."""
+
+    def position(self) -> Position:
+        """Of the round that comes next."""
+
+    def expected(self) -> Mapping[PeerId, bool]:
+        """Who should come to it, and whether each is in client mode."""
+
+    def is_left_behind(self) -> bool:
+        """Whether others are done with the round that comes next."""
+
+    def next_round(self) -> None:
+        """A round is over for this peer, whether or not it committed."""
+
+
+@dataclass
+class GridOutcome:
+    """What came of a step.
+
+    Attributes:
+        committed: the last round that committed, with the mean that this peer now holds; None if none did.
+        weight: behind that mean.
+        manifests: of all rounds that committed here.
+        num_rounds, num_committed: of the step.
+        reason: why one did not commit; empty if all did.
+        is_left_out: a group has committed without what this peer brought to it.
+        disagreement: of the step before; see :meth:`manyhands.averaging.presence.PresenceTracker.disagreement`.
+    """
+
+    committed: CommittedRound | None = None
+    weight: float = 0.0
+    manifests: list[RoundManifest] = field(default_factory=list)
+    num_rounds: int = 0
+    num_committed: int = 0
+    reason: str = ""
+    is_left_out: bool = False
+    disagreement: float | None = None
+
+
+class GridSteps:
+    """Takes the steps of one peer.
+
+    Args:
+        look: reads the records of the others.
+        wait_for_call: until somebody calls, at most so many seconds.
+    """
+
+    def __init__(
+        self,
+        place: GridPlace,
+        own_id: PeerId,
+        rounds: RoundRunner,
+        config: AveragingConfig,
+        look: Callable[[], Awaitable[None]],
+        wait_for_call: Callable[[float], Awaitable[None]],
+    ) -> None:
+        self._place = place
+        self._own_id = own_id
+        self._rounds = rounds
+        self._config = config
+        self._look = look
+        self._wait_for_call = wait_for_call
+
+    async def take(
+        self, outcome: GridOutcome, flat_N: torch.Tensor, weight: float, deadline: float, meter: RoundMeter
+    ) -> None:
+        """All rounds of the step that has begun; what it comes to is in ``outcome``.
+
+        Args:
+            deadline: loop time, of all rounds together.
+        Raises:
+            NothingToAverage: nobody whose values have come here gave a weight.
+        """
+        place, loop = self._place, asyncio.get_running_loop()
+        mean_N, num_empty = flat_N, 0
+        outcome.num_rounds, outcome.num_committed, outcome.reason = place.num_rounds, 0, ""
+        outcome.weight = weight
+        try:
+            while num_left := place.num_rounds_left:
+                round_deadline = loop.time() + (deadline - loop.time()) / num_left
+                try:
+                    result = await self._round(outcome, mean_N, outcome.weight, round_deadline, meter)
+                except NothingToAverage as error:
+                    outcome.reason = f"a round did not commit here: {error.reason}"
+                    result, num_empty = None, num_empty + 1
+                place.next_round()
+                if result is not None and result.averaged_N is not None:
+                    mean_N = result.averaged_N
+                    self._count(outcome, result)
+        finally:
+            while place.num_rounds_left:  # the time was over before the last round
+                place.next_round()
+        if outcome.committed is None and num_empty == outcome.num_rounds:
+            raise NothingToAverage(NO_SAMPLES, [])
+
+    def _count(self, outcome: GridOutcome, result: CommittedRound) -> None:
+        manifest = result.manifest
+        own_weight = manifest.weights[manifest.members.index(self._own_id)]
+        outcome.is_left_out = outcome.is_left_out or (outcome.weight > 0 and not own_weight > 0)
+        outcome.committed, outcome.weight = result, sum(manifest.weights)
+        outcome.manifests.append(manifest)
+        outcome.num_committed += 1
+
+    async def _round(
+        self, outcome: GridOutcome, mean_N: torch.Tensor, weight: float, deadline: float, meter: RoundMeter
+    ) -> CommittedRound | None:
+        """Try until one commits, or the time for it is over.
+
+        Raises:
+            NothingToAverage: no member has any samples.
+        """
+        place, loop = self._place, asyncio.get_running_loop()
+        number = place.position().step
+        alone_until = min(loop.time() + ALONE_S, deadline)
+        elsewhere: set[PeerId] = set()  # they are done with this round, perhaps without this peer
+        reason = "nobody else was there"
+        while (left_s := deadline - loop.time()) >= MIN_ATTEMPT_S:
+            expected = place.expected().keys()
+            if expected - elsewhere or place.called.is_set():
+                place.called.clear()
+                gather_s = min(self._patience_s(), left_s * GATHER_SHARE)
+                try:
+                    return await self._rounds.average(mean_N, weight, timeout_s=left_s, gather_s=gather_s, meter=meter)
+                except (NothingToAverage, Overruled):
+                    raise
+                except NobodyThere as error:
+                    reason = error.reason
+                    if not elsewhere:
+                        alone_until = min(loop.time() + ALONE_S, deadline)
+                    elsewhere |= expected
+                except (RoundAborted, Unavailable) as error:
+                    logger.info("an attempt at round %d failed: %s", number, error)
+                    reason = error.reason if isinstance(error, RoundAborted) else str(error)
+            elif loop.time() >= alone_until or place.is_left_behind():
+                break
+            await self._wait_for_call(LOOK_S)
+            await self._look()
+        outcome.reason = f"round {number} did not commit here: {reason}"
+        return None
+
+    def _patience_s(self) -> float:
+        """How long to wait for those who are expected: longer in each round, as they may have waited in the last."""
+        num_left, num_rounds = self._place.num_rounds_left or 1, self._place.num_rounds
+        return self._config.matchmaking_time_s * (num_rounds - num_left + 1) / num_rounds

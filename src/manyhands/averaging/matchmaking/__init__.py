@@ -1,0 +1,1 @@
+"""Finds the peers that average together in a round."""

@@ -1,0 +1,89 @@
+"""Who may join whose group, and which group a member believes. Pure."""
+
+from __future__ import annotations
+
+from manyhands.averaging.codec_choice import allowed_codec
+from manyhands.averaging.codecs import BadEncoding
+from manyhands.averaging.grid.layout import MAX_AXES
+from manyhands.averaging.messages import Group, JoinRequest, Member, Position
+from manyhands.base.errors import Refused
+from manyhands.base.identity import PeerId
+
+BEHIND = "behind"
+"""Code of a refusal: the asked peer has made steps that the asking one has not."""
+TOLD_BEHIND = "told_behind"
+"""Likewise, but the asked peer has only heard so from one that it has invited."""
+OTHER_MANIFEST = "other_manifest"
+"""Code of a refusal: the asking peer has another model or other settings."""
+OTHER_POSITION = "other_position"
+"""Code of a refusal: the asking peer is elsewhere in the run."""
+OTHER_PART = "other_part"
+"""Code of a refusal: the position has the same name, but the two peers have made their last steps apart."""
+UNKNOWN = "unknown"
+"""Code of a refusal: there is no record of the asking peer."""
+REFUSED = "refused"
+"""Code of a refusal: the asking peer has spoilt rounds."""
+FULL = "full"
+"""Code of a refusal: all places of the group are taken."""
+
+
+def check_ahead(me: PeerId, here: Position, position: Position) -> None:
+    """Tell who is left behind, so that nobody begins a branch of the run without knowing.
+
+    Raises:
+        Refused: ``position`` is behind this peer's.
+    """
+    if position.step < here.step:
+        raise Refused(me, BEHIND, f"the run is at step {here.step}, not {position.step}")
+
+
+def strange_part(me: PeerId) -> Refused:
+    """What to tell a peer of another part of the run."""
+    return Refused(me, OTHER_PART, "this peer is of another part of the run; the better one of the two goes on")
+
+
+def check_join(
+    me: PeerId, is_client: bool, run_fingerprint: bytes, here: Position, remote: PeerId, request: JoinRequest
+) -> None:
+    """Whether a peer may have a place in the group that this one leads, or would lead.
+
+    Raises:
+        Refused: why not.
+    """
+    if request.run_fingerprint != run_fingerprint:
+        raise Refused(me, OTHER_MANIFEST, "the model or the settings differ from those of this peer")
+    if request.member.peer_id != remote:
+        raise Refused(me, "bad_request", "a member joins for itself")
+    if is_client:
+        raise Refused(me, "client_mode", "this peer is in client mode, and leads no group")
+    check_ahead(me, here, request.position)
+    if request.position != here:
+        which = f" in group {here.group_key} of the grid" if here.group_key else ", perhaps of another branch"
+        raise Refused(me, OTHER_POSITION, f"this peer is at step {here.step}{which}")
+
+
+def fault_of(group: Group, leader: PeerId, own: Member, here: Position, codec: str) -> str | None:
+    """Why a group is not what its leader should have sent to this peer, in words; None if it is."""
+    rank = group.rank_of(own.peer_id)
+    ids = {member.peer_id for member in group.members}
+    if (
+        group.leader != leader
+        or leader not in ids
+        or group.position != here
+        or rank is None
+        or group.members[rank] != own
+        or len(ids) != len(group.members)
+        or all(member.is_client for member in group.members)
+    ):
+        return "the leader sent a group that is not for this peer"
+    try:
+        allowed_codec(codec, group.codec)
+    except BadEncoding as error:
+        return f"the leader chose {error}"
+    return None
+
+
+def is_later_round(position: Position, here: Position) -> bool:
+    """Whether a peer that is ``here`` in a grid comes to ``position`` by itself."""
+    is_same_grid = bool(here.group_key) and position.lineage == here.lineage
+    return is_same_grid and here.step < position.step <= here.step + MAX_AXES

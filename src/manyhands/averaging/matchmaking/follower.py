@@ -1,0 +1,403 @@
+"""How the peers that are ready for a round find each other.
+
+The leader is the lowest peer id among those who are expected and can be dialled. Everybody who is ready asks the leader
+it believes in for a place; a peer that itself follows another leader answers with that one, so different views settle
+on the lowest. The leader invites whom it expects; a peer that leads too and is invited by a lower one joins that one,
+with all its followers. The leader closes the group as soon as all expected peers have asked, or at the matchmaking
+time with who came. Whoever cannot be reached is left out of this round, and not expected again before a fresh record
+of it.
+
+Who says that the run has gone on without this peer ends the attempt: the training loop looks for the later position. If
+it finds none within seconds, that peer is not asked, invited or waited for any more at this position.
+
+In a grid of groups (:mod:`manyhands.averaging.grid.layout`) the position names the group too. Groups are not done at
+the same time there: a peer that comes to a leader which is at an earlier round of the same grid waits for it, and
+nobody waits for a peer that has gone on to a later round.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import random
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from manyhands.averaging.config import AveragingConfig
+from manyhands.averaging.matchmaking.admission import (
+    BEHIND,
+    FULL,
+    OTHER_MANIFEST,
+    OTHER_PART,
+    TOLD_BEHIND,
+    fault_of,
+)
+from manyhands.averaging.matchmaking.candidates import Candidates, short_ids
+from manyhands.averaging.matchmaking.handlers import MatchmakingHandlers
+from manyhands.averaging.matchmaking.leader import HOLD_S, GroupLeader
+from manyhands.averaging.matchmaking.roster import Roster
+from manyhands.averaging.matchmaking.state import MatchmakingState
+from manyhands.averaging.messages import (
+    ASK_VERDICT,
+    JOIN,
+    LEAVE,
+    MAX_ADDRESSES,
+    MAX_EXPECTED,
+    MAX_ROUND_S,
+    SHORT_ID_BYTES,
+    Group,
+    JoinRequest,
+    JoinResponse,
+    LeaveRequest,
+    Member,
+    Position,
+    Verdict,
+    VerdictQuery,
+    readable_addresses,
+)
+from manyhands.averaging.run_endpoint import RunEndpoint
+from manyhands.base.errors import PeerError, Refused, RoundAborted, Unavailable
+from manyhands.base.identity import PeerId
+from manyhands.runtime import TaskOwner
+
+logger = logging.getLogger(__name__)
+
+ANSWER_TIMEOUT_S = 5.0
+"""What a leader's answer may take beyond the time that it gathers for, at most."""
+LET_GO_S = 1.0
+"""For so long a leader is asked for leave. One that does not answer may have closed its group with this peer."""
+MAX_REDIRECTS = 8
+DOUBT_S = 0.5
+"""A leader that is not connected by then may not be reachable: find out who else is."""
+REDIRECT_AGAIN_S = 0.2
+"""After this peer was sent to a leader that it cannot reach."""
+HOLD_AGAIN_S = 1.0
+"""After a leader could not give this peer a place."""
+
+
+class Matchmaker:
+    """Finds the group of one run for this peer, as follower or leader.
+
+    Attributes:
+        group_stands: while :meth:`hold_place` runs, whether all who are expected hold places.
+        on_called_ahead: called when another peer begins to form the group of a round that has not begun.
+    """
+
+    def __init__(
+        self,
+        endpoint: RunEndpoint,
+        run_fingerprint: bytes,
+        roster: Roster,
+        config: AveragingConfig,
+        rng: random.Random,
+    ) -> None:
+        self._endpoint = endpoint
+        self._run_fingerprint = run_fingerprint
+        self._roster = roster
+        self._config = config
+        self._view = Candidates(roster)
+        self._tasks = TaskOwner("matchmaking")
+        self._convener = GroupLeader(endpoint, run_fingerprint, self._view, config, rng, self._tasks)
+        self._standing = MatchmakingState(endpoint, self._view)
+        self._reception = MatchmakingHandlers(
+            endpoint, run_fingerprint, self._view, self._convener, self._standing, config
+        )
+        self._gather_s = config.matchmaking_time_s
+        self._ends_at = math.inf
+        self._is_closed = False
+        self._held: tuple[PeerId, Position] | None = None  # the leader with which this peer has had a place
+        self.group_stands = False
+        self.on_called_ahead = self._reception.on_called_ahead
+        endpoint.on_lost.append(self._on_lost)
+
+    async def close(self) -> None:
+        self._is_closed = True
+        self._reception.close()
+        if self._on_lost in self._endpoint.on_lost:
+            self._endpoint.on_lost.remove(self._on_lost)
+        await self._tasks.close()
+
+    def _on_lost(self, peer_id: PeerId) -> None:
+        """A peer whose connection was lost is not waited for, also if it has accepted an invitation."""
+        if peer_id in self._roster.expected():
+            self._view.report_missing(peer_id)
+        self._convener.lose(peer_id)
+
+    @contextmanager
+    def in_round(self, group: Group) -> Iterator[None]:
+        """A round runs within the block. If it commits, this peer is busy until its position has changed."""
+        self._standing.busy_at = group.position
+        try:
+            yield
+        except BaseException:
+            self._standing.busy_at = None
+            raise
+
+    def note_round(self, group: Group, verdict: Verdict, struck: Collection[PeerId]) -> None:
+        """A round of a group is over; who is to blame for what went wrong in it is expected less.
+
+        Args:
+            struck: of these, those whose values were too large.
+        """
+        manifest, others = verdict.manifest, [member.peer_id for member in group.members]
+        others.remove(self._endpoint.peer_id)
+        self._view.note_round(others, verdict.blamed, is_committed=manifest is not None)
+        for peer_id in struck:
+            self._view.strike(peer_id)
+
+    def is_refused(self, peer_id: PeerId) -> bool:
+        """Whether a peer gets no place here for what it did in earlier rounds."""
+        return self._view.conduct.is_refused(peer_id, asyncio.get_running_loop().time())
+
+    def follows(self, leader: PeerId) -> bool:
+        """Whether this peer waits for the group of a leader; who goes to another one does not get it any more."""
+        return self._standing.seeks_with(leader)
+
+    async def find_group(
+        self, weight: float, bandwidth: int, gather_s: float | None = None, timeout_s: float = math.inf
+    ) -> Group:
+        """Wait for the group of the next round at this peer's position.
+
+        Args:
+            weight: samples behind this peer's vector.
+            bandwidth: bytes per second that this peer can send; 0 when that is not known.
+            gather_s: how long to wait for those who are expected, instead of ``matchmaking_time_s``.
+            timeout_s: what time this peer has for the round, with this search.
+        Raises:
+            RoundAborted: no group was found; the reason says why.
+        """
+        own = self._member(weight, bandwidth)
+        self._gather_s = self._config.matchmaking_time_s if gather_s is None else gather_s
+        self._ends_at = asyncio.get_running_loop().time() + timeout_s
+        self._standing.sought_at = math.inf
+        try:
+            return await self._find(own)
+        finally:
+            self._standing.sought_at = asyncio.get_running_loop().time()
+
+    def _member(self, weight: float, bandwidth: int) -> Member:
+        addresses = [str(address) for address in self._endpoint.addresses[:MAX_ADDRESSES]]
+        is_client = self._endpoint.client_mode
+        return Member(self._endpoint.peer_id, addresses, is_client, weight, 0 if is_client else bandwidth)
+
+    async def hold_place(self) -> None:
+        """Have a place in the next group here, until this is cancelled or the lineage is another one.
+
+        So the group has its leader, its connections and nobody to wait for when :meth:`find_group` is called: who is
+        gone was found out before. Others go on without a peer that gives its place up.
+        """
+        own, lineage = self._member(0.0, 0), self._roster.position().lineage
+        unreachable: set[PeerId] = set()
+        self.group_stands = False
+        try:
+            while not self._is_closed and self._roster.position().lineage == lineage:
+                try:
+                    await self._hold(own, unreachable)
+                except (Unavailable, PeerError, RoundAborted) as error:
+                    logger.info("no place in a group yet: %s", error)
+                    self.group_stands = False
+                    await asyncio.sleep(HOLD_AGAIN_S)
+                    unreachable.clear()
+        finally:
+            self.group_stands = False
+
+    async def _hold(self, own: Member, unreachable: set[PeerId]) -> None:
+        """Hold a place with one leader after the other, as they send this peer on.
+
+        Raises:
+            Unavailable, PeerError, RoundAborted: there is no place to be had now.
+        """
+        leader: PeerId | None = None
+        while True:
+            position = self._roster.position()
+            if leader is None and (leader := self._standing.invitation()) in unreachable:
+                leader = None  # a stranger may go on inviting
+            leader = leader or self._choose_leader(unreachable)
+            self._held = (leader, position)
+            try:
+                if leader == own.peer_id:
+                    response = await self._convener.reserve(leader, b"", self.group_stands)
+                else:
+                    response = await self._follow(leader, own, unreachable, is_early=True)
+            except Unavailable:
+                self._view.report_missing(leader)
+                unreachable.add(leader)
+                await self._try_the_others(unreachable, leader)
+                leader = None
+                continue
+            except Refused as refusal:
+                if refusal.code != OTHER_PART:
+                    raise
+                unreachable.add(leader)
+                await self._convener.told_apart(leader)
+                leader = None
+                continue
+            self.group_stands = response.stands
+            if response.leader:
+                leader = await self._redirected(response, unreachable)
+
+    async def _find(self, own: Member) -> Group:
+        unreachable: set[PeerId] = set()
+        self._convener.shunned = unreachable
+        self._view.refusals.clear()
+        leader, loop = self._first_leader(), asyncio.get_running_loop()
+        for _ in range(MAX_REDIRECTS):
+            if self._is_closed:
+                raise RoundAborted("this peer leaves the run")
+            leader = leader or self._standing.invitation() or self._choose_leader(unreachable)
+            asked_at = loop.time()
+            try:
+                if leader == own.peer_id:
+                    response = await self._convener.lead(own, self._gather_s, self._ends_at)
+                else:
+                    response = await self._follow(leader, own, unreachable)
+            except (Unavailable, PeerError) as error:
+                logger.info("peer %s cannot lead this round: %s", leader, error)
+                patience_s = self._config.matchmaking_time_s
+                if leader != own.peer_id and self._gather_s >= patience_s <= 2 * (loop.time() - asked_at):
+                    self._view.note_in_vain([leader])
+                if isinstance(error, Refused):
+                    self._give_up_if_told(leader, error)
+                    if error.code == OTHER_MANIFEST:
+                        self._view.note_refusal(leader, error)
+                    elif error.code == OTHER_PART:
+                        await self._convener.told_apart(leader)
+                if isinstance(error, Unavailable) or (isinstance(error, Refused) and error.code == "busy"):
+                    self._view.report_missing(leader)
+                unreachable.add(leader)
+                if isinstance(error, Unavailable):
+                    await self._try_the_others(unreachable, leader)
+                leader = None
+                continue
+            if response.group is not None:
+                fault = fault_of(response.group, leader, own, self._roster.position(), self._config.codec)
+                if fault is None:
+                    return response.group
+                self._view.report_missing(leader)
+                raise RoundAborted(fault, [leader])
+            leader = await self._redirected(response, unreachable)
+        raise RoundAborted("no leader was found: the peers send this one in circles")
+
+    def _first_leader(self) -> PeerId | None:
+        """Where this peer has had a place, unless a better leader has called meanwhile; None if there is neither."""
+        held, self._held = self._held, None
+        known = [self._standing.invitation()]
+        if held is not None and held[1] == self._roster.position():
+            known.append(held[0])
+        return min((peer_id for peer_id in known if peer_id is not None), default=None)
+
+    async def _try_the_others(self, unreachable: set[PeerId], leader: PeerId) -> None:
+        """One leader cannot be reached: find out at once, not one after the other, who else cannot be."""
+
+        async def reach(peer_id: PeerId) -> None:
+            try:
+                await self._endpoint.call(peer_id, ASK_VERDICT, VerdictQuery(b""), self._gather_s)
+            except Unavailable as error:
+                logger.info("nor can peer %s be reached: %s", peer_id, error)
+                self._view.report_missing(peer_id)
+                unreachable.add(peer_id)
+            except PeerError:
+                pass  # it answers
+
+        hosts = [peer_id for peer_id, is_client in self._view.expected().items() if not is_client]
+        others = [
+            peer_id
+            for peer_id in hosts
+            if peer_id not in unreachable and peer_id != leader and not self._endpoint.is_connected(peer_id)
+        ]
+        await asyncio.gather(*(reach(peer_id) for peer_id in others))
+
+    def _give_up_if_told(self, leader: PeerId, refusal: Refused) -> None:
+        """There is no group to be had at this position, whoever leads."""
+        is_ahead = refusal.code == BEHIND and leader != self._endpoint.peer_id
+        if is_ahead and self._roster.position().group_key:
+            return  # its group is done with this round of the grid; others may not be
+        if is_ahead:
+            self._view.note_ahead(leader)
+        if refusal.code in (BEHIND, TOLD_BEHIND):
+            raise RoundAborted(f"the run went on without this peer: {refusal.message}") from refusal
+        if refusal.code == FULL:
+            raise RoundAborted(refusal.message) from refusal
+
+    def _choose_leader(self, unreachable: set[PeerId]) -> PeerId:
+        expected = self._view.expected()
+        candidates = [peer_id for peer_id, is_client in expected.items() if not is_client]
+        if not self._endpoint.client_mode:
+            candidates.append(self._endpoint.peer_id)
+        candidates = [peer_id for peer_id in candidates if peer_id not in unreachable]
+        if candidates:
+            return min(candidates)
+        if unreachable:
+            reason = "no peer that could lead a group can be reached from here"
+            raise RoundAborted(self._view.with_refusals(reason), sorted(unreachable))
+        raise RoundAborted(
+            f"all {len(expected) + 1} peers are in client mode, so that nobody can be dialled; "
+            "at least one peer must accept connections"
+        )
+
+    async def _follow(
+        self, leader: PeerId, own: Member, unreachable: set[PeerId], *, is_early: bool = False
+    ) -> JoinResponse:
+        """Ask a leader for a place, unless a better one calls meanwhile."""
+        loop = asyncio.get_running_loop()
+        expected = self._view.expected()
+        clients = (peer for peer, is_client in expected.items() if is_client and self._endpoint.is_connected(peer))
+        request = JoinRequest(
+            self._run_fingerprint,
+            self._roster.position(),
+            own,
+            short_ids(expected)[: SHORT_ID_BYTES * MAX_EXPECTED],
+            short_ids(clients)[: SHORT_ID_BYTES * MAX_EXPECTED],
+            is_early,
+            self.group_stands,
+            0.0 if is_early else min(self._gather_s, MAX_ROUND_S),
+            self._roster.recent_rounds(),
+        )
+        better = self._standing.follow(leader)
+        self._convener.send_to(leader)
+        gather_s = HOLD_S if is_early else self._gather_s
+        timeout_s = gather_s + min(gather_s, ANSWER_TIMEOUT_S)
+        asking = loop.create_task(self._endpoint.call(leader, JOIN, request, timeout_s))
+        trying = loop.create_task(self._doubt(leader, unreachable))
+        try:
+            either: list[asyncio.Future[Any]] = [asking, better]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if asking.done() and isinstance(asking.exception(), Unavailable):
+                self._standing.unfollow()  # nobody shall be sent there any more
+                await trying
+            if not asking.done() and (is_early or await self._may_leave(leader, request.position, asking)):
+                unreachable.discard(better.result())  # it has just called
+                return JoinResponse(leader=better.result())
+            return await asking
+        finally:
+            asking.cancel()
+            trying.cancel()
+            await asyncio.gather(asking, trying, return_exceptions=True)
+            self._standing.unfollow()  # last: until its round begins here nobody finds that it has gone
+
+    async def _may_leave(self, leader: PeerId, position: Position, asking: asyncio.Task[JoinResponse]) -> bool:
+        """Ask a leader to be let go, as a better one has called; False if its group has come, with this peer in it."""
+        try:
+            response = await self._endpoint.call(leader, LEAVE, LeaveRequest(position), LET_GO_S)
+        except (Unavailable, PeerError) as error:
+            logger.info("peer %s does not let this one go: %s", leader, error)
+        else:
+            if response.is_too_late:
+                await asyncio.wait([asking], timeout=LET_GO_S)
+        return not asking.done() or asking.exception() is not None or asking.result().group is None
+
+    async def _doubt(self, leader: PeerId, unreachable: set[PeerId]) -> None:
+        await asyncio.sleep(DOUBT_S)
+        if not self._endpoint.is_connected(leader):
+            await self._try_the_others(unreachable, leader)
+
+    async def _redirected(self, response: JoinResponse, unreachable: set[PeerId]) -> PeerId | None:
+        if not response.leader:
+            return None
+        if response.leader in unreachable:  # who sends this peer there finds that out soon, too
+            await asyncio.sleep(REDIRECT_AGAIN_S)
+            return None
+        self._endpoint.learn(response.leader, readable_addresses(response.leader_addresses))
+        return response.leader

@@ -1,0 +1,192 @@
+"""How a peer answers those who look for their group as well: who ask it for a place, and who invite it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from manyhands.averaging.config import AveragingConfig
+from manyhands.averaging.matchmaking.admission import (
+    OTHER_MANIFEST,
+    REFUSED,
+    UNKNOWN,
+    check_ahead,
+    check_join,
+    is_later_round,
+    strange_part,
+)
+from manyhands.averaging.matchmaking.candidates import Candidates
+from manyhands.averaging.matchmaking.leader import GroupLeader
+from manyhands.averaging.matchmaking.state import MatchmakingState
+from manyhands.averaging.messages import (
+    INVITE,
+    JOIN,
+    LEAVE,
+    InviteRequest,
+    InviteResponse,
+    JoinRequest,
+    JoinResponse,
+    LeaveRequest,
+    LeaveResponse,
+    Position,
+    readable_addresses,
+)
+from manyhands.averaging.run_endpoint import RunEndpoint
+from manyhands.base.errors import Refused
+from manyhands.base.identity import PeerId
+
+MOVE_POLL_S = 0.05
+ROUND_GAP_S = 1.0
+"""Between two attempts of one step in a grid."""
+
+
+class MatchmakingHandlers:
+    """Serves JOIN, LEAVE and INVITE for one run.
+
+    Attributes:
+        on_called_ahead: called when another peer begins to form the group of a round that has not begun.
+    """
+
+    def __init__(
+        self,
+        endpoint: RunEndpoint,
+        run_fingerprint: bytes,
+        view: Candidates,
+        convener: GroupLeader,
+        standing: MatchmakingState,
+        config: AveragingConfig,
+    ) -> None:
+        self._endpoint = endpoint
+        self._run_fingerprint = run_fingerprint
+        self._view = view
+        self._roster = view.roster
+        self._convener = convener
+        self._standing = standing
+        self._config = config
+        self._catching_up: set[PeerId] = set()  # who has asked for a place at a position to which this peer still comes
+        self.on_called_ahead: list[Callable[[], None]] = []
+        endpoint.handle(JOIN, self._on_join)
+        endpoint.handle(LEAVE, self._on_leave)
+        endpoint.handle(INVITE, self._on_invite)
+
+    def close(self) -> None:
+        self._endpoint.unhandle(JOIN)
+        self._endpoint.unhandle(LEAVE)
+        self._endpoint.unhandle(INVITE)
+
+    async def _on_invite(self, remote: PeerId, request: InviteRequest) -> InviteResponse:
+        await self._catch_up(request.position)
+        me = self._endpoint.peer_id
+        if request.run_fingerprint not in (b"", self._run_fingerprint):
+            raise Refused(me, OTHER_MANIFEST, "the model or the settings differ from those of this peer")
+        here = self._roster.position()
+        check_ahead(me, here, request.position)
+        if request.position != here:
+            return InviteResponse()
+        await self._check_known(remote)
+        await self._check_part(remote, request.recent_rounds)
+        if request.position != self._roster.position() or not self._view.is_heeded(remote):
+            return InviteResponse()
+        if self._standing.busy_at == request.position:
+            self._standing.note_call(remote, request.position)  # it comes if that round fails, and else is ahead soon
+            return InviteResponse()
+        self._call(is_early=request.is_early)
+        if self._standing.following is not None:
+            return self._answer_as_follower(remote, request.position)
+        self._standing.note_call(remote, request.position)
+        gathering = self._convener.gathering
+        if gathering is not None and self._standing.is_led_by(remote):
+            self._convener.send_to(remote)
+        elif gathering is not None and me in gathering.joined:
+            return self._follows(me)
+        return InviteResponse()
+
+    async def _check_known(self, remote: PeerId) -> None:
+        """Refuse a peer of which there is no record; but it may be new, and this peer looks again before it says so.
+
+        Raises:
+            Refused: there is none, or the peer gets no place for what it did.
+        """
+        me = self._endpoint.peer_id
+        if self._view.conduct.is_refused(remote, asyncio.get_running_loop().time()):
+            raise Refused(me, REFUSED, "this peer has spoilt rounds, and gets no place in one for a while")
+        if not self._roster.is_known(remote):
+            await self._convener.look_again(is_due=True)
+            if not self._roster.is_known(remote):
+                raise Refused(me, UNKNOWN, "no record of this peer can be read here; the next round may know it")
+
+    async def _check_part(self, remote: PeerId, recent_rounds: Sequence[bytes]) -> None:
+        """Refuse a stranger; but what this peer has read may be late, and it looks again before it says so.
+
+        Raises:
+            Refused: the peer is of another part of the run.
+        """
+        if self._roster.is_stranger(remote, recent_rounds):
+            await self._convener.look_again()
+            if self._roster.is_stranger(remote, recent_rounds):
+                raise strange_part(self._endpoint.peer_id)
+
+    def _answer_as_follower(self, remote: PeerId, position: Position) -> InviteResponse:
+        """Of two leaders the lower one is the better."""
+        assert self._standing.following is not None
+        if self._standing.following <= remote:
+            return self._follows(self._standing.following) if self._standing.following != remote else InviteResponse()
+        self._standing.turn_to(remote, position)
+        return InviteResponse()
+
+    def _follows(self, leader: PeerId) -> InviteResponse:
+        redirect = self._convener.redirect(leader)
+        return InviteResponse(redirect.leader, redirect.leader_addresses)
+
+    def _on_leave(self, remote: PeerId, request: LeaveRequest) -> LeaveResponse:
+        if remote in self._catching_up:
+            self._catching_up.remove(remote)  # it gets no place
+            return LeaveResponse()
+        return LeaveResponse(is_too_late=not self._convener.let_go(remote, request.position))
+
+    async def _on_join(self, remote: PeerId, request: JoinRequest) -> JoinResponse:
+        self._catching_up.add(remote)
+        try:
+            await self._catch_up(request.position)
+        finally:
+            has_left = remote not in self._catching_up
+            self._catching_up.discard(remote)
+        if has_left:
+            return JoinResponse()
+        me, is_client, here = self._endpoint.peer_id, self._endpoint.client_mode, self._roster.position()
+        try:
+            check_join(me, is_client, self._run_fingerprint, here, remote, request)
+        except Refused as refusal:
+            if refusal.code == OTHER_MANIFEST and remote in self._view.expected():
+                self._view.note_refusal(remote, refusal)  # it cannot come
+            raise
+        await self._check_known(remote)
+        await self._check_part(remote, request.recent_rounds)
+        if self._roster.position() != here:  # it took a while
+            check_join(me, is_client, self._run_fingerprint, self._roster.position(), remote, request)
+        if self._standing.following is not None:
+            return self._convener.redirect(self._standing.following)
+        self._endpoint.learn(remote, readable_addresses(request.member.addresses))
+        self._call(is_early=request.is_early)
+        if request.is_early:
+            return await self._convener.reserve(remote, request.expects, request.knows_it_stands)
+        return await self._convener.take_in(request)
+
+    def _call(self, *, is_early: bool) -> None:
+        """Another peer has begun a round, or to form its group."""
+        if not is_early:
+            self._roster.call_to_round()
+            return
+        for notify in self.on_called_ahead:
+            notify()
+
+    async def _catch_up(self, position: Position) -> None:
+        """Others may have heard a verdict, or applied it, a moment before this peer: let it come after them."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._config.matchmaking_time_s
+        while (here := self._roster.position()).step < position.step:
+            now, is_later = loop.time(), is_later_round(position, here)
+            is_coming = self._standing.busy_at == here or (is_later and now < self._standing.sought_at + ROUND_GAP_S)
+            if not is_coming or now > deadline:
+                return
+            await asyncio.sleep(MOVE_POLL_S)

@@ -1,0 +1,203 @@
+"""What the training thread asks of the network thread, and how long it waits for the answers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from manyhands.averaging.config import AveragingConfig
+from manyhands.base.errors import Timeout, Unavailable
+from manyhands.optim.accumulator import Contribution
+from manyhands.optim.health import Health
+from manyhands.optim.run.averaged import Averaged
+from manyhands.optim.run.collaboration import Collaboration, Decision
+from manyhands.optim.speed import SpeedMeter
+from manyhands.optim.state.state import State
+from manyhands.optim.state.transfer import MAX_DOWNLOAD_S
+from manyhands.optim.step.global_step import GlobalStep
+from manyhands.optim.step.replica import Replica
+from manyhands.peer import BlockingPeer
+from manyhands.rpc.frames import readable
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+CALL_TIMEOUT_S = 15.0
+JOIN_ATTEMPTS = 3
+CALLED_WITHIN_S = 40.0
+"""A peer in client mode that has the state connects to a newcomer by then, or its record has expired.
+
+Shorter than :data:`manyhands.optim.run.tracker.CLIENT_PATIENCE_S`, after which a trainer would go on without the state.
+"""
+WAIT_PERIOD_S = 0.25
+TELL_ATTEMPTS = 4
+
+
+class BlockingRunClient:
+    """One peer's place in a run, for blocking code.
+
+    Args:
+        replica: what the peer trains.
+    """
+
+    def __init__(
+        self, peer: BlockingPeer, collaboration: Collaboration, replica: Replica, averaging: AveragingConfig
+    ) -> None:
+        self._peer = peer
+        self._collaboration = collaboration
+        self._replica = replica
+        self._averaging = averaging
+        self._untold: Callable[[], Coroutine[Any, Any, None]] | None = None
+
+    def join(self) -> bool:
+        """Join the run, with its state; returns whether that had to be loaded.
+
+        Raises:
+            ManifestMismatch: this peer does not fit the run.
+            Unavailable: the DHT, or every peer that could hand out the state, does not answer.
+        """
+        self._run(self._collaboration.start(), "joining the run", CALL_TIMEOUT_S * 2)
+        try:
+            is_loaded = self._catch_up()
+            beginning = self._collaboration.begin(self._replica.position, self._replica.lineage_samples)
+            self._run(beginning, "joining the run")
+        except BaseException:
+            self.leave()
+            raise
+        return is_loaded
+
+    def _catch_up(self) -> bool:
+        failures: list[Unavailable] = []
+        called_by = self._peer.time() + CALLED_WITHIN_S
+        while not self._run(self._collaboration.is_on_best_branch(), "joining the run"):
+            must_be_called_on = self._run(self._collaboration.must_be_called_on(), "joining the run")
+            try:
+                self._restore(self._download())
+            except Unavailable as error:
+                failures.append(error)
+            else:
+                return True
+            if len(failures) >= JOIN_ATTEMPTS and not (must_be_called_on and self._peer.time() < called_by):
+                raise failures[0]  # it names all who were asked; later attempts skip those without news
+            self._run(self._collaboration.wait_for_news(), "joining the run")
+        return False
+
+    def leave(self) -> None:
+        """Leave the run; the peer stays."""
+        self._run(self._collaboration.close(), "leaving the run")
+
+    def health(self) -> Health:
+        """How this peer does."""
+
+        async def look() -> Health:
+            return self._collaboration.health()
+
+        return self._run(look(), "looking how this peer does")
+
+    def wait_for_others(self, timeout_s: float) -> bool:
+        """Stay until all peers have reached this step; returns whether they have in time."""
+        self.tell()
+        deadline = self._peer.time() + timeout_s
+        while self._run(self._collaboration.is_ahead_of_somebody(), "looking at the others"):
+            if self._peer.time() > deadline:
+                return False
+            self._peer.sleep(WAIT_PERIOD_S)
+        return True
+
+    def decide(self, samples: int, speed: SpeedMeter) -> Decision:
+        """Report what this peer has accumulated; returns what to do next."""
+        try:
+            self.tell()
+            if self._collaboration.is_lull(samples, self._peer.time()):
+                return Decision.ACCUMULATE
+            return self._run(self._collaboration.decide(samples, speed.samples_per_second, speed.batch_s), "deciding")
+        except Timeout as error:  # this machine was held up; training goes on
+            logger.warning("%s; going on with the next batch", error)
+            return Decision.ACCUMULATE
+
+    def report(self, samples: int, speed: SpeedMeter, step: GlobalStep) -> None:
+        """Report what this peer has accumulated beside a step that is made in the background."""
+        reporting = self._collaboration.report(samples, speed.samples_per_second, speed.batch_s, step)
+        try:
+            self._run(reporting, "reporting")
+        except Timeout as error:
+            logger.warning("%s; going on with the next batch", error)
+
+    def average(self, contribution: Contribution) -> Averaged:
+        """One attempt at averaging.
+
+        Raises:
+            RoundAborted, Unavailable: it failed; nothing has changed.
+        """
+        config = self._averaging  # the round bounds itself; this is for a network thread that is held up
+        timeout_s = 2 * config.averaging_timeout_s + config.in_doubt_timeout_s + CALL_TIMEOUT_S
+        return self._run(self._collaboration.average(contribution.mean_N, contribution.weight), "averaging", timeout_s)
+
+    def leave_to_background(self, step: GlobalStep) -> None:
+        """Have the network thread make a step."""
+        self._tell(lambda: self._collaboration.begin_step(step))
+
+    def moved(self, step: GlobalStep) -> None:
+        """The network thread is to know what became of a step; see :meth:`tell`."""
+        self._untold = lambda: step.announce(self._collaboration)
+
+    def moved_elsewhere(self) -> None:
+        """The network thread is to know where this peer is now, other than by a step; see :meth:`tell`."""
+        position, samples = self._replica.position, self._replica.lineage_samples
+        self._untold = lambda: self._collaboration.move_elsewhere(position, samples)
+
+    def tell(self) -> None:
+        """Tell it to the network thread; what an interrupt keeps from it, the next :meth:`decide` tells."""
+        if self._untold is not None:
+            self._tell(self._untold)
+            self._untold = None
+
+    def downloaded(self) -> State | None:
+        """The state of the leading branch of the run; None if it could not be had."""
+        logger.info("Peer is out of sync.")
+        try:
+            return self._download()
+        except Unavailable as error:
+            logger.warning("%s; trying again after the next batch", error)
+            return None
+
+    def load(self, state: State) -> bool:
+        """Go to a state; returns whether it fits."""
+        try:
+            self._restore(state)
+        except Unavailable as error:
+            logger.warning("%s; trying again after the next batch", error)
+            return False
+        self.moved_elsewhere()
+        return True
+
+    def _download(self) -> State:
+        started = self._peer.time()
+        state = self._run(self._collaboration.download(), "downloading the state", MAX_DOWNLOAD_S)
+        logger.info("Received the state of step %d in %.2f s", state.header.position.step, self._peer.time() - started)
+        return state
+
+    def _restore(self, state: State) -> None:
+        try:
+            self._replica.restore(state)
+        except ValueError as error:
+            if state.donor is not None:
+                self._run(self._collaboration.shun(state.donor), "shunning a donor")
+            reason = f"the state of peer {state.donor} cannot be used: {readable(str(error))}"
+            raise Unavailable(f"{reason}; it is not asked again for a while") from error
+
+    def _tell(self, what: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Have the network thread note something that has happened already; if it is held up, again."""
+        for attempt in range(TELL_ATTEMPTS):
+            try:
+                self._run(what(), "moving on")
+            except Timeout as error:
+                if attempt + 1 == TELL_ATTEMPTS:
+                    raise
+                logger.warning("%s; trying again", error)
+            else:
+                return
+
+    def _run(self, coro: Coroutine[Any, Any, T], phase: str, timeout_s: float = CALL_TIMEOUT_S) -> T:
+        return self._peer.run(coro, timeout_s, phase)

@@ -1,0 +1,292 @@
+"""What all peers of a run must agree on, written down and signed by those who take part."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import zlib
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from manyhands.base.deadline import time_limit
+from manyhands.base.errors import ConfigError, ManifestMismatch, ManyhandsError
+from manyhands.base.identity import PeerId
+from manyhands.base.structs import make_ready
+from manyhands.dht import DhtNode
+from manyhands.optim.serializable import is_plain
+from manyhands.rpc.frames import readable
+from manyhands.runtime import TaskOwner
+
+logger = logging.getLogger(__name__)
+
+MANIFEST_KIND = "manifest"
+"""Of the DHT keys under which manifests are."""
+
+TTL_S = 300.0
+WITHDRAW_TIMEOUT_S = 0.5
+MAX_BYTES = 256 << 10
+"""Of a manifest before it is compressed: room for some thousands of tensors."""
+
+MAX_HYPER_PARAMETERS_BYTES = 64 << 10
+DECODED_IN_A_TURN = 8
+"""Manifests that are decoded while the connections of this peer wait: 1 ms each at most."""
+
+OPTION_NAMES = {"lr": "learning_rate"}
+"""Hyper-parameters that have a longer name on the command line."""
+
+SHOWN_DIFFERENCES = 5
+SHOWN_CHARACTERS = 1000
+"""Of one value in a difference: what others published has to fit on a screen."""
+
+
+class ParameterSpec(msgspec.Struct, frozen=True):
+    """Name, shape and dtype of one tensor; dtype as in ``float32``."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class RunManifest(msgspec.Struct, frozen=True):
+    """The settings of a run.
+
+    Attributes:
+        protocol: wire version.
+        tensors: the optimizer's parameters, in order.
+        frozen: names of those that are not trained.
+        optimizer: class name.
+        hyper_parameters: of each parameter group.
+        scheduler: class name and constants, or empty.
+        codec: how vectors are encoded on the wire.
+        extra: further facts that must be equal, such as the digest of a tokenizer.
+    """
+
+    protocol: str
+    run_id: str
+    target_batch_size: int
+    tensors: list[ParameterSpec]
+    frozen: list[str]
+    optimizer: str
+    hyper_parameters: list[dict[str, Any]]
+    scheduler: str
+    codec: str
+    extra: dict[str, str]
+
+    def encoded(self) -> bytes:
+        return msgspec.msgpack.encode(self, order="sorted")
+
+    def fingerprint(self) -> bytes:
+        """SHA-256 of the settings: equal for peers that fit together."""
+        return hashlib.sha256(self.encoded()).digest()
+
+
+make_ready(RunManifest)
+
+
+def differences(own: RunManifest, run: RunManifest) -> list[str]:
+    """What differs between a peer's settings and those of the run, one line each; one for all of its tensors."""
+    lines = []
+    for name in ("protocol", "target_batch_size", "optimizer", "scheduler", "codec", "frozen"):
+        here, there = getattr(own, name), getattr(run, name)
+        if here != there:
+            lines.append(f"{name} is {_shown(here)} here, {_shown(there)} in the run")
+    lines += [
+        f"{readable(key)} is {_shown_fact(own, key)} here, {_shown_fact(run, key)} in the run"
+        for key in sorted(own.extra.keys() | run.extra.keys())
+        if own.extra.get(key) != run.extra.get(key)
+    ]
+    lines += _option_differences(own.hyper_parameters, run.hyper_parameters)
+    lines += _tensor_differences(own.tensors, run.tensors)
+    lines = list(dict.fromkeys(lines))  # several parameter groups differ alike, or a fact tells the same
+    if len(lines) > SHOWN_DIFFERENCES:
+        lines[SHOWN_DIFFERENCES:] = [f"and {len(lines) - SHOWN_DIFFERENCES} more"]
+    return lines
+
+
+def _option_differences(own: list[dict[str, Any]], run: list[dict[str, Any]]) -> list[str]:
+    if len(own) != len(run):
+        return [f"the optimizer has {len(own)} parameter groups here, {len(run)} in the run"]
+    return [
+        f"{OPTION_NAMES.get(key, readable(key))} is {_shown(here.get(key))} here, {_shown(there.get(key))} in the run"
+        for here, there in zip(own, run, strict=True)
+        for key in {**here, **there}
+        if here.get(key) != there.get(key)
+    ]
+
+
+def _tensor_differences(own: list[ParameterSpec], run: list[ParameterSpec]) -> list[str]:
+    if len(own) != len(run):
+        return [f"the model has {len(own)} tensors here, {len(run)} in the run"]
+    different = [(here, there) for here, there in zip(own, run, strict=True) if here != there]
+    if not different:
+        return []
+    here, there = different[0]
+    name = here.name if here.name == there.name else f"{here.name} (here) / {readable(there.name)} (in the run)"
+    if here.shape != there.shape:
+        line = f"tensor {name} has shape {list(here.shape)} here, {_shown(list(there.shape))} in the run"
+    else:
+        line = f"tensor {name} is {readable(here.dtype)} here, {readable(there.dtype)} in the run"
+    if len(different) == 1:
+        return [line]
+    return [f"{line} ({len(different)} of {len(own)} tensors differ)"]
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}…"
+
+
+def _shown_fact(manifest: RunManifest, key: str) -> str:
+    return readable(str(manifest.extra.get(key)))
+
+
+class ManifestKeeper:
+    """Compares this peer's manifest with that of the run at join, then keeps it alive in the DHT.
+
+    Args:
+        may_begin: called before a run that nobody has signed is begun; it raises if this peer shall not.
+        expected: as for :func:`read_manifest`.
+    Raises:
+        ConfigError: the manifest is too long for others to read.
+    """
+
+    def __init__(
+        self,
+        dht: DhtNode,
+        own_id: PeerId,
+        manifest: RunManifest,
+        may_begin: Callable[[], Awaitable[None]] | None = None,
+        expected: bytes = b"",
+    ) -> None:
+        if (num_bytes := len(manifest.encoded())) > MAX_BYTES:
+            raise ConfigError(
+                f"the settings of the run have {num_bytes} bytes, with the names and shapes of {len(manifest.tensors)} "
+                f"tensors; at most {MAX_BYTES} can be published: shorten the names, or train fewer tensors"
+            )
+        self._may_begin = may_begin
+        self._expected = expected
+        self._dht = dht
+        self._own_id = own_id
+        self._manifest = manifest
+        self._key = manifest_key(manifest.run_id)
+        self._tasks = TaskOwner("run manifest")
+
+    async def agree(self) -> None:
+        """Join the run, or begin it.
+
+        Raises:
+            ManifestMismatch: this peer's settings differ from those of the run; it names both.
+            Unavailable: the DHT does not answer.
+        """
+        if not await self._compare() and self._may_begin is not None:
+            await self._may_begin()
+        await self._publish()
+        try:
+            await self._compare()  # of two that begin at once, both see both
+        except ManifestMismatch:
+            await self._withdraw()
+            raise
+        self._tasks.spawn(self._keep_alive(), name="keeping it alive")
+
+    async def close(self) -> None:
+        """Sign no longer, so that the settings of a run that nobody trains any more are forgotten."""
+        await self._tasks.close()
+        await self._withdraw()
+
+    async def _compare(self) -> bool:
+        """Whether anybody has signed a manifest; this peer's is equal to it then."""
+        run = await read_manifest(self._dht, self._manifest.run_id, self._expected)
+        if run is not None and run.manifest.fingerprint() != self._manifest.fingerprint():
+            raise ManifestMismatch(self._manifest.run_id, differences(self._manifest, run.manifest))
+        return run is not None
+
+    async def _publish(self) -> None:
+        await self._dht.store(self._key, zlib.compress(self._manifest.encoded()), TTL_S, subkey=self._own_id)
+
+    async def _withdraw(self) -> None:
+        try:
+            async with time_limit(WITHDRAW_TIMEOUT_S, "withdrawing the run manifest"):
+                await self._dht.store(self._key, None, TTL_S, subkey=self._own_id)
+        except ManyhandsError as error:
+            logger.debug("the run manifest of this peer expires by itself: %s", error)
+
+    async def _keep_alive(self) -> None:
+        while True:
+            await asyncio.sleep(TTL_S / 5)
+            try:
+                await self._publish()
+            except ManyhandsError as error:
+                logger.warning("the run manifest was not renewed: %s", error)
+
+
+def manifest_key(run_id: str) -> str:
+    """The DHT key of a run's manifests."""
+    return f"{run_id}.{MANIFEST_KIND}"
+
+
+class SignedManifest(NamedTuple):
+    """The manifest of a run, and the peers that signed it."""
+
+    manifest: RunManifest
+    signers: Sequence[PeerId]
+
+
+async def read_manifest(dht: DhtNode, run_id: str, expected: bytes = b"") -> SignedManifest | None:
+    """The manifest that most peers signed; what cannot be read is skipped.
+
+    Strangers may publish many, so one at a time is decoded: first each that differs, for its fingerprint, and then the
+    one that is returned.
+
+    Args:
+        expected: the run's fingerprint or its beginning, from a ticket: no other manifest counts then.
+    Returns:
+        None if nobody has signed one.
+    Raises:
+        Unavailable: the DHT does not answer.
+    """
+    signers: defaultdict[Any, list[PeerId]] = defaultdict(list)
+    for subkey, stored in (await dht.get(manifest_key(run_id))).items():
+        if stored.owner == subkey:
+            signers[stored.raw].append(PeerId(subkey))
+    values: dict[bytes, Any] = {}  # by fingerprint
+    votes: defaultdict[bytes, list[PeerId]] = defaultdict(list)
+    for number, (raw, peer_ids) in enumerate(signers.items(), 1):
+        if number % DECODED_IN_A_TURN == 0:
+            await asyncio.sleep(0)
+        try:
+            fingerprint = _decode(raw, run_id).fingerprint()
+        except (zlib.error, msgspec.DecodeError, ValueError, TypeError, RecursionError) as error:
+            logger.debug("the run manifest of peer %s cannot be read: %s", peer_ids[0], error)
+            continue
+        if fingerprint.startswith(expected):
+            values[fingerprint] = raw
+            votes[fingerprint] += peer_ids
+    if not votes:
+        return None
+    chosen = most_signed(votes)
+    return SignedManifest(_decode(values[chosen], run_id), votes[chosen])
+
+
+def most_signed(signers: Mapping[bytes, Sequence[PeerId]]) -> bytes:
+    """Of the fingerprints the one that most peers signed; of equally many, that of the lowest peer id."""
+    return min(signers, key=lambda fingerprint: (-len(signers[fingerprint]), min(signers[fingerprint])))
+
+
+def _decode(value: bytes, run_id: str) -> RunManifest:
+    decompressor = zlib.decompressobj()
+    raw = decompressor.decompress(msgspec.msgpack.decode(value, type=bytes), MAX_BYTES)
+    if not decompressor.eof:
+        raise ValueError(f"it is longer than {MAX_BYTES} bytes, or cut off")
+    manifest = msgspec.msgpack.decode(raw, type=RunManifest)
+    # else a fingerprint could not be taken of them: they nest without end, say, or have numbers for names
+    if len(msgspec.msgpack.encode(manifest.hyper_parameters)) > MAX_HYPER_PARAMETERS_BYTES:
+        raise ValueError(f"its hyper-parameters are longer than {MAX_HYPER_PARAMETERS_BYTES} bytes")
+    if not is_plain(manifest.hyper_parameters):
+        raise ValueError("its hyper-parameters are not plain values")
+    if manifest.run_id != run_id:
+        raise ValueError(f"it is of run {readable(manifest.run_id)}")
+    return manifest

@@ -1,0 +1,293 @@
+"""One peer of several processes: the ranks of a ``torch.distributed`` job, each with a GPU of its own, say."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from manyhands.base.errors import ConfigError, RankLost, Unavailable
+from manyhands.optim.optimizer import Optimizer
+from manyhands.optim.options import OptimizerMaker, made_optimizer
+from manyhands.optim.parameter_checks import checked_parameters
+from manyhands.optim.rank_words import Batch, Call, RankState, Word, added_up, batches_of, unequal
+from manyhands.optim.ranks import Ranks
+from manyhands.optim.serializable import merged
+from manyhands.optim.state.state import hyper_parameters_of, parameters_of, specs_of
+from manyhands.optim.statistics import Statistics
+from manyhands.optim.wrapper import OptimizerWrapper
+from manyhands.peer import BlockingPeer
+
+logger = logging.getLogger(__name__)
+
+
+class ProcessGroupOptimizer(OptimizerWrapper):
+    """:class:`manyhands.Optimizer` for a job of several processes, which are one peer together.
+
+    ``DistributedDataParallel`` averages the gradients over the ranks of the job. Rank 0 is the peer: it takes part in
+    the run with the samples of all ranks, and makes the updates; after each the others get its parameters. All ranks
+    show the same figures after each call, so they leave a loop together.
+
+    All ranks call it alike, as they do with DDP, but for :meth:`state_dict` and :meth:`close`. What fails on rank 0 is
+    raised by all of them.
+
+    Args:
+        optimizer: as for :class:`manyhands.Optimizer`; on ranks other than 0 it never has a state.
+        params: parameters or groups, for a function.
+        peer: on rank 0; None on the others.
+        batch_size_per_step: samples behind each call of :meth:`step` on this rank.
+        options: the others of :class:`manyhands.Optimizer`. ``target_batch_size`` counts samples, by all peers and all
+            their ranks.
+
+    Attributes:
+        inner: the wrapped optimizer.
+        leader: the optimizer of the peer, on rank 0; None on the others.
+    Raises:
+        ConfigError: an argument breaks a rule, or the ranks do not fit together.
+        ManifestMismatch: the model or the settings differ from those of the run; other ranks raise ConfigError.
+        Unavailable: as for :class:`manyhands.Optimizer`.
+        RankLost: another rank is gone, or failed; so do all other methods.
+    """
+
+    _step_supports_amp_scaling = True
+    """As :class:`manyhands.Optimizer` has it: DDP has given all ranks the same gradients, so the same overflows."""
+
+    def __init__(
+        self,
+        optimizer: OptimizerMaker,
+        *,
+        peer: BlockingPeer | None,
+        params: Iterable[Any] | None = None,
+        batch_size_per_step: int | None = None,
+        **options: Any,
+    ) -> None:
+        self._ranks = Ranks()
+        inner = self._fitting(peer, optimizer, params)
+        super().__init__(inner)
+        self.leader: Optimizer | None = None
+        self._parameters = parameters_of(inner)  # the model's own: a copy on the host has others
+        self._batch_size_per_step = batch_size_per_step
+        self._standing = RankState()
+        self._has_warned = False
+        self._shared: tuple[int, int] | None = None  # which parameters all ranks have; None if they may differ
+
+        def make(_: Sequence[Batch]) -> None:
+            assert peer is not None
+            self.leader = Optimizer(self.inner, peer=peer, batch_size_per_step=batch_size_per_step, **options)
+
+        self._together(Call.INIT, make)
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps that the run has made, as far as the model here has followed."""
+        return self._standing.global_step
+
+    @property
+    def statistics(self) -> Statistics:
+        """What the peer has done so far, with the samples of all ranks; a copy."""
+        return self._standing.statistics
+
+    @property
+    def num_peers(self) -> int:
+        """Peers at this peer's global step, with this one, as last read."""
+        return self._standing.num_peers
+
+    @property
+    def samples_accumulated(self) -> int:
+        """Samples of all ranks towards the next global step, or in one that is being made."""
+        return self._standing.samples_accumulated
+
+    @property
+    def is_stepping(self) -> bool:
+        """Whether a global step is made in the background; see ``delay``."""
+        return self._standing.is_stepping
+
+    @property
+    def samples_per_second(self) -> float:
+        """The speed of all ranks together, without the time spent in rounds."""
+        return self._standing.samples_per_second
+
+    @property
+    def last_contribution(self) -> int:
+        """Samples of all ranks in the current global step."""
+        return self._standing.last_contribution
+
+    def step(
+        self, closure: Callable[[], Any] | None = None, *, batch_size: int | None = None, weight: float | None = None
+    ) -> Any:
+        """Count the current gradients in; when the run is due for it, make a global step with the other peers.
+
+        Afterwards rank 0 has the ``.grad`` that :meth:`manyhands.Optimizer.step` says, the others what they had.
+
+        Args:
+            closure: computes the loss and its gradients again, and returns the loss.
+            batch_size: samples of this rank behind the current gradients; each rank may have another number.
+            weight: what the loss of this rank is a mean over, where that is not samples; on all ranks or on none.
+        Raises:
+            ConfigError: no batch size was given.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        own = Batch(*self._batch_of(batch_size, weight, self._batch_size_per_step))
+        self._together(Call.STEP, self._step, own)
+        return loss
+
+    def settle(self, timeout_s: float = 120.0) -> None:
+        """Wait until no step is made in the background, and all ranks have the result of the last one.
+
+        Raises:
+            Timeout: it took longer; other ranks raise Unavailable.
+        """
+        self._together(Call.SETTLE, lambda _: self._own_leader.settle(timeout_s))
+
+    def wait_for_others(self, timeout_s: float = 30.0) -> bool:
+        """Stay until all peers of the run have reached this step, so that those behind can still load the state.
+
+        Returns whether they have, within ``timeout_s`` seconds.
+        """
+        return bool(self._together(Call.WAIT_FOR_OTHERS, lambda _: self._own_leader.wait_for_others(timeout_s)))
+
+    def state_digest(self) -> str:
+        """SHA-256 of parameters, optimizer and scheduler state of rank 0, in hexadecimal."""
+        return str(self._together(Call.STATE_DIGEST, lambda _: self._own_leader.state_digest()))
+
+    def close(self) -> None:
+        """Leave the run; the peer stays. Closing the peer does this too. Does nothing on ranks other than 0."""
+        if self.leader is not None:
+            self.leader.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """On rank 0, which may call it alone, as of :class:`manyhands.Optimizer`; on the others there is no state.
+
+        With ``delay`` call :meth:`settle` before it on all ranks.
+        """
+        return self.inner.state_dict() if self.leader is None else self.leader.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state that rank 0 is given, after the parameters were loaded into the model there.
+
+        The others get these parameters.
+        """
+
+        def load(_: Sequence[Batch]) -> None:
+            self._shared = None
+            self._own_leader.load_state_dict(state_dict)
+
+        self._together(Call.LOAD_STATE_DICT, load)
+
+    # on rank 0
+
+    @property
+    def _own_leader(self) -> Optimizer:
+        assert self.leader is not None, "only rank 0 acts"
+        return self.leader
+
+    def _step(self, batches: Sequence[Batch]) -> None:
+        leader = self._own_leader
+        samples, weight = added_up(batches)
+        if samples is not None and not self._has_warned and (hint := unequal(batches)):
+            self._has_warned = True
+            logger.warning("%s", hint)
+        for name in ("grad_scale", "found_inf"):  # of a GradScaler
+            if hasattr(self, name):
+                setattr(leader, name, getattr(self, name))
+        try:
+            leader.step(batch_size=samples, weight=weight)
+        finally:
+            for name in ("grad_scale", "found_inf"):
+                vars(leader).pop(name, None)
+
+    def _lead(self, call: Call, action: Callable[[Sequence[Batch]], Any], own: Batch) -> Word:
+        try:
+            batches = batches_of(call, self._ranks.gather([call, *own]))
+            with self._ranks.at_work():
+                result = action(batches)
+            word = self._word(self._own_leader, result)
+        except BaseException as error:
+            self._shared = None  # nobody knows how far it came
+            self._tell_of(error)
+            raise
+        self._ranks.tell(word)
+        return word
+
+    def _word(self, leader: Optimizer, result: Any) -> Word:
+        standing = RankState(*(getattr(leader, name) for name in RankState._fields))
+        standing = standing._replace(statistics=replace(leader.statistics))
+        before, self._shared = self._shared, (leader.global_step, leader.statistics.states_loaded)
+        has_moved = before != self._shared
+        options = hyper_parameters_of(leader.param_groups) if has_moved else []
+        return Word(standing=standing, result=result, has_moved=has_moved, options=options)
+
+    def _tell_of(self, error: BaseException) -> None:
+        """Have the others raise what rank 0 raises, if they are still there."""
+        kind = next((kind for kind in (ConfigError, Unavailable) if isinstance(error, kind)), RankLost)
+        text = repr(error) if kind is RankLost else str(error)
+        try:
+            self._ranks.tell(Word(error=kind(f"rank 0 failed: {text}")))
+        except RankLost as lost:
+            logger.warning("%s", lost)
+
+    # on all ranks
+
+    def _together(self, call: Call, action: Callable[[Sequence[Batch]], Any], own: Batch | None = None) -> Any:
+        """Have rank 0 do something; all ranks have what comes of it, and its parameters."""
+        own = own or Batch(None, None)
+        if self._ranks.rank == 0:
+            word = self._lead(call, action, own)
+        else:
+            self._ranks.gather([call, *own])
+            word = self._ranks.hear()
+        if word.error is not None:
+            raise word.error
+        if word.has_moved:
+            self._ranks.share(self._parameters)
+        self._standing = word.standing
+        self._show(word.options)
+        return word.result
+
+    def _show(self, options: list[dict[str, Any]]) -> None:
+        if self.leader is not None:
+            self.param_groups, self.state = self.leader.param_groups, self.leader.state
+            return
+        for group, sent in zip(self.param_groups, options, strict=False):
+            group.update(merged({name: value for name, value in group.items() if name != "params"}, sent))
+
+    def _fitting(
+        self, peer: BlockingPeer | None, optimizer: OptimizerMaker, params: Iterable[Any] | None
+    ) -> torch.optim.Optimizer:
+        """The optimizer to wrap, once it is sure on all ranks that they fit together."""
+        rank, inner = self._ranks.rank, None
+        problem = problem_of(rank, peer)
+        try:
+            made = made_optimizer(optimizer, params)
+            checked_parameters(made)
+            inner = made
+        except ConfigError as error:  # the other ranks must hear of it
+            problem = problem or f"on rank {rank}: {error}"
+        if inner is not None and any(hasattr(parameter, "_is_flat_param") for parameter in parameters_of(inner)):
+            problem = problem or (
+                f"on rank {rank} the parameters are a part of the model (FSDP), which is not supported: "
+                "wrap the model in torch.nn.parallel.DistributedDataParallel, so that each rank has all of it"
+            )
+        found = self._ranks.compare((problem, [] if inner is None else specs_of(inner)))
+        for other, (its_problem, its_specs) in enumerate(found):
+            if its_problem:
+                raise ConfigError(its_problem)
+            if its_specs != found[0][1]:
+                raise ConfigError(f"rank {other} has other parameters than rank 0; all ranks need the same whole model")
+        assert inner is not None, "else there is a problem"
+        return inner
+
+
+def problem_of(rank: int, peer: BlockingPeer | None) -> str:
+    """What is wrong with the peer of one rank; nothing if all is well."""
+    if rank == 0 and peer is None:
+        return "rank 0 is the peer: give it peer=manyhands.Peer(...)"
+    if rank != 0 and peer is not None:
+        return f"rank {rank} has a peer of its own, but rank 0 is the peer of all ranks: give peer=None on the others"
+    return ""

@@ -1,0 +1,1 @@
+"""What this peer knows of the run, and how it takes part."""

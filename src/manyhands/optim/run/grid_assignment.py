@@ -1,0 +1,191 @@
+"""Assigns this peer its place among the groups of a run that is too large for one group; the roster of its rounds.
+
+A global step is a round along each axis of the grid (:mod:`manyhands.averaging.grid.layout`). Rounds are numbered
+through: step s in a grid of d axes has the rounds s x d to s x d + d - 1. So the step and a peer's seat tell in which
+group the peer is. Each peer publishes its seat with its progress. In a run of up to ``max_group_size`` peers nobody has
+a seat, and there is no grid.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Mapping, Sequence
+
+from manyhands.averaging.grid.seats import (
+    MAX_ROUNDS_AGO,
+    NO_SEAT,
+    PublishedSeat,
+    Seat,
+    Step,
+    cell_at,
+    chosen_layouts,
+    step_from,
+)
+from manyhands.averaging.messages import Position
+from manyhands.base.identity import PeerId
+from manyhands.optim.run.progress import ProgressRecord
+from manyhands.optim.run.tracker import ProgressTracker
+
+
+class GridAssignment:
+    """The groups of one peer's global steps. Lives on the network thread.
+
+    It is the :class:`manyhands.averaging.matchmaking.roster.Roster` of the run's rounds, and in a step the
+    :class:`manyhands.averaging.grid.step.GridPlace`.
+
+    Args:
+        max_group_size: larger runs stand in a grid.
+
+    Attributes:
+        called: set when another peer begins a round here, or wants to join one.
+        is_settled: as far as is known, all have seats, and no two the same.
+    """
+
+    def __init__(self, tracker: ProgressTracker, own_id: PeerId, max_group_size: int, rng: random.Random) -> None:
+        self._tracker = tracker
+        self._own_id = own_id
+        self._max_group_size = max_group_size
+        self._rng = rng
+        self._step: Step | None = None
+        self._basis: tuple[int, Position] | None = None  # what the step follows from
+        self._mates: tuple[tuple[int, Position, int], set[PeerId]] | None = None  # and as of what
+        self._number = 0
+        self._stepping_from: Position | None = None
+        self._num_left = 0
+        self.called = asyncio.Event()
+        self.is_settled = True
+
+    # the roster
+
+    def position(self) -> Position:
+        """Where this peer's next round is: in a grid its number, and its group there."""
+        step, here = self._current(), self._tracker.position()
+        return here if step is None else Position(self._number, here.lineage, step.key(self._number))
+
+    def expected(self) -> Mapping[PeerId, bool]:
+        """The other peers that should come to it."""
+        step, expected = self._current(), self._tracker.expected()
+        if step is None:
+            return expected
+        mates = self._mates_in(step)
+        return {peer_id: is_client for peer_id, is_client in expected.items() if peer_id in mates}
+
+    def is_known(self, peer_id: PeerId) -> bool:
+        """Whether there is a record of a peer at this step, or at an earlier one: it may have come here since."""
+        seen = self._tracker.reader.observed().get(peer_id)
+        return seen is not None and seen.record.position.step <= self._tracker.position().step
+
+    async def refresh(self) -> None:
+        """Learn who is there now."""
+        await self._tracker.refresh()
+
+    def report_missing(self, peer_id: PeerId) -> None:
+        """A peer did not come."""
+        self._tracker.report_missing(peer_id)
+
+    def call_to_round(self) -> None:
+        """Another peer has begun a round here."""
+        self.called.set()
+        if self._stepping_from is None:  # else it is a later round of the step
+            self._tracker.call_to_round()
+
+    def recent_rounds(self) -> list[bytes]:
+        """Of this peer's last steps in a grid."""
+        return self._tracker.reader.recent_rounds
+
+    def is_stranger(self, peer_id: PeerId, recent_rounds: Sequence[bytes]) -> bool:
+        """Whether a peer at this position, which says this of its last steps, has made them apart."""
+        return self._tracker.reader.is_stranger(peer_id, recent_rounds)
+
+    def is_overruled(self) -> bool:
+        """Whether another part goes on; who is only ahead, as others of a grid may be, is no such part."""
+        return self._tracker.leading_branch().is_foreign
+
+    # a step
+
+    def begin_step(self) -> bool:
+        """Whether the step that begins has more than one group; then who meets whom in it is fixed."""
+        self._stepping_from = None
+        step = self._current()
+        if step is None:
+            return False
+        self._stepping_from, self._num_left = self._tracker.position(), step.layout.num_rounds
+        self.called.clear()
+        return True
+
+    def end_step(self) -> None:
+        """The step is made, or failed: then the next attempt begins with its first round."""
+        self._stepping_from = self._basis = None
+
+    @property
+    def num_rounds(self) -> int:
+        """Of a step."""
+        return 1 if self._step is None else self._step.layout.num_rounds
+
+    @property
+    def num_rounds_left(self) -> int | None:
+        """Of the step; None if all are one group."""
+        return None if self._stepping_from is None else self._num_left
+
+    def next_round(self) -> None:
+        """A round is over for this peer; after the last one it stays where it is until the step is made."""
+        if self._num_left > 1:
+            self._number += 1
+            self.called.clear()
+        self._num_left = max(self._num_left - 1, 0)
+
+    def is_left_behind(self) -> bool:
+        """Whether others have made the step."""
+        return self._tracker.leading_branch().position.step > self._tracker.position().step
+
+    # who is where
+
+    def _current(self) -> Step | None:
+        """The step that comes next, by what is known now; within a step that one."""
+        here, reader = self._tracker.position(), self._tracker.reader
+        at_here = reader.here(here)  # and forgets what has expired
+        if self._stepping_from == here:
+            return self._step
+        basis = (reader.version, here)
+        if basis != self._basis:
+            self._basis, self._stepping_from = basis, None
+            records = {peer_id: seen.record for peer_id, seen in at_here.items()}
+            self._step = self._step_among(here, records)
+            if self._step is not None:
+                self._number = self._step.first_round
+        return self._step
+
+    def _step_among(self, here: Position, records: Mapping[PeerId, ProgressRecord]) -> Step | None:
+        own = PublishedSeat(*self._tracker.seat())
+        is_grid = own.seat.layout.sides or any(record.seat.layout.sides for record in records.values())
+        if not is_grid and len(records) < self._max_group_size:
+            self.is_settled = True
+            return None
+        others: dict[str, PublishedSeat] = {peer_id: said_by(record) for peer_id, record in records.items()}
+        named, layout = chosen_layouts(own, others, self._max_group_size)
+        if not layout.sides:
+            self._tracker.sit(0, NO_SEAT)
+            return None
+        first_round = here.step * layout.num_rounds
+        seated = [said for said in (own, *others.values()) if said.seat.layout.sides == layout.sides]
+        self.is_settled = len({cell_at(said, first_round) for said in seated}) == len(records) + 1
+        step = step_from(self._own_id, own, others, named, layout, first_round, self._rng)
+        is_old = first_round - own.round_number > MAX_ROUNDS_AGO // 2
+        if is_old or own.seat.layout != layout or cell_at(own, first_round) != step.cell:
+            self._tracker.sit(first_round, Seat(layout, step.cell))  # the others could not have reckoned it
+        return step
+
+    def _mates_in(self, step: Step) -> set[PeerId]:
+        """Those whose group in the next round is this peer's."""
+        basis = (self._tracker.reader.version, self._tracker.position(), self._number)
+        if self._mates is None or self._mates[0] != basis:
+            observed = self._tracker.reader.observed().items()
+            mates = {peer_id for peer_id, seen in observed if step.is_mate(peer_id, said_by(seen.record), self._number)}
+            self._mates = (basis, mates)
+        return self._mates[1]
+
+
+def said_by(record: ProgressRecord) -> PublishedSeat:
+    """What a peer has published of its seat."""
+    return PublishedSeat(record.seat_round, record.seat)

@@ -1,0 +1,108 @@
+"""Which training runs the peers of a swarm take part in. Imports no torch."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from manyhands.base.errors import ConfigError
+from manyhands.base.identity import PeerId
+from manyhands.base.run_id import checked_run_id
+from manyhands.base.words import counted
+from manyhands.dht import DhtNode
+from manyhands.optim.manifest import MANIFEST_KIND, RunManifest, read_manifest
+from manyhands.optim.run.progress import ProgressRecord
+from manyhands.optim.run.progress_reader import GOODBYE, PROGRESS, progress_key
+
+MAX_RUNS = 64
+"""Runs whose peers are counted, besides the one that is wanted."""
+
+SHOWN_RUNS = 8
+
+
+class Run(NamedTuple):
+    """A run as its records in the DHT show it.
+
+    Attributes:
+        manifest: its settings; None while nobody trains in it, as when only its monitor was started.
+        peers: the latest progress record of each peer, this one excepted.
+        signers: the peers that signed the manifest.
+    """
+
+    run_id: str
+    manifest: RunManifest | None
+    peers: dict[PeerId, ProgressRecord]
+    signers: Sequence[PeerId]
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether somebody trains in it now; the manifest of a run whose peers died lives longer than they."""
+        return self.manifest is not None and self.has_trainers
+
+    @property
+    def has_trainers(self) -> bool:
+        """Whether somebody says that it trains in it."""
+        return any(not record.is_auxiliary for record in self.peers.values())
+
+    def __str__(self) -> str:
+        return f"{self.run_id!r} ({counted(len(self.peers), 'peer')})"
+
+
+async def look_up_run(dht: DhtNode, run_id: str, expected: bytes = b"") -> Run:
+    """Read the settings of a run, and what its peers say.
+
+    Args:
+        expected: as for :func:`manyhands.optim.manifest.read_manifest`.
+    Raises:
+        Unavailable: the DHT does not answer.
+    """
+    signed, progress = await asyncio.gather(read_manifest(dht, run_id, expected), dht.get(progress_key(run_id)))
+    peers = {}
+    for subkey, stored in progress.items():
+        if stored.owner != subkey:
+            continue
+        try:
+            record = PROGRESS.decode(stored.raw)
+        except msgspec.DecodeError:
+            continue
+        if record != GOODBYE:
+            peers[PeerId(subkey)] = record
+    return Run(run_id, signed.manifest, peers, signed.signers) if signed is not None else Run(run_id, None, peers, [])
+
+
+async def find_runs(dht: DhtNode, wanted: str | None = None, expected: bytes = b"") -> list[Run]:
+    """The runs that other nodes take part in or hold the manifest of, the largest first.
+
+    Args:
+        wanted: a run that is looked up whether or not the nodes that are asked know it.
+        expected: of its manifest, as for :func:`look_up_run`.
+    """
+    known = sorted(filter(_is_run_id, await dht.topics(MANIFEST_KIND)))
+    run_ids = [*known[:MAX_RUNS], *([wanted] if wanted is not None and wanted not in known[:MAX_RUNS] else [])]
+    looking = (look_up_run(dht, run_id, expected if run_id == wanted else b"") for run_id in run_ids)
+    runs = await asyncio.gather(*looking)
+    found = [run for run in runs if run.run_id in known or run.manifest is not None or run.peers]
+    return sorted(found, key=lambda run: -len(run.peers))
+
+
+def listed(runs: Sequence[Run]) -> str:
+    """The first of them, for a line."""
+    more = f" and {len(runs) - SHOWN_RUNS} more" if len(runs) > SHOWN_RUNS else ""
+    return ", ".join(map(str, runs[:SHOWN_RUNS])) + more
+
+
+def nobody_is_in(run_id: str, num_joined: int, runs: Sequence[Run]) -> str:
+    """What to tell somebody whose run nobody else knows: most often its name was mistyped."""
+    here = f"runs here: {listed(runs)}" if runs else "they know of no run"
+    return f"joined {counted(num_joined, 'peer')}; none of them is in run {run_id!r}; {here}"
+
+
+def _is_run_id(topic: str) -> bool:
+    try:
+        checked_run_id(topic)
+    except ConfigError:
+        return False
+    return True

@@ -1,0 +1,172 @@
+"""Whether a state that another peer sent can be trained on: looked at before anything is taken over. Pure.
+
+A digest shows that a state came as it was sent, not that it is any good. A peer whose memory fails, or that means harm,
+must not end this process, stop the run's steps, or turn them uphill.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from manyhands.optim.flat import are_finite
+from manyhands.optim.lamb import Lamb
+from manyhands.optim.state.state import (
+    LOCAL_OPTIONS,
+    Scalars,
+    State,
+    checked_scalars,
+    parameters_of,
+    restore,
+    specs_of,
+)
+
+MAX_STEP = 10**9
+MAX_LINEAGE_SAMPLES = 2**50
+MAX_LEARNING_RATE = 1e4
+SCHEDULED = frozenset({"lr", "initial_lr", "momentum", "betas", "weight_decay"})
+"""Options that torch's schedules drive, or people's own by name."""
+
+_ADAM = {"step", "exp_avg", "exp_avg_sq"}
+_STATISTICS: dict[type[torch.optim.Optimizer], set[str]] = {
+    torch.optim.Adam: _ADAM,
+    torch.optim.AdamW: _ADAM,
+    Lamb: _ADAM,
+    torch.optim.Adagrad: {"step", "sum"},
+    torch.optim.SGD: {"momentum_buffer"},
+}
+_OPTIONAL = {"max_exp_avg_sq", "momentum_buffer"}
+_SQUARES = {"exp_avg_sq", "max_exp_avg_sq", "sum"}
+_COUNTERS = {"step"}
+
+
+def fault_of(
+    state: State,
+    optimizer: torch.optim.Optimizer,
+    options: Sequence[Mapping[str, Any]],
+    schedule: Mapping[str, Any],
+) -> str:
+    """Why a state must not be taken over, in words; empty if nothing is wrong with it.
+
+    An optimizer of an unknown kind makes a step on a copy, which takes as much memory as its parameters and statistics
+    for that time.
+
+    Args:
+        optimizer: of this peer; not changed.
+        options: of each parameter group, as all peers have agreed on them at the begin of the run.
+        schedule: state of this peer's own; empty without one.
+    Raises:
+        ValueError: the state does not even have the shapes of this optimizer.
+    """
+    header = state.header
+    if header.position.step > MAX_STEP or header.lineage_samples > MAX_LINEAGE_SAMPLES:
+        return f"global step {header.position.step} with {header.lineage_samples} samples cannot be"
+    scalars = checked_scalars(header, specs_of(optimizer), len(optimizer.param_groups))
+    if fault := _fault_of_options(scalars.groups, options, is_scheduled=bool(schedule)):
+        return fault
+    if fault := _fault_of_schedule(scalars.scheduler, schedule):
+        return fault
+    if not are_finite([tensor for tensor in state.tensors if tensor.is_floating_point()]):
+        return "it has values that are not finite"
+    if type(optimizer) in _STATISTICS:
+        return _fault_of_statistics(state, scalars, optimizer)
+    return _fault_of_a_step(state, optimizer)
+
+
+def _fault_of_options(
+    sent: Sequence[Mapping[str, Any]], options: Sequence[Mapping[str, Any]], *, is_scheduled: bool
+) -> str:
+    for theirs, agreed in zip(sent, options, strict=True):
+        for name in sorted(theirs.keys() | agreed.keys()):
+            value, own = theirs.get(name), agreed.get(name)
+            is_own_affair = name in LOCAL_OPTIONS or name == "param_names" or (name == "initial_lr" and own is None)
+            if is_own_affair or _plain(value) == _plain(own):
+                continue
+            if not (is_scheduled and name in SCHEDULED):
+                return f"its option {name!r} is {value!r}, and {own!r} in the run"
+            numbers: list[Any] = list(value) if isinstance(value, (list, tuple)) else [value]
+            if not all(isinstance(one, (int, float)) and 0 <= one <= MAX_LEARNING_RATE for one in numbers):
+                return f"its option {name!r} is {value!r}, which no schedule gives"
+            if name in ("momentum", "betas") and not all(one < 1 for one in numbers):
+                return f"its option {name!r} is {value!r}; below 1 is possible"
+    return ""
+
+
+def _fault_of_schedule(sent: Any, own: Any) -> str:
+    """Constants are those of this peer; counters and rates are numbers."""
+    if isinstance(own, Mapping) and isinstance(sent, Mapping):
+        for name in sent.keys() & own.keys():
+            if name == "base_lrs" and _plain(sent[name]) != _plain(own[name]):
+                return f"its schedule begins at {sent[name]!r}, and at {own[name]!r} in the run"
+            if fault := _fault_of_schedule(sent[name], own[name]):
+                return fault
+    elif isinstance(own, (list, tuple)) and isinstance(sent, (list, tuple)):
+        for one, other in zip(sent, own, strict=False):
+            if fault := _fault_of_schedule(one, other):
+                return fault
+    elif isinstance(own, (int, float)) and not (isinstance(sent, (int, float)) and abs(sent) <= MAX_STEP):
+        return f"its schedule has {sent!r} where a number is due"
+    return ""
+
+
+def _fault_of_statistics(state: State, scalars: Scalars, optimizer: torch.optim.Optimizer) -> str:
+    """Names, shapes, dtypes and signs of what the kinds of optimizers that are known remember."""
+    parameters, due = parameters_of(optimizer), _STATISTICS[type(optimizer)]
+    found: dict[int, dict[str, Any]] = {int(index): dict(values) for index, values in scalars.statistics.items()}
+    for spec, tensor in zip(state.header.tensors[len(parameters) :], state.tensors[len(parameters) :], strict=True):
+        owner, _, name = spec.name.partition(".")
+        found.setdefault(int(owner), {})[name] = tensor
+    for index in sorted(found):
+        values = found[index]
+        if missing := due - values.keys() - _OPTIONAL:
+            return f"statistic {min(missing)!r} of parameter {index} is not there"
+        if strange := values.keys() - due - _OPTIONAL:
+            return f"statistic {min(strange)!r} of parameter {index} is unknown here"
+        for name in sorted(values):
+            if fault := _fault_of_statistic(name, values[name], parameters[index]):
+                return f"statistic {name!r} of parameter {index} {fault}"
+    return ""
+
+
+def _fault_of_statistic(name: str, value: Any, parameter: torch.Tensor) -> str:
+    if value is None and name in _OPTIONAL:
+        return ""
+    if name in _COUNTERS:
+        number = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+        is_count = isinstance(number, (int, float)) and 0 <= number <= MAX_STEP
+        return "" if is_count else f"is {number!r}, which is no count"
+    if not isinstance(value, torch.Tensor):
+        return f"is {value!r}, not a tensor"
+    if value.shape != parameter.shape or not value.is_floating_point():
+        return (
+            f"is {str(value.dtype).removeprefix('torch.')} of shape {list(value.shape)}, and must be as the parameter"
+        )
+    if name in _SQUARES and value.numel() and not float(value.min()) >= 0:
+        return "is below 0, and it is a sum of squares"
+    return ""
+
+
+def _fault_of_a_step(state: State, optimizer: torch.optim.Optimizer) -> str:
+    """What an optimizer of another kind does with the state: a step with gradients of zero, on a copy."""
+    try:
+        rehearsed = copy.deepcopy(optimizer)
+    except Exception:  # noqa: BLE001 (of somebody's own, which cannot be copied: then nothing can be rehearsed)
+        return ""
+    try:
+        restore(state, rehearsed)
+        for parameter in parameters_of(rehearsed):
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        rehearsed.step()
+    except torch.cuda.OutOfMemoryError:
+        return ""
+    except Exception as error:  # noqa: BLE001 (whatever an optimizer makes of values that are not its own)
+        return f"a step from it fails ({type(error).__name__}: {error})"
+    return "" if are_finite(parameters_of(rehearsed)) else "a step from it leads to values that are not finite"
+
+
+def _plain(value: Any) -> Any:
+    """For comparison: what travels has lists for tuples."""
+    return list(value) if isinstance(value, tuple) else value

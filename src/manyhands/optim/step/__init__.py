@@ -1,0 +1,1 @@
+"""One step from gradients to parameters."""

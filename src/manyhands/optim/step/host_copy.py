@@ -1,0 +1,89 @@
+"""Parameters and optimizer state on the host, while the model computes on its device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from manyhands.averaging.tensor_list import overlapping
+from manyhands.base.errors import ConfigError
+from manyhands.optim.state.state import names_of, parameters_of
+from manyhands.optim.step.group_options import options_of
+
+HOST = torch.device("cpu")
+
+
+class HostCopy:
+    """Has an optimizer work on copies of its parameters, on the host and at least in float32.
+
+    The model's own parameters may have less precision, and be on any device; they follow by :meth:`show`.
+
+    Args:
+        optimizer: from now on it holds the copies; what it knew of the parameters goes with them.
+
+    Attributes:
+        shown_groups: its parameter groups, with the model's parameters instead of the copies.
+        shown_options: what they say; see :mod:`manyhands.optim.step.group_options`.
+    Raises:
+        ConfigError: two parameters share memory, so the copy of one would overwrite what the other has learnt.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._model_parameters = parameters_of(optimizer)
+        if pair := overlapping(self._model_parameters):
+            one, other = (names_of(optimizer)[number] for number in pair)
+            raise ConfigError(
+                f"{one} and {other} share memory, or lie across each other in it, and cannot both have a copy on the "
+                "host; tie them by giving the modules one and the same Parameter, or use neither offload nor delay"
+            )
+        self.shown_groups: list[dict[str, Any]] = [dict(group) for group in optimizer.param_groups]
+        self._show_options()
+        copies = {parameter: _copy_of(parameter) for parameter in self._model_parameters}
+        for parameter, copy in copies.items():
+            if parameter in optimizer.state:
+                statistics = optimizer.state.pop(parameter)
+                optimizer.state[copy] = {name: _on_host(value) for name, value in statistics.items()}
+        for group in optimizer.param_groups:
+            group["params"] = [copies[parameter] for parameter in group["params"]]
+        self._copies = [copies[parameter] for parameter in self._model_parameters]
+
+    @torch.no_grad()
+    def show(self) -> None:
+        """Give the model the parameters that the optimizer holds, and the groups their options."""
+        for parameter, copy in zip(self._model_parameters, self._copies, strict=True):
+            parameter.copy_(copy)
+        self._show_options()
+
+    @torch.no_grad()
+    def take_over(self) -> None:
+        """Give the optimizer the parameters that the model has, as after a checkpoint was loaded into it."""
+        for parameter, copy in zip(self._model_parameters, self._copies, strict=True):
+            if not torch.equal(copy.to(parameter), parameter):  # else the copy has them with more precision
+                copy.copy_(parameter)
+        self._show_options()
+
+    def _show_options(self) -> None:
+        for group, shown in zip(self._optimizer.param_groups, self.shown_groups, strict=True):
+            options = {name: value for name, value in group.items() if name != "params"}
+            shown.update(  # a rate may be a tensor, which an update in the background writes
+                {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in options.items()}
+            )
+        self.shown_options = options_of(self.shown_groups)
+
+
+def _copy_of(parameter: torch.Tensor) -> torch.Tensor:
+    copy = parameter.detach().to(HOST, _dtype_on_host(parameter), copy=True)
+    return torch.nn.Parameter(copy, requires_grad=parameter.requires_grad)
+
+
+def _on_host(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.to(HOST, _dtype_on_host(value))
+
+
+def _dtype_on_host(value: torch.Tensor) -> torch.dtype:
+    """At least float32; float32 would not hold large integers."""
+    return torch.promote_types(value.dtype, torch.float32) if value.is_floating_point() else value.dtype

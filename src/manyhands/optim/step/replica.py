@@ -1,0 +1,233 @@
+"""What one peer trains: parameters, optimizer and schedule, and where in the run they stand."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from manyhands.averaging.messages import Position
+from manyhands.base.errors import ConfigError
+from manyhands.base.identity import PeerId
+from manyhands.optim.flat import GradientLayout, assign_flat, flattened
+from manyhands.optim.run.drift import bound_of
+from manyhands.optim.run.progress import sum_of_samples
+from manyhands.optim.run.signed_sums import Sketch, sketch_of
+from manyhands.optim.serializable import merged, plain_part
+from manyhands.optim.state.check import fault_of
+from manyhands.optim.state.state import (
+    Origin,
+    State,
+    capture,
+    digest_of,
+    hyper_parameters_of,
+    parameters_of,
+    restore,
+    sealed,
+    specs_of,
+)
+from manyhands.optim.step.group_options import check_unchanged, options_of
+from manyhands.optim.step.host_copy import HostCopy
+from manyhands.optim.step.update import guarded_step, move_statistics
+
+logger = logging.getLogger(__name__)
+
+SchedulerMaker = LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler]
+
+
+class Replica:
+    """One peer's parameters, optimizer and schedule; every peer of the run has the same at the same position.
+
+    A lock keeps the state whole while it is copied for a newcomer. Steps are made by one thread at a time.
+
+    Args:
+        scheduler: of ``optimizer``, or a function that makes it; stepped once for each global step.
+        offload: keep them on the host, and show the model their values.
+
+    Attributes:
+        position: of the parameters that the optimizer holds; those of the model may be a step behind.
+        lineage_samples: in all the steps that led there.
+        origin: the last of them; None at the begin, or if it is not known.
+        options: of the parameter groups, as the last step, its schedule or a loaded state left them.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        scheduler: SchedulerMaker | None,
+        *,
+        max_grad_norm: float | None = None,
+        offload: bool = False,
+    ) -> None:
+        self.optimizer = optimizer
+        self.model_parameters = [parameter for parameter in parameters_of(optimizer) if parameter.requires_grad]
+        if scheduler is not None and not isinstance(scheduler, LRScheduler):
+            scheduler = scheduler(optimizer)
+        self.scheduler: LRScheduler | None = scheduler
+        if isinstance(self.scheduler, ReduceLROnPlateau):
+            raise ConfigError(
+                "ReduceLROnPlateau follows each peer's own loss; give a schedule by global step, LambdaLR say"
+            )
+        self.host_copy = HostCopy(optimizer) if offload else None  # with the options as the schedule begins
+        self._max_grad_norm = max_grad_norm
+        self._parameters = [parameter for parameter in parameters_of(optimizer) if parameter.requires_grad]
+        self._layout = GradientLayout(self._parameters)
+        self._lock = threading.Lock()
+        values = [tensor.detach().cpu().contiguous() for tensor in parameters_of(optimizer)]
+        self.position = Position(0, hashlib.sha256(digest_of(specs_of(optimizer), b"", values)).digest())
+        self.lineage_samples = 0
+        self.origin: Origin | None = None
+        self.options = options_of(optimizer.param_groups)
+        self._agreed_options = hyper_parameters_of(optimizer.param_groups)
+
+    def advance(
+        self,
+        averaged_N: torch.Tensor,
+        lineage: bytes,
+        samples: int,
+        spare_N: torch.Tensor | None,
+        parameters_N: torch.Tensor | None = None,
+        contributors: list[PeerId] | None = None,
+    ) -> str:
+        """Make the next global step.
+
+        Args:
+            averaged_N: the averaged gradient; it is changed.
+            lineage: where the step leads.
+            samples: behind it, of all peers.
+            spare_N: memory of the same size whose values nobody needs.
+            parameters_N: averaged parameters to make the step from, as :meth:`flat_parameters` has them.
+            contributors: whose samples count in it; None if nobody knows them all.
+        Returns:
+            Why the update was refused, and the parameters are those of the step before; or nothing.
+
+        What the wrapped optimizer raises passes through, and nothing has moved; what the schedule raises does so when
+        the step is made.
+
+        Raises:
+            ConfigError: something has changed an option of the groups; nothing has moved.
+        """
+        with self._lock:
+            check_unchanged(self.options, self.optimizer.param_groups)  # since :meth:`check_options` has, in background
+            if parameters_N is not None:
+                assign_flat(self._parameters, parameters_N)
+            move_statistics(self.optimizer)
+            reason = guarded_step(
+                self.optimizer, self._parameters, self._layout, averaged_N,
+                max_grad_norm=self._max_grad_norm, spare_N=spare_N,
+            )  # fmt: skip
+            try:
+                self._advance_schedule(is_alone=bool(reason))
+            finally:  # the parameters have moved, also if it raises
+                self.lineage_samples = sum_of_samples([self.lineage_samples, samples])
+                self.origin = Origin(self.position, contributors)
+                self.position = Position(self.position.step + 1, lineage)
+                self.options = options_of(self.optimizer.param_groups)
+        return reason
+
+    def _advance_schedule(self, *, is_alone: bool) -> None:
+        if self.scheduler is None:
+            return
+        if not is_alone:
+            self.scheduler.step()
+            return
+        with warnings.catch_warnings():  # torch warns of a schedule that moves before the parameters have moved once
+            warnings.simplefilter("ignore", UserWarning)
+            self.scheduler.step()
+
+    def flat_parameters(self) -> torch.Tensor:
+        """The trained parameters end to end, in float32 on the host, copied; safe to call from any thread."""
+        with self._lock:
+            return flattened(self._parameters)
+
+    def sketch(self) -> Sketch:
+        """A few numbers that stand for the trained parameters at this step, to compare peers by."""
+        with self._lock:
+            return sketch_of(self._parameters, self.position.step)
+
+    @property
+    def drift_bound(self) -> float:
+        """How far apart rounding may get the peers; see :func:`manyhands.optim.run.drift.bound_of`."""
+        return bound_of({parameter.dtype for parameter in self._parameters}, type(self.optimizer))
+
+    def show(self) -> None:
+        """Have the model use the parameters at :attr:`position`."""
+        if self.host_copy is not None:
+            self.host_copy.show()
+
+    def check_options(self, *, is_stepping: bool) -> None:
+        """Make sure that only the schedule has changed the options of the groups, such as the learning rate.
+
+        Args:
+            is_stepping: an update is made in the background, which may change them.
+        Raises:
+            ConfigError: something else has; it says which one, and what to write.
+        """
+        if self.host_copy is not None:
+            check_unchanged(self.host_copy.shown_options, self.host_copy.shown_groups)
+        if not is_stepping:
+            check_unchanged(self.options, self.optimizer.param_groups)
+
+    @property
+    def shown_groups(self) -> list[dict[str, Any]]:
+        """The parameter groups, with the model's own parameters."""
+        return self.optimizer.param_groups if self.host_copy is None else self.host_copy.shown_groups
+
+    def capture(self) -> State:
+        """Copy the state; safe to call from any thread."""
+        with self._lock:
+            schedule = self.scheduler.state_dict() if self.scheduler is not None else {}
+            state = capture(self.optimizer, schedule, self.position, self.lineage_samples, self.origin)
+        return sealed(state)
+
+    def restore(self, state: State) -> None:
+        """Take over another peer's state.
+
+        Raises:
+            ValueError: it does not fit, or cannot be trained on; nothing was changed.
+        """
+        with self._lock:
+            schedule = self.scheduler.state_dict() if self.scheduler is not None else {}
+            if fault := fault_of(state, self.optimizer, self._agreed_options, schedule):
+                raise ValueError(fault)
+            self._set_schedule(restore(state, self.optimizer))
+            self.options = options_of(self.optimizer.param_groups)
+            self.position = state.header.position
+            self.lineage_samples = state.header.lineage_samples
+            self.origin = state.header.origin
+        self.show()
+
+    # checkpoints
+
+    def place(self) -> dict[str, Any]:
+        """Where in the run the parameters are, and the schedule: plain values for a checkpoint."""
+        schedule = plain_part(self.scheduler.state_dict()) if self.scheduler is not None else {}
+        return {
+            "step": self.position.step,
+            "lineage": self.position.lineage.hex(),
+            "lineage_samples": self.lineage_samples,
+            "scheduler": schedule,
+        }
+
+    def load(self, state_dict: dict[str, Any], place: dict[str, Any] | None) -> None:
+        """Load a checkpoint of the optimizer, and go to where it was taken."""
+        with self._lock:
+            self.optimizer.load_state_dict(state_dict)
+            self.options = options_of(self.optimizer.param_groups)
+            if place is not None:
+                self._set_schedule(place["scheduler"])
+                self.position = Position(place["step"], bytes.fromhex(place["lineage"]))
+                self.lineage_samples = place["lineage_samples"]
+                self.origin = None
+        if self.host_copy is not None:
+            self.host_copy.take_over()
+
+    def _set_schedule(self, schedule: dict[str, Any]) -> None:
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(merged(self.scheduler.state_dict(), schedule))
