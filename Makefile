@@ -7,7 +7,7 @@ PIP := $(PY) -m pip install -q -c constraints.txt
 BUILD_TOOLS := pip hatchling editables
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-cuda test-faults test-step-faults test-hostile sim fuzz check bench docs constraints clean
+.PHONY: help install demo test test-long test-cuda test-faults test-step-faults test-hostile sim fuzz check bench docs constraints clean
 
 help:  ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' Makefile
@@ -17,8 +17,11 @@ install: $(VENV)/.installed  ## make .venv and install manyhands[albert] into it
 demo: $(VENV)/.installed  ## train one ALBERT on several peers of this machine (ARGS='--peers 3 --steps 8')
 	$(VENV)/bin/manyhands demo $(ARGS)
 
-test: check  ## all checks, then all tests, two at a time (ARGS='-k address' picks some, ARGS='-n 0' is one by one)
+test: check  ## all checks, then the tests, two at a time (ARGS='-k address' picks some, ARGS='-n 0' is one by one)
 	$(PY) -m pytest -q -n 2 --dist worksteal $(ARGS)
+
+test-long: $(VENV)/.dev  ## whole programs (tutorials, examples, torchrun, the demo) and the longest simulations
+	$(PY) -m pytest -q -n 2 --dist worksteal -m 'long and not sweep' $(ARGS)
 
 test-cuda: $(VENV)/.dev  ## the tests that need an NVIDIA GPU, which `make test` skips where there is none
 	@$(PY) -c 'import sys, torch; sys.exit(not torch.cuda.is_available() and "torch finds no GPU here")'

@@ -25,12 +25,16 @@ _GRACE_S = 1.0  # for what was already told to end
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave long simulations out, unless somebody picks tests by -m, by -k or by name."""
+    """Leave long tests and sweeps out, unless somebody picks tests by -m, by -k or by name."""
     if config.option.markexpr or config.option.keyword or any("::" in argument for argument in config.args):
         return
-    left_out = [item for item in items if item.get_closest_marker("sweep") is not None]
-    items[:] = [item for item in items if item.get_closest_marker("sweep") is None]
+    left_out = [item for item in items if _is_for_other_targets(item)]
+    items[:] = [item for item in items if not _is_for_other_targets(item)]
     config.hook.pytest_deselected(items=left_out)
+
+
+def _is_for_other_targets(item: pytest.Item) -> bool:
+    return any(item.get_closest_marker(name) is not None for name in ("long", "sweep"))
 
 
 @pytest.fixture(autouse=True)

@@ -127,6 +127,7 @@ def test_a_device_that_is_not_there_is_told_before_anybody_is_met() -> None:
         assert "Others can join" not in command.output
 
 
+@pytest.mark.long
 def test_another_model_is_refused_with_both_sizes() -> None:
     common = ("train", "--run-id", "r", "--threads", "1")
     with running(*common, "--listen", LOOPBACK) as first:

@@ -222,6 +222,7 @@ def test_gpu(tmp_path: Path) -> None:
     assert copies.keys() == {"mb", "read_ms", "write_ms", "advance_ms", "peak_extra_x_params"}
 
 
+@pytest.mark.long
 def test_step_trace(tmp_path: Path) -> None:
     figures, output = results_of("step_trace.py", tmp_path)
     assert figures.keys() == {"files", "functions", "classes", "tasks", "frames_average_to_exchange"}

@@ -24,6 +24,7 @@ def arguments(folder: Path, *more: str) -> tuple[str, ...]:
     )  # fmt: skip
 
 
+@pytest.mark.long
 def test_a_trainer_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
     folder, text = tmp_path / "checkpoints", tmp_path / "text.txt"
     text.write_text("".join(f"Sentence number {n} is here. Another one is behind it.\n\n" for n in range(4000)))
@@ -47,6 +48,7 @@ def test_a_trainer_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
     assert model(**tokenizer("a text", return_tensors="pt")).prediction_logits.shape[-1] == len(tokenizer)
 
 
+@pytest.mark.long
 def test_what_cannot_be_gone_on_from_is_said(tmp_path: Path) -> None:
     with running(*arguments(tmp_path, "--max-steps", "2", "--checkpoint-every", "1")) as first:
         assert first.wait(90) == 0, first.output
@@ -68,6 +70,7 @@ def test_what_cannot_be_gone_on_from_is_said(tmp_path: Path) -> None:
     assert "no checkpoint in checkpoint_dir can be read" in damaged.output.strip().splitlines()[-1]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform == "win32", reason="no such limit there")
 def test_a_disk_that_is_full_does_not_stop_the_training(tmp_path: Path) -> None:
     import resource

@@ -62,6 +62,7 @@ def test_the_script_can_be_started_and_explains_itself() -> None:
     assert "--train-tokenizer" in command.output
 
 
+@pytest.mark.long
 def test_trainers_find_the_unpacked_archive_and_newcomers_get_the_tokenizer(archive: Path, tmp_path: Path) -> None:
     first, second = (unpacked(archive, tmp_path / name) for name in ("first", "second"))
     shutil.rmtree(second / "data" / "tokenizer")
@@ -75,6 +76,7 @@ def test_trainers_find_the_unpacked_archive_and_newcomers_get_the_tokenizer(arch
             newcomer.wait_for("Averaged tensors successfully with 2 peers")
 
 
+@pytest.mark.long
 def test_data_of_another_tokenizer_is_refused_before_anything_is_loaded(archive: Path, tmp_path: Path) -> None:
     (tmp_path / "first").mkdir()
     small = ("--seq-length", "32", "--vocab-size", "600")
@@ -113,6 +115,7 @@ def test_ctrl_c_ends_the_processes_and_leaves_nothing_behind(archive: Path, tmp_
     assert {path.name for path in (tmp_path / "data").iterdir()} <= {".prepare.lock"}
 
 
+@pytest.mark.long
 def test_shards_are_served_trained_on_and_evaluated_with(tmp_path: Path) -> None:
     write_book(tmp_path / "book.txt")
     command = Command([str(SCRIPT), "--text", "book.txt", *SMALL_DATA, "--shards", "3"], module=None, folder=tmp_path)
@@ -143,6 +146,7 @@ def test_shards_are_served_trained_on_and_evaluated_with(tmp_path: Path) -> None
         assert "Traceback" not in server.output
 
 
+@pytest.mark.long
 def test_an_archive_is_named_by_its_address(archive: Path, tmp_path: Path) -> None:
     cache = ("--dataset-url", archive.as_uri(), "--cache-dir", "cache", "--no-checkpoints", "--max-steps", "1")
     for _ in range(2):

@@ -12,6 +12,7 @@ from tests.process.commands import running
 pytestmark = pytest.mark.process
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_the_demo(tmp_path: Path) -> None:
     path = tmp_path / "summary.json"

@@ -32,6 +32,7 @@ def test_every_example_is_tested_and_short() -> None:
         assert len((EXAMPLES / name).read_text().splitlines()) < 30
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SHOWS)
 def test_with_two_peers(name: str) -> None:
     first = start(name)
@@ -47,6 +48,7 @@ def test_with_two_peers(name: str) -> None:
             second.close()
 
 
+@pytest.mark.long
 def test_a_peer_of_several_processes_that_cannot_join_ends_all_of_them() -> None:
     """Rank 0 fails before the others know of it; they wait for it, and torchrun ends them."""
     program = start("several_gpus.py", "/ip4/127.0.0.1/tcp/1")

@@ -27,6 +27,7 @@ def last_event(path: Path, kind: str) -> dict[str, object]:
     return [event for event in events if event["type"] == kind][-1]
 
 
+@pytest.mark.long
 def test_they_wait_for_each_other_and_step_together_once_a_helper_can_be_dialled(tmp_path: Path) -> None:
     text, stop_file = tmp_path / "text", tmp_path / "stop"
     paragraphs = (f"Number {n} is here. After it comes number {n + 1}. That is all." for n in range(600))

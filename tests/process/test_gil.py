@@ -56,6 +56,7 @@ def child(*initial_peers: str) -> Iterator[Command]:
         command.close()
 
 
+@pytest.mark.long
 def test_a_held_lock_costs_its_peer_a_round_and_not_its_place() -> None:
     """The others average without it after the heartbeat's timeout; then it is back, with the state of the run."""
     with (

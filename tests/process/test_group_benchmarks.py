@@ -46,6 +46,7 @@ def test_a_small_grid_of_peers(tmp_path: Path) -> None:
     assert result["largest_group"] == 3
 
 
+@pytest.mark.long
 def test_a_small_run_in_a_grid(tmp_path: Path) -> None:
     arguments = ["--peers", "9", "--max-group-size", "3", "--steps", "8", "--p-fail", "0"]
     ((result,), _) = results_of("optimizer_grid.py", tmp_path, *arguments)

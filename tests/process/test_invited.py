@@ -34,6 +34,7 @@ def start_coordinator(folder: Path) -> str:
         return first.wait_for("Running a first peer as peer").split()[-1]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)  # several programs import torch, one after the other
 def test_a_run_by_invitation(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"

@@ -70,6 +70,7 @@ def test_one_word_joins_a_run_with_another_model_and_contributes(
     assert list(folder.glob("checkpoint-*/model.safetensors"))
 
 
+@pytest.mark.long
 def test_a_ticket_joins_and_a_restart_is_the_same_peer(trainer: tuple[Command, str, str], tmp_path: Path) -> None:
     _, _, ticket = trainer
     peer_ids = []
@@ -91,6 +92,7 @@ def test_two_trainers_that_are_started_in_one_folder_have_one_each(tmp_path: Pat
             assert sorted(path.name for path in tmp_path.iterdir()) == ["manyhands-two", "manyhands-two-2"]
 
 
+@pytest.mark.long
 def test_train_adopts_too_and_refuses_only_what_differs(trainer: tuple[Command, str, str]) -> None:
     _, address, _ = trainer
     start = ("train", "--initial-peers", address, *COMMON)
@@ -103,6 +105,7 @@ def test_train_adopts_too_and_refuses_only_what_differs(trainer: tuple[Command, 
         newcomer.wait_for("Averaged tensors successfully with 2 peers")
 
 
+@pytest.mark.long
 def test_a_mistyped_run_id_is_told_with_the_runs_that_are_there(trainer: tuple[Command, str, str]) -> None:
     _, address, _ = trainer
     with running("train", "--run-id", "runB", "--initial-peers", address, *COMMON) as mistyped:
@@ -136,6 +139,7 @@ def test_a_ticket_that_cannot_be_used(trainer: tuple[Command, str, str]) -> None
         assert message in line, newcomer.output
 
 
+@pytest.mark.long
 def test_a_run_that_only_its_monitor_knows_is_begun_and_not_joined() -> None:
     with running("monitor", "--run-id", "quiet", "--listen", LOOPBACK) as monitor:
         address = address_of(monitor)

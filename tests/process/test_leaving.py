@@ -57,6 +57,7 @@ def test_ctrl_c_on_a_trainer(moment: str) -> None:
         assert_it_leaves(trainer, trainer.interrupt)
 
 
+@pytest.mark.long
 def test_ctrl_c_on_a_trainer_that_waits_for_an_averaging_partner() -> None:
     with ExitStack() as stack:
         common = ("train", "--run-id", "leaving", "--listen", LOOPBACK, "--threads", "1", "--target-batch-size", "32")
@@ -68,6 +69,7 @@ def test_ctrl_c_on_a_trainer_that_waits_for_an_averaging_partner() -> None:
         assert_it_leaves(first, first.interrupt)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("moment", few_of(["Step 1", "Running a coordinator"]))
 def test_ctrl_c_on_the_demo(moment: str) -> None:
     with running("demo", "--peers", "2", "--steps", "50", "--target-batch-size", "32") as demo:
@@ -76,6 +78,7 @@ def test_ctrl_c_on_the_demo(moment: str) -> None:
         assert_it_leaves(demo, demo.interrupt)
 
 
+@pytest.mark.long
 def test_a_demo_that_is_killed_takes_its_processes_along() -> None:
     with running("demo", "--peers", "1", "--steps", "50") as demo:
         demo.wait_for("Joining run")

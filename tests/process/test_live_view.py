@@ -178,6 +178,7 @@ def test_a_pipe_has_plain_lines_and_the_card(text: Path) -> None:
     assert "Traceback" not in trainer.output
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_the_steps_of_two_peers_have_one_numbering_and_shares(text: Path, tmp_path: Path) -> None:
     """The monitor looks every 0.5 s, so a step takes seconds here: it misses none."""

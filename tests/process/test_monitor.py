@@ -43,6 +43,7 @@ def trainer(text: Path, *more: str) -> tuple[str, ...]:
     )  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.timeout(420)
 def test_a_run_is_drawn_and_evaluated_and_its_state_kept(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -111,6 +111,7 @@ def train_a_share(rank: int, number: str, *initial_peers: str) -> None:
         optimizer.wait_for_others()
 
 
+@pytest.mark.long
 def test_two_jobs_make_the_steps_of_one_process_with_the_whole_batch(tmp_path: Path) -> None:
     alone = new_model()
     optimizer = adamw(alone.parameters())
@@ -162,6 +163,7 @@ def load_and_train(rank: int, identity: str) -> None:
         say(digest=digest_of(model), step=optimizer.global_step)
 
 
+@pytest.mark.long
 def test_a_state_loaded_by_rank_0_reaches_all_and_they_train_with_peers_of_one_process(tmp_path: Path) -> None:
     files = [tmp_path / "one", tmp_path / "another"]
     low, high = sorted(files, key=lambda path: Identity.load_or_create(path).peer_id)
@@ -211,6 +213,7 @@ def be_refused(rank: int, *initial_peers: str) -> None:
         say(refused=said, step=optimizer.global_step)
 
 
+@pytest.mark.long
 def test_what_does_not_fit_is_refused_on_all_ranks(tmp_path: Path) -> None:
     with peers(1) as (peer,):
         Trainer(peer, "shapes", 8)
@@ -262,6 +265,7 @@ def test_when_a_rank_is_killed_the_other_one_ends(tmp_path: Path, victim: int) -
         assert_it_ends(both, 1 - victim, "RankLost: ")
 
 
+@pytest.mark.long
 def test_ctrl_c_on_rank_0_in_a_round_ends_all_ranks(tmp_path: Path) -> None:
     """With a peer that is expected in the round, and does not come."""
     with peers(1) as (peer,):
@@ -320,6 +324,7 @@ def use_options(rank: int, folder: str) -> None:
         optimizer.close()
 
 
+@pytest.mark.long
 def test_scaled_losses_checkpoints_and_steps_in_the_background(tmp_path: Path) -> None:
     with job(use_options, tmp_path, str(tmp_path)) as both:
         scaled = both.hear()
@@ -359,6 +364,7 @@ def wait_long(rank: int) -> None:
             say(outcome=type(error).__name__)
 
 
+@pytest.mark.long
 def test_a_rank_waits_for_another_one_for_so_long_and_for_rank_0_while_that_is_at_work(tmp_path: Path) -> None:
     with job(wait_long, tmp_path) as both:
         assert [said["outcome"] for said in both.hear()] == ["told", "done"]
@@ -388,6 +394,7 @@ def prepare(rank: int) -> None:
         say(model=type(model).__name__, step=optimizer.global_step, digest=digest_of(plain))
 
 
+@pytest.mark.long
 def test_accelerate_prepares_it_as_any_other_optimizer(tmp_path: Path) -> None:
     with job(prepare, tmp_path) as both:
         first, second = both.hear()
@@ -427,6 +434,7 @@ def collaborate(rank: int, folder: str) -> None:
         say(**facts, digest=digest_of(trainer.model), loss=trainer.state.log_history[-1]["train_loss"])
 
 
+@pytest.mark.long
 def test_a_transformers_trainer_with_several_ranks_is_one_peer(tmp_path: Path) -> None:
     with job(collaborate, tmp_path, str(tmp_path / "output")) as both:
         first, second = both.hear()

@@ -112,6 +112,7 @@ def two(way: str) -> Iterator[list[Command]]:
             command.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", few_of(["Trainer", "accelerate", "one that changes nothing"]))
 def test_the_rate_goes_by_the_global_step_and_all_samples_count(way: str) -> None:
     with two(way) as commands:
@@ -123,6 +124,7 @@ def test_the_rate_goes_by_the_global_step_and_all_samples_count(way: str) -> Non
             assert said["rounds"] > 0, "they made steps together"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("way", "says", "write"),
     few_of(

@@ -115,6 +115,7 @@ def assert_they_learnt_and_agree(trainers: list[Trainer]) -> None:
     assert len(by_step) == 2 or len({trainer.optimizer.state_digest() for trainer in trainers}) == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("phase", few_of(PHASES))
 def test_a_process_killed_in_a_phase_of_a_step(phase: str) -> None:
     with survivors() as trainers, victim(phase, trainers[0].peer.addresses) as command:
@@ -133,6 +134,7 @@ def test_a_process_killed_in_a_phase_of_a_step(phase: str) -> None:
         assert_they_learnt_and_agree(trainers)
 
 
+@pytest.mark.long
 def test_who_is_left_alone_by_a_kill_goes_on_before_the_record_of_the_dead_one_expires() -> None:
     with (
         manyhands.Peer(listen=LISTEN, rpc_config=RPC) as peer,

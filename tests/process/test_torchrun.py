@@ -20,6 +20,7 @@ SMALL = (
 )  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_the_ranks_of_torchrun_are_one_peer_that_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "small.txt").write_text(

@@ -89,6 +89,7 @@ def leave(*commands: Command) -> None:
         assert "Traceback" not in command.output
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_tutorial_with_a_monitor_three_trainers_and_an_evaluator(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
@@ -126,6 +127,7 @@ def test_tutorial_with_a_monitor_three_trainers_and_an_evaluator(tmp_path: Path)
     assert list((tmp_path / "first" / "outputs").glob("checkpoint-*"))
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_tutorial_with_a_first_peer_and_a_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HIVEMIND_THREADS", "256")

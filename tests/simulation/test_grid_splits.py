@@ -120,6 +120,7 @@ def halves(num_many: int, num_few: int, healed_s: float, seed: int) -> Halves:
     return Halves(names[:num_many], names[num_many:], healed_s, Swarm(seed))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("num_many", "num_few"), few_of([(7, 5), (6, 6), (14, 10), (12, 12)]))
 def test_of_parts_that_meet_at_the_same_step_the_larger_one_wins_or_that_of_the_lowest_peer_id(
     num_many: int, num_few: int
@@ -147,6 +148,7 @@ def test_of_parts_that_meet_at_the_same_step_the_larger_one_wins_or_that_of_the_
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("num_many", "num_few", "last_step"), few_of([(7, 5, 13), (14, 10, 11)]))
 def test_at_different_steps_the_part_that_is_further_wins_and_what_the_other_has_computed_is_dropped(
     num_many: int, num_few: int, last_step: int
@@ -182,6 +184,7 @@ def test_parts_that_meet_in_the_midst_of_a_step_are_in_no_group_together(
     assert sum(loads[0]) <= 2, "but for who comes too late for a step"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_half", few_of([6, 12]))
 def test_a_cut_of_fewer_steps_is_healed_by_averaging_the_parameters(num_half: int) -> None:
     """What the parts have done in fewer steps than make strangers of them both counts."""

@@ -33,6 +33,7 @@ def kept(world: World) -> dict[str, int]:
     }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("end_s", few_of([30.0, 200.0]))
 def test_rounds_with_faults_leave_nothing_behind(end_s: float) -> None:
     """One each second: two hundred in ``make sim``."""

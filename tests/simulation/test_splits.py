@@ -74,6 +74,7 @@ def assert_one_branch(swarm: Swarm) -> None:
     assert max(by_step) - min(by_step) <= 1
 
 
+@pytest.mark.long
 def test_of_two_halves_that_both_went_on_the_branch_with_more_steps_wins() -> None:
     swarm, seen = Swarm(seed=21), {}
     many, few = ["p0", "p1", "p2"], ["p3", "p4"]
@@ -91,6 +92,7 @@ def test_of_two_halves_that_both_went_on_the_branch_with_more_steps_wins() -> No
     assert_one_branch(swarm)
 
 
+@pytest.mark.long
 def test_a_peer_that_sees_nobody_goes_on_alone_and_comes_back_to_the_others() -> None:
     swarm, seen = Swarm(seed=22), {}
     others, lonely = ["p0", "p1", "p2"], "p3"

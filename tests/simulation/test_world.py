@@ -201,6 +201,7 @@ def test_the_wall_clocks_of_hosts_differ_as_told() -> None:
     assert seen == [0.0, 60.0, 0.0]
 
 
+@pytest.mark.long
 def test_the_same_seed_gives_the_same_trace_in_every_process() -> None:
     runs = [
         subprocess.Popen(
