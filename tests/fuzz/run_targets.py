@@ -45,7 +45,7 @@ from manyhands.dht.records import decode_value, encode_value
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.manifest import RunManifest, differences, manifest_key, read_manifest
 from manyhands.optim.metrics import HeldoutRecord, MetricsRecord
-from manyhands.optim.run.acquaintances import WHERE, HereIAm, WhereAreYou
+from manyhands.optim.run.acquaintances import TELL, WHERE, HereIAm, Noted, WhereAreYou
 from manyhands.optim.run.partition_detector import PartitionDetector
 from manyhands.optim.run.progress import ProgressRecord, aggregate, describe_progress, leading_branch, next_refresh_s
 from manyhands.optim.state.state import State, capture, empty_tensors, hyper_parameters_of, restore, sealed, specs_of
@@ -261,6 +261,8 @@ TARGETS = [
     Target(name=f"{ASK_VERDICT.name}.response", seeds=_VERDICTS, run=_verdict, errors=_VIOLATION, weight=0.5),
     _decoder(f"{WHERE.name}.request", WhereAreYou, WhereAreYou()),
     _decoder(f"{WHERE.name}.response", HereIAm, HereIAm(ProgressRecord(AT, 8, 1.0, 64, False, [], 30.0))),
+    _decoder(f"{TELL.name}.request", HereIAm, HereIAm(ProgressRecord(AT, 8, 1.0, 64, False, [], 30.0))),
+    _decoder(f"{TELL.name}.response", Noted, Noted()),
     _decoder(f"{ASK_MOVED.name}.request", MovedQuery, MovedQuery(GROUP.group_id, GROUP.leader)),
     _decoder(f"{ASK_MOVED.name}.response", Moved, Moved(3), Moved(is_gone=True)),
     _decoder("averaging.stream-header", StreamHeader, StreamHeader(GROUP.group_id)),

@@ -130,11 +130,49 @@ def waits_with(lead: int | None, latency_s: float) -> list[float]:
     return waits
 
 
-@pytest.mark.parametrize(("latency_s", "without_s", "with_s"), [(0.02, 0.15, 0.13), (0.1, 0.9, 0.83), (0.2, 1.86, 1.6)])
+@pytest.mark.parametrize(
+    ("latency_s", "without_s", "with_s"), [(0.02, 0.22, 0.15), (0.1, 1.14, 0.76), (0.2, 2.17, 1.92)]
+)
 def test_a_group_that_is_found_ahead_shortens_the_wait(latency_s: float, without_s: float, with_s: float) -> None:
     """Connections and streams are there, and the leader knows all, before the target is reached."""
     assert statistics.mean(waits_with(0, latency_s)) == pytest.approx(without_s, rel=0.1)
     assert statistics.mean(waits_with(None, latency_s)) == pytest.approx(with_s, rel=0.1)
+
+
+@pytest.mark.parametrize(("target", "batch_s"), [(256, 1.25), (320, 0.26)])
+def test_a_step_has_as_many_samples_as_its_target_says(target: int, batch_s: float) -> None:
+    """Each of four peers brought one batch more, and three more when steps were short: 320 for 256, and 512 for 320."""
+    sizes = samples_of_steps(target, 16, [batch_s] * 4, latency_s=0.02)
+    assert len(sizes) >= 10
+    assert target <= statistics.median(sizes) <= 1.08 * target, sizes
+
+
+def test_peers_of_unequal_speeds_bring_little_more_than_the_target() -> None:
+    sizes = samples_of_steps(256, 16, [0.6, 0.9, 1.2, 2.4], latency_s=0.02)
+    assert 256 <= statistics.median(sizes) <= 256 + 3 * 16, sizes
+
+
+def samples_of_steps(target: int, batch: int, batches_s: list[float], latency_s: float) -> list[float]:
+    """The samples of each step but the first ones, of all peers together; a batch takes each peer so long."""
+    sizes: dict[int, float] = {}
+
+    def train(member: Member) -> None:
+        together(len(batches_s), member)
+        number = int(member.name[1:])
+        member.peer.sleep(batches_s[number] * number / len(batches_s))  # the first batches do not begin at one time
+        while member.optimizer.global_step < 20:
+            before = member.optimizer.global_step
+            member.step(quadratic(member.model), batch_s=batches_s[number])
+            manifest = member.optimizer.last_round
+            if before >= 3 and member.optimizer.global_step > before and manifest is not None:
+                sizes[member.optimizer.global_step] = sum(manifest.weights)
+
+    swarm = Swarm()
+    swarm.world.network.default_link.latency_s = latency_s
+    for number in range(len(batches_s)):
+        swarm.start(f"p{number}", new_model, sgd, train, target_batch_size=target, batch_size_per_step=batch)
+    swarm.run()
+    return list(sizes.values())
 
 
 def test_an_auxiliary_peer_helps_to_average_and_nobody_waits_for_it() -> None:

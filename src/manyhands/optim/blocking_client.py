@@ -105,16 +105,21 @@ class BlockingRunClient:
             self._peer.sleep(WAIT_PERIOD_S)
         return True
 
-    def decide(self, samples: int, speed: SpeedMeter) -> Decision:
+    def decide(self, samples: int, speed: SpeedMeter, *, may_wait: bool) -> Decision:
         """Report what this peer has accumulated; returns what to do next."""
         try:
             self.tell()
             if self._collaboration.is_lull(samples, self._peer.time()):
                 return Decision.ACCUMULATE
-            return self._run(self._collaboration.decide(samples, speed.samples_per_second, speed.batch_s), "deciding")
+            deciding = self._collaboration.decide(samples, speed.samples_per_second, speed.batch_s, may_wait=may_wait)
+            return self._run(deciding, "deciding", CALL_TIMEOUT_S + self._averaging.matchmaking_time_s)
         except Timeout as error:  # this machine was held up; training goes on
             logger.warning("%s; going on with the next batch", error)
             return Decision.ACCUMULATE
+
+    def rest(self, seconds: float) -> None:
+        """Do nothing for so long; a step that becomes due ends it."""
+        self._run(self._collaboration.rest(seconds), "resting")
 
     def report(self, samples: int, speed: SpeedMeter, step: GlobalStep) -> None:
         """Report what this peer has accumulated beside a step that is made in the background."""

@@ -225,7 +225,8 @@ class Optimizer(OptimizerWrapper):
             self._end_step(self._current)
         self._is_counted = self._accumulate(batch_size, weight, at_step)
         if self._current is None:
-            self._act_on(self._membership.decide(self._samples.waiting, self._speed))
+            may_wait = self._options.delay is None
+            self._act_on(self._membership.decide(self._samples.waiting, self._speed, may_wait=may_wait))
         elif not self._collaboration.is_told(self.peer.time()):
             self._membership.report(self._samples.waiting, self._speed, self._current)
         self._speed.resume(self.peer.time())
@@ -294,7 +295,7 @@ class Optimizer(OptimizerWrapper):
         if self._options.auxiliary:
             if batch_size or weight:
                 raise ConfigError("an auxiliary peer has no batches: call step() without a batch size")
-            self.peer.sleep(AUXILIARY_PERIOD_S)
+            self._membership.rest(AUXILIARY_PERIOD_S)
             return False
         batch_size, weight = self._batch_of(batch_size, weight, self._options.batch_size_per_step)
         samples = checked_batch(batch_size, weight)

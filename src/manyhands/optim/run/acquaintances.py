@@ -1,6 +1,8 @@
-"""Asks the peers of earlier rounds where they are, before this peer makes a step alone.
+"""What peers of a run tell each other directly of their progress; all else they learn through the DHT.
 
-The DHT may show nobody although they are there: its nodes near the run's key may have gone, or mean harm.
+Before a peer makes a step alone, it asks those of earlier rounds where they are. The DHT may show nobody although they
+are there: its nodes near the run's key may have gone, or mean harm. And near the target of a step, each peer tells the
+others what it has accumulated: through the DHT they would hear of it when they have begun another batch.
 """
 
 from __future__ import annotations
@@ -8,19 +10,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from collections.abc import Collection
 
 import msgspec
 
+from manyhands.averaging.messages import Position
 from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.base.errors import ManyhandsError
 from manyhands.base.identity import PeerId
 from manyhands.optim.run.progress import ProgressRecord
 from manyhands.optim.run.tracker import ProgressTracker
 from manyhands.rpc.method import Method
+from manyhands.runtime import TaskOwner
 
 logger = logging.getLogger(__name__)
 
 MAX_ASKED = 8
+MAX_TOLD = 40
 TIMEOUT_S = 2.0
 PERIOD_S = 10.0
 
@@ -35,20 +41,53 @@ class HereIAm(msgspec.Struct):
     record: ProgressRecord
 
 
+class Noted(msgspec.Struct):
+    """The answer to a peer that tells where it is."""
+
+
 WHERE = Method("optim.where", WhereAreYou, HereIAm)
+TELL = Method("optim.tell", HereIAm, Noted)
 
 
 class Acquaintances:
-    """Those whom this peer has met in rounds; answers them, and asks them."""
+    """Those whom this peer meets in rounds: it tells them where it is, and asks them.
 
-    def __init__(self, endpoint: RunEndpoint, tracker: ProgressTracker) -> None:
+    Args:
+        tasks: tell others in the background.
+    """
+
+    def __init__(self, endpoint: RunEndpoint, tracker: ProgressTracker, tasks: TaskOwner) -> None:
         self._endpoint = endpoint
         self._tracker = tracker
+        self._tasks = tasks
+        self._told: tuple[Position, int] | None = None
         self._asked_at = -math.inf  # loop time
         endpoint.handle(WHERE, self._on_ask)
+        endpoint.handle(TELL, self._on_told)
 
     def close(self) -> None:
         self._endpoint.unhandle(WHERE)
+        self._endpoint.unhandle(TELL)
+
+    def tell(self, peer_ids: Collection[PeerId]) -> None:
+        """Tell others in the background what this peer has accumulated, once; in a large run nobody."""
+        record = self._tracker.own_record
+        if len(peer_ids) > MAX_TOLD or self._told == (record.position, record.samples):
+            return
+        self._told = record.position, record.samples
+        for peer_id in peer_ids:
+            self._tasks.spawn(self._tell(peer_id, HereIAm(record)), name="telling a peer where this one is")
+
+    async def _tell(self, peer_id: PeerId, news: HereIAm) -> None:
+        try:
+            await self._endpoint.call(peer_id, TELL, news, TIMEOUT_S)
+        except ManyhandsError as error:
+            logger.debug("peer %s was not told where this one is: %s", peer_id, error)
+
+    def _on_told(self, remote: PeerId, news: HereIAm) -> Noted:
+        if remote in self._tracker.reader.observed():  # how many records there may be is bounded in the DHT alone
+            self._tracker.heard(remote, news.record)
+        return Noted()
 
     async def answer(self) -> bool:
         """Whether one of them is still in the run; what it says counts as if the DHT had shown it."""

@@ -111,6 +111,7 @@ class Collaboration:
         self._is_auxiliary = is_auxiliary
         self._allow_solo = allow_solo
         self._due_at: tuple[Position, float] | None = None  # since when (loop time)
+        self._waited_in_vain_at: Position | None = None
         self._num_vain_loads = 0  # since this peer took part in a round
         self.in_group_from: Position | None = None
         """From where the last round led on whose group has formed with this peer in it."""
@@ -164,8 +165,9 @@ class Collaboration:
             self._rounds.on_phase.append(self._note_phase)
             parts.push_async_callback(self._rounds.close)
             parts.push_async_callback(self._tasks.close)
-            lead = 0 if self._is_auxiliary else self._batch_size_lead  # nobody waits for it
-            self._foresight = RoundScheduler[Averaged](self._rounds, self.tracker, self._tasks, self._averaging, lead)
+            self._foresight = RoundScheduler[Averaged](
+                self._rounds, self.tracker, self._tasks, self._averaging, self._batch_size_lead
+            )
             parts.callback(self._foresight.close)
             self.tracker.on_outlook = self._look_ahead
             self._step_rounds = StepRounds(
@@ -182,7 +184,9 @@ class Collaboration:
             parts.callback(server.close)
             members = presence.members.get(manifest.run_id)
             signed = members.charter.charter.manifest if members is not None else b""
-            self._acquaintances = Acquaintances(RunEndpoint(presence.endpoint, manifest.run_id), self.tracker)
+            tasks = TaskOwner("telling the others")
+            parts.push_async_callback(tasks.close)
+            self._acquaintances = Acquaintances(RunEndpoint(presence.endpoint, manifest.run_id), self.tracker, tasks)
             parts.callback(self._acquaintances.close)
             keeper = ManifestKeeper(presence.dht, presence.peer_id, manifest, self._check_new_run, signed)
             await keeper.agree()
@@ -257,8 +261,13 @@ class Collaboration:
             self._presence.endpoint.on_connected.remove(self.tracker.reader.can_be_asked)
             await self._parts.aclose()
 
-    async def decide(self, samples: int, samples_per_second: float, batch_s: float = 0.0) -> Decision:
+    async def decide(
+        self, samples: int, samples_per_second: float, batch_s: float = 0.0, *, may_wait: bool = False
+    ) -> Decision:
         """Report what this peer has accumulated, and how long a batch takes it; returns what to do next.
+
+        Args:
+            may_wait: for the batches of the others with which the target is reached, rather than compute one more.
 
         Raises:
             ConfigError: another process has the identity of this peer, and began earlier.
@@ -275,7 +284,9 @@ class Collaboration:
             return Decision.LOAD_STATE
         if self._drift.should_load():
             return Decision.RELOAD
-        if not self.tracker.is_due():
+        if may_wait and samples and self.tracker.is_arriving():
+            self._acquaintances.tell(self.tracker.others_here())
+        if not self.tracker.is_due() and not (may_wait and await self._reaches_target(batch_s)):
             self._lull = self._lull_after(samples)
             return Decision.ACCUMULATE
         if self.tracker.can_meet_somebody():
@@ -290,6 +301,13 @@ class Collaboration:
         if not samples or self._is_followed() or await self._acquaintances.answer():
             return Decision.ACCUMULATE
         return Decision.GO_ALONE
+
+    async def rest(self, seconds: float) -> None:
+        """Do nothing for so long; a step that becomes due ends it."""
+        if self.tracker.is_due():
+            await asyncio.sleep(seconds)  # what stands in its way is still there
+        else:
+            await self.tracker.wait_until_due(seconds)
 
     def is_lull(self, samples: int, now: float) -> bool:
         """Whether a batch need not be reported, and nothing is due; safe to call from any thread."""
@@ -307,6 +325,26 @@ class Collaboration:
             return None
         missing = self.tracker.target_batch_size - max(progress.samples, outlook.samples)
         return Lull(asyncio.get_running_loop().time() + LULL_S, samples + missing // 2)
+
+    async def _reaches_target(self, batch_s: float) -> bool:
+        """Wait for the batches that the others compute, if the target is reached with them; whether it was.
+
+        Otherwise each peer would compute one more, and a step have so many samples too many. Others that do not bring
+        what was expected are waited for once between two steps.
+        """
+        now, tracker, position = asyncio.get_running_loop().time(), self.tracker, self._local.position
+        busy_until = tracker.others_busy_until(now)
+        if not tracker.is_arriving() or self._waited_in_vain_at == position or batch_s <= 0:
+            return False
+        if busy_until - now > min(BATCH_MARGIN * batch_s, self._averaging.matchmaking_time_s / 2):
+            return False  # another batch of this peer will be done before theirs, or theirs take too long
+        await tracker.wait_until_due(busy_until + min(batch_s, NEAR_TIMEOUT_S) - now)
+        if not tracker.is_due():
+            await self._look_again(NEAR_TIMEOUT_S)
+        self._unlike_options.look(position)  # at what others have told meanwhile
+        if not tracker.is_due():
+            self._waited_in_vain_at = position
+        return tracker.is_due()
 
     def _has_time_for(self, batch_s: float) -> bool:
         """Whether this peer can compute another batch before the others, who still compute, come to the round.

@@ -21,6 +21,7 @@ class Crowd:
         num_peers: how many they are.
         samples: of all together, as they have said.
         samples_per_second: likewise.
+        longest_batch_s: of those that have said how long a batch takes.
         hosts: those that can be dialled, the one that leads first.
     """
 
@@ -29,6 +30,7 @@ class Crowd:
         self.num_peers = len(records)
         self.samples = sum([record.samples for record in records])
         self.samples_per_second = sum([record.samples_per_second for record in records])
+        self.longest_batch_s = max([record.batch_s for record in records], default=0.0)
         self.hosts = sorted([peer_id for peer_id, (record, _) in peers.items() if not record.is_client])
         self._origin = max([reckoning.since for _, reckoning in peers.values()], default=0.0)
         self._growing = sorted([reckoning for _, reckoning in peers.values()], key=_limit_of, reverse=True)

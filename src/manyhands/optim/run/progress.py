@@ -183,6 +183,18 @@ class Reckoning(msgspec.Struct, frozen=True, gc=False):
         more = self.samples_per_second * (age_s + self.counted_s_ago)
         return min(self.samples + int(min(more, MAX_COUNT)), MAX_COUNT)
 
+    def with_batch_at(self, now: float, batch_s: float) -> int:
+        """The samples that the peer must have when it has finished the batch that it computes at an instant.
+
+        Args:
+            batch_s: what a batch takes it; 0 if it has not said so, and then only what it has counted counts.
+        """
+        if batch_s <= 0:
+            return self.samples
+        elapsed_s = min(max(now - self.since, 0.0), self.limit_s) + self.counted_s_ago
+        more = self.samples_per_second * batch_s * (elapsed_s // batch_s + 1)
+        return min(self.samples + round(min(more, MAX_COUNT)), MAX_COUNT)
+
 
 def reckoned_samples(record: ProgressRecord, age_s: float) -> int:
     """The samples that a peer must have by now, if it went on as fast as it said.

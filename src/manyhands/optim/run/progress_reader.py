@@ -45,6 +45,7 @@ class Observed(msgspec.Struct, frozen=True, gc=False):
         reckoning: how its samples must grow from here.
         said: the position that it has named itself; what it said else is of then.
         moved_at: when a round was seen to take the peer to this position (loop time); earlier records are out of date.
+        heard_at: when the peer said this directly (loop time), if it did; likewise.
     """
 
     record: ProgressRecord
@@ -53,9 +54,12 @@ class Observed(msgspec.Struct, frozen=True, gc=False):
     reckoning: Reckoning
     said: Position
     moved_at: float = -math.inf
+    heard_at: float = -math.inf
 
     def is_outdated_by(self, record: ProgressRecord, issued_at: float) -> bool:
-        """Whether ``record`` is news; not when it was published before the round that moved the peer."""
+        """Whether ``record`` is news; not when the peer published it before it was moved, or before it said more."""
+        if record.position == self.record.position and record.samples < self.record.samples:
+            return issued_at > self.heard_at + IN_FLIGHT_S
         return record.position.step >= self.record.position.step or issued_at > self.moved_at + IN_FLIGHT_S
 
 
@@ -142,7 +146,8 @@ class ProgressReader:
         reckoning = Reckoning.of(record, now)
         sequence = known.sequence if known is not None else -1
         self._observe(
-            peer_id, Observed(record, sequence, now + min(record.ttl_s, MAX_TTL_S), reckoning, record.position)
+            peer_id,
+            Observed(record, sequence, now + min(record.ttl_s, MAX_TTL_S), reckoning, record.position, heard_at=now),
         )
 
     def _observe(self, peer_id: PeerId, seen: Observed) -> None:

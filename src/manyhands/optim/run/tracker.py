@@ -114,6 +114,7 @@ class ProgressTracker:
         self._is_in_round = False
         self._is_started = False
         self._is_read_wanted = False
+        self._told = TimedEvent()  # another peer has said directly where it is, or has begun a round
         self._stirred = TimedEvent()  # there is something to read, or reading has to be planned anew
         self._tasks = TaskOwner("progress")
         self.progress = self.outlook = sum_up(self._trainer, 0, 0, 0.0, target_batch_size)
@@ -171,6 +172,7 @@ class ProgressTracker:
         """A peer has told directly where it is."""
         self.reader.heard(peer_id, record)
         self._update_progress()
+        self._told.ring()
 
     def report(self, samples: int, samples_per_second: float, batch_s: float = 0.0) -> None:
         """This peer has accumulated ``samples`` since the last global step; a batch takes it so many seconds."""
@@ -283,6 +285,37 @@ class ProgressTracker:
         if self.progress.samples >= self.target_batch_size:
             return True
         return self._is_called and self.outlook.samples >= CALLED_SHARE * self.target_batch_size
+
+    def is_arriving(self) -> bool:
+        """Whether the target is reached once each of the others has finished the batch that it is computing.
+
+        Never in a grid, where no peer waits for all others.
+        """
+        return not self._own.seat.layout.sides and self._arriving_samples() >= self.target_batch_size
+
+    async def wait_until_due(self, timeout_s: float) -> None:
+        """Wait until :meth:`is_due`, as far as others tell this peer directly, or for so many seconds."""
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while not self.is_due() and (left_s := deadline - asyncio.get_running_loop().time()) > 0:
+            self._told.silence()
+            await self._told.wait(left_s)
+
+    def others_here(self) -> list[PeerId]:
+        """The others at this position, auxiliary peers too, as far as they can be reached."""
+        position = self._own.position
+        here = {**self.reader.here(position), **self.reader.helpers(position)}
+        return [peer_id for peer_id, seen in here.items() if not self._is_missing(peer_id, seen)]
+
+    def _arriving_samples(self) -> int:
+        """What all peers here bring if each finishes its batch and begins no other one; 0 if the target is far."""
+        if self.outlook.eta_s > 2 * self.reader.at(self._own.position).longest_batch_s:
+            return 0
+        now, own = asyncio.get_running_loop().time(), self._trainer
+        arriving = own.samples if own is not None else 0
+        for peer_id, seen in self.reader.here(self._own.position).items():
+            if not self._is_missing(peer_id, seen):
+                arriving += seen.reckoning.with_batch_at(now, seen.record.batch_s)
+        return arriving
 
     def others_busy_until(self, instant: float) -> float:
         """When the last of the others here must have finished the batch that it computes at an instant (loop time)."""
@@ -504,6 +537,7 @@ class ProgressTracker:
 
     def call_to_round(self) -> None:
         is_new, self._is_called = not self._is_called, True
+        self._told.ring()
         if is_new and not self.is_due():
             self.refresh_soon()  # others may have said something that this peer has not read
 

@@ -1,0 +1,56 @@
+"""How many samples a global step really has for a given target: others compute on while one sees that it is reached.
+
+    python benchmarks/step_samples.py [--json FILE]
+
+Four peers train a tiny model in the deterministic world (virtual time, so the machine's speed does not matter), each
+in batches of its own. Prints the median samples of a step over the target: for a step that takes 5 s, for one that
+takes 1.3 s, and for peers of unequal speeds. Then how long step() waits, where four peers with batches of 0.5 s make
+a step of ten batches each, by the round-trip time.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import statistics
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+from _command_line import Parser, json_path, run
+
+from tests.simulation.test_waiting import samples_of_steps, waits_with
+
+CASES = {
+    "a step each 5 s": (256, 16, [1.25] * 4),
+    "a step each 1.3 s": (320, 16, [0.26] * 4),
+    "unequal peers": (256, 16, [0.6, 0.9, 1.2, 2.4]),
+}
+"""The target, the samples of a batch, and how long a batch takes each peer."""
+
+
+def main() -> None:
+    parser = Parser(__doc__)
+    parser.add_argument("--json", type=json_path)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    logging.getLogger("manyhands").setLevel(logging.ERROR)
+    results: dict[str, dict[str, float]] = {}
+    for name, (target, batch, batches_s) in CASES.items():
+        sizes = samples_of_steps(target, batch, batches_s, latency_s=0.02)
+        median = statistics.median(sizes)
+        results[name] = {"target": target, "median_samples": median, "ratio": round(median / target, 3)}
+        print(json.dumps({name: results[name]}))
+    for round_trip_ms in (40, 200, 400):
+        wait_s = round(statistics.median(waits_with(None, round_trip_ms / 2000)), 3)
+        name = f"wait at {round_trip_ms} ms"
+        results[name] = {"seconds": wait_s}
+        print(json.dumps({name: results[name]}))
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    run(main)
