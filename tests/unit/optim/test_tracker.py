@@ -16,7 +16,7 @@ from manyhands.base.deadline import time_limit
 from manyhands.base.identity import PeerId
 from manyhands.dht import StoredValue
 from manyhands.optim.config import ProgressConfig
-from manyhands.optim.run.progress import RANK_DELAY_S, ProgressRecord
+from manyhands.optim.run.progress import CROWD, RANK_DELAY_S, ProgressRecord
 from manyhands.optim.run.progress_reader import GOODBYE, IN_FLIGHT_S, progress_key
 from manyhands.optim.run.tracker import ProgressTracker
 from manyhands.rpc import Endpoint
@@ -251,6 +251,38 @@ async def test_the_target_is_reached_together() -> None:
 
 
 # branches
+
+
+async def test_batches_that_are_being_computed_complete_the_target() -> None:
+    async with run_of_one(target_batch_size=16) as run:
+        await run.hears(BOB, samples=4, samples_per_second=4.0, batch_s=1.0)
+        run.tracker.report(4, 4.0, 1.0)
+        assert not run.tracker.is_arriving(), "4 here, 4 there and 4 in the batch that is computed there"
+        run.tracker.report(8, 4.0, 1.0)
+        assert run.tracker.is_arriving()
+        assert not run.tracker.is_due(), "a step begins by what was counted"
+
+
+async def test_in_a_crowd_no_batches_are_waited_for() -> None:
+    async with run_of_one(target_batch_size=CROWD * 8) as run:
+        run.tracker.report(8, 4.0, 1.0)
+        for number in range(CROWD):
+            assert number < CROWD - 1 or run.tracker.is_arriving(), "of 40 peers"
+            await run.hears(identity_of(200 + number).peer_id, samples=8, samples_per_second=4.0, batch_s=1.0)
+        assert not run.tracker.is_arriving(), "of 41"
+
+
+async def test_what_a_peer_tells_ends_the_wait_and_no_older_record_takes_it_back() -> None:
+    async with run_of_one(target_batch_size=16) as run:
+        run.tracker.report(8, 4.0, 1.0)
+        await run.hears(BOB, samples=4, samples_per_second=4.0, batch_s=1.0)
+        waiting = asyncio.create_task(run.tracker.wait_until_due(5.0))
+        await asyncio.sleep(0)
+        run.tracker.heard(BOB, ProgressRecord(HERE, 8, 4.0, 0, False, [], TTL_S, batch_s=1.0))
+        async with time_limit(1.0, "hearing that the target is reached"):
+            await waiting
+        await run.hears(BOB, age_s=0.2, samples=4, samples_per_second=4.0, batch_s=1.0)
+        assert run.tracker.is_due(), "it was published before"
 
 
 async def test_a_branch_whose_state_cannot_be_had_is_not_followed_and_not_forgotten() -> None:

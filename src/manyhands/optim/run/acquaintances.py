@@ -26,7 +26,6 @@ from manyhands.runtime import TaskOwner
 logger = logging.getLogger(__name__)
 
 MAX_ASKED = 8
-MAX_TOLD = 40
 TIMEOUT_S = 2.0
 PERIOD_S = 10.0
 
@@ -70,9 +69,9 @@ class Acquaintances:
         self._endpoint.unhandle(TELL)
 
     def tell(self, peer_ids: Collection[PeerId]) -> None:
-        """Tell others in the background what this peer has accumulated, once; in a large run nobody."""
+        """Tell others in the background what this peer has accumulated, once."""
         record = self._tracker.own_record
-        if len(peer_ids) > MAX_TOLD or self._told == (record.position, record.samples):
+        if self._told == (record.position, record.samples):
             return
         self._told = record.position, record.samples
         for peer_id in peer_ids:

@@ -184,9 +184,8 @@ class Collaboration:
             parts.callback(server.close)
             members = presence.members.get(manifest.run_id)
             signed = members.charter.charter.manifest if members is not None else b""
-            tasks = TaskOwner("telling the others")
-            parts.push_async_callback(tasks.close)
-            self._acquaintances = Acquaintances(RunEndpoint(presence.endpoint, manifest.run_id), self.tracker, tasks)
+            run_endpoint = RunEndpoint(presence.endpoint, manifest.run_id)
+            self._acquaintances = Acquaintances(run_endpoint, self.tracker, self._tasks)
             parts.callback(self._acquaintances.close)
             keeper = ManifestKeeper(presence.dht, presence.peer_id, manifest, self._check_new_run, signed)
             await keeper.agree()

@@ -114,7 +114,7 @@ class ProgressTracker:
         self._is_in_round = False
         self._is_started = False
         self._is_read_wanted = False
-        self._told = TimedEvent()  # another peer has said directly where it is, or has begun a round
+        self._due = TimedEvent()  # a step may be due now
         self._stirred = TimedEvent()  # there is something to read, or reading has to be planned anew
         self._tasks = TaskOwner("progress")
         self.progress = self.outlook = sum_up(self._trainer, 0, 0, 0.0, target_batch_size)
@@ -172,7 +172,6 @@ class ProgressTracker:
         """A peer has told directly where it is."""
         self.reader.heard(peer_id, record)
         self._update_progress()
-        self._told.ring()
 
     def report(self, samples: int, samples_per_second: float, batch_s: float = 0.0) -> None:
         """This peer has accumulated ``samples`` since the last global step; a batch takes it so many seconds."""
@@ -264,6 +263,8 @@ class ProgressTracker:
         num_others, speed = crowd.num_peers, crowd.samples_per_second
         self.progress = sum_up(own, num_others, crowd.samples, speed, enough)
         self.outlook = sum_up(own, num_others, reckoned, speed, enough)
+        if self.progress.samples >= enough:
+            self._due.ring()
         if self.on_outlook is not None:
             self.on_outlook()
 
@@ -289,16 +290,18 @@ class ProgressTracker:
     def is_arriving(self) -> bool:
         """Whether the target is reached once each of the others has finished the batch that it is computing.
 
-        Never in a grid, where no peer waits for all others.
+        Never in a crowd, where each peer counts for little and would have to tell many, nor in a grid.
         """
-        return not self._own.seat.layout.sides and self._arriving_samples() >= self.target_batch_size
+        is_small = stretch(self.outlook.num_peers) == 1.0 and not self._own.seat.layout.sides
+        return is_small and self._arriving_samples() >= self.target_batch_size
 
     async def wait_until_due(self, timeout_s: float) -> None:
-        """Wait until :meth:`is_due`, as far as others tell this peer directly, or for so many seconds."""
-        deadline = asyncio.get_running_loop().time() + timeout_s
-        while not self.is_due() and (left_s := deadline - asyncio.get_running_loop().time()) > 0:
-            self._told.silence()
-            await self._told.wait(left_s)
+        """Wait until :meth:`is_due`, or for so many seconds."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        while not self.is_due() and (left_s := deadline - loop.time()) > 0:
+            self._due.silence()
+            await self._due.wait(left_s)
 
     def others_here(self) -> list[PeerId]:
         """The others at this position, auxiliary peers too, as far as they can be reached."""
@@ -537,7 +540,7 @@ class ProgressTracker:
 
     def call_to_round(self) -> None:
         is_new, self._is_called = not self._is_called, True
-        self._told.ring()
+        self._due.ring()
         if is_new and not self.is_due():
             self.refresh_soon()  # others may have said something that this peer has not read
 
