@@ -10,6 +10,7 @@ import torch
 
 from manyhands.averaging.rounds import RoundRunner
 from manyhands.optim.run.grid_assignment import GridAssignment
+from manyhands.testing import at, between
 from tests.simulation.swarm_of_trainers import Member, Swarm, together
 from tests.simulation.test_delay import quadratic, sgd
 from tests.simulation.test_drop_in import new_model
@@ -201,6 +202,46 @@ def test_an_auxiliary_peer_helps_to_average_and_nobody_waits_for_it() -> None:
     swarm.start("helper", new_model, sgd, help_out, target_batch_size=32, auxiliary=True)
     swarm.run()
     assert helped == {"p0", "p1"}
+
+
+def test_an_auxiliary_peer_that_freezes_holds_up_one_step_and_one_that_is_killed_none() -> None:
+    """It has a place in the group that forms ahead, and is waited for as a trainer would be."""
+    assert [wait_s > 1.0 for wait_s in waits_beside_a_helper("kill")] == [False] * 18
+    held_up = [wait_s for wait_s in waits_beside_a_helper("freeze") if wait_s > 1.0]
+    assert len(held_up) == 1
+    assert held_up[0] < 8.0
+
+
+def waits_beside_a_helper(fault: str) -> list[float]:
+    """How long a trainer waits in each of its steps, but the first ones; the helper is lost as the 7th comes."""
+    waits: list[float] = []
+
+    def train(member: Member) -> None:
+        together(2, member)
+        while (step := member.optimizer.global_step) < 20:
+            member.peer.sleep(0.5)
+            quadratic(member.model).backward()
+            before = member.peer.time()
+            member.optimizer.step()
+            member.optimizer.zero_grad()
+            if member.name == "p0" and member.optimizer.global_step > step >= 2:
+                waits.append(member.peer.time() - before)
+        lost.add("helper")
+
+    def help_out(member: Member) -> None:
+        while not lost:
+            member.optimizer.step()
+
+    lost: set[str] = set()
+    swarm = Swarm()
+    for name in ("p0", "p1"):
+        swarm.start(name, new_model, sgd, train, target_batch_size=64, batch_size_per_step=4)
+    swarm.start("helper", new_model, sgd, help_out, target_batch_size=64, auxiliary=True)
+    swarm.world.schedule(between(33.0, 120.0).freeze("helper") if fault == "freeze" else at(33.0).kill("helper"))
+    if fault == "kill":
+        swarm.done.add("helper")
+    swarm.run()
+    return waits
 
 
 def test_batches_that_take_long_and_steps_that_average_for_longer_are_said(caplog: pytest.LogCaptureFixture) -> None:

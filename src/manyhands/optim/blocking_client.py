@@ -119,7 +119,10 @@ class BlockingRunClient:
 
     def rest(self, seconds: float) -> None:
         """Do nothing for so long; a step that becomes due ends it."""
-        self._run(self._collaboration.rest(seconds), "resting")
+        try:
+            self._run(self._collaboration.rest(seconds), "resting")
+        except Timeout as error:  # this machine was held up
+            logger.warning("%s; going on", error)
 
     def report(self, samples: int, speed: SpeedMeter, step: GlobalStep) -> None:
         """Report what this peer has accumulated beside a step that is made in the background."""

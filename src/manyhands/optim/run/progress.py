@@ -78,7 +78,7 @@ class ProgressRecord(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
             :mod:`manyhands.optim.run.signed_sums`.
         sketch_step: the global step that this led to; 0 without one.
         recent_rounds: of its last steps, if they were made in a grid (:mod:`manyhands.optim.run.partition_detector`).
-        is_auxiliary: it has no data, and only helps to average; nobody waits for it, unless nobody else can be dialled.
+        is_auxiliary: it has no data; it is not expected in a round, unless nobody else can be dialled.
         options: of its optimizer at this position, those that are not as in the manifest: the learning rates, say, of
             all parameter groups; None if it does not say.
         began_at: when its process began, by its own wall clock: two processes with one identity differ in it.

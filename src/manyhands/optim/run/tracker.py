@@ -65,7 +65,7 @@ class ProgressTracker:
 
     Args:
         began_at: when this process began, by the wall clock.
-        is_auxiliary: this peer has no data; nobody waits for it, unless nobody else can be dialled.
+        is_auxiliary: this peer has no data; it is not expected in a round, unless nobody else can be dialled.
 
     Attributes:
         on_outlook: called whenever the outlook may have changed, also by a step.
