@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from manyhands.averaging.config import AveragingConfig
-from manyhands.averaging.grid.step import GATHER_SHARE, MIN_ATTEMPT_S, GridOutcome, GridSteps
+from manyhands.averaging.grid.step import GATHER_SHARE, MIN_ATTEMPT_S, GridOutcome, GridSteps, wait_for_call
 from manyhands.averaging.presence import PresenceTracker
 from manyhands.averaging.round_outcome import CommittedRound, RoundMeter
 from manyhands.averaging.rounds import RoundRunner
@@ -196,7 +196,7 @@ class AveragerLoop:
             elif loop.time() >= alone_until:
                 attempts.reason = attempts.reason or self._nobody()
                 return
-            await self._wait_for_call(min(look_s, max(alone_until - loop.time(), FIRST_LOOK_S)))
+            await wait_for_call(self.attendance, min(look_s, max(alone_until - loop.time(), FIRST_LOOK_S)))
             look_s = min(look_s * LOOK_GROWTH, LAST_LOOK_S)
             await self._look(look_timeout_s)
             attendance.catch_up()
@@ -211,7 +211,6 @@ class AveragerLoop:
             self._rounds,
             self._config,
             lambda: self._look(look_timeout_s),
-            self._wait_for_call,
         )
         outcome = GridOutcome()
         try:
@@ -259,13 +258,6 @@ class AveragerLoop:
                 await self.attendance.refresh()
         except ManyhandsError as error:
             logger.info("who is there cannot be read: %s", error)
-
-    async def _wait_for_call(self, timeout_s: float) -> None:
-        waiting = asyncio.get_running_loop().create_task(self.attendance.called.wait())
-        try:
-            await asyncio.wait([waiting], timeout=timeout_s)
-        finally:
-            waiting.cancel()
 
     def _nobody(self) -> str:
         """Why there was nobody to average with."""

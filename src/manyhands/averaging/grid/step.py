@@ -67,6 +67,15 @@ class GridPlace(Protocol):
         """A round is over for this peer, whether or not it committed."""
 
 
+async def wait_for_call(place: GridPlace, timeout_s: float) -> None:
+    """Wait until somebody calls, at most so many seconds."""
+    waiting = asyncio.get_running_loop().create_task(place.called.wait())
+    try:
+        await asyncio.wait([waiting], timeout=timeout_s)
+    finally:
+        waiting.cancel()
+
+
 @dataclass
 class GridOutcome:
     """What came of a step.
@@ -96,7 +105,6 @@ class GridSteps:
 
     Args:
         look: reads the records of the others.
-        wait_for_call: until somebody calls, at most so many seconds.
     """
 
     def __init__(
@@ -106,14 +114,12 @@ class GridSteps:
         rounds: RoundRunner,
         config: AveragingConfig,
         look: Callable[[], Awaitable[None]],
-        wait_for_call: Callable[[float], Awaitable[None]],
     ) -> None:
         self._place = place
         self._own_id = own_id
         self._rounds = rounds
         self._config = config
         self._look = look
-        self._wait_for_call = wait_for_call
 
     async def take(
         self, outcome: GridOutcome, flat_N: torch.Tensor, weight: float, deadline: float, meter: RoundMeter
@@ -187,7 +193,7 @@ class GridSteps:
                     reason = error.reason if isinstance(error, RoundAborted) else str(error)
             elif loop.time() >= alone_until or place.is_left_behind():
                 break
-            await self._wait_for_call(LOOK_S)
+            await wait_for_call(place, LOOK_S)
             await self._look()
         outcome.reason = f"round {number} did not commit here: {reason}"
         return None

@@ -101,7 +101,7 @@ class StepRounds:
 
     async def _in_grid(self, position: Position, mean_N: torch.Tensor, weight: float) -> Averaged:
         loop, config, outcome, meter = asyncio.get_running_loop(), self._config, GridOutcome(), RoundMeter()
-        steps = GridSteps(self._seating, self._own_id, self._rounds, config, self._look, self._wait_for_call)
+        steps = GridSteps(self._seating, self._own_id, self._rounds, config, self._look)
         vector_N = mean_N
         if position.step % PARAMETERS_EVERY == 0:
             parameters_N = await loop.run_in_executor(None, self._local.flat_parameters)
@@ -134,10 +134,3 @@ class StepRounds:
                 await self._seating.refresh()
         except ManyhandsError as error:
             logger.debug("who is there cannot be read: %s", error)
-
-    async def _wait_for_call(self, timeout_s: float) -> None:
-        waiting = asyncio.get_running_loop().create_task(self._seating.called.wait())
-        try:
-            await asyncio.wait([waiting], timeout=timeout_s)
-        finally:
-            waiting.cancel()
