@@ -2,7 +2,7 @@
 
     python benchmarks/grid_swarm.py [--peers 256] [--max-group-size 16] [--steps 50] [--p-fail 0.01] [--json FILE]
 
-The averaging layer of the library (attendance, matchmaking, all-reduce, verdicts) in virtual time, without a DHT: all
+The averaging layer of the library (presence, matchmaking, all-reduce, verdicts) in virtual time, without a DHT: all
 read what one has stored 20 ms later. Before each step each value of each peer drifts by a number drawn from N(0, 1). In
 each step a peer fails with probability p: half of them sit it out, half are killed in its midst and started again 3 s
 later. The spread is the root mean square distance of all values from their mean after each step, those of who failed

@@ -38,7 +38,7 @@ from manyhands.averaging.messages import (
     Vote,
     readable_addresses,
 )
-from manyhands.averaging.presence_record import ATTENDANCE, PresenceRecord, next_position
+from manyhands.averaging.presence_record import PRESENCE, PresenceRecord, next_position
 from manyhands.base.errors import PeerLost, ProtocolViolation, Refused
 from manyhands.base.identity import PeerId
 from manyhands.dht.records import decode_value, encode_value
@@ -173,12 +173,12 @@ def _progress_record(data: bytes) -> None:
         assert branch.holders
 
 
-def _attendance_record(data: bytes) -> None:
+def _presence_record(data: bytes) -> None:
     record = msgspec.convert(decode_value(data), PresenceRecord)
     readable_addresses(record.addresses)
     after = next_position(record.position, MANIFEST)
     own = msgspec.structs.replace(record, position=after)
-    assert ATTENDANCE.decode(msgspec.msgpack.encode(own)) == own, "there is a next round, and it can be told"
+    assert PRESENCE.decode(msgspec.msgpack.encode(own)) == own, "there is a next round, and it can be told"
 
 
 def _metrics_record(data: bytes) -> None:
@@ -271,7 +271,7 @@ TARGETS = [
     Target(
         name="averaging.attendance-record",
         seeds=_values(PresenceRecord(AT, b"t" * 32, "1 with 3 values", 2, False, ["/ip4/10.0.0.1/tcp/1"])),
-        run=_attendance_record,
+        run=_presence_record,
         errors=(ValueError,),
     ),
     Target(

@@ -12,7 +12,7 @@ import torch
 
 import manyhands
 from manyhands.averaging import AveragingConfig
-from manyhands.averaging.presence_record import attendance_key
+from manyhands.averaging.presence_record import presence_key
 from manyhands.base.errors import ConfigError, ManyhandsError, NothingToAverage
 from manyhands.testing.blocking import SimPeer, run_blocking
 from tests.averagers import RUN, close_all, join, sim_peers, step, step_all, weighted_mean
@@ -236,13 +236,13 @@ async def test_a_round_number_out_of_a_hat_stops_nobody() -> None:
     tensors = [torch.full((3,), float(i)) for i in range(2)]
     async with sim_peers(3) as peers:
         averagers = [await join(peer, [tensors[i]]) for i, peer in enumerate(peers[:2])]
-        attendance = averagers[0]._participation.attendance
-        honest = msgspec.to_builtins(attendance._own, builtin_types=(bytes,))
+        tracker = averagers[0]._averager_loop.tracker
+        honest = msgspec.to_builtins(tracker._own, builtin_types=(bytes,))
         liar = peers[2]
         for round_number in (2**48, 2**53, 2**48 - 1):
             lie = honest | {"position": {"step": round_number, "lineage": b"lie"}}
             liar.dht._schemas.clear()
-            await liar.dht.store(attendance_key(RUN), lie, 30.0, subkey=liar.peer_id)
+            await liar.dht.store(presence_key(RUN), lie, 30.0, subkey=liar.peer_id)
             for _ in range(2):
                 results = await step_all(averagers, timeout_s=2.0)
                 assert all(result.committed and len(result.group) == 2 for result in results), results
@@ -257,14 +257,14 @@ async def test_two_parts_of_a_swarm_find_each_other_again() -> None:
         for part, num_rounds in zip(parts, (1, 3), strict=True):
             ids = {averager._peer.peer_id for averager in part}
             for averager in part:  # it sees only those of its part
-                attendance = averager._participation.attendance
-                attendance._seen = {peer_id: seen for peer_id, seen in attendance._seen.items() if peer_id in ids}
-                attendance._sequences |= {peer.peer_id: 2**60 for peer in peers if peer.peer_id not in ids}
+                tracker = averager._averager_loop.tracker
+                tracker._seen = {peer_id: seen for peer_id, seen in tracker._seen.items() if peer_id in ids}
+                tracker._sequences |= {peer.peer_id: 2**60 for peer in peers if peer.peer_id not in ids}
             for _ in range(num_rounds):
                 results = await step_all(part)
                 assert all(result.committed and len(result.group) == 2 for result in results), results
         for averager in averagers:
-            averager._participation.attendance._sequences.clear()
+            averager._averager_loop.tracker._sequences.clear()
         results = await step_all(averagers)
         await close_all(averagers)
     assert all(result.committed and len(result.group) == 4 for result in results), results
@@ -303,9 +303,9 @@ async def test_tensors_that_differ_are_refused_at_the_door() -> None:
 async def test_a_step_says_when_only_others_with_other_tensors_are_there() -> None:
     async with sim_peers(2) as peers:
         averager = await join(peers[0], [torch.zeros(3)])
-        own = averager._participation.attendance._own
+        own = averager._averager_loop.tracker._own
         other = msgspec.to_builtins(own, builtin_types=(bytes,)) | {"tensors": b"others", "summary": "two lists"}
-        await peers[1].dht.store(attendance_key(RUN), other, 30.0, subkey=peers[1].peer_id)
+        await peers[1].dht.store(presence_key(RUN), other, 30.0, subkey=peers[1].peer_id)
         result = await step(averager, timeout_s=0.5)
         await close_all([averager])
     assert not result.committed
@@ -408,7 +408,7 @@ async def test_a_tensor_that_is_resized_or_freed_in_mid_round_is_not_written(
 ) -> None:
     lists = [[torch.ones(300), torch.full((5,), float(i))] for i in range(2)]
     averagers = [await join(peer, lists[i]) for i, peer in enumerate(pair)]
-    runner = averagers[0]._participation._rounds
+    runner = averagers[0]._averager_loop._rounds
     reduce = runner._average
 
     async def change_then_reduce(*args: object) -> object:

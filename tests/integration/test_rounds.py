@@ -157,7 +157,7 @@ async def test_two_would_be_leaders_settle_on_the_lower_at_once() -> None:
         for peer, other in ((middle, high), (high, middle)):
             peer.roster.others = {other.peer_id: False}
         waiting = start([middle])
-        await until(lambda: middle.averager._matchmaker._convener.gathering)
+        await until(lambda: middle.averager._matchmaker._group_leader.pending)
         results = await outcomes([*waiting, *start([low, high])])
         assert [result.num_members for result in results] == [3, 3, 3]
 
@@ -263,7 +263,7 @@ async def test_a_peer_that_leaves_the_run_lets_nobody_wait() -> None:
     async with averagers(3, config=PATIENT) as members:
         leader, member, _ = by_id(members)
         tasks = start([leader])
-        await until(lambda: leader.averager._matchmaker._convener.gathering)
+        await until(lambda: leader.averager._matchmaker._group_leader.pending)
         request = JoinRequest(b"same", START, Member(member.peer_id, [], False, 1.0))
         call = asyncio.ensure_future(member.run.call(leader.peer_id, JOIN, request, 10.0))
         await until(lambda: leader.roster.num_calls)
@@ -488,7 +488,7 @@ async def test_failed_rounds_leave_nothing_behind() -> None:
             assert averager._inbox._waiting == {}
             assert averager._agreement._rounds == {}
             assert len(averager._agreement._verdicts) <= 16
-            assert averager._matchmaker._convener.gathering is None
+            assert averager._matchmaker._group_leader.pending is None
             assert len(peer.endpoint.on_lost) == num_listeners
             assert len(averager._tasks) == len(averager._matchmaker._tasks) == 0
         await committed(peers)
@@ -731,7 +731,7 @@ async def test_join_requests_that_make_no_sense_are_refused() -> None:
         await client.endpoint.connect(caller.endpoint.addresses[0])
         with pytest.raises(Refused, match="leads no group"):
             await caller.run.call(client.peer_id, JOIN, good, 2.0)
-        assert leader.averager._matchmaker._convener.gathering is None
+        assert leader.averager._matchmaker._group_leader.pending is None
 
 
 @pytest.mark.parametrize("weight", [float("nan"), float("inf"), -1.0])

@@ -1,4 +1,4 @@
-"""Public averagers in a world with faults: the real DHT, attendance, matchmaking and all-reduce, no optimizer."""
+"""Public averagers in a world with faults: the real DHT, presence, matchmaking and all-reduce, no optimizer."""
 
 from __future__ import annotations
 

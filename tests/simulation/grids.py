@@ -153,22 +153,22 @@ def grid_world(
         )
         await endpoint.listen([Address.of(host.ip, 0)])
         values = swarm.values[host.name] = first_values(host.name, own_rng)
-        participation = AveragerLoop(presence, "grid", TensorList([values]), config)
-        await participation.start()
+        averager_loop = AveragerLoop(presence, "grid", TensorList([values]), config)
+        await averager_loop.start()
         number = int(world.loop.time() // PERIOD_S) + 1
         while True:
             await asyncio.sleep(number * PERIOD_S + own_rng.uniform(0.0, JITTER_S) - world.loop.time())
             number += 1
             if host.name not in sits_out:
-                await take_step(host, participation, values)
+                await take_step(host, averager_loop, values)
 
     def first_values(name: str, own_rng: random.Random) -> torch.Tensor:
         others = [values for other, values in swarm.values.items() if other != name]
         return own_rng.choice(others).clone() if others else torch.ones(NUMEL)
 
-    async def take_step(host: Host, participation: AveragerLoop, values: torch.Tensor) -> None:
+    async def take_step(host: Host, averager_loop: AveragerLoop, values: torch.Tensor) -> None:
         began = world.loop.time()
-        attempts = await participation.step(values.clone(), weight_of[host.name], TIMEOUT_S)
+        attempts = await averager_loop.step(values.clone(), weight_of[host.name], TIMEOUT_S)
         swarm.step_s.append(world.loop.time() - began)
         if attempts.committed is not None:
             assert attempts.committed.averaged_N is not None

@@ -12,7 +12,7 @@ import torch
 
 from manyhands.averaging.averager import Averager
 from manyhands.averaging.messages import Position
-from manyhands.averaging.presence_record import LAST_ROUND, PresenceRecord, attendance_key, first_position
+from manyhands.averaging.presence_record import LAST_ROUND, PresenceRecord, first_position, presence_key
 from manyhands.averaging.tensor_list import TensorList
 from manyhands.base.address import Address
 from manyhands.base.errors import ManyhandsError
@@ -102,7 +102,7 @@ def test_a_peer_that_publishes_made_up_places_does_not_stop_the_others(seed: int
                     honest | {"position": Position(step, rng.randbytes(32))}, builtin_types=(bytes,)
                 )
                 with contextlib.suppress(ManyhandsError):  # refused: nobody believes it
-                    await presence.dht.store(attendance_key("simulated"), record, 30.0, subkey=presence.peer_id)
+                    await presence.dht.store(presence_key("simulated"), record, 30.0, subkey=presence.peer_id)
                 await asyncio.sleep(2.0)
         finally:
             await presence.stop()

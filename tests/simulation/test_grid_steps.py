@@ -174,12 +174,12 @@ def test_a_peer_killed_in_the_midst_of_a_step(
         member = swarm.members.get(victim)
         if member is not None and victim not in swarm.done and member.optimizer.global_step == 3:
             collaboration: Any = member.optimizer._collaboration
-            rounds, seating = collaboration._rounds, collaboration._step_rounds._seating
+            rounds, assignment = collaboration._rounds, collaboration._step_rounds._assignment
             parts = [rounds._matchmaker, rounds._agreement, member.optimizer._replica]
             is_its = any(self is part for part in parts)
             if isinstance(self, Butterfly):
                 is_its = self._members[self._rank].peer_id == member.peer.peer_id
-            if is_its and (seating._number % 2 == number or phase == "updating"):
+            if is_its and (assignment._number % 2 == number or phase == "updating"):
                 swarm.done.add(victim)
                 swarm.world.loop.call_soon(swarm.world.kill, victim)
         return original(self, *args, **kwargs)

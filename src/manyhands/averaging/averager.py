@@ -115,13 +115,13 @@ class Averager(FromHivemind):
         self._is_stepping = threading.Lock()
         config = averaging_of(averaging, matchmaking_time_s=matchmaking_time_s)
         prepare_kernels(self._tensors.numel, config.codec)
-        self._participation = AveragerLoop(peer.presence, run_id, self._tensors, config)
-        peer.run(self._participation.start(), START_TIMEOUT_S, "joining the averaging")
+        self._averager_loop = AveragerLoop(peer.presence, run_id, self._tensors, config)
+        peer.run(self._averager_loop.start(), START_TIMEOUT_S, "joining the averaging")
 
     @property
     def num_peers(self) -> int:
         """Peers that average with fitting tensors under this run id, with this one, as last read."""
-        return self._participation.attendance.num_peers()
+        return self._averager_loop.tracker.num_peers()
 
     def step(self, weight: float = 1.0, timeout_s: float = 30.0) -> RoundResult:
         """Take part in the next round, and write the weighted mean into the tensors.
@@ -156,7 +156,7 @@ class Averager(FromHivemind):
             self._tensors.check_finite(flat_N)
         try:
             attempts = self._peer.run(
-                self._participation.step(flat_N, weight, timeout_s), timeout_s + GRACE_S, "averaging"
+                self._averager_loop.step(flat_N, weight, timeout_s), timeout_s + GRACE_S, "averaging"
             )
         except Timeout as error:  # the network thread was held up
             attempts = Attempts(reason=str(error))
@@ -166,7 +166,7 @@ class Averager(FromHivemind):
             assert attempts.committed.averaged_N is not None
             self._tensors.assign(attempts.committed.averaged_N)
             if attempts.num_rounds > 1:  # else it lies in the memory of the values
-                self._participation.give_back(attempts.committed.averaged_N)
+                self._averager_loop.give_back(attempts.committed.averaged_N)
         return result
 
     def wait_for_others(self, timeout_s: float = 10.0) -> bool:
@@ -182,7 +182,7 @@ class Averager(FromHivemind):
         _check_timeout(timeout_s)
         if self._is_closed:
             return False
-        waiting = self._participation.wait_for_others(float(timeout_s))
+        waiting = self._averager_loop.wait_for_others(float(timeout_s))
         try:
             return self._peer.run(waiting, timeout_s + GRACE_S, "waiting for the others of the last round")
         except Timeout as error:  # the network thread was held up
@@ -195,7 +195,7 @@ class Averager(FromHivemind):
             return
         self._is_closed = True
         try:
-            self._peer.run(self._participation.close(), CLOSE_TIMEOUT_S, "leaving the averaging")
+            self._peer.run(self._averager_loop.close(), CLOSE_TIMEOUT_S, "leaving the averaging")
         except ManyhandsError as error:  # the peer was closed before, or its thread is held up
             logger.debug("%s", error)
 

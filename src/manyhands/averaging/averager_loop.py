@@ -56,7 +56,7 @@ class Attempts:
 
 
 class AveragerLoop:
-    """Its rounds and its attendance. May be closed twice."""
+    """Its rounds and its presence. May be closed twice."""
 
     def __init__(self, presence: Presence, run_id: str, tensors: TensorList, config: AveragingConfig) -> None:
         self._presence = presence
@@ -78,7 +78,7 @@ class AveragerLoop:
         presence, codec, max_group_size = self._presence, self._config.codec, self._config.max_group_size
         settings = f"codec {codec}; groups of up to {max_group_size}"
         fingerprint = hashlib.sha256(self._tensors.fingerprint() + settings.encode()).digest()
-        self.attendance = PresenceTracker(
+        self.tracker = PresenceTracker(
             presence.endpoint,
             presence.dht,
             self._run_id,
@@ -91,13 +91,13 @@ class AveragerLoop:
             presence.endpoint,
             self._run_id,
             fingerprint,
-            self.attendance,
+            self.tracker,
             self._config,
             presence.rng,
             shapes=self._tensors.shapes,
         )
         try:
-            await self.attendance.start()
+            await self.tracker.start()
         except BaseException:
             await self._rounds.close()
             raise
@@ -117,7 +117,7 @@ class AveragerLoop:
         for task in self._running:
             task.cancel()
         await self._rounds.close()
-        await self.attendance.close()
+        await self.tracker.close()
 
     def _has_left(self) -> bool:
         return self._is_closed
@@ -164,7 +164,7 @@ class AveragerLoop:
         deadline = loop.time() + timeout_s
         while not self._has_left() and (left_s := deadline - loop.time()) > 0:
             await self._look(min(left_s, LOOK_TIMEOUT_S))
-            if not self.attendance.is_ahead_of(self._last_group):
+            if not self.tracker.is_ahead_of(self._last_group):
                 return True
             await asyncio.sleep(FIRST_LOOK_S)
         return False
@@ -174,39 +174,39 @@ class AveragerLoop:
             await self._try(attempts, flat_N, weight, deadline)
 
     async def _try(self, attempts: Attempts, flat_N: torch.Tensor, weight: float, deadline: float) -> None:
-        loop, attendance = asyncio.get_running_loop(), self.attendance
+        loop, tracker = asyncio.get_running_loop(), self.tracker
         began = loop.time()
         alone_until = began + min(self._config.matchmaking_time_s, ALONE_SHARE * (deadline - began))
         look_s = FIRST_LOOK_S
         look_timeout_s = min(LOOK_TIMEOUT_S, LOOK_SHARE * (deadline - began))
         await self._look(look_timeout_s)
-        attendance.begin_step()
-        if attendance.num_rounds_left is not None:
+        tracker.begin_step()
+        if tracker.num_rounds_left is not None:
             await self._try_in_grid(attempts, flat_N, weight, deadline, look_timeout_s)
             return
         while True:
             left_s = deadline - loop.time()
-            if attendance.expected() or attendance.called.is_set():
+            if tracker.expected() or tracker.called.is_set():
                 if left_s < MIN_ATTEMPT_S and attempts.reason:
                     return
-                attendance.called.clear()
+                tracker.called.clear()
                 if await self._attempt(attempts, flat_N, weight, left_s):
                     return
                 flat_N = await run_to_end(self._tensors.values)  # others may still fetch means from the last one
             elif loop.time() >= alone_until:
                 attempts.reason = attempts.reason or self._nobody()
                 return
-            await wait_for_call(self.attendance, min(look_s, max(alone_until - loop.time(), FIRST_LOOK_S)))
+            await wait_for_call(self.tracker, min(look_s, max(alone_until - loop.time(), FIRST_LOOK_S)))
             look_s = min(look_s * LOOK_GROWTH, LAST_LOOK_S)
             await self._look(look_timeout_s)
-            attendance.catch_up()
+            tracker.catch_up()
 
     async def _try_in_grid(
         self, attempts: Attempts, flat_N: torch.Tensor, weight: float, deadline: float, look_timeout_s: float
     ) -> None:
-        attendance = self.attendance
+        tracker = self.tracker
         steps = GridSteps(
-            attendance,
+            tracker,
             self._presence.peer_id,
             self._rounds,
             self._config,
@@ -218,16 +218,16 @@ class AveragerLoop:
                 try:
                     await steps.take(outcome, flat_N, weight, deadline, attempts.meter)
                 finally:
-                    outcome.disagreement = attendance.disagreement()  # by what was read meanwhile
+                    outcome.disagreement = tracker.disagreement()  # by what was read meanwhile
                     if outcome.committed is not None and outcome.committed.averaged_N is not None:
                         mean_N = outcome.committed.averaged_N
-                        indices = sketched_indices(mean_N.numel(), attendance.position().step)
-                        attendance.tell(packed(mean_N[indices].tolist()))
+                        indices = sketched_indices(mean_N.numel(), tracker.position().step)
+                        tracker.tell(packed(mean_N[indices].tolist()))
                 left_s = deadline - asyncio.get_running_loop().time()
                 if outcome.committed is not None or left_s < MIN_ATTEMPT_S:
                     break
                 await self._look(look_timeout_s)  # the others were done with this step; there is a next one
-                attendance.begin_step()
+                tracker.begin_step()
         finally:
             attempts.committed, attempts.reason = outcome.committed, outcome.reason
             attempts.num_rounds, attempts.num_rounds_committed = outcome.num_rounds, outcome.num_committed
@@ -247,7 +247,7 @@ class AveragerLoop:
             logger.info("an attempt at averaging failed: %s", error)
             attempts.reason = error.reason if isinstance(error, RoundAborted) else str(error)
             return False
-        self.attendance.move(committed.manifest)
+        self.tracker.move(committed.manifest)
         attempts.committed = committed
         attempts.num_rounds_committed = 1
         return True
@@ -255,12 +255,12 @@ class AveragerLoop:
     async def _look(self, timeout_s: float) -> None:
         try:
             async with time_limit(timeout_s, "reading who averages"):
-                await self.attendance.refresh()
+                await self.tracker.refresh()
         except ManyhandsError as error:
             logger.info("who is there cannot be read: %s", error)
 
     def _nobody(self) -> str:
         """Why there was nobody to average with."""
-        if misfits := self.attendance.misfits():
+        if misfits := self.tracker.misfits():
             return misfits[0]
         return f"no other peer averages under run id {self._run_id!r}"

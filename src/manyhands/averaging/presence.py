@@ -31,15 +31,15 @@ import msgspec
 from manyhands.averaging.grid.seats import NO_SEAT, PublishedSeat, Seat, Step, first_seat, next_step
 from manyhands.averaging.messages import MAX_ADDRESSES, Position, RoundManifest, readable_addresses
 from manyhands.averaging.presence_record import (
-    ATTENDANCE,
     GOODBYE,
     LAST_ROUND,
     MAX_TTL_S,
+    PRESENCE,
     PresenceRecord,
-    attendance_key,
     first_position,
     grid_lineage,
     next_position,
+    presence_key,
     rank_of,
 )
 from manyhands.averaging.sketch import disagreement_of
@@ -111,7 +111,7 @@ class PresenceTracker:
         self._endpoint = endpoint
         self._dht = dht
         self._run_id = run_id
-        self._key = attendance_key(run_id)
+        self._key = presence_key(run_id)
         addresses = [str(address) for address in endpoint.addresses[:MAX_ADDRESSES]]
         self._own = PresenceRecord(first_position(run_id), tensors, summary, 0, endpoint.client_mode, addresses)
         self._seen: dict[PeerId, Seen] = {}
@@ -125,7 +125,7 @@ class PresenceTracker:
         self._mates: tuple[tuple[int, Position], list[PeerId]] | None = None  # as of that version, and position
         self.called = asyncio.Event()
         self._changed = asyncio.Event()
-        self._tasks = TaskOwner("attendance")
+        self._tasks = TaskOwner("presence")
 
     async def start(self) -> None:
         """Join those who average under the run id.
@@ -133,7 +133,7 @@ class PresenceTracker:
         Raises:
             ManifestMismatch: their tensors differ; it says whose, and how.
         """
-        self._dht.declare(self._key, ATTENDANCE)
+        self._dht.declare(self._key, PRESENCE)
         await self.refresh()
         self._check_fits(is_published=False)
         leading, said = self.leading(), self._said()
@@ -366,7 +366,7 @@ class PresenceTracker:
             self._seen.pop(peer_id, None)
             return
         try:
-            record: PresenceRecord = ATTENDANCE.decode(stored.raw)
+            record: PresenceRecord = PRESENCE.decode(stored.raw)
         except msgspec.ValidationError as error:
             self._endpoint.counters["bad_records"] += 1
             logger.warning("the record of peer %s cannot be read: %s", peer_id, error)

@@ -48,10 +48,10 @@ class PresenceRecord(msgspec.Struct, frozen=True):
             raise ValueError(f"round numbers go up to {LAST_ROUND}")
 
 
-ATTENDANCE = Schema(PresenceRecord | Literal["goodbye"], is_owned=True, max_ttl_s=MAX_TTL_S)
+PRESENCE = Schema(PresenceRecord | Literal["goodbye"], is_owned=True, max_ttl_s=MAX_TTL_S)
 
 
-def attendance_key(run_id: str) -> str:
+def presence_key(run_id: str) -> str:
     """The DHT key of the records."""
     return f"{run_id}.averaging"
 

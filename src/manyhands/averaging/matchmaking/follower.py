@@ -99,10 +99,10 @@ class Matchmaker:
         self._config = config
         self._view = Candidates(roster)
         self._tasks = TaskOwner("matchmaking")
-        self._convener = GroupLeader(endpoint, run_fingerprint, self._view, config, rng, self._tasks)
-        self._standing = MatchmakingState(endpoint, self._view)
+        self._group_leader = GroupLeader(endpoint, run_fingerprint, self._view, config, rng, self._tasks)
+        self._state = MatchmakingState(endpoint, self._view)
         self._reception = MatchmakingHandlers(
-            endpoint, run_fingerprint, self._view, self._convener, self._standing, config
+            endpoint, run_fingerprint, self._view, self._group_leader, self._state, config
         )
         self._gather_s = config.matchmaking_time_s
         self._ends_at = math.inf
@@ -123,16 +123,16 @@ class Matchmaker:
         """A peer whose connection was lost is not waited for, also if it has accepted an invitation."""
         if peer_id in self._roster.expected():
             self._view.report_missing(peer_id)
-        self._convener.lose(peer_id)
+        self._group_leader.lose(peer_id)
 
     @contextmanager
     def in_round(self, group: Group) -> Iterator[None]:
         """A round runs within the block. If it commits, this peer is busy until its position has changed."""
-        self._standing.busy_at = group.position
+        self._state.busy_at = group.position
         try:
             yield
         except BaseException:
-            self._standing.busy_at = None
+            self._state.busy_at = None
             raise
 
     def note_round(self, group: Group, verdict: Verdict, struck: Collection[PeerId]) -> None:
@@ -153,7 +153,7 @@ class Matchmaker:
 
     def follows(self, leader: PeerId) -> bool:
         """Whether this peer waits for the group of a leader; who goes to another one does not get it any more."""
-        return self._standing.seeks_with(leader)
+        return self._state.seeks_with(leader)
 
     async def find_group(
         self, weight: float, bandwidth: int, gather_s: float | None = None, timeout_s: float = math.inf
@@ -171,11 +171,11 @@ class Matchmaker:
         own = self._member(weight, bandwidth)
         self._gather_s = self._config.matchmaking_time_s if gather_s is None else gather_s
         self._ends_at = asyncio.get_running_loop().time() + timeout_s
-        self._standing.sought_at = math.inf
+        self._state.sought_at = math.inf
         try:
             return await self._find(own)
         finally:
-            self._standing.sought_at = asyncio.get_running_loop().time()
+            self._state.sought_at = asyncio.get_running_loop().time()
 
     def _member(self, weight: float, bandwidth: int) -> Member:
         addresses = [str(address) for address in self._endpoint.addresses[:MAX_ADDRESSES]]
@@ -212,13 +212,13 @@ class Matchmaker:
         leader: PeerId | None = None
         while True:
             position = self._roster.position()
-            if leader is None and (leader := self._standing.invitation()) in unreachable:
+            if leader is None and (leader := self._state.invitation()) in unreachable:
                 leader = None  # a stranger may go on inviting
             leader = leader or self._choose_leader(unreachable)
             self._held = (leader, position)
             try:
                 if leader == own.peer_id:
-                    response = await self._convener.reserve(leader, b"", self.group_stands)
+                    response = await self._group_leader.reserve(leader, b"", self.group_stands)
                 else:
                     response = await self._follow(leader, own, unreachable, is_early=True)
             except Unavailable:
@@ -231,7 +231,7 @@ class Matchmaker:
                 if refusal.code != OTHER_PART:
                     raise
                 unreachable.add(leader)
-                await self._convener.told_apart(leader)
+                await self._group_leader.told_apart(leader)
                 leader = None
                 continue
             self.group_stands = response.stands
@@ -240,17 +240,17 @@ class Matchmaker:
 
     async def _find(self, own: Member) -> Group:
         unreachable: set[PeerId] = set()
-        self._convener.shunned = unreachable
+        self._group_leader.shunned = unreachable
         self._view.refusals.clear()
         leader, loop = self._first_leader(), asyncio.get_running_loop()
         for _ in range(MAX_REDIRECTS):
             if self._is_closed:
                 raise RoundAborted("this peer leaves the run")
-            leader = leader or self._standing.invitation() or self._choose_leader(unreachable)
+            leader = leader or self._state.invitation() or self._choose_leader(unreachable)
             asked_at = loop.time()
             try:
                 if leader == own.peer_id:
-                    response = await self._convener.lead(own, self._gather_s, self._ends_at)
+                    response = await self._group_leader.lead(own, self._gather_s, self._ends_at)
                 else:
                     response = await self._follow(leader, own, unreachable)
             except (Unavailable, PeerError) as error:
@@ -263,7 +263,7 @@ class Matchmaker:
                     if error.code == OTHER_MANIFEST:
                         self._view.note_refusal(leader, error)
                     elif error.code == OTHER_PART:
-                        await self._convener.told_apart(leader)
+                        await self._group_leader.told_apart(leader)
                 if isinstance(error, Unavailable) or (isinstance(error, Refused) and error.code == "busy"):
                     self._view.report_missing(leader)
                 unreachable.add(leader)
@@ -283,7 +283,7 @@ class Matchmaker:
     def _first_leader(self) -> PeerId | None:
         """Where this peer has had a place, unless a better leader has called meanwhile; None if there is neither."""
         held, self._held = self._held, None
-        known = [self._standing.invitation()]
+        known = [self._state.invitation()]
         if held is not None and held[1] == self._roster.position():
             known.append(held[0])
         return min((peer_id for peer_id in known if peer_id is not None), default=None)
@@ -355,8 +355,8 @@ class Matchmaker:
             0.0 if is_early else min(self._gather_s, MAX_ROUND_S),
             self._roster.recent_rounds(),
         )
-        better = self._standing.follow(leader)
-        self._convener.send_to(leader)
+        better = self._state.follow(leader)
+        self._group_leader.send_to(leader)
         gather_s = HOLD_S if is_early else self._gather_s
         timeout_s = gather_s + min(gather_s, ANSWER_TIMEOUT_S)
         asking = loop.create_task(self._endpoint.call(leader, JOIN, request, timeout_s))
@@ -365,7 +365,7 @@ class Matchmaker:
             either: list[asyncio.Future[Any]] = [asking, better]
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if asking.done() and isinstance(asking.exception(), Unavailable):
-                self._standing.unfollow()  # nobody shall be sent there any more
+                self._state.unfollow()  # nobody shall be sent there any more
                 await trying
             if not asking.done() and (is_early or await self._may_leave(leader, request.position, asking)):
                 unreachable.discard(better.result())  # it has just called
@@ -375,7 +375,7 @@ class Matchmaker:
             asking.cancel()
             trying.cancel()
             await asyncio.gather(asking, trying, return_exceptions=True)
-            self._standing.unfollow()  # last: until its round begins here nobody finds that it has gone
+            self._state.unfollow()  # last: until its round begins here nobody finds that it has gone
 
     async def _may_leave(self, leader: PeerId, position: Position, asking: asyncio.Task[JoinResponse]) -> bool:
         """Ask a leader to be let go, as a better one has called; False if its group has come, with this peer in it."""

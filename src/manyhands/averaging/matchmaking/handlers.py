@@ -52,16 +52,16 @@ class MatchmakingHandlers:
         endpoint: RunEndpoint,
         run_fingerprint: bytes,
         view: Candidates,
-        convener: GroupLeader,
-        standing: MatchmakingState,
+        group_leader: GroupLeader,
+        state: MatchmakingState,
         config: AveragingConfig,
     ) -> None:
         self._endpoint = endpoint
         self._run_fingerprint = run_fingerprint
         self._view = view
         self._roster = view.roster
-        self._convener = convener
-        self._standing = standing
+        self._group_leader = group_leader
+        self._state = state
         self._config = config
         self._catching_up: set[PeerId] = set()  # who has asked for a place at a position to which this peer still comes
         self.on_called_ahead: list[Callable[[], None]] = []
@@ -87,17 +87,17 @@ class MatchmakingHandlers:
         await self._check_part(remote, request.recent_rounds)
         if request.position != self._roster.position() or not self._view.is_heeded(remote):
             return InviteResponse()
-        if self._standing.busy_at == request.position:
-            self._standing.note_call(remote, request.position)  # it comes if that round fails, and else is ahead soon
+        if self._state.busy_at == request.position:
+            self._state.note_call(remote, request.position)  # it comes if that round fails, and else is ahead soon
             return InviteResponse()
         self._call(is_early=request.is_early)
-        if self._standing.following is not None:
+        if self._state.following is not None:
             return self._answer_as_follower(remote, request.position)
-        self._standing.note_call(remote, request.position)
-        gathering = self._convener.gathering
-        if gathering is not None and self._standing.is_led_by(remote):
-            self._convener.send_to(remote)
-        elif gathering is not None and me in gathering.joined:
+        self._state.note_call(remote, request.position)
+        pending = self._group_leader.pending
+        if pending is not None and self._state.is_led_by(remote):
+            self._group_leader.send_to(remote)
+        elif pending is not None and me in pending.joined:
             return self._follows(me)
         return InviteResponse()
 
@@ -111,7 +111,7 @@ class MatchmakingHandlers:
         if self._view.conduct.is_refused(remote, asyncio.get_running_loop().time()):
             raise Refused(me, REFUSED, "this peer has spoilt rounds, and gets no place in one for a while")
         if not self._roster.is_known(remote):
-            await self._convener.look_again(is_due=True)
+            await self._group_leader.look_again(is_due=True)
             if not self._roster.is_known(remote):
                 raise Refused(me, UNKNOWN, "no record of this peer can be read here; the next round may know it")
 
@@ -122,27 +122,27 @@ class MatchmakingHandlers:
             Refused: the peer is of another part of the run.
         """
         if self._roster.is_stranger(remote, recent_rounds):
-            await self._convener.look_again()
+            await self._group_leader.look_again()
             if self._roster.is_stranger(remote, recent_rounds):
                 raise strange_part(self._endpoint.peer_id)
 
     def _answer_as_follower(self, remote: PeerId, position: Position) -> InviteResponse:
         """Of two leaders the lower one is the better."""
-        assert self._standing.following is not None
-        if self._standing.following <= remote:
-            return self._follows(self._standing.following) if self._standing.following != remote else InviteResponse()
-        self._standing.turn_to(remote, position)
+        assert self._state.following is not None
+        if self._state.following <= remote:
+            return self._follows(self._state.following) if self._state.following != remote else InviteResponse()
+        self._state.turn_to(remote, position)
         return InviteResponse()
 
     def _follows(self, leader: PeerId) -> InviteResponse:
-        redirect = self._convener.redirect(leader)
+        redirect = self._group_leader.redirect(leader)
         return InviteResponse(redirect.leader, redirect.leader_addresses)
 
     def _on_leave(self, remote: PeerId, request: LeaveRequest) -> LeaveResponse:
         if remote in self._catching_up:
             self._catching_up.remove(remote)  # it gets no place
             return LeaveResponse()
-        return LeaveResponse(is_too_late=not self._convener.let_go(remote, request.position))
+        return LeaveResponse(is_too_late=not self._group_leader.let_go(remote, request.position))
 
     async def _on_join(self, remote: PeerId, request: JoinRequest) -> JoinResponse:
         self._catching_up.add(remote)
@@ -164,13 +164,13 @@ class MatchmakingHandlers:
         await self._check_part(remote, request.recent_rounds)
         if self._roster.position() != here:  # it took a while
             check_join(me, is_client, self._run_fingerprint, self._roster.position(), remote, request)
-        if self._standing.following is not None:
-            return self._convener.redirect(self._standing.following)
+        if self._state.following is not None:
+            return self._group_leader.redirect(self._state.following)
         self._endpoint.learn(remote, readable_addresses(request.member.addresses))
         self._call(is_early=request.is_early)
         if request.is_early:
-            return await self._convener.reserve(remote, request.expects, request.knows_it_stands)
-        return await self._convener.take_in(request)
+            return await self._group_leader.reserve(remote, request.expects, request.knows_it_stands)
+        return await self._group_leader.take_in(request)
 
     def _call(self, *, is_early: bool) -> None:
         """Another peer has begun a round, or to form its group."""
@@ -186,7 +186,7 @@ class MatchmakingHandlers:
         deadline = loop.time() + self._config.matchmaking_time_s
         while (here := self._roster.position()).step < position.step:
             now, is_later = loop.time(), is_later_round(position, here)
-            is_coming = self._standing.busy_at == here or (is_later and now < self._standing.sought_at + ROUND_GAP_S)
+            is_coming = self._state.busy_at == here or (is_later and now < self._state.sought_at + ROUND_GAP_S)
             if not is_coming or now > deadline:
                 return
             await asyncio.sleep(MOVE_POLL_S)

@@ -71,7 +71,7 @@ class GroupLeader:
     """Gathers one group at a time.
 
     Attributes:
-        gathering: the group that forms here, if one does.
+        pending: the group that forms here, if one does.
         shunned: peers that could not be reached as leaders, whatever others say.
     """
 
@@ -91,7 +91,7 @@ class GroupLeader:
         self._config = config
         self._rng = rng
         self._tasks = tasks
-        self.gathering: PendingGroup | None = None
+        self.pending: PendingGroup | None = None
         self._former: PendingGroup | None = None
         self._called: tuple[Position, float] | None = None  # where others wait for this peer, and since when
         self._looked_again_at = -math.inf  # loop time
@@ -106,15 +106,15 @@ class GroupLeader:
             ends_at: until when this peer has time for the round (loop time).
         """
         self._called = None
-        gathering, now = self.open(), asyncio.get_running_loop().time()
-        gathering.begin(now + self._config.matchmaking_time_s)
-        gathering.deadline = min(gathering.deadline, now + gather_s)
-        gathering.ends_at = ends_at
-        gathering.lead(own)
+        pending, now = self.open(), asyncio.get_running_loop().time()
+        pending.begin(now + self._config.matchmaking_time_s)
+        pending.deadline = min(pending.deadline, now + gather_s)
+        pending.ends_at = ends_at
+        pending.lead(own)
         try:
-            return await asyncio.shield(gathering.answer)
+            return await asyncio.shield(pending.answer)
         finally:
-            gathering.remove(own)
+            pending.remove(own)
 
     async def take_in(self, request: JoinRequest) -> JoinResponse:
         """Give another peer a place; wait for the end.
@@ -126,14 +126,14 @@ class GroupLeader:
         due = math.inf if self._has_come() else self._called_at(now) + self._patience_s(request)
         if now >= due:
             raise self._not_here()
-        gathering = self.open()
-        if member.peer_id not in gathering.joined and self._is_full(gathering):
+        pending = self.open()
+        if member.peer_id not in pending.joined and self._is_full(pending):
             size = self._config.max_group_size
             raise Refused(self._endpoint.peer_id, FULL, f"the group has its {size} members; try the next round")
-        gathering.begin(now + self._config.matchmaking_time_s)
-        self._note_hearsay(gathering, request.expects)
-        gathering.seen |= split_ids(request.clients)
-        return await gathering.wait_with(member, due)
+        pending.begin(now + self._config.matchmaking_time_s)
+        self._note_hearsay(pending, request.expects)
+        pending.seen |= split_ids(request.clients)
+        return await pending.wait_with(member, due)
 
     def _called_at(self, now: float) -> float:
         """Since when others have called this peer to the round here, while it did not come (loop time).
@@ -150,70 +150,70 @@ class GroupLeader:
         return min(max(LEADER_S, request.gather_s or math.inf), self._config.matchmaking_time_s)
 
     def _has_come(self) -> bool:
-        return self.gathering is not None and self._endpoint.peer_id in self.gathering.joined
+        return self.pending is not None and self._endpoint.peer_id in self.pending.joined
 
     def _not_here(self) -> Refused:
         return Refused(self._endpoint.peer_id, "busy", "the leader's own training loop did not come to the round")
 
     async def reserve(self, peer_id: PeerId, expects: bytes, knows_it_stands: bool) -> JoinResponse:
         """Hold a place for a peer, which may be this one; wait for news of whether the group stands."""
-        gathering = self.open()
-        self._note_hearsay(gathering, expects)
-        gathering.hearsay.pop(short_id(peer_id), None)
-        gathering.reserved[peer_id] = math.inf
-        gathering.changed.set()
+        pending = self.open()
+        self._note_hearsay(pending, expects)
+        pending.hearsay.pop(short_id(peer_id), None)
+        pending.reserved[peer_id] = math.inf
+        pending.changed.set()
         try:
-            return await gathering.news(knows_it_stands, HOLD_S)
+            return await pending.news(knows_it_stands, HOLD_S)
         finally:  # it asks again or comes at once, unless it has called its round off
-            gathering.reserved[peer_id] = asyncio.get_running_loop().time() + HELD_S
+            pending.reserved[peer_id] = asyncio.get_running_loop().time() + HELD_S
             if peer_id != self._endpoint.peer_id and not self._endpoint.is_connected(peer_id):
                 self.lose(peer_id)
 
     def lose(self, peer_id: PeerId) -> None:
         """A peer's connection was lost: its place is free."""
-        if self.gathering is not None:
-            self.gathering.reserved.pop(peer_id, None)
-            self.gathering.changed.set()
+        if self.pending is not None:
+            self.pending.reserved.pop(peer_id, None)
+            self.pending.changed.set()
 
     def let_go(self, peer_id: PeerId, position: Position) -> bool:
         """A peer goes to another leader; False if it is a member of a group that has closed."""
-        gathering = self.gathering or self._former
-        return gathering is None or gathering.position != position or gathering.let_go(peer_id)
+        pending = self.pending or self._former
+        return pending is None or pending.position != position or pending.let_go(peer_id)
 
-    def _note_hearsay(self, gathering: PendingGroup, expects: bytes) -> None:
+    def _note_hearsay(self, pending: PendingGroup, expects: bytes) -> None:
         until = asyncio.get_running_loop().time() + HEARSAY_S
         for stranger in self._view.unheard_of(expects, self._endpoint.peer_id):
-            gathering.hearsay[stranger] = until
+            pending.hearsay[stranger] = until
 
     def send_to(self, leader: PeerId) -> None:
         """Those who have come here shall go to another leader."""
-        if self.gathering is not None:
-            self.gathering.close(self.redirect(leader))
+        if self.pending is not None:
+            self.pending.close(self.redirect(leader))
 
     def redirect(self, leader: PeerId) -> JoinResponse:
         addresses = [str(address) for address in self._endpoint.addresses_to_tell(leader)]
         return JoinResponse(leader=leader, leader_addresses=addresses)
 
     def open(self) -> PendingGroup:
-        position, gathering = self._roster.position(), self.gathering
-        if gathering is None or gathering.position != position or gathering.answer.done():
-            gathering = self.gathering = PendingGroup(position, math.inf)
-            self._tasks.spawn(self._gather(gathering), name="gathering a group")
-        return gathering
+        position, pending = self._roster.position(), self.pending
+        if pending is None or pending.position != position or pending.answer.done():
+            pending = self.pending = PendingGroup(position, math.inf)
+            self._tasks.spawn(self._gather(pending), name="gathering a group")
+        return pending
 
-    async def _gather(self, gathering: PendingGroup) -> None:
+    async def _gather(self, pending: PendingGroup) -> None:
         invitations: dict[PeerId, asyncio.Task[None]] = {}
         try:
             await self._look_around()
-            await self._wait_for_all(gathering, invitations)
-            if not gathering.answer.done():
-                gathering.close(self._outcome(gathering))
+            await self._wait_for_all(pending, invitations)
+            if not pending.answer.done():
+                pending.close(self._outcome(pending))
         finally:
             for task in invitations.values():
                 task.cancel()
-            if self.gathering is gathering:
-                self.gathering, self._former = None, gathering
-            gathering.close(Refused(self._endpoint.peer_id, "leaving", "this peer leaves the run"))
+            if self.pending is pending:
+                self.pending, self._former = None, pending
+            pending.close(Refused(self._endpoint.peer_id, "leaving", "this peer leaves the run"))
 
     async def _look_around(self) -> None:
         """A leader that was called may know less of the others than they do: nobody shall be left out for that."""
@@ -256,39 +256,39 @@ class GroupLeader:
         if self._roster.is_overruled():
             raise Overruled("another part of the run goes on, whose state this peer has to load")
 
-    def _outcome(self, gathering: PendingGroup) -> JoinResponse | Exception:
+    def _outcome(self, pending: PendingGroup) -> JoinResponse | Exception:
         """What to tell those who came: their group, or why there is none."""
         own_id = self._endpoint.peer_id
-        if gathering.position != self._roster.position():
+        if pending.position != self._roster.position():
             return Refused(own_id, "other_position", "this peer has gone to another position meanwhile")
-        if gathering.deadline == math.inf:
+        if pending.deadline == math.inf:
             return RoundAborted("those who held places have all gone")
-        if own_id not in gathering.joined:
+        if own_id not in pending.joined:
             return self._not_here()
-        late = self._view.expected().keys() - gathering.joined.keys() - gathering.absent
+        late = self._view.expected().keys() - pending.joined.keys() - pending.absent
         for peer_id in late:
             self._view.report_missing(peer_id)
         now = asyncio.get_running_loop().time()
-        if now - gathering.due_since >= self._config.matchmaking_time_s / 2:
-            self._view.note_in_vain(late | (self._with_places(gathering) - gathering.joined.keys()))
-        if len(gathering.joined) == 1:
+        if now - pending.due_since >= self._config.matchmaking_time_s / 2:
+            self._view.note_in_vain(late | (self._with_places(pending) - pending.joined.keys()))
+        if len(pending.joined) == 1:
             if not late:
                 return NobodyThere(self._view.with_refusals("no other peer can be reached"))
             reason = (
                 f"none of the {len(late)} expected peers came" if len(late) > 1 else "the expected peer did not come"
             )
             return RoundAborted(self._view.with_refusals(reason), sorted(late))
-        members = [gathering.joined[peer_id] for peer_id in sorted(gathering.joined)]
-        return JoinResponse(self._group(gathering, members))
+        members = [pending.joined[peer_id] for peer_id in sorted(pending.joined)]
+        return JoinResponse(self._group(pending, members))
 
-    def _group(self, gathering: PendingGroup, members: list[Member]) -> Group:
+    def _group(self, pending: PendingGroup, members: list[Member]) -> Group:
         own_id, config = self._endpoint.peer_id, self._config
         rtts_s = [self._endpoint.rtt_s(member.peer_id) for member in members if member.peer_id != own_id]
-        left_s = gathering.ends_at - asyncio.get_running_loop().time()
+        left_s = pending.ends_at - asyncio.get_running_loop().time()
         return Group(
             self._rng.randbytes(NAME_BYTES),
             own_id,
-            gathering.position,
+            pending.position,
             members,
             min_span_numel=max(1, config.min_span_bytes // FLOAT_BYTES),
             chunk_numel=config.chunk_bytes // FLOAT_BYTES,
@@ -296,46 +296,46 @@ class GroupLeader:
             time_left_s=max(left_s, 0.0) if left_s <= MAX_ROUND_S else 0.0,
         )
 
-    async def _wait_for_all(self, gathering: PendingGroup, invitations: dict[PeerId, asyncio.Task[None]]) -> None:
+    async def _wait_for_all(self, pending: PendingGroup, invitations: dict[PeerId, asyncio.Task[None]]) -> None:
         loop = asyncio.get_running_loop()
-        while not gathering.answer.done() and gathering.position == self._roster.position():
+        while not pending.answer.done() and pending.position == self._roster.position():
             own_id, next_due = self._endpoint.peer_id, math.inf
-            if own_id not in gathering.joined:
-                gathering.give_up_leader(loop.time(), self._not_here())
-                next_due = gathering.next_due()
-            left_s = gathering.left_s(own_id)
-            expected = self._without_lost_clients(gathering)
-            have_places = self._with_places(gathering)
-            waits_for_hearsay = gathering.waits_for_hearsay(loop.time())
-            awaited = expected.keys() - gathering.absent | have_places | {own_id}
-            are_all_here = awaited <= gathering.joined.keys() and not waits_for_hearsay
-            is_full = own_id in gathering.joined and self._is_full(gathering)
+            if own_id not in pending.joined:
+                pending.give_up_leader(loop.time(), self._not_here())
+                next_due = pending.next_due()
+            left_s = pending.left_s(own_id)
+            expected = self._without_lost_clients(pending)
+            have_places = self._with_places(pending)
+            waits_for_hearsay = pending.waits_for_hearsay(loop.time())
+            awaited = expected.keys() - pending.absent | have_places | {own_id}
+            are_all_here = awaited <= pending.joined.keys() and not waits_for_hearsay
+            is_full = own_id in pending.joined and self._is_full(pending)
             if left_s <= 0 or are_all_here or is_full or (left_s == math.inf and not have_places):
                 return
-            gathering.note_standing(awaited <= have_places and not waits_for_hearsay)
-            self._invite_all(expected, gathering, invitations)
-            gathering.changed.clear()
-            waiter = loop.create_task(gathering.changed.wait())
+            pending.note_standing(awaited <= have_places and not waits_for_hearsay)
+            self._invite_all(expected, pending, invitations)
+            pending.changed.clear()
+            waiter = loop.create_task(pending.changed.wait())
             await asyncio.wait([waiter], timeout=min(left_s, ROSTER_POLL_S, next_due - loop.time()))
             waiter.cancel()
 
-    def _with_places(self, gathering: PendingGroup) -> set[PeerId]:
+    def _with_places(self, pending: PendingGroup) -> set[PeerId]:
         """Those who have come, or are waited for as they hold places."""
         now, own = asyncio.get_running_loop().time(), {self._endpoint.peer_id}
-        holders = gathering.have_places(now)
-        return gathering.joined.keys() | holders & own | set(self._view.conduct.awaited(holders - own, now))
+        holders = pending.have_places(now)
+        return pending.joined.keys() | holders & own | set(self._view.conduct.awaited(holders - own, now))
 
-    def _without_lost_clients(self, gathering: PendingGroup) -> Mapping[PeerId, bool]:
+    def _without_lost_clients(self, pending: PendingGroup) -> Mapping[PeerId, bool]:
         """Who is expected; nobody can ask a client that is connected to none of those who are here."""
         expected = self._view.expected()
-        if asyncio.get_running_loop().time() < gathering.began + CLIENT_S:
+        if asyncio.get_running_loop().time() < pending.began + CLIENT_S:
             return expected
         lost = [
             peer_id
             for peer_id, is_client in expected.items()
             if is_client
-            and peer_id not in gathering.joined
-            and short_id(peer_id) not in gathering.seen
+            and peer_id not in pending.joined
+            and short_id(peer_id) not in pending.seen
             and not self._endpoint.is_connected(peer_id)
         ]
         for peer_id in lost:
@@ -343,28 +343,28 @@ class GroupLeader:
             self._view.report_missing(peer_id)
         return self._view.expected() if lost else expected
 
-    def _is_full(self, gathering: PendingGroup) -> bool:
+    def _is_full(self, pending: PendingGroup) -> bool:
         """Whether there is no place left in a group of a grid; the last one is this peer's own."""
-        num_places = self._config.max_group_size - (self._endpoint.peer_id not in gathering.joined)
-        return bool(gathering.position.group_key) and len(gathering.joined) >= num_places
+        num_places = self._config.max_group_size - (self._endpoint.peer_id not in pending.joined)
+        return bool(pending.position.group_key) and len(pending.joined) >= num_places
 
     def _invite_all(
-        self, expected: Mapping[PeerId, bool], gathering: PendingGroup, invitations: dict[PeerId, asyncio.Task[None]]
+        self, expected: Mapping[PeerId, bool], pending: PendingGroup, invitations: dict[PeerId, asyncio.Task[None]]
     ) -> None:
         """Call the expected peers, so that they need not find out by themselves; and learn who is gone."""
-        now, is_early = asyncio.get_running_loop().time(), gathering.deadline == math.inf
+        now, is_early = asyncio.get_running_loop().time(), pending.deadline == math.inf
         for peer_id, is_client in expected.items():
             is_reachable = not is_client or self._endpoint.is_connected(peer_id)
-            has_come = peer_id in gathering.joined or (is_early and peer_id in gathering.reserved)
-            if not is_reachable or has_come or not gathering.is_to_be_asked(peer_id, now):
+            has_come = peer_id in pending.joined or (is_early and peer_id in pending.reserved)
+            if not is_reachable or has_come or not pending.is_to_be_asked(peer_id, now):
                 continue
             if peer_id in invitations and not invitations[peer_id].done():
                 continue
-            request = InviteRequest(gathering.position, self._run_fingerprint, is_early, self._roster.recent_rounds())
-            invitation = self._invite(peer_id, request, gathering)
+            request = InviteRequest(pending.position, self._run_fingerprint, is_early, self._roster.recent_rounds())
+            invitation = self._invite(peer_id, request, pending)
             invitations[peer_id] = self._tasks.spawn(invitation, name=f"inviting {peer_id}")
 
-    async def _invite(self, peer_id: PeerId, request: InviteRequest, gathering: PendingGroup) -> None:
+    async def _invite(self, peer_id: PeerId, request: InviteRequest, pending: PendingGroup) -> None:
         try:
             response = await self._endpoint.call(peer_id, INVITE, request, self._config.matchmaking_time_s)
         except Unavailable as error:
@@ -372,14 +372,14 @@ class GroupLeader:
             self._view.report_missing(peer_id)
         except Refused as error:
             logger.info("peer %s does not come to this round: %s", peer_id, error)
-            await self._refused(peer_id, error, gathering)
+            await self._refused(peer_id, error, pending)
         except PeerError as error:
             logger.info("peer %s does not come to this round: %s", peer_id, error)
         else:
-            self._heard(peer_id, response, gathering)
-        gathering.changed.set()
+            self._heard(peer_id, response, pending)
+        pending.changed.set()
 
-    async def _refused(self, peer_id: PeerId, refusal: Refused, gathering: PendingGroup) -> None:
+    async def _refused(self, peer_id: PeerId, refusal: Refused, pending: PendingGroup) -> None:
         """An invited peer does not come, and says why."""
         if refusal.code == OTHER_MANIFEST:
             self._view.note_refusal(peer_id, refusal)
@@ -387,17 +387,17 @@ class GroupLeader:
             try:
                 await self.told_apart(peer_id)
             except Overruled:  # those who have come here are told so, and look themselves
-                gathering.close(strange_part(self._endpoint.peer_id))
-        elif refusal.code == BEHIND and gathering.position.group_key:
-            gathering.leave_out(peer_id)  # its group is done with this round of the grid; others may not be
+                pending.close(strange_part(self._endpoint.peer_id))
+        elif refusal.code == BEHIND and pending.position.group_key:
+            pending.leave_out(peer_id)  # its group is done with this round of the grid; others may not be
         elif refusal.code == BEHIND and peer_id in self._view.expected():
             self._view.note_ahead(peer_id)
-            gathering.close(Refused(self._endpoint.peer_id, TOLD_BEHIND, refusal.message))
+            pending.close(Refused(self._endpoint.peer_id, TOLD_BEHIND, refusal.message))
 
-    def _heard(self, peer_id: PeerId, response: InviteResponse, gathering: PendingGroup) -> None:
+    def _heard(self, peer_id: PeerId, response: InviteResponse, pending: PendingGroup) -> None:
         """An invited peer comes, or says with whom it is."""
         leader = response.leader
         is_better = bool(leader) and leader < self._endpoint.peer_id and leader not in self.shunned
         if is_better and self._view.is_heeded(leader):
             self._endpoint.learn(leader, readable_addresses(response.leader_addresses))
-            gathering.close(self.redirect(leader))
+            pending.close(self.redirect(leader))

@@ -150,13 +150,13 @@ class Collaboration:
         self._unlike_options = UnlikeOptions(self.tracker.reader, manifest.hyper_parameters)
         self._departures = Departures(presence.endpoint, self.tracker, self._tasks)
         self._firewalled = Firewalled(presence, self.tracker, manifest.run_id, self._tasks)
-        seating = GridAssignment(self.tracker, presence.peer_id, self._averaging.max_group_size, self._rng)
+        assignment = GridAssignment(self.tracker, presence.peer_id, self._averaging.max_group_size, self._rng)
         async with AsyncExitStack() as parts:
             self._rounds = RoundRunner(
                 presence.endpoint,
                 manifest.run_id,
                 manifest.fingerprint(),
-                seating,
+                assignment,
                 self._averaging,
                 self._rng,
                 shapes=_shapes_of(manifest),
@@ -165,13 +165,13 @@ class Collaboration:
             self._rounds.on_phase.append(self._note_phase)
             parts.push_async_callback(self._rounds.close)
             parts.push_async_callback(self._tasks.close)
-            self._foresight = RoundScheduler[Averaged](
+            self._scheduler = RoundScheduler[Averaged](
                 self._rounds, self.tracker, self._tasks, self._averaging, self._batch_size_lead
             )
-            parts.callback(self._foresight.close)
+            parts.callback(self._scheduler.close)
             self.tracker.on_outlook = self._look_ahead
             self._step_rounds = StepRounds(
-                presence.peer_id, self._rounds, seating, self.tracker, self._drift, self._foresight, self._local,
+                presence.peer_id, self._rounds, assignment, self.tracker, self._drift, self._scheduler, self._local,
                 self._averaging,
             )  # fmt: skip
             self._server = server = StateServer(
@@ -249,7 +249,7 @@ class Collaboration:
         """There is news of the others."""
         self._lull = None
         self._step_rounds.look_ahead()
-        self._foresight.look_ahead()
+        self._scheduler.look_ahead()
         self._firewalled.call_on_those_in_need()
 
     async def close(self) -> None:
@@ -351,7 +351,7 @@ class Collaboration:
         Or before a search that is held up has found out who does not come.
         """
         now, due_at = asyncio.get_running_loop().time(), self._due_since()
-        until = max(self.tracker.others_busy_until(due_at), self._foresight.search_lasts_until())
+        until = max(self.tracker.others_busy_until(due_at), self._scheduler.search_lasts_until())
         until = min(until, due_at + self._averaging.matchmaking_time_s / 2)
         return batch_s > 0 and now + BATCH_MARGIN * batch_s <= until
 

@@ -44,7 +44,7 @@ class StepRounds:
 
     Args:
         drift: knows what the peers hold.
-        foresight: has looked for the group.
+        scheduler: has looked for the group.
         local: of this peer.
     """
 
@@ -52,26 +52,26 @@ class StepRounds:
         self,
         own_id: PeerId,
         rounds: RoundRunner,
-        seating: GridAssignment,
+        assignment: GridAssignment,
         tracker: ProgressTracker,
         drift: Drift,
-        foresight: RoundScheduler[Averaged],
+        scheduler: RoundScheduler[Averaged],
         local: Parameters,
         config: AveragingConfig,
     ) -> None:
         self._own_id = own_id
         self._rounds = rounds
         self._shapes: Sequence[Sequence[int]] = rounds.shapes or []
-        self._seating = seating
+        self._assignment = assignment
         self._tracker = tracker
         self._drift = drift
-        self._foresight = foresight
+        self._scheduler = scheduler
         self._local = local
         self._config = config
 
     def look_ahead(self) -> None:
         """There is news of the others: take a seat among them, so that they can read of it before the next step."""
-        self._seating.position()
+        self._assignment.position()
 
     async def average(self, mean_N: torch.Tensor, weight: float) -> Averaged:
         """One attempt at a step.
@@ -82,26 +82,26 @@ class StepRounds:
         Raises:
             RoundAborted: nothing was changed, and the gradient counts in the next attempt.
         """
-        return await self._foresight.begin(lambda: self._attempt(mean_N, weight))
+        return await self._scheduler.begin(lambda: self._attempt(mean_N, weight))
 
     async def _attempt(self, mean_N: torch.Tensor, weight: float) -> Averaged:
         position = self._local.position
-        self._seating.position()
-        if not self._seating.is_settled:
+        self._assignment.position()
+        if not self._assignment.is_settled:
             await self._look()
-        if not self._seating.begin_step():
+        if not self._assignment.begin_step():
             with self._tracker.in_round():
                 result = await self._rounds.average(mean_N, weight)
             return averaged_in_one_group(result, position, self._own_id, weight, self._drift.disagreement())
         try:
             return await self._in_grid(position, mean_N, weight)
         except BaseException:
-            self._seating.end_step()
+            self._assignment.end_step()
             raise
 
     async def _in_grid(self, position: Position, mean_N: torch.Tensor, weight: float) -> Averaged:
         loop, config, outcome, meter = asyncio.get_running_loop(), self._config, GridOutcome(), RoundMeter()
-        steps = GridSteps(self._seating, self._own_id, self._rounds, config, self._look)
+        steps = GridSteps(self._assignment, self._own_id, self._rounds, config, self._look)
         vector_N = mean_N
         if position.step % PARAMETERS_EVERY == 0:
             parameters_N = await loop.run_in_executor(None, self._local.flat_parameters)
@@ -131,6 +131,6 @@ class StepRounds:
     async def _look(self) -> None:
         try:
             async with time_limit(LOOK_TIMEOUT_S, "reading who is there"):
-                await self._seating.refresh()
+                await self._assignment.refresh()
         except ManyhandsError as error:
             logger.debug("who is there cannot be read: %s", error)

@@ -24,11 +24,11 @@ async def seats() -> AsyncIterator[tuple[Run, GridAssignment]]:
         yield run, GridAssignment(run.tracker, run.endpoint.peer_id, 2, random.Random(1))
 
 
-async def all_sit(run: Run, seating: GridAssignment) -> dict[int, PeerId]:
+async def all_sit(run: Run, assignment: GridAssignment) -> dict[int, PeerId]:
     """The others take the cells that are left of a grid of 2x2; returns who is where."""
     for peer_id in OTHERS:
         await run.hears(peer_id)
-    seating.position()
+    assignment.position()
     free = sorted(set(range(4)) - {run.tracker.seat()[1].cell})
     for cell, peer_id in zip(free, OTHERS, strict=True):
         await run.hears(peer_id, seat=Seat(GRID, cell), seat_round=2 * HERE.step)
@@ -36,72 +36,72 @@ async def all_sit(run: Run, seating: GridAssignment) -> dict[int, PeerId]:
 
 
 async def test_up_to_the_size_of_a_group_nobody_has_a_seat() -> None:
-    async with seats() as (run, seating):
+    async with seats() as (run, assignment):
         await run.hears(OTHERS[0])
-        assert seating.position() == HERE
-        assert list(seating.expected()) == [OTHERS[0]]
-        assert not seating.begin_step()
+        assert assignment.position() == HERE
+        assert list(assignment.expected()) == [OTHERS[0]]
+        assert not assignment.begin_step()
         assert run.tracker.seat() == (0, NO_SEAT)
 
 
 async def test_above_it_each_has_a_seat_and_expects_its_row_and_then_its_column() -> None:
-    async with seats() as (run, seating):
-        others = await all_sit(run, seating)
-        seating.position()
+    async with seats() as (run, assignment):
+        others = await all_sit(run, assignment)
+        assignment.position()
         number, seat = run.tracker.seat()
         assert (number, seat.layout) == (2 * HERE.step, GRID)
-        assert seating.is_settled
-        assert seating.begin_step()
-        assert (seating.num_rounds, seating.num_rounds_left) == (2, 2)
-        first = seating.position()
+        assert assignment.is_settled
+        assert assignment.begin_step()
+        assert (assignment.num_rounds, assignment.num_rounds_left) == (2, 2)
+        first = assignment.position()
         assert (first.step, first.lineage) == (6, HERE.lineage)
         assert first.group_key == f"2x2 {seat.cell % 2}", "round 6 goes along the first axis"
-        (mate,) = seating.expected()
+        (mate,) = assignment.expected()
         assert mate == others[(seat.cell + 2) % 4]
-        seating.next_round()
-        second = seating.position()
+        assignment.next_round()
+        second = assignment.position()
         assert (second.step, second.group_key) in [(7, "2x2 0"), (7, "2x2 2")]
-        (other_mate,) = seating.expected()
+        (other_mate,) = assignment.expected()
         assert other_mate != mate
 
 
 async def test_within_a_step_nobody_moves_and_a_failed_one_begins_anew() -> None:
-    async with seats() as (run, seating):
-        others = await all_sit(run, seating)
-        seating.begin_step()
-        seating.next_round()
-        where, expected = seating.position(), dict(seating.expected())
+    async with seats() as (run, assignment):
+        others = await all_sit(run, assignment)
+        assignment.begin_step()
+        assignment.next_round()
+        where, expected = assignment.position(), dict(assignment.expected())
         await run.hears(min(others.values()), seat=Seat(GRID, run.tracker.seat()[1].cell), seat_round=6)
-        assert seating.position() == where
+        assert assignment.position() == where
         for _ in range(3):  # after the last round it stays there until the step is made
-            seating.next_round()
-            assert seating.position() == where
+            assignment.next_round()
+            assert assignment.position() == where
         assert expected
-        seating.end_step()
-        assert seating.position().step == 6
+        assignment.end_step()
+        assert assignment.position().step == 6
 
 
 async def test_its_seat_moves_on_by_itself_and_is_said_again_before_nobody_can_reckon_it() -> None:
-    async with seats() as (run, seating):
-        await all_sit(run, seating)
+    async with seats() as (run, assignment):
+        await all_sit(run, assignment)
         said = run.tracker.seat()
         run.tracker.move(NEXT, 20, OTHERS)
-        assert seating.position().step == 2 * NEXT.step
+        assert assignment.position().step == 2 * NEXT.step
         assert run.tracker.seat() == said
-        assert len(seating.expected()) == 1, "the others moved too, each as its seat says"
+        assert len(assignment.expected()) == 1, "the others moved too, each as its seat says"
         later = NEXT.step + MAX_ROUNDS_AGO // 2
         for step in range(NEXT.step, later + 1):
             run.tracker.move(type(NEXT)(step, b"later"), 20, OTHERS)
-            seating.position()
+            assignment.position()
         assert run.tracker.seat() != said
 
 
 async def test_of_two_in_one_cell_the_higher_takes_another() -> None:
-    async with seats() as (run, seating):
-        await all_sit(run, seating)
+    async with seats() as (run, assignment):
+        await all_sit(run, assignment)
         mine = run.tracker.seat()[1]
         lowest = min(OTHERS)
         await run.hears(lowest, seat=mine, seat_round=2 * HERE.step)
-        seating.position()
+        assignment.position()
         moved = run.tracker.seat()[1]
         assert (moved == mine) == (run.endpoint.peer_id < lowest)

@@ -12,13 +12,13 @@ import pytest
 from manyhands.averaging.messages import Group, Member, Position
 from manyhands.averaging.presence import PresenceTracker
 from manyhands.averaging.presence_record import (
-    ATTENDANCE,
     GOODBYE,
     LAST_ROUND,
+    PRESENCE,
     PresenceRecord,
-    attendance_key,
     first_position,
     next_position,
+    presence_key,
 )
 from manyhands.base.errors import ManifestMismatch
 from manyhands.base.identity import PeerId
@@ -27,7 +27,7 @@ from tests.network import endpoints, identity_of
 from tests.unit.dht.examples import open_record, owned_record
 from tests.unit.optim.fake_dht import FakeDht
 
-KEY = attendance_key("run")
+KEY = presence_key("run")
 START = first_position("run")
 TENSORS = b"t" * 32
 BOB, CAROL, DAVE = sorted(identity_of(number).peer_id for number in (101, 102, 103))
@@ -43,13 +43,13 @@ def plain(value: msgspec.Struct) -> Any:
 
 
 class Case:
-    """An attendance, and what it hears."""
+    """A presence tracker, and what it hears."""
 
     def __init__(self, endpoint: Any, max_group_size: int = 256) -> None:
         self.dht: Any = FakeDht()
         self.dht.declare = lambda key, schema: None
         self.endpoint = endpoint
-        self.attendance = PresenceTracker(
+        self.tracker = PresenceTracker(
             endpoint, self.dht, "run", TENSORS, "1", max_group_size=max_group_size, rng=random.Random(1)
         )
         self._sequence = 1000
@@ -57,7 +57,7 @@ class Case:
     async def hears(self, peer_id: PeerId, value: Any) -> None:
         self._sequence += 1
         self.dht.put(KEY, peer_id, plain(value) if value != GOODBYE else value, sequence=self._sequence)
-        await self.attendance.refresh()
+        await self.tracker.refresh()
 
 
 @pytest.fixture
@@ -82,8 +82,8 @@ def test_after_the_last_round_number_comes_the_first() -> None:
 
 @pytest.mark.parametrize("value", [plain(record()), plain(record(Position(LAST_ROUND, b"x"))), GOODBYE, None])
 def test_what_fits_under_the_key(value: Any) -> None:
-    assert ATTENDANCE.fault_of(owned_record(value, key=KEY)) is None
-    assert ATTENDANCE.fault_of(open_record(value, key=KEY)) is Reason.OTHER_SCHEMA
+    assert PRESENCE.fault_of(owned_record(value, key=KEY)) is None
+    assert PRESENCE.fault_of(open_record(value, key=KEY)) is Reason.OTHER_SCHEMA
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_what_fits_under_the_key(value: Any) -> None:
 )
 def test_what_does_not(change: dict[str, Any]) -> None:
     value = plain(record()) | change
-    assert ATTENDANCE.fault_of(owned_record(value, key=KEY)) is Reason.OTHER_SCHEMA
+    assert PRESENCE.fault_of(owned_record(value, key=KEY)) is Reason.OTHER_SCHEMA
 
 
 async def test_peers_at_this_position_and_behind_are_expected(case: Case) -> None:
@@ -107,68 +107,68 @@ async def test_peers_at_this_position_and_behind_are_expected(case: Case) -> Non
     await case.hears(BOB, record())
     await case.hears(CAROL, record(ahead, is_client=True))
     await case.hears(DAVE, record(ahead, tensors=b"others"))
-    assert set(case.attendance.expected()) == {BOB}
-    case.attendance.begin_step()
-    assert case.attendance.position() == ahead
-    assert case.attendance.expected() == {BOB: False, CAROL: True}
-    assert case.attendance.num_peers() == 3
-    assert case.attendance.misfits() == [f"the tensors of peer {DAVE} differ: it has 1; here there are 1"]
+    assert set(case.tracker.expected()) == {BOB}
+    case.tracker.begin_step()
+    assert case.tracker.position() == ahead
+    assert case.tracker.expected() == {BOB: False, CAROL: True}
+    assert case.tracker.num_peers() == 3
+    assert case.tracker.misfits() == [f"the tensors of peer {DAVE} differ: it has 1; here there are 1"]
     await case.hears(CAROL, GOODBYE)
-    assert case.attendance.expected() == {BOB: False}
+    assert case.tracker.expected() == {BOB: False}
 
 
 async def test_of_two_branches_of_one_length_the_higher_lineage_leads(case: Case) -> None:
     await case.hears(BOB, record(Position(2, b"a")))
     await case.hears(CAROL, record(Position(2, b"b")))
-    case.attendance.catch_up()
-    assert case.attendance.position() == Position(2, b"b")
-    assert set(case.attendance.expected()) == {BOB, CAROL}
+    case.tracker.catch_up()
+    assert case.tracker.position() == Position(2, b"b")
+    assert set(case.tracker.expected()) == {BOB, CAROL}
 
 
 async def test_a_record_that_is_not_believed_is_counted_and_moves_nobody(case: Case) -> None:
     case.dht.put(KEY, BOB, plain(record()) | {"position": {"step": 2**53, "lineage": b""}}, sequence=1)
-    await case.attendance.refresh()
-    case.attendance.begin_step()
-    assert case.attendance.position() == START
+    await case.tracker.refresh()
+    case.tracker.begin_step()
+    assert case.tracker.position() == START
     assert case.endpoint.counters["bad_records"] == 1
 
 
 async def test_who_was_lost_is_not_expected_before_a_fresh_record(case: Case) -> None:
     await case.hears(BOB, record())
-    case.attendance.report_missing(BOB)
-    case.attendance.begin_step()
-    assert not case.attendance.expected()
+    case.tracker.report_missing(BOB)
+    case.tracker.begin_step()
+    assert not case.tracker.expected()
     await case.hears(BOB, record())
-    assert case.attendance.expected() == {BOB: False}
+    assert case.tracker.expected() == {BOB: False}
 
 
 async def test_who_did_not_come_leads_nobody_until_it_steps(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(case.endpoint, "is_connected", lambda peer_id: True)
     await case.hears(BOB, record())
-    case.attendance.report_missing(BOB)
-    assert not case.attendance.expected()
+    case.tracker.report_missing(BOB)
+    assert not case.tracker.expected()
     await case.hears(BOB, record())
-    assert not case.attendance.expected(), "it only says that it is alive"
-    case.attendance.begin_step()
-    assert case.attendance.expected() == {BOB: True}, "for a moment, and not as a leader"
+    assert not case.tracker.expected(), "it only says that it is alive"
+    case.tracker.begin_step()
+    assert case.tracker.expected() == {BOB: True}, "for a moment, and not as a leader"
     await case.hears(BOB, record(num_steps=1))
-    assert case.attendance.expected() == {BOB: False}
+    assert case.tracker.expected() == {BOB: False}
 
 
 async def test_an_older_record_never_replaces_a_newer_one(case: Case) -> None:
     await case.hears(BOB, record(Position(5, b"")))
     case.dht.put(KEY, BOB, plain(record()), sequence=1)
-    await case.attendance.refresh()
-    assert case.attendance.leading() == Position(5, b"")
+    await case.tracker.refresh()
+    assert case.tracker.leading() == Position(5, b"")
     await case.hears(BOB, GOODBYE)
     case.dht.put(KEY, BOB, plain(record()), sequence=2)
-    await case.attendance.refresh()
-    assert case.attendance.num_peers() == 1
+    await case.tracker.refresh()
+    assert case.tracker.num_peers() == 1
 
 
 async def test_joining_says_what_differs(case: Case) -> None:
     case.dht.put(KEY, BOB, plain(record(tensors=b"others", summary="2 with \x1b 3 values")), sequence=1)
     with pytest.raises(ManifestMismatch) as error:
-        await case.attendance.start()
+        await case.tracker.start()
     assert error.value.differences == [f"the tensors of peer {BOB} differ: it has 2 with ? 3 values; here there are 1"]
     assert not case.dht.stored, "nobody hears of it"
