@@ -292,7 +292,8 @@ def show(rows: dict[str, list[Row]]) -> None:
         cells = [f"{result[name]:.4g}" for result in results]
         if is_compared and ("mib_per" in name or "gib" in name):  # within each repeat, where both met the same machine
             pairs = zip(rows["manyhands"], rows["asyncio"], strict=True)
-            cells.append(f"{statistics.median(ours[name] / bare[name] for ours, bare in pairs):.2f}")
+            ratios = [ours[name] / bare[name] for ours, bare in pairs if bare[name]]  # too short to take CPU time: 0
+            cells.append(f"{statistics.median(ratios):.2f}" if ratios else "-")
         table.add_row(name, *cells)
     Console().print(table)
 
