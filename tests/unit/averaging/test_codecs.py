@@ -147,6 +147,19 @@ def test_any_values_within_the_bound(codec: Codec, values: list[float]) -> None:
 
 
 @names
+@pytest.mark.parametrize("scale", [1e-38, 1.0, 1e15])
+@pytest.mark.parametrize("numel", [0, 7, 216, 216 * 5 + 77])
+def test_the_squares_of_encoded_values_are_below_the_bound(codec: Codec, scale: float, numel: int) -> None:
+    values_N = (torch.randn(numel, generator=torch.Generator().manual_seed(numel)) * scale).to(codec.dtype)
+    encoded = torch.empty(codec.num_bytes(numel), dtype=torch.uint8)
+    codec.requantize(values_N, encoded)
+    square = values_N.double().square().sum().item()
+    assert codec.largest_square(encoded, numel) >= square * (1 - 1e-6)
+    if codec is INT8:
+        assert codec.largest_square(encoded, numel) <= 216 * numel * scale**2 * 25
+
+
+@names
 @pytest.mark.parametrize("value", [0.0, 1.0, -3.0, 2.0**-30, 2.0**100])
 def test_equal_values_are_exact(codec: Codec, value: float) -> None:
     values_N = torch.full((300,), value, dtype=codec.dtype)

@@ -9,16 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 from blake3 import blake3
 
-from manyhands.averaging.codecs import BadEncoding, ErrorFeedback, NotFinite, Plan, largest_magnitude
+from manyhands.averaging.codecs import BadEncoding, ErrorFeedback, NotFinite, Plan, largest_magnitude, square_of
 from manyhands.averaging.messages import Member
 from manyhands.base.errors import RoundAborted
-
-ROW = 4096
-"""Values in one product: few enough that BLAS computes it on the calling thread."""
 
 
 class InvalidContribution(RoundAborted):
@@ -37,19 +33,6 @@ def is_finite(values: torch.Tensor) -> bool:
     overflowed are they looked at again.
     """
     return math.isfinite(values.sum().item()) or math.isfinite(largest_magnitude(values))
-
-
-def square_of(values: torch.Tensor) -> float:
-    """The sum of the squares of all values; infinite if one of them is not finite."""
-    flat = values.numpy()
-    num_whole = len(flat) - len(flat) % ROW
-    rows = flat[:num_whole].reshape(-1, 1, ROW)
-    with np.errstate(over="ignore", invalid="ignore"):
-        square = float(np.matmul(rows, rows.swapaxes(1, 2)).sum()) + float(np.dot(flat[num_whole:], flat[num_whole:]))
-    if math.isfinite(square):
-        return square
-    square = values.double().square().sum().item()  # of finite values it cannot overflow there
-    return float(square) if math.isfinite(square) else math.inf
 
 
 class GroupCodec:
@@ -154,6 +137,10 @@ class GroupCodec:
             self._plan.decode(values, part.start, plain)
             values = plain
         return square_of(values)
+
+    def largest_square(self, part: slice, encoded: torch.Tensor) -> float:
+        """A bound of the sum of the squares of a mean as it travels; infinite if it has to be computed."""
+        return self._plan.largest_square(part.start, part.stop, encoded)
 
     def sampled_square(self, values: torch.Tensor, part: slice, at: int) -> float:
         """About as much, from some of the values: those at a place that is said by ``at``, any number."""

@@ -13,7 +13,8 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from manyhands.averaging.allreduce.group_codec import GroupCodec, square_of
+from manyhands.averaging.allreduce.group_codec import GroupCodec
+from manyhands.averaging.codecs import square_of
 
 LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 SUSPICIOUS = 4.0
@@ -38,6 +39,7 @@ class Norms:
         self,
         chunk: slice,
         mean: torch.Tensor,
+        largest_square: float,
         shares: Mapping[int, float],
         received: Mapping[int, torch.Tensor],
         own: torch.Tensor,
@@ -45,6 +47,7 @@ class Norms:
         """A chunk has been averaged.
 
         Args:
+            largest_square: the sum of the squares of its mean, or a bound of that.
             shares: of those in the mean, by rank.
             received: as it travelled, by rank; for the rank that is not in it, the values are ``own``.
         """
@@ -52,7 +55,7 @@ class Norms:
         values = {rank: received.get(rank, own) for rank in shares}
         squares = {rank: self._codec.sampled_square(one, chunk, at) for rank, one in values.items()}
         allowed = SUSPICIOUS * sum(share * math.sqrt(squares[rank]) for rank, share in shares.items())
-        if not math.sqrt(square_of(mean)) <= allowed:
+        if not math.sqrt(largest_square) <= allowed and not math.sqrt(square_of(mean)) <= allowed:
             squares = {rank: self._codec.square(one, chunk) for rank, one in values.items()}
         for rank, square in squares.items():
             self._squares[rank] += square

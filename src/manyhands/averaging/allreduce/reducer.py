@@ -5,6 +5,7 @@ An :class:`Inbox` holds the chunks of one sender until they are averaged.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,7 +16,7 @@ from blake3 import blake3
 from manyhands.averaging.allreduce.group_codec import GroupCodec, InvalidContribution, bytes_of, is_finite
 from manyhands.averaging.allreduce.norms import Norms
 from manyhands.averaging.allreduce.partition import Partition
-from manyhands.averaging.codecs import ErrorFeedback
+from manyhands.averaging.codecs import ErrorFeedback, square_of
 from manyhands.averaging.memory import Memory, whole_lines
 from manyhands.base.errors import RoundAborted
 from manyhands.runtime.executor import run_to_end
@@ -78,6 +79,7 @@ class SpanReducer:
         self._encoded = encoded
         self._feedback = feedback
         self._norms = norms
+        self._square = 0.0  # of the last mean, where it travels as it is
         self._places = partition.places[rank]
         senders = [other for other, weight in enumerate(weights) if other != rank and weight > 0 and self.chunks]
         room = whole_lines(max((place.stop - place.start for place in self._places), default=0))
@@ -207,7 +209,9 @@ class SpanReducer:
         if self._norms is not None:
             total = sum(self._weights[rank] for rank in present)
             shares = {rank: self._weights[rank] / total for rank in present}
-            self._norms.add(chunk, self._averaged_N[chunk], shares, received, values)
+            mean = self._averaged_N[chunk]
+            square = self._square if self._codec.is_exact else self._codec.largest_square(chunk, encoded)
+            self._norms.add(chunk, mean, square, shares, received, values)
             for rank in spoilt:
                 self._norms.spoil(rank)
         return present, spoilt
@@ -279,7 +283,7 @@ class SpanReducer:
                     mean.add_(values, alpha=share)
             except InvalidContribution as error:
                 return rank, error.reason
-        if not self._codec.is_exact or is_finite(mean):  # what a codec decodes is finite; what it encodes is looked at
+        if not self._codec.is_exact or self._is_finite(mean):  # a codec refuses what is not finite
             return None
         for rank in ranks:
             if rank != self._rank and (values := self._plain_values_of(rank, received)) is not None:
@@ -289,6 +293,13 @@ class SpanReducer:
                     return rank, error.reason
         self._codec.check_finite(self._rank, mean)
         return None
+
+    def _is_finite(self, mean: torch.Tensor) -> bool:
+        """Whether all values of a mean are finite; its square, which the norms need anyway, tells as much."""
+        if self._norms is None:
+            return is_finite(mean)
+        self._square = square_of(mean)
+        return math.isfinite(self._square)
 
     def _plain_values_of(self, rank: int, received: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
         """What another member gave for a chunk, unless it is encoded."""

@@ -1,6 +1,6 @@
 """Codecs of the all-reduce: float values to fewer bytes, and back the same way on every machine."""
 
-from manyhands.averaging.codecs.codec import BadEncoding, Codec, NotFinite, check_finite, largest_magnitude
+from manyhands.averaging.codecs.codec import BadEncoding, Codec, NotFinite, check_finite, largest_magnitude, square_of
 from manyhands.averaging.codecs.error_feedback import ErrorFeedback, Feedbacks
 from manyhands.averaging.codecs.kernels import prepare as prepare_kernels
 from manyhands.averaging.codecs.plan import EXACT_BELOW_NUMEL, Plan, Segment, plan_of
@@ -38,4 +38,5 @@ __all__ = [
     "largest_magnitude",
     "plan_of",
     "prepare_kernels",
+    "square_of",
 ]

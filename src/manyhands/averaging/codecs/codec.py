@@ -28,6 +28,8 @@ from manyhands.averaging.codecs.kernels import kernel
 from manyhands.base.errors import ConfigError, ManyhandsError
 
 FLOAT_BYTES = 4
+PRODUCT_NUMEL = 4096
+"""Values in one product: few enough that BLAS computes it on the calling thread."""
 
 
 class NotFinite(ManyhandsError, ValueError):
@@ -148,6 +150,13 @@ class Codec(abc.ABC):
         else:
             total_N.add_(values, alpha=weight)
 
+    def largest_square(self, encoded: torch.Tensor, numel: int) -> float:
+        """An upper bound of the sum of the squares of ``numel`` encoded values, which are not decoded for it.
+
+        Infinite if the encoding does not show one.
+        """
+        return math.inf if numel else 0.0
+
     def average(
         self,
         own_N: torch.Tensor,
@@ -225,6 +234,19 @@ def largest_magnitude(values: torch.Tensor) -> float:
     """The largest absolute value; NaN if any is NaN."""
     low, high = (bound.item() for bound in torch.aminmax(values))
     return max(-low, high)  # NaN is in both
+
+
+def square_of(values: torch.Tensor) -> float:
+    """The sum of the squares of all values; infinite if one of them is not finite."""
+    flat = values.numpy()
+    num_whole = len(flat) - len(flat) % PRODUCT_NUMEL
+    rows = flat[:num_whole].reshape(-1, 1, PRODUCT_NUMEL)
+    with np.errstate(over="ignore", invalid="ignore"):
+        square = float(np.matmul(rows, rows.swapaxes(1, 2)).sum()) + float(np.dot(flat[num_whole:], flat[num_whole:]))
+    if math.isfinite(square):
+        return square
+    square = values.double().square().sum().item()  # of finite values it cannot overflow there
+    return float(square) if math.isfinite(square) else math.inf
 
 
 def check_finite(values: torch.Tensor) -> None:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 
 from manyhands.averaging.codecs.codec import BadEncoding, Codec, check_finite, viewed_as
@@ -71,6 +72,18 @@ class Int8(Codec):
             packed = _encode_rows(row[None])[0]
             out[-rest - HEADER_BYTES : -HEADER_BYTES].copy_(packed[:rest])
             out[-HEADER_BYTES:].copy_(packed[-HEADER_BYTES:])
+
+    def largest_square(self, encoded: torch.Tensor, numel: int) -> float:
+        """As of :class:`Codec`: each value of a row is between its first and its last step."""
+        num_rows, rest = divmod(numel, ROW_NUMEL)
+        whole = num_rows * (ROW_NUMEL + HEADER_BYTES)
+        headers = encoded[:whole].numpy().reshape(num_rows, -1)[:, ROW_NUMEL:].copy().view(np.float32)
+        if rest:
+            last = encoded[-HEADER_BYTES:].numpy().copy().view(np.float32)
+            headers = np.concatenate([headers, last[None]])
+        low = headers[:, 1].astype(np.float64)
+        largest = np.maximum(np.abs(low), np.abs(low + LEVELS * headers[:, 0]))
+        return float(np.dot(largest, largest)) * ROW_NUMEL
 
     def _decode_piece(self, encoded: torch.Tensor, out_N: torch.Tensor) -> None:
         num_rows, rest = divmod(out_N.numel(), ROW_NUMEL)

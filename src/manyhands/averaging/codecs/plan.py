@@ -177,6 +177,16 @@ class Plan:
         parts = self.cut(start, start + mean.numel())
         return parts[0].codec.average(own, kept, rooms, which, weights, mean, out) if len(parts) == 1 else 0
 
+    def largest_square(self, start: int, stop: int, encoded: torch.Tensor) -> float:
+        """A bound of the sum of the squares of ``flat_N[start:stop]``, as :meth:`Codec.largest_square`."""
+        total, offset = 0.0, 0
+        for part in self.cut(start, stop):
+            numel = part.stop - part.start
+            end = offset + part.codec.num_bytes(numel)
+            total += part.codec.largest_square(encoded[offset:end], numel)
+            offset = end
+        return total
+
     def sampled(self, start: int, stop: int, at: int) -> list[Sample]:
         """Some of ``flat_N[start:stop]``: a run of values in each part.
 

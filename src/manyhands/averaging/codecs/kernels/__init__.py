@@ -65,9 +65,9 @@ def _load(codec: str) -> ModuleType | None:
 
 
 def kernel(codec: str, name: str, values_N: torch.Tensor, encoded: torch.Tensor) -> Callable[..., Any] | None:
-    """A kernel for these values, if there is one: they are many, float32, on the CPU, and at addresses for it."""
+    """A kernel for these values, if there is one: they are float32, on the CPU, and at addresses for it."""
     loaded = _modules.get(codec)
-    if loaded is None or values_N.numel() < MIN_NUMEL or values_N.dtype != torch.float32:
+    if loaded is None or values_N.dtype != torch.float32:
         return None
     tensors = (values_N, encoded)
     if not all(one.device.type == "cpu" and one.is_contiguous() and one.data_ptr() % 4 == 0 for one in tensors):
