@@ -336,7 +336,8 @@ def main() -> None:
             deaths[role].append(world)
             if not world.majority_holds(others := world.survivors([world.victim])):
                 print(f"seed {seed}, {role}: {[str(world.outcomes[name].result)[:80] for name in others]}")
-    for role, worlds in [*deaths.items(), ("all", [world for worlds in deaths.values() for world in worlds])]:
+    deaths["all"] = [world for worlds in deaths.values() for world in worlds]
+    for role, worlds in deaths.items():
         print(f"{role}: {_summary(worlds)}")
 
 
