@@ -35,7 +35,6 @@ from manyhands.averaging.messages import (
     NOBODY,
     VOTE,
     Group,
-    Order,
     Verdict,
     VerdictQuery,
     Vote,
@@ -69,7 +68,7 @@ class VotingState:
     """What a peer knows of how a round is decided.
 
     Attributes:
-        count: of the votes, if this peer leads the group.
+        count: of the votes, if this peer leads the group: only then does it decide.
         lost: members that cannot be heard any more, by rank, with the reason.
         verdict: as soon as it is known here.
         is_in_doubt: this peer has lost the leader, and asks the other members.
@@ -79,24 +78,18 @@ class VotingState:
     """
 
     def __init__(self, group: Group, rank: int) -> None:
-        leader = group.rank_of(group.leader)
-        assert leader is not None
         self._loop = asyncio.get_running_loop()
         self.group = group
         self.rank = rank
-        self.leader = leader
         self.count = VoteCount(group)
+        self.leader = self.count.leader
+        self.is_leader = rank == self.leader
         self.lost: dict[int, str] = {}
         self.verdict: asyncio.Future[Verdict] = self._loop.create_future()
         self.is_in_doubt = False
         self.untold = {member.peer_id for member in group.members} - {group.members[rank].peer_id}
         self.decided_at = 0.0
         self.changed: asyncio.Future[None] = self._loop.create_future()
-
-    @property
-    def is_leader(self) -> bool:
-        """Whether this peer decides."""
-        return self.rank == self.leader
 
     def add(self, rank: int, vote: Vote) -> None:
         """Count a vote."""
@@ -171,7 +164,6 @@ class Agreement:
         self._endpoint.unhandle(ASK_VERDICT)
         if self._on_lost in self._endpoint.on_lost:
             self._endpoint.on_lost.remove(self._on_lost)
-        await self._tasks.close()
 
     @asynccontextmanager
     async def of(self, group: Group) -> AsyncIterator[None]:
@@ -250,13 +242,12 @@ class Agreement:
         self, state: VotingState, method: Method[Any, Verdict], request: VerdictQuery | Vote, timeout_s: float
     ) -> Verdict:
         """What the leader says; if it is lost, the verdict that other members know, or that the round is aborted."""
+        vote = request if isinstance(request, Vote) else None
         for _ in range(CALLS_TO_LEADER):
             calling = self._endpoint.call(state.group.leader, method, request, timeout_s)
             try:
-                answer = await (self._while_it_answers(state, calling) if isinstance(request, Vote) else calling)
-                answer = checked(state.group, answer)
-                if answer.order is not None:
-                    check_can_follow(answer.order, request, state)
+                answer = await (self._while_it_answers(state, calling) if vote is not None else calling)
+                answer = checked(state.group, answer, vote, state.rank)
             except (ProtocolViolation, Timeout) as error:
                 reason = str(error)
                 break
@@ -270,7 +261,7 @@ class Agreement:
                 await self._probe_leader(state)
             except (Unavailable, PeerError):
                 break
-        said = f"{request.reason}; " if isinstance(request, Vote) and request.reason else ""
+        said = f"{vote.reason}; " if vote is not None and vote.reason else ""
         return await self._in_doubt(state, f"{said}the leader was lost ({reason})")
 
     async def _while_it_answers(self, state: VotingState, call: Coroutine[Any, Any, Verdict]) -> Verdict:
@@ -408,14 +399,3 @@ class Agreement:
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
-
-
-def check_can_follow(order: Order, answered: VerdictQuery | Vote, state: VotingState) -> None:
-    """Check an order that answers a member's vote.
-
-    Raises:
-        ProtocolViolation: the member has not voted, is left out, or has averaged that ballot already.
-    """
-    is_next = isinstance(answered, Vote) and order.ballot > answered.ballot and order.stop <= answered.numel
-    if not is_next or state.rank not in order.members:
-        raise ProtocolViolation(state.group.leader, "an order that this member cannot follow")

@@ -86,6 +86,7 @@ class VoteCount:
         lost: members that cannot vote any more, by rank, with the reason.
         faults: what members did wrong, by rank.
         verdict: once it is decided.
+        leader: the rank of the peer that counts.
     """
 
     def __init__(self, group: Group) -> None:
@@ -98,7 +99,7 @@ class VoteCount:
         self.lost: dict[int, str] = {}
         self.faults: dict[int, str] = {}
         self.verdict: Verdict | None = None
-        self._leader = leader
+        self.leader = leader
         self._members = set(range(len(group.members)))
         self._is_closed = False
 
@@ -191,7 +192,7 @@ class VoteCount:
     def _members_that_hear_each_other(self) -> set[int]:
         here = self._live() & self.votes.keys()
         said = [(rank, one) for rank in here for one in self.votes[rank].accusations if one.accused in here]
-        gone = dropped(said, self._leader) | self._misfits(here)
+        gone = dropped(said, self.leader) | self._misfits(here)
         self.faults |= gone
         return here - gone.keys()
 
@@ -242,19 +243,22 @@ def _can_average(group: Group, ranks: Iterable[int]) -> bool:
 # what a member believes of what it is told
 
 
-def checked(group: Group, verdict: Verdict) -> Verdict:
-    """Check a verdict as it came from another peer: it must be about this group, and an order must be possible.
+def checked(group: Group, verdict: Verdict, vote: Vote | None = None, rank: int = 0) -> Verdict:
+    """Check what another peer says of a round: it must be about this group.
 
+    Args:
+        vote: of the member of this rank, if the verdict answers that. Only then may it be an order, which the member
+            must be able to follow.
     Raises:
-        ProtocolViolation: it is not.
+        ProtocolViolation: it is not about this group, or not possible.
     """
     manifest, order = verdict.manifest, verdict.order
     if manifest is not None and not _is_of(group, manifest):
         raise ProtocolViolation(group.leader, "a verdict that is not about the group it was asked about")
     if (verdict.is_known and order is not None) or (manifest is not None and not verdict.is_known):
         raise ProtocolViolation(group.leader, "a verdict that is not about the group: it is known and open at once")
-    if order is not None and not _is_possible(group, order):
-        raise ProtocolViolation(group.leader, "an order that nobody could follow")
+    if order is not None and not (vote is not None and _can_follow(group, order, vote, rank)):
+        raise ProtocolViolation(group.leader, "an order that this member cannot follow")
     blamed = [peer_id for peer_id in verdict.blamed if group.rank_of(peer_id) is not None]
     return Verdict(verdict.is_known, manifest, readable(verdict.reason), blamed, order, verdict.is_open)
 
@@ -274,7 +278,8 @@ def _are_whole(group: Group, parts: Sequence[SpanResult]) -> bool:
     return True
 
 
-def _is_possible(group: Group, order: Order) -> bool:
+def _can_follow(group: Group, order: Order, vote: Vote, rank: int) -> bool:
     ranks = order.members
-    is_sound = ranks == sorted(set(ranks)) and all(rank < len(group.members) for rank in ranks)
-    return is_sound and order.start < order.stop and _can_average(group, ranks)
+    is_sound = ranks == sorted(set(ranks)) and all(other < len(group.members) for other in ranks)
+    is_next = order.ballot > vote.ballot and rank in ranks and order.start < order.stop <= vote.numel
+    return is_sound and is_next and _can_average(group, ranks)
