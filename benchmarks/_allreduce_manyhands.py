@@ -51,9 +51,8 @@ class System:
                 endpoint.learn(address.peer_id, [address])
         roster = self._rosters[codec] = Everybody(others, may_leave=True)
         config = AveragingConfig(averaging_timeout_s=TIMEOUT_S, codec=codec)
-        shapes = [(1, self._vector_N.numel())]  # one large matrix: all of it is encoded
         limits = MemberLimits()  # as in the runs of an Optimizer
-        rounds = RoundRunner(endpoint, "benchmark", b"", roster, config, random.Random(), shapes, limits)
+        rounds = RoundRunner(endpoint, "benchmark", b"", roster, config, random.Random(), limits)
         self._rounds[codec] = rounds
         peer.presence.on_close.append(rounds.close)
 
@@ -66,7 +65,8 @@ class System:
         return 0.0  # it is a part of the round
 
     def reduce(self, codec: str) -> tuple[float, float]:
-        averaging = self._rounds[codec].average(self._vector_N, 1.0, refill=self._again)  # as an Averager does
+        shapes = [(1, self._vector_N.numel())]  # one large matrix: all of it is encoded
+        averaging = self._rounds[codec].average(self._vector_N, 1.0, shapes=shapes, refill=self._again)
         result = self._peers[codec].run(averaging, TIMEOUT_S + 10.0, "averaging")
         self._rosters[codec].at = result.manifest.position.after(result.manifest)
         self._result_N = result.averaged_N

@@ -35,8 +35,6 @@ Member = tuple[RoundRunner, FixedRoster, Endpoint]
 
 
 def by_id(members: list[Member]) -> list[RoundRunner]:
-    for runner, _, _ in members:
-        runner.shapes = [SHAPE]
     return [runner for runner, _, _ in sorted(members, key=lambda member: member[2].peer_id)]
 
 
@@ -68,7 +66,7 @@ def lose_means(runner: RoundRunner, reducer: int) -> None:
 
     async def with_losses(group: Group, rank: int, butterfly: Any, stream_id: bytes) -> torch.Tensor:
         averaged_N = await exchange(group, rank, butterfly, stream_id)
-        await asyncio.shield(runner._agreement._rounds[group.group_id].decided)
+        await asyncio.shield(runner._agreement._rounds[group.group_id].verdict)
         del butterfly._told[reducer]
         butterfly.means().pieces[reducer].zero_()
         return averaged_N
@@ -83,7 +81,8 @@ def say_that_somebody_is_lost(runners: list[RoundRunner]) -> None:
 
 async def average(runners: list[RoundRunner]) -> list[CommittedRound]:
     async with time_limit(20.0, "waiting for the rounds to end"):
-        return list(await asyncio.gather(*(runner.average(values_of(n), 1.0) for n, runner in enumerate(runners))))
+        rounds = (runner.average(values_of(n), 1.0, shapes=[SHAPE]) for n, runner in enumerate(runners))
+        return list(await asyncio.gather(*rounds))
 
 
 def have_it_send(runner: RoundRunner, send: Callable[[Stream, Means], Awaitable[None]]) -> None:

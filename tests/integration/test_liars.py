@@ -44,6 +44,11 @@ def values_of(rank: int) -> torch.Tensor:
     return torch.randn(NUMEL, generator=torch.Generator().manual_seed(rank))
 
 
+def shapes_of(vector_N: torch.Tensor) -> list[tuple[int, int]]:
+    """Of one matrix, as in SHAPE, with as many rows as fill the vector."""
+    return [(vector_N.numel() // 100, 100)]
+
+
 def with_butterfly(runner: RoundRunner, change: Callable[[Butterfly], None]) -> None:
     exchange = runner._exchange
 
@@ -73,7 +78,6 @@ def another_vector(numel: int) -> Lie:
     """Its tensors have other shapes, though it says that it has the same model."""
 
     def lie(runner: RoundRunner) -> torch.Tensor:
-        runner.shapes = [(numel // 100, 100)]
         return torch.ones(numel)
 
     return lie
@@ -109,8 +113,6 @@ def another_round(runner: RoundRunner) -> torch.Tensor:
 
 
 def by_id(members: list[Member]) -> list[Member]:
-    for runner, _, _ in members:
-        runner.shapes = [SHAPE]
     return sorted(members, key=lambda member: member[2].peer_id)
 
 
@@ -118,7 +120,7 @@ async def round_with(members: list[Member], liar: int, lie: Lie) -> tuple[PeerId
     """One round; the results of the honest members, who must hold their own mean."""
     vectors = [lie(runner) if rank == liar else values_of(rank) for rank, (runner, _, _) in enumerate(members)]
     rounds = [
-        asyncio.ensure_future(runner.average(vector_N, 1.0))
+        asyncio.ensure_future(runner.average(vector_N, 1.0, shapes=shapes_of(vector_N)))
         for (runner, _, _), vector_N in zip(members, vectors, strict=True)
     ]
     honest = [rank for rank in range(len(members)) if rank != liar]
@@ -171,7 +173,7 @@ async def test_one_value_that_is_not_finite_spoils_what_comes_after_it() -> None
         peers = by_id(members)
         vectors = [lie(peers[0][0]), *map(values_of, range(1, 4))]
         rounds = [
-            asyncio.ensure_future(runner.average(vector_N, 1.0))
+            asyncio.ensure_future(runner.average(vector_N, 1.0, shapes=shapes_of(vector_N)))
             for (runner, _, _), vector_N in zip(peers, vectors, strict=True)
         ]
         async with time_limit(20.0, "waiting for the honest ones"):
@@ -206,12 +208,12 @@ async def test_who_votes_too_early_is_refused_and_left_out(rank: int) -> None:
     """It votes in a ballot that has not begun."""
 
     def lie(runner: RoundRunner) -> torch.Tensor:
-        vote_of_its_own = runner._agreement._vote
+        conclude = runner._agreement.conclude
 
-        async def vote_early(this: Any, coordinator: int, vote: Vote) -> Any:
-            return await vote_of_its_own(this, coordinator, msgspec.structs.replace(vote, ballot=vote.ballot + 1))
+        async def vote_early(group: Group, vote: Vote, voting_s: float) -> Any:
+            return await conclude(group, msgspec.structs.replace(vote, ballot=vote.ballot + 1), voting_s)
 
-        runner._agreement._vote = vote_early  # type: ignore[method-assign]
+        runner._agreement.conclude = vote_early  # type: ignore[method-assign]
         return values_of(7)
 
     async with averagers(4, kind="tls", config=CONFIG) as members:
@@ -235,7 +237,7 @@ async def test_who_votes_too_early_is_refused_and_left_out(rank: int) -> None:
         counting.unhandle(VOTE)
         counting.handle(VOTE, note)
         rounds = [
-            asyncio.ensure_future(runner.average(vector_N, 1.0))
+            asyncio.ensure_future(runner.average(vector_N, 1.0, shapes=shapes_of(vector_N)))
             for (runner, _, _), vector_N in zip(peers, vectors, strict=True)
         ]
         async with time_limit(20.0, "waiting for the rounds"):
@@ -276,8 +278,6 @@ async def test_ones_own_values_that_are_not_finite_never_leave(value: float, num
     """Wherever they are: in its own span, or in that of another member, which it does not reduce itself."""
     async with averagers(4, kind="tls", config=CONFIG) as members:
         peers = by_id(members)
-        for runner, _, _ in peers:
-            runner.shapes = [(numel,)]
         vectors = [torch.ones(numel) for _ in peers]
         vectors[2][at * numel // 4 + numel // 5] = value
         sent: list[bytearray] = []
@@ -302,7 +302,9 @@ async def test_ones_own_values_that_are_not_finite_never_leave(value: float, num
 
 async def test_if_nobody_has_a_weight_there_is_no_mean() -> None:
     async with averagers(3, kind="tls", config=CONFIG) as members:
-        rounds = (runner.average(torch.full((NUMEL,), float("nan")), 0.0) for runner, _, _ in by_id(members))
+        rounds = (
+            runner.average(torch.full((NUMEL,), float("nan")), 0.0, shapes=[SHAPE]) for runner, _, _ in by_id(members)
+        )
         async with time_limit(10.0, "waiting for the rounds"):
             outcomes = await asyncio.gather(*rounds, return_exceptions=True)
         for outcome in outcomes:
@@ -320,6 +322,8 @@ async def test_who_was_left_out_is_expected_less() -> None:
             assert roster.missing == [liar]
             assert liar not in roster.expected()
         async with time_limit(5.0, "waiting for a round without it"):  # half of the matchmaking time
-            results = await asyncio.gather(*(runner.average(values_of(0), 1.0) for runner, _, _ in honest))
+            results = await asyncio.gather(
+                *(runner.average(values_of(0), 1.0, shapes=[SHAPE]) for runner, _, _ in honest)
+            )
         assert [result.num_members for result in results] == [3, 3, 3]
         assert all(result.blamed == () for result in results)

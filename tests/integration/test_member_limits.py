@@ -27,14 +27,12 @@ async def round_of(
 ) -> list[CommittedRound]:
     config = AveragingConfig(matchmaking_time_s=10.0, averaging_timeout_s=30.0, chunk_bytes=400_000, codec=codec)
     async with averagers(len(vectors), config=config, limits=MemberLimits()) as members:
-        for runner, _, _ in members:
-            runner.shapes = [SHAPE]
         peers = sorted(members, key=lambda member: member[2].peer_id)
         weights = weights or [1.0] * len(vectors)
         async with time_limit(20.0, "waiting for the round"):
             return await asyncio.gather(
                 *(
-                    runner.average(vector_N, weight)
+                    runner.average(vector_N, weight, shapes=[SHAPE])
                     for (runner, _, _), vector_N, weight in zip(peers, vectors, weights, strict=True)
                 )
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -13,8 +13,7 @@ import msgspec
 import pytest
 import torch
 
-from manyhands.averaging.commit.recovery import Recovery, Refill
-from manyhands.averaging.commit.votes import Voter
+from manyhands.averaging.commit.recovery import Recovery
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import (
     ASK_VERDICT,
@@ -25,6 +24,7 @@ from manyhands.averaging.messages import (
     JoinRequest,
     JoinResponse,
     Member,
+    Order,
     Position,
     RoundManifest,
     StreamHeader,
@@ -104,11 +104,12 @@ def stop_before_reducing(peer: Peer) -> asyncio.Event:
     """Have a peer stand still once its group has formed; the event tells that it has."""
     has_formed = asyncio.Event()
 
-    async def stand_still(*_: Any) -> Any:
+    async def stand_still(group: Group, averaging: Coroutine[Any, Any, Vote]) -> Any:
+        averaging.close()
         has_formed.set()
         await asyncio.Event().wait()
 
-    peer.averager._average = stand_still  # type: ignore[method-assign]
+    peer.averager._unless_decided = stand_still  # type: ignore[method-assign]
     return has_formed
 
 
@@ -280,6 +281,18 @@ async def test_a_peer_that_leaves_the_run_lets_nobody_wait() -> None:
 # deaths
 
 
+async def aborted_then_committed_without(
+    leader: Peer, others: Sequence[Peer], tasks: Sequence[asyncio.Task[CommittedRound]]
+) -> None:
+    """The round of a lost leader is aborted for all others, which then commit one without it."""
+    for result in await outcomes(tasks, 5.0):
+        assert isinstance(result, RoundAborted), result
+        assert "the leader was lost" in result.reason
+        assert result.blamed == [leader.peer_id]
+    assert all(leader.peer_id in peer.roster.missing for peer in others)
+    await committed(others)
+
+
 async def test_the_leader_dies_when_the_group_has_formed() -> None:
     async with averagers(4, kind="tls", config=PATIENT) as members:
         leader, *others = by_id(members)
@@ -287,13 +300,7 @@ async def test_the_leader_dies_when_the_group_has_formed() -> None:
         dying, tasks = start([leader]), start(others)
         await has_formed.wait()
         await leader.kill()
-        results = await outcomes(tasks, 5.0)
-        mean = torch.stack([peer.values_N for peer in others]).mean(dim=0)
-        for result in results:
-            assert isinstance(result, CommittedRound), result
-            torch.testing.assert_close(result.averaged_N, mean)
-            assert result.manifest.weights == [0.0, 1.0, 1.0, 1.0]
-        assert all(leader.peer_id in peer.roster.missing for peer in others)
+        await aborted_then_committed_without(leader, others, tasks)
         await end(dying)
 
 
@@ -340,11 +347,52 @@ async def test_the_leader_dies_after_the_votes_and_told_nobody() -> None:
         dying, tasks = start([leader]), start(others)
         await told.wait()
         await leader.kill()
-        results = await outcomes(tasks, 5.0)
-        for result in results:
-            assert isinstance(result, CommittedRound), result
-            assert result.manifest.weights == [1.0] * 4, "what the leader has committed, and nothing else"
+        await aborted_then_committed_without(leader, others, tasks)
         await end(dying)
+
+
+@pytest.mark.parametrize("num_turns", [30, 60, 90, 120])
+async def test_a_leader_whose_round_is_interrupted_ends_it_for_all_at_once(num_turns: int) -> None:
+    """It lives on, and says so: nobody is in doubt."""
+    async with averagers(4, config=replace(PATIENT, in_doubt_timeout_s=60.0)) as members:
+        leader, *others = by_id(members)
+        leading, tasks = start([leader]), start(others)
+        await turns(num_turns)
+        await end(leading)
+        first = await outcomes(tasks, 3.0)
+        if all(isinstance(result, CommittedRound) for result in first):
+            return
+        for result in first:
+            assert isinstance(result, RoundAborted), result
+            assert "in doubt" not in result.reason
+        for peer in others:
+            peer.roster.missing = [leader.peer_id]
+        await committed(others)
+
+
+@pytest.mark.parametrize("kind", ["memory", "tls"])
+async def test_a_leader_that_leaves_right_after_its_round_tells_the_verdict_first(kind: str) -> None:
+    """One member votes only after the leader has begun to leave."""
+    async with averagers(4, kind=kind, config=PATIENT) as members:
+        leader, *others = by_id(members)
+        late, may_vote = others[0], asyncio.Event()
+        conclude = late.averager._agreement.conclude
+
+        async def vote_late(*arguments: Any) -> Any:
+            await may_vote.wait()
+            return await conclude(*arguments)
+
+        late.averager._agreement.conclude = vote_late  # type: ignore[method-assign]
+        (leading,), tasks = start([leader]), start(others)
+        result = await leading
+        leaving = asyncio.ensure_future(leader.averager.close())
+        await turns(20)
+        may_vote.set()
+        await leaving
+        await leader.endpoint.close()
+        for other in await outcomes(tasks, 5.0):
+            assert isinstance(other, CommittedRound), other
+            assert other.manifest == result.manifest
 
 
 async def test_what_a_member_gave_up_in_doubt_is_nobodys_verdict() -> None:
@@ -383,19 +431,21 @@ async def test_a_member_dies_before_it_votes_and_the_majority_commits() -> None:
         await end(dying)
 
 
-def change_first_result(peer: Peer, change: Callable[[Recovery, Voter], None]) -> None:
-    """Do something to what a peer holds, after it has averaged for the first time."""
+def change_first_result(peer: Peer, change: Callable[[Recovery, Vote], None]) -> None:
+    """Do something to what a peer holds, and to its vote, after it has averaged for the first time."""
     make = peer.averager._recovery
 
-    def make_changed(group: Group, voter: Voter, flat_N: torch.Tensor, refill: Refill | None) -> Recovery:
-        recovery = make(group, voter, flat_N, refill)
-        first = recovery.first
+    def make_changed(*arguments: Any) -> Recovery:
+        recovery = make(*arguments)
+        average = recovery.average
 
-        async def first_changed(timeout_s: float) -> None:
-            await first(timeout_s)
-            change(recovery, voter)
+        async def average_changed(order: Order, timeout_s: float) -> Vote:
+            vote = await average(order, timeout_s)
+            if order.ballot == 0:
+                change(recovery, vote)
+            return vote
 
-        recovery.first = first_changed  # type: ignore[method-assign]
+        recovery.average = average_changed  # type: ignore[method-assign]
         return recovery
 
     peer.averager._recovery = make_changed  # type: ignore[method-assign]
@@ -403,10 +453,9 @@ def change_first_result(peer: Peer, change: Callable[[Recovery, Voter], None]) -
 
 @pytest.mark.parametrize("has_another_result", [False, True])
 async def test_a_member_that_lost_the_result_knows_that_its_vector_counted(has_another_result: bool) -> None:
-    def lose(recovery: Recovery, voter: Voter) -> None:
-        held, _ = recovery._results.pop()
-        held.digest = b"a memory chip that forgets"
-        voter.averaged(*((held, (0, 0)) if has_another_result else (None, (0, NUMEL))))
+    def lose(recovery: Recovery, vote: Vote) -> None:
+        recovery._results.clear()
+        vote.digest = b"a memory chip that forgets" if has_another_result else b""
 
     async with averagers(3, config=PATIENT) as members:
         *others, unlucky = by_id(members)
@@ -423,13 +472,13 @@ async def test_a_member_waits_for_a_leader_that_came_later_than_itself() -> None
     async with averagers(2, config=config) as members:
         leader, member = by_id(members)
         leader.averager._config = PATIENT
-        average = leader.averager._average
+        vote = leader.averager._vote
 
-        async def average_late(*arguments: Any) -> Any:
-            await average(*arguments)
+        async def vote_late(*arguments: Any) -> Verdict:
             await asyncio.sleep(1.3)
+            return await vote(*arguments)
 
-        leader.averager._average = average_late  # type: ignore[method-assign]
+        leader.averager._vote = vote_late  # type: ignore[method-assign]
         await committed([leader, member])
 
 
@@ -582,8 +631,8 @@ async def test_a_member_that_freezes_is_noticed_by_whoever_waits_for_it(ice: Ice
         tasks = start(peers)
         await until(lambda: leader.averager._agreement._rounds)
         (this,) = leader.averager._agreement._rounds.values()
-        await until(lambda: this.rank in this.count(0).votes)
-        assert this.count(0).votes[this.rank].digest, "it holds the result, and could commit with one more vote"
+        await until(lambda: this.rank in this.count.votes)
+        assert this.count.votes[this.rank].digest, "it holds the result, and could commit with one more vote"
         ice.freeze(victim)
         for result in await outcomes(tasks[:2], 5.0):
             assert isinstance(result, CommittedRound), result
@@ -800,11 +849,8 @@ async def test_a_verdict_about_something_else_commits_nothing(forge: Callable[[G
         for method, handler in ((JOIN, remember), (VOTE, lie)):
             liar.run.unhandle(method)
             liar.run.handle(method, handler)
-        lying = start([liar])
-        for result in await outcomes(start(others)):
-            assert isinstance(result, CommittedRound), "the others go on without that leader"
-            assert result.manifest == groups[0].manifest(result.manifest.digest)
-            assert result.averaged_N is not None
+        lying, tasks = start([liar]), start(others)
+        await aborted_then_committed_without(liar, others, tasks)
         await end(lying)
 
 
@@ -846,7 +892,7 @@ async def test_votes_of_strangers_count_nothing() -> None:
         for error in await asyncio.gather(*voting, return_exceptions=True):
             assert isinstance(error, Refused)
             assert error.code == "not_a_member"
-        assert b"forged" not in [vote.digest for vote in this.count(0).votes.values()]
+        assert b"forged" not in [vote.digest for vote in this.count.votes.values()]
         with pytest.raises(Refused, match="unknown_group"):
             await stranger.run.call(leader.peer_id, VOTE, Vote(b"no such group", b"forged"), 1.0)
         await end(tasks)

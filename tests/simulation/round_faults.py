@@ -6,8 +6,10 @@ import argparse
 import asyncio
 import itertools
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy
 import torch
@@ -78,6 +80,9 @@ class RoundWorld:
         believes: by name, what it says that it sends, if that is not so.
         stuck: by name, what a member does not do while it still answers calls: ``send`` its values, or ``reduce``. With
             ``claim`` it does not reduce either, and says that it gets on.
+        max_attempts: of each member, as its training loop would make them: the next one follows when one is aborted.
+        attempts: by name, how many a member has made.
+        group_sizes: by name, members of the first group that a member has found.
         fault_s, victim: when the fault happened, and to whom.
     """
 
@@ -89,6 +94,9 @@ class RoundWorld:
     slow: dict[str, float] = field(default_factory=dict)
     believes: dict[str, float] = field(default_factory=dict)
     stuck: dict[str, str] = field(default_factory=dict)
+    max_attempts: int = 1
+    attempts: Counter[str] = field(default_factory=Counter)
+    group_sizes: dict[str, int] = field(default_factory=dict)
     fault_s: float | None = None
     victim: str = ""
     outcomes: dict[str, Outcome] = field(default_factory=dict)
@@ -140,6 +148,14 @@ class RoundWorld:
         runner = RoundRunner(endpoint, "simulated", b"", roster, config, self.world.rng(f"round of {host.name}"))
         runner.on_phase.append(lambda phase: self._entered(host.name, phase))
         self.runners[host.name] = runner
+        find_group = runner._matchmaker.find_group
+
+        async def find_and_note(*arguments: Any) -> Group:
+            group = await find_group(*arguments)
+            self.group_sizes.setdefault(host.name, len(group.members))
+            return group
+
+        runner._matchmaker.find_group = find_and_note  # type: ignore[method-assign]
         if host.name in self.stuck:
             get_stuck(runner, self.stuck[host.name])
         try:
@@ -150,7 +166,10 @@ class RoundWorld:
             for other, where in self._addresses.items():
                 endpoint.learn(other, where)
             self.outcomes[host.name] = Outcome(0.0, None)
-            await self._average(host.name, runner)
+            while self.attempts[host.name] < self.max_attempts:
+                await self._average(host.name, runner)
+                if isinstance(self.outcomes[host.name].result, CommittedRound):
+                    break
             await asyncio.sleep(1e6)  # whoever is in doubt may ask
         finally:
             await runner.close()
@@ -158,6 +177,7 @@ class RoundWorld:
 
     async def _average(self, name: str, runner: RoundRunner) -> None:
         result: CommittedRound | RoundAborted
+        self.attempts[name] += 1
         try:
             vector_N, is_in_place = self.vectors[name], self.names.index(name) % 2 == 1
             given_N, refill = (vector_N.clone(), vector_N.clone) if is_in_place else (vector_N, None)
@@ -248,15 +268,10 @@ class RoundWorld:
         return [name for name in self.names if name not in gone]
 
     def majority_holds(self, names: Iterable[str]) -> bool:
-        """Whether more than half of the group hold its result."""
+        """Whether more than half of all peers hold the result of one round."""
         held = [self.outcomes[name].held for name in names if name in self.outcomes]
-        rounds = [round_ for round_ in held if round_ is not None]
-        return bool(rounds) and 2 * len(rounds) > rounds[0].num_members
-
-    def committed(self, names: Iterable[str]) -> list[CommittedRound]:
-        """What these members committed, whether they hold it or not."""
-        results = [self.outcomes[name].result for name in names if name in self.outcomes]
-        return [result for result in results if isinstance(result, CommittedRound)]
+        groups = Counter(round_.manifest.group_id for round_ in held if round_ is not None)
+        return 2 * max(groups.values(), default=0) > self.num_peers
 
     def last_s(self, names: Iterable[str]) -> float:
         """When the last of some members ended its call."""
@@ -284,8 +299,11 @@ def get_stuck(runner: RoundRunner, what: str) -> None:
 
 
 def random_death(seed: int) -> RoundWorld:
-    """A round of 4 or 8 in which one of them, whoever it is, is killed at some moment after the group has formed."""
-    world = RoundWorld(4 + 4 * (seed % 2), seed, latency_s=(0.001, 0.005, 0.05)[seed % 3])
+    """A round of 4 or 8 in which one of them, whoever it is, is killed at some moment after the group has formed.
+
+    If it is aborted, the others make one more attempt.
+    """
+    world = RoundWorld(4 + 4 * (seed % 2), seed, latency_s=(0.001, 0.005, 0.05)[seed % 3], max_attempts=2)
     rng = world.world.rng("death")
     victim = rng.choice(world.names)
     delay_s = rng.uniform(0.0, 0.25 + 10 * world.latency_s)
@@ -302,37 +320,45 @@ def random_death(seed: int) -> RoundWorld:
 
 
 def main() -> None:
-    """Print in what share of rounds with one death the others commit, and how long after it."""
+    """Print in what share of rounds with one death the others commit, and how long after it, by who died."""
     parser = argparse.ArgumentParser(description="one death in each of many simulated rounds")
     parser.add_argument("--rounds", type=int, default=1000)
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     options = parser.parse_args()
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
-    num_rounds = num_committed = num_majority = num_all = 0
-    seconds = []
+    deaths: dict[str, list[RoundWorld]] = {"leader": [], "reducer": [], "sender": [], "client": []}
     for seed in range(options.first, options.first + options.rounds):
         world = random_death(seed)
+        is_of_all = world.group_sizes.get(world.victim) == world.num_peers
+        if is_of_all and world.outcomes[world.victim].result is None:  # else it died after its round, or in another one
+            role = next((role for role in deaths if world.name_of(role) == world.victim), "reducer")
+            deaths[role].append(world)
+            if not world.majority_holds(others := world.survivors([world.victim])):
+                print(f"seed {seed}, {role}: {[str(world.outcomes[name].result)[:80] for name in others]}")
+    deaths["all"] = [world for worlds in deaths.values() for world in worlds]
+    for role, worlds in deaths.items():
+        print(f"{role}: {_summary(worlds)}")
+
+
+def _summary(worlds: list[RoundWorld]) -> str:
+    num_held = num_at_once = num_all = 0
+    seconds = [0.0]
+    for world in worlds:
         others = world.survivors([world.victim])
-        groups = {len(result.manifest.members) for result in world.committed(others)}
-        if not world.victim or groups - {world.num_peers}:
-            continue  # no group of all has formed, so nobody died in it
-        num_rounds += 1
-        is_committed = 2 * len(world.committed(others)) > world.num_peers
-        num_committed += is_committed
-        num_majority += world.majority_holds(others)
+        is_held = world.majority_holds(others)
+        num_held += is_held
+        num_at_once += is_held and all(world.attempts[name] == 1 for name in others)
         num_all += all(world.outcomes[name].held for name in others)
-        if is_committed and world.fault_s is not None:
+        if is_held and world.fault_s is not None:
             seconds.append(max(0.0, world.last_s(others) - world.fault_s))
-        else:
-            print(f"seed {seed}: {[str(outcome.result)[:80] for outcome in world.outcomes.values()]}")
     seconds.sort()
-    print(
-        f"{num_rounds} rounds with one death: more than half committed in {num_committed / num_rounds:.2%}, and hold "
-        f"the mean in {num_majority / num_rounds:.2%}; all others hold it in {num_all / num_rounds:.2%}"
+    num = max(len(worlds), 1)
+    return (
+        f"{len(worlds)} deaths; more than half hold the mean of that round in {num_at_once / num:.2%}, of that or the "
+        f"next one in {num_held / num:.2%}, and all others do in {num_all / num:.2%}; seconds until then: "
+        f"p50 {seconds[len(seconds) // 2]:.2f}, p99 {seconds[int(len(seconds) * 0.99)]:.2f}, most {seconds[-1]:.2f}"
     )
-    print(f"seconds from the death to the last commit: p50 {seconds[len(seconds) // 2]:.3f}, "
-          f"p99 {seconds[int(len(seconds) * 0.99)]:.3f}, most {seconds[-1]:.3f}")  # fmt: skip
 
 
 if __name__ == "__main__":

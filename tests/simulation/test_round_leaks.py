@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from manyhands.averaging.allreduce.butterfly import Butterfly
+from manyhands.averaging.commit.agreement import VotingState
 from manyhands.averaging.commit.recovery import Recovery
-from manyhands.averaging.commit.voting_state import VotingState
 from manyhands.testing import World
 from tests.simulation.rounds import NUMEL, start_rounds
 from tests.sweeps import few_of

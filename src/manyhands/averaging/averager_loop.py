@@ -94,7 +94,6 @@ class AveragerLoop:
             self.tracker,
             self._config,
             presence.rng,
-            shapes=self._tensors.shapes,
         )
         try:
             await self.tracker.start()
@@ -211,6 +210,7 @@ class AveragerLoop:
             self._rounds,
             self._config,
             lambda: self._look(look_timeout_s),
+            self._tensors.shapes,
         )
         outcome = GridOutcome()
         try:
@@ -239,7 +239,13 @@ class AveragerLoop:
         meter = attempts.meter
         try:
             committed = await self._rounds.average(
-                flat_N, weight, timeout_s=left_s, gather_s=gather_s, meter=meter, refill=self._tensors.values
+                flat_N,
+                weight,
+                shapes=self._tensors.shapes,
+                timeout_s=left_s,
+                gather_s=gather_s,
+                meter=meter,
+                refill=self._tensors.values,
             )
         except NothingToAverage:
             raise

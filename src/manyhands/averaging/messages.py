@@ -277,15 +277,13 @@ class Accusation(msgspec.Struct, frozen=True):
 
 
 class Vote(msgspec.Struct):
-    """A member's report to the coordinator of a ballot: what it holds, or empty and what it lacks.
+    """A member's report to the leader of its round: what it holds, or empty and what it lacks.
 
     Attributes:
         digest, parts: of the result that it holds; see :class:`RoundManifest`.
         ballot: that it votes in; see :mod:`manyhands.averaging.commit.votes`.
-        accepted: the ballot in which it last voted for this result; -1 if it holds none.
         missing: start and stop of what it lacks.
-        accusations: whom it did not get values from, or means, and why.
-        computed: the ballot in which it last averaged.
+        accusations: members that it did not get values from, or means, and why.
         numel: of its vector.
     """
 
@@ -293,32 +291,27 @@ class Vote(msgspec.Struct):
     digest: Digest
     reason: Annotated[str, msgspec.Meta(max_length=MAX_REASON_LENGTH)] = ""
     ballot: BallotNumber = 0
-    accepted: BallotNumber = -1
+    accepted: BallotNumber = -1  # reserved, as is ``computed``: they were for leaders that follow each other in a round
     parts: Annotated[list[SpanResult], msgspec.Meta(max_length=MAX_PARTS)] = []
     missing: tuple[Count, Count] = (0, 0)
     accusations: Annotated[list[Accusation], msgspec.Meta(max_length=256)] = []
     computed: BallotNumber = 0
     numel: Count = 0
 
-    def is_bound(self) -> bool:
-        """Whether the result was adopted: an earlier ballot may have committed it, so no other one may follow."""
-        return self.accepted > self.computed
-
 
 class Order(msgspec.Struct, frozen=True):
-    """What the coordinator of a round has its members do next, before they vote in its next ballot.
+    """What the leader of a round has its members do next, before they vote in its next ballot.
 
     Attributes:
         members: ranks of those who take part.
         start, stop: the part of the vector that they reduce again among themselves.
-        adopted: instead of that, a result that may have been committed: nothing else may be.
     """
 
     ballot: BallotNumber
     members: Annotated[list[Rank], msgspec.Meta(max_length=2**16)]
     start: Count = 0
     stop: Count = 0
-    adopted: RoundManifest | None = None
+    adopted: RoundManifest | None = None  # reserved: it was for leaders that follow each other in a round
 
 
 NOBODY = b""
@@ -342,7 +335,8 @@ class Verdict(msgspec.Struct):
     Attributes:
         reason: why it was aborted; if it committed, what went wrong, member by member, or empty.
         order: what to do next, as long as nothing is known.
-        is_open: the one that says so is in this round, and does not know yet; it blames those that it has lost so far.
+        is_open: the one that says so is in this round, and does not know yet. A leader blames the members that it has
+            lost so far; another member blames the leader when it has lost that.
     """
 
     is_known: bool

@@ -8,7 +8,8 @@ import logging
 import math
 import random
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,12 +25,11 @@ from manyhands.averaging.commit.agreement import MIN_VOTING_S, Agreement
 from manyhands.averaging.commit.fetching import Fetching
 from manyhands.averaging.commit.limits import MemberLimits, limited
 from manyhands.averaging.commit.recovery import Recovery, Refill
-from manyhands.averaging.commit.votes import Voter
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.matchmaking.follower import Matchmaker
 from manyhands.averaging.matchmaking.roster import Roster
 from manyhands.averaging.memory import Memory
-from manyhands.averaging.messages import MAX_SUM_WEIGHT, Group, Order, RoundManifest, Verdict
+from manyhands.averaging.messages import MAX_SUM_WEIGHT, Group, Verdict, Vote
 from manyhands.averaging.round_outcome import CommittedRound, Phase, RoundMeter
 from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.base.deadline import time_limit
@@ -52,8 +52,6 @@ class RoundRunner:
         run_id: one endpoint has one runner for each run.
         run_fingerprint: digest of what all peers of the run agreed on; who has another one is refused.
         roster: where this peer stands, and who else is expected.
-        shapes: of the tensors that lie end to end in the vectors: small ones are never encoded with a loss. None if
-            they are not to be told apart; then nothing is.
         limits: of what one member can do to the mean, the same on all peers of the run; None to believe everybody.
 
     Raises:
@@ -71,13 +69,11 @@ class RoundRunner:
         roster: Roster,
         config: AveragingConfig,
         rng: random.Random,
-        shapes: Sequence[Sequence[int]] | None = None,
         limits: MemberLimits | None = None,
     ) -> None:
         self._endpoint = own = RunEndpoint(endpoint, run_id)
         self._config = config
         self._roster = roster
-        self.shapes = shapes
         self._limits = limits
         try:
             self._matchmaker = Matchmaker(own, run_fingerprint, roster, config, rng)
@@ -147,7 +143,7 @@ class RoundRunner:
 
     async def close(self) -> None:
         await self._matchmaker.close()
-        self._agreement.close()
+        await self._agreement.close()
         self._inbox.close()
         self._fetching.close()
         self._probing.close()
@@ -159,6 +155,7 @@ class RoundRunner:
         flat_N: torch.Tensor,
         weight: float,
         *,
+        shapes: Sequence[Sequence[int]] | None = None,
         timeout_s: float = math.inf,
         gather_s: float | None = None,
         meter: RoundMeter | None = None,
@@ -170,6 +167,8 @@ class RoundRunner:
             flat_N: finite float32 (or float64, on all members) on the CPU, contiguous; not to be changed before this
                 returns, and not written unless there is a ``refill``.
             weight: samples behind the vector; a peer with weight 0 contributes nothing and gets the result.
+            shapes: of the tensors that lie end to end in the vector: small ones are never encoded with a loss. By
+                default it is one tensor of one dimension, and nothing is.
             timeout_s: bound of this round, where it is less than ``averaging_timeout_s``.
             gather_s: how long to wait for those who are expected, instead of ``matchmaking_time_s``.
             meter: counts what the round costs, also if it is aborted.
@@ -183,24 +182,28 @@ class RoundRunner:
         """
         if not 0 <= weight <= MAX_SUM_WEIGHT:
             raise ConfigError(f"weight={weight} must be from 0 to {MAX_SUM_WEIGHT:.0f}; for example 32.0")
+        self._meter = meter if meter is not None else RoundMeter()
+        started = self._now()
+        self._deadline = started + min(timeout_s, self._config.averaging_timeout_s)
         with self._streams.warm.in_use():
-            meter = meter if meter is not None else RoundMeter()
-            return await self._round(flat_N, refill, weight, timeout_s, gather_s, meter)
+            group = await self._find_group(weight, gather_s)
+            matchmaking_s = self._now() - started
+            try:
+                async with self._keeping_errors():
+                    committed = await self._commit(group, flat_N, shapes, refill)
+            except RoundAborted as error:
+                if self._endpoint.peer_id in error.blamed and (advice := self._bandwidth.lose_round()):
+                    raise RoundAborted(f"{error.reason}; {advice}", error.blamed) from error
+                raise
+        reason, seconds = committed.reason, self._now() - started
+        if self._endpoint.peer_id in committed.blamed:
+            reason = "; ".join(filter(None, [reason, self._bandwidth.lose_round()]))
+        elif committed.averaged_N is not None:
+            self._bandwidth.end_round(seconds - matchmaking_s, is_whole=not committed.blamed)
+        return replace(committed, seconds=seconds, matchmaking_s=matchmaking_s, reason=reason)
 
-    async def _round(
-        self,
-        flat_N: torch.Tensor,
-        refill: Refill | None,
-        weight: float,
-        timeout_s: float,
-        gather_s: float | None,
-        meter: RoundMeter,
-    ) -> CommittedRound:
-        self._meter = meter
-        loop, own_id = asyncio.get_running_loop(), self._endpoint.peer_id
-        started = loop.time()
-        timeout_s = min(timeout_s, self._config.averaging_timeout_s)
-        self._deadline = started + timeout_s
+    async def _find_group(self, weight: float, gather_s: float | None) -> Group:
+        started, timeout_s = self._now(), self._left_s()
         self._enter(Phase.JOINING)
         try:
             async with time_limit(timeout_s, "looking for a group"):
@@ -208,81 +211,87 @@ class RoundRunner:
         except (Timeout, PeerError) as error:
             raise RoundAborted(str(error)) from error
         finally:
-            matchmaking_s = loop.time() - started
-            meter.matchmaking_s += matchmaking_s
-        if self._limits is not None:
-            group = limited(group, self._limits)
-        formed = loop.time()
-        self._ends_at = min(self._deadline, formed + (group.time_left_s or math.inf))
-        self._bandwidth.begin_round(self._ends_at - formed)
+            self._meter.matchmaking_s += self._now() - started
+        self._ends_at = min(self._deadline, self._now() + (group.time_left_s or math.inf))
+        self._bandwidth.begin_round(self._ends_at - self._now())
         self._enter(Phase.FORMED)
-        try:
-            async with self._keeping_errors():
-                averaged_N, manifest, verdict, is_outsized = await self._in_group(group, flat_N, refill)
-        except RoundAborted as error:
-            if own_id in error.blamed and (advice := self._bandwidth.lose_round()):
-                raise RoundAborted(f"{error.reason}; {advice}", error.blamed) from error
-            raise
-        reason, seconds = verdict.reason, loop.time() - started
-        if own_id in verdict.blamed:
-            reason = "; ".join(filter(None, [reason, self._bandwidth.lose_round()]))
-        elif averaged_N is not None:
-            self._bandwidth.end_round(seconds - matchmaking_s, is_whole=not verdict.blamed)
-        blamed = tuple(verdict.blamed)
-        return CommittedRound(averaged_N, manifest, seconds, matchmaking_s, reason, blamed, is_outsized)
+        return limited(group, self._limits) if self._limits is not None else group
 
-    async def _in_group(
-        self, group: Group, flat_N: torch.Tensor, refill: Refill | None
-    ) -> tuple[torch.Tensor | None, RoundManifest, Verdict, bool]:
-        """Average in a group that has formed: what it committed, if this peer holds it, and how.
-
-        The last part says whether this peer's values are not in it, as they were too large.
+    async def _commit(
+        self, group: Group, flat_N: torch.Tensor, shapes: Sequence[Sequence[int]] | None, refill: Refill | None
+    ) -> CommittedRound:
+        """Average and vote in a group that has formed, again if its leader orders that, until the round is decided.
 
         Raises:
             RoundAborted: it did not commit.
         """
-        with self._matchmaker.in_round(group), self._agreement.of(group), ExitStack() as held:
-            rank = group.rank_of(self._endpoint.peer_id)
-            assert rank is not None
-            voter = Voter(group, rank, flat_N.numel())
-            recovery = held.enter_context(self._fetching.of(group, self._recovery(group, voter, flat_N, refill)))
-            await self._average(group, recovery.first, self._left_s())
-            verdict = await self._conclude(group, voter, recovery)
-            manifest = verdict.manifest
-            struck = {group.members[struck_rank].peer_id for struck_rank in recovery.struck} & set(verdict.blamed)
+        rank = group.rank_of(self._endpoint.peer_id)
+        assert rank is not None
+        async with AsyncExitStack() as held:
+            held.enter_context(self._matchmaker.in_round(group))
+            await held.enter_async_context(self._agreement.of(group))
+            recovery = self._recovery(group, rank, flat_N, shapes, refill)
+            held.enter_context(self._fetching.of(group, recovery))
+            order, left_s = recovery.everything(), self._left_s()
+            while True:
+                outcome = await self._unless_decided(group, recovery.average(order, left_s))
+                left_s = max(self._left_s(), MIN_VOTING_S)
+                verdict = await self._vote(group, outcome, left_s) if isinstance(outcome, Vote) else outcome
+                if verdict.order is None:
+                    break
+                order = verdict.order
+            self._enter(Phase.CONCLUDED)
+            struck = {group.members[number].peer_id for number in recovery.struck} & set(verdict.blamed)
             self._matchmaker.note_round(group, verdict, struck - {self._endpoint.peer_id})
-            if manifest is None:
+            if (manifest := verdict.manifest) is None:
                 if not any(member.weight > 0 for member in group.members):
                     raise NothingToAverage(verdict.reason, verdict.blamed)
                 raise RoundAborted(verdict.reason, verdict.blamed)
-            averaged_N = recovery.result_of(manifest)
+            means = recovery.means_of(manifest.digest)
             is_left_out = group.members[rank].weight > 0 and not manifest.weights[rank] > 0
             is_outsized = is_left_out and rank in recovery.outsized
-            if averaged_N is None and (is_outsized or not is_left_out):
-                averaged_N = await self._fetching.fetch(group, manifest, recovery, verdict.blamed, self._late_s())
-            if averaged_N is not None and (verdict.blamed or self._agreement.has_lost(group)):
+            if means is None and (is_outsized or not is_left_out):
+                means = await self._fetching.fetch(group, manifest, recovery, verdict.blamed, self._late_s())
+            if means is not None and (verdict.blamed or self._agreement.has_lost(group)):
                 await self._fetching.keep(recovery, manifest)
-            return averaged_N, manifest, verdict, is_outsized
+            averaged_N = means.averaged_N if means is not None else None
+            return CommittedRound(averaged_N, manifest, 0.0, 0.0, verdict.reason, tuple(verdict.blamed), is_outsized)
 
-    async def _conclude(self, group: Group, voter: Voter, recovery: Recovery) -> Verdict:
-        """Vote, and reduce again what the coordinator orders, until it is known how the round ends."""
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        self._enter(Phase.VOTING)
-
-        async def follow(order: Order) -> None:
-            work = functools.partial(recovery.follow, order)
-            await self._average(group, work, max(self._left_s(), MIN_VOTING_S))
-
+    async def _unless_decided(self, group: Group, averaging: Coroutine[Any, Any, Vote]) -> Vote | Verdict:
+        """Average until it is done, or until the round is decided: nobody waits for what will not come."""
+        loop, began = asyncio.get_running_loop(), self._now()
+        working = loop.create_task(averaging)
+        deciding = loop.create_task(self._agreement.decided(group, self._inbox.lose))
         try:
-            verdict = await self._agreement.conclude(group, voter, follow, max(self._left_s(), MIN_VOTING_S))
+            await asyncio.wait([working, deciding], return_when=asyncio.FIRST_COMPLETED)
+            if not working.done() and deciding.result().manifest is not None:  # this member is late, perhaps a little
+                await asyncio.wait([working], timeout=self._late_s())
+            if working.done():
+                vote = working.result()  # raises what the refill has raised
+            return deciding.result() if deciding.done() else vote
         finally:
-            self._meter.vote_s += loop.time() - began
-        self._enter(Phase.CONCLUDED)
-        return verdict
+            self._meter.averaging_s += self._now() - began
+            for task in (working, deciding):
+                task.cancel()
+            await asyncio.gather(working, deciding, return_exceptions=True)
 
-    def _recovery(self, group: Group, voter: Voter, flat_N: torch.Tensor, refill: Refill | None) -> Recovery:
-        shapes = self.shapes if self.shapes is not None else [flat_N.shape]
+    async def _vote(self, group: Group, vote: Vote, voting_s: float) -> Verdict:
+        began = self._now()
+        self._enter(Phase.VOTING)
+        try:
+            return await self._agreement.conclude(group, vote, voting_s)
+        finally:
+            self._meter.vote_s += self._now() - began
+
+    def _recovery(
+        self,
+        group: Group,
+        rank: int,
+        flat_N: torch.Tensor,
+        shapes: Sequence[Sequence[int]] | None,
+        refill: Refill | None,
+    ) -> Recovery:
+        shapes = shapes if shapes is not None else [flat_N.shape]
         plan = plan_of(shapes, codec_of_code(group.codec), dtype=flat_N.dtype)
         assert plan.numel == flat_N.numel(), "the tensors of the run are those in the vector"
         spare_N, self._spare_N = self._spare_N, None
@@ -297,13 +306,11 @@ class RoundRunner:
             self._feedbacks = feedbacks = Feedbacks.of(plan)
         else:
             feedbacks = self._feedbacks
-        if feedbacks is not None and (weight := group.members[voter.rank].weight) > 0:
+        if feedbacks is not None and (weight := group.members[rank].weight) > 0:
             feedbacks.sent.share = weight / sum(member.weight for member in group.members)
-        exchange = functools.partial(self._exchange, group, voter.rank)
         return Recovery(
-            group, flat_N, plan, exchange, voter,
-            refill=refill, mean_N=spare_N, memory=self._memory, feedbacks=feedbacks,
-            limits=self._limits,
+            group, rank, flat_N, plan, self._exchange,
+            refill=refill, mean_N=spare_N, memory=self._memory, feedbacks=feedbacks, limits=self._limits,
         )  # fmt: skip
 
     @asynccontextmanager
@@ -317,35 +324,16 @@ class RoundRunner:
             if self._feedbacks is not None:
                 self._feedbacks.abort()
 
-    async def _average(
-        self, group: Group, work: Callable[[float], Coroutine[Any, Any, None]], timeout_s: float
-    ) -> None:
-        """Average until it is done, or until the others have decided the round: nobody waits for what will not come."""
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        working, deciding = (
-            loop.create_task(work(timeout_s)),
-            loop.create_task(self._agreement.decided(group, self._inbox.lose)),
-        )
-        try:
-            await asyncio.wait([working, deciding], return_when=asyncio.FIRST_COMPLETED)
-            if not working.done() and deciding.result().manifest is not None:  # this member is late, perhaps a little
-                await asyncio.wait([working], timeout=self._late_s())
-            if working.done():
-                working.result()
-        finally:
-            self._meter.averaging_s += loop.time() - began
-            for task in (working, deciding):
-                task.cancel()
-            await asyncio.gather(working, deciding, return_exceptions=True)
-
     def _left_s(self) -> float:
         """Until the round's time is over, in seconds."""
-        return self._deadline - asyncio.get_running_loop().time()
+        return self._deadline - self._now()
 
     def _late_s(self) -> float:
         """What a member that is late may still take when the others are done, in seconds."""
         return max(self._left_s(), self._config.stream_timeout_s)
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
 
     async def _exchange(self, group: Group, rank: int, butterfly: Butterfly, stream_id: bytes) -> torch.Tensor:
         """Run the all-reduce; a member whose control connection is lost (frozen, cut off) is lost to it."""

@@ -6,14 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.averaging.commit.votes import STAGES, HeldResult, VoteCount, Voter, dropped
+from manyhands.averaging.commit.votes import MAX_BALLOTS, VoteCount, dropped
 from manyhands.averaging.messages import Accusation, Order, SpanResult, Verdict, Vote
 from tests.unit.averaging.groups import group_of, peer
 
 LOST = "lost"
 EVENTS = st.sampled_from([b"digest one", b"digest two", LOST])
 NUMEL = 100
-ALL = (0, NUMEL)
 
 
 @st.composite
@@ -24,7 +23,7 @@ def elections(draw: st.DrawFn) -> tuple[int, list[tuple[int, bytes | str]]]:
 
 
 def vote_of(digest: bytes, **more: object) -> Vote:
-    return Vote(b"group", digest, accepted=0 if digest else -1, numel=NUMEL, **more)  # type: ignore[arg-type]
+    return Vote(b"group", digest, numel=NUMEL, **more)  # type: ignore[arg-type]
 
 
 def lacking(start: int, stop: int, *accused: int, ballot: int = 0) -> Vote:
@@ -116,72 +115,25 @@ def test_half_of_a_group_cannot_go_on_alone() -> None:
     assert verdict.blamed == [peer(2), peer(3)]
 
 
-def test_a_new_coordinator_takes_over_what_may_have_been_committed() -> None:
-    """Two of five hold it, one has nothing, and two are gone that may have voted for it."""
-    count = VoteCount(group_of(5), term=1)
-    for rank in (1, 2):
-        count.add(rank, vote_of(b"digest", ballot=STAGES))
-    count.add(3, lacking(0, 100, ballot=STAGES))
-    count.lose(0, "killed")
-    count.lose(4, "killed")
-    order = count.decide()
-    assert isinstance(order, Order)
-    assert order.adopted == group_of(5).manifest(b"digest")
-
-
-def test_what_was_adopted_binds_also_those_who_hear_of_it_from_one_only() -> None:
-    """An earlier ballot may have committed it, though nobody here can tell."""
-    count = VoteCount(group_of(5), term=2)
-    for rank in (2, 3, 4):
-        bound = vote_of(b"adopted", ballot=2 * STAGES)
-        bound.accepted = STAGES + 1
-        count.add(rank, bound if rank == 2 else lacking(0, 100, ballot=2 * STAGES))
-    count.lose(0, "killed")
-    count.lose(1, "killed")
-    order = count.decide()
-    assert isinstance(order, Order)
-    assert order.adopted == group_of(5).manifest(b"adopted")
-
-
-def test_members_that_went_different_ways_reduce_everything_again() -> None:
-    count = VoteCount(group_of(3), term=1)
-    count.lose(0, "killed")
-    count.add(1, lacking(10, 20, ballot=STAGES))
-    late = lacking(10, 15, ballot=STAGES)
-    late.computed = 1
-    count.add(2, late)
-    assert count.decide() == Order(STAGES + 1, [1, 2], 0, NUMEL)
-
-
-def test_a_later_coordinator_whose_time_is_over_decides_as_well() -> None:
-    """Nothing can have been committed, something is missing, and there is no time to reduce it again."""
-    count = VoteCount(group_of(3), term=1)
-    for rank in (1, 2):
-        count.add(rank, lacking(0, 40, 0, ballot=STAGES))
+def test_a_leader_whose_time_is_over_decides() -> None:
+    """Something is missing, and there is no time to reduce it again."""
+    count = VoteCount(group_of(3))
+    for rank in (0, 1):
+        count.add(rank, lacking(0, 40))
     assert count.decide() is None, "the third may still vote"
-    count.close()
-    count.lose(0, "no vote in time")
+    count.close("no vote in time")
     verdict = count.decide()
     assert isinstance(verdict, Verdict)
     assert verdict.manifest is None
-
-
-def test_a_coordinator_that_may_not_be_the_first_never_says_that_nothing_was_committed() -> None:
-    count = VoteCount(group_of(3), term=1)
-    count.lose(0, "killed")
-    count.lose(2, "killed")
-    count.add(1, vote_of(b"digest", ballot=STAGES))
-    verdict = count.decide()
-    assert isinstance(verdict, Verdict)
-    assert not verdict.is_known
+    assert verdict.blamed == [peer(2)]
 
 
 def test_a_round_ends_though_every_averaging_fails() -> None:
     count = VoteCount(group_of(3))
-    for ballot in range(STAGES):
+    for ballot in range(MAX_BALLOTS):
         for rank in range(3):
             count.add(rank, lacking(0, 10, ballot=ballot))
-        assert isinstance(count.decide(), Order if ballot < STAGES - 1 else Verdict)
+        assert isinstance(count.decide(), Order if ballot < MAX_BALLOTS - 1 else Verdict)
 
 
 # who must go
@@ -197,7 +149,7 @@ def say(accuser: int, accused: int, *, is_violation: bool = False, is_stalled: b
         ([], set()),
         ([say(0, 2), say(1, 2)], {2}),
         ([say(2, 0), say(2, 1), say(2, 3)], {2}),  # who accuses everybody
-        ([say(1, 0)], {1}),  # the coordinator stays,
+        ([say(1, 0)], {1}),  # the leader stays,
         ([say(0, 0, is_violation=True)], {0}),  # unless by its own word
         ([say(1, 2), say(2, 1)], {2}),
         ([say(2, 1, is_violation=True)], {1}),
@@ -230,29 +182,6 @@ def test_one_that_sent_nothing_and_does_not_vote_is_named_once_all_others_have_v
     count.lose(3, "it does not vote")
     assert count.decide() == Order(1, [0, 1, 2], 0, 10)
     assert count.faults == {3: "0 of 3"}, "what it did says more than that it is gone"
-
-
-# a member
-
-
-def test_a_member_follows_no_coordinator_that_it_has_left() -> None:
-    voter = Voter(group_of(3), 2, NUMEL)
-    voter.averaged(HeldResult(b"digest"), (0, 0))
-    assert voter.next_coordinator() == 1
-    assert not voter.follow(Order(1, [0, 1, 2], 0, 10))
-    assert voter.vote().accepted == 0
-    assert voter.vote().digest == b"digest"
-    assert not voter.follow(Order(STAGES + 1, [0, 1], 0, 10)), "it is left out"
-    assert voter.follow(Order(STAGES + 1, [1, 2], 0, 10))
-    voter.averaged(None, (0, 10), "lost somebody")
-    assert voter.vote().digest == b"", "what it held is not what this ballot is about"
-    assert voter.next_coordinator() == 2
-    assert voter.vote().digest == b"digest", "but it may have been committed"
-    assert voter.next_coordinator() is None
-
-
-def test_a_new_member_lacks_everything() -> None:
-    assert Voter(group_of(2), 1, NUMEL).vote().missing == ALL
 
 
 @pytest.mark.parametrize("odd", [0, 3])

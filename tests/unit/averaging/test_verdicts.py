@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.averaging.commit.verdict_checks import checked
+from manyhands.averaging.commit.votes import checked
 from manyhands.averaging.messages import Group, JoinResponse, Order, SpanResult, Verdict, Vote
 from manyhands.base.errors import ProtocolViolation
 from manyhands.base.identity import PeerId
@@ -62,10 +62,20 @@ def test_parts_that_cannot_be_are_not_believed(parts: list[SpanResult]) -> None:
         Order(1, [2, 0], 0, 10),
         Order(1, [0, 2], 10, 10),
         Order(1, [1], 0, 10),
-        Order(1, [0], adopted=group_of(2).manifest(b"digest")),
+        Order(1, [2], 0, 10),
+        Order(0, [0, 2], 0, 10),
+        Order(1, [0, 2], 0, 11),
+        Order(1, [0], adopted=GROUP.manifest(b"digest")),
     ],
 )
-def test_orders_that_nobody_could_follow_are_refused(order: Order) -> None:
+def test_orders_that_a_member_cannot_follow_are_refused(order: Order) -> None:
+    with pytest.raises(ProtocolViolation):
+        checked(GROUP, Verdict(False, order=order), Vote(b"group", b"", numel=10), 0)
+
+
+def test_an_order_is_believed_in_answer_to_a_vote_only() -> None:
+    order = Order(1, [0, 2], 0, 10)
+    assert checked(GROUP, Verdict(False, order=order), Vote(b"group", b"", numel=10), 2).order == order
     with pytest.raises(ProtocolViolation):
         checked(GROUP, Verdict(False, order=order))
 

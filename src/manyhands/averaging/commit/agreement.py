@@ -1,76 +1,143 @@
-"""How the members of a round learn whether it committed: drives the votes (:mod:`manyhands.averaging.commit.votes`).
+"""How the members of a round learn whether it committed: carries the votes of :mod:`manyhands.averaging.commit.votes`.
 
 ::
 
-    member                                   coordinator: the leader, or whoever follows when it is lost
-    ------                                   -----------------------------------------------------------
-    averaging ── holds a result, or lacks a span ──> VOTE ──> collecting ── more than half the same ──> COMMITTED
-        ^                                                        ├── a span is missing ──> order
-        └─────────── reduces it again, votes again <─────────────┘
-    in doubt  <── verdict ───────────────────────────────────────┴── cannot be any more ──> ABORTED
-        └─ coordinator lost: promises the next one, and asks all others meanwhile; nobody knows in the end: aborted here
+    member                                             leader
+    ------                                             ------
+    averages ── holds a result, or lacks a part ──> VOTE ──> counts ── more than half the same ──> COMMITTED
+       ^                                                       ├── a part is missing ──> order
+       └────────── reduces it again, votes again <─────────────┘
+    waits     <── verdict ─────────────────────────────────────┴── no majority is possible ──────> ABORTED
+       └─ the leader is lost: asks all other members; if none of them knows the verdict: aborted here
 
-docs/explanation/rounds.md has the whole protocol. A member that aborts in doubt while others committed is behind; the
-lineage in the progress records shows it, and it loads the others' state. What a member believes in doubt it tells
-nobody.
+Only the leader decides. If it dies before that, the round is aborted and its members form again. If it had told a
+member, the others hear the verdict from that one. A member that aborts in doubt while others committed is behind: the
+lineage in the progress records shows it, and the member loads the others' state. It never tells others what it believed
+in doubt. docs/explanation/rounds.md has the whole protocol.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
 
 from manyhands.averaging.allreduce.probing import PROBE_S, Probing, answer_time_s
-from manyhands.averaging.commit.verdict_checks import checked
-from manyhands.averaging.commit.votes import STAGES, Voter, coordinators
-from manyhands.averaging.commit.voting_state import VotingState
+from manyhands.averaging.commit.votes import VoteCount, checked
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import (
     ASK_VERDICT,
     NOBODY,
     VOTE,
     Group,
-    Order,
     Verdict,
     VerdictQuery,
     Vote,
     readable_addresses,
 )
 from manyhands.averaging.run_endpoint import RunEndpoint
+from manyhands.base.deadline import time_limit
 from manyhands.base.errors import PeerError, ProtocolViolation, Refused, Timeout, Unavailable
 from manyhands.base.identity import PeerId
+from manyhands.rpc import Method
 from manyhands.rpc.frames import readable
 from manyhands.runtime import TaskOwner
 
 logger = logging.getLogger(__name__)
 
 REMEMBERED_VERDICTS = 16
+"""A member asks within its round's time: in so many later rounds that is over."""
 ASK_PERIOD_S = 0.3
+"""A tenth of the default ``in_doubt_timeout_s``."""
 MIN_VOTING_S = 1.0
-"""A coordinator whose round is over waits at least so long for the votes of the others."""
+"""A leader whose round's time is over waits at least so long for the votes of the others."""
 LATENCY_S = 2.0
 """What a verdict may take to arrive."""
 STALLED_S = 3.0
-"""One that answers, but from which others got nothing, is waited for so long when all others have voted."""
-VOTES_TO_ONE = 3
-"""A coordinator that breaks off so often is lost too."""
+"""A member that answers, but from which others got nothing, has so long to vote when all others have voted."""
+CALLS_TO_LEADER = 3
+"""A leader on which so many calls in a row break is lost, although it can be dialled."""
 
-Follow = Callable[[Order], Awaitable[None]]
-"""Averages what an order says; the voter knows the outcome then."""
+
+class VotingState:
+    """What a peer knows of how a round is decided.
+
+    Attributes:
+        count: of the votes, if this peer leads the group: only then does it decide.
+        lost: members that cannot be heard any more, by rank, with the reason.
+        verdict: as soon as it is known here.
+        is_in_doubt: this peer has lost the leader, and asks the other members.
+        untold: the other members, but for those that have heard the verdict from this leader.
+        decided_at: when the verdict was known (loop time).
+        changed: done when there is something new; then it is replaced.
+    """
+
+    def __init__(self, group: Group, rank: int) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.group = group
+        self.rank = rank
+        self.count = VoteCount(group)
+        self.leader = self.count.leader
+        self.is_leader = rank == self.leader
+        self.lost: dict[int, str] = {}
+        self.verdict: asyncio.Future[Verdict] = self._loop.create_future()
+        self.is_in_doubt = False
+        self.untold = {member.peer_id for member in group.members} - {group.members[rank].peer_id}
+        self.decided_at = 0.0
+        self.changed: asyncio.Future[None] = self._loop.create_future()
+
+    def add(self, rank: int, vote: Vote) -> None:
+        """Count a vote."""
+        self.count.add(rank, vote)
+        self._decide()
+
+    def lose(self, rank: int, reason: str) -> None:
+        """A member cannot be heard any more."""
+        self.lost.setdefault(rank, reason)
+        self.count.lose(rank, reason)
+        self._decide()
+
+    def close(self, reason: str) -> None:
+        """Decide with the votes that are there, if this peer is the one that decides."""
+        self.count.close(reason)
+        self._decide()
+
+    def know(self, verdict: Verdict) -> None:
+        """The end of the round is known; only the first word counts."""
+        if not self.verdict.done():
+            self.verdict.set_result(verdict)
+            self.decided_at = self._loop.time()
+
+    def wake(self) -> None:
+        """Tell those who wait that there is something new."""
+        changed, self.changed = self.changed, self._loop.create_future()
+        changed.set_result(None)
+
+    async def answer(self, rank: int, vote: Vote) -> Verdict:
+        """What to tell a member that has voted, as soon as there is something. No bound: put one around it."""
+        while not self.verdict.done():
+            order = self.count.order
+            if order is not None and vote.ballot < order.ballot and rank in order.members:
+                return Verdict(False, order=order)
+            await asyncio.wait([self.changed])
+        return self.verdict.result()
+
+    def _decide(self) -> None:
+        if self.is_leader and isinstance(decision := self.count.decide(), Verdict):
+            self.know(decision)
+        self.wake()
 
 
 class Agreement:
     """Votes, and counts votes, in the rounds of one run.
 
     Args:
-        probing: asks who does not vote whether it is in the round at all.
+        probing: asks a member that does not vote whether it is in the round at all.
     """
 
     def __init__(self, endpoint: RunEndpoint, config: AveragingConfig, probing: Probing) -> None:
@@ -79,67 +146,47 @@ class Agreement:
         self._probing = probing
         self._rounds: dict[bytes, VotingState] = {}
         self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
+        self._last_led: VotingState | None = None
         self._tasks = TaskOwner("agreement")  # each ends with the round that began it
         endpoint.handle(VOTE, self._on_vote)
         endpoint.handle(ASK_VERDICT, self._on_ask)
         endpoint.on_lost.append(self._on_lost)
 
-    def close(self) -> None:
+    async def close(self) -> None:
+        """Leave the run: a leader first decides its round, and hands the verdict out to the members that wait."""
+        for state in self._rounds.values():
+            state.close("the leader leaves the run")
+        if (last := self._last_led) is not None:
+            deadline = last.decided_at + LATENCY_S
+            while any(map(self._endpoint.is_connected, last.untold)) and (left_s := deadline - self._now()) > 0:
+                await asyncio.wait([last.changed], timeout=left_s)
         self._endpoint.unhandle(VOTE)
         self._endpoint.unhandle(ASK_VERDICT)
         if self._on_lost in self._endpoint.on_lost:
             self._endpoint.on_lost.remove(self._on_lost)
 
-    @contextmanager
-    def of(self, group: Group) -> Iterator[None]:
-        """Take part in how a group decides while the block runs; its end answers whoever waits for this peer."""
+    @asynccontextmanager
+    async def of(self, group: Group) -> AsyncIterator[None]:
+        """Take part in how a group decides while the block runs; a leader that leaves it decides at once."""
         rank = group.rank_of(self._endpoint.peer_id)
         assert rank is not None
-        this = self._rounds[group.group_id] = VotingState(group, rank)
+        state = self._rounds[group.group_id] = VotingState(group, rank)
         for member in group.members:
             self._endpoint.learn(member.peer_id, readable_addresses(member.addresses))
-        if group.leader == self._endpoint.peer_id:
-            this.count(0)
+        watching = None
+        if state.is_leader:
+            self._last_led = state
+            watching = self._tasks.spawn(self._watch(state), name="asking members that do not vote")
         try:
             yield
         finally:
-            for term in list(this.counts):
-                this.close(term, "the coordinator gave the round up")
-            if this.decided.done():
-                self._remember(group.group_id, this.decided.result())
+            state.close("the leader gave the round up")
+            if state.verdict.done():
+                self._remember(group.group_id, state.verdict.result())
             del self._rounds[group.group_id]
-            this.know(Verdict(False, None, "the asked peer gave the round up"))
-
-    async def conclude(self, group: Group, voter: Voter, follow: Follow, voting_s: float) -> Verdict:
-        """Vote, do what the coordinator orders, and wait for the verdict; in the end it is known, or aborted here.
-
-        Args:
-            voting_s: how long a coordinator waits for votes. The others wait longer, for a leader that began its round
-                later than they did.
-        """
-        this, loop = self._rounds[group.group_id], asyncio.get_running_loop()
-        deadline = loop.time() + voting_s
-        asking: dict[int, asyncio.Task[None]] = {}
-        try:
-            while True:
-                answer = await self._poll(this, voter, asking, max(deadline - loop.time(), MIN_VOTING_S))
-                if answer.is_known:
-                    this.know(answer)
-                    break
-                if answer.order is not None and voter.follow(answer.order):
-                    if answer.order.adopted is None:
-                        await follow(answer.order)
-                    continue
-                logger.info("in doubt: the verdict of term %d did not come: %s", voter.term, answer.reason)
-                self._ask_all(this, set(range(len(group.members))) - {this.rank}, asking)
-                if not self._step_up(this, voter):
-                    answer = await self._wait_in_doubt(this, asking, voter, answer)
-                    break
-        finally:
-            for task in asking.values():
-                task.cancel()
-            await asyncio.gather(*asking.values(), return_exceptions=True)
-        return answer
+            if watching is not None:
+                self._tasks.cancel(watching)
+                await asyncio.gather(watching, return_exceptions=True)
 
     def is_in(self, group_id: bytes) -> bool:
         """Whether this peer is in the round of a group now."""
@@ -150,230 +197,205 @@ class Agreement:
         return bool(self._rounds[group.group_id].lost)
 
     async def decided(self, group: Group, on_lost: Callable[[PeerId], None]) -> Verdict:
-        """Wait for the verdict of the others, for a member that still averages. No bound: put one around it.
+        """Wait for the verdict, for a member that still averages. No bound: put one around it.
 
         Args:
             on_lost: called with the members that the leader has lost.
         """
-        this = self._rounds[group.group_id]
-        if group.leader != self._endpoint.peer_id:
-            try:
-                await self._ask_leader(this, on_lost)
-            except (Unavailable, PeerError) as error:
-                logger.info("the leader does not say how the round ended: %s", error)
-        return await asyncio.shield(this.decided)
-
-    async def _ask_leader(self, this: VotingState, on_lost: Callable[[PeerId], None]) -> None:
-        group, num_lost = this.group, 0
+        state = self._rounds[group.group_id]
+        if state.is_leader:
+            return await asyncio.shield(state.verdict)
+        num_lost, timeout_s = 0, self._config.averaging_timeout_s
         while True:
             query = VerdictQuery(group.group_id, num_lost)
-            answer = await self._endpoint.call(group.leader, ASK_VERDICT, query, self._config.averaging_timeout_s)
-            if (answer := checked(group, answer)).is_known:
-                this.know(answer)
-            if not answer.is_open or len(answer.blamed) <= num_lost:
-                return
-            num_lost = len(answer.blamed)
+            answer = await self._call_leader(state, ASK_VERDICT, query, timeout_s)
+            if answer.is_known:
+                return answer
+            if not answer.is_open:  # the leader has not come to this round yet
+                await asyncio.sleep(ASK_PERIOD_S)
             for peer_id in answer.blamed:
                 on_lost(peer_id)
+            num_lost = len(answer.blamed)
+
+    async def conclude(self, group: Group, vote: Vote, voting_s: float) -> Verdict:
+        """Vote, and wait for what follows: the verdict, or an order to average again.
+
+        Args:
+            voting_s: how long a leader waits for the votes of the others. They wait longer, for a leader that began its
+                round later than they did.
+        """
+        state = self._rounds[group.group_id]
+        if not state.is_leader:
+            timeout_s = self._config.averaging_timeout_s + MIN_VOTING_S + LATENCY_S
+            return await self._call_leader(state, VOTE, vote, timeout_s)
+        state.add(state.rank, vote)
+        try:
+            async with time_limit(voting_s, "waiting for the votes of the others"):
+                return await state.answer(state.rank, vote)
+        except Timeout:
+            state.close(f"no vote within {voting_s:.3g} s")
+            return state.verdict.result()
 
     # a member
 
-    async def _poll(
-        self, this: VotingState, voter: Voter, asking: dict[int, asyncio.Task[None]], timeout_s: float
+    async def _call_leader(
+        self, state: VotingState, method: Method[Any, Verdict], request: VerdictQuery | Vote, timeout_s: float
     ) -> Verdict:
-        """What the coordinator of the voter's term has to say; unknown and without an order if it is lost."""
-        coordinator = coordinators(this.group)[voter.term]
-        is_own = coordinator == this.rank
-        voting: asyncio.Future[Verdict] = asyncio.get_running_loop().create_task(
-            self._count(this, voter, asking, timeout_s) if is_own else self._vote(this, coordinator, voter.vote())
-        )
-        try:
-            while not voting.done():
-                if this.decided.done():
-                    return this.decided.result()
-                if this.summoning(voter.term) > voter.term:
-                    return Verdict(False, None, "most of the others have lost the coordinator")
-                either: list[asyncio.Future[Any]] = [voting, this.changed]
-                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            return voting.result()
-        finally:
-            voting.cancel()
-            await asyncio.gather(voting, return_exceptions=True)
-
-    async def _count(
-        self, this: VotingState, voter: Voter, asking: dict[int, asyncio.Task[None]], timeout_s: float
-    ) -> Verdict:
-        """Vote at this peer itself; whoever is said to be lost is asked whether it is still there."""
-        async with self._tasks.beside(self._ask_the_missing(this, voter.term), name="asking who does not vote"):
-            return await self._count_to_end(this, voter, asking, timeout_s)
-
-    async def _count_to_end(
-        self, this: VotingState, voter: Voter, asking: dict[int, asyncio.Task[None]], timeout_s: float
-    ) -> Verdict:
-        vote, loop = voter.vote(), asyncio.get_running_loop()
-        deadline, stalled_until = loop.time() + timeout_s, math.inf
-        this.add(this.rank, vote)
-        while (answer := this.now(this.rank, vote)) is None:
-            count = this.count(voter.term)
-            self._ask_all(this, count.suspects(), asking)
-            stalled = count.only_stalled()
-            stalled_until = min(stalled_until, loop.time() + STALLED_S) if stalled else math.inf
-            left_s = min(deadline, stalled_until) - loop.time()
-            if left_s > 0:
-                await asyncio.wait([this.changed], timeout=left_s)
-            elif deadline <= loop.time():
-                this.close(voter.term, f"no vote within {timeout_s:.3g} s")
-            else:
-                for rank in stalled:
-                    this.lose(rank, f"{this.group.members[rank].peer_id} answers, but does not vote")
-        return answer
-
-    async def _ask_the_missing(self, this: VotingState, term: int) -> None:
-        """Who does not vote may never have come to this round, and nobody else may need anything from it."""
-        while True:
-            await asyncio.sleep(PROBE_S)
-            await asyncio.gather(*(self._miss(this, rank) for rank in this.count(term).missing() - {this.rank}))
-
-    async def _miss(self, this: VotingState, rank: int) -> None:
-        peer_id = this.group.members[rank].peer_id
-        try:
-            moved = await self._probing.ask(this.group, rank, self._answer_time_s(this, rank))
-        except (Unavailable, PeerError) as error:
-            this.lose(rank, f"{peer_id} cannot be asked: {error}")
-        else:
-            if moved.is_gone:
-                this.lose(rank, f"{peer_id} is in another round, or in none")
-
-    async def _vote(self, this: VotingState, coordinator: int, vote: Vote) -> Verdict:
-        group, peer_id = this.group, this.group.members[coordinator].peer_id
-        timeout_s = self._config.averaging_timeout_s + MIN_VOTING_S + LATENCY_S
-        if any(said.accused == coordinator and said.is_stalled for said in vote.accusations):
-            timeout_s = STALLED_S
-        reason = ""
-        for _ in range(VOTES_TO_ONE):
+        """What the leader says; if it is lost, the verdict that other members know, or that the round is aborted."""
+        vote = request if isinstance(request, Vote) else None
+        for _ in range(CALLS_TO_LEADER):
+            calling = self._endpoint.call(state.group.leader, method, request, timeout_s)
             try:
-                return checked(
-                    group,
-                    await self._while_it_answers(
-                        this, coordinator, self._endpoint.call(peer_id, VOTE, vote, timeout_s)
-                    ),
-                )
+                answer = await (self._while_it_answers(state, calling) if vote is not None else calling)
+                answer = checked(state.group, answer, vote, state.rank)
             except (ProtocolViolation, Timeout) as error:
                 reason = str(error)
                 break
             except (Unavailable, PeerError) as error:
                 reason = str(error)
+            else:
+                if answer.is_known:
+                    state.know(answer)
+                return answer
             try:
-                await self._probe(this, coordinator)
+                await self._probe_leader(state)
             except (Unavailable, PeerError):
                 break
-        return Verdict(False, None, f"the leader was lost ({reason})", [peer_id])
+        said = f"{vote.reason}; " if vote is not None and vote.reason else ""
+        return await self._in_doubt(state, f"{said}the leader was lost ({reason})")
 
-    async def _while_it_answers(self, this: VotingState, rank: int, call: Coroutine[Any, Any, Verdict]) -> Verdict:
-        """Wait for a verdict, which may take as long as the round; but not from one that has fallen silent."""
+    async def _while_it_answers(self, state: VotingState, call: Coroutine[Any, Any, Verdict]) -> Verdict:
+        """Wait for a verdict, which may take as long as the round; but not from a leader that has fallen silent."""
         calling = asyncio.get_running_loop().create_task(call)
         try:
             while not (await asyncio.wait([calling], timeout=PROBE_S))[0]:
-                await self._probe(this, rank)
+                await self._probe_leader(state)
             return calling.result()
         finally:
             calling.cancel()
             await asyncio.gather(calling, return_exceptions=True)
 
-    async def _probe(self, this: VotingState, rank: int) -> None:
-        peer_id = this.group.members[rank].peer_id
-        await self._endpoint.call(peer_id, ASK_VERDICT, VerdictQuery(NOBODY), self._answer_time_s(this, rank))
+    async def _probe_leader(self, state: VotingState) -> None:
+        timeout_s = self._answer_time_s(state, state.leader)
+        await self._endpoint.call(state.group.leader, ASK_VERDICT, VerdictQuery(NOBODY), timeout_s)
 
-    def _answer_time_s(self, this: VotingState, rank: int) -> float:
-        return answer_time_s(this.group.link_rates(this.rank)[rank])
+    async def _in_doubt(self, state: VotingState, reason: str) -> Verdict:
+        """The leader is lost: ask all other members, until one knows the verdict or none can learn it any more."""
+        logger.info("in doubt whether the round committed, asking its other members: %s", reason)
+        others = [rank for rank in range(len(state.group.members)) if rank not in (state.rank, state.leader)]
+        state.is_in_doubt = True
+        asking = asyncio.gather(*(self._ask(state, rank) for rank in others))
+        waiting: list[asyncio.Future[Any]] = [asking, state.verdict]
+        try:
+            timeout_s = self._config.in_doubt_timeout_s
+            await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            state.is_in_doubt = False
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+        if state.verdict.done():
+            return state.verdict.result()
+        return Verdict(True, None, f"nobody who is left knows the verdict: {reason}", [state.group.leader])
 
-    def _step_up(self, this: VotingState, voter: Voter) -> bool:
-        """Promise the next coordinator; False if there is none."""
-        term = max(voter.term + 1, this.summoning(voter.term))
-        while voter.term < term:
-            if voter.next_coordinator() is None:
-                return False
-        return True
-
-    async def _wait_in_doubt(
-        self, this: VotingState, asking: Mapping[int, asyncio.Task[None]], voter: Voter, last: Verdict
-    ) -> Verdict:
-        """Nobody is left to count; somebody may still know."""
-        waiting: set[asyncio.Future[None]] = set(asking.values())
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._config.in_doubt_timeout_s
-        while waiting and not this.decided.done() and (left_s := deadline - loop.time()) > 0:
-            done, _ = await asyncio.wait([*waiting, this.changed], timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
-            waiting -= done
-        if this.decided.done():
-            return this.decided.result()
-        reasons = "; ".join(reason for reason in (voter.vote().reason, last.reason) if reason)
-        return Verdict(True, None, f"nobody who is left knows the verdict: {reasons}", last.blamed)
-
-    def _ask_all(self, this: VotingState, ranks: set[int], asking: dict[int, asyncio.Task[None]]) -> None:
-        for rank in ranks - asking.keys():
-            asking[rank] = self._tasks.spawn(self._ask(this, rank), name=f"asking {this.group.members[rank].peer_id}")
-
-    async def _ask(self, this: VotingState, rank: int) -> None:
-        """Ask a member again and again what it knows, as long as it is in this round and can be reached."""
-        peer_id = this.group.members[rank].peer_id
-        query, timeout_s = VerdictQuery(this.group.group_id), self._answer_time_s(this, rank)
+    async def _ask(self, state: VotingState, rank: int) -> None:
+        """Ask a member again and again, until it tells the verdict or cannot learn it from the leader any more."""
+        group, peer_id = state.group, state.group.members[rank].peer_id
+        query, timeout_s = VerdictQuery(group.group_id), self._answer_time_s(state, rank)
         while True:
             try:
-                answer = checked(this.group, await self._endpoint.call(peer_id, ASK_VERDICT, query, timeout_s))
+                answer = checked(group, await self._endpoint.call(peer_id, ASK_VERDICT, query, timeout_s))
             except (Unavailable, PeerError) as error:
-                this.lose(rank, f"{peer_id} cannot be asked: {error}")
+                logger.debug("peer %s does not say how the round ended: %s", peer_id, error)
                 return
             if answer.is_known:
-                this.know(answer)
-                return
-            if not answer.is_open:
-                this.lose(rank, f"{peer_id} has given the round up")
+                state.know(answer)
+            if answer.is_known or not answer.is_open or group.leader in answer.blamed:
                 return
             await asyncio.sleep(ASK_PERIOD_S)
+
+    # the leader
+
+    async def _watch(self, state: VotingState) -> None:
+        """Find out which members will not vote, once others have: those that are gone, and those that only answer."""
+        count, asked_at, stalled_at = state.count, self._now(), self._now()
+        while not state.verdict.done():
+            await asyncio.sleep(ASK_PERIOD_S)
+            now, stalled, silent = self._now(), count.only_stalled(), count.suspects()
+            if not count.votes:
+                asked_at = now
+            if not stalled:
+                stalled_at = now
+            if now - stalled_at >= STALLED_S:  # this leader may be one of them
+                for rank in stalled:
+                    state.lose(rank, f"{state.group.members[rank].peer_id} answers, but does not vote")
+            elif now - asked_at >= PROBE_S:  # nobody else may need anything from a member that never came to this round
+                silent, asked_at = count.missing(), now
+            await asyncio.gather(*(self._miss(state, rank) for rank in silent - {state.rank}))
+
+    async def _miss(self, state: VotingState, rank: int) -> None:
+        peer_id = state.group.members[rank].peer_id
+        try:
+            moved = await self._probing.ask(state.group, rank, self._answer_time_s(state, rank))
+        except (Unavailable, PeerError) as error:
+            state.lose(rank, f"{peer_id} cannot be asked: {error}")
+        else:
+            if moved.is_gone:
+                state.lose(rank, f"{peer_id} is in another round, or in none")
+
+    # what others ask
+
+    async def _on_vote(self, remote: PeerId, vote: Vote) -> Verdict:
+        if vote.group_id in self._verdicts:
+            return self._told(remote, vote.group_id, self._verdicts[vote.group_id])
+        me, state = self._endpoint.peer_id, self._rounds.get(vote.group_id)
+        if state is None:
+            raise Refused(me, "unknown_group", "this peer is in no such group")
+        rank = state.group.rank_of(remote)
+        if rank is None:
+            raise Refused(me, "not_a_member", "only members of a group vote in it")
+        if not state.is_leader:
+            raise Refused(me, "not_leader", "only the leader of a group counts its votes")
+        if vote.ballot > state.count.ballot:
+            state.lose(rank, f"{remote} voted in a ballot that has not begun")
+            raise Refused(me, "too_early", "that ballot has not begun")
+        vote.reason = readable(vote.reason)
+        vote.accusations = [msgspec.structs.replace(said, reason=readable(said.reason)) for said in vote.accusations]
+        state.add(rank, vote)
+        return self._told(remote, vote.group_id, await state.answer(rank, vote))
+
+    async def _on_ask(self, remote: PeerId, query: VerdictQuery) -> Verdict:
+        state = self._rounds.get(query.group_id)
+        if state is None:
+            unknown = Verdict(False, None, "the asked peer does not know this round")
+            return self._told(remote, query.group_id, self._verdicts.get(query.group_id, unknown))
+        while state.is_leader and not state.verdict.done() and len(state.lost) <= query.num_lost:
+            await asyncio.wait([state.changed])
+        if state.verdict.done():
+            return self._told(remote, query.group_id, state.verdict.result())
+        lost = list(state.lost) if state.is_leader else [state.leader] if state.is_in_doubt else []
+        return Verdict(False, blamed=[state.group.members[rank].peer_id for rank in lost], is_open=True)
+
+    def _told(self, remote: PeerId, group_id: bytes, answer: Verdict) -> Verdict:
+        """Note that a member hears a verdict from this leader."""
+        last = self._last_led
+        if answer.is_known and last is not None and last.group.group_id == group_id:
+            last.untold.discard(remote)
+            last.wake()
+        return answer
+
+    def _on_lost(self, peer_id: PeerId) -> None:
+        for state in list(self._rounds.values()):
+            rank = state.group.rank_of(peer_id)
+            if rank is not None:
+                state.lose(rank, f"{peer_id} was lost before it voted")
 
     def _remember(self, group_id: bytes, verdict: Verdict) -> None:
         self._verdicts[group_id] = verdict
         while len(self._verdicts) > REMEMBERED_VERDICTS:
             self._verdicts.popitem(last=False)
 
-    # what others ask
+    def _answer_time_s(self, state: VotingState, rank: int) -> float:
+        return answer_time_s(state.group.link_rates(state.rank)[rank])
 
-    async def _on_vote(self, remote: PeerId, vote: Vote) -> Verdict:
-        if vote.group_id in self._verdicts:
-            return self._verdicts[vote.group_id]
-        me, this = self._endpoint.peer_id, self._rounds.get(vote.group_id)
-        if this is None:
-            raise Refused(me, "unknown_group", "this peer is in no such group")
-        rank, term = this.group.rank_of(remote), vote.ballot // STAGES
-        if rank is None:
-            raise Refused(me, "not_a_member", "only members of a group vote in it")
-        ranks = coordinators(this.group)
-        if not 0 <= term < len(ranks) or ranks[term] != this.rank:
-            raise Refused(me, "not_coordinator", f"this peer does not count the votes of term {term}")
-        if vote.ballot > this.count(term).ballot:
-            this.lose(rank, f"{remote} voted in a ballot that has not begun")
-            raise Refused(me, "too_early", "that ballot has not begun")
-        vote.reason = readable(vote.reason)
-        vote.accusations = [msgspec.structs.replace(said, reason=readable(said.reason)) for said in vote.accusations]
-        this.add(rank, vote)
-        return await this.answer(rank, vote)
-
-    async def _on_ask(self, remote: PeerId, query: VerdictQuery) -> Verdict:
-        this = self._rounds.get(query.group_id)
-        if this is None:
-            unknown = Verdict(False, None, "the asked peer does not know this round")
-            return self._verdicts.get(query.group_id, unknown)
-        if this.group.leader == self._endpoint.peer_id:
-            while not this.decided.done() and len(this.lost) <= query.num_lost:
-                await asyncio.wait([this.changed])
-        if this.decided.done():
-            return this.decided.result()
-        lost = [this.group.members[rank].peer_id for rank in sorted(this.lost)]
-        return Verdict(False, blamed=lost, is_open=True)
-
-    def _on_lost(self, peer_id: PeerId) -> None:
-        for this in list(self._rounds.values()):
-            rank = this.group.rank_of(peer_id)
-            if rank is not None:
-                this.lose(rank, f"{peer_id} was lost before it voted")
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()

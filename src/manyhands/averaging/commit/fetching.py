@@ -1,9 +1,9 @@
-"""Means that a member lacks when its round has committed: it fetches them from one that holds them.
+"""Fetches the means that a member lacks when its round has committed, and serves them to others.
 
 ::
 
-    who lacks some        who holds the result
-    --------------        --------------------
+    lacks some of them    holds the result
+    ------------------    ----------------
     group, digest    ──>
                      <──  whether it was averaged again, digest of each piece
     which pieces     ──>
@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import msgspec
-import torch
 
 from manyhands.averaging.allreduce.group_codec import Means, bytes_of, digest_of, digest_of_all
 from manyhands.averaging.commit.recovery import Recovery
@@ -40,9 +39,10 @@ logger = logging.getLogger(__name__)
 
 MEANS_KIND = "averaging.means"
 OPENING_S = 2.0
+"""A holder that cannot be reached in so long is passed over."""
 STALLED_S = 3.0
-"""Who sends nothing for so long is not waited for: there are others."""
-DIGEST_BYTES = 32
+"""A holder that sends nothing for so long is not waited for: there are others."""
+DIGEST_BYTES = 32  # of BLAKE3
 
 
 class MeansHeader(msgspec.Struct):
@@ -98,7 +98,7 @@ class Fetching:
 
     async def fetch(
         self, group: Group, manifest: RoundManifest, recovery: Recovery, doubtful: Sequence[PeerId], timeout_s: float
-    ) -> torch.Tensor | None:
+    ) -> Means | None:
         """What was committed, if a member sends the part of it that this one lacks, else None.
 
         Args:
@@ -117,8 +117,8 @@ class Fetching:
             except (Unavailable, PeerError) as error:
                 logger.info("the means that this peer lacks do not come: %s", error)
                 continue
-            recovery.complete(manifest, means)
-            return means.averaged_N
+            recovery.complete(manifest.digest, means)
+            return means
         return None
 
     def _holders(self, group: Group, doubtful: Sequence[PeerId]) -> list[PeerId]:

@@ -1,4 +1,4 @@
-"""What a member holds of its round: the means, who contributed to them, and what is reduced again."""
+"""The averaging of one round at one member: what it holds of the means, who contributed, and what is reduced again."""
 
 from __future__ import annotations
 
@@ -12,49 +12,47 @@ from manyhands.averaging.allreduce.butterfly import Butterfly
 from manyhands.averaging.allreduce.group_codec import InvalidContribution, Means, again, digest_of_all
 from manyhands.averaging.codecs import Feedbacks, Plan
 from manyhands.averaging.commit.limits import MemberLimits, witnessed
-from manyhands.averaging.commit.votes import HeldResult, Voter, held_of
 from manyhands.averaging.contributions import Contributions
 from manyhands.averaging.memory import Memory, empty_vector
-from manyhands.averaging.messages import MAX_REASON_LENGTH, Accusation, Group, Order, RoundManifest
+from manyhands.averaging.messages import MAX_REASON_LENGTH, Accusation, Group, Order, Vote
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import RoundAborted, Timeout
 from manyhands.runtime.executor import run_to_end
 
 Refill = Callable[[], torch.Tensor]
 """Gives this member's values once more, in memory of their own; may take a while."""
+Exchange = Callable[[Group, int, Butterfly, bytes], Awaitable[object]]
+"""Runs the butterfly of a group's member of this rank over streams of its own, which go by these bytes."""
 
 OUTSIZED = "are too large, or not finite, beside those of the others"
 NO_WEIGHT = "no member has any samples"
 
-Exchange = Callable[[Butterfly, bytes], Awaitable[object]]
-"""Runs a butterfly over streams of its own, which go by these bytes."""
-
 
 class Recovery:
-    """The averaging of one round: all of the vector first, then what the coordinator orders.
+    """Averages all of the vector first, and then what the leader orders; each time it makes the vote that follows.
 
     Args:
-        flat_N: this member's values.
-        refill: gives them once more, if the means are to be written over them; else they are never written.
-        exchange: connects a butterfly with the other members.
-        voter: is told what came of it.
+        rank: of this member.
+        flat_N: its values.
+        exchange: connects a butterfly with the other members, and runs it.
+        refill: gives the values once more, if the means are to be written over them; else they are never written.
         mean_N: memory for the means, as that of the values.
         memory: for what is encoded.
         feedbacks: what earlier rounds lost of this member's values and means.
-        limits: who exceeds them is left out; None if everybody is believed.
+        limits: members that exceed them are left out; None to believe everybody.
 
     Attributes:
-        outsized: ranks of those whose values are too large beside those of the others.
-        struck: of these, those of whom more than one reducer has found it.
+        outsized: ranks of members whose values are too large beside those of the others.
+        struck: of these, the ones that more than one reducer has found too large.
     """
 
     def __init__(
         self,
         group: Group,
+        rank: int,
         flat_N: torch.Tensor,
         plan: Plan,
         exchange: Exchange,
-        voter: Voter,
         *,
         refill: Refill | None = None,
         mean_N: torch.Tensor | None = None,
@@ -63,11 +61,10 @@ class Recovery:
         limits: MemberLimits | None = None,
     ) -> None:
         self._group = group
-        self._rank = voter.rank
+        self._rank = rank
         self._flat_N = flat_N
         self._plan = plan
         self._exchange = exchange
-        self._voter = voter
         self._refill = refill
         if refill is not None:
             self._mean_N = flat_N
@@ -81,16 +78,15 @@ class Recovery:
         contributors = (rank for rank, member in enumerate(group.members) if member.weight > 0)
         self._contributions = Contributions(flat_N.numel(), len(group.members), contributors)
         self._first: Means | None = None
-        self._results: list[tuple[HeldResult, Means]] = []
+        self._results: dict[bytes, Means] = {}
 
-    async def first(self, timeout_s: float) -> None:
-        """Average the vector, among all members."""
-        everybody = list(range(len(self._group.members)))
-        await self.follow(Order(0, everybody, 0, self._flat_N.numel()), timeout_s)
+    def everything(self) -> Order:
+        """The first ballot: all members average all of the vector."""
+        return Order(0, list(range(len(self._group.members))), 0, self._flat_N.numel())
 
-    async def follow(self, order: Order, timeout_s: float) -> None:
-        """Average a part of the vector again among those who are left; the voter has the outcome then."""
-        if any(self._mean_N is means.averaged_N for _, means in self._results):
+    async def average(self, order: Order, timeout_s: float) -> Vote:
+        """Average a part of the vector among the members that are left; returns the vote on what came of it."""
+        if any(self._mean_N is means.averaged_N for means in self._results.values()):
             self._mean_N = self._mean_N.clone()  # that result may still be the one that is committed
         if order.ballot > 0 and self._refill is not None:
             self._flat_N, self._refill = await run_to_end(self._refill), None
@@ -106,7 +102,7 @@ class Recovery:
             if not any(self._group.members[rank].weight > 0 for rank in order.members):
                 raise RoundAborted(NO_WEIGHT)
             async with time_limit(timeout_s, "averaging"):
-                await self._exchange(butterfly, stream_id(self._group, order.ballot))
+                await self._exchange(self._group, self._rank, butterfly, stream_id(self._group, order.ballot))
         except (RoundAborted, Timeout) as error:
             reason = (error.reason if isinstance(error, RoundAborted) else str(error))[:MAX_REASON_LENGTH]
             if isinstance(error, InvalidContribution):  # its own values: no stream carries them
@@ -116,21 +112,21 @@ class Recovery:
             self._first = means
         for chunk, reducer, present in butterfly.held():
             self._contributions.add(chunk.start, chunk.stop, reducer, present)
-        outsized = self._outsized(butterfly, order.members)
+        outsized = self._find_outsized(butterfly, order.members)
         accusations = [*butterfly.faults.values(), *own_fault, *outsized]
-        reason = reason or "; ".join(said.reason for said in accusations[:3])[:MAX_REASON_LENGTH]
-        missing = self._contributions.missing()
+        numel, missing = self._flat_N.numel(), self._contributions.missing()
+        vote = Vote(self._group.group_id, b"", ballot=order.ballot, accusations=accusations, numel=numel)
         if missing[0] < missing[1] or own_fault or outsized:
-            missing = (0, self._flat_N.numel()) if outsized else missing
-            self._voter.averaged(None, missing, reason, accusations)
-            return
+            vote.reason = reason or "; ".join(said.reason for said in accusations[:3])[:MAX_REASON_LENGTH]
+            vote.missing = (0, numel) if outsized else missing
+            return vote
         is_again = order.ballot > 0  # a part of it came before, so that no butterfly has seen it all
-        digest = digest_of_all(True, await run_to_end(means.digests)) if is_again else butterfly.digest()
-        held = HeldResult(digest, self._contributions.parts())
-        self._results.append((held, means))
-        self._voter.averaged(held, (0, 0), "", accusations)
+        vote.digest = digest_of_all(True, await run_to_end(means.digests)) if is_again else butterfly.digest()
+        vote.parts = self._contributions.parts()
+        self._results[vote.digest] = means
+        return vote
 
-    def _outsized(self, butterfly: Butterfly, here: Collection[int]) -> list[Accusation]:
+    def _find_outsized(self, butterfly: Butterfly, here: Collection[int]) -> list[Accusation]:
         """Members whose values are too large: they are in the means of every span, so all is averaged without them."""
         told, members = butterfly.norms(), self._group.members
         if self._limits is None or not told:
@@ -144,14 +140,9 @@ class Recovery:
             for rank in sorted(found)
         ]
 
-    def result_of(self, manifest: RoundManifest) -> torch.Tensor | None:
-        """The averaged vector that a manifest commits, if this member holds it."""
-        means = self.means_of(manifest.digest)
-        return means.averaged_N if means is not None else None
-
     def means_of(self, digest: bytes) -> Means | None:
         """The result with a digest, if this member holds it."""
-        return next((means for held, means in self._results if held.digest == digest), None)
+        return self._results.get(digest)
 
     def incomplete(self, is_again: bool) -> Means | None:
         """What this member has of a result that it does not hold.
@@ -161,9 +152,9 @@ class Recovery:
         """
         return again(self._mean_N) if is_again else self._first
 
-    def complete(self, manifest: RoundManifest, means: Means) -> None:
+    def complete(self, digest: bytes, means: Means) -> None:
         """What this member lacked of a committed result has come."""
-        self._results.append((held_of(manifest), means))
+        self._results[digest] = means
 
 
 def stream_id(group: Group, ballot: int) -> bytes:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -105,6 +105,7 @@ class GridSteps:
 
     Args:
         look: reads the records of the others.
+        shapes: of the tensors in the vector.
     """
 
     def __init__(
@@ -114,12 +115,14 @@ class GridSteps:
         rounds: RoundRunner,
         config: AveragingConfig,
         look: Callable[[], Awaitable[None]],
+        shapes: Sequence[Sequence[int]],
     ) -> None:
         self._place = place
         self._own_id = own_id
         self._rounds = rounds
         self._config = config
         self._look = look
+        self._shapes = shapes
 
     async def take(
         self, outcome: GridOutcome, flat_N: torch.Tensor, weight: float, deadline: float, meter: RoundMeter
@@ -180,7 +183,9 @@ class GridSteps:
                 place.called.clear()
                 gather_s = min(self._patience_s(), left_s * GATHER_SHARE)
                 try:
-                    return await self._rounds.average(mean_N, weight, timeout_s=left_s, gather_s=gather_s, meter=meter)
+                    return await self._rounds.average(
+                        mean_N, weight, shapes=self._shapes, timeout_s=left_s, gather_s=gather_s, meter=meter
+                    )
                 except (NothingToAverage, Overruled):
                     raise
                 except NobodyThere as error:

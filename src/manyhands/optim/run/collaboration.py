@@ -159,7 +159,6 @@ class Collaboration:
                 assignment,
                 self._averaging,
                 self._rng,
-                shapes=_shapes_of(manifest),
                 limits=_limits_of(presence, manifest.run_id),
             )
             self._rounds.on_phase.append(self._note_phase)
@@ -172,7 +171,7 @@ class Collaboration:
             self.tracker.on_outlook = self._look_ahead
             self._step_rounds = StepRounds(
                 presence.peer_id, self._rounds, assignment, self.tracker, self._drift, self._scheduler, self._local,
-                self._averaging,
+                self._averaging, _shapes_of(manifest),
             )  # fmt: skip
             self._server = server = StateServer(
                 presence.endpoint,

@@ -46,6 +46,7 @@ class StepRounds:
         drift: knows what the peers hold.
         scheduler: has looked for the group.
         local: of this peer.
+        shapes: of the gradients, end to end in the vector.
     """
 
     def __init__(
@@ -58,10 +59,11 @@ class StepRounds:
         scheduler: RoundScheduler[Averaged],
         local: Parameters,
         config: AveragingConfig,
+        shapes: Sequence[Sequence[int]],
     ) -> None:
         self._own_id = own_id
         self._rounds = rounds
-        self._shapes: Sequence[Sequence[int]] = rounds.shapes or []
+        self._shapes = shapes
         self._assignment = assignment
         self._tracker = tracker
         self._drift = drift
@@ -91,7 +93,7 @@ class StepRounds:
             await self._look()
         if not self._assignment.begin_step():
             with self._tracker.in_round():
-                result = await self._rounds.average(mean_N, weight)
+                result = await self._rounds.average(mean_N, weight, shapes=self._shapes)
             return averaged_in_one_group(result, position, self._own_id, weight, self._drift.disagreement())
         try:
             return await self._in_grid(position, mean_N, weight)
@@ -101,16 +103,13 @@ class StepRounds:
 
     async def _in_grid(self, position: Position, mean_N: torch.Tensor, weight: float) -> Averaged:
         loop, config, outcome, meter = asyncio.get_running_loop(), self._config, GridOutcome(), RoundMeter()
-        steps = GridSteps(self._assignment, self._own_id, self._rounds, config, self._look)
-        vector_N = mean_N
+        vector_N, shapes = mean_N, self._shapes
         if position.step % PARAMETERS_EVERY == 0:
             parameters_N = await loop.run_in_executor(None, self._local.flat_parameters)
             vector_N = torch.cat([mean_N, parameters_N])
-            self._rounds.shapes = [*self._shapes, (parameters_N.numel(),)]  # of one dimension: never with a loss
-        try:
-            await steps.take(outcome, vector_N, weight, loop.time() + config.averaging_timeout_s, meter)
-        finally:
-            self._rounds.shapes = self._shapes
+            shapes = [*shapes, (parameters_N.numel(),)]  # of one dimension: never with a loss
+        steps = GridSteps(self._assignment, self._own_id, self._rounds, config, self._look, shapes)
+        await steps.take(outcome, vector_N, weight, loop.time() + config.averaging_timeout_s, meter)
         if outcome.committed is None:
             raise RoundAborted(outcome.reason)
         if outcome.reason:
