@@ -38,7 +38,7 @@ from manyhands.averaging.messages import (
     Vote,
     readable_addresses,
 )
-from manyhands.averaging.presence_record import PRESENCE, PresenceRecord, next_position
+from manyhands.averaging.presence import PRESENCE, PresenceRecord, next_position
 from manyhands.base.errors import PeerLost, ProtocolViolation, Refused
 from manyhands.base.identity import PeerId
 from manyhands.dht.records import decode_value, encode_value
