@@ -46,8 +46,9 @@ from manyhands.optim.config import ProgressConfig
 from manyhands.optim.manifest import RunManifest, differences, manifest_key, read_manifest
 from manyhands.optim.metrics import HeldoutRecord, MetricsRecord
 from manyhands.optim.run.acquaintances import TELL, WHERE, HereIAm, Noted, WhereAreYou
+from manyhands.optim.run.branches import leading_branch
 from manyhands.optim.run.partition_detector import PartitionDetector
-from manyhands.optim.run.progress import ProgressRecord, aggregate, describe_progress, leading_branch, next_refresh_s
+from manyhands.optim.run.progress import ProgressRecord, aggregate, describe_progress, next_refresh_s
 from manyhands.optim.state.state import State, capture, empty_tensors, hyper_parameters_of, restore, sealed, specs_of
 from manyhands.optim.state.transfer import StateAnswer, StateRequest, _check_header, _receive_header
 from tests.fuzz.target import REMOTE, ByteStream, Target, decoded, finish

@@ -169,11 +169,11 @@ class UntilFresh:
         self._observed: Callable[[], Mapping[PeerId, SeenRecord[PeerRecord]]] = reader.observed
         self._sequences: dict[PeerId, int] = {}
 
-    def __contains__(self, peer_id: PeerId) -> bool:
-        sequence = self._sequences.get(peer_id)
-        return (
-            sequence is not None and (seen := self._observed().get(peer_id)) is not None and seen.sequence <= sequence
-        )
+    def peers(self) -> set[PeerId]:
+        """Those for which it holds."""
+        observed = self._observed()
+        return {peer_id for peer_id, sequence in self._sequences.items()
+                if peer_id in observed and observed[peer_id].sequence <= sequence}  # fmt: skip
 
     def add(self, peer_id: PeerId) -> None:
         """Nothing happens if no record of the peer counts."""

@@ -209,14 +209,14 @@ class PresenceTracker:
 
     def expected(self) -> Mapping[PeerId, bool]:
         """Who is at this position, or behind: it goes to this one when it steps. Says of each if it cannot lead."""
-        is_grace, observed = asyncio.get_running_loop().time() < self._grace_until, self.reader.observed()
-        expected = {}
+        is_grace = asyncio.get_running_loop().time() < self._grace_until
+        observed, missing, expected = self.reader.observed(), self._missing.peers(), {}
         for peer_id in self._nearby():
             record = observed[peer_id].record
             if self._is_absent(peer_id, record):
                 if is_grace:
                     expected[peer_id] = True
-            elif peer_id not in self._missing:
+            elif peer_id not in missing:
                 expected[peer_id] = record.is_client
         return expected
 
@@ -342,9 +342,9 @@ class PresenceTracker:
 
     def is_ahead_of(self, peers: Iterable[PeerId]) -> bool:
         """Whether one of these peers is behind this one, as last read; peers that left or are missing do not count."""
-        own, fitting = rank_of(self._own.position), self._fitting()
+        own, fitting, missing = rank_of(self._own.position), self._fitting(), self._missing.peers()
         return any(
-            rank_of(record.position) < own and not self._is_absent(peer_id, record) and peer_id not in self._missing
+            rank_of(record.position) < own and not self._is_absent(peer_id, record) and peer_id not in missing
             for peer_id in peers
             if (record := fitting.get(peer_id)) is not None
         )

@@ -12,18 +12,18 @@ from hypothesis import strategies as st
 from manyhands.averaging.messages import NUM_RECENT_STEPS, Position
 from manyhands.base.identity import PeerId
 from manyhands.optim.config import ProgressConfig
+from manyhands.optim.run.branches import leading_branch
 from manyhands.optim.run.progress import (
     Progress,
     ProgressRecord,
     Reckoning,
     aggregate,
     busy_until,
+    crowd_factor,
     is_news,
-    leading_branch,
     next_refresh_s,
     rank_of,
     reckoned_samples,
-    stretch,
 )
 
 CONFIG = ProgressConfig(min_refresh_s=0.5, max_refresh_s=10.0, default_refresh_s=1.0)
@@ -81,7 +81,7 @@ def test_eta(samples: int, speed: float, eta_s: float) -> None:
 @given(st.integers(0, 10_000), st.one_of(st.just(math.inf), st.floats(0, 1e9)))
 def test_records_are_read_again_in_time_and_not_too_often(num_peers: int, eta_s: float) -> None:
     refresh_s = next_refresh_s(Progress(0, num_peers, 0.0, eta_s), CONFIG)
-    assert CONFIG.min_refresh_s <= refresh_s <= CONFIG.max_refresh_s * stretch(num_peers)
+    assert CONFIG.min_refresh_s <= refresh_s <= CONFIG.max_refresh_s * crowd_factor(num_peers)
     assert refresh_s <= max(eta_s, CONFIG.min_refresh_s), "not after the target is reached"
 
 

@@ -12,12 +12,13 @@ import msgspec
 import pytest
 
 from manyhands.averaging.messages import ROUND_NAME_BYTES, Position
+from manyhands.averaging.peer_records import GOODBYE
 from manyhands.base.deadline import time_limit
 from manyhands.base.identity import PeerId
 from manyhands.dht import StoredValue
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.run.progress import CROWD, RANK_DELAY_S, ProgressRecord
-from manyhands.optim.run.progress_reader import GOODBYE, IN_FLIGHT_S, progress_key
+from manyhands.optim.run.progress_reader import IN_FLIGHT_S, progress_key
 from manyhands.optim.run.tracker import ProgressTracker
 from manyhands.rpc import Endpoint
 from tests.swarm import endpoints, identity_of
@@ -647,6 +648,6 @@ async def test_a_host_follows_a_client_once_that_is_connected() -> None:
         assert not run.tracker.should_load_state()
         assert not run.tracker.is_on_best_branch()
         assert run.tracker.waits_for_clients()
-        run.endpoint.is_connected = lambda peer_id: peer_id == BOB  # type: ignore[method-assign]
-        run.tracker.reader.can_be_asked(BOB)
+        run.tracker._choice._is_connected = lambda peer_id: peer_id == BOB
+        run.tracker.can_be_asked(BOB)
         assert run.tracker.leading_branch().holders == (BOB,)

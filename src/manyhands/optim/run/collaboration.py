@@ -25,9 +25,8 @@ from manyhands.optim.advice import describe_late_states
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.health import FIRST_LOOK_S, LOOK_PERIOD_S, Health, HealthLog, clock_offset_s
 from manyhands.optim.manifest import ManifestKeeper, RunManifest
-from manyhands.optim.run.acquaintances import Acquaintances
+from manyhands.optim.run.acquaintances import Acquaintances, Departures
 from manyhands.optim.run.averaged import Averaged
-from manyhands.optim.run.departures import Departures
 from manyhands.optim.run.download_courtesy import Courtesy
 from manyhands.optim.run.drift import Drift
 from manyhands.optim.run.firewalled import Firewalled
@@ -195,7 +194,7 @@ class Collaboration:
             self._tasks.spawn(self._watch_health(), name="watching this peer's health")
             self._parts = parts.pop_all()
         presence.on_close.append(self.close)
-        presence.endpoint.on_connected.append(self.tracker.reader.can_be_asked)
+        presence.endpoint.on_connected.append(self.tracker.can_be_asked)
 
     def _log_progress(self, progress: Progress, refresh_s: float) -> None:
         self._progress_log.tell(self._local.position.step, progress, refresh_s, asyncio.get_running_loop().time())
@@ -257,7 +256,7 @@ class Collaboration:
         self._lull = None
         if self.close in self._presence.on_close:
             self._presence.on_close.remove(self.close)
-            self._presence.endpoint.on_connected.remove(self.tracker.reader.can_be_asked)
+            self._presence.endpoint.on_connected.remove(self.tracker.can_be_asked)
             await self._parts.aclose()
 
     async def decide(

@@ -8,8 +8,8 @@ says so at once.
 
 In a crowd each peer counts for less, so less is told and read of each:
 
-* above ``CROWD`` peers records live longer and are read more seldom, up to ``MAX_STRETCH`` times: so a peer reads about
-  as many records a minute whatever the size of the swarm;
+* above ``CROWD`` peers records live longer and are read more seldom, up to ``MAX_CROWD_FACTOR`` times: so a peer reads
+  about as many records a minute whatever the size of the swarm;
 * the errors of many who were reckoned average out, so each may be wrong by the square root of their number more;
 * at the target not all need to look: who leads the round calls the others. A peer looks ``RANK_DELAY_S`` later for each
   one that would lead before it, and not at all once it is called; nor during a round of all peers, which tells where
@@ -19,7 +19,6 @@ In a crowd each peer counts for less, so less is told and read of each:
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated
@@ -27,7 +26,8 @@ from typing import Annotated
 import msgspec
 
 from manyhands.averaging.grid.seats import NO_SEAT, Seat
-from manyhands.averaging.messages import NUM_RECENT_STEPS, Count, Position, RecentRounds
+from manyhands.averaging.messages import Count, Position, RecentRounds
+from manyhands.averaging.peer_records import KEEP_ALIVES
 from manyhands.averaging.sketch import MAX_SKETCH_BYTES
 from manyhands.base.identity import PeerId
 from manyhands.base.words import counted
@@ -37,10 +37,8 @@ NEWS_SHARE = 0.1
 """Of a peer's share of the target: by so much may the others be wrong about its samples."""
 NEWS_SPEED = 0.2
 """And by so much about its speed."""
-KEEP_ALIVES = 3
-"""Records published in the lifetime of one; nobody reckons further than to the next."""
 CROWD = 40
-MAX_STRETCH = 6.0
+MAX_CROWD_FACTOR = 6.0
 RANK_DELAY_S = 0.05
 MAX_COUNT = 2**53
 MAX_TTL_S = 86400.0
@@ -114,20 +112,6 @@ class ProgressRecord(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
 
 
 @dataclass(frozen=True)
-class Branch:
-    """A position of the run, and who can hand out its state.
-
-    Attributes:
-        is_foreign: this peer and the holders have made their last steps apart, whatever their positions are.
-    """
-
-    position: Position
-    lineage_samples: int
-    holders: tuple[PeerId, ...]
-    is_foreign: bool = False
-
-
-@dataclass(frozen=True)
 class Progress:
     """How far the collaboration is towards its next global step.
 
@@ -152,7 +136,7 @@ class Reckoning(msgspec.Struct, frozen=True, gc=False):
         samples_per_second: since then.
         since: when that was said.
         counted_s_ago: before it was said, so long ago were they counted.
-        limit_s: so long after it was said the peer is not reckoned on any more.
+        limit_s: so long after it was said the peer is not reckoned on any more: until its next record is due.
     """
 
     samples: int
@@ -216,9 +200,9 @@ def busy_until(record: ProgressRecord, reckoning: Reckoning, instant: float) -> 
     return instant + record.batch_s - elapsed_s % record.batch_s
 
 
-def stretch(num_peers: int) -> float:
+def crowd_factor(num_peers: int) -> float:
     """How much longer records live, and how much more seldom they are read, than with few peers."""
-    return min(max(num_peers / CROWD, 1.0), MAX_STRETCH)
+    return min(max(num_peers / CROWD, 1.0), MAX_CROWD_FACTOR)
 
 
 def is_news(
@@ -243,7 +227,7 @@ def is_news(
     )  # fmt: skip
     if is_moved or (is_near and own.samples != published.samples):
         return True
-    leeway = math.sqrt(stretch(num_peers))
+    leeway = math.sqrt(crowd_factor(num_peers))
     if abs(own.samples_per_second - published.samples_per_second) > NEWS_SPEED * leeway * published.samples_per_second:
         return True
     share = target_batch_size / max(num_peers, 1)
@@ -296,49 +280,7 @@ def next_refresh_s(progress: Progress, config: ProgressConfig) -> float:
     num_peers = progress.num_peers
     drift = max(num_peers + config.expected_drift_peers, num_peers * (1 + config.expected_drift_rate))
     predicted_s = progress.eta_s * num_peers / drift if math.isfinite(progress.eta_s) else config.default_refresh_s
-    return min(max(predicted_s, config.min_refresh_s), config.max_refresh_s * stretch(num_peers))
-
-
-def leading_branch(
-    others: Mapping[PeerId, ProgressRecord],
-    own_id: PeerId,
-    own: ProgressRecord,
-    strangers: Mapping[PeerId, bytes] = {},
-) -> Branch:
-    """The branch that all peers should be on.
-
-    The highest (global step, samples in its lineage, digest) wins. Of the parts of a grid, which may all have the same,
-    the one with more peers, then the one with the lowest peer id. At step 0 nothing has been learnt yet, and the
-    initial parameters of the lowest peer id win: of the trainers that can be dialled, so that all can follow; without
-    any, of the auxiliary peers; without these, of all.
-
-    Args:
-        strangers: in a grid, those of another part, and which (:mod:`manyhands.optim.run.partition_detector`).
-    """
-    candidates = {**others, own_id: own}
-    last_step = max(record.position.step for record in candidates.values())
-    if last_step == 0:
-        hosts = {peer_id: record for peer_id, record in candidates.items() if not record.is_client}
-        trainers = {peer_id: record for peer_id, record in hosts.items() if not record.is_auxiliary}
-        candidates = trainers or hosts or candidates
-    first = max(map(rank_of, candidates.values()))
-    sizes = Counter(  # all who read the same records count the same peers
-        strangers.get(peer_id, b"")
-        for peer_id, record in candidates.items()
-        if len(record.recent_rounds) == NUM_RECENT_STEPS and rank_of(record) == first
-    )
-
-    def rank(peer_id: PeerId) -> tuple[tuple[int, int, bytes], int]:
-        return rank_of(candidates[peer_id]), sizes[strangers.get(peer_id, b"")]
-
-    ordered = sorted(candidates)
-    best_id = ordered[0] if last_step == 0 else max(ordered, key=rank)  # of equal ones the first
-    best, part = candidates[best_id], strangers.get(best_id, b"")
-    holders = [
-        peer_id for peer_id in ordered
-        if candidates[peer_id].position == best.position and strangers.get(peer_id, b"") == part
-    ]  # fmt: skip
-    return Branch(best.position, best.lineage_samples, tuple(holders), is_foreign=part != b"")
+    return min(max(predicted_s, config.min_refresh_s), config.max_refresh_s * crowd_factor(num_peers))
 
 
 def sum_of_samples(numbers: Iterable[float]) -> int:
