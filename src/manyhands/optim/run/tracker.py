@@ -23,8 +23,7 @@ from manyhands.base.errors import ManyhandsError
 from manyhands.base.identity import PeerId
 from manyhands.dht import DhtNode
 from manyhands.optim.config import ProgressConfig
-from manyhands.optim.run.belief import Belief
-from manyhands.optim.run.branches import Branch, BranchChoice
+from manyhands.optim.run.branches import Belief, Branch, BranchChoice
 from manyhands.optim.run.progress import (
     RANK_DELAY_S,
     Numbers,
@@ -104,9 +103,9 @@ class ProgressTracker:
         self._without_state = UntilFresh(self.reader)
         self._belief = Belief()
         self._belief.been_at(position)
-        self._choice = BranchChoice(endpoint.peer_id, self._belief, endpoint.is_connected)
+        self._choice = BranchChoice(endpoint.peer_id, self._own, self._belief, endpoint.is_connected)
         self._view: View | None = None
-        self._leading: Branch | None = None  # by the same records as the view
+        self._leading: Branch | None = None
         self._is_moving = False
         self._is_in_round = False
         self._is_started = False
@@ -201,6 +200,7 @@ class ProgressTracker:
         self._note_moved(position, lineage_samples, together_with)
         self.is_called = self.is_called and position == self._own.position  # a reload answers no call
         self._is_moving = False
+        self._view = None
         self._set_own(
             position=position, samples=0, lineage_samples=lineage_samples, recent_rounds=self.reader.recent_rounds
         )
@@ -257,11 +257,13 @@ class ProgressTracker:
 
     async def refresh(self, *, quickly: bool = False) -> None:
         """Read the records of the others now; quickly for who reads again soon."""
-        await self.reader.refresh(quickly=quickly)
+        try:
+            await self.reader.refresh(quickly=quickly)
+        finally:
+            self._judge()  # also of what has expired
         self._read_at = now = asyncio.get_running_loop().time()
         if not quickly:
             self._wholly_read_at = now
-        self._judge()
         if self.twin.is_to_be_told(now):
             self._publisher.publish_soon()
 
@@ -283,16 +285,16 @@ class ProgressTracker:
     def report_without_state(self, peer_id: PeerId) -> None:
         """A peer could not hand out the state; it is not asked again before a fresh record of it."""
         self._without_state.add(peer_id)
-        self._view = None
+        self._leading = None
 
     def can_be_asked(self, peer_id: PeerId) -> None:
         """A peer has connected to this one: if it is in client mode, it can be asked for its state now."""
-        self._view = None
+        self._leading = None
 
     def shun(self, peer_id: PeerId) -> None:
         """A peer has handed out a state that cannot be used: what it says of a better branch does not count."""
         self._choice.shun(peer_id, asyncio.get_running_loop().time())
-        self._view = None
+        self._judge()
 
     def refresh_soon(self) -> None:
         """Something has happened that the others' records will explain."""
@@ -300,10 +302,10 @@ class ProgressTracker:
         self._stirred.set()
 
     def _judge(self) -> None:
-        """What the others say, or where this peer stands, has changed."""
-        self._view = None
+        """What the others say, or where this peer stands, may have changed."""
         now = asyncio.get_running_loop().time()
         self._choice.look(self._own, self.reader.records(), self.reader.strangers(), now)
+        self._leading = None
         self._update_progress()
 
     def _update_progress(self) -> None:
@@ -322,7 +324,6 @@ class ProgressTracker:
         observed = self.reader.observed()
         if self._view is None or self._view.observed is not observed:
             self._view = View(observed, self._own.position, self.reader.strangers(), self._missing.peers())
-            self._leading = None
         return self._view
 
     # who is here, and whether a step is due
@@ -421,8 +422,8 @@ class ProgressTracker:
 
     def in_need(self) -> list[PeerId]:
         """Those who can be dialled and are behind this peer, if nobody who can be dialled is not: some of them."""
-        believed = self._choice.believed(self._own, self.reader.records())
-        hosts = {peer_id: rank_of(record) for peer_id, record in believed.items() if not record.is_client}
+        believed = self._choice.believed.items()
+        hosts = {peer_id: rank_of(record) for peer_id, record in believed if not record.is_client}
         own = rank_of(self._own)
         return sorted(hosts)[:MAX_IN_NEED] if all(rank < own for rank in hosts.values()) else []
 
@@ -440,10 +441,8 @@ class ProgressTracker:
 
     def leading_branch(self) -> Branch:
         """The branch of the run that this peer should be on: of those whose state can be had."""
-        self._others()
         if self._leading is None:
-            records, without_state = self.reader.records(), self._without_state.peers()
-            self._leading = self._choice.leading(self._own, records, self.reader.strangers(), without_state)
+            self._leading = self._choice.leading(self._without_state.peers())
         return self._leading
 
     def should_load_state(self) -> bool:
@@ -452,21 +451,15 @@ class ProgressTracker:
 
     def is_on_best_branch(self) -> bool:
         """Whether nobody is known to be on a better branch, whether or not its state can be had now."""
-        return not self._best_branch().is_elsewhere(self._own.position)
+        return not self._choice.best().is_elsewhere(self._own.position)
 
     def waits_for_clients(self) -> bool:
         """Whether this peer needs the state that only peers in client mode have: one of them has to connect to it."""
-        branch, records = self._best_branch(), self.reader.records()
-        is_needed = branch.is_elsewhere(self._own.position)
-        return is_needed and all(records[peer_id].is_client for peer_id in branch.holders)
+        return self._choice.waits_for_clients()
 
     def can_hand_out(self, peer_id: PeerId) -> bool:
         """Whether this peer could have the state of another one: of a client only if that is connected to it."""
-        return self._choice.can_hand_out(peer_id, self._own, self.reader.records())
-
-    def _best_branch(self) -> Branch:
-        now = asyncio.get_running_loop().time()
-        return self._choice.best(self._own, self.reader.records(), self.reader.strangers(), now)
+        return self._choice.can_hand_out(peer_id)
 
     # when to read
 
