@@ -16,8 +16,7 @@ from manyhands.optim.config import ProgressConfig
 from manyhands.optim.manifest import read_manifest
 from manyhands.optim.metrics import TTL_S, read_heldout, read_metrics
 from manyhands.optim.run.firewalled import StrandedNotice
-from manyhands.optim.run.progress import Progress, aggregate, next_refresh_s, rank_of
-from manyhands.optim.run.progress_log import ProgressLog
+from manyhands.optim.run.progress import Progress, ProgressLog, aggregate, next_refresh_s, rank_of
 from manyhands.optim.run.progress_reader import ProgressReader
 from manyhands.optim.run.records import declare_run
 from manyhands.peer import Peer

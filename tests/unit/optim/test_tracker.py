@@ -572,9 +572,9 @@ async def test_who_loads_the_state_of_strangers_is_one_of_them_though_its_positi
         run.tracker.move(here, 20, [])
         assert not run.tracker.should_load_state()
         assert sorted(run.tracker.expected()) == [BOB, CAROL]
-        assert run.tracker._own.recent_rounds == published("wxyz"), "and says so"
+        assert run.tracker.own.recent_rounds == published("wxyz"), "and says so"
         make_steps(run, "!")
-        assert run.tracker._own.recent_rounds == published("xyz!")
+        assert run.tracker.own.recent_rounds == published("xyz!")
 
 
 async def test_a_state_that_could_not_be_used_changes_nothing() -> None:
@@ -582,20 +582,20 @@ async def test_a_state_that_could_not_be_used_changes_nothing() -> None:
         make_steps(run, "abcd")
         run.tracker.loaded(Position(HERE.step + 5, b"e"), published("wxyz"))
         make_steps(run, "e")
-        assert run.tracker._own.recent_rounds == published("bcde")
+        assert run.tracker.own.recent_rounds == published("bcde")
 
 
 async def test_who_makes_a_step_in_one_group_or_goes_elsewhere_says_nothing_of_rounds() -> None:
     async with run_of_one() as run:
         make_steps(run, "abcd")
         run.tracker.move(run.tracker.position(), 20, [])  # told again
-        assert run.tracker._own.recent_rounds == published("abcd")
+        assert run.tracker.own.recent_rounds == published("abcd")
         run.tracker.move(Position(HERE.step + 5, b"one group"), 20, [])
-        assert run.tracker._own.recent_rounds == []
+        assert run.tracker.own.recent_rounds == []
         make_steps(run, "ef")
         run.tracker.met(rounds_of("lost"))
         run.tracker.move(Position(40, b"checkpoint"), 20, [])
-        assert run.tracker._own.recent_rounds == []
+        assert run.tracker.own.recent_rounds == []
 
 
 # peers that cannot be dialled, and those that have no data
@@ -637,7 +637,7 @@ async def test_a_client_follows_only_those_who_can_be_dialled() -> None:
         await run.hears(BOB, NEXT, is_client=True)
         assert not run.tracker.should_load_state(), "it could not have it"
         assert run.tracker.is_on_best_branch()
-        assert run.tracker.sees_trainers()
+        assert run.tracker.reader.trainers()
         await run.hears(CAROL, NEXT, is_auxiliary=True)
         assert run.tracker.leading_branch().holders == (CAROL,)
 
@@ -647,7 +647,7 @@ async def test_a_host_follows_a_client_once_that_is_connected() -> None:
         await run.hears(BOB, NEXT, is_client=True)
         assert not run.tracker.should_load_state()
         assert not run.tracker.is_on_best_branch()
-        assert run.tracker.waits_for_clients()
-        run.tracker._choice._is_connected = lambda peer_id: peer_id == BOB
+        assert run.tracker.branches.waits_for_clients()
+        run.tracker.branches._is_connected = lambda peer_id: peer_id == BOB
         run.tracker.can_be_asked(BOB)
         assert run.tracker.leading_branch().holders == (BOB,)

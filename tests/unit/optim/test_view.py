@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from manyhands.averaging.messages import Position
 from manyhands.base.identity import PeerId
 from manyhands.optim.run.progress import MAX_TTL_S, ProgressRecord, Reckoning
-from manyhands.optim.run.progress_reader import Observed
-from manyhands.optim.run.view import View
+from manyhands.optim.run.progress_reader import Observed, View
 
 HERE = Position(3, b"here")
 

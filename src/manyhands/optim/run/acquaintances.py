@@ -78,7 +78,7 @@ class Acquaintances:
 
     def tell(self, peer_ids: Collection[PeerId]) -> None:
         """Tell others in the background what this peer has accumulated, once."""
-        record = self._tracker.own_record
+        record = self._tracker.own
         if self._told == (record.position, record.samples):
             return
         self._told = record.position, record.samples
@@ -102,7 +102,7 @@ class Acquaintances:
         if now < self._asked_at + ASK_PERIOD_S:
             return False
         self._asked_at = now
-        answers = await asyncio.gather(*map(self._ask, self._tracker.recently_met(MAX_ASKED)))
+        answers = await asyncio.gather(*map(self._ask, self._tracker.belief.recently_met(MAX_ASKED)))
         if any(answers):
             logger.warning("The DHT shows no other peer of the run, but %d of its last rounds answer", sum(answers))
         return any(answers)
@@ -117,7 +117,7 @@ class Acquaintances:
         return True
 
     def _on_ask(self, remote: PeerId, _: WhereAreYou) -> HereIAm:
-        return HereIAm(self._tracker.own_record)
+        return HereIAm(self._tracker.own)
 
 
 class Departures:

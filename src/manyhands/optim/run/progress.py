@@ -18,6 +18,7 @@ In a crowd each peer counts for less, so less is told and read of each:
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -33,6 +34,11 @@ from manyhands.base.identity import PeerId
 from manyhands.base.words import counted
 from manyhands.optim.config import ProgressConfig
 
+logger = logging.getLogger(__name__)
+
+SHOWN_LIVE = {"is_shown_live": True}
+"""``extra`` of the log lines that say what a live view shows at every moment, so that it can leave them out."""
+LOG_PERIOD_S = 10.0
 NEWS_SHARE = 0.1
 """Of a peer's share of the target: by so much may the others be wrong about its samples."""
 NEWS_SPEED = 0.2
@@ -157,15 +163,15 @@ class Reckoning(msgspec.Struct, frozen=True, gc=False):
             speed = MAX_SPEED
         return cls(record.samples, speed, since, counted_s_ago, ttl_s / KEEP_ALIVES)
 
-    def at(self, now: float) -> int:
-        """The samples that the peer must have at an instant."""
+    def at(self, now: float) -> float:
+        """The samples that the peer must have at an instant; within a batch a fraction of it counts."""
         age_s = now - self.since
         if age_s > self.limit_s:
             age_s = self.limit_s
         elif age_s < 0.0:
             age_s = 0.0
-        more = self.samples_per_second * (age_s + self.counted_s_ago)
-        return min(self.samples + int(min(more, MAX_COUNT)), MAX_COUNT)
+        samples = self.samples + self.samples_per_second * (age_s + self.counted_s_ago)
+        return min(MAX_COUNT, samples)
 
     def with_batch_at(self, now: float, batch_s: float) -> int:
         """The samples that the peer must have when it has finished the batch that it computes at an instant.
@@ -186,7 +192,7 @@ def reckoned_samples(record: ProgressRecord, age_s: float) -> int:
     Args:
         age_s: since the record was published.
     """
-    return Reckoning.of(record, 0.0).at(age_s)
+    return int(Reckoning.of(record, 0.0).at(age_s))
 
 
 def busy_until(record: ProgressRecord, reckoning: Reckoning, instant: float) -> float:
@@ -291,3 +297,38 @@ def sum_of_samples(numbers: Iterable[float]) -> int:
 def rank_of(record: ProgressRecord) -> tuple[int, int, bytes]:
     """Orders the branches of a run: the higher one wins."""
     return (record.position.step, record.lineage_samples, record.position.lineage)
+
+
+class ProgressLog:
+    """Logs how far the collaboration is: what is new at once, mere growth every :data:`LOG_PERIOD_S` seconds.
+
+    New are another global step, another number of peers, an ETA that was unknown before, and the target reached.
+    """
+
+    def __init__(self) -> None:
+        self._last_place = (-1, 0)
+        self._last_stage = 0
+        self._told_at = -math.inf
+
+    def tell(self, step: int, progress: Progress, refresh_s: float, now: float) -> None:
+        """Log the progress, if it is worth a line.
+
+        Args:
+            step: global steps that are made.
+            refresh_s: until the records are read again.
+            now: seconds of any clock.
+        """
+        if self._is_worth_a_line(step, progress, now):
+            logger.info("%s", describe_progress(progress, refresh_s), extra=SHOWN_LIVE)
+
+    def _is_worth_a_line(self, step: int, progress: Progress, now: float) -> bool:
+        place, stage = (step, progress.num_peers), _stage(progress)
+        if place == self._last_place and stage <= self._last_stage and now < self._told_at + LOG_PERIOD_S:
+            return False
+        self._last_place, self._last_stage, self._told_at = place, stage, now
+        return True
+
+
+def _stage(progress: Progress) -> int:
+    """0: nobody knows when the target will be reached; 1: it is known; 2: it is reached."""
+    return 2 if progress.eta_s == 0 else 1 if math.isfinite(progress.eta_s) else 0

@@ -1,4 +1,4 @@
-"""The progress records of the other peers, as one peer reads them, and which of these peers another part of a grid has.
+"""The progress records of the other peers as one peer reads them, and what they say together of one position.
 
 A record says what its peer had when it was published. Some things a peer learns sooner: it sees a round take the
 members to the next position, and near the target the others tell it directly what they have. Records that were
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Literal
 
 import msgspec
@@ -19,7 +20,7 @@ from manyhands.averaging.peer_records import RecordReader, SeenRecord
 from manyhands.base.identity import PeerId
 from manyhands.dht import DhtNode, Schema, StoredValue
 from manyhands.optim.run.partition_detector import PartitionDetector
-from manyhands.optim.run.progress import MAX_TTL_S, ProgressRecord, Reckoning
+from manyhands.optim.run.progress import MAX_TTL_S, ProgressRecord, Reckoning, busy_until
 from manyhands.optim.run.twin import Twin
 from manyhands.rpc import Endpoint
 
@@ -119,7 +120,7 @@ class ProgressReader(RecordReader[ProgressRecord, Observed]):
     def reckoned_samples(self) -> dict[PeerId, int]:
         """The samples that the other peers must have by now."""
         now = asyncio.get_running_loop().time()
-        return {peer_id: seen.reckoning.at(now) for peer_id, seen in self.observed().items()}
+        return {peer_id: int(seen.reckoning.at(now)) for peer_id, seen in self.observed().items()}
 
     def is_stranded(self) -> bool:
         """Whether others train, and nobody can be dialled."""
@@ -179,3 +180,76 @@ class ProgressReader(RecordReader[ProgressRecord, Observed]):
             for peer_id, seen in self.observed().items()
             if abs(seen.said.step - self._step) < NUM_RECENT_STEPS
         }
+
+
+class View:
+    """What the records of the others say of one position. It does not change; another record makes another view.
+
+    Args:
+        observed: the records of all other peers.
+        left_out: peers that do not count at the position: strangers.
+        missing: peers at the position that came to no round since their last record. They count, but are not expected.
+
+    Attributes:
+        trainers: the records of those at the position that train.
+        helpers: the records of the auxiliary peers there.
+        samples: of all trainers together, as they have said.
+        samples_per_second: likewise.
+        hosts: the trainers that can be dialled, the one that leads first.
+    """
+
+    def __init__(
+        self,
+        observed: Mapping[PeerId, Observed],
+        position: Position,
+        left_out: Container[PeerId] = (),
+        missing: Container[PeerId] = (),
+    ) -> None:
+        here = {peer_id: seen for peer_id, seen in observed.items()
+                if seen.record.position == position and peer_id not in left_out}  # fmt: skip
+        self.observed = observed
+        self.trainers = {peer_id: seen for peer_id, seen in here.items() if not seen.record.is_auxiliary}
+        self.helpers = {peer_id: seen for peer_id, seen in here.items() if seen.record.is_auxiliary}
+        records = [seen.record for seen in self.trainers.values()]
+        self.samples = sum([record.samples for record in records])
+        self.samples_per_second = sum([record.samples_per_second for record in records])
+        self.hosts = sorted([peer_id for peer_id, seen in self.trainers.items() if not seen.record.is_client])
+        self.longest_batch_s = max([record.batch_s for record in records], default=0.0)
+        self._awaited = {peer_id: seen for peer_id, seen in self.trainers.items() if peer_id not in missing}
+        self._awaited_helpers = {peer_id: seen for peer_id, seen in self.helpers.items() if peer_id not in missing}
+
+    @cached_property
+    def reachable(self) -> Mapping[PeerId, Observed]:
+        """Trainers and auxiliary peers that came to a round or were not needed in one."""
+        return {**self._awaited, **self._awaited_helpers}
+
+    def expected(self, *, with_helpers: bool) -> Mapping[PeerId, bool]:
+        """The peers that should come to the next round, and whether each is in client mode.
+
+        Args:
+            with_helpers: auxiliary peers too, if no trainer can be dialled.
+        """
+        return self._expected_with_helpers if with_helpers and not self.hosts else self._expected_trainers
+
+    @cached_property
+    def _expected_trainers(self) -> Mapping[PeerId, bool]:
+        return {peer_id: seen.record.is_client for peer_id, seen in self._awaited.items()}
+
+    @cached_property
+    def _expected_with_helpers(self) -> Mapping[PeerId, bool]:
+        return {peer_id: seen.record.is_client for peer_id, seen in self.reachable.items()}
+
+    # as time goes on
+
+    def reckoned_samples(self, now: float) -> int:
+        """What all trainers together must have by now."""
+        return int(sum([seen.reckoning.at(now) for seen in self.trainers.values()]))
+
+    def arriving_samples(self, now: float) -> int:
+        """What the trainers that are not missing bring if each finishes its batch and begins no other one."""
+        return sum(seen.reckoning.with_batch_at(now, seen.record.batch_s) for seen in self._awaited.values())
+
+    def busy_until(self, instant: float) -> float:
+        """When the last of them must have finished the batch that it computes at an instant."""
+        ends = [busy_until(seen.record, seen.reckoning, instant) for seen in self._awaited.values()]
+        return max(ends, default=instant)

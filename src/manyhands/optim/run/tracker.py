@@ -1,7 +1,7 @@
 """Tracks where one peer of a run and the others are: publishes its progress when that is news, and reads theirs.
 
-What follows from the records of the others is asked of a :class:`manyhands.optim.run.view.View` of those at this peer's
-position, and of :class:`manyhands.optim.run.branches.BranchChoice` for the branch that it should be on.
+What the others say of this peer's position is asked of a :class:`manyhands.optim.run.progress_reader.View`; which
+branch of the run it should be on, of :class:`manyhands.optim.run.branches.BranchChoice`.
 """
 
 from __future__ import annotations
@@ -35,9 +35,8 @@ from manyhands.optim.run.progress import (
     rank_of,
     sum_up,
 )
-from manyhands.optim.run.progress_reader import Observed, ProgressReader, progress_key
+from manyhands.optim.run.progress_reader import Observed, ProgressReader, View, progress_key
 from manyhands.optim.run.twin import Twin
-from manyhands.optim.run.view import View
 from manyhands.rpc import Endpoint
 from manyhands.runtime import TaskOwner
 
@@ -63,8 +62,9 @@ class ProgressTracker:
         on_outlook: called whenever the outlook may have changed, also by a step.
         progress: of the collaboration, as the peers have said; this decides whether a global step is due.
         outlook: as it must be by now, reckoned from what they have said; this decides when to publish and to read.
-        reader: of the records of the others.
+        own: what this peer would publish now.
         is_called: whether another peer has begun a round here.
+        belief: what this peer goes by when others are elsewhere.
     """
 
     def __init__(
@@ -89,11 +89,11 @@ class ProgressTracker:
         self._config = config
         self._on_update = on_update
         addresses = [str(address) for address in endpoint.addresses]
-        self._own = ProgressRecord(
+        self.own = ProgressRecord(
             position, 0, 0.0, 0, endpoint.client_mode, addresses, config.ttl_s, is_auxiliary=is_auxiliary,
             began_at=began_at,
         )  # fmt: skip
-        self._publisher = RecordPublisher(
+        self.publisher = RecordPublisher(
             dht, progress_key(run_id), endpoint.peer_id, self._record_to_publish, self._ttl_s, config.min_refresh_s
         )
         self._counted_at = 0.0  # loop time, when the samples were counted
@@ -101,9 +101,9 @@ class ProgressTracker:
         self._read_at = self._wholly_read_at = -math.inf  # loop time
         self._missing = UntilFresh(self.reader)
         self._without_state = UntilFresh(self.reader)
-        self._belief = Belief()
-        self._belief.been_at(position)
-        self._choice = BranchChoice(endpoint.peer_id, self._own, self._belief, endpoint.is_connected)
+        self.belief = Belief()
+        self.belief.been_at(position)
+        self.branches = BranchChoice(endpoint.peer_id, self.own, self.belief, endpoint.is_connected)
         self._view: View | None = None
         self._leading: Branch | None = None
         self._is_moving = False
@@ -121,43 +121,29 @@ class ProgressTracker:
             return
         self._is_started = True
         self._counted_at = asyncio.get_running_loop().time()
-        self._publisher.publish_soon(urgently=True)
-        self._tasks.spawn(self._publisher.publish_forever(), name="publishing")
+        self.publisher.publish_soon(urgently=True)
+        self._tasks.spawn(self.publisher.publish_forever(), name="publishing")
         self._tasks.spawn(self._read_forever(), name="reading")
 
     async def close(self) -> None:
         """Stop, and tell the others that this peer left the run."""
         await self._tasks.close()
         if self._is_started and not self.twin.is_older:
-            await self._publisher.say_goodbye()
+            await self.publisher.say_goodbye()
 
     # where this peer stands
 
     @property
     def _trainer(self) -> ProgressRecord | None:
         """This peer's record, if it counts among those who train."""
-        return None if self._own.is_auxiliary else self._own
-
-    @property
-    def num_publish_failures(self) -> int:
-        """Times in a row that this peer's record could not be published."""
-        return self._publisher.num_failures
-
-    @property
-    def own_record(self) -> ProgressRecord:
-        """What this peer would publish now."""
-        return self._own
+        return None if self.own.is_auxiliary else self.own
 
     def position(self) -> Position:
-        return self._own.position
+        return self.own.position
 
     def seat(self) -> tuple[int, Seat]:
         """This peer's place among the groups of a large run, and as of which round."""
-        return self._own.seat_round, self._own.seat
-
-    def recently_met(self, num: int) -> list[PeerId]:
-        """The last ones that were in a committed round with this peer."""
-        return self._belief.recently_met(num)
+        return self.own.seat_round, self.own.seat
 
     def report(self, samples: int, samples_per_second: float, batch_s: float = 0.0) -> None:
         """This peer has accumulated ``samples`` since the last global step; a batch takes it so many seconds."""
@@ -170,11 +156,11 @@ class ProgressTracker:
 
     def tell_options(self, options: Numbers) -> None:
         """This peer steps with these options from the position on to which :meth:`move` takes it, which follows."""
-        self._own = msgspec.structs.replace(self._own, options=options)
+        self.own = msgspec.structs.replace(self.own, options=options)
 
     def tell(self, sketch: bytes) -> None:
         """These are sums of the parameters that this peer holds at its position."""
-        self._own = msgspec.structs.replace(self._own, sketch=sketch, sketch_step=self._own.position.step)
+        self.own = msgspec.structs.replace(self.own, sketch=sketch, sketch_step=self.own.position.step)
         self._publish_news()
 
     def expect_move(self) -> None:
@@ -183,22 +169,18 @@ class ProgressTracker:
 
     def met(self, fingerprints: Iterable[bytes]) -> None:
         """The rounds of a step in a grid; :meth:`move` follows when it is made."""
-        self.reader.met(self._own.position, fingerprints)
+        self.reader.met(self.own.position, fingerprints)
 
     def loaded(self, position: Position, recent_rounds: list[bytes]) -> None:
         """A state has come from another peer, and what that one says of its rounds; :meth:`move` follows."""
         self.reader.loaded(position, recent_rounds)
 
-    def stepped(self) -> None:
-        """This peer goes where :meth:`move` takes it by a step of its own, alone or with others."""
-        self._belief.met([])
-
     def move(self, position: Position, lineage_samples: int, together_with: list[PeerId]) -> None:
         """This peer, and the others of its round, have gone to ``position``."""
-        self.reader.moves(self._own.position, position)
-        self._belief.been_at(position)
+        self.reader.moves(self.own.position, position)
+        self.belief.been_at(position)
         self._note_moved(position, lineage_samples, together_with)
-        self.is_called = self.is_called and position == self._own.position  # a reload answers no call
+        self.is_called = self.is_called and position == self.own.position  # a reload answers no call
         self._is_moving = False
         self._view = None
         self._set_own(
@@ -216,7 +198,7 @@ class ProgressTracker:
     def _note_moved(self, position: Position, lineage_samples: int, members: list[PeerId]) -> None:
         self.reader.moved(members, position, lineage_samples)
         if members:
-            self._belief.met(peer_id for peer_id in members if peer_id != self._endpoint.peer_id)
+            self.belief.met(peer_id for peer_id in members if peer_id != self._endpoint.peer_id)
         for peer_id in members:
             self._missing.discard(peer_id)
 
@@ -226,8 +208,8 @@ class ProgressTracker:
         self._publish_news()
 
     def _set_own(self, **changes: object) -> None:
-        now, before = asyncio.get_running_loop().time(), self._own
-        self._own = own = msgspec.structs.replace(before, **changes)
+        now, before = asyncio.get_running_loop().time(), self.own
+        self.own = own = msgspec.structs.replace(before, **changes)
         if (own.samples, own.position) != (before.samples, before.position):
             self._batch_s, self._counted_at = now - self._counted_at, now
 
@@ -235,20 +217,20 @@ class ProgressTracker:
 
     def _publish_news(self, *, urgently: bool = False) -> None:
         """Publish this peer's record soon, if the others could not have reckoned it."""
-        if self._publisher.published is None or self._is_news(*self._publisher.published):
-            self._publisher.publish_soon(urgently=urgently)
+        if self.publisher.published is None or self._is_news(*self.publisher.published):
+            self.publisher.publish_soon(urgently=urgently)
 
     def _is_news(self, published: ProgressRecord, published_at: float) -> bool:
         age_s = asyncio.get_running_loop().time() - published_at
         margin_s = max(self._batch_s, 2 * self._config.min_refresh_s)
         is_near = not margin_s < self.outlook.eta_s < math.inf
-        return is_news(published, age_s, self._own, self.target_batch_size, self.outlook.num_peers, is_near)
+        return is_news(published, age_s, self.own, self.target_batch_size, self.outlook.num_peers, is_near)
 
     def _record_to_publish(self) -> ProgressRecord | None:
         if self._is_moving:
             return None
         counted_s_ago = max(asyncio.get_running_loop().time() - self._counted_at, 0.0)
-        return msgspec.structs.replace(self._own, counted_s_ago=counted_s_ago, ttl_s=self._ttl_s())
+        return msgspec.structs.replace(self.own, counted_s_ago=counted_s_ago, ttl_s=self._ttl_s())
 
     def _ttl_s(self) -> float:
         return self._config.ttl_s * crowd_factor(self.outlook.num_peers)
@@ -265,7 +247,7 @@ class ProgressTracker:
         if not quickly:
             self._wholly_read_at = now
         if self.twin.is_to_be_told(now):
-            self._publisher.publish_soon()
+            self.publisher.publish_soon()
 
     def heard(self, peer_id: PeerId, record: ProgressRecord) -> None:
         """A peer has told directly where it is."""
@@ -293,7 +275,7 @@ class ProgressTracker:
 
     def shun(self, peer_id: PeerId) -> None:
         """A peer has handed out a state that cannot be used: what it says of a better branch does not count."""
-        self._choice.shun(peer_id, asyncio.get_running_loop().time())
+        self.branches.shun(peer_id, asyncio.get_running_loop().time())
         self._judge()
 
     def refresh_soon(self) -> None:
@@ -304,12 +286,12 @@ class ProgressTracker:
     def _judge(self) -> None:
         """What the others say, or where this peer stands, may have changed."""
         now = asyncio.get_running_loop().time()
-        self._choice.look(self._own, self.reader.records(), self.reader.strangers(), now)
+        self.branches.look(self.own, self.reader.records(), self.reader.strangers(), now)
         self._leading = None
         self._update_progress()
 
     def _update_progress(self) -> None:
-        view, own, enough = self._others(), self._trainer, self.target_batch_size
+        view, own, enough = self.view, self._trainer, self.target_batch_size
         num_others, speed = len(view.trainers), view.samples_per_second
         reckoned = view.reckoned_samples(asyncio.get_running_loop().time())
         self.progress = sum_up(own, num_others, view.samples, speed, enough)
@@ -319,33 +301,22 @@ class ProgressTracker:
         if self.on_outlook is not None:
             self.on_outlook()
 
-    def _others(self) -> View:
+    @property
+    def view(self) -> View:
         """The others at this peer's position, as last read; another view only if something has changed or expired."""
         observed = self.reader.observed()
         if self._view is None or self._view.observed is not observed:
-            self._view = View(observed, self._own.position, self.reader.strangers(), self._missing.peers())
+            self._view = View(observed, self.own.position, self.reader.strangers(), self._missing.peers())
         return self._view
 
     # who is here, and whether a step is due
 
     def num_peers_here(self) -> int:
         """Peers that train at this position, with this one, whether or not they can be reached."""
-        return len(self._others().trainers) + (not self._own.is_auxiliary)
-
-    def trainers_here(self) -> Mapping[PeerId, Observed]:
-        """The records of the others that train at this position, but for strangers."""
-        return self._others().trainers
-
-    def others_here(self) -> list[PeerId]:
-        """The others at this position, auxiliary peers too, as far as they can be reached."""
-        return list(self._others().reachable)
+        return len(self.view.trainers) + (not self.own.is_auxiliary)
 
     def expected(self) -> Mapping[PeerId, bool]:
-        return self._others().expected(with_helpers=self._own.is_client or self._own.is_auxiliary)
-
-    def others_busy_until(self, instant: float) -> float:
-        """When the last of the others here must have finished the batch that it computes at an instant (loop time)."""
-        return self._others().busy_until(instant)
+        return self.view.expected(with_helpers=self.own.is_client or self.own.is_auxiliary)
 
     def is_due(self) -> bool:
         """Whether the collaboration has reached its target.
@@ -370,8 +341,8 @@ class ProgressTracker:
         Never in a crowd, where each peer counts for little and would have to tell many, nor in a grid; nor while the
         target is further away than two batches.
         """
-        view, own = self._others(), self._trainer
-        if crowd_factor(self.outlook.num_peers) > 1.0 or self._own.seat.layout.sides:
+        view, own = self.view, self._trainer
+        if crowd_factor(self.outlook.num_peers) > 1.0 or self.own.seat.layout.sides:
             return False
         if self.outlook.eta_s > 2 * view.longest_batch_s:
             return False
@@ -416,21 +387,17 @@ class ProgressTracker:
         """Whether others train, and nobody in the run can be dialled: they can make no step together."""
         return self._endpoint.client_mode and self.reader.is_stranded()
 
-    def sees_trainers(self) -> bool:
-        """Whether another peer trains, wherever in the run it is."""
-        return bool(self.reader.trainers())
-
     def in_need(self) -> list[PeerId]:
         """Those who can be dialled and are behind this peer, if nobody who can be dialled is not: some of them."""
-        believed = self._choice.believed.items()
+        believed = self.branches.believed.items()
         hosts = {peer_id: rank_of(record) for peer_id, record in believed if not record.is_client}
-        own = rank_of(self._own)
+        own = rank_of(self.own)
         return sorted(hosts)[:MAX_IN_NEED] if all(rank < own for rank in hosts.values()) else []
 
     def is_ahead_of_somebody(self) -> bool:
         """Whether a peer that is not missing has yet to reach this peer's global step."""
         trainers, missing = self.reader.trainers(), self._missing.peers()
-        return any(trainers[peer_id].position.step < self._own.position.step for peer_id in trainers.keys() - missing)
+        return any(trainers[peer_id].position.step < self.own.position.step for peer_id in trainers.keys() - missing)
 
     def unmet(self) -> Mapping[PeerId, Observed]:
         """Those who say that they are there, but came to no round, or could not hand out their state."""
@@ -442,24 +409,16 @@ class ProgressTracker:
     def leading_branch(self) -> Branch:
         """The branch of the run that this peer should be on: of those whose state can be had."""
         if self._leading is None:
-            self._leading = self._choice.leading(self._without_state.peers())
+            self._leading = self.branches.leading(self._without_state.peers())
         return self._leading
 
     def should_load_state(self) -> bool:
         """Whether there is a better branch than this peer's whose state can be had."""
-        return self.leading_branch().is_elsewhere(self._own.position)
+        return self.leading_branch().is_elsewhere(self.own.position)
 
     def is_on_best_branch(self) -> bool:
         """Whether nobody is known to be on a better branch, whether or not its state can be had now."""
-        return not self._choice.best().is_elsewhere(self._own.position)
-
-    def waits_for_clients(self) -> bool:
-        """Whether this peer needs the state that only peers in client mode have: one of them has to connect to it."""
-        return self._choice.waits_for_clients()
-
-    def can_hand_out(self, peer_id: PeerId) -> bool:
-        """Whether this peer could have the state of another one: of a client only if that is connected to it."""
-        return self._choice.can_hand_out(peer_id)
+        return not self.branches.best().is_elsewhere(self.own.position)
 
     # when to read
 
@@ -484,7 +443,7 @@ class ProgressTracker:
 
     async def _rest(self, delay_s: float) -> None:
         """Read nothing for so long; in a crowd not during a round, which tells more, and anew from its end on."""
-        loop, position = asyncio.get_running_loop(), self._own.position
+        loop, position = asyncio.get_running_loop(), self.own.position
         since = loop.time()
         while not self._is_read_wanted and (left_s := since + delay_s - loop.time()) > 0:
             self._stirred.clear()
@@ -493,8 +452,8 @@ class ProgressTracker:
                 continue
             if (self.is_called and self.is_due()) or self._is_in_round or self._is_moving:
                 delay_s = self._longest_read_s()
-            elif position != self._own.position:
-                since, position = loop.time(), self._own.position
+            elif position != self.own.position:
+                since, position = loop.time(), self.own.position
                 delay_s = self._next_read_s(0.0)
 
     def _next_read_s(self, last_s: float) -> float:
@@ -523,11 +482,11 @@ class ProgressTracker:
 
     def _patience_s(self) -> float:
         """How long to wait for a call before looking oneself."""
-        return RANK_DELAY_S * bisect.bisect_left(self._others().hosts, self._endpoint.peer_id)
+        return RANK_DELAY_S * bisect.bisect_left(self.view.hosts, self._endpoint.peer_id)
 
     def _is_led(self) -> bool:
         """Whether this peer may rely on those who look first: in a crowd whose rounds show where all of it is."""
-        return crowd_factor(self.outlook.num_peers) > 1.0 and not self._own.seat.layout.sides
+        return crowd_factor(self.outlook.num_peers) > 1.0 and not self.own.seat.layout.sides
 
     def _longest_read_s(self) -> float:
         return self._config.max_refresh_s * crowd_factor(self.outlook.num_peers)
