@@ -32,9 +32,8 @@ logger = logging.getLogger(__name__)
 MAX_ASKED = 8
 TIMEOUT_S = 2.0
 ASK_PERIOD_S = 10.0
-LOOK_PERIOD_S = 1.0
-GONE_AFTER_S = 5.0
-"""A peer that is alive is connected again by then, or has said something new."""
+LOOK_PERIOD_S = 5.0
+"""A peer that refuses a dial and is alive is connected by the next look, or has said something new."""
 PROOFS_OF_DEATH = (DialReason.REFUSED, DialReason.WRONG_IDENTITY)
 
 
@@ -121,7 +120,7 @@ class Acquaintances:
 
 
 class Departures:
-    """Counts peers as gone that no round meets and whose machine says that it does not listen there any more.
+    """Finds peers that have died before their records expire: no round meets them, and their machine refuses a dial.
 
     A machine that does not answer proves nothing: it may be cut off, and train on behind the cut. Then its record must
     expire. So must that of a peer that nobody can dial.
@@ -131,33 +130,26 @@ class Departures:
         self._endpoint = endpoint
         self._tracker = tracker
         self._tasks = tasks
-        self._refused: dict[PeerId, tuple[int, float]] = {}  # the record that it said last, and since when (loop time)
+        self._refused: set[tuple[PeerId, int]] = set()  # when it was looked last; and the record that the peer had then
         self._looked_at = -math.inf  # loop time
-        self._looking: asyncio.Task[None] | None = None
 
     def look(self) -> None:
-        """Look for those whom no round meets, in the background; at most once in a while."""
+        """Dial the peers that no round meets, in the background; at most once in a period."""
         now = asyncio.get_running_loop().time()
-        is_looking = self._looking is not None and not self._looking.done()
-        if now - self._looked_at >= LOOK_PERIOD_S and not is_looking:
+        if now - self._looked_at >= LOOK_PERIOD_S:
             self._looked_at = now
-            self._looking = self._tasks.spawn(self._look_for_all(), name="looking for those who do not come")
+            self._tasks.spawn(self._look_for_all(), name="looking for those who do not come")
 
     async def _look_for_all(self) -> None:
-        unmet = self._tracker.unmet()
-        self._refused = {peer_id: said for peer_id, said in self._refused.items() if peer_id in unmet}
-        for peer_id, seen in unmet.items():
-            if self._endpoint.is_connected(peer_id) or not await self._refuses(seen.record.addresses):
-                self._refused.pop(peer_id, None)
-                continue
-            now = asyncio.get_running_loop().time()
-            sequence, since = self._refused.get(peer_id, (seen.sequence, now))
-            if sequence != seen.sequence:
-                since = now
-            self._refused[peer_id] = (seen.sequence, since)
-            if now - since >= GONE_AFTER_S:
-                logger.info("Peer %s is gone: it does not listen at its addresses any more", peer_id)
-                self._tracker.report_gone(peer_id, seen.sequence)
+        refused = {
+            (peer_id, seen.sequence)
+            for peer_id, seen in self._tracker.unmet().items()
+            if not self._endpoint.is_connected(peer_id) and await self._refuses(seen.record.addresses)
+        }
+        for peer_id, sequence in refused & self._refused:
+            logger.info("Peer %s is gone: it does not listen at its addresses any more", peer_id)
+            self._tracker.report_gone(peer_id, sequence)
+        self._refused = refused
 
     async def _refuses(self, addresses: list[str]) -> bool:
         known = readable_addresses(addresses)
