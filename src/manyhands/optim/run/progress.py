@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -30,7 +30,6 @@ from manyhands.averaging.grid.seats import NO_SEAT, Seat
 from manyhands.averaging.messages import Count, Position, RecentRounds
 from manyhands.averaging.peer_records import KEEP_ALIVES
 from manyhands.averaging.sketch import MAX_SKETCH_BYTES
-from manyhands.base.identity import PeerId
 from manyhands.base.words import counted
 from manyhands.optim.config import ProgressConfig
 
@@ -238,38 +237,6 @@ def is_news(
         return True
     share = target_batch_size / max(num_peers, 1)
     return abs(reckoned_samples(published, age_s) - own.samples) > NEWS_SHARE * leeway * share
-
-
-def aggregate(
-    own: ProgressRecord | None,
-    others: Mapping[PeerId, ProgressRecord],
-    position: Position,
-    target_batch_size: int,
-    samples: Mapping[PeerId, int] | None = None,
-) -> Progress:
-    """Sum up the records at one position.
-
-    Args:
-        samples: of the others, as reckoned since; without them those of their records count.
-    """
-    here = {
-        peer_id: record for peer_id, record in others.items() if record.position == position and not record.is_auxiliary
-    }
-    counts = [record.samples if samples is None else samples[peer_id] for peer_id, record in here.items()]
-    speed = sum(record.samples_per_second for record in here.values())
-    return sum_up(own, len(here), sum(counts), speed, target_batch_size)
-
-
-def sum_up(
-    own: ProgressRecord | None, num_others: int, samples: int, samples_per_second: float, target_batch_size: int
-) -> Progress:
-    """The progress of this peer and others at its position, from the sums of the others."""
-    num_peers, speed = num_others, samples_per_second
-    if own is not None:
-        num_peers, samples, speed = num_peers + 1, samples + own.samples, speed + own.samples_per_second
-    missing = max(target_batch_size - samples, 0)
-    eta_s = 0.0 if missing == 0 else missing / speed if speed > 0 else math.inf
-    return Progress(samples, num_peers, speed, eta_s)
 
 
 def describe_progress(progress: Progress, refresh_s: float) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Container, Iterable, Mapping, Sequence
-from functools import cached_property
 from typing import Literal
 
 import msgspec
@@ -20,7 +19,7 @@ from manyhands.averaging.peer_records import RecordReader, SeenRecord
 from manyhands.base.identity import PeerId
 from manyhands.dht import DhtNode, Schema, StoredValue
 from manyhands.optim.run.partition_detector import PartitionDetector
-from manyhands.optim.run.progress import MAX_TTL_S, ProgressRecord, Reckoning, busy_until
+from manyhands.optim.run.progress import MAX_TTL_S, Progress, ProgressRecord, Reckoning, busy_until
 from manyhands.optim.run.twin import Twin
 from manyhands.rpc import Endpoint
 
@@ -41,21 +40,20 @@ class Observed(SeenRecord[ProgressRecord], frozen=True, gc=False):
 
     Attributes:
         reckoning: how its samples must grow from here.
-        said: the position that it has named itself; what it said else is of then.
-        moved_at: when a round was seen to take the peer to this position (loop time); earlier records are out of date.
-        heard_at: when the peer said this directly (loop time), if it did; likewise.
+        said: the position that the peer has named itself; what it said else is of then.
+        learnt_at: when this was learnt directly (loop time), if it was: a round took the peer there, or it told this
+            one. What it had published before, and says less, is out of date.
     """
 
     reckoning: Reckoning
     said: Position
-    moved_at: float = -math.inf
-    heard_at: float = -math.inf
+    learnt_at: float = -math.inf
 
     def is_outdated_by(self, record: ProgressRecord, issued_at: float) -> bool:
-        """Whether ``record`` is news; not when the peer published it before it was moved, or before it said more."""
-        if record.position == self.record.position and record.samples < self.record.samples:
-            return issued_at > self.heard_at + IN_FLIGHT_S
-        return record.position.step >= self.record.position.step or issued_at > self.moved_at + IN_FLIGHT_S
+        """Whether ``record`` is news."""
+        here, there = self.record.position, record.position
+        says_less = record.samples < self.record.samples if here == there else there.step < here.step
+        return not says_less or issued_at > self.learnt_at + IN_FLIGHT_S
 
 
 class ProgressReader(RecordReader[ProgressRecord, Observed]):
@@ -91,9 +89,8 @@ class ProgressReader(RecordReader[ProgressRecord, Observed]):
     def heard(self, peer_id: PeerId, record: ProgressRecord) -> None:
         """A peer has told directly what it would publish now."""
         now, known = asyncio.get_running_loop().time(), self._seen.get(peer_id)
-        sequence = known.sequence if known is not None else -1
-        until = now + min(record.ttl_s, MAX_TTL_S)
-        self._keep(peer_id, Observed(record, sequence, until, Reckoning.of(record, now), record.position, heard_at=now))
+        sequence, until = -1 if known is None else known.sequence, now + min(record.ttl_s, MAX_TTL_S)
+        self._keep(peer_id, Observed(record, sequence, until, Reckoning.of(record, now), record.position, now))
 
     def moved(self, peer_ids: Iterable[PeerId], position: Position, lineage_samples: int) -> None:
         """These peers are known to have gone to ``position``, unless they said so or more; holds until they do."""
@@ -104,10 +101,8 @@ class ProgressReader(RecordReader[ProgressRecord, Observed]):
                 record = msgspec.structs.replace(
                     seen.record, position=position, samples=0, lineage_samples=lineage_samples, counted_s_ago=0.0
                 )
-                assumed = Observed(
-                    record, seen.sequence, seen.expires_at, Reckoning.of(record, now), seen.said, moved_at=now
-                )
-                self._keep(peer_id, assumed)
+                reckoning = Reckoning.of(record, now)
+                self._keep(peer_id, Observed(record, seen.sequence, seen.expires_at, reckoning, seen.said, now))
 
     def records(self) -> dict[PeerId, ProgressRecord]:
         """What the other peers say of themselves."""
@@ -116,11 +111,6 @@ class ProgressReader(RecordReader[ProgressRecord, Observed]):
     def trainers(self) -> dict[PeerId, ProgressRecord]:
         """The records of the peers that train, wherever in the run they are."""
         return {peer_id: record for peer_id, record in self.records().items() if not record.is_auxiliary}
-
-    def reckoned_samples(self) -> dict[PeerId, int]:
-        """The samples that the other peers must have by now."""
-        now = asyncio.get_running_loop().time()
-        return {peer_id: int(seen.reckoning.at(now)) for peer_id, seen in self.observed().items()}
 
     def is_stranded(self) -> bool:
         """Whether others train, and nobody can be dialled."""
@@ -183,19 +173,20 @@ class ProgressReader(RecordReader[ProgressRecord, Observed]):
 
 
 class View:
-    """What the records of the others say of one position. It does not change; another record makes another view.
+    """The other peers at one position, as last read. It does not change: after news there is another view.
 
     Args:
         observed: the records of all other peers.
         left_out: peers that do not count at the position: strangers.
-        missing: peers at the position that came to no round since their last record. They count, but are not expected.
+        missing: peers that came to no round since their last record. They count, but are not expected.
+        needs_host: auxiliary peers are expected too, if no trainer can be dialled.
 
     Attributes:
         trainers: the records of those at the position that train.
-        helpers: the records of the auxiliary peers there.
-        samples: of all trainers together, as they have said.
-        samples_per_second: likewise.
         hosts: the trainers that can be dialled, the one that leads first.
+        longest_batch_s: of the trainers that have said how long a batch takes.
+        reachable: the peers at the position, auxiliary ones too, that are not missing.
+        expected: the peers that should come to the next round, and whether each is in client mode.
     """
 
     def __init__(
@@ -204,46 +195,42 @@ class View:
         position: Position,
         left_out: Container[PeerId] = (),
         missing: Container[PeerId] = (),
+        *,
+        needs_host: bool = False,
     ) -> None:
         here = {peer_id: seen for peer_id, seen in observed.items()
                 if seen.record.position == position and peer_id not in left_out}  # fmt: skip
         self.observed = observed
         self.trainers = {peer_id: seen for peer_id, seen in here.items() if not seen.record.is_auxiliary}
-        self.helpers = {peer_id: seen for peer_id, seen in here.items() if seen.record.is_auxiliary}
-        records = [seen.record for seen in self.trainers.values()]
-        self.samples = sum([record.samples for record in records])
-        self.samples_per_second = sum([record.samples_per_second for record in records])
         self.hosts = sorted([peer_id for peer_id, seen in self.trainers.items() if not seen.record.is_client])
-        self.longest_batch_s = max([record.batch_s for record in records], default=0.0)
+        self.longest_batch_s = max([seen.record.batch_s for seen in self.trainers.values()], default=0.0)
+        self.reachable = [peer_id for peer_id in here if peer_id not in missing]
         self._awaited = {peer_id: seen for peer_id, seen in self.trainers.items() if peer_id not in missing}
-        self._awaited_helpers = {peer_id: seen for peer_id, seen in self.helpers.items() if peer_id not in missing}
+        expected = self.reachable if needs_host and not self.hosts else self._awaited
+        self.expected = {peer_id: here[peer_id].record.is_client for peer_id in expected}
+        self._samples = sum([seen.record.samples for seen in self.trainers.values()])
+        self._speed = sum([seen.record.samples_per_second for seen in self.trainers.values()])
 
-    @cached_property
-    def reachable(self) -> Mapping[PeerId, Observed]:
-        """Trainers and auxiliary peers that came to a round or were not needed in one."""
-        return {**self._awaited, **self._awaited_helpers}
-
-    def expected(self, *, with_helpers: bool) -> Mapping[PeerId, bool]:
-        """The peers that should come to the next round, and whether each is in client mode.
+    def progress(self, own: ProgressRecord | None, target_batch_size: int) -> Progress:
+        """How far the trainers are together, as they have said.
 
         Args:
-            with_helpers: auxiliary peers too, if no trainer can be dialled.
+            own: of the peer that looks, which counts if it trains; None for one that only watches.
         """
-        return self._expected_with_helpers if with_helpers and not self.hosts else self._expected_trainers
+        return self._progress(self._samples, own, target_batch_size)
 
-    @cached_property
-    def _expected_trainers(self) -> Mapping[PeerId, bool]:
-        return {peer_id: seen.record.is_client for peer_id, seen in self._awaited.items()}
+    def outlook(self, own: ProgressRecord | None, target_batch_size: int, now: float) -> Progress:
+        """How far they must be by now."""
+        reckoned = sum([seen.reckoning.at(now) for seen in self.trainers.values()])
+        return self._progress(int(reckoned), own, target_batch_size)
 
-    @cached_property
-    def _expected_with_helpers(self) -> Mapping[PeerId, bool]:
-        return {peer_id: seen.record.is_client for peer_id, seen in self.reachable.items()}
-
-    # as time goes on
-
-    def reckoned_samples(self, now: float) -> int:
-        """What all trainers together must have by now."""
-        return int(sum([seen.reckoning.at(now) for seen in self.trainers.values()]))
+    def _progress(self, samples: int, own: ProgressRecord | None, target_batch_size: int) -> Progress:
+        num_peers, speed = len(self.trainers), self._speed
+        if own is not None and not own.is_auxiliary:
+            num_peers, samples, speed = num_peers + 1, samples + own.samples, speed + own.samples_per_second
+        missing = max(target_batch_size - samples, 0)
+        eta_s = 0.0 if missing == 0 else missing / speed if speed > 0 else math.inf
+        return Progress(samples, num_peers, speed, eta_s)
 
     def arriving_samples(self, now: float) -> int:
         """What the trainers that are not missing bring if each finishes its batch and begins no other one."""

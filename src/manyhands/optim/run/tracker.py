@@ -33,7 +33,6 @@ from manyhands.optim.run.progress import (
     is_news,
     next_refresh_s,
     rank_of,
-    sum_up,
 )
 from manyhands.optim.run.progress_reader import Observed, ProgressReader, View, progress_key
 from manyhands.optim.run.twin import Twin
@@ -113,7 +112,7 @@ class ProgressTracker:
         self._due = asyncio.Event()  # a step may be due now
         self._stirred = asyncio.Event()  # there is something to read, or reading has to be planned anew
         self._tasks = TaskOwner("progress")
-        self.progress = self.outlook = sum_up(self._trainer, 0, 0, 0.0, target_batch_size)
+        self.progress = self.outlook = View({}, position).progress(self.own, target_batch_size)
 
     def start(self) -> None:
         """Begin to publish and to read, if that has not begun."""
@@ -132,11 +131,6 @@ class ProgressTracker:
             await self.publisher.say_goodbye()
 
     # where this peer stands
-
-    @property
-    def _trainer(self) -> ProgressRecord | None:
-        """This peer's record, if it counts among those who train."""
-        return None if self.own.is_auxiliary else self.own
 
     def position(self) -> Position:
         return self.own.position
@@ -291,11 +285,9 @@ class ProgressTracker:
         self._update_progress()
 
     def _update_progress(self) -> None:
-        view, own, enough = self.view, self._trainer, self.target_batch_size
-        num_others, speed = len(view.trainers), view.samples_per_second
-        reckoned = view.reckoned_samples(asyncio.get_running_loop().time())
-        self.progress = sum_up(own, num_others, view.samples, speed, enough)
-        self.outlook = sum_up(own, num_others, reckoned, speed, enough)
+        view, enough = self.view, self.target_batch_size
+        self.progress = view.progress(self.own, enough)
+        self.outlook = view.outlook(self.own, enough, asyncio.get_running_loop().time())
         if self.progress.samples >= enough:
             self._due.set()
         if self.on_outlook is not None:
@@ -306,7 +298,9 @@ class ProgressTracker:
         """The others at this peer's position, as last read; another view only if something has changed or expired."""
         observed = self.reader.observed()
         if self._view is None or self._view.observed is not observed:
-            self._view = View(observed, self.own.position, self.reader.strangers(), self._missing.peers())
+            own, missing = self.own, self._missing.peers()
+            needs_host = own.is_client or own.is_auxiliary
+            self._view = View(observed, own.position, self.reader.strangers(), missing, needs_host=needs_host)
         return self._view
 
     # who is here, and whether a step is due
@@ -316,7 +310,7 @@ class ProgressTracker:
         return len(self.view.trainers) + (not self.own.is_auxiliary)
 
     def expected(self) -> Mapping[PeerId, bool]:
-        return self.view.expected(with_helpers=self.own.is_client or self.own.is_auxiliary)
+        return self.view.expected
 
     def is_due(self) -> bool:
         """Whether the collaboration has reached its target.
@@ -341,13 +335,13 @@ class ProgressTracker:
         Never in a crowd, where each peer counts for little and would have to tell many, nor in a grid; nor while the
         target is further away than two batches.
         """
-        view, own = self.view, self._trainer
+        view = self.view
         if crowd_factor(self.outlook.num_peers) > 1.0 or self.own.seat.layout.sides:
             return False
         if self.outlook.eta_s > 2 * view.longest_batch_s:
             return False
-        arriving = view.arriving_samples(asyncio.get_running_loop().time())
-        return arriving + (own.samples if own is not None else 0) >= self.target_batch_size
+        own_samples = 0 if self.own.is_auxiliary else self.own.samples
+        return own_samples + view.arriving_samples(asyncio.get_running_loop().time()) >= self.target_batch_size
 
     def seconds_until(self, samples: int) -> float:
         """Until the peers together must have so many samples; infinite when nobody computes."""
