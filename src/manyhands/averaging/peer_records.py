@@ -157,33 +157,32 @@ class RecordReader(ABC, Generic[R, S]):
         self._note_change()
 
     def _note_change(self) -> None:
-        """:meth:`observed` is to return another mapping."""
+        """Have :meth:`observed` return another mapping."""
         self._observed_until = -math.inf
 
 
 class UntilFresh:
-    """Peers of which something was found out that holds until a fresh record of them is read: that they did not come,
-    for example."""
+    """Marks on peers, each of which holds until a fresh record of the peer is read: that it did not come, for example."""
 
     def __init__(self, reader: RecordReader[R, S]) -> None:
         self._observed: Callable[[], Mapping[PeerId, SeenRecord[PeerRecord]]] = reader.observed
         self._sequences: dict[PeerId, int] = {}
 
     def peers(self) -> set[PeerId]:
-        """Those for which it holds."""
+        """The peers that are marked."""
         observed = self._observed()
         return {peer_id for peer_id, sequence in self._sequences.items()
                 if peer_id in observed and observed[peer_id].sequence <= sequence}  # fmt: skip
 
     def add(self, peer_id: PeerId) -> None:
-        """Nothing happens if no record of the peer counts."""
+        """Mark a peer, if a record of it counts."""
         observed = self._observed()
         if peer_id in observed:
             self._sequences = {known: sequence for known, sequence in self._sequences.items() if known in observed}
             self._sequences[peer_id] = observed[peer_id].sequence
 
     def discard(self, peer_id: PeerId) -> None:
-        """It was wrong, or does not hold any more."""
+        """Take the mark away."""
         self._sequences.pop(peer_id, None)
 
 

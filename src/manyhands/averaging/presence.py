@@ -113,7 +113,7 @@ def next_position(position: Position, manifest: RoundManifest) -> Position:
 
 
 def grid_lineage(run_id: str) -> bytes:
-    """The lineage of all who stand in a grid."""
+    """The lineage of all peers in a grid."""
     return hashlib.sha256(f"averaging {run_id} in a grid".encode()).digest()
 
 
@@ -176,7 +176,7 @@ class PresenceTracker:
         self._tasks = TaskOwner("presence")
 
     async def start(self) -> None:
-        """Join those who average under the run id.
+        """Join the averagers of the run.
 
         Raises:
             ManifestMismatch: their tensors differ; it says whose, and how.
@@ -208,7 +208,7 @@ class PresenceTracker:
         return msgspec.structs.replace(self._own.position, group_key=self._step.key(self._own.position.step))
 
     def expected(self) -> Mapping[PeerId, bool]:
-        """Who is at this position, or behind: it goes to this one when it steps. Says of each if it cannot lead."""
+        """The peers at this position, or behind: these come here when they step. Says of each whether it cannot lead."""
         is_grace = asyncio.get_running_loop().time() < self._grace_until
         observed, missing, expected = self.reader.observed(), self._missing.peers(), {}
         for peer_id in self._nearby():
@@ -269,7 +269,7 @@ class PresenceTracker:
     # where this peer goes
 
     def begin_step(self) -> None:
-        """This peer comes to the next step; go where the others are."""
+        """Begin the next step of this peer, where the others are."""
         self._update(num_steps=self._own.num_steps + 1)
         self._grace_until = asyncio.get_running_loop().time() + GRACE_S
         self._take_seat()
@@ -336,7 +336,7 @@ class PresenceTracker:
         return disagreement_of([own.sketch, *others])
 
     def leading(self) -> Position:
-        """The highest position of those whose tensors fit."""
+        """The highest position of the peers whose tensors fit."""
         positions = [record.position for record in self._fitting().values()]
         return max([self._own.position, *positions], key=rank_of)
 
@@ -354,7 +354,7 @@ class PresenceTracker:
         return len(self._fitting()) + 1
 
     def misfits(self) -> list[str]:
-        """What differs of those whose tensors do, one line each."""
+        """The peers whose tensors differ from this peer's, and how; one line each."""
         return [
             f"the tensors of peer {peer_id} differ: it has {readable(seen.record.summary)}; "
             f"here there are {self._own.summary}"

@@ -51,7 +51,7 @@ have read of those who have come; but nobody can have steps made of next to noth
 
 
 class ProgressTracker:
-    """This peer's place in the run. Lives on the network thread; :attr:`progress` may be read from any.
+    """Where one peer is in the run, and the others. Lives on the network thread; :attr:`progress` may be read from any.
 
     Args:
         began_at: when this process began, by the wall clock.
@@ -232,7 +232,11 @@ class ProgressTracker:
     # what the others have said
 
     async def refresh(self, *, quickly: bool = False) -> None:
-        """Read the records of the others now; quickly for who reads again soon."""
+        """Read the records of the others now.
+
+        Args:
+            quickly: from one holder; the next read is soon.
+        """
         try:
             await self.reader.refresh(quickly=quickly)
         finally:
@@ -356,7 +360,7 @@ class ProgressTracker:
             self.refresh_soon()  # others may have said something that this peer has not read
 
     def answer_call(self) -> None:
-        """This peer comes to a round now; who begins another one calls again."""
+        """This peer comes to a round now; a peer that begins another one calls again."""
         self.is_called = self._is_moving = False
 
     @contextmanager
@@ -382,7 +386,7 @@ class ProgressTracker:
         return self._endpoint.client_mode and self.reader.is_stranded()
 
     def in_need(self) -> list[PeerId]:
-        """Those who can be dialled and are behind this peer, if nobody who can be dialled is not: some of them."""
+        """Some of the peers that can be dialled, if all of these are behind this peer; else none."""
         believed = self.branches.believed.items()
         hosts = {peer_id: rank_of(record) for peer_id, record in believed if not record.is_client}
         own = rank_of(self.own)
@@ -394,7 +398,7 @@ class ProgressTracker:
         return any(trainers[peer_id].position.step < self.own.position.step for peer_id in trainers.keys() - missing)
 
     def unmet(self) -> Mapping[PeerId, Observed]:
-        """Those who say that they are there, but came to no round, or could not hand out their state."""
+        """The records of peers that came to no round, or could not hand out their state."""
         observed = self.reader.observed()
         return {peer_id: observed[peer_id] for peer_id in self._missing.peers() | self._without_state.peers()}
 
@@ -451,9 +455,9 @@ class ProgressTracker:
                 delay_s = self._next_read_s(0.0)
 
     def _next_read_s(self, last_s: float) -> float:
-        """When to read again. At the target there is nothing left to predict: the next batch of somebody looks."""
+        """Seconds until the next read. At the target there is nothing left to predict: each batch looks."""
         if self.is_stranded:
-            # one who can be dialled is wanted soon
+            # a peer that can be dialled is wanted soon
             return self._config.default_refresh_s * crowd_factor(self.outlook.num_peers)
         if self.is_due() or self.outlook.samples >= self.target_batch_size:
             return min(max(2 * last_s, self._config.min_refresh_s, self._patience_s()), self._longest_read_s())
