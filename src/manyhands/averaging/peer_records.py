@@ -162,7 +162,7 @@ class RecordReader(ABC, Generic[R, S]):
 
 
 class UntilFresh:
-    """Marks on peers, each of which holds until a fresh record of the peer is read: that it did not come, for example."""
+    """Marks on peers, for example that they did not come. A mark holds until a fresh record of the peer is read."""
 
     def __init__(self, reader: RecordReader[R, S]) -> None:
         self._observed: Callable[[], Mapping[PeerId, SeenRecord[PeerRecord]]] = reader.observed

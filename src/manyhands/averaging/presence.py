@@ -208,7 +208,7 @@ class PresenceTracker:
         return msgspec.structs.replace(self._own.position, group_key=self._step.key(self._own.position.step))
 
     def expected(self) -> Mapping[PeerId, bool]:
-        """The peers at this position, or behind: these come here when they step. Says of each whether it cannot lead."""
+        """The peers at this position, or behind: these come here when they step. True for those that cannot lead."""
         is_grace = asyncio.get_running_loop().time() < self._grace_until
         observed, missing, expected = self.reader.observed(), self._missing.peers(), {}
         for peer_id in self._nearby():

@@ -101,7 +101,7 @@ class Acquaintances:
         if now < self._asked_at + ASK_PERIOD_S:
             return False
         self._asked_at = now
-        answers = await asyncio.gather(*map(self._ask, self._tracker.belief.recently_met(MAX_ASKED)))
+        answers = await asyncio.gather(*map(self._ask, self._tracker.branches.belief.recently_met(MAX_ASKED)))
         if any(answers):
             logger.warning("The DHT shows no other peer of the run, but %d of its last rounds answer", sum(answers))
         return any(answers)

@@ -223,16 +223,16 @@ class BranchChoice:
         is_connected: whether another peer, in client mode, has a connection to this one.
 
     Attributes:
+        belief: what this peer goes by when others say that they are elsewhere.
         believed: what the others say, without those that are ahead on a branch that this peer does not believe in.
     """
 
-    def __init__(
-        self, own_id: PeerId, own: ProgressRecord, belief: Belief, is_connected: Callable[[PeerId], bool]
-    ) -> None:
+    def __init__(self, own_id: PeerId, own: ProgressRecord, is_connected: Callable[[PeerId], bool]) -> None:
+        self.belief = Belief()
+        self.belief.been_at(own.position)
         self.believed: Records = {}
         self._own_id = own_id
         self._own = own
-        self._belief = belief
         self._is_connected = is_connected
         self._records: Records = {}
         self._strangers: Mapping[PeerId, bytes] = {}
@@ -245,8 +245,9 @@ class BranchChoice:
     def look(self, own: ProgressRecord, records: Records, strangers: Mapping[PeerId, bytes], now: float) -> None:
         """The records of the others may have changed, or this peer has gone elsewhere: judge anew."""
         self._own, self._records, self._strangers = own, records, strangers
-        self._majority = self._belief.other_majority(own, records, now)
-        self._doubted = {peer_id: self._doubted.get(peer_id, now) for peer_id in self._belief.doubted(own, records)}
+        self.belief.been_at(own.position)
+        self._majority = self.belief.other_majority(own, records, now)
+        self._doubted = {peer_id: self._doubted.get(peer_id, now) for peer_id in self.belief.doubted(own, records)}
         for peer_id, since in self._doubted.items():
             if now >= since + DOUBT_S:
                 self._doubted[peer_id] = math.inf

@@ -433,7 +433,7 @@ class Collaboration:
         is_in_grid: bool = False,
     ) -> None:
         """This peer's parameters are at ``position`` now, after a step; the sketch is of them."""
-        self.tracker.belief.met([])  # a step of its own, alone or with others
+        self.tracker.branches.belief.met([])  # a step of its own, alone or with others
         self._courtesy.note_step(together_with, asyncio.get_running_loop().time())
         self._move(position, lineage_samples, together_with)
         self.tracker.tell(sketch.sums)

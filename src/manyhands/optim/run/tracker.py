@@ -23,7 +23,7 @@ from manyhands.base.errors import ManyhandsError
 from manyhands.base.identity import PeerId
 from manyhands.dht import DhtNode
 from manyhands.optim.config import ProgressConfig
-from manyhands.optim.run.branches import Belief, Branch, BranchChoice
+from manyhands.optim.run.branches import Branch, BranchChoice
 from manyhands.optim.run.progress import (
     RANK_DELAY_S,
     Numbers,
@@ -63,7 +63,6 @@ class ProgressTracker:
         outlook: as it must be by now, reckoned from what they have said; this decides when to publish and to read.
         own: what this peer would publish now.
         is_called: whether another peer has begun a round here.
-        belief: what this peer goes by when others are elsewhere.
     """
 
     def __init__(
@@ -100,9 +99,7 @@ class ProgressTracker:
         self._read_at = self._wholly_read_at = -math.inf  # loop time
         self._missing = UntilFresh(self.reader)
         self._without_state = UntilFresh(self.reader)
-        self.belief = Belief()
-        self.belief.been_at(position)
-        self.branches = BranchChoice(endpoint.peer_id, self.own, self.belief, endpoint.is_connected)
+        self.branches = BranchChoice(endpoint.peer_id, self.own, endpoint.is_connected)
         self._view: View | None = None
         self._leading: Branch | None = None
         self._is_moving = False
@@ -172,7 +169,6 @@ class ProgressTracker:
     def move(self, position: Position, lineage_samples: int, together_with: list[PeerId]) -> None:
         """This peer, and the others of its round, have gone to ``position``."""
         self.reader.moves(self.own.position, position)
-        self.belief.been_at(position)
         self._note_moved(position, lineage_samples, together_with)
         self.is_called = self.is_called and position == self.own.position  # a reload answers no call
         self._is_moving = False
@@ -192,7 +188,7 @@ class ProgressTracker:
     def _note_moved(self, position: Position, lineage_samples: int, members: list[PeerId]) -> None:
         self.reader.moved(members, position, lineage_samples)
         if members:
-            self.belief.met(peer_id for peer_id in members if peer_id != self._endpoint.peer_id)
+            self.branches.belief.met(peer_id for peer_id in members if peer_id != self._endpoint.peer_id)
         for peer_id in members:
             self._missing.discard(peer_id)
 
