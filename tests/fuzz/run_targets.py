@@ -38,7 +38,7 @@ from manyhands.averaging.messages import (
     Vote,
     readable_addresses,
 )
-from manyhands.averaging.presence_record import PRESENCE, PresenceRecord, next_position
+from manyhands.averaging.presence import PRESENCE, PresenceRecord, next_position
 from manyhands.base.errors import PeerLost, ProtocolViolation, Refused
 from manyhands.base.identity import PeerId
 from manyhands.dht.records import decode_value, encode_value
@@ -46,8 +46,10 @@ from manyhands.optim.config import ProgressConfig
 from manyhands.optim.manifest import RunManifest, differences, manifest_key, read_manifest
 from manyhands.optim.metrics import HeldoutRecord, MetricsRecord
 from manyhands.optim.run.acquaintances import TELL, WHERE, HereIAm, Noted, WhereAreYou
+from manyhands.optim.run.branches import leading_branch
 from manyhands.optim.run.partition_detector import PartitionDetector
-from manyhands.optim.run.progress import ProgressRecord, aggregate, describe_progress, leading_branch, next_refresh_s
+from manyhands.optim.run.progress import ProgressRecord, Reckoning, describe_progress, next_refresh_s
+from manyhands.optim.run.progress_reader import Observed, View
 from manyhands.optim.state.state import State, capture, empty_tensors, hyper_parameters_of, restore, sealed, specs_of
 from manyhands.optim.state.transfer import StateAnswer, StateRequest, _check_header, _receive_header
 from tests.fuzz.target import REMOTE, ByteStream, Target, decoded, finish
@@ -166,7 +168,11 @@ def _progress_record(data: bytes) -> None:
     readable_addresses(record.addresses)
     for others in ({PeerId("other"): record}, {PeerId("other"): record, PeerId("third"): RECORDS[0]}):
         for position in (AT, record.position):
-            progress = aggregate(OWN_RECORD, others, position, 64)
+            observed = {
+                peer_id: Observed(said, 1, math.inf, Reckoning.of(said, 0.0), said.position)
+                for peer_id, said in others.items()
+            }
+            progress = View(observed, position).outlook(OWN_RECORD, 64, 1.0)
             describe_progress(progress, next_refresh_s(progress, ProgressConfig()))
         branch = leading_branch(others, PeerId("own"), OWN_RECORD)
         assert branch.holders

@@ -12,7 +12,7 @@ import torch
 
 import manyhands
 from manyhands.averaging import AveragingConfig
-from manyhands.averaging.presence_record import presence_key
+from manyhands.averaging.presence import presence_key
 from manyhands.base.errors import ConfigError, ManyhandsError, NothingToAverage
 from manyhands.testing.blocking import SimPeer, run_blocking
 from tests.averagers import RUN, close_all, join, sim_peers, step, step_all, weighted_mean
@@ -257,14 +257,15 @@ async def test_two_parts_of_a_swarm_find_each_other_again() -> None:
         for part, num_rounds in zip(parts, (1, 3), strict=True):
             ids = {averager._peer.peer_id for averager in part}
             for averager in part:  # it sees only those of its part
-                tracker = averager._averager_loop.tracker
-                tracker._seen = {peer_id: seen for peer_id, seen in tracker._seen.items() if peer_id in ids}
-                tracker._sequences |= {peer.peer_id: 2**60 for peer in peers if peer.peer_id not in ids}
+                for peer in peers:
+                    if peer.peer_id not in ids:
+                        averager._averager_loop.tracker.reader.forget(peer.peer_id, 2**60)
+                        averager._averager_loop.tracker.reader._sequences[peer.peer_id] = 2**60
             for _ in range(num_rounds):
                 results = await step_all(part)
                 assert all(result.committed and len(result.group) == 2 for result in results), results
         for averager in averagers:
-            averager._averager_loop.tracker._sequences.clear()
+            averager._averager_loop.tracker.reader._sequences.clear()
         results = await step_all(averagers)
         await close_all(averagers)
     assert all(result.committed and len(result.group) == 4 for result in results), results

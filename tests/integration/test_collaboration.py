@@ -18,12 +18,13 @@ import manyhands
 from manyhands.averaging import AveragingConfig
 from manyhands.averaging.commit.recovery import Recovery
 from manyhands.averaging.messages import Group, Position
+from manyhands.averaging.peer_records import GOODBYE
 from manyhands.base.errors import ConfigError, ManifestMismatch, ManyhandsError, Timeout, Unavailable
 from manyhands.optim import ProgressConfig
 from manyhands.optim.manifest import read_manifest
 from manyhands.optim.run import collaboration
 from manyhands.optim.run.progress import ProgressRecord
-from manyhands.optim.run.progress_reader import GOODBYE, progress_key
+from manyhands.optim.run.progress_reader import progress_key
 from tests.trainers import AVERAGING, FAST, LISTEN, Trainer, in_threads, kill, peers, step_until
 
 

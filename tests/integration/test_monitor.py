@@ -10,11 +10,12 @@ import msgspec
 
 from manyhands import Peer
 from manyhands.averaging.messages import Position
+from manyhands.averaging.peer_records import GOODBYE
 from manyhands.monitor import RunMonitor
 from manyhands.monitor.events import Event, HeldoutSeen, StepMade
 from manyhands.optim.metrics import HeldoutRecord, MetricsRecord, heldout_key, publish_heldout, publish_metrics
 from manyhands.optim.run.progress import ProgressRecord
-from manyhands.optim.run.progress_reader import GOODBYE, progress_key
+from manyhands.optim.run.progress_reader import progress_key
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 

@@ -64,7 +64,7 @@ def test_progress_reaches_the_tracker() -> None:
     with peers(1) as (peer,):
         tracker = make(peer, progress=OTHER_PROGRESS)._collaboration.tracker
         assert tracker._config == OTHER_PROGRESS
-        assert tracker._own.ttl_s == 12.0
+        assert tracker.own.ttl_s == 12.0
 
 
 def test_the_target_reaches_the_tracker_and_the_lead_what_looks_ahead() -> None:

@@ -12,7 +12,7 @@ import torch
 
 from manyhands.averaging.averager import Averager
 from manyhands.averaging.messages import Position
-from manyhands.averaging.presence_record import LAST_ROUND, PresenceRecord, first_position, presence_key
+from manyhands.averaging.presence import LAST_ROUND, PresenceRecord, first_position, presence_key
 from manyhands.averaging.tensor_list import TensorList
 from manyhands.base.address import Address
 from manyhands.base.errors import ManyhandsError

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from manyhands.base.errors import Unavailable
+from manyhands.optim.run.branches import CLIENT_PATIENCE_S
 from manyhands.optim.run.firewalled import PERIOD_S, Firewalled
-from manyhands.optim.run.tracker import CLIENT_PATIENCE_S
 from tests.simulation.swarm_of_trainers import BATCH_S, Member, Swarm
 
 BATCH = 4

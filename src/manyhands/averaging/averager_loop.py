@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 import torch
 
 from manyhands.averaging.config import AveragingConfig
-from manyhands.averaging.grid.step import GATHER_SHARE, MIN_ATTEMPT_S, GridOutcome, GridSteps, wait_for_call
+from manyhands.averaging.grid.step import GATHER_SHARE, MIN_ATTEMPT_S, GridOutcome, GridSteps
 from manyhands.averaging.presence import PresenceTracker
 from manyhands.averaging.round_outcome import CommittedRound, RoundMeter
 from manyhands.averaging.rounds import RoundRunner
 from manyhands.averaging.sketch import packed, sketched_indices
 from manyhands.averaging.tensor_list import TensorList
-from manyhands.base.deadline import time_limit
+from manyhands.base.deadline import time_limit, wait_at_most
 from manyhands.base.errors import ManyhandsError, NothingToAverage, RoundAborted, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.peer import Presence
@@ -195,7 +195,7 @@ class AveragerLoop:
             elif loop.time() >= alone_until:
                 attempts.reason = attempts.reason or self._nobody()
                 return
-            await wait_for_call(self.tracker, min(look_s, max(alone_until - loop.time(), FIRST_LOOK_S)))
+            await wait_at_most(tracker.called, min(look_s, max(alone_until - loop.time(), FIRST_LOOK_S)))
             look_s = min(look_s * LOOK_GROWTH, LAST_LOOK_S)
             await self._look(look_timeout_s)
             tracker.catch_up()

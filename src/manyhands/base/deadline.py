@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 from collections.abc import Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
@@ -48,6 +49,13 @@ class _TimeLimit(AbstractAsyncContextManager[None]):
             await self._limit.__aexit__(kind, error, traceback)
         except asyncio.TimeoutError as over:  # only ours: somebody else's passes through as ``error``
             raise Timeout(self._phase, self._timeout_s) from over
+
+
+async def wait_at_most(event: asyncio.Event, timeout_s: float) -> None:
+    """Wait until an event is set, but not longer than so many seconds."""
+    with contextlib.suppress(asyncio.TimeoutError):
+        async with _timeout(timeout_s):
+            await event.wait()
 
 
 async def while_moving(

@@ -19,7 +19,7 @@ PERIOD_S = 0.5
 class LiveLine:
     """Within a ``with`` block of this, the line is there.
 
-    Log lines marked as :data:`manyhands.optim.run.progress_log.SHOWN_LIVE` are left out meanwhile.
+    Log lines marked as :data:`manyhands.optim.run.progress.SHOWN_LIVE` are left out meanwhile.
 
     Args:
         console: of standard output.

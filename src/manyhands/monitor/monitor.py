@@ -16,9 +16,8 @@ from manyhands.optim.config import ProgressConfig
 from manyhands.optim.manifest import read_manifest
 from manyhands.optim.metrics import TTL_S, read_heldout, read_metrics
 from manyhands.optim.run.firewalled import StrandedNotice
-from manyhands.optim.run.progress import Progress, aggregate, next_refresh_s, rank_of
-from manyhands.optim.run.progress_log import ProgressLog
-from manyhands.optim.run.progress_reader import ProgressReader
+from manyhands.optim.run.progress import Progress, ProgressLog, next_refresh_s, rank_of
+from manyhands.optim.run.progress_reader import ProgressReader, View
 from manyhands.optim.run.records import declare_run
 from manyhands.peer import Peer
 from manyhands.runtime import TaskOwner
@@ -89,7 +88,7 @@ class RunMonitor:
         self._tell_stranded()
         leading = max(trainers.values(), key=rank_of).position
         target = await self._target_batch_size()
-        progress = aggregate(None, trainers, leading, target, self._reader.reckoned_samples())
+        progress = View(self._reader.observed(), leading).outlook(None, target, asyncio.get_running_loop().time())
         delay_s = next_refresh_s(progress, self._config)
         if progress != self._last_progress:
             self._report_progress(leading.step, target, progress, delay_s)

@@ -25,8 +25,7 @@ from manyhands.optim.joining import manifest_of
 from manyhands.optim.options import Delay, OptimizerMaker, Options, checked_batch, made_optimizer
 from manyhands.optim.parameter_checks import FrozenParameters, checked_parameters
 from manyhands.optim.run.collaboration import Collaboration, Decision
-from manyhands.optim.run.progress import Progress
-from manyhands.optim.run.progress_log import SHOWN_LIVE
+from manyhands.optim.run.progress import SHOWN_LIVE, Progress
 from manyhands.optim.running_statistics import RunningStatistics
 from manyhands.optim.speed import SpeedMeter
 from manyhands.optim.state.state import State

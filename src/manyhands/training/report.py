@@ -9,7 +9,7 @@ from manyhands.base.errors import Timeout
 from manyhands.base.words import counted
 from manyhands.optim.metrics import TTL_S, MetricsRecord, publish_metrics
 from manyhands.optim.optimizer import Optimizer
-from manyhands.optim.run.progress_log import SHOWN_LIVE
+from manyhands.optim.run.progress import SHOWN_LIVE
 
 logger = logging.getLogger(__name__)
 

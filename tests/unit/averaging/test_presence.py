@@ -10,12 +10,12 @@ import msgspec
 import pytest
 
 from manyhands.averaging.messages import Group, Member, Position
-from manyhands.averaging.presence import PresenceTracker
-from manyhands.averaging.presence_record import (
-    GOODBYE,
+from manyhands.averaging.peer_records import GOODBYE
+from manyhands.averaging.presence import (
     LAST_ROUND,
     PRESENCE,
     PresenceRecord,
+    PresenceTracker,
     first_position,
     next_position,
     presence_key,

@@ -4,8 +4,9 @@ import asyncio
 
 import pytest
 
-from manyhands.base.deadline import time_limit, while_moving
+from manyhands.base.deadline import time_limit, wait_at_most, while_moving
 from manyhands.base.errors import Timeout
+from manyhands.testing.virtual_loop import VirtualLoop
 
 SHORT_S = 0.01
 LONG_S = 60.0
@@ -150,3 +151,29 @@ async def test_cancelling_the_wait_cancels_the_work() -> None:
     await asyncio.wait([waiting])
     assert waiting.cancelled()
     assert ended.is_set()
+
+
+@pytest.mark.parametrize(("set_at_s", "waited_s"), [(None, 3.0), (1.0, 1.0), (0.0, 0.0)])
+def test_a_wait_for_an_event_ends_when_it_is_set_or_in_time(set_at_s: float | None, waited_s: float) -> None:
+    async def wait() -> float:
+        loop, event = asyncio.get_running_loop(), asyncio.Event()
+        if set_at_s is not None:
+            loop.call_later(set_at_s, event.set)
+        started = loop.time()
+        await wait_at_most(event, 3.0)
+        return loop.time() - started
+
+    assert VirtualLoop().run(wait()) == waited_s
+
+
+def test_a_wait_for_an_event_that_is_cancelled_leaves_no_timer() -> None:
+    async def give_up() -> None:
+        waiting = asyncio.create_task(wait_at_most(asyncio.Event(), 1000.0))
+        await asyncio.sleep(1.0)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        assert waiting.cancelled()
+
+    loop = VirtualLoop()
+    loop.run(give_up())
+    assert loop.now == 1.0

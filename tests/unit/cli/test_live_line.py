@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from manyhands.cli.live_line import LiveLine
-from manyhands.optim.run.progress_log import SHOWN_LIVE
+from manyhands.optim.run.progress import SHOWN_LIVE
 
 ERASE_LINE = "\r\x1b[2K"
 

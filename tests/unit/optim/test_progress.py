@@ -12,18 +12,17 @@ from hypothesis import strategies as st
 from manyhands.averaging.messages import NUM_RECENT_STEPS, Position
 from manyhands.base.identity import PeerId
 from manyhands.optim.config import ProgressConfig
+from manyhands.optim.run.branches import leading_branch
 from manyhands.optim.run.progress import (
     Progress,
     ProgressRecord,
     Reckoning,
-    aggregate,
     busy_until,
+    crowd_factor,
     is_news,
-    leading_branch,
     next_refresh_s,
     rank_of,
     reckoned_samples,
-    stretch,
 )
 
 CONFIG = ProgressConfig(min_refresh_s=0.5, max_refresh_s=10.0, default_refresh_s=1.0)
@@ -58,30 +57,10 @@ def named(**records: ProgressRecord) -> dict[PeerId, ProgressRecord]:
     return {PeerId(name): record for name, record in records.items()}
 
 
-def test_only_peers_at_the_same_position_are_added_up() -> None:
-    others = named(
-        a=record(samples=10, speed=2.0),
-        b=record(samples=5, speed=3.0, is_client=True),
-        behind=record(step=2, samples=100, speed=100.0),
-        elsewhere=record(lineage=b"there", samples=100, speed=100.0),
-    )
-    progress = aggregate(record(samples=1, speed=5.0), others, HERE, 36)
-    assert progress == Progress(samples=16, num_peers=3, samples_per_second=10.0, eta_s=2.0)
-    assert aggregate(None, others, HERE, 36).num_peers == 2, "a monitor does not count itself"
-
-
-@pytest.mark.parametrize(
-    ("samples", "speed", "eta_s"),
-    [(10, 0.0, 0.0), (11, 5.0, 0.0), (9, 0.0, math.inf), (0, 4.0, 2.5)],
-)
-def test_eta(samples: int, speed: float, eta_s: float) -> None:
-    assert aggregate(record(samples=samples, speed=speed), {}, HERE, 10).eta_s == eta_s
-
-
 @given(st.integers(0, 10_000), st.one_of(st.just(math.inf), st.floats(0, 1e9)))
 def test_records_are_read_again_in_time_and_not_too_often(num_peers: int, eta_s: float) -> None:
     refresh_s = next_refresh_s(Progress(0, num_peers, 0.0, eta_s), CONFIG)
-    assert CONFIG.min_refresh_s <= refresh_s <= CONFIG.max_refresh_s * stretch(num_peers)
+    assert CONFIG.min_refresh_s <= refresh_s <= CONFIG.max_refresh_s * crowd_factor(num_peers)
     assert refresh_s <= max(eta_s, CONFIG.min_refresh_s), "not after the target is reached"
 
 
@@ -212,19 +191,7 @@ def test_at_step_0_the_parameters_are_those_of_somebody_whom_all_can_dial() -> N
     assert leading_branch(named(b=other), PeerId("a"), client).position == client.position
 
 
-def test_a_helper_counts_for_nothing_in_progress() -> None:
-    progress = aggregate(record(), named(a=record(samples=3), b=record(is_auxiliary=True)), record().position, 10)
-    assert (progress.num_peers, progress.samples) == (2, 3)
-
-
 # reckoning
-
-
-def test_what_is_reckoned_takes_the_place_of_what_was_said() -> None:
-    others = named(a=record(samples=10, speed=2.0), behind=record(step=2, samples=100, speed=100.0))
-    reckoned = {PeerId("a"): 16, PeerId("behind"): 500}
-    progress = aggregate(record(samples=1, speed=3.0), others, HERE, 27, reckoned)
-    assert progress == Progress(samples=17, num_peers=2, samples_per_second=5.0, eta_s=2.0)
 
 
 def test_samples_are_reckoned_on_until_the_next_record_is_due() -> None:

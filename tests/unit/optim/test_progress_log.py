@@ -6,8 +6,7 @@ import math
 
 import pytest
 
-from manyhands.optim.run.progress import Progress
-from manyhands.optim.run.progress_log import ProgressLog
+from manyhands.optim.run.progress import Progress, ProgressLog
 
 GROWS = Progress(64, 2, 8.0, 24.0)
 

@@ -22,6 +22,7 @@ from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import Position, RoundManifest
 from manyhands.averaging.round_outcome import CommittedRound, RoundMeter
 from manyhands.averaging.rounds import RoundRunner
+from manyhands.base.deadline import wait_at_most
 from manyhands.base.errors import NobodyThere, NothingToAverage, Overruled, RoundAborted, Unavailable
 from manyhands.base.identity import PeerId
 
@@ -65,15 +66,6 @@ class GridPlace(Protocol):
 
     def next_round(self) -> None:
         """A round is over for this peer, whether or not it committed."""
-
-
-async def wait_for_call(place: GridPlace, timeout_s: float) -> None:
-    """Wait until somebody calls, at most so many seconds."""
-    waiting = asyncio.get_running_loop().create_task(place.called.wait())
-    try:
-        await asyncio.wait([waiting], timeout=timeout_s)
-    finally:
-        waiting.cancel()
 
 
 @dataclass
@@ -198,7 +190,7 @@ class GridSteps:
                     reason = error.reason if isinstance(error, RoundAborted) else str(error)
             elif loop.time() >= alone_until or place.is_left_behind():
                 break
-            await wait_for_call(place, LOOK_S)
+            await wait_at_most(place.called, LOOK_S)
             await self._look()
         outcome.reason = f"round {number} did not commit here: {reason}"
         return None

@@ -1,8 +1,10 @@
-"""What peers of a run tell each other directly of their progress; all else they learn through the DHT.
+"""What peers of a run learn from each other directly; all else they learn through the DHT.
 
-Before a peer makes a step alone, it asks those of earlier rounds where they are. The DHT may show nobody although they
-are there: its nodes near the run's key may have gone, or mean harm. And near the target of a step, each peer tells the
-others what it has accumulated: through the DHT they would hear of it when they have begun another batch.
+* Before a peer makes a step alone, it asks those of earlier rounds where they are. The DHT may show nobody although
+  they are there: its nodes near the run's key may have gone, or mean harm.
+* Near the target of a step, each peer tells the others what it has accumulated: through the DHT they would hear of it
+  when they have begun another batch.
+* A peer that no round meets is dialled: if it has died, its machine says so before its record expires.
 """
 
 from __future__ import annotations
@@ -14,12 +16,14 @@ from collections.abc import Collection
 
 import msgspec
 
-from manyhands.averaging.messages import Position
+from manyhands.averaging.messages import Position, readable_addresses
 from manyhands.averaging.run_endpoint import RunEndpoint
-from manyhands.base.errors import ManyhandsError
+from manyhands.base.address import Address
+from manyhands.base.errors import DialFailed, DialReason, ManyhandsError
 from manyhands.base.identity import PeerId
 from manyhands.optim.run.progress import ProgressRecord
 from manyhands.optim.run.tracker import ProgressTracker
+from manyhands.rpc import Endpoint
 from manyhands.rpc.method import Method
 from manyhands.runtime import TaskOwner
 
@@ -27,7 +31,10 @@ logger = logging.getLogger(__name__)
 
 MAX_ASKED = 8
 TIMEOUT_S = 2.0
-PERIOD_S = 10.0
+ASK_PERIOD_S = 10.0
+LOOK_PERIOD_S = 5.0
+"""A peer that refuses a dial and is alive is connected by the next look, or has said something new."""
+PROOFS_OF_DEATH = (DialReason.REFUSED, DialReason.WRONG_IDENTITY)
 
 
 class WhereAreYou(msgspec.Struct):
@@ -70,7 +77,7 @@ class Acquaintances:
 
     def tell(self, peer_ids: Collection[PeerId]) -> None:
         """Tell others in the background what this peer has accumulated, once."""
-        record = self._tracker.own_record
+        record = self._tracker.own
         if self._told == (record.position, record.samples):
             return
         self._told = record.position, record.samples
@@ -91,10 +98,10 @@ class Acquaintances:
     async def answer(self) -> bool:
         """Whether one of them is still in the run; what it says counts as if the DHT had shown it."""
         now = asyncio.get_running_loop().time()
-        if now < self._asked_at + PERIOD_S:
+        if now < self._asked_at + ASK_PERIOD_S:
             return False
         self._asked_at = now
-        answers = await asyncio.gather(*map(self._ask, self._tracker.recently_met(MAX_ASKED)))
+        answers = await asyncio.gather(*map(self._ask, self._tracker.branches.belief.recently_met(MAX_ASKED)))
         if any(answers):
             logger.warning("The DHT shows no other peer of the run, but %d of its last rounds answer", sum(answers))
         return any(answers)
@@ -109,4 +116,52 @@ class Acquaintances:
         return True
 
     def _on_ask(self, remote: PeerId, _: WhereAreYou) -> HereIAm:
-        return HereIAm(self._tracker.own_record)
+        return HereIAm(self._tracker.own)
+
+
+class Departures:
+    """Finds peers that have died before their records expire: no round meets them, and their machine refuses a dial.
+
+    A machine that does not answer proves nothing: it may be cut off, and train on behind the cut. Then its record must
+    expire. So must that of a peer that nobody can dial.
+    """
+
+    def __init__(self, endpoint: Endpoint, tracker: ProgressTracker, tasks: TaskOwner) -> None:
+        self._endpoint = endpoint
+        self._tracker = tracker
+        self._tasks = tasks
+        self._refused: set[tuple[PeerId, int]] = set()  # when it was looked last; and the record that the peer had then
+        self._looked_at = -math.inf  # loop time
+
+    def look(self) -> None:
+        """Dial the peers that no round meets, in the background; at most once in a period."""
+        now = asyncio.get_running_loop().time()
+        if now - self._looked_at >= LOOK_PERIOD_S:
+            self._looked_at = now
+            self._tasks.spawn(self._look_for_all(), name="looking for those who do not come")
+
+    async def _look_for_all(self) -> None:
+        refused = {
+            (peer_id, seen.sequence)
+            for peer_id, seen in self._tracker.unmet().items()
+            if not self._endpoint.is_connected(peer_id) and await self._refuses(seen.record.addresses)
+        }
+        for peer_id, sequence in refused & self._refused:
+            logger.info("Peer %s is gone: it does not listen at its addresses any more", peer_id)
+            self._tracker.report_gone(peer_id, sequence)
+        self._refused = refused
+
+    async def _refuses(self, addresses: list[str]) -> bool:
+        known = readable_addresses(addresses)
+        reasons = set(await asyncio.gather(*(self._failure_at(address) for address in known)))
+        reasons.discard(DialReason.HELD_BACK)
+        return bool(reasons) and reasons.issubset(PROOFS_OF_DEATH)
+
+    async def _failure_at(self, address: Address) -> DialReason | None:
+        try:
+            await self._endpoint.probe(address, TIMEOUT_S)
+        except DialFailed as failure:
+            return failure.reason
+        except ManyhandsError:
+            return None
+        return None

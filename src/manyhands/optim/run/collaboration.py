@@ -25,17 +25,15 @@ from manyhands.optim.advice import describe_late_states
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.health import FIRST_LOOK_S, LOOK_PERIOD_S, Health, HealthLog, clock_offset_s
 from manyhands.optim.manifest import ManifestKeeper, RunManifest
-from manyhands.optim.run.acquaintances import Acquaintances
+from manyhands.optim.run.acquaintances import Acquaintances, Departures
 from manyhands.optim.run.averaged import Averaged
-from manyhands.optim.run.departures import Departures
 from manyhands.optim.run.download_courtesy import Courtesy
 from manyhands.optim.run.drift import Drift
 from manyhands.optim.run.firewalled import Firewalled
 from manyhands.optim.run.grid_assignment import GridAssignment
 from manyhands.optim.run.listing import find_runs, nobody_is_in
 from manyhands.optim.run.option_check import UnlikeOptions
-from manyhands.optim.run.progress import Progress
-from manyhands.optim.run.progress_log import ProgressLog
+from manyhands.optim.run.progress import Progress, ProgressLog
 from manyhands.optim.run.protocols import BackgroundStep, LocalState
 from manyhands.optim.run.records import declare_run
 from manyhands.optim.run.round_scheduler import RoundScheduler
@@ -194,7 +192,7 @@ class Collaboration:
             self._tasks.spawn(self._watch_health(), name="watching this peer's health")
             self._parts = parts.pop_all()
         presence.on_close.append(self.close)
-        presence.endpoint.on_connected.append(self.tracker.reader.can_be_asked)
+        presence.endpoint.on_connected.append(self.tracker.can_be_asked)
 
     def _log_progress(self, progress: Progress, refresh_s: float) -> None:
         self._progress_log.tell(self._local.position.step, progress, refresh_s, asyncio.get_running_loop().time())
@@ -226,7 +224,7 @@ class Collaboration:
             self._alone_since = now
         return Health(
             step=self._local.position.step,
-            publish_failures=self.tracker.num_publish_failures,
+            publish_failures=self.tracker.publisher.num_failures,
             alone_s=now - self._alone_since if self._alone_since is not None else None,
             clock_offset_s=self._clock_offset_s,
         )
@@ -256,7 +254,7 @@ class Collaboration:
         self._lull = None
         if self.close in self._presence.on_close:
             self._presence.on_close.remove(self.close)
-            self._presence.endpoint.on_connected.remove(self.tracker.reader.can_be_asked)
+            self._presence.endpoint.on_connected.remove(self.tracker.can_be_asked)
             await self._parts.aclose()
 
     async def decide(
@@ -283,7 +281,7 @@ class Collaboration:
         if self._drift.should_load():
             return Decision.RELOAD
         if may_wait and samples and self.tracker.is_arriving():
-            self._acquaintances.tell(self.tracker.others_here())
+            self._acquaintances.tell(self.tracker.view.reachable)
         if not self.tracker.is_due() and not (may_wait and await self._reaches_target(batch_s)):
             self._lull = self._lull_after(samples)
             return Decision.ACCUMULATE
@@ -331,7 +329,7 @@ class Collaboration:
         what was expected are waited for once between two steps.
         """
         now, tracker, position = asyncio.get_running_loop().time(), self.tracker, self._local.position
-        busy_until = tracker.others_busy_until(now)
+        busy_until = tracker.view.busy_until(now)
         if not tracker.is_arriving() or self._waited_in_vain_at == position or batch_s <= 0:
             return False
         if busy_until - now > min(BATCH_MARGIN * batch_s, self._averaging.matchmaking_time_s / 2):
@@ -350,7 +348,7 @@ class Collaboration:
         Or before a search that is held up has found out who does not come.
         """
         now, due_at = asyncio.get_running_loop().time(), self._due_since()
-        until = max(self.tracker.others_busy_until(due_at), self._scheduler.search_lasts_until())
+        until = max(self.tracker.view.busy_until(due_at), self._scheduler.search_lasts_until())
         until = min(until, due_at + self._averaging.matchmaking_time_s / 2)
         return batch_s > 0 and now + BATCH_MARGIN * batch_s <= until
 
@@ -384,7 +382,7 @@ class Collaboration:
 
     def _is_alone(self) -> bool:
         """Whether a step would be made with others if it waited; one in client mode begins no branch beside theirs."""
-        if self._presence.endpoint.client_mode and self.tracker.sees_trainers():
+        if self._presence.endpoint.client_mode and self.tracker.reader.trainers():
             return self._allow_solo and self.tracker.is_stranded
         return self.tracker.num_peers_here() == 1 and self.tracker.is_on_best_branch()
 
@@ -434,7 +432,7 @@ class Collaboration:
         is_in_grid: bool = False,
     ) -> None:
         """This peer's parameters are at ``position`` now, after a step; the sketch is of them."""
-        self.tracker.stepped()
+        self.tracker.branches.belief.met([])  # a step of its own, alone or with others
         self._courtesy.note_step(together_with, asyncio.get_running_loop().time())
         self._move(position, lineage_samples, together_with)
         self.tracker.tell(sketch.sums)
@@ -466,7 +464,7 @@ class Collaboration:
 
     async def must_be_called_on(self) -> bool:
         """Whether only peers in client mode have the state of the run; then this one shows them where to dial it."""
-        is_wanted = self.tracker.waits_for_clients()
+        is_wanted = self.tracker.branches.waits_for_clients()
         if is_wanted:
             self.tracker.start()
         return is_wanted
@@ -483,15 +481,17 @@ class Collaboration:
             Unavailable: nobody could hand it out.
         """
         branch = self.tracker.leading_branch()
-        donors = [peer_id for peer_id in branch.holders if self.tracker.can_hand_out(peer_id)]
-        if not donors and self.tracker.waits_for_clients():
+        records = self.tracker.reader.records()
+        donors = [
+            peer_id for peer_id in branch.holders if peer_id in records and self.tracker.branches.can_hand_out(peer_id)
+        ]
+        if not donors and self.tracker.branches.waits_for_clients():
             where = ", ".join(map(str, self._presence.endpoint.addresses))
             raise Unavailable(
                 "only peers in client mode have the state of the run, and none of them has connected to this one yet; "
                 f"they dial it at {where}, so that must accept connections"
             )
         self._rng.shuffle(donors)  # so that newcomers do not all ask the same one
-        records = self.tracker.reader.records()
         donors.sort(key=lambda peer_id: records[peer_id].is_client)  # their links are for what they compute
         donors = self._drift.ordered(donors, branch.position)
         loop, is_late = asyncio.get_running_loop(), self._num_vain_loads > 0

@@ -144,7 +144,7 @@ class GridAssignment:
     def _current(self) -> Step | None:
         """The step that comes next, by what is known now; within a step that one."""
         here, reader = self._tracker.position(), self._tracker.reader
-        at_here = reader.here(here)  # and forgets what has expired
+        at_here = self._tracker.view.trainers
         if self._stepping_from == here:
             return self._step
         basis = (reader.version, here)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from manyhands.averaging.peer_records import GOODBYE
 from manyhands.base.errors import ConfigError
 from manyhands.base.identity import PeerId
 from manyhands.base.run_id import checked_run_id
@@ -15,7 +16,7 @@ from manyhands.base.words import counted
 from manyhands.dht import DhtNode
 from manyhands.optim.manifest import MANIFEST_KIND, RunManifest, read_manifest
 from manyhands.optim.run.progress import ProgressRecord
-from manyhands.optim.run.progress_reader import GOODBYE, PROGRESS, progress_key
+from manyhands.optim.run.progress_reader import PROGRESS, progress_key
 
 MAX_RUNS = 64
 """Runs whose peers are counted, besides the one that is wanted."""

@@ -8,8 +8,8 @@ says so at once.
 
 In a crowd each peer counts for less, so less is told and read of each:
 
-* above ``CROWD`` peers records live longer and are read more seldom, up to ``MAX_STRETCH`` times: so a peer reads about
-  as many records a minute whatever the size of the swarm;
+* above ``CROWD`` peers records live longer and are read more seldom, up to ``MAX_CROWD_FACTOR`` times: so a peer reads
+  about as many records a minute whatever the size of the swarm;
 * the errors of many who were reckoned average out, so each may be wrong by the square root of their number more;
 * at the target not all need to look: who leads the round calls the others. A peer looks ``RANK_DELAY_S`` later for each
   one that would lead before it, and not at all once it is called; nor during a round of all peers, which tells where
@@ -18,29 +18,32 @@ In a crowd each peer counts for less, so less is told and read of each:
 
 from __future__ import annotations
 
+import logging
 import math
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated
 
 import msgspec
 
 from manyhands.averaging.grid.seats import NO_SEAT, Seat
-from manyhands.averaging.messages import NUM_RECENT_STEPS, Count, Position, RecentRounds
+from manyhands.averaging.messages import Count, Position, RecentRounds
+from manyhands.averaging.peer_records import KEEP_ALIVES
 from manyhands.averaging.sketch import MAX_SKETCH_BYTES
-from manyhands.base.identity import PeerId
 from manyhands.base.words import counted
 from manyhands.optim.config import ProgressConfig
 
+logger = logging.getLogger(__name__)
+
+SHOWN_LIVE = {"is_shown_live": True}
+"""``extra`` of the log lines that say what a live view shows at every moment, so that it can leave them out."""
+LOG_PERIOD_S = 10.0
 NEWS_SHARE = 0.1
 """Of a peer's share of the target: by so much may the others be wrong about its samples."""
 NEWS_SPEED = 0.2
 """And by so much about its speed."""
-KEEP_ALIVES = 3
-"""Records published in the lifetime of one; nobody reckons further than to the next."""
 CROWD = 40
-MAX_STRETCH = 6.0
+MAX_CROWD_FACTOR = 6.0
 RANK_DELAY_S = 0.05
 MAX_COUNT = 2**53
 MAX_TTL_S = 86400.0
@@ -114,20 +117,6 @@ class ProgressRecord(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
 
 
 @dataclass(frozen=True)
-class Branch:
-    """A position of the run, and who can hand out its state.
-
-    Attributes:
-        is_foreign: this peer and the holders have made their last steps apart, whatever their positions are.
-    """
-
-    position: Position
-    lineage_samples: int
-    holders: tuple[PeerId, ...]
-    is_foreign: bool = False
-
-
-@dataclass(frozen=True)
 class Progress:
     """How far the collaboration is towards its next global step.
 
@@ -152,7 +141,7 @@ class Reckoning(msgspec.Struct, frozen=True, gc=False):
         samples_per_second: since then.
         since: when that was said.
         counted_s_ago: before it was said, so long ago were they counted.
-        limit_s: so long after it was said the peer is not reckoned on any more.
+        limit_s: so long after it was said the peer is not reckoned on any more: until its next record is due.
     """
 
     samples: int
@@ -173,15 +162,15 @@ class Reckoning(msgspec.Struct, frozen=True, gc=False):
             speed = MAX_SPEED
         return cls(record.samples, speed, since, counted_s_ago, ttl_s / KEEP_ALIVES)
 
-    def at(self, now: float) -> int:
-        """The samples that the peer must have at an instant."""
+    def at(self, now: float) -> float:
+        """The samples that the peer must have at an instant; within a batch a fraction of it counts."""
         age_s = now - self.since
         if age_s > self.limit_s:
             age_s = self.limit_s
         elif age_s < 0.0:
             age_s = 0.0
-        more = self.samples_per_second * (age_s + self.counted_s_ago)
-        return min(self.samples + int(min(more, MAX_COUNT)), MAX_COUNT)
+        samples = self.samples + self.samples_per_second * (age_s + self.counted_s_ago)
+        return min(MAX_COUNT, samples)
 
     def with_batch_at(self, now: float, batch_s: float) -> int:
         """The samples that the peer must have when it has finished the batch that it computes at an instant.
@@ -202,7 +191,7 @@ def reckoned_samples(record: ProgressRecord, age_s: float) -> int:
     Args:
         age_s: since the record was published.
     """
-    return Reckoning.of(record, 0.0).at(age_s)
+    return int(Reckoning.of(record, 0.0).at(age_s))
 
 
 def busy_until(record: ProgressRecord, reckoning: Reckoning, instant: float) -> float:
@@ -216,9 +205,9 @@ def busy_until(record: ProgressRecord, reckoning: Reckoning, instant: float) -> 
     return instant + record.batch_s - elapsed_s % record.batch_s
 
 
-def stretch(num_peers: int) -> float:
+def crowd_factor(num_peers: int) -> float:
     """How much longer records live, and how much more seldom they are read, than with few peers."""
-    return min(max(num_peers / CROWD, 1.0), MAX_STRETCH)
+    return min(max(num_peers / CROWD, 1.0), MAX_CROWD_FACTOR)
 
 
 def is_news(
@@ -243,43 +232,11 @@ def is_news(
     )  # fmt: skip
     if is_moved or (is_near and own.samples != published.samples):
         return True
-    leeway = math.sqrt(stretch(num_peers))
+    leeway = math.sqrt(crowd_factor(num_peers))
     if abs(own.samples_per_second - published.samples_per_second) > NEWS_SPEED * leeway * published.samples_per_second:
         return True
     share = target_batch_size / max(num_peers, 1)
     return abs(reckoned_samples(published, age_s) - own.samples) > NEWS_SHARE * leeway * share
-
-
-def aggregate(
-    own: ProgressRecord | None,
-    others: Mapping[PeerId, ProgressRecord],
-    position: Position,
-    target_batch_size: int,
-    samples: Mapping[PeerId, int] | None = None,
-) -> Progress:
-    """Sum up the records at one position.
-
-    Args:
-        samples: of the others, as reckoned since; without them those of their records count.
-    """
-    here = {
-        peer_id: record for peer_id, record in others.items() if record.position == position and not record.is_auxiliary
-    }
-    counts = [record.samples if samples is None else samples[peer_id] for peer_id, record in here.items()]
-    speed = sum(record.samples_per_second for record in here.values())
-    return sum_up(own, len(here), sum(counts), speed, target_batch_size)
-
-
-def sum_up(
-    own: ProgressRecord | None, num_others: int, samples: int, samples_per_second: float, target_batch_size: int
-) -> Progress:
-    """The progress of this peer and others at its position, from the sums of the others."""
-    num_peers, speed = num_others, samples_per_second
-    if own is not None:
-        num_peers, samples, speed = num_peers + 1, samples + own.samples, speed + own.samples_per_second
-    missing = max(target_batch_size - samples, 0)
-    eta_s = 0.0 if missing == 0 else missing / speed if speed > 0 else math.inf
-    return Progress(samples, num_peers, speed, eta_s)
 
 
 def describe_progress(progress: Progress, refresh_s: float) -> str:
@@ -296,49 +253,7 @@ def next_refresh_s(progress: Progress, config: ProgressConfig) -> float:
     num_peers = progress.num_peers
     drift = max(num_peers + config.expected_drift_peers, num_peers * (1 + config.expected_drift_rate))
     predicted_s = progress.eta_s * num_peers / drift if math.isfinite(progress.eta_s) else config.default_refresh_s
-    return min(max(predicted_s, config.min_refresh_s), config.max_refresh_s * stretch(num_peers))
-
-
-def leading_branch(
-    others: Mapping[PeerId, ProgressRecord],
-    own_id: PeerId,
-    own: ProgressRecord,
-    strangers: Mapping[PeerId, bytes] = {},
-) -> Branch:
-    """The branch that all peers should be on.
-
-    The highest (global step, samples in its lineage, digest) wins. Of the parts of a grid, which may all have the same,
-    the one with more peers, then the one with the lowest peer id. At step 0 nothing has been learnt yet, and the
-    initial parameters of the lowest peer id win: of the trainers that can be dialled, so that all can follow; without
-    any, of the auxiliary peers; without these, of all.
-
-    Args:
-        strangers: in a grid, those of another part, and which (:mod:`manyhands.optim.run.partition_detector`).
-    """
-    candidates = {**others, own_id: own}
-    last_step = max(record.position.step for record in candidates.values())
-    if last_step == 0:
-        hosts = {peer_id: record for peer_id, record in candidates.items() if not record.is_client}
-        trainers = {peer_id: record for peer_id, record in hosts.items() if not record.is_auxiliary}
-        candidates = trainers or hosts or candidates
-    first = max(map(rank_of, candidates.values()))
-    sizes = Counter(  # all who read the same records count the same peers
-        strangers.get(peer_id, b"")
-        for peer_id, record in candidates.items()
-        if len(record.recent_rounds) == NUM_RECENT_STEPS and rank_of(record) == first
-    )
-
-    def rank(peer_id: PeerId) -> tuple[tuple[int, int, bytes], int]:
-        return rank_of(candidates[peer_id]), sizes[strangers.get(peer_id, b"")]
-
-    ordered = sorted(candidates)
-    best_id = ordered[0] if last_step == 0 else max(ordered, key=rank)  # of equal ones the first
-    best, part = candidates[best_id], strangers.get(best_id, b"")
-    holders = [
-        peer_id for peer_id in ordered
-        if candidates[peer_id].position == best.position and strangers.get(peer_id, b"") == part
-    ]  # fmt: skip
-    return Branch(best.position, best.lineage_samples, tuple(holders), is_foreign=part != b"")
+    return min(max(predicted_s, config.min_refresh_s), config.max_refresh_s * crowd_factor(num_peers))
 
 
 def sum_of_samples(numbers: Iterable[float]) -> int:
@@ -349,3 +264,38 @@ def sum_of_samples(numbers: Iterable[float]) -> int:
 def rank_of(record: ProgressRecord) -> tuple[int, int, bytes]:
     """Orders the branches of a run: the higher one wins."""
     return (record.position.step, record.lineage_samples, record.position.lineage)
+
+
+class ProgressLog:
+    """Logs how far the collaboration is: what is new at once, mere growth every :data:`LOG_PERIOD_S` seconds.
+
+    New are another global step, another number of peers, an ETA that was unknown before, and the target reached.
+    """
+
+    def __init__(self) -> None:
+        self._last_place = (-1, 0)
+        self._last_stage = 0
+        self._told_at = -math.inf
+
+    def tell(self, step: int, progress: Progress, refresh_s: float, now: float) -> None:
+        """Log the progress, if it is worth a line.
+
+        Args:
+            step: global steps that are made.
+            refresh_s: until the records are read again.
+            now: seconds of any clock.
+        """
+        if self._is_worth_a_line(step, progress, now):
+            logger.info("%s", describe_progress(progress, refresh_s), extra=SHOWN_LIVE)
+
+    def _is_worth_a_line(self, step: int, progress: Progress, now: float) -> bool:
+        place, stage = (step, progress.num_peers), _stage(progress)
+        if place == self._last_place and stage <= self._last_stage and now < self._told_at + LOG_PERIOD_S:
+            return False
+        self._last_place, self._last_stage, self._told_at = place, stage, now
+        return True
+
+
+def _stage(progress: Progress) -> int:
+    """0: nobody knows when the target will be reached; 1: it is known; 2: it is reached."""
+    return 2 if progress.eta_s == 0 else 1 if math.isfinite(progress.eta_s) else 0

@@ -1,29 +1,27 @@
-"""The progress records of the other peers, as one peer reads them."""
+"""The progress records of the other peers as one peer reads them, and what they say together of one position.
+
+A record says what its peer had when it was published. Some things a peer learns sooner: it sees a round take the
+members to the next position, and near the target the others tell it directly what they have. Records that were
+published before that do not count any more.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Literal
 
 import msgspec
 
-from manyhands.averaging.messages import NUM_RECENT_STEPS, Position, readable_addresses
+from manyhands.averaging.messages import NUM_RECENT_STEPS, Position
+from manyhands.averaging.peer_records import RecordReader, SeenRecord
 from manyhands.base.identity import PeerId
 from manyhands.dht import DhtNode, Schema, StoredValue
-from manyhands.optim.run.crowd import Crowd
 from manyhands.optim.run.partition_detector import PartitionDetector
-from manyhands.optim.run.progress import MAX_TTL_S, ProgressRecord, Reckoning
+from manyhands.optim.run.progress import MAX_TTL_S, Progress, ProgressRecord, Reckoning, busy_until
 from manyhands.optim.run.twin import Twin
 from manyhands.rpc import Endpoint
-
-logger = logging.getLogger(__name__)
-
-GOODBYE = "goodbye"
-"""Published instead of a record by a peer that leaves on purpose."""
 
 PROGRESS = Schema(ProgressRecord | Literal["goodbye"], is_owned=True, max_ttl_s=MAX_TTL_S)
 """What peers publish of their progress."""
@@ -37,149 +35,91 @@ def progress_key(run_id: str) -> str:
     return f"{run_id}.progress"
 
 
-class Observed(msgspec.Struct, frozen=True, gc=False):
+class Observed(SeenRecord[ProgressRecord], frozen=True, gc=False):
     """A record of another peer.
 
     Attributes:
-        expires_at: until when it counts (loop time).
         reckoning: how its samples must grow from here.
-        said: the position that it has named itself; what it said else is of then.
-        moved_at: when a round was seen to take the peer to this position (loop time); earlier records are out of date.
-        heard_at: when the peer said this directly (loop time), if it did; likewise.
+        said: the position that the peer has named itself; what it said else is of then.
+        learnt_at: when this was learnt directly (loop time), if it was: a round took the peer there, or it told this
+            one. What it had published before, and says less, is out of date.
     """
 
-    record: ProgressRecord
-    sequence: int
-    expires_at: float
     reckoning: Reckoning
     said: Position
-    moved_at: float = -math.inf
-    heard_at: float = -math.inf
+    learnt_at: float = -math.inf
 
     def is_outdated_by(self, record: ProgressRecord, issued_at: float) -> bool:
-        """Whether ``record`` is news; not when the peer published it before it was moved, or before it said more."""
-        if record.position == self.record.position and record.samples < self.record.samples:
-            return issued_at > self.heard_at + IN_FLIGHT_S
-        return record.position.step >= self.record.position.step or issued_at > self.moved_at + IN_FLIGHT_S
+        """Whether ``record`` is news."""
+        here, there = self.record.position, record.position
+        says_less = record.samples < self.record.samples if here == there else there.step < here.step
+        return not says_less or issued_at > self.learnt_at + IN_FLIGHT_S
 
 
-class ProgressReader:
-    """The progress records of a run, as last read; enough for who only watches.
+class ProgressReader(RecordReader[ProgressRecord, Observed]):
+    """The progress records of a run, as last read; enough for a peer that only watches.
 
     Attributes:
-        version: changes whenever a record comes, changes or goes, or who belongs together.
+        twin: of a peer that publishes: looks at the records under its own id.
     """
 
     def __init__(self, endpoint: Endpoint, dht: DhtNode, run_id: str) -> None:
-        self._endpoint = endpoint
-        self._dht = dht
-        self._key = progress_key(run_id)
-        self.version = 0
-        self._observed: dict[PeerId, Observed] = {}
-        self._first_expiry = math.inf
-        self._crowd: Crowd | None = None
-        self._crowd_of: tuple[Position, int] | None = None
-        self._here: Mapping[PeerId, Observed] = {}
-        self._helpers: Mapping[PeerId, Observed] = {}
-        self._here_of: tuple[Position, int] | None = None
-        self._sequences: dict[str, int] = {}  # by peer id
+        super().__init__(endpoint, dht, progress_key(run_id), PROGRESS)
+        self.twin: Twin | None = None
         self._company = PartitionDetector()
         self._step = 0  # where this peer is
         self._met: tuple[Position, list[bytes]] | None = None  # from where it makes a step, and in which rounds
         self._loaded: tuple[Position, Sequence[bytes]] | None = None  # a state, and the rounds behind it
-        self._strangers: Mapping[PeerId, bytes] = {}
-        self._strangers_of = -1
-        self.twin: Twin | None = None  # of a peer that publishes
+        self._strangers: tuple[int, Mapping[PeerId, bytes]] = (-1, {})  # and of which version
 
-    async def refresh(self, *, quickly: bool = False) -> None:
-        """Read the records of all peers.
+    def _seen_as(
+        self, known: Observed | None, record: ProgressRecord, stored: StoredValue, now: float
+    ) -> Observed | None:
+        issued_at = now + stored.remaining_s - record.ttl_s
+        if known is not None and not known.is_outdated_by(record, issued_at):
+            return None
+        remaining_s = min(stored.remaining_s, record.ttl_s)
+        reckoning = Reckoning.of(record, now + remaining_s - record.ttl_s)
+        return Observed(record, stored.sequence, now + remaining_s, reckoning, record.position)
 
-        Args:
-            quickly: from one holder, which may have missed some; what was read of these before counts.
-        Raises:
-            Unavailable: the DHT does not answer; what was read before counts until it expires.
-        """
-        answer = await self._dht.get(self._key, quickly=quickly)
-        now = asyncio.get_running_loop().time()
-        sequences, own_id, num_shown = self._sequences, self._endpoint.peer_id, 0
-        for subkey, stored in answer.items():
-            if stored.owner == subkey == own_id and self.twin is not None:
-                self._look_at_own(stored, self.twin, now)
-            elif stored.owner == subkey != own_id:
-                num_shown += 1
-                if stored.sequence > sequences.get(subkey, -1):
-                    self._take_in(PeerId(subkey), stored, now)
-        if len(sequences) > num_shown:  # not all of them were shown
-            current = answer.keys() | self.observed().keys()
-            self._sequences = {peer_id: sequence for peer_id, sequence in sequences.items() if peer_id in current}
-
-    def _look_at_own(self, stored: StoredValue, twin: Twin, now: float) -> None:
-        with contextlib.suppress(msgspec.ValidationError):
-            record = PROGRESS.decode(stored.raw)
-            if record != GOODBYE:
-                twin.seen(record.began_at, now + min(stored.remaining_s - record.ttl_s, 0.0), now)
-
-    def _take_in(self, peer_id: PeerId, stored: StoredValue, now: float) -> None:
-        self._sequences[peer_id] = stored.sequence
-        try:
-            record = PROGRESS.decode(stored.raw)
-        except msgspec.ValidationError as error:
-            self._endpoint.counters["bad_records"] += 1
-            logger.warning("the progress record of peer %s cannot be read: %s", peer_id, error)
-            return
-        if record == GOODBYE:  # however it was encoded
-            self._observed.pop(peer_id, None)
-            self.version += 1
-            return
-        known, ttl_s, remaining_s = self._observed.get(peer_id), record.ttl_s, stored.remaining_s
-        if known is None or known.is_outdated_by(record, now + remaining_s - ttl_s):
-            if remaining_s > ttl_s:
-                remaining_s = ttl_s
-            reckoning = Reckoning.of(record, now + remaining_s - ttl_s)
-            self._observe(peer_id, Observed(record, stored.sequence, now + remaining_s, reckoning, record.position))
-            if known is None or known.record.addresses != record.addresses:
-                self._endpoint.learn(peer_id, readable_addresses(record.addresses))
+    def _look_at_own(self, record: ProgressRecord, stored: StoredValue, now: float) -> None:
+        if self.twin is not None:
+            self.twin.seen(record.began_at, now + min(stored.remaining_s - record.ttl_s, 0.0), now)
 
     def heard(self, peer_id: PeerId, record: ProgressRecord) -> None:
         """A peer has told directly what it would publish now."""
-        now, known = asyncio.get_running_loop().time(), self._observed.get(peer_id)
-        reckoning = Reckoning.of(record, now)
-        sequence = known.sequence if known is not None else -1
-        self._observe(
-            peer_id,
-            Observed(record, sequence, now + min(record.ttl_s, MAX_TTL_S), reckoning, record.position, heard_at=now),
-        )
+        now, known = asyncio.get_running_loop().time(), self._seen.get(peer_id)
+        sequence, until = -1 if known is None else known.sequence, now + min(record.ttl_s, MAX_TTL_S)
+        self._keep(peer_id, Observed(record, sequence, until, Reckoning.of(record, now), record.position, now))
 
-    def _observe(self, peer_id: PeerId, seen: Observed) -> None:
-        self._observed[peer_id] = seen
-        self._first_expiry = min(self._first_expiry, seen.expires_at)
-        self.version += 1
-
-    def forget(self, peer_id: PeerId, sequence: int) -> None:
-        """What a peer has said so far, up to this record, does not count any more."""
-        seen = self._observed.get(peer_id)
-        if seen is not None and seen.sequence <= sequence:
-            del self._observed[peer_id]
-            self.version += 1
-
-    def observed(self) -> Mapping[PeerId, Observed]:
-        """The records of the other peers that still count."""
+    def moved(self, peer_ids: Iterable[PeerId], position: Position, lineage_samples: int) -> None:
+        """These peers are known to have gone to ``position``, unless they said so or more; holds until they do."""
         now = asyncio.get_running_loop().time()
-        if now >= self._first_expiry:
-            num_before = len(self._observed)
-            self._observed = {peer_id: seen for peer_id, seen in self._observed.items() if seen.expires_at > now}
-            self._first_expiry = min((seen.expires_at for seen in self._observed.values()), default=math.inf)
-            self.version += len(self._observed) != num_before
-        return self._observed
+        for peer_id in peer_ids:
+            seen = self._seen.get(peer_id)
+            if seen is not None and seen.record.position.step < position.step:
+                record = msgspec.structs.replace(
+                    seen.record, position=position, samples=0, lineage_samples=lineage_samples, counted_s_ago=0.0
+                )
+                reckoning = Reckoning.of(record, now)
+                self._keep(peer_id, Observed(record, seen.sequence, seen.expires_at, reckoning, seen.said, now))
 
     def records(self) -> dict[PeerId, ProgressRecord]:
         """What the other peers say of themselves."""
         return {peer_id: seen.record for peer_id, seen in self.observed().items()}
 
-    def reckoned_samples(self) -> dict[PeerId, int]:
-        """The samples that they must have by now."""
-        now = asyncio.get_running_loop().time()
-        return {peer_id: seen.reckoning.at(now) for peer_id, seen in self.observed().items()}
+    def trainers(self) -> dict[PeerId, ProgressRecord]:
+        """The records of the peers that train, wherever in the run they are."""
+        return {peer_id: record for peer_id, record in self.records().items() if not record.is_auxiliary}
+
+    def is_stranded(self) -> bool:
+        """Whether others train, and nobody can be dialled."""
+        observed = self.observed().values()
+        return all(seen.record.is_client for seen in observed) and any(
+            not seen.record.is_auxiliary for seen in observed
+        )
+
+    # parts of a grid
 
     @property
     def recent_rounds(self) -> list[bytes]:
@@ -210,80 +150,93 @@ class ProgressReader:
             self._company.follow([])  # all who are at the new position have come the same way
         self._met = self._loaded = None
         self._step = position.step
-        self.version += 1
+        self._note_change()
 
     def strangers(self) -> Mapping[PeerId, bytes]:
-        """In a grid, those who have made their last steps without this peer's part of it, and in which part."""
-        observed = self.observed()
-        if self._strangers_of != self.version:
-            self._strangers = self._company.strangers(self._said_of(observed))
-            self._strangers_of = self.version
-        return self._strangers
+        """In a grid, the peers that have made their last steps without this peer's part of it, and in which part."""
+        version = self.version
+        if self._strangers[0] != version:
+            self._strangers = (version, self._company.strangers(self._published_rounds()))
+        return self._strangers[1]
 
     def is_stranger(self, peer_id: PeerId, recent_rounds: Sequence[bytes]) -> bool:
         """Whether a peer at this peer's step is one, by what it says of its last steps now; its record may be late."""
-        return peer_id in self._company.strangers({**self._said_of(self.observed()), peer_id: recent_rounds})
+        return peer_id in self._company.strangers({**self._published_rounds(), peer_id: recent_rounds})
 
-    def _said_of(self, observed: Mapping[PeerId, Observed]) -> dict[PeerId, Sequence[bytes]]:
-        """What they have published of their last steps, if these are about this peer's."""
+    def _published_rounds(self) -> dict[PeerId, Sequence[bytes]]:
+        """What the others have published of their last steps, if these are about this peer's."""
         return {
             peer_id: seen.record.recent_rounds
-            for peer_id, seen in observed.items()
+            for peer_id, seen in self.observed().items()
             if abs(seen.said.step - self._step) < NUM_RECENT_STEPS
         }
 
-    def here(self, position: Position) -> Mapping[PeerId, Observed]:
-        """The records of those who train at a position, but for strangers; looked for once, however often one asks."""
-        observed, strangers = self.observed(), self.strangers()
-        if self._here_of != (position, self.version):
-            at_position = {
-                peer_id: seen
-                for peer_id, seen in observed.items()
-                if seen.record.position == position and peer_id not in strangers
-            }
-            self._here = {peer_id: seen for peer_id, seen in at_position.items() if not seen.record.is_auxiliary}
-            self._helpers = {peer_id: seen for peer_id, seen in at_position.items() if seen.record.is_auxiliary}
-            self._here_of = (position, self.version)
-        return self._here
 
-    def helpers(self, position: Position) -> Mapping[PeerId, Observed]:
-        """The records of the auxiliary peers at a position."""
-        self.here(position)
-        return self._helpers
+class View:
+    """The other peers at one position, as last read. It does not change: after news there is another view.
 
-    def trainers(self) -> dict[PeerId, ProgressRecord]:
-        """The records of the peers that train, wherever in the run they are."""
-        return {peer_id: record for peer_id, record in self.records().items() if not record.is_auxiliary}
+    Args:
+        observed: the records of all other peers.
+        left_out: peers that do not count at the position: strangers.
+        missing: peers that came to no round since their last record. They count, but are not expected.
+        needs_host: auxiliary peers are expected too, if no trainer can be dialled.
 
-    def is_stranded(self) -> bool:
-        """Whether others train, and nobody can be dialled."""
-        observed = self.observed().values()
-        return all(seen.record.is_client for seen in observed) and any(
-            not seen.record.is_auxiliary for seen in observed
-        )
+    Attributes:
+        trainers: the records of those at the position that train.
+        hosts: the trainers that can be dialled, the one that leads first.
+        longest_batch_s: of the trainers that have said how long a batch takes.
+        reachable: the peers at the position, auxiliary ones too, that are not missing.
+        expected: the peers that should come to the next round, and whether each is in client mode.
+    """
 
-    def can_be_asked(self, peer_id: PeerId) -> None:
-        """A peer in client mode has called on this one: it can be asked for its state."""
-        if peer_id in self._observed:
-            self.version += 1
+    def __init__(
+        self,
+        observed: Mapping[PeerId, Observed],
+        position: Position,
+        left_out: Container[PeerId] = (),
+        missing: Container[PeerId] = (),
+        *,
+        needs_host: bool = False,
+    ) -> None:
+        here = {peer_id: seen for peer_id, seen in observed.items()
+                if seen.record.position == position and peer_id not in left_out}  # fmt: skip
+        self.observed = observed
+        self.trainers = {peer_id: seen for peer_id, seen in here.items() if not seen.record.is_auxiliary}
+        self.hosts = sorted([peer_id for peer_id, seen in self.trainers.items() if not seen.record.is_client])
+        self.longest_batch_s = max([seen.record.batch_s for seen in self.trainers.values()], default=0.0)
+        self.reachable = [peer_id for peer_id in here if peer_id not in missing]
+        self._awaited = {peer_id: seen for peer_id, seen in self.trainers.items() if peer_id not in missing}
+        expected = self.reachable if needs_host and not self.hosts else self._awaited
+        self.expected = {peer_id: here[peer_id].record.is_client for peer_id in expected}
+        self._samples = sum([seen.record.samples for seen in self.trainers.values()])
+        self._speed = sum([seen.record.samples_per_second for seen in self.trainers.values()])
 
-    def at(self, position: Position) -> Crowd:
-        """Those at a position, summed up."""
-        here = self.here(position)
-        if self._crowd is None or self._crowd_of != self._here_of:
-            self._crowd = Crowd({peer_id: (seen.record, seen.reckoning) for peer_id, seen in here.items()})
-            self._crowd_of = self._here_of
-        return self._crowd
+    def progress(self, own: ProgressRecord | None, target_batch_size: int) -> Progress:
+        """How far the trainers are together, as they have said.
 
-    def moved(self, peer_ids: list[PeerId], position: Position, lineage_samples: int) -> None:
-        """These peers are known to have gone to ``position``, unless they said so or more; holds until they do."""
-        now = asyncio.get_running_loop().time()
-        for peer_id in peer_ids:
-            seen = self._observed.get(peer_id)
-            if seen is not None and seen.record.position.step < position.step:
-                record = msgspec.structs.replace(
-                    seen.record, position=position, samples=0, lineage_samples=lineage_samples, counted_s_ago=0.0
-                )
-                reckoning = Reckoning.of(record, now)
-                assumed = Observed(record, seen.sequence, seen.expires_at, reckoning, seen.said, now)
-                self._observe(peer_id, assumed)
+        Args:
+            own: of the peer that looks, which counts if it trains; None for one that only watches.
+        """
+        return self._progress(self._samples, own, target_batch_size)
+
+    def outlook(self, own: ProgressRecord | None, target_batch_size: int, now: float) -> Progress:
+        """How far they must be by now."""
+        reckoned = sum([seen.reckoning.at(now) for seen in self.trainers.values()])
+        return self._progress(int(reckoned), own, target_batch_size)
+
+    def _progress(self, samples: int, own: ProgressRecord | None, target_batch_size: int) -> Progress:
+        num_peers, speed = len(self.trainers), self._speed
+        if own is not None and not own.is_auxiliary:
+            num_peers, samples, speed = num_peers + 1, samples + own.samples, speed + own.samples_per_second
+        missing = max(target_batch_size - samples, 0)
+        eta_s = 0.0 if missing == 0 else missing / speed if speed > 0 else math.inf
+        return Progress(samples, num_peers, speed, eta_s)
+
+    def arriving_samples(self, now: float) -> int:
+        """What the trainers that are not missing bring if each finishes its batch and begins no other one."""
+        return sum(seen.reckoning.with_batch_at(now, seen.record.batch_s) for seen in self._awaited.values())
+
+    def busy_until(self, instant: float) -> float:
+        """When the last of them must have finished the batch that it computes at an instant."""
+        ends = [busy_until(seen.record, seen.reckoning, instant) for seen in self._awaited.values()]
+        return max(ends, default=instant)

@@ -11,7 +11,7 @@ from manyhands.averaging.messages import Position
 from manyhands.base.errors import Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.optim.joining import manifest_of
-from manyhands.optim.run.belief import believed_by_a_newcomer
+from manyhands.optim.run.branches import believed_by_a_newcomer
 from manyhands.optim.run.progress import ProgressRecord, rank_of
 from manyhands.optim.run.progress_reader import ProgressReader
 from manyhands.optim.run.records import declare_run

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from manyhands.averaging.messages import Position
 from manyhands.base.identity import PeerId
-from manyhands.optim.run.belief import OUTVOTED_S, Belief, believed_by_a_newcomer, network_of
+from manyhands.optim.run.branches import OUTVOTED_S, Belief, believed_by_a_newcomer, network_of
 from manyhands.optim.run.progress import ProgressRecord
 
 ANN, BOB, CAROL, DAVE, EVE = (PeerId(name) for name in ("ann", "bob", "carol", "dave", "eve"))

@@ -1,0 +1,258 @@
+"""The record that each peer of a run publishes of itself in the DHT, and those of the other peers as it reads them.
+
+Averagers and optimizers publish different records (:class:`manyhands.averaging.presence.PresenceRecord`,
+:class:`manyhands.optim.run.progress.ProgressRecord`). Both are signed and expire, and both are published and read in
+the same way: a record is published when it changes, and again before it expires. It counts until it expires, until a
+later one replaces it, or until its peer says goodbye.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Generic, Protocol, TypeVar
+
+import msgspec
+
+from manyhands.averaging.messages import readable_addresses
+from manyhands.base.deadline import time_limit, wait_at_most
+from manyhands.base.errors import ManyhandsError
+from manyhands.base.identity import PeerId
+from manyhands.dht import DhtNode, Schema, StoredValue
+from manyhands.rpc import Endpoint
+
+logger = logging.getLogger(__name__)
+
+GOODBYE = "goodbye"
+"""Published instead of a record by a peer that leaves on purpose."""
+KEEP_ALIVES = 3
+"""Records published in the lifetime of one: two may get lost before the others take the peer for gone."""
+GOODBYE_TIMEOUT_S = 1.0
+"""A goodbye that is lost costs the others the lifetime of a record; closing the peer must not wait for it."""
+
+
+class PeerRecord(Protocol):
+    """What the records of all kinds of runs have."""
+
+    @property
+    def addresses(self) -> Sequence[str]:
+        """Where the peer can be dialled."""
+
+
+R = TypeVar("R", bound=PeerRecord)
+R_co = TypeVar("R_co", bound=PeerRecord, covariant=True)
+
+
+class SeenRecord(msgspec.Struct, Generic[R_co], frozen=True, gc=False):
+    """A record of another peer.
+
+    Attributes:
+        sequence: higher for later records of the peer.
+        expires_at: until when it counts (loop time).
+    """
+
+    record: R_co
+    sequence: int
+    expires_at: float
+
+
+S = TypeVar("S", bound=SeenRecord[PeerRecord])
+
+
+class RecordReader(ABC, Generic[R, S]):
+    """The records of the other peers of a run, as last read. Lives on the network thread.
+
+    Args:
+        schema: of the records: a type, or ``GOODBYE``.
+    """
+
+    def __init__(self, endpoint: Endpoint, dht: DhtNode, key: str, schema: Schema) -> None:
+        self._endpoint = endpoint
+        self._dht = dht
+        self._key = key
+        self._schema = schema
+        self._seen: dict[PeerId, S] = {}
+        self._sequences: dict[str, int] = {}  # by peer id, also of those that said goodbye
+        self._observed: Mapping[PeerId, S] = {}
+        self._observed_until = -math.inf  # loop time
+        self._version = 0
+
+    @abstractmethod
+    def _seen_as(self, known: S | None, record: R, stored: StoredValue, now: float) -> S | None:
+        """What to keep of a record that was read; None if what is known of its peer counts for more."""
+
+    def _look_at_own(self, record: R, stored: StoredValue, now: float) -> None:
+        """A record under this peer's own id was read."""
+
+    def observed(self) -> Mapping[PeerId, S]:
+        """The records that count now: the same mapping until a record changes, comes, goes or expires."""
+        now = asyncio.get_running_loop().time()
+        if now >= self._observed_until:
+            self._observed = {peer_id: seen for peer_id, seen in self._seen.items() if seen.expires_at > now}
+            self._observed_until = min([seen.expires_at for seen in self._observed.values()], default=math.inf)
+            self._version += 1
+        return self._observed
+
+    @property
+    def version(self) -> int:
+        """Another number for each mapping that :meth:`observed` returns."""
+        self.observed()
+        return self._version
+
+    async def refresh(self, *, quickly: bool = False) -> None:
+        """Read the records of all peers.
+
+        Args:
+            quickly: from one holder, which may have missed some; what was read of these before counts.
+        Raises:
+            Unavailable: the DHT does not answer; what was read before counts until it expires.
+        """
+        answer = await self._dht.get(self._key, quickly=quickly)
+        now, own_id, sequences = asyncio.get_running_loop().time(), self._endpoint.peer_id, self._sequences
+        for subkey, stored in answer.items():
+            if stored.owner == subkey and (subkey == own_id or stored.sequence > sequences.get(subkey, -1)):
+                self._take_in(PeerId(subkey), stored, now)
+        if any(seen.expires_at <= now for seen in self._seen.values()):
+            self._seen = {peer_id: seen for peer_id, seen in self._seen.items() if seen.expires_at > now}
+        if len(sequences) > len(answer):  # some were not shown: they have expired, or the holder has missed them
+            current = answer.keys() | self._seen.keys()
+            self._sequences = {peer_id: number for peer_id, number in sequences.items() if peer_id in current}
+
+    def _take_in(self, peer_id: PeerId, stored: StoredValue, now: float) -> None:
+        is_own = peer_id == self._endpoint.peer_id
+        if not is_own:
+            self._sequences[peer_id] = stored.sequence
+        try:
+            record = self._schema.decode(stored.raw)
+        except msgspec.ValidationError as error:
+            if not is_own:
+                self._endpoint.counters["bad_records"] += 1
+                logger.warning("the record of peer %s cannot be read: %s", peer_id, error)
+            return
+        if is_own:
+            if record != GOODBYE:
+                self._look_at_own(record, stored, now)
+            return
+        known = self._seen.get(peer_id)
+        if record == GOODBYE:  # however it was encoded
+            self._seen.pop(peer_id, None)
+            self._note_change()
+        elif (seen := self._seen_as(known, record, stored, now)) is not None:
+            self._keep(peer_id, seen)
+            if known is None or known.record.addresses != record.addresses:
+                self._endpoint.learn(peer_id, readable_addresses(record.addresses))
+
+    def forget(self, peer_id: PeerId, sequence: int) -> None:
+        """What a peer has said so far, up to this record, does not count any more."""
+        seen = self._seen.get(peer_id)
+        if seen is not None and seen.sequence <= sequence:
+            del self._seen[peer_id]
+            self._note_change()
+
+    def _keep(self, peer_id: PeerId, seen: S) -> None:
+        self._seen[peer_id] = seen
+        self._note_change()
+
+    def _note_change(self) -> None:
+        """Have :meth:`observed` return another mapping."""
+        self._observed_until = -math.inf
+
+
+class UntilFresh:
+    """Marks on peers, for example that they did not come. A mark holds until a fresh record of the peer is read."""
+
+    def __init__(self, reader: RecordReader[R, S]) -> None:
+        self._observed: Callable[[], Mapping[PeerId, SeenRecord[PeerRecord]]] = reader.observed
+        self._sequences: dict[PeerId, int] = {}
+
+    def peers(self) -> set[PeerId]:
+        """The peers that are marked."""
+        observed = self._observed()
+        return {peer_id for peer_id, sequence in self._sequences.items()
+                if peer_id in observed and observed[peer_id].sequence <= sequence}  # fmt: skip
+
+    def add(self, peer_id: PeerId) -> None:
+        """Mark a peer, if a record of it counts."""
+        observed = self._observed()
+        if peer_id in observed:
+            self._sequences = {known: sequence for known, sequence in self._sequences.items() if known in observed}
+            self._sequences[peer_id] = observed[peer_id].sequence
+
+    def discard(self, peer_id: PeerId) -> None:
+        """Take the mark away."""
+        self._sequences.pop(peer_id, None)
+
+
+class RecordPublisher(Generic[R]):
+    """Publishes the record of this peer. Lives on the network thread.
+
+    Args:
+        own_record: what to publish now; None to publish nothing.
+        ttl_s: the lifetime of the record.
+        min_period_s: from one record to the next; what changes meanwhile is in the next one.
+
+    Attributes:
+        published: the last record, and when it was published (loop time); None if it reached nobody.
+        num_failures: times in a row that the record could not be published.
+    """
+
+    def __init__(
+        self,
+        dht: DhtNode,
+        key: str,
+        own_id: PeerId,
+        own_record: Callable[[], R | None],
+        ttl_s: Callable[[], float],
+        min_period_s: float,
+    ) -> None:
+        self._dht = dht
+        self._key = key
+        self._own_id = own_id
+        self._own_record = own_record
+        self._ttl_s = ttl_s
+        self._min_period_s = min_period_s
+        self._changed = asyncio.Event()
+        self._is_urgent = asyncio.Event()
+        self.published: tuple[R, float] | None = None
+        self.num_failures = 0
+
+    def publish_soon(self, *, urgently: bool = False) -> None:
+        """The record has changed; urgently does not wait for the end of the period."""
+        self._changed.set()
+        if urgently:
+            self._is_urgent.set()
+
+    async def publish_forever(self) -> None:
+        """Publish changes and signs of life."""
+        while True:
+            await wait_at_most(self._is_urgent, self._min_period_s)
+            await wait_at_most(self._changed, self._ttl_s() / KEEP_ALIVES)
+            self._changed.clear()
+            self._is_urgent.clear()
+            await self.publish()
+
+    async def publish(self) -> None:
+        """Publish the record now."""
+        record = self._own_record()
+        if record is None:
+            return
+        self.published, num_holders = (record, asyncio.get_running_loop().time()), 0
+        try:
+            value = msgspec.to_builtins(record, builtin_types=(bytes,))
+            num_holders = await self._dht.store(self._key, value, self._ttl_s(), subkey=self._own_id)
+        except ManyhandsError as error:
+            logger.warning("the record of this peer under %s was not published: %s", self._key, error)
+        self.num_failures = 0 if num_holders else self.num_failures + 1
+        if not num_holders:
+            self.published = None
+
+    async def say_goodbye(self) -> None:
+        """Tell the others that this peer left the run."""
+        try:
+            async with time_limit(GOODBYE_TIMEOUT_S, "saying goodbye to the run"):
+                await self._dht.store(self._key, GOODBYE, self._ttl_s(), subkey=self._own_id)
+        except ManyhandsError as error:
+            logger.debug("the others are not told that this peer left: %s", error)

@@ -1,0 +1,75 @@
+"""The peers at one position, summed up."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from manyhands.averaging.messages import Position
+from manyhands.base.identity import PeerId
+from manyhands.optim.run.progress import Progress, ProgressRecord, Reckoning
+from manyhands.optim.run.progress_reader import Observed, View
+
+HERE = Position(3, b"here")
+
+
+def record(position: Position = HERE, samples: int = 0, speed: float = 0.0, **fields: Any) -> ProgressRecord:
+    return ProgressRecord(position, samples, speed, 0, fields.pop("is_client", False), [], 30.0, **fields)
+
+
+def view_of(*records: ProgressRecord, since: float = 0.0) -> View:
+    """What peers have said, each at the same instant."""
+    observed = {
+        PeerId(f"p{number}"): Observed(said, 1, math.inf, Reckoning.of(said, since), said.position)
+        for number, said in enumerate(records)
+    }
+    return View(observed, HERE)
+
+
+def test_only_peers_at_the_same_position_are_added_up() -> None:
+    view = view_of(
+        record(samples=10, speed=2.0),
+        record(samples=5, speed=3.0, is_client=True),
+        record(Position(2, b"here"), samples=100, speed=100.0),
+        record(Position(3, b"there"), samples=100, speed=100.0),
+    )
+    progress = view.progress(record(samples=1, speed=5.0), 36)
+    assert progress == Progress(samples=16, num_peers=3, samples_per_second=10.0, eta_s=2.0)
+    assert view.progress(None, 36).num_peers == 2, "a monitor does not count itself"
+
+
+@pytest.mark.parametrize(
+    ("samples", "speed", "eta_s"),
+    [(10, 0.0, 0.0), (11, 5.0, 0.0), (9, 0.0, math.inf), (0, 4.0, 2.5)],
+)
+def test_eta(samples: int, speed: float, eta_s: float) -> None:
+    assert view_of().progress(record(samples=samples, speed=speed), 10).eta_s == eta_s
+
+
+def test_a_helper_counts_for_nothing_in_progress() -> None:
+    view = view_of(record(samples=3), record(is_auxiliary=True))
+    progress = view.progress(record(), 10)
+    assert (progress.num_peers, progress.samples) == (2, 3)
+    assert view.progress(record(is_auxiliary=True), 10).num_peers == 1
+
+
+def test_what_is_reckoned_takes_the_place_of_what_was_said() -> None:
+    view = view_of(record(samples=10, speed=2.0), record(Position(2, b"here"), samples=100, speed=100.0), since=100.0)
+    outlook = view.outlook(record(samples=1, speed=3.0), 27, 103.0)
+    assert outlook == Progress(samples=17, num_peers=2, samples_per_second=5.0, eta_s=2.0)
+
+
+def test_what_many_slow_peers_have_of_a_sample_counts_together() -> None:
+    view = view_of(*[record(speed=0.0625)] * 40)
+    assert view.outlook(None, 100, 8.0).samples == 20
+
+
+def test_a_liar_does_not_spoil_the_sum_for_good() -> None:
+    liar = record(samples=2**53, speed=1e308, counted_s_ago=1e308)
+    assert 2**53 <= view_of(record(samples=10, speed=1.0), liar).outlook(None, 100, 5.0).samples <= 2**54
+
+
+def test_the_leader_comes_first_among_those_that_can_be_dialled() -> None:
+    assert view_of(record(is_client=True), record(), record()).hosts == ["p1", "p2"]
