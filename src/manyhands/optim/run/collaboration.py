@@ -29,7 +29,7 @@ from manyhands.optim.run.acquaintances import Acquaintances
 from manyhands.optim.run.averaged import Averaged
 from manyhands.optim.run.departures import Departures
 from manyhands.optim.run.download_courtesy import Courtesy
-from manyhands.optim.run.drift import Drift
+from manyhands.optim.run.drift import Drift, Sketch
 from manyhands.optim.run.firewalled import Firewalled
 from manyhands.optim.run.grid_assignment import GridAssignment
 from manyhands.optim.run.listing import find_runs, nobody_is_in
@@ -39,7 +39,6 @@ from manyhands.optim.run.progress_log import ProgressLog
 from manyhands.optim.run.protocols import BackgroundStep, LocalState
 from manyhands.optim.run.records import declare_run
 from manyhands.optim.run.round_scheduler import RoundScheduler
-from manyhands.optim.run.signed_sums import Sketch
 from manyhands.optim.run.step_rounds import StepRounds
 from manyhands.optim.run.tracker import ProgressTracker
 from manyhands.optim.state.state import State, without_origin
@@ -446,7 +445,7 @@ class Collaboration:
         self._rounds.forget_errors()
         self._move(position, lineage_samples)
         self.tracker.tell(b"")  # the others' are of before their own code has changed what they hold: a clamp, say
-        self._drift.loaded(position)
+        self._drift.loaded()
 
     def _move(self, position: Position, lineage_samples: int, together_with: Sequence[PeerId] = ()) -> None:
         self.tracker.tell_options(self._unlike_options.moved(self._local.options))

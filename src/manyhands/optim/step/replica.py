@@ -16,9 +16,8 @@ from manyhands.averaging.messages import Position
 from manyhands.base.errors import ConfigError
 from manyhands.base.identity import PeerId
 from manyhands.optim.flat import GradientLayout, assign_flat, flattened
-from manyhands.optim.run.drift import bound_of
+from manyhands.optim.run.drift import Sketch, bound_of, sketch_of
 from manyhands.optim.run.progress import sum_of_samples
-from manyhands.optim.run.signed_sums import Sketch, sketch_of
 from manyhands.optim.serializable import merged, plain_part
 from manyhands.optim.state.check import fault_of
 from manyhands.optim.state.state import (
