@@ -44,6 +44,7 @@ HALF_BOUND = 0.5
 UNKNOWN_BOUND = 0.05
 """With other optimizers nothing is known of the rounding: Muon, say, computes its updates in bfloat16."""
 KNOWN_OPTIMIZERS = frozenset({torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, Lamb})
+"""Their rounding was measured, and their update of moderate values is finite; of a subclass nothing is known."""
 
 
 def bound_of(dtypes: Iterable[torch.dtype], optimizer: type[torch.optim.Optimizer]) -> float:
