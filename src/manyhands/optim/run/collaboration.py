@@ -32,8 +32,8 @@ from manyhands.optim.run.download_courtesy import Courtesy
 from manyhands.optim.run.drift import Drift, Sketch
 from manyhands.optim.run.firewalled import Firewalled
 from manyhands.optim.run.grid_assignment import GridAssignment
+from manyhands.optim.run.group_options import UnlikeOptions
 from manyhands.optim.run.listing import find_runs, nobody_is_in
-from manyhands.optim.run.option_check import UnlikeOptions
 from manyhands.optim.run.progress import Progress
 from manyhands.optim.run.progress_log import ProgressLog
 from manyhands.optim.run.protocols import BackgroundStep, LocalState

@@ -17,6 +17,7 @@ from manyhands.base.errors import ConfigError
 from manyhands.base.identity import PeerId
 from manyhands.optim.flat import GradientLayout, assign_flat, flattened
 from manyhands.optim.run.drift import Sketch, bound_of, sketch_of
+from manyhands.optim.run.group_options import check_unchanged, options_of
 from manyhands.optim.run.progress import sum_of_samples
 from manyhands.optim.serializable import merged, plain_part
 from manyhands.optim.state.check import fault_of
@@ -31,7 +32,6 @@ from manyhands.optim.state.state import (
     sealed,
     specs_of,
 )
-from manyhands.optim.step.group_options import check_unchanged, options_of
 from manyhands.optim.step.host_copy import HostCopy
 from manyhands.optim.step.update import guarded_step, move_statistics
 
