@@ -14,23 +14,27 @@ from manyhands.averaging.config import AveragingConfig, averaging_of
 from manyhands.averaging.messages import RoundManifest
 from manyhands.base.errors import ConfigError, ManyhandsError, RoundAborted, Timeout, Unavailable
 from manyhands.base.forgetting import without_frames
-from manyhands.optim.advice import Advice
 from manyhands.optim.blocking_client import BlockingRunClient
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.failures import Failures
 from manyhands.optim.flat import GradientLayout
-from manyhands.optim.health import Health
-from manyhands.optim.held_batches import HeldBatches
+from manyhands.optim.health import Health, Statistics
 from manyhands.optim.joining import manifest_of
-from manyhands.optim.options import Delay, OptimizerMaker, Options, checked_batch, made_optimizer
-from manyhands.optim.parameter_checks import FrozenParameters, checked_parameters
+from manyhands.optim.model_hooks import HeldBatches, RunningStatistics
+from manyhands.optim.options import (
+    Delay,
+    FrozenParameters,
+    OptimizerMaker,
+    Options,
+    checked_batch,
+    checked_parameters,
+    made_optimizer,
+)
 from manyhands.optim.run.collaboration import Collaboration, Decision
 from manyhands.optim.run.progress import Progress
 from manyhands.optim.run.progress_log import SHOWN_LIVE
-from manyhands.optim.running_statistics import RunningStatistics
-from manyhands.optim.speed import SpeedMeter
+from manyhands.optim.speed import Advice, SpeedMeter
 from manyhands.optim.state.state import State
-from manyhands.optim.statistics import Statistics
 from manyhands.optim.step.global_step import GlobalStep
 from manyhands.optim.step.replica import Replica, SchedulerMaker
 from manyhands.optim.step.samples import SampleCounter

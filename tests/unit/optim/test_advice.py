@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.optim.advice import Advice, describe_batch, describe_late_states, working_target
+from manyhands.optim.speed import Advice, describe_batch, describe_late_states, working_target
 
 
 def test_short_and_long_batches_get_one_hint() -> None:

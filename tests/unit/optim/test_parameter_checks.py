@@ -9,7 +9,7 @@ import torch
 
 import manyhands
 from manyhands.base.errors import ConfigError
-from manyhands.optim.parameter_checks import FrozenParameters, checked_parameters
+from manyhands.optim.options import FrozenParameters, checked_parameters
 from manyhands.optim.state.state import capture
 from manyhands.optim.step.host_copy import HostCopy
 from manyhands.optim.step.replica import Replica

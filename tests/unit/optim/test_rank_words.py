@@ -8,8 +8,8 @@ import pickle
 import pytest
 
 from manyhands.base.errors import ConfigError
-from manyhands.optim.rank_words import Batch, Call, RankState, Word, added_up, batches_of, unequal
-from manyhands.optim.statistics import Statistics
+from manyhands.optim.health import Statistics
+from manyhands.optim.ranks import Batch, Call, RankState, Word, added_up, batches_of, unequal
 
 
 def test_the_batches_of_all_ranks_are_one() -> None:

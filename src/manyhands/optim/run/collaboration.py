@@ -21,7 +21,6 @@ from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ManyhandsError, RoundAborted, RunNotFound, Unavailable
 from manyhands.base.identity import PeerId
-from manyhands.optim.advice import describe_late_states
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.health import FIRST_LOOK_S, LOOK_PERIOD_S, Health, HealthLog, clock_offset_s
 from manyhands.optim.manifest import ManifestKeeper, RunManifest
@@ -41,6 +40,7 @@ from manyhands.optim.run.records import declare_run
 from manyhands.optim.run.round_scheduler import RoundScheduler
 from manyhands.optim.run.step_rounds import StepRounds
 from manyhands.optim.run.tracker import ProgressTracker
+from manyhands.optim.speed import describe_late_states
 from manyhands.optim.state.state import State, without_origin
 from manyhands.optim.state.transfer import StateServer, download_state
 from manyhands.peer import Presence
