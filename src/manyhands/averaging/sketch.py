@@ -11,7 +11,7 @@ import math
 import struct
 from collections.abc import Sequence
 
-NUM_VALUES = 16  # with so few, an estimated distance is right within a third or so, and a record stays small
+NUM_VALUES = 16  # a distance is estimated within a fifth or so, and a record stays small
 MAX_SKETCH_BYTES = 4 * NUM_VALUES
 
 

@@ -18,13 +18,16 @@ from manyhands.reach.messages import EXAMINE, ExamineRequest
 logger = logging.getLogger(__name__)
 
 FIRST_LOOK_S = 20.0
+"""After joining: the others have been read of by then."""
 LOOK_PERIOD_S = 60.0
-CLOCKS_ASKED = 3
+CLOCKS_ASKED = 3  # one that is wrong itself is outvoted
 ASK_TIMEOUT_S = 5.0
 MAX_FAILURES = 3
+"""To publish, in a row; one or two happen on any link."""
 ALONE_S = 120.0
+"""Four times as long as a record of a peer counts."""
 CLOCK_S = 30.0
-"""Records of a peer whose clock is a minute off are refused."""
+"""Half of what has records refused."""
 
 
 @dataclass
@@ -74,13 +77,13 @@ class Statistics:
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
-    """How a peer does.
+    """Whether a peer is heard and seen by the others, and on time.
 
     Attributes:
         step: the last global step that it has made or loaded.
         publish_failures: times in a row that its progress could not be published.
-        alone_s: for so long no other peer of the run has been seen; None if some are there.
-        clock_offset_s: how far its clock is ahead of those of other peers, their median; None if nobody has told.
+        alone_s: seconds since another peer of the run was seen; None if one is there.
+        clock_offset_s: how far its clock is ahead of the median of some others; None if no peer has told.
     """
 
     step: int
@@ -89,7 +92,7 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     clock_offset_s: float | None = None
 
     def faults(self) -> dict[str, str]:
-        """What is wrong and what to do, in words for people, by the field that shows it."""
+        """What is wrong and what to do, by the field that shows it."""
         faults = {}
         if self.publish_failures >= MAX_FAILURES:
             faults["publish_failures"] = (
@@ -111,7 +114,7 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HealthLog:
-    """Says once what has turned bad, and when it is well again."""
+    """Logs each fault once, and when it is over."""
 
     def __init__(self) -> None:
         self._told: set[str] = set()
@@ -126,7 +129,7 @@ class HealthLog:
 
 
 async def clock_offset_s(presence: Presence, others: Sequence[PeerId]) -> float | None:
-    """How far this peer's clock is ahead of that of some others, the median; None if nobody answers."""
+    """How far this peer's clock is ahead of the median of some others; None if no peer answers."""
 
     async def of(peer_id: PeerId) -> float | None:
         before = presence.wall_clock()

@@ -23,9 +23,9 @@ from manyhands.optim.joining import manifest_of
 from manyhands.optim.model_hooks import HeldBatches, RunningStatistics
 from manyhands.optim.options import (
     Delay,
-    FrozenParameters,
     OptimizerMaker,
     Options,
+    check_frozen,
     checked_batch,
     checked_parameters,
     made_optimizer,
@@ -122,7 +122,8 @@ class Optimizer(OptimizerWrapper):
         check_peer(peer)
         averaging = averaging_of(averaging, matchmaking_time_s, averaging_timeout_s)
         super().__init__(made_optimizer(optimizer, params))
-        self._frozen = FrozenParameters(checked_parameters(self.inner))  # the model's own
+        named = checked_parameters(self.inner)  # the model's own
+        self._frozen = [(name, parameter) for name, parameter in named if not parameter.requires_grad]
         self.wrap(Replica(self.inner, scheduler, max_grad_norm=max_grad_norm, offload=options.has_host_copy))
         self.last_round: RoundManifest | None = None
         """The manifest of the round behind the current global step; None for a step made alone or loaded."""
@@ -218,7 +219,7 @@ class Optimizer(OptimizerWrapper):
                 something other than ``scheduler`` has changed an option of the groups, such as the learning rate; or
                 accelerate accumulates gradients as well.
         """
-        self._frozen.check()
+        check_frozen(self._frozen)
         self._replica.check_options(is_stepping=self.is_stepping)
         self._held.check()
         loss, at_step = None, self._shown_step

@@ -131,7 +131,7 @@ def checked_parameters(optimizer: torch.optim.Optimizer) -> list[tuple[str, torc
 def _check(name: str, parameter: torch.Tensor) -> None:
     if torch.nn.parameter.is_lazy(parameter):
         raise ConfigError(f"{name} has no shape yet; run a batch through the model before the Optimizer is made")
-    if _is_no_plain_tensor(parameter):
+    if type(parameter).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:  # its values are elsewhere
         is_sharded = hasattr(parameter, "device_mesh")
         way_out = "; FSDP and tensor parallel are not supported, DistributedDataParallel is" if is_sharded else ""
         kind = type(parameter).__name__
@@ -151,33 +151,18 @@ def _check(name: str, parameter: torch.Tensor) -> None:
         raise ConfigError(f"several values of {name} share memory, as after expand(); give it a clone of that")
 
 
-def _is_no_plain_tensor(parameter: torch.Tensor) -> bool:
-    """Whether its values are elsewhere, or mean something else, as those of a DTensor."""
-    return type(parameter).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-
-
-class FrozenParameters:
-    """Those that did not require grad when the run was joined: it does not average them, and never changes them.
+def check_frozen(frozen: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """Make sure that parameters that were frozen when the run was joined are frozen still: it does not average them.
 
     One that is frozen later is like one that some batches do not use, and may be trained again.
 
-    Args:
-        named: all parameters, with their names.
+    Raises:
+        ConfigError: one is not; it names the parameter.
     """
-
-    def __init__(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
-        self._named = [(name, parameter) for name, parameter in named if not parameter.requires_grad]
-
-    def check(self) -> None:
-        """Make sure that they are frozen still.
-
-        Raises:
-            ConfigError: one is not; it names the parameter.
-        """
-        for name, parameter in self._named:
-            if parameter.requires_grad:
-                raise ConfigError(
-                    f"{name} was frozen when the Optimizer was made, so the run does not train it, and requires grad "
-                    "now; freeze it again, or on all peers make the Optimizer first, and freeze after that what is "
-                    "to be trained later"
-                )
+    for name, parameter in frozen:
+        if parameter.requires_grad:
+            raise ConfigError(
+                f"{name} was frozen when the Optimizer was made, so the run does not train it, and requires grad now; "
+                "freeze it again, or on all peers make the Optimizer first, and freeze after that what is to be "
+                "trained later"
+            )

@@ -11,10 +11,6 @@ LONGEST_BATCH_S = 2.0
 """Shorter batches have much overhead; for a longer one the others of a step wait."""
 WARM_UP_BATCHES = 3
 """The first batches take longer than the others."""
-BATCHES_IN_A_STEP = 8
-"""At least so many, of all peers together: else steps have many more samples than their target."""
-ENOUGH_LARGER = 1.25
-"""A size that is larger by less than this is none to recommend."""
 NUM_IN_A_ROW = 3
 """Batches or steps alike, before anything is said about them."""
 
@@ -62,9 +58,7 @@ class Advice:
         """Look at the time of one micro-batch."""
         self._num_batches += 1
         is_suitable = self._num_batches <= WARM_UP_BATCHES or SHORTEST_BATCH_S <= batch_s <= LONGEST_BATCH_S
-        if self._unsuitable_batches.is_new(not is_suitable):
-            return describe_batch(batch_s, samples, self._target_batch_size // BATCHES_IN_A_STEP)
-        return ""
+        return describe_batch(batch_s, samples) if self._unsuitable_batches.is_new(not is_suitable) else ""
 
     def after_step(self, computing_s: float, averaging_s: float) -> str:
         """Look at one global step: seconds from the last one to the round, and of averaging without the search."""
@@ -92,22 +86,19 @@ class _Habit:
         return is_new
 
 
-def describe_batch(batch_s: float, samples: int, most: float = math.inf) -> str:
-    """The hint for a micro-batch that is too short or too long; a size above ``most`` would leave a step too few."""
-    is_short = batch_s < SHORTEST_BATCH_S
-    if is_short:
-        what, how = "shorter", "a larger batch, or several backward passes before each step(), have less overhead"
+def describe_batch(batch_s: float, samples: int) -> str:
+    """The hint for a micro-batch that is too short or too long."""
+    if batch_s < SHORTEST_BATCH_S:
+        what = "shorter"
+        how = (
+            "a larger batch, or several backward passes before each step(), have less overhead; where a few of these "
+            "reach target_batch_size, raise that on all peers"
+        )
     else:
         what, how = "longer", "a smaller batch lets the others wait less for this peer"
-    best = samples * math.sqrt(SHORTEST_BATCH_S * LONGEST_BATCH_S) / max(batch_s, 1e-3)
-    best = min(best, most) if is_short else max(best, 1.0)
-    if is_short and best < ENOUGH_LARGER * samples:  # with larger ones steps would have much more than their target
-        hint = ", or a larger target_batch_size on all peers"
-    else:
-        hint = f"; about {round(float(f'{best:.2g}'))} samples would do" if round(best) != samples else ""
     return (
         f"A micro-batch of {samples} samples takes {batch_s:.3g} s here, {what} than the {SHORTEST_BATCH_S} to "
-        f"{LONGEST_BATCH_S:.0f} s that suit a swarm: {how}{hint}"
+        f"{LONGEST_BATCH_S:.0f} s that suit a swarm: {how}"
     )
 
 
