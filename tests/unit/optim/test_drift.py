@@ -109,7 +109,8 @@ async def test_others_that_are_far_off_are_named_once(caplog: pytest.LogCaptureF
             await hear(run, WRONG if number in {5, 6, 9} else RIGHT, step_of(number), (BOB,))
             assert not drift.should_load()
         assert caplog.messages == [
-            f"The parameters of peer {BOB} differ from those of the majority by 50% (rounding: 0.05%)"
+            f"The parameters of peer {BOB} differ from those of the majority by 50% (rounding: 0.05%); "
+            "it is expected to load theirs"
         ]
 
 

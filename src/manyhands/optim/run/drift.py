@@ -185,7 +185,7 @@ class Drift:
                 f"differ from those of the majority by {100 * apart[peer_id]:.3g}% (rounding: {100 * self._bound:g}%)"
             )
             if peer_id != self._own_id:
-                logger.warning("The parameters of peer %s %s", peer_id, what)
+                logger.warning("The parameters of peer %s %s; it is expected to load theirs", peer_id, what)
             elif not self._has_reloaded:
                 logger.warning("The parameters of this peer %s: it loads the majority's state", what)
             else:
