@@ -30,8 +30,8 @@ def guarded_step(
 ) -> str:
     """Clip the averaged gradient and make a step with it; if that is not finite, nothing has changed.
 
-    Parameters and the optimizer's statistics are then what they were before, as they are when the optimizer raises. All
-    peers have the same vector, parameters and statistics, so all refuse the same steps.
+    Parameters and the optimizer's statistics are then what they were before. When the optimizer raises, the parameters
+    are. All peers have the same vector, parameters and statistics, so all refuse the same steps.
 
     Args:
         parameters: those that are trained, in the order in which they lie in the vector.
