@@ -19,7 +19,6 @@ from manyhands.optim.config import ProgressConfig
 from manyhands.optim.failures import Failures
 from manyhands.optim.flat import GradientLayout
 from manyhands.optim.health import Health, Statistics
-from manyhands.optim.joining import manifest_of
 from manyhands.optim.model_hooks import HeldBatches, RunningStatistics
 from manyhands.optim.options import (
     Delay,
@@ -36,7 +35,7 @@ from manyhands.optim.run.progress_log import SHOWN_LIVE
 from manyhands.optim.speed import Advice, SpeedMeter
 from manyhands.optim.state.state import State
 from manyhands.optim.step.global_step import GlobalStep
-from manyhands.optim.step.replica import Replica, SchedulerMaker
+from manyhands.optim.step.replica import Replica, SchedulerMaker, manifest_of
 from manyhands.optim.step.samples import SampleCounter
 from manyhands.optim.wrapper import OptimizerWrapper
 from manyhands.peer import BlockingPeer, check_peer
