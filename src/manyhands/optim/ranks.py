@@ -176,7 +176,7 @@ def added_up(batches: Sequence[Batch]) -> tuple[int | None, float | None]:
         ConfigError: some ranks gave a weight, or a batch size, and others did not.
     """
     sums: list[float | None] = []
-    for name, numbers in zip(("a batch size", "a weight"), zip(*batches, strict=True), strict=True):
+    for name, numbers in zip(("a batch size", "weight"), zip(*batches, strict=True), strict=True):
         given = [number for number in numbers if number is not None]
         if given and len(given) != len(batches):
             raise ConfigError(f"{name} was given on {len(given)} of {len(batches)} ranks; give it on all, or on none")
