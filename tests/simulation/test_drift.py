@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from manyhands.averaging.sketch import packed
-from manyhands.optim.run.drift import BOUND
-from manyhands.optim.run.signed_sums import Sketch
+from manyhands.optim.run.drift import BOUND, Sketch
 from tests.simulation.swarm_of_trainers import Member, Swarm, together
 from tests.sweeps import few_of
 
@@ -204,8 +203,8 @@ def test_a_peer_whose_own_code_changes_its_parameters_loads_once_and_says_so(cap
     assert [member.optimizer.statistics.states_loaded for member in members.values()] == [0, 0, 1, 0]
     own = [text for text in warnings(caplog) if text.startswith("The parameters of this peer")]
     assert len(own) == 2, own
-    assert "it loads their state" in own[0]
-    assert "although it has loaded their state" in own[1]
+    assert "it loads the majority's state" in own[0]
+    assert "although it has loaded the majority's state" in own[1]
     assert len(warnings(caplog)) <= 2 + 3, "each of the others says it once"
     for member in members.values():
         counts = member.optimizer.statistics
@@ -238,7 +237,7 @@ def test_a_liar_changes_nothing_for_the_others(caplog: pytest.LogCaptureFixture)
         assert name == "p3" or counts.samples_used == counts.samples_computed - member.optimizer.samples_accumulated
     for held in run.held.values():
         assert all(torch.equal(one, held[0]) for one in held)
-    assert 3 <= len(warnings(caplog)) <= 3 * 4, "not each step"
+    assert len(warnings(caplog)) == 3, "each of the others says it once"
     assert all(members["p3"].peer.peer_id in text for text in warnings(caplog))
 
 
@@ -259,13 +258,10 @@ def test_who_misses_steps_of_peers_that_all_change_their_parameters_alike_is_lef
     assert all(member.optimizer.statistics.parameters_reloaded == 0 for member in members.values())
 
 
-def test_of_two_peers_both_are_told_and_none_loads(caplog: pytest.LogCaptureFixture) -> None:
+def test_of_two_peers_that_differ_none_loads(caplog: pytest.LogCaptureFixture) -> None:
     run = Run(num_peers=2, change={"p1": once(forget_an_average)})
     members = run.go()
     assert all(member.optimizer.statistics.states_loaded == 0 for member in members.values())
     assert all(member.optimizer.statistics.samples_dropped == 0 for member in members.values())
-    told = warnings(caplog)
-    assert len(told) == 2
-    assert all("nobody can tell whose are right" in text for text in told)
-    assert {name for name in members for text in told if members[name].peer.peer_id in text} == {"p0", "p1"}
+    assert warnings(caplog) == [], "nobody can tell whose parameters are right"
     assert run.apart[-1] > BOUND

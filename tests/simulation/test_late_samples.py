@@ -19,7 +19,7 @@ from manyhands.averaging.allreduce.butterfly import Butterfly
 from manyhands.averaging.commit.agreement import Agreement
 from manyhands.averaging.matchmaking.follower import Matchmaker
 from manyhands.averaging.messages import Position
-from manyhands.optim.statistics import Statistics
+from manyhands.optim.health import Statistics
 from manyhands.testing import Fault, at, between
 from tests.simulation.swarm_of_trainers import Member, Swarm, together
 from tests.sweeps import few_of

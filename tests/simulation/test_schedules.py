@@ -174,7 +174,7 @@ def falling(divisor: float) -> Callable[[Any], Any]:
 
 
 def test_a_peer_with_another_learning_rate_is_named_once_with_both_values(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING, "manyhands.optim.run.option_check")
+    caplog.set_level(logging.WARNING, "manyhands.optim.run.group_options")
     swarm = swarm_with(falling(10.0), falling(5.0))
     swarm.run()
     said = [record.getMessage() for record in caplog.records if "learning_rate" in record.getMessage()]
@@ -191,13 +191,13 @@ def test_a_peer_with_another_learning_rate_is_named_once_with_both_values(caplog
 
 
 def test_peers_with_the_same_schedule_hear_nothing_of_it(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING, "manyhands.optim.run.option_check")
+    caplog.set_level(logging.WARNING, "manyhands.optim.run.group_options")
     swarm_with(cosine, cosine, cosine).run()
-    assert not [record for record in caplog.records if record.name == "manyhands.optim.run.option_check"]
+    assert not [record for record in caplog.records if record.name == "manyhands.optim.run.group_options"]
 
 
 def test_a_newcomer_with_another_schedule_is_named_before_it_has_made_a_step(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING, "manyhands.optim.run.option_check")
+    caplog.set_level(logging.WARNING, "manyhands.optim.run.group_options")
     swarm = swarm_with(lambda inner: lr_scheduler.LambdaLR(inner, lambda step: 0.5), None, num_steps=1)
     with pytest.raises(ConfigError, match="scheduler is "):
         swarm.run()

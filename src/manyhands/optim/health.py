@@ -1,4 +1,4 @@
-"""How one peer of a run does, as far as it can tell itself."""
+"""How one peer of a run does, as far as it can tell itself: its counts, and whether it is heard, seen and on time."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import logging
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import msgspec
 
@@ -17,23 +18,72 @@ from manyhands.reach.messages import EXAMINE, ExamineRequest
 logger = logging.getLogger(__name__)
 
 FIRST_LOOK_S = 20.0
+"""After joining: the others have been read of by then."""
 LOOK_PERIOD_S = 60.0
-CLOCKS_ASKED = 3
+CLOCKS_ASKED = 3  # one that is wrong itself is outvoted
 ASK_TIMEOUT_S = 5.0
 MAX_FAILURES = 3
+"""To publish, in a row; one or two happen on any link."""
 ALONE_S = 120.0
+"""Four times as long as a record of a peer counts."""
 CLOCK_S = 30.0
-"""Records of a peer whose clock is a minute off are refused."""
+"""Half of what has records refused."""
+
+
+@dataclass
+class Statistics:
+    """Counts since an optimizer was made.
+
+    Attributes:
+        samples_computed: went through ``step`` on this peer.
+        samples_used: of these, in committed global steps.
+        samples_of_all: in those steps that this peer made, of all peers together; by weight where that is not samples.
+        samples_dropped: of these, thrown away: an overflow, a refused update, or the state of another branch was
+            loaded.
+        samples_carried: how many were left out of a step that the others made, and went on to the next one.
+        rounds_committed, rounds_aborted: averaging rounds that this peer took part in.
+        steps_alone: global steps made while nobody else was there.
+        updates_refused: global steps that left the parameters as they were, since the update was not finite.
+        states_loaded: how often the state was downloaded.
+        parameters_reloaded: of these, because the majority held other parameters at the same place in the run.
+        disagreement: how far apart the parameters of this peer and the majority (in a grid, or without one, of all
+            peers) were before the last step, as a fraction of their size, by what they published; None if that is not
+            known.
+    """
+
+    samples_computed: int = 0
+    samples_used: int = 0
+    samples_of_all: int = 0
+    samples_dropped: int = 0
+    samples_carried: int = 0
+    rounds_committed: int = 0
+    rounds_aborted: int = 0
+    steps_alone: int = 0
+    updates_refused: int = 0
+    states_loaded: int = 0
+    parameters_reloaded: int = 0
+    disagreement: float | None = None
+
+    def summary(self) -> str:
+        """For a log line."""
+        share = self.samples_used / self.samples_computed if self.samples_computed else 1.0
+        counts = [
+            f"{self.samples_computed} samples computed here so far",
+            f"{self.samples_used} of them used ({share:.1%})",
+        ]
+        if self.samples_dropped:
+            counts.append(f"{self.samples_dropped} dropped")
+        return ", ".join(counts)
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
-    """How a peer does.
+    """Whether a peer is heard and seen by the others, and on time.
 
     Attributes:
         step: the last global step that it has made or loaded.
         publish_failures: times in a row that its progress could not be published.
-        alone_s: for so long no other peer of the run has been seen; None if some are there.
-        clock_offset_s: how far its clock is ahead of those of other peers, their median; None if nobody has told.
+        alone_s: seconds since another peer of the run was seen; None if one is there.
+        clock_offset_s: how far its clock is ahead of the median of some others; None if no peer has told.
     """
 
     step: int
@@ -42,7 +92,7 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     clock_offset_s: float | None = None
 
     def faults(self) -> dict[str, str]:
-        """What is wrong and what to do, in words for people, by the field that shows it."""
+        """What is wrong and what to do, by the field that shows it."""
         faults = {}
         if self.publish_failures >= MAX_FAILURES:
             faults["publish_failures"] = (
@@ -64,7 +114,7 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HealthLog:
-    """Says once what has turned bad, and when it is well again."""
+    """Logs each fault once, and when it is over."""
 
     def __init__(self) -> None:
         self._told: set[str] = set()
@@ -79,7 +129,7 @@ class HealthLog:
 
 
 async def clock_offset_s(presence: Presence, others: Sequence[PeerId]) -> float | None:
-    """How far this peer's clock is ahead of that of some others, the median; None if nobody answers."""
+    """How far this peer's clock is ahead of the median of some others; None if no peer answers."""
 
     async def of(peer_id: PeerId) -> float | None:
         before = presence.wall_clock()

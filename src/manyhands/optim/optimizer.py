@@ -14,24 +14,27 @@ from manyhands.averaging.config import AveragingConfig, averaging_of
 from manyhands.averaging.messages import RoundManifest
 from manyhands.base.errors import ConfigError, ManyhandsError, RoundAborted, Timeout, Unavailable
 from manyhands.base.forgetting import without_frames
-from manyhands.optim.advice import Advice
 from manyhands.optim.blocking_client import BlockingRunClient
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.failures import Failures
 from manyhands.optim.flat import GradientLayout
-from manyhands.optim.health import Health
-from manyhands.optim.held_batches import HeldBatches
-from manyhands.optim.joining import manifest_of
-from manyhands.optim.options import Delay, OptimizerMaker, Options, checked_batch, made_optimizer
-from manyhands.optim.parameter_checks import FrozenParameters, checked_parameters
+from manyhands.optim.health import Health, Statistics
+from manyhands.optim.model_hooks import HeldBatches, RunningStatistics
+from manyhands.optim.options import (
+    Delay,
+    OptimizerMaker,
+    Options,
+    check_frozen,
+    checked_batch,
+    checked_parameters,
+    made_optimizer,
+)
 from manyhands.optim.run.collaboration import Collaboration, Decision
 from manyhands.optim.run.progress import SHOWN_LIVE, Progress
-from manyhands.optim.running_statistics import RunningStatistics
-from manyhands.optim.speed import SpeedMeter
+from manyhands.optim.speed import Advice, SpeedMeter
 from manyhands.optim.state.state import State
-from manyhands.optim.statistics import Statistics
 from manyhands.optim.step.global_step import GlobalStep
-from manyhands.optim.step.replica import Replica, SchedulerMaker
+from manyhands.optim.step.replica import Replica, SchedulerMaker, manifest_of
 from manyhands.optim.step.samples import SampleCounter
 from manyhands.optim.wrapper import OptimizerWrapper
 from manyhands.peer import BlockingPeer, check_peer
@@ -117,7 +120,8 @@ class Optimizer(OptimizerWrapper):
         check_peer(peer)
         averaging = averaging_of(averaging, matchmaking_time_s, averaging_timeout_s)
         super().__init__(made_optimizer(optimizer, params))
-        self._frozen = FrozenParameters(checked_parameters(self.inner))  # the model's own
+        named = checked_parameters(self.inner)  # the model's own
+        self._frozen = [(name, parameter) for name, parameter in named if not parameter.requires_grad]
         self.wrap(Replica(self.inner, scheduler, max_grad_norm=max_grad_norm, offload=options.has_host_copy))
         self.last_round: RoundManifest | None = None
         """The manifest of the round behind the current global step; None for a step made alone or loaded."""
@@ -213,7 +217,7 @@ class Optimizer(OptimizerWrapper):
                 something other than ``scheduler`` has changed an option of the groups, such as the learning rate; or
                 accelerate accumulates gradients as well.
         """
-        self._frozen.check()
+        check_frozen(self._frozen)
         self._replica.check_options(is_stepping=self.is_stepping)
         self._held.check()
         loss, at_step = None, self._shown_step

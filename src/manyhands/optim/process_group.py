@@ -10,14 +10,12 @@ from typing import Any
 import torch
 
 from manyhands.base.errors import ConfigError, RankLost, Unavailable
+from manyhands.optim.health import Statistics
 from manyhands.optim.optimizer import Optimizer
-from manyhands.optim.options import OptimizerMaker, made_optimizer
-from manyhands.optim.parameter_checks import checked_parameters
-from manyhands.optim.rank_words import Batch, Call, RankState, Word, added_up, batches_of, unequal
-from manyhands.optim.ranks import Ranks
+from manyhands.optim.options import OptimizerMaker, checked_parameters, made_optimizer
+from manyhands.optim.ranks import Batch, Call, Ranks, RankState, Word, added_up, batches_of, unequal
 from manyhands.optim.serializable import merged
 from manyhands.optim.state.state import hyper_parameters_of, parameters_of, specs_of
-from manyhands.optim.statistics import Statistics
 from manyhands.optim.wrapper import OptimizerWrapper
 from manyhands.peer import BlockingPeer
 

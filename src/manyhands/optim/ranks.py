@@ -1,33 +1,33 @@
-"""What the ranks of a ``torch.distributed`` job say to each other when all of them together are one peer.
+"""Messages between the ranks of a ``torch.distributed`` job that are one peer together.
 
-All ranks come to each call, and then rank 0 says what came of it; if that takes long, the others hear now and then that
-it is at it. Words go over a gloo group of their own: they wait for no GPU, and when a rank dies its sockets close,
-which all notice at once.
+All ranks make each call of the optimizer. Rank 0 gathers their batches, acts, and broadcasts the result; while that
+takes long, it tells the others now and then that it is still at it. The messages have a gloo group of their own: they
+wait for no GPU, and when a rank dies its sockets close, which all others notice at once.
 """
 
 from __future__ import annotations
 
+import enum
 import logging
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from manyhands.base.errors import ConfigError, RankLost
+from manyhands.optim.health import Statistics
 
 logger = logging.getLogger(__name__)
 
 PATIENCE_S = 1800.0
 """A rank waits so long for another one, which may be evaluating, say: as torch does by default."""
 AT_WORK_S = 60.0
-"""Rank 0 says so often that it is still at it, as when it downloads the state of a run."""
-
-_AT_WORK = None
-"""The word for it."""
+"""The period of rank 0's sign of life, which is None, while it downloads the state of a run, say."""
 
 
 class Ranks:
@@ -52,14 +52,14 @@ class Ranks:
         self._turn = threading.Lock()  # one word at a time
 
     def compare(self, own: Any) -> list[Any]:
-        """What each rank says, by rank; all of them hear it."""
+        """One value of each rank, by rank, on all of them."""
         said: list[Any] = [None] * self.num_ranks
         with self._lost("to begin"):
             dist.all_gather_object(said, own, group=self._words)
         return said
 
     def gather(self, numbers: Sequence[float | None]) -> list[list[float | None]]:
-        """Equally many numbers of each rank, by rank, on rank 0; on the others nothing, and they go on at once."""
+        """Equally many numbers of each rank, by rank, on rank 0; the other ranks get nothing and go on at once."""
         own = torch.tensor([[number is not None, number or 0] for number in numbers], dtype=torch.float64, device="cpu")
         said = [torch.empty_like(own) for _ in range(self.num_ranks)] if self.rank == 0 else None
         with self._lost("to come to the same call"):
@@ -67,21 +67,21 @@ class Ranks:
         return [[number if is_given else None for is_given, number in row.tolist()] for row in said or []]
 
     def tell(self, word: Any) -> None:
-        """Rank 0 has all others hear a word, which can be pickled and is not None."""
+        """Send a word, which can be pickled and is not None, from rank 0 to all others."""
         with self._turn, self._lost("to hear rank 0"):
             dist.broadcast_object_list([word], src=0, group=self._words)
 
     def hear(self) -> Any:
         """Wait for a word of rank 0."""
-        said: list[Any] = [_AT_WORK]
-        while said[0] is _AT_WORK:
+        said: list[Any] = [None]
+        while said[0] is None:
             with self._lost("that is rank 0"):
                 dist.broadcast_object_list(said, src=0, group=self._words)
         return said[0]
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
-        """Within the block rank 0 may take its time: the others hear now and then that it is at it."""
+        """Within the block, rank 0 tells the others now and then that it is still at work."""
         over = threading.Event()
 
         def reassure() -> None:
@@ -90,7 +90,7 @@ class Ranks:
                     if over.is_set():
                         return
                     try:
-                        dist.broadcast_object_list([_AT_WORK], src=0, group=self._words)
+                        dist.broadcast_object_list([None], src=0, group=self._words)
                     except RuntimeError as error:
                         logger.warning("another rank does not hear rank 0 any more (%s)", error)
                         return
@@ -105,7 +105,7 @@ class Ranks:
 
     @torch.no_grad()
     def share(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Give all ranks the values that rank 0 has, over the job's own process group; all of them call it."""
+        """Copy the tensors of rank 0 to all ranks, over the job's own process group; all of them call it."""
         with self._lost("to share the parameters"):
             for tensor in tensors:
                 dense = tensor.detach().contiguous()
@@ -119,3 +119,93 @@ class Ranks:
             yield
         except RuntimeError as error:  # of gloo and NCCL alike
             raise RankLost(f"rank {self.rank} of {self.num_ranks} waited for a rank {what_for}: {error}") from error
+
+
+class Call(enum.IntEnum):
+    """A method that all ranks call together."""
+
+    INIT = 0
+    STEP = 1
+    SETTLE = 2
+    WAIT_FOR_OTHERS = 3
+    STATE_DIGEST = 4
+    LOAD_STATE_DICT = 5
+
+
+class RankState(NamedTuple):
+    """What all ranks show; see the properties of :class:`manyhands.optim.process_group.ProcessGroupOptimizer`."""
+
+    global_step: int = 0
+    num_peers: int = 1
+    samples_accumulated: int = 0
+    is_stepping: bool = False
+    samples_per_second: float = 0.0
+    last_contribution: int = 0
+    statistics: Statistics = Statistics()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Word:
+    """What rank 0 tells the others at the end of a call.
+
+    Attributes:
+        result: of the call.
+        error: why there is none; the other fields mean nothing then.
+        has_moved: the parameters have changed; they follow by :meth:`Ranks.share`.
+        options: of the parameter groups after a change, such as the learning rate.
+    """
+
+    standing: RankState = field(default_factory=RankState)
+    result: Any = None
+    error: Exception | None = None
+    has_moved: bool = False
+    options: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Batch(NamedTuple):
+    """What one rank passes to ``step``."""
+
+    samples: float | None
+    weight: float | None
+
+
+def added_up(batches: Sequence[Batch]) -> tuple[int | None, float | None]:
+    """The batch of all ranks together; what breaks a rule on one of them breaks it for all.
+
+    Raises:
+        ConfigError: some ranks gave a weight, or a batch size, and others did not.
+    """
+    sums: list[float | None] = []
+    for name, numbers in zip(("a batch size", "weight"), zip(*batches, strict=True), strict=True):
+        given = [number for number in numbers if number is not None]
+        if given and len(given) != len(batches):
+            raise ConfigError(f"{name} was given on {len(given)} of {len(batches)} ranks; give it on all, or on none")
+        wrong = (number for number in given if not number >= 0)
+        sums.append(next(wrong, sum(given)) if given else None)
+    samples, weight = sums
+    return (None, None) if samples is None else (int(samples), weight)
+
+
+def unequal(batches: Sequence[Batch]) -> str:
+    """A hint if the ranks' batches differ, as the mean of their gradients is not the mean over all samples then."""
+    sizes = [batch.samples if batch.weight is None else batch.weight for batch in batches]
+    if len(set(sizes)) == 1:
+        return ""
+    return (
+        f"the ranks have batches of {', '.join(f'{size:g}' for size in sizes if size is not None)}, but "
+        "DistributedDataParallel counts each rank alike: give all of them equal batches, or multiply the loss of each "
+        "by the number of ranks and by its part of the whole batch"
+    )
+
+
+def batches_of(call: Call, rows: Sequence[Sequence[float | None]]) -> list[Batch]:
+    """The batches of all ranks for one call, from rows of the call's number and the batch.
+
+    Raises:
+        ConfigError: the ranks made different calls.
+    """
+    calls = [Call(int(row[0] or 0)) for row in rows]
+    if set(calls) != {call}:
+        names = ", ".join(f"rank {rank} {other.name.lower()}" for rank, other in enumerate(calls))
+        raise ConfigError(f"all ranks must make the same calls; here: {names}")
+    return [Batch(*row[1:]) for row in rows]

@@ -1,8 +1,18 @@
-"""How fast a peer computes. Pure: the caller says what time it is."""
+"""How fast a peer computes, and what to advise a user whose settings do not suit the machine or the swarm. Pure."""
 
 from __future__ import annotations
 
+import math
+
 SMOOTHING = 0.2
+"""Weight of the newest batch in the speed: the last ten or so count."""
+SHORTEST_BATCH_S = 0.2
+LONGEST_BATCH_S = 2.0
+"""Shorter batches have much overhead; for a longer one the others of a step wait."""
+WARM_UP_BATCHES = 3
+"""The first batches take longer than the others."""
+NUM_IN_A_ROW = 3
+"""Batches or steps alike, before anything is said about them."""
 
 
 class SpeedMeter:
@@ -34,3 +44,83 @@ class SpeedMeter:
     def resume(self, now: float) -> None:
         """Computing begins, or goes on after something else."""
         self._since = now
+
+
+class Advice:
+    """Looks at batches and steps, and says each thing once; an empty string is nothing to say."""
+
+    def __init__(self, target_batch_size: int) -> None:
+        self._target_batch_size = target_batch_size
+        self._num_batches = 0
+        self._unsuitable_batches, self._short_steps = _Habit(), _Habit()
+
+    def after_batch(self, batch_s: float, samples: int) -> str:
+        """Look at the time of one micro-batch."""
+        self._num_batches += 1
+        is_suitable = self._num_batches <= WARM_UP_BATCHES or SHORTEST_BATCH_S <= batch_s <= LONGEST_BATCH_S
+        return describe_batch(batch_s, samples) if self._unsuitable_batches.is_new(not is_suitable) else ""
+
+    def after_step(self, computing_s: float, averaging_s: float) -> str:
+        """Look at one global step: seconds from the last one to the round, and of averaging without the search."""
+        if not self._short_steps.is_new(computing_s < averaging_s):
+            return ""
+        target = working_target(computing_s, averaging_s, self._target_batch_size)
+        return (
+            f"The peers compute for {computing_s:.3g} s and then average for {averaging_s:.3g} s: the run waits more "
+            f"than it trains. With target_batch_size={target} instead of {self._target_batch_size}, on all peers, it "
+            "would compute for at least as long as it averages"
+        )
+
+
+class _Habit:
+    """Something that is worth a word, once, when it was so ``NUM_IN_A_ROW`` times in a row."""
+
+    def __init__(self) -> None:
+        self._in_a_row = 0
+        self._is_said = False
+
+    def is_new(self, is_so: bool) -> bool:
+        self._in_a_row = self._in_a_row + 1 if is_so else 0
+        is_new = self._in_a_row >= NUM_IN_A_ROW and not self._is_said
+        self._is_said = self._is_said or is_new
+        return is_new
+
+
+def describe_batch(batch_s: float, samples: int) -> str:
+    """The hint for a micro-batch that is too short or too long."""
+    if batch_s < SHORTEST_BATCH_S:
+        what = "shorter"
+        how = (
+            "a larger batch, or several backward passes before each step(), have less overhead; where a few of these "
+            "reach target_batch_size, raise that on all peers"
+        )
+    else:
+        what, how = "longer", "a smaller batch lets the others wait less for this peer"
+    return (
+        f"A micro-batch of {samples} samples takes {batch_s:.3g} s here, {what} than the {SHORTEST_BATCH_S} to "
+        f"{LONGEST_BATCH_S:.0f} s that suit a swarm: {how}"
+    )
+
+
+def describe_late_states(num_loads: int, download_s: float, computing_s: float, target_batch_size: int) -> str:
+    """The words for a peer whose downloads take longer than steps.
+
+    Args:
+        computing_s: the run takes so long for the samples of a step; 0 if that is not known.
+    """
+    if 0 < computing_s < download_s:
+        target = working_target(computing_s, download_s, target_batch_size)
+        larger = f"target_batch_size={target} instead of {target_batch_size}"
+    else:
+        larger = f"a target_batch_size above {target_batch_size}"
+    return (
+        f"{num_loads} states in a row were out of date when they were here: this peer cannot keep up with the run. The "
+        f"last one took {download_s:.3g} s. A faster link would do, or {larger}, on all peers"
+    )
+
+
+def working_target(computing_s: float, longer_s: float, target_batch_size: int) -> int:
+    """The target, rounded up to two digits, at which computing takes as long as something that takes longer now."""
+    needed = target_batch_size * longer_s / max(computing_s, 1e-3)
+    digits = int(10 ** max(math.floor(math.log10(needed)) - 1, 0))
+    return math.ceil(needed / digits) * digits

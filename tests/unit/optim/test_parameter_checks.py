@@ -9,7 +9,7 @@ import torch
 
 import manyhands
 from manyhands.base.errors import ConfigError
-from manyhands.optim.parameter_checks import FrozenParameters, checked_parameters
+from manyhands.optim.options import check_frozen, checked_parameters
 from manyhands.optim.state.state import capture
 from manyhands.optim.step.host_copy import HostCopy
 from manyhands.optim.step.replica import Replica
@@ -145,10 +145,10 @@ def test_parameters_that_share_memory_have_no_copies_on_the_host() -> None:
 def test_frozen_parameters_that_are_frozen_no_more_are_named() -> None:
     late, always = frozen(torch.ones(2)), frozen(torch.ones(2))
     optimizer = torch.optim.SGD([("head", GOOD), ("body", late), ("words", always)], lr=0.1)
-    watch = FrozenParameters(checked_parameters(optimizer))
-    watch.check()
+    named = [(name, parameter) for name, parameter in checked_parameters(optimizer) if not parameter.requires_grad]
+    check_frozen(named)
     late.requires_grad_(True)
     with pytest.raises(ConfigError, match="body was frozen when the Optimizer was made"):
-        watch.check()
+        check_frozen(named)
     late.requires_grad_(False)
-    watch.check()
+    check_frozen(named)

@@ -8,8 +8,14 @@ import math
 import pytest
 import torch
 
-from manyhands.averaging.sketch import NUM_VALUES, unpacked
-from manyhands.optim.run.signed_sums import PIECE, ROW, signed_sums, sketch_of
+from manyhands.averaging.sketch import NUM_VALUES, packed, unpacked
+from manyhands.optim.run.drift import PIECE, ROW, sketch_of
+
+
+def sums_of(tensors: list[torch.Tensor], step: int) -> list[float]:
+    numbers = unpacked(sketch_of(tensors, step).sums)
+    assert numbers is not None
+    return list(numbers)
 
 
 def length(values: list[float]) -> float:
@@ -37,33 +43,31 @@ def test_the_numbers_are_what_all_peers_must_compute() -> None:
     tensors = [torch.arange(PIECE + 2500.0) % 97, torch.tensor([[3.0]]), torch.full((2, 1100), 0.5)]
     for step in (0, 7):
         expected = as_documented([tensor.flatten().tolist() for tensor in tensors], step)
-        assert signed_sums(tensors, step)[0] == expected, "whole numbers and halves are exact"
+        assert sums_of(tensors, step) == expected, "whole numbers and halves are exact"
 
 
 @pytest.mark.parametrize("sizes", [(), (0,), (1,), (0, 5, 0), (ROW,), (ROW - 1, ROW + 1), (PIECE + ROW + 1, 3)])
 def test_each_value_is_in_one_sum_with_a_sign(sizes: tuple[int, ...]) -> None:
     tensors = [torch.zeros(size) for size in sizes]
-    assert signed_sums(tensors, 1) == ([0.0] * NUM_VALUES, 0.0)
+    assert sketch_of(tensors, 1) == (packed([0.0] * NUM_VALUES), 0.0)
     for tensor in tensors:
         for index in {0, tensor.numel() // 2, tensor.numel() - 1} if tensor.numel() else ():
             tensor[index] = 3.0
-            sums, size = signed_sums(tensors, 1)
-            assert size == 3.0
-            assert sorted(map(abs, sums)) == [0.0] * (NUM_VALUES - 1) + [3.0]
+            assert sketch_of(tensors, 1).size == 3.0
+            assert sorted(map(abs, sums_of(tensors, 1))) == [0.0] * (NUM_VALUES - 1) + [3.0]
             tensor[index] = 0.0
 
 
 def test_they_are_as_long_as_the_vector_on_average() -> None:
     tensors = some(5000, 300, 70)
-    squares = [length(signed_sums(tensors, step)[0]) ** 2 for step in range(200)]
+    squares = [length(sums_of(tensors, step)) ** 2 for step in range(200)]
     assert sum(squares) / 200 == pytest.approx(float(torch.cat(tensors).square().sum()), rel=0.1)
 
 
 def test_the_norm_is_that_of_all_values() -> None:
     tensors = some(PIECE + 5000, 300, 70)
-    assert signed_sums(tensors, 1)[1] == pytest.approx(
-        float(torch.cat(tensors).double().square().sum().sqrt()), rel=1e-6
-    )
+    norm = float(torch.cat(tensors).double().square().sum().sqrt())
+    assert sketch_of(tensors, 1).size == pytest.approx(norm, rel=1e-6)
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan])
@@ -77,20 +81,19 @@ def test_what_is_not_finite_shows(value: float) -> None:
 
 def test_a_change_of_one_value_of_many_shows_by_its_size() -> None:
     tensors = some(200_000)
-    before, _ = signed_sums(tensors, 3)
+    before = sums_of(tensors, 3)
     tensors[0][123_456] += 100.0
-    after, _ = signed_sums(tensors, 3)
+    after = sums_of(tensors, 3)
     assert math.dist(before, after) == pytest.approx(100.0, rel=1e-3)
 
 
 def test_the_signs_are_others_in_each_step() -> None:
     tensors = some(5000)
-    assert signed_sums(tensors, 1) == signed_sums(tensors, 1) != signed_sums(tensors, 2)
+    assert sketch_of(tensors, 1) == sketch_of(tensors, 1) != sketch_of(tensors, 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_of_any_precision_and_layout(dtype: torch.dtype) -> None:
     values = torch.randn(40, 50).to(dtype)
-    sums, size = signed_sums([values.t()], 1)
-    assert sums == pytest.approx(signed_sums([values.t().contiguous().float()], 1)[0])
-    assert size == pytest.approx(float(values.double().square().sum().sqrt()), rel=1e-6)
+    assert sums_of([values.t()], 1) == pytest.approx(sums_of([values.t().contiguous().float()], 1))
+    assert sketch_of([values.t()], 1).size == pytest.approx(float(values.double().square().sum().sqrt()), rel=1e-6)

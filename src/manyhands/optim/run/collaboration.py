@@ -21,25 +21,24 @@ from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ManyhandsError, RoundAborted, RunNotFound, Unavailable
 from manyhands.base.identity import PeerId
-from manyhands.optim.advice import describe_late_states
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.health import FIRST_LOOK_S, LOOK_PERIOD_S, Health, HealthLog, clock_offset_s
 from manyhands.optim.manifest import ManifestKeeper, RunManifest
 from manyhands.optim.run.acquaintances import Acquaintances, Departures
 from manyhands.optim.run.averaged import Averaged
 from manyhands.optim.run.download_courtesy import Courtesy
-from manyhands.optim.run.drift import Drift
+from manyhands.optim.run.drift import Drift, Sketch
 from manyhands.optim.run.firewalled import Firewalled
 from manyhands.optim.run.grid_assignment import GridAssignment
+from manyhands.optim.run.group_options import UnlikeOptions
 from manyhands.optim.run.listing import find_runs, nobody_is_in
-from manyhands.optim.run.option_check import UnlikeOptions
 from manyhands.optim.run.progress import Progress, ProgressLog
 from manyhands.optim.run.protocols import BackgroundStep, LocalState
 from manyhands.optim.run.records import declare_run
 from manyhands.optim.run.round_scheduler import RoundScheduler
-from manyhands.optim.run.signed_sums import Sketch
 from manyhands.optim.run.step_rounds import StepRounds
 from manyhands.optim.run.tracker import ProgressTracker
+from manyhands.optim.speed import describe_late_states
 from manyhands.optim.state.state import State, without_origin
 from manyhands.optim.state.transfer import StateServer, download_state
 from manyhands.peer import Presence
@@ -443,7 +442,7 @@ class Collaboration:
         self._rounds.forget_errors()
         self._move(position, lineage_samples)
         self.tracker.tell(b"")  # the others' are of before their own code has changed what they hold: a clamp, say
-        self._drift.loaded(position)
+        self._drift.loaded()
 
     def _move(self, position: Position, lineage_samples: int, together_with: Sequence[PeerId] = ()) -> None:
         self.tracker.tell_options(self._unlike_options.moved(self._local.options))

@@ -1,29 +1,39 @@
-"""Detects peers whose parameters differ from those of the others, names them, and has this peer reload if it is one.
+"""Detects a peer whose parameters differ from those of the majority, names it in the log, and has it reload once.
 
-All peers make a step with the same bits, so parameters differ by rounding at most, unless something changes them behind
-the optimizer's back: a user's code, say, or memory that fails. What the majority holds is right. A majority is more
-than half of all peers that are known, not of those that have published something: a minority that publishes what it
-likes changes nothing for the others.
+All peers make a step from the same bits, so their parameters differ by rounding at most, unless something changes them
+behind the optimizer's back: a user's code, say, or memory that fails. After each step a peer publishes 16 sums of its
+parameters, with random signs. The square of such a sum is on average the square of the vector's length, and the square
+of the difference of two peers' sums that of their distance (Alon, Matias and Szegedy, "The space complexity of
+approximating the frequency moments", 1996). So a change of any parameter changes the sums by its size.
+
+The majority is right. It is more than half of all known peers, not of those that have published: a minority that
+publishes what it likes changes nothing for the others.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 import statistics
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
 from manyhands.averaging.messages import Position
-from manyhands.averaging.sketch import MAX_SKETCH_BYTES, MIN_SKETCHES, disagreement_of, unpacked
+from manyhands.averaging.sketch import MAX_SKETCH_BYTES, NUM_VALUES, disagreement_of, packed, unpacked
 from manyhands.base.identity import PeerId
-from manyhands.optim.run.overflow_risk import KNOWN_OPTIMIZERS
+from manyhands.optim.lamb import Lamb
 from manyhands.optim.run.progress_reader import ProgressReader
-from manyhands.optim.run.signed_sums import Sketch
 
 logger = logging.getLogger(__name__)
+
+ROW = 1024
+"""Values that have a sign each, the same in all rows; each row has one more sign for all of it."""
+PIECE = 256 * ROW
+"""Values that are added up together: they stay in a processor's cache."""
 
 BOUND = 5e-4
 """Of float32 parameters, with an optimizer that is known: 300 times what rounding does in 10,000 steps
@@ -32,77 +42,92 @@ BOUND = 5e-4
 HALF_BOUND = 0.5
 """Where the optimizer itself has parameters in half precision: what rounding loses there is as large as the updates."""
 UNKNOWN_BOUND = 0.05
-"""With any other optimizer than those of :data:`manyhands.optim.run.overflow_risk.KNOWN_OPTIMIZERS`, of whose rounding
-nothing is known: Muon, say, computes its updates in bfloat16.
-"""
-HALF = frozenset({torch.float16, torch.bfloat16})
-RELOAD_PERIOD_STEPS = 100
-"""Global steps from one reload to the next: when the first did not help, something changes the parameters again."""
-KEPT_STEPS = 4
-"""Records of others are read late; they are compared with what this peer held at the same position."""
-MAX_NAMED = 3
+"""With other optimizers nothing is known of the rounding: Muon, say, computes its updates in bfloat16."""
+KNOWN_OPTIMIZERS = frozenset({torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, Lamb})
+"""Their rounding was measured, and their update of moderate values is finite; of a subclass nothing is known."""
 
 
 def bound_of(dtypes: Iterable[torch.dtype], optimizer: type[torch.optim.Optimizer]) -> float:
     """Peers that are further apart than this, as a fraction of the parameters' size, differ by more than rounding."""
-    if not HALF.isdisjoint(dtypes):
+    if not {torch.float16, torch.bfloat16}.isdisjoint(dtypes):
         return HALF_BOUND
     return BOUND if optimizer in KNOWN_OPTIMIZERS else UNKNOWN_BOUND
 
 
-class Comparison(NamedTuple):
-    """How far apart peers are at one position.
+class Sketch(NamedTuple):
+    """What stands for a peer's parameters after a step.
 
     Attributes:
-        apart: distance of each from what the majority holds, as a fraction of its size; without a majority, from the
-            peer that compares.
-        majority: those who hold the same; empty if these are not more than half of all.
-        num_peers: all that are known.
+        sums: as they are published; none if nobody asks for them.
+        size: Euclidean norm of all parameters.
     """
 
-    apart: Mapping[PeerId, float]
-    majority: frozenset[PeerId]
-    num_peers: int
+    sums: bytes = b""
+    size: float = 0.0
 
 
-def compared(
-    sketches: Mapping[PeerId, bytes], own_id: PeerId, num_peers: int, bound: float, own_size: float = 0.0
-) -> Comparison | None:
-    """Compare published sketches; None if too few peers have published one.
+@torch.no_grad()
+def sketch_of(tensors: Sequence[torch.Tensor], step: int) -> Sketch:
+    """The signed sums and the norm of the parameters after a global step.
 
-    The majority holds about the median of each number: a minority cannot move that beyond what the majority published.
+    The signs are those of docs/reference/wire.md: other ones for each step, the same on all peers. It reads each value
+    once, on the device where it is, and waits for each device once.
+    """
+    num_rows = sum(-(-tensor.numel() // ROW) for tensor in tensors)
+    drawn = hashlib.shake_256(f"sketch after step {step}".encode()).digest(-(-(ROW + num_rows) // 8))
+    bits = torch.frombuffer(bytearray(drawn), dtype=torch.uint8)[:, None] >> torch.arange(8, dtype=torch.uint8) & 1
+    of_columns, of_rows = torch.split(bits.flatten()[: ROW + num_rows].float() * 2 - 1, [ROW, num_rows])
+    on_devices: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}  # signs of rows; sums of columns, and norm
+    first_row = 0
+    for tensor in tensors:
+        if (device := tensor.device) not in on_devices:
+            on_devices[device] = (of_rows.to(device), torch.zeros(ROW + 1, device=device))
+        signs, sums = on_devices[device]
+        for piece in torch.split(tensor.detach().reshape(-1), PIECE):
+            first_row += _add(sums, piece.float(), signs[first_row:])
+    columns, size = torch.zeros(ROW), 0.0
+    for _, sums in on_devices.values():
+        on_host = sums.cpu()
+        columns += on_host[:ROW]
+        size = math.hypot(size, on_host[ROW].item())
+    return Sketch(packed((columns * of_columns).view(-1, NUM_VALUES).sum(0).tolist()), size)
+
+
+def _add(sums: torch.Tensor, piece: torch.Tensor, signs: torch.Tensor) -> int:
+    """Add rows to the sums of the columns, each with its sign, and to the norm; returns how many rows there were."""
+    sums[ROW] = torch.hypot(sums[ROW], torch.linalg.vector_norm(piece))
+    num_full, num_left = divmod(piece.numel(), ROW)
+    if num_full:
+        sums[:ROW] += (piece[: num_full * ROW].view(num_full, ROW) * signs[:num_full, None]).sum(0)
+    if num_left:
+        sums[:num_left] += piece[num_full * ROW :] * signs[num_full]
+    return num_full + (num_left > 0)
+
+
+def distances(
+    sketches: Mapping[PeerId, bytes], num_peers: int, bound: float, own_size: float = 0.0
+) -> dict[PeerId, float]:
+    """How far each peer is from what the majority holds, as a fraction of its size; empty without a majority.
+
+    The majority holds about the median of each sum, which a minority cannot move beyond what the majority published.
+    Peers within ``bound`` of the median are the majority if they are more than half of all ``num_peers``. Sums that
+    are not finite are infinitely far off; a sketch of another length is left out.
 
     Args:
-        sketches: by peer; those of another length are left out, those that are not finite are infinitely far off.
-        own_id: the peer that compares.
-        num_peers: all that are known.
-        bound: within it of the median, peers hold the same.
-        own_size: norm of the own parameters. The sums alone may be small by chance, where all parameters are alike.
+        own_size: norm of the own parameters: the sums alone may be small by chance, where all parameters are alike.
     """
-    told = {peer_id: sketch for peer_id, sketch in sketches.items() if len(sketch) == MAX_SKETCH_BYTES}
-    rows = {peer_id: row for peer_id, sketch in told.items() if (row := unpacked(sketch)) is not None}
-    if not rows or len(told) < MIN_SKETCHES or 2 * len(told) <= num_peers:
-        return None
-    unlike = dict.fromkeys(told.keys() - rows.keys(), math.inf)
-    median = [statistics.median(column) for column in zip(*rows.values(), strict=True)]
-    apart = _distances(rows, median, own_size) | unlike
-    majority = frozenset(peer_id for peer_id, distance in apart.items() if distance <= bound)
-    if 2 * len(majority) > num_peers:
-        return Comparison(apart, majority, num_peers)
-    if own_id not in rows:
-        return None
-    return Comparison(_distances(rows, rows[own_id], own_size) | unlike, frozenset(), num_peers)
-
-
-def _distances(rows: Mapping[PeerId, Sequence[float]], other: Sequence[float], own_size: float) -> dict[PeerId, float]:
-    size = max(math.hypot(*other), own_size if math.isfinite(own_size) else 0.0)
-    distances = {peer_id: math.dist(row, other) for peer_id, row in rows.items()}
-    return {peer_id: distance / size if size else math.inf if distance else 0.0
-            for peer_id, distance in distances.items()}  # fmt: skip
+    told = {peer_id: unpacked(sketch) for peer_id, sketch in sketches.items() if len(sketch) == MAX_SKETCH_BYTES}
+    rows = [row for row in told.values() if row is not None]
+    if 2 * len(rows) <= num_peers:
+        return {}
+    median = [statistics.median(column) for column in zip(*rows, strict=True)]
+    size = max(math.hypot(*median), own_size if own_size < math.inf else 0.0) or sys.float_info.min  # all zero
+    apart = {peer_id: math.inf if row is None else math.dist(row, median) / size for peer_id, row in told.items()}
+    return apart if 2 * sum(distance <= bound for distance in apart.values()) > num_peers else {}
 
 
 class Drift:
-    """Compares one peer's parameters with those of the others. Lives on the network thread.
+    """Compares one peer's parameters with those of the others after its last step. Lives on the network thread.
 
     Args:
         reader: of the others' progress records, which have the sketches.
@@ -113,135 +138,79 @@ class Drift:
         self._reader = reader
         self._own_id = own_id
         self._bound = bound
-        self._held: dict[Position, Sketch] = {}  # by this peer, the newest last
+        self._position: Position | None = None  # after the last step; None once a state was loaded
+        self._sketch = Sketch()
         self._is_in_grid = False
-        self._basis: tuple[int, Position] | None = None  # of the last comparison: records, and own position
-        self._named: set[PeerId] = set()  # others, in the log
-        self._tried_at: Position | None = None
-        self._is_reloading = False  # or tries to
-        self._next_reload = 0  # global step
-        self._is_said = False  # that this peer is far off and goes on nevertheless
+        self._named: set[PeerId] = set()
+        self._tried_at: Position | None = None  # to reload
+        self._has_reloaded = False
 
     def moved(self, position: Position, sketch: Sketch, *, is_in_grid: bool) -> None:
-        """This peer has made a step.
+        """This peer has made a step; in a grid groups may differ by more than rounding, and nobody is judged."""
+        self._position, self._sketch, self._is_in_grid = position, sketch, is_in_grid
 
-        Args:
-            is_in_grid: its groups may differ by more than rounding; nobody is judged.
+    def loaded(self) -> None:
+        """This peer has loaded a state, and is judged again from its next step on.
+
+        Peers publish right after a step; code beside the optimizer, which all peers have alike, may have changed the
+        state since.
         """
-        if is_in_grid or self._is_in_grid:
-            self._held.clear()
-        self._is_in_grid = is_in_grid
-        self._held[position] = sketch
-        while len(self._held) > KEPT_STEPS:
-            del self._held[next(iter(self._held))]
-
-    def loaded(self, position: Position) -> None:
-        """This peer has loaded a state; what it held before is gone.
-
-        It is judged from its next step on. Peers publish right after a step; a state has been changed since by code
-        beside the optimizer that all peers have alike.
-        """
-        self._held.clear()
-        if self._is_reloading:
-            self._is_reloading = self._is_said = False
-            self._next_reload = position.step + RELOAD_PERIOD_STEPS
+        self._position = None
+        if self._tried_at is not None:
+            self._tried_at, self._has_reloaded = None, True
+            self._named.discard(self._own_id)  # it is named once more if this did not help
 
     def disagreement(self) -> float | None:
-        """How far apart the parameters were after this peer's last step, as a fraction of their size; or None.
+        """How far apart this peer and the majority were after this peer's last step, as a fraction of their size.
 
-        Of this peer and the majority, as one of the others may publish what it likes; of all in a grid, or without one.
+        In a grid, or without a majority, how far apart all peers were. None if that is not known.
         """
-        if not self._held:
+        if self._position is None:
             return None
-        position, own = next(reversed(self._held.items()))
-        sketches = self._published_at(position)
-        comparison = None if self._is_in_grid else self._compare_at(position)
-        if comparison is not None and comparison.majority:
-            sketches = {peer_id: sketches[peer_id] for peer_id in comparison.majority & sketches.keys()}
-        return disagreement_of([own.sums, *sketches.values()])
+        sketches = self._published_at(self._position)
+        if not self._is_in_grid and (apart := self._distances_at(self._position)):
+            sketches = {
+                peer_id: sketches[peer_id] for peer_id in sketches if apart.get(peer_id, math.inf) <= self._bound
+            }
+        return disagreement_of([self._sketch.sums, *sketches.values()])
 
     def should_load(self) -> bool:
-        """Whether this peer must load the state of the majority now. Logs what is new."""
-        comparison = self._compare_anew()
-        if comparison is None:
+        """Whether this peer must load the state of the majority now. Names each peer that differs, once."""
+        if self._position is None or self._is_in_grid:
             return False
-        self._name_others(comparison)
-        if not comparison.majority or self._own_id not in comparison.apart.keys() - comparison.majority:
-            return False
-        position = next(reversed(self._held))
-        if position == self._tried_at:
-            return False
-        records = self._reader.records()
-        can_load = any(peer_id in records and not records[peer_id].is_client for peer_id in comparison.majority)
-        what = f"The parameters of this peer are {self._distance(comparison, [self._own_id])}"
-        if position.step < self._next_reload:
-            self._warn_once(
-                f"{what}, although it has loaded their state: something here changes them again (code beside the "
-                "optimizer, another precision, bad memory), or the state was wrong. It goes on with its own"
+        apart = self._distances_at(self._position)
+        differing = {peer_id for peer_id, distance in apart.items() if distance > self._bound}
+        for peer_id in sorted(differing - self._named):
+            what = (
+                f"differ from those of the majority by {100 * apart[peer_id]:.3g}% (rounding: {100 * self._bound:g}%)"
             )
+            if peer_id != self._own_id:
+                logger.warning("The parameters of peer %s %s; it is expected to load theirs", peer_id, what)
+            elif not self._has_reloaded:
+                logger.warning("The parameters of this peer %s: it loads the majority's state", what)
+            else:
+                logger.warning(
+                    "The parameters of this peer %s, although it has loaded the majority's state: something here "
+                    "changes them again (code beside the optimizer, another precision, bad memory). It goes on with "
+                    "its own; remove the cause and restart it", what
+                )  # fmt: skip
+        self._named |= differing
+        if self._own_id not in differing or self._has_reloaded or self._tried_at == self._position:
             return False
-        if not can_load:
-            self._warn_once(f"{what}, and nobody can dial these to load their state: it goes on with its own")
-            return False
-        if not self._is_reloading:
-            logger.warning("%s: it loads their state", what)
-        self._is_reloading, self._tried_at = True, position
+        self._tried_at = self._position
         return True
 
     def ordered(self, donors: Iterable[PeerId], position: Position) -> list[PeerId]:
-        """Those who hold what the majority holds first, then those of whom it is not known."""
-        comparison = self._compare_at(position)
-        if comparison is None or not comparison.majority:
-            return list(donors)
-        majority, apart = comparison.majority, comparison.apart
-        return sorted(donors, key=lambda peer_id: 0 if peer_id in majority else 1 if peer_id not in apart else 2)
+        """The donors that hold what the majority holds first, then those of which nothing is known."""
+        apart = self._distances_at(position)
+        return sorted(donors, key=lambda peer_id: apart[peer_id] > self._bound if peer_id in apart else 0.5)
 
-    def _name_others(self, comparison: Comparison) -> None:
-        """Each once, as long as it is in the run; without a majority only when all have published."""
-        if not comparison.majority and len(comparison.apart) < comparison.num_peers:
-            return
-        limit = self._bound if comparison.majority else 2 * self._bound  # from the median, and from one another
-        self._named &= self._reader.observed().keys()
-        far = {peer_id for peer_id, apart in comparison.apart.items() if apart > limit}
-        if new := sorted(far - self._named - {self._own_id}):
-            self._named.update(new)
-            names = ", ".join(new[:MAX_NAMED]) + (f" and {len(new) - MAX_NAMED} more" if len(new) > MAX_NAMED else "")
-            plural = "s" if len(new) > 1 else ""
-            logger.warning("The parameters of peer%s %s are %s", plural, names, self._distance(comparison, new))
-
-    def _distance(self, comparison: Comparison, peers: Sequence[PeerId]) -> str:
-        """How far peers are from the majority, or from this peer, in words."""
-        furthest = max(comparison.apart[peer_id] for peer_id in peers)
-        share = f"{furthest:.2%}" if furthest < 10 else f"{furthest:.2g} times"
-        far = "infinitely far" if math.isinf(furthest) else f"{'up to ' * (len(peers) > 1)}{share} of their size away"
-        if comparison.majority:
-            return (f"{far} from those that {len(comparison.majority)} of {comparison.num_peers} peers hold (rounding "
-                    f"stays below {self._bound:.2%})")  # fmt: skip
-        return (f"{far} from this peer's (rounding stays below {self._bound:.2%}), and of {comparison.num_peers} peers "
-                "no majority holds the same: nobody can tell whose are right")  # fmt: skip
-
-    def _warn_once(self, message: str) -> None:
-        if not self._is_said:
-            self._is_said = True
-            logger.warning("%s", message)
-
-    def _compare_anew(self) -> Comparison | None:
-        """At the last position of which enough have published; None also when there is no news."""
-        if self._is_in_grid or not self._held:
-            return None
-        self._reader.observed()  # forgets what has expired
-        basis = (self._reader.version, next(reversed(self._held)))
-        if basis == self._basis:
-            return None
-        self._basis = basis
-        return next((found for found in map(self._compare_at, reversed(self._held)) if found is not None), None)
-
-    def _compare_at(self, position: Position) -> Comparison | None:
-        sketches, own = self._published_at(position), self._held.get(position, Sketch())
-        if own.sums:
-            sketches[self._own_id] = own.sums
+    def _distances_at(self, position: Position) -> dict[PeerId, float]:
+        sketches, size = self._published_at(position), 0.0
+        if position == self._position and self._sketch.sums:
+            sketches[self._own_id], size = self._sketch
         num_others = len(self._reader.observed().keys() - self._reader.strangers().keys())
-        return compared(sketches, self._own_id, num_others + 1, self._bound, own.size)
+        return distances(sketches, num_others + 1, self._bound, size)
 
     def _published_at(self, position: Position) -> dict[PeerId, bytes]:
         strangers = self._reader.strangers()

@@ -78,7 +78,7 @@ class ProgressRecord(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
         batch_s: seconds that the peer takes for a batch; 0: it does not know yet.
         seat: its place among the groups of a run that is too large for one, as of the round ``seat_round``.
         sketch: sums of the parameters that it held after its last step, as float32; see
-            :mod:`manyhands.optim.run.signed_sums`.
+            :mod:`manyhands.optim.run.drift`.
         sketch_step: the global step that this led to; 0 without one.
         recent_rounds: of its last steps, if they were made in a grid (:mod:`manyhands.optim.run.partition_detector`).
         is_auxiliary: it has no data; it is not expected in a round, unless nobody else can be dialled.

@@ -16,8 +16,8 @@ from manyhands.base.identity import PeerId
 from manyhands.base.words import counted
 from manyhands.optim.accumulator import Contribution
 from manyhands.optim.run.averaged import Averaged
+from manyhands.optim.run.drift import Sketch
 from manyhands.optim.run.progress import sum_of_samples
-from manyhands.optim.run.signed_sums import Sketch
 from manyhands.optim.step.replica import Replica
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ import torch
 
 from manyhands.averaging.tensor_list import overlapping
 from manyhands.base.errors import ConfigError
+from manyhands.optim.run.group_options import options_of
 from manyhands.optim.state.state import names_of, parameters_of
-from manyhands.optim.step.group_options import options_of
 
 HOST = torch.device("cpu")
 
@@ -24,7 +24,7 @@ class HostCopy:
 
     Attributes:
         shown_groups: its parameter groups, with the model's parameters instead of the copies.
-        shown_options: what they say; see :mod:`manyhands.optim.step.group_options`.
+        shown_options: what they say; see :mod:`manyhands.optim.run.group_options`.
     Raises:
         ConfigError: two parameters share memory, so the copy of one would overwrite what the other has learnt.
     """

@@ -1,4 +1,4 @@
-"""What one peer trains: parameters, optimizer and schedule, and where in the run they stand."""
+"""What one peer trains: parameters, optimizer and schedule, where in the run they stand, and what its manifest says."""
 
 from __future__ import annotations
 
@@ -6,20 +6,23 @@ import hashlib
 import logging
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import Position
 from manyhands.base.errors import ConfigError
 from manyhands.base.identity import PeerId
 from manyhands.optim.flat import GradientLayout, assign_flat, flattened
-from manyhands.optim.run.drift import bound_of
+from manyhands.optim.manifest import RunManifest
+from manyhands.optim.run.drift import Sketch, bound_of, sketch_of
+from manyhands.optim.run.group_options import check_unchanged, options_of
 from manyhands.optim.run.progress import sum_of_samples
-from manyhands.optim.run.signed_sums import Sketch, sketch_of
-from manyhands.optim.serializable import merged, plain_part
+from manyhands.optim.serializable import is_plain, merged, plain_part
 from manyhands.optim.state.check import fault_of
 from manyhands.optim.state.state import (
     Origin,
@@ -27,17 +30,18 @@ from manyhands.optim.state.state import (
     capture,
     digest_of,
     hyper_parameters_of,
+    names_of,
     parameters_of,
     restore,
     sealed,
     specs_of,
 )
-from manyhands.optim.step.group_options import check_unchanged, options_of
 from manyhands.optim.step.host_copy import HostCopy
 from manyhands.optim.step.update import guarded_step, move_statistics
 
 logger = logging.getLogger(__name__)
 
+PROTOCOL = "manyhands/1"
 SchedulerMaker = LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler]
 
 
@@ -231,3 +235,49 @@ class Replica:
     def _set_schedule(self, schedule: dict[str, Any]) -> None:
         if self.scheduler is not None:
             self.scheduler.load_state_dict(merged(self.scheduler.state_dict(), schedule))
+
+
+def manifest_of(
+    replica: Replica, run_id: str, target_batch_size: int, averaging: AveragingConfig, extra: dict[str, str]
+) -> RunManifest:
+    """The settings of this peer, which all peers of the run must have alike."""
+    if averaging.max_group_size != AveragingConfig.max_group_size:
+        extra = extra | {"max_group_size": str(averaging.max_group_size)}
+    optimizer = replica.optimizer
+    groups = hyper_parameters_of(optimizer.param_groups)
+    for group in groups:
+        group.pop("param_names", None)  # they are in the tensors' specs
+        group["lr"] = group.pop("initial_lr", group["lr"])
+    named = zip(names_of(optimizer), parameters_of(optimizer), strict=True)
+    return RunManifest(
+        protocol=PROTOCOL,
+        run_id=run_id,
+        target_batch_size=target_batch_size,
+        tensors=specs_of(optimizer),
+        frozen=[name for name, parameter in named if not parameter.requires_grad],
+        optimizer=type(optimizer).__name__,
+        hyper_parameters=groups,
+        scheduler=described_schedule(replica.scheduler),
+        codec=averaging.codec,
+        extra=extra,
+    )
+
+
+def described_schedule(scheduler: Any) -> str:
+    """A torch scheduler's class and constants, with those of the schedulers inside it; empty for None.
+
+    Functions, as in ``LambdaLR``, have no constants: what they do cannot be compared.
+    """
+    if scheduler is None:
+        return ""
+    state = scheduler.state_dict()
+    left_out = {"last_epoch", "base_lrs"}  # what moves, or is in the hyper-parameters already
+    constants = {name: state[name] for name in sorted(state) if not name.startswith("_") and name not in left_out}
+    constants = {
+        name: sorted(value.elements()) if isinstance(value, Counter) else value for name, value in constants.items()
+    }
+    parts = [f"{name}={value}" for name, value in constants.items() if is_plain(value)]
+    if "_milestones" in state:
+        parts.append(f"milestones={state['_milestones']}")
+    parts += [described_schedule(inner) for inner in getattr(scheduler, "_schedulers", [])]
+    return f"{type(scheduler).__name__}({', '.join(parts)})"

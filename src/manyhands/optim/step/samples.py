@@ -7,7 +7,7 @@ import logging
 from manyhands.averaging.messages import Position
 from manyhands.base.identity import PeerId
 from manyhands.optim.accumulator import Contribution, GradientAccumulator, GradientSum
-from manyhands.optim.statistics import Statistics
+from manyhands.optim.health import Statistics
 from manyhands.optim.step.global_step import GlobalStep
 from manyhands.optim.step.replica import Replica
 from manyhands.optim.step.staleness import reason_to_drop

@@ -1,4 +1,4 @@
-"""One step of the wrapped optimizer with the averaged gradient, refused when it would spoil the parameters."""
+"""Makes one step of the wrapped optimizer with the averaged gradient, and takes it back if it is not finite."""
 
 from __future__ import annotations
 
@@ -8,8 +8,15 @@ from collections.abc import Sequence
 import torch
 
 from manyhands.optim.flat import GradientLayout, are_finite
-from manyhands.optim.run.overflow_risk import may_overflow, statistics_of
+from manyhands.optim.run.drift import KNOWN_OPTIMIZERS
 from manyhands.optim.state.state import parameters_of
+
+LARGE = 1e7
+"""The known optimizers multiply five numbers at most: SGD the learning rate, momentum, dampening, weight decay and a
+value. If each is below this, the product is finite in float32; a copy of the statistics is not needed then.
+"""
+SMALLEST_EPS = 1e-20
+"""Such a value divided by this and multiplied by such a learning rate is finite, too."""
 
 
 def guarded_step(
@@ -21,19 +28,18 @@ def guarded_step(
     max_grad_norm: float | None,
     spare_N: torch.Tensor | None,
 ) -> str:
-    """Clip the averaged gradient, and make the step if it leaves the parameters finite.
+    """Clip the averaged gradient and make a step with it; if that is not finite, nothing has changed.
 
-    When the optimizer raises, the parameters are what they were.
-
-    All peers have the same vector, parameters and statistics, so all refuse the same steps.
+    Parameters and the optimizer's statistics are then what they were before. When the optimizer raises, the parameters
+    are. All peers have the same vector, parameters and statistics, so all refuse the same steps.
 
     Args:
-        parameters: those that are trained, as they lie in the vector.
+        parameters: those that are trained, in the order in which they lie in the vector.
         averaged_N: its gradients are clipped in place.
         max_grad_norm: bound of the norm of all gradients together.
-        spare_N: memory like that of ``averaged_N``, to remember the parameters in; without it more is taken.
+        spare_N: memory of the same size, to keep the parameters in; without it more is taken.
     Returns:
-        Why the step was refused, in which case nothing has changed; or nothing.
+        Why the step was refused; empty if it was made.
     """
     values_N = averaged_N[: layout.num_values]
     norm = global_norm([values_N])  # finite only if all of them are
@@ -44,8 +50,8 @@ def guarded_step(
         norm = max_grad_norm
     trained = set(map(id, parameters))
     frozen = [parameter for parameter in parameters_of(optimizer) if id(parameter) not in trained]
-    before = _remembered(parameters, layout, spare_N)
-    statistics = _copied(optimizer) if may_overflow(optimizer, parameters, norm) else None
+    before = _copies(parameters, layout, spare_N)
+    statistics = None if _is_surely_finite(optimizer, parameters, norm) else _copied(optimizer)
 
     def take_back() -> None:
         with torch.no_grad():
@@ -58,7 +64,7 @@ def guarded_step(
     try:
         with layout.installed(parameters, averaged_N, frozen):
             optimizer.step()
-        is_finite = are_finite(parameters) and (statistics is None or are_finite(statistics_of(optimizer)))
+        is_finite = are_finite(parameters) and (statistics is None or are_finite(_tensors_of(optimizer)))
     except BaseException:
         take_back()
         raise
@@ -83,10 +89,30 @@ def global_norm(tensors: Sequence[torch.Tensor]) -> float:
     return torch.linalg.vector_norm(torch.stack(norms)).item() if norms else 0.0
 
 
-def _remembered(
+def _is_surely_finite(
+    optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor], gradient_norm: float
+) -> bool:
+    """Whether the next update is finite by the formula of the optimizer, as all that goes into it is moderate."""
+    groups = optimizer.param_groups
+    options = [value for group in groups for value in group.values() if isinstance(value, float | int | torch.Tensor)]
+    if type(optimizer) not in KNOWN_OPTIMIZERS or any(parameter.dtype == torch.float16 for parameter in parameters):
+        return False  # the largest value of float16 is 65504
+    norms = [torch.linalg.vector_norm(tensor.detach()) for tensor in (*parameters, *_tensors_of(optimizer))]
+    return all(abs(size) < LARGE for size in (gradient_norm, *map(float, options), *map(float, norms))) and all(
+        group.get("eps", 1.0) >= SMALLEST_EPS for group in groups
+    )
+
+
+def _tensors_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The floating-point tensors of an optimizer's statistics."""
+    values = [value for statistics in optimizer.state.values() for value in statistics.values()]
+    return [value for value in values if isinstance(value, torch.Tensor) and value.is_floating_point()]
+
+
+def _copies(
     parameters: Sequence[torch.Tensor], layout: GradientLayout, spare_N: torch.Tensor | None
 ) -> list[torch.Tensor]:
-    """The values of all parameters; in the spare memory where it can hold them exactly."""
+    """Copies of all parameters; in the spare memory where it can hold them exactly."""
     views = layout.views(spare_N)[0] if spare_N is not None else [None] * len(parameters)
     return [
         view.copy_(parameter.detach())

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from manyhands.optim.schedule import describe
+from manyhands.optim.step.replica import described_schedule
 
 
 def optimizer() -> torch.optim.Optimizer:
@@ -34,7 +34,7 @@ def warm_up_then(total: int, milestone: int) -> Callable[[torch.optim.Optimizer]
     ],
 )
 def test_schedules_that_differ_are_described_differently(one: Any, another: Any) -> None:
-    assert describe(one(optimizer())) != describe(another(optimizer()))
+    assert described_schedule(one(optimizer())) != described_schedule(another(optimizer()))
 
 
 @pytest.mark.parametrize(
@@ -49,18 +49,18 @@ def test_schedules_that_differ_are_described_differently(one: Any, another: Any)
 def test_the_description_is_that_of_the_schedule_and_not_of_how_far_it_is(make: Any) -> None:
     inner = optimizer()
     scheduler = make(inner)
-    before = describe(scheduler)
-    assert before == describe(make(optimizer()))
+    before = described_schedule(scheduler)
+    assert before == described_schedule(make(optimizer()))
     for _ in range(3):
         inner.step()
         scheduler.step()
-    assert describe(scheduler) == before
+    assert described_schedule(scheduler) == before
 
 
 def test_the_description_can_be_read() -> None:
-    assert describe(lr_scheduler.StepLR(optimizer(), 10)) == "StepLR(gamma=0.1, step_size=10)"
-    assert describe(warm_up_then(100, 5)(optimizer())) == (
+    assert described_schedule(lr_scheduler.StepLR(optimizer(), 10)) == "StepLR(gamma=0.1, step_size=10)"
+    assert described_schedule(warm_up_then(100, 5)(optimizer())) == (
         "SequentialLR(milestones=[5], LinearLR(end_factor=1.0, start_factor=0.1, total_iters=5), "
         "CosineAnnealingLR(T_max=100, eta_min=0.0))"
     )
-    assert describe(None) == ""
+    assert described_schedule(None) == ""

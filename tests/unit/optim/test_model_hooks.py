@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from manyhands.optim.running_statistics import RunningStatistics
+from manyhands.optim.model_hooks import RunningStatistics
 
 SAYS = "running mean and variance do not travel yet"
 INPUTS = torch.randn(8, 4)
