@@ -24,7 +24,8 @@ from manyhands.optim.held_batches import HeldBatches
 from manyhands.optim.joining import manifest_of
 from manyhands.optim.options import Delay, OptimizerMaker, Options, checked_batch, made_optimizer
 from manyhands.optim.parameter_checks import FrozenParameters, checked_parameters
-from manyhands.optim.run.collaboration import Collaboration, Decision
+from manyhands.optim.run.collaboration import Collaboration
+from manyhands.optim.run.decisions import Decision
 from manyhands.optim.run.progress import Progress
 from manyhands.optim.run.progress_log import SHOWN_LIVE
 from manyhands.optim.running_statistics import RunningStatistics
@@ -227,7 +228,7 @@ class Optimizer(OptimizerWrapper):
         if self._current is None:
             may_wait = self._options.delay is None
             self._act_on(self._membership.decide(self._samples.waiting, self._speed, may_wait=may_wait))
-        elif not self._collaboration.is_told(self.peer.time()):
+        else:
             self._membership.report(self._samples.waiting, self._speed, self._current)
         self._speed.resume(self.peer.time())
         return loss
@@ -401,16 +402,18 @@ class Optimizer(OptimizerWrapper):
         if step.is_lost:
             logger.warning("The group averaged its tensors, but this peer lost the result and must load the state")
             return
-        self._was_alone = step.manifest is None
+        outcome = step.outcome
+        assert outcome is not None
+        self._was_alone = outcome.manifest is None
         self._replica.show()
         self._show()
-        self.last_round = step.manifest
-        self.last_contribution = 0 if step.is_left_out else step.contribution.samples
+        self.last_round = outcome.manifest
+        self.last_contribution = 0 if outcome.is_left_out else step.contribution.samples
         logger.info("Optimizer step: done! Step %d, %s", self.global_step, self.statistics.summary())
         speed = self._collaboration.tracker.progress.samples_per_second
-        if step.manifest is not None and speed > 0:
+        if outcome.manifest is not None and speed > 0:
             computing_s = self._options.target_batch_size / speed
-            if advice := self._advice.after_step(computing_s, step.averaging_s):
+            if advice := self._advice.after_step(computing_s, outcome.averaging_s):
                 logger.warning("%s", advice)
         if error is not None:  # in the midst of a step in the background, or in telling of it
             self._membership.moved(step)
@@ -420,10 +423,10 @@ class Optimizer(OptimizerWrapper):
     @uninterrupted()
     def _go_to(self, state: State, *, is_reload: bool) -> None:
         """Go to a state of others, if it fits."""
-        before, in_group_from = self._replica.position, self._collaboration.in_group_from
+        before = self._replica.position
         if self._membership.load(state):
             self.statistics.states_loaded += 1
-            self._samples.reload() if is_reload else self._samples.load(before, in_group_from)
+            self._samples.reload() if is_reload else self._samples.load(before)
             self._moved_elsewhere()
 
     def _moved_elsewhere(self) -> None:
