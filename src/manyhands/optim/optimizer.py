@@ -17,7 +17,6 @@ from manyhands.base.forgetting import without_frames
 from manyhands.optim.advice import Advice
 from manyhands.optim.blocking_client import BlockingRunClient
 from manyhands.optim.config import ProgressConfig
-from manyhands.optim.failures import Failures
 from manyhands.optim.flat import GradientLayout
 from manyhands.optim.health import Health
 from manyhands.optim.held_batches import HeldBatches
@@ -32,7 +31,7 @@ from manyhands.optim.running_statistics import RunningStatistics
 from manyhands.optim.speed import SpeedMeter
 from manyhands.optim.state.state import State
 from manyhands.optim.statistics import Statistics
-from manyhands.optim.step.global_step import GlobalStep
+from manyhands.optim.step.global_step import Failures, GlobalStep
 from manyhands.optim.step.replica import Replica, SchedulerMaker
 from manyhands.optim.step.samples import SampleCounter
 from manyhands.optim.wrapper import OptimizerWrapper

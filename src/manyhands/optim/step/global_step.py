@@ -1,4 +1,4 @@
-"""One attempt at a global step: averaging, and then the same update on every peer."""
+"""One attempt at a global step: averaging, and then the same update on every peer; and attempts that fail in a row."""
 
 from __future__ import annotations
 
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from manyhands.optim.run.collaboration import Collaboration
 
 logger = logging.getLogger(__name__)
+
+FAILURES_UNTIL_ADVICE = 3
+"""Attempts in a row: one or two fail in a healthy run as well, when a member is lost."""
 
 
 class GlobalStep:
@@ -145,3 +148,42 @@ class GlobalStep:
         if not self.is_done and self.error is None:
             self.error = ManyhandsError("this peer left the run")
         self.is_done = True
+
+
+class Failures:
+    """Counts the attempts that failed in a row, and tells the user what to do about them.
+
+    Args:
+        allow_solo: after some of them the peer goes on alone.
+    """
+
+    def __init__(self, *, allow_solo: bool) -> None:
+        self._allow_solo = allow_solo
+        self._in_a_row = 0
+
+    @property
+    def is_time_to_go_alone(self) -> bool:
+        """Whether the user wants no further attempt with the others."""
+        return self._allow_solo and self._in_a_row >= FAILURES_UNTIL_ADVICE
+
+    def add(self, error: BaseException, samples: int) -> None:
+        """Count one more; so many samples of this peer wait.
+
+        Raises:
+            BaseException: what the attempt failed with, if that has nothing to do with the others.
+        """
+        if not isinstance(error, (RoundAborted, Unavailable)):
+            raise error
+        self._in_a_row += 1
+        logger.warning("Skipped averaging: %s; the %d samples of this peer count in the next attempt", error, samples)
+        if self._in_a_row % FAILURES_UNTIL_ADVICE == 0:
+            logger.warning(
+                "%d attempts failed in a row: other peers of the run are seen, but no round with them succeeds. %s; "
+                "manyhands doctor --initial-peers ... says whether it can reach them, and they can reach it",
+                self._in_a_row,
+                "It goes on alone" if self._allow_solo else "This peer does not step alone",
+            )
+
+    def end(self) -> None:
+        """A step was made."""
+        self._in_a_row = 0
