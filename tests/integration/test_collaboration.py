@@ -20,9 +20,8 @@ from manyhands.averaging.commit.recovery import Recovery
 from manyhands.averaging.messages import Group, Position
 from manyhands.averaging.peer_records import GOODBYE
 from manyhands.base.errors import ConfigError, ManifestMismatch, ManyhandsError, Timeout, Unavailable
-from manyhands.optim import ProgressConfig
+from manyhands.optim import ProgressConfig, blocking_client
 from manyhands.optim.manifest import read_manifest
-from manyhands.optim.run import collaboration
 from manyhands.optim.run.progress import ProgressRecord
 from manyhands.optim.run.progress_reader import progress_key
 from tests.trainers import AVERAGING, FAST, LISTEN, Trainer, in_threads, kill, peers, step_until
@@ -220,7 +219,7 @@ def test_those_who_can_reach_each_other_go_on_without_a_branch_that_nobody_can_r
 
 
 def test_a_newcomer_that_gets_no_state_says_whom_it_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collaboration, "NEWS_PERIOD_S", 0.05)
+    monkeypatch.setattr(blocking_client, "NEWS_PERIOD_S", 0.05)
     with peers(2) as (liar, peer):
         publish(liar, "no-state", Position(9, b"whose state nobody can get"))
         with pytest.raises(Unavailable, match=f"no peer could hand out the state of the run: {liar.peer_id}"):

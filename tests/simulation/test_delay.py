@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from manyhands.base.errors import ConfigError
-from manyhands.optim.run.collaboration import LULL_S, Collaboration
+from manyhands.optim.blocking_client import BlockingRunClient
+from manyhands.optim.run.decisions import LULL_S
 from manyhands.testing import at
 from tests.simulation.swarm_of_trainers import Member, Swarm, together
 from tests.simulation.test_drop_in import adam, new_model
@@ -101,14 +102,14 @@ def test_the_training_thread_does_not_wait_for_what_is_in_the_background(delay: 
 
 def test_short_batches_beside_a_step_are_reported_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each report wakes two threads, one of which is in a round."""
-    original, batch_s = Collaboration.report, 0.02
+    original, batch_s = BlockingRunClient._report, 0.02
     reports: list[tuple[float, int]] = []
 
-    async def noted(self: Collaboration, samples: int, *args: Any) -> None:
+    def noted(self: BlockingRunClient, samples: int, *args: Any) -> None:
         reports.append((swarm.world.loop.time(), samples))
-        await original(self, samples, *args)
+        original(self, samples, *args)
 
-    monkeypatch.setattr(Collaboration, "report", noted)
+    monkeypatch.setattr(BlockingRunClient, "_report", noted)
 
     def train(member: Member) -> None:
         while member.optimizer.global_step < 1:

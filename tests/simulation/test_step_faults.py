@@ -14,6 +14,7 @@ from manyhands.averaging.allreduce.butterfly import Butterfly
 from manyhands.averaging.commit.agreement import Agreement
 from manyhands.averaging.matchmaking.follower import Matchmaker
 from manyhands.optim.run.collaboration import Collaboration
+from manyhands.optim.run.decisions import StepDecisions
 from manyhands.optim.step.replica import Replica
 from manyhands.testing import at, between
 from tests.simulation.swarm_of_trainers import Member, Swarm, together
@@ -24,7 +25,7 @@ from tests.sweeps import few_of
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 PHASES: dict[str, tuple[type, str]] = {
-    "deciding": (Collaboration, "decide"),
+    "deciding": (StepDecisions, "decide"),
     "looking for a group": (Matchmaker, "find_group"),
     "averaging": (Butterfly, "run"),
     "voting": (Agreement, "conclude"),
@@ -92,8 +93,8 @@ def test_a_peer_killed_in_any_phase(phase: str, rank: int, delay: str | None, mo
 
     def is_of(part: Any, member: Member) -> bool:
         collaboration: Any = member.optimizer._collaboration
-        rounds = collaboration._rounds
-        parts = [collaboration, rounds._matchmaker, rounds._agreement, member.optimizer._replica]
+        rounds, replica = collaboration._rounds, member.optimizer._replica
+        parts = [collaboration, collaboration.decisions, rounds._matchmaker, rounds._agreement, replica]
         if isinstance(part, Butterfly):
             return part._flat_N is not None and part._rank == rank
         return any(part is one for one in parts)

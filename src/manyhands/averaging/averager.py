@@ -11,9 +11,10 @@ from types import TracebackType
 
 import torch
 
-from manyhands.averaging.averager_loop import Attempts, AveragerLoop
+from manyhands.averaging.averager_loop import AveragerLoop
 from manyhands.averaging.codecs import prepare_kernels
 from manyhands.averaging.config import AveragingConfig, averaging_of
+from manyhands.averaging.grid.step import StepOutcome
 from manyhands.averaging.messages import MAX_WEIGHT
 from manyhands.averaging.tensor_list import TensorList
 from manyhands.base.errors import ConfigError, ManyhandsError, Timeout
@@ -155,18 +156,18 @@ class Averager(FromHivemind):
         if weight > 0:
             self._tensors.check_finite(flat_N)
         try:
-            attempts = self._peer.run(
+            outcome = self._peer.run(
                 self._averager_loop.step(flat_N, weight, timeout_s), timeout_s + GRACE_S, "averaging"
             )
         except Timeout as error:  # the network thread was held up
-            attempts = Attempts(reason=str(error))
-        result = _result_of(attempts)
+            outcome = StepOutcome(reason=str(error))
+        result = _result_of(outcome)
         if result.committed:
-            assert attempts.committed is not None
-            assert attempts.committed.averaged_N is not None
-            self._tensors.assign(attempts.committed.averaged_N)
-            if attempts.num_rounds > 1:  # else it lies in the memory of the values
-                self._averager_loop.give_back(attempts.committed.averaged_N)
+            assert outcome.committed is not None
+            assert outcome.committed.averaged_N is not None
+            self._tensors.assign(outcome.committed.averaged_N)
+            if outcome.num_rounds > 1:  # else it lies in the memory of the values
+                self._averager_loop.give_back(outcome.committed.averaged_N)
         return result
 
     def wait_for_others(self, timeout_s: float = 10.0) -> bool:
@@ -223,19 +224,19 @@ def _number(value: object) -> float:
         return math.nan
 
 
-def _result_of(attempts: Attempts) -> RoundResult:
-    meter, committed = attempts.meter, attempts.committed
-    reason, round_id = attempts.reason, ""
+def _result_of(outcome: StepOutcome) -> RoundResult:
+    meter, committed = outcome.meter, outcome.committed
+    reason, round_id = outcome.reason, ""
     group: tuple[PeerId, ...] = ()
     contributors: dict[PeerId, float] = {}
     cut: Mapping[PeerId, Sequence[tuple[int, int]]] = {}
     if committed is not None:
         manifest = committed.manifest
         round_id, group = manifest.group_id.hex(), tuple(manifest.members)
-        contributors = {peer_id: weight for peer_id, weight in zip(group, manifest.weights, strict=True) if weight > 0}
+        contributors = manifest.contributors()
         cut = manifest.cut()
         is_held = committed.averaged_N is not None
-        reason = attempts.reason if is_held and attempts.num_rounds > 1 else ""
+        reason = outcome.reason if is_held and outcome.num_rounds > 1 else ""
         if not is_held:
             reason = "the others hold the mean, but this peer lost it on the way"
     return RoundResult(
@@ -247,8 +248,8 @@ def _result_of(attempts: Attempts) -> RoundResult:
         num_bytes_sent=meter.num_bytes_sent,
         num_bytes_received=meter.num_bytes_received,
         seconds={"matchmaking": meter.matchmaking_s, "averaging": meter.averaging_s, "vote": meter.vote_s},
-        num_rounds=attempts.num_rounds,
-        num_rounds_committed=attempts.num_rounds_committed,
-        disagreement=attempts.disagreement,
+        num_rounds=outcome.num_rounds,
+        num_rounds_committed=outcome.num_rounds_committed,
+        disagreement=outcome.disagreement,
         cut=cut,
     )

@@ -6,14 +6,12 @@ import asyncio
 import hashlib
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 
 from manyhands.averaging.config import AveragingConfig
-from manyhands.averaging.grid.step import GATHER_SHARE, MIN_ATTEMPT_S, GridOutcome, GridSteps
+from manyhands.averaging.grid.step import GATHER_SHARE, MIN_ATTEMPT_S, GridSteps, StepOutcome
 from manyhands.averaging.presence import PresenceTracker
-from manyhands.averaging.round_outcome import CommittedRound, RoundMeter
 from manyhands.averaging.rounds import RoundRunner
 from manyhands.averaging.sketch import packed, sketched_indices
 from manyhands.averaging.tensor_list import TensorList
@@ -34,25 +32,6 @@ LOOK_SHARE = 0.25
 ALONE_SHARE = 0.8
 """Of a step, the most to wait for anybody at all."""
 CLOSED = "this averager was closed"
-
-
-@dataclass
-class Attempts:
-    """What came of one step.
-
-    Attributes:
-        committed: the round, if one committed.
-        reason: else why none did.
-        num_rounds, num_rounds_committed: of the step; above 1 in a swarm that is too large for one group.
-        disagreement: there, of the step before, if it is known.
-    """
-
-    committed: CommittedRound | None = None
-    reason: str = ""
-    meter: RoundMeter = field(default_factory=RoundMeter)
-    num_rounds: int = 1
-    num_rounds_committed: int = 0
-    disagreement: float | None = None
 
 
 class AveragerLoop:
@@ -121,7 +100,7 @@ class AveragerLoop:
     def _has_left(self) -> bool:
         return self._is_closed
 
-    async def step(self, flat_N: torch.Tensor, weight: float, timeout_s: float) -> Attempts:
+    async def step(self, flat_N: torch.Tensor, weight: float, timeout_s: float) -> StepOutcome:
         """Try rounds until one commits or the time is over.
 
         Args:
@@ -130,12 +109,12 @@ class AveragerLoop:
             ConfigError: a tensor was resized or freed when its values were needed once more.
             NothingToAverage: all members gave a weight of 0.
         """
-        attempts = Attempts()
+        outcome = StepOutcome()
         if self._has_left():
-            attempts.reason = CLOSED
-            return attempts
+            outcome.reason = CLOSED
+            return outcome
         loop = asyncio.get_running_loop()
-        running = loop.create_task(self._try_until(attempts, flat_N, weight, loop.time() + timeout_s))
+        running = loop.create_task(self._try_until(outcome, flat_N, weight, loop.time() + timeout_s))
         self._running.add(running)
         try:
             await asyncio.wait([running], timeout=timeout_s)
@@ -146,13 +125,13 @@ class AveragerLoop:
             self._running.discard(running)
         if not running.cancelled():
             running.result()
-        if attempts.committed is not None:
-            self._last_group = attempts.committed.manifest.members
+        if outcome.committed is not None:
+            self._last_group = outcome.committed.manifest.members
         elif self._has_left():
-            attempts.reason = CLOSED
+            outcome.reason = CLOSED
         elif is_late:
-            attempts.reason = f"no round committed within {timeout_s:g} s; {attempts.reason or 'the last one went on'}"
-        return attempts
+            outcome.reason = f"no round committed within {timeout_s:g} s; {outcome.reason or 'the last one went on'}"
+        return outcome
 
     async def wait_for_others(self, timeout_s: float) -> bool:
         """Stay until the others of the last round have its result, or have left; returns whether they have in time.
@@ -168,11 +147,11 @@ class AveragerLoop:
             await asyncio.sleep(FIRST_LOOK_S)
         return False
 
-    async def _try_until(self, attempts: Attempts, flat_N: torch.Tensor, weight: float, deadline: float) -> None:
+    async def _try_until(self, outcome: StepOutcome, flat_N: torch.Tensor, weight: float, deadline: float) -> None:
         async with self._one_at_a_time:
-            await self._try(attempts, flat_N, weight, deadline)
+            await self._try(outcome, flat_N, weight, deadline)
 
-    async def _try(self, attempts: Attempts, flat_N: torch.Tensor, weight: float, deadline: float) -> None:
+    async def _try(self, outcome: StepOutcome, flat_N: torch.Tensor, weight: float, deadline: float) -> None:
         loop, tracker = asyncio.get_running_loop(), self.tracker
         began = loop.time()
         alone_until = began + min(self._config.matchmaking_time_s, ALONE_SHARE * (deadline - began))
@@ -181,19 +160,19 @@ class AveragerLoop:
         await self._look(look_timeout_s)
         tracker.begin_step()
         if tracker.num_rounds_left is not None:
-            await self._try_in_grid(attempts, flat_N, weight, deadline, look_timeout_s)
+            await self._try_in_grid(outcome, flat_N, weight, deadline, look_timeout_s)
             return
         while True:
             left_s = deadline - loop.time()
             if tracker.expected() or tracker.called.is_set():
-                if left_s < MIN_ATTEMPT_S and attempts.reason:
+                if left_s < MIN_ATTEMPT_S and outcome.reason:
                     return
                 tracker.called.clear()
-                if await self._attempt(attempts, flat_N, weight, left_s):
+                if await self._attempt(outcome, flat_N, weight, left_s):
                     return
                 flat_N = await run_to_end(self._tensors.values)  # others may still fetch means from the last one
             elif loop.time() >= alone_until:
-                attempts.reason = attempts.reason or self._nobody()
+                outcome.reason = outcome.reason or self._nobody()
                 return
             await wait_at_most(tracker.called, min(look_s, max(alone_until - loop.time(), FIRST_LOOK_S)))
             look_s = min(look_s * LOOK_GROWTH, LAST_LOOK_S)
@@ -201,7 +180,7 @@ class AveragerLoop:
             tracker.catch_up()
 
     async def _try_in_grid(
-        self, attempts: Attempts, flat_N: torch.Tensor, weight: float, deadline: float, look_timeout_s: float
+        self, outcome: StepOutcome, flat_N: torch.Tensor, weight: float, deadline: float, look_timeout_s: float
     ) -> None:
         tracker = self.tracker
         steps = GridSteps(
@@ -212,31 +191,25 @@ class AveragerLoop:
             lambda: self._look(look_timeout_s),
             self._tensors.shapes,
         )
-        outcome = GridOutcome()
-        try:
-            while True:
-                try:
-                    await steps.take(outcome, flat_N, weight, deadline, attempts.meter)
-                finally:
-                    outcome.disagreement = tracker.disagreement()  # by what was read meanwhile
-                    if outcome.committed is not None and outcome.committed.averaged_N is not None:
-                        mean_N = outcome.committed.averaged_N
-                        indices = sketched_indices(mean_N.numel(), tracker.position().step)
-                        tracker.tell(packed(mean_N[indices].tolist()))
-                left_s = deadline - asyncio.get_running_loop().time()
-                if outcome.committed is not None or left_s < MIN_ATTEMPT_S:
-                    break
-                await self._look(look_timeout_s)  # the others were done with this step; there is a next one
-                tracker.begin_step()
-        finally:
-            attempts.committed, attempts.reason = outcome.committed, outcome.reason
-            attempts.num_rounds, attempts.num_rounds_committed = outcome.num_rounds, outcome.num_committed
-            attempts.disagreement = outcome.disagreement
+        while True:
+            try:
+                await steps.take(outcome, flat_N, weight, deadline)
+            finally:
+                outcome.disagreement = tracker.disagreement()  # by what was read meanwhile
+                if outcome.committed is not None and outcome.committed.averaged_N is not None:
+                    mean_N = outcome.committed.averaged_N
+                    indices = sketched_indices(mean_N.numel(), tracker.position().step)
+                    tracker.tell(packed(mean_N[indices].tolist()))
+            left_s = deadline - asyncio.get_running_loop().time()
+            if outcome.committed is not None or left_s < MIN_ATTEMPT_S:
+                return
+            await self._look(look_timeout_s)  # the others were done with this step; there is a next one
+            tracker.begin_step()
 
-    async def _attempt(self, attempts: Attempts, flat_N: torch.Tensor, weight: float, left_s: float) -> bool:
+    async def _attempt(self, outcome: StepOutcome, flat_N: torch.Tensor, weight: float, left_s: float) -> bool:
         """One round; whether it committed."""
         gather_s = min(self._config.matchmaking_time_s, left_s * GATHER_SHARE)
-        meter = attempts.meter
+        meter = outcome.meter
         try:
             committed = await self._rounds.average(
                 flat_N,
@@ -251,11 +224,11 @@ class AveragerLoop:
             raise
         except (RoundAborted, Unavailable) as error:
             logger.info("an attempt at averaging failed: %s", error)
-            attempts.reason = error.reason if isinstance(error, RoundAborted) else str(error)
+            outcome.reason = error.reason if isinstance(error, RoundAborted) else str(error)
             return False
         self.tracker.move(committed.manifest)
-        attempts.committed = committed
-        attempts.num_rounds_committed = 1
+        outcome.committed = committed
+        outcome.num_rounds_committed = 1
         return True
 
     async def _look(self, timeout_s: float) -> None:

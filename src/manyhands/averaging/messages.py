@@ -163,6 +163,10 @@ class RoundManifest(msgspec.Struct, frozen=True, omit_defaults=True):
     digest: Digest
     parts: Annotated[list[SpanResult], msgspec.Meta(max_length=MAX_PARTS)] = []
 
+    def contributors(self) -> dict[PeerId, float]:
+        """The members whose values count, and by which weights."""
+        return {member: weight for member, weight in zip(self.members, self.weights, strict=True) if weight > 0}
+
     def cut(self) -> dict[PeerId, list[tuple[int, int]]]:
         """Whose values count in some parts only: start and stop of each, in elements of the vector."""
         spans: dict[PeerId, list[tuple[int, int]]] = {}

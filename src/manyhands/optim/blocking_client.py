@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any, TypeVar
 
 from manyhands.averaging.config import AveragingConfig
 from manyhands.base.errors import Timeout, Unavailable
 from manyhands.optim.accumulator import Contribution
 from manyhands.optim.health import Health
-from manyhands.optim.run.averaged import Averaged
-from manyhands.optim.run.collaboration import Collaboration, Decision
+from manyhands.optim.run.collaboration import Collaboration
+from manyhands.optim.run.decisions import LULL_S, Decision
+from manyhands.optim.run.step_rounds import Averaged
 from manyhands.optim.speed import SpeedMeter
 from manyhands.optim.state.state import State
 from manyhands.optim.state.transfer import MAX_DOWNLOAD_S
@@ -30,6 +32,7 @@ CALLED_WITHIN_S = 40.0
 
 Shorter than :data:`manyhands.optim.run.tracker.CLIENT_PATIENCE_S`, after which a trainer would go on without the state.
 """
+NEWS_PERIOD_S = 1.0
 WAIT_PERIOD_S = 0.25
 TELL_ATTEMPTS = 4
 
@@ -48,7 +51,8 @@ class BlockingRunClient:
         self._collaboration = collaboration
         self._replica = replica
         self._averaging = averaging
-        self._untold: Callable[[], Coroutine[Any, Any, None]] | None = None
+        self._untold: Callable[[], None] | None = None
+        self._report_at = 0.0  # beside a step in the background
 
     def join(self) -> bool:
         """Join the run, with its state; returns whether that had to be loaded.
@@ -60,8 +64,8 @@ class BlockingRunClient:
         self._run(self._collaboration.start(), "joining the run", CALL_TIMEOUT_S * 2)
         try:
             is_loaded = self._catch_up()
-            beginning = self._collaboration.begin(self._replica.position, self._replica.lineage_samples)
-            self._run(beginning, "joining the run")
+            place = self._replica.position, self._replica.lineage_samples
+            self._call("joining the run", self._collaboration.begin, *place)
         except BaseException:
             self.leave()
             raise
@@ -69,9 +73,9 @@ class BlockingRunClient:
 
     def _catch_up(self) -> bool:
         failures: list[Unavailable] = []
-        called_by = self._peer.time() + CALLED_WITHIN_S
-        while not self._run(self._collaboration.is_on_best_branch(), "joining the run"):
-            must_be_called_on = self._run(self._collaboration.must_be_called_on(), "joining the run")
+        called_by, phase, collaboration = self._peer.time() + CALLED_WITHIN_S, "joining the run", self._collaboration
+        while not self._call(phase, collaboration.tracker.is_on_best_branch):
+            must_be_called_on = self._call(phase, collaboration.must_be_called_on)
             try:
                 self._restore(self._download())
             except Unavailable as error:
@@ -80,7 +84,8 @@ class BlockingRunClient:
                 return True
             if len(failures) >= JOIN_ATTEMPTS and not (must_be_called_on and self._peer.time() < called_by):
                 raise failures[0]  # it names all who were asked; later attempts skip those without news
-            self._run(self._collaboration.wait_for_news(), "joining the run")
+            self._peer.sleep(NEWS_PERIOD_S)  # the others may publish something new
+            self._run(collaboration.decisions.look(), phase)
         return False
 
     def leave(self) -> None:
@@ -89,29 +94,29 @@ class BlockingRunClient:
 
     def health(self) -> Health:
         """How this peer does."""
-
-        async def look() -> Health:
-            return self._collaboration.health()
-
-        return self._run(look(), "looking how this peer does")
+        return self._call("looking how this peer does", self._collaboration.health)
 
     def wait_for_others(self, timeout_s: float) -> bool:
         """Stay until all peers have reached this step; returns whether they have in time."""
         self.tell()
+        collaboration, phase = self._collaboration, "looking at the others"
         deadline = self._peer.time() + timeout_s
-        while self._run(self._collaboration.is_ahead_of_somebody(), "looking at the others"):
+        while True:
+            self._run(collaboration.decisions.look(), phase)
+            if not self._call(phase, collaboration.tracker.is_ahead_of_somebody):
+                return True
             if self._peer.time() > deadline:
                 return False
             self._peer.sleep(WAIT_PERIOD_S)
-        return True
 
     def decide(self, samples: int, speed: SpeedMeter, *, may_wait: bool) -> Decision:
         """Report what this peer has accumulated; returns what to do next."""
         try:
             self.tell()
-            if self._collaboration.is_lull(samples, self._peer.time()):
+            decisions = self._collaboration.decisions
+            if decisions.is_lull(samples, self._peer.time()):
                 return Decision.ACCUMULATE
-            deciding = self._collaboration.decide(samples, speed.samples_per_second, speed.batch_s, may_wait=may_wait)
+            deciding = decisions.decide(samples, speed.samples_per_second, speed.batch_s, may_wait=may_wait)
             return self._run(deciding, "deciding", CALL_TIMEOUT_S + self._averaging.matchmaking_time_s)
         except Timeout as error:  # this machine was held up; training goes on
             logger.warning("%s; going on with the next batch", error)
@@ -120,40 +125,48 @@ class BlockingRunClient:
     def rest(self, seconds: float) -> None:
         """Do nothing for so long; a step that becomes due ends it."""
         try:
-            self._run(self._collaboration.rest(seconds), "resting")
+            self._run(self._collaboration.decisions.rest(seconds), "resting")
         except Timeout as error:  # this machine was held up
             logger.warning("%s; going on", error)
 
     def report(self, samples: int, speed: SpeedMeter, step: GlobalStep) -> None:
-        """Report what this peer has accumulated beside a step that is made in the background."""
-        reporting = self._collaboration.report(samples, speed.samples_per_second, speed.batch_s, step)
+        """Report what this peer has accumulated beside a step that is made in the background; not too often."""
+        if self._peer.time() < self._report_at:
+            return
+        self._report_at = self._peer.time() + LULL_S
         try:
-            self._run(reporting, "reporting")
+            self._call("reporting", self._report, samples, speed, step)
         except Timeout as error:
             logger.warning("%s; going on with the next batch", error)
 
+    def _report(self, samples: int, speed: SpeedMeter, step: GlobalStep) -> None:
+        waiting = 0 if step.has_moved else step.contribution.samples
+        self._collaboration.tracker.report(samples + waiting, speed.samples_per_second, speed.batch_s)
+
     def average(self, contribution: Contribution) -> Averaged:
-        """One attempt at averaging.
+        """Make one attempt to average a gradient.
 
         Raises:
             RoundAborted, Unavailable: it failed; nothing has changed.
         """
         config = self._averaging  # the round bounds itself; this is for a network thread that is held up
         timeout_s = 2 * config.averaging_timeout_s + config.in_doubt_timeout_s + CALL_TIMEOUT_S
-        return self._run(self._collaboration.average(contribution.mean_N, contribution.weight), "averaging", timeout_s)
+        averaging = self._collaboration.step_rounds.average(contribution.mean_N, contribution.weight)
+        return self._peer.run(averaging, timeout_s, "averaging")
 
     def leave_to_background(self, step: GlobalStep) -> None:
         """Have the network thread make a step."""
-        self._tell(lambda: self._collaboration.begin_step(step))
+        self._report_at = self._peer.time() + LULL_S
+        self._tell(step.begin, self._collaboration)
 
     def moved(self, step: GlobalStep) -> None:
         """The network thread is to know what became of a step; see :meth:`tell`."""
-        self._untold = lambda: step.announce(self._collaboration)
+        self._untold = partial(step.announce, self._collaboration)
 
     def moved_elsewhere(self) -> None:
         """The network thread is to know where this peer is now, other than by a step; see :meth:`tell`."""
-        position, samples = self._replica.position, self._replica.lineage_samples
-        self._untold = lambda: self._collaboration.move_elsewhere(position, samples)
+        replica = self._replica
+        self._untold = partial(self._collaboration.move_elsewhere, replica.position, replica.lineage_samples)
 
     def tell(self) -> None:
         """Tell it to the network thread; what an interrupt keeps from it, the next :meth:`decide` tells."""
@@ -191,21 +204,29 @@ class BlockingRunClient:
             self._replica.restore(state)
         except ValueError as error:
             if state.donor is not None:
-                self._run(self._collaboration.shun(state.donor), "shunning a donor")
+                self._call("shunning a donor", self._collaboration.tracker.shun, state.donor)
             reason = f"the state of peer {state.donor} cannot be used: {readable(str(error))}"
             raise Unavailable(f"{reason}; it is not asked again for a while") from error
 
-    def _tell(self, what: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    def _tell(self, note: Callable[..., None], *args: Any) -> None:
         """Have the network thread note something that has happened already; if it is held up, again."""
         for attempt in range(TELL_ATTEMPTS):
             try:
-                self._run(what(), "moving on")
+                self._call("moving on", note, *args)
             except Timeout as error:
                 if attempt + 1 == TELL_ATTEMPTS:
                     raise
                 logger.warning("%s; trying again", error)
             else:
                 return
+
+    def _call(self, phase: str, function: Callable[..., T], *args: Any) -> T:
+        """Call a function on the network thread."""
+
+        async def call() -> T:
+            return function(*args)
+
+        return self._run(call(), phase)
 
     def _run(self, coro: Coroutine[Any, Any, T], phase: str, timeout_s: float = CALL_TIMEOUT_S) -> T:
         return self._peer.run(coro, timeout_s, phase)

@@ -16,7 +16,6 @@ from manyhands.base.errors import ConfigError, ManyhandsError, RoundAborted, Tim
 from manyhands.base.forgetting import without_frames
 from manyhands.optim.blocking_client import BlockingRunClient
 from manyhands.optim.config import ProgressConfig
-from manyhands.optim.failures import Failures
 from manyhands.optim.flat import GradientLayout
 from manyhands.optim.health import Health, Statistics
 from manyhands.optim.model_hooks import HeldBatches, RunningStatistics
@@ -29,11 +28,12 @@ from manyhands.optim.options import (
     checked_parameters,
     made_optimizer,
 )
-from manyhands.optim.run.collaboration import Collaboration, Decision
+from manyhands.optim.run.collaboration import Collaboration
+from manyhands.optim.run.decisions import Decision
 from manyhands.optim.run.progress import SHOWN_LIVE, Progress
 from manyhands.optim.speed import Advice, SpeedMeter
 from manyhands.optim.state.state import State
-from manyhands.optim.step.global_step import GlobalStep
+from manyhands.optim.step.global_step import Failures, GlobalStep
 from manyhands.optim.step.replica import Replica, SchedulerMaker, manifest_of
 from manyhands.optim.step.samples import SampleCounter
 from manyhands.optim.wrapper import OptimizerWrapper
@@ -230,7 +230,7 @@ class Optimizer(OptimizerWrapper):
         if self._current is None:
             may_wait = self._options.delay is None
             self._act_on(self._membership.decide(self._samples.waiting, self._speed, may_wait=may_wait))
-        elif not self._collaboration.is_told(self.peer.time()):
+        else:
             self._membership.report(self._samples.waiting, self._speed, self._current)
         self._speed.resume(self.peer.time())
         return loss
@@ -404,16 +404,18 @@ class Optimizer(OptimizerWrapper):
         if step.is_lost:
             logger.warning("The group averaged its tensors, but this peer lost the result and must load the state")
             return
-        self._was_alone = step.manifest is None
+        outcome = step.outcome
+        assert outcome is not None
+        self._was_alone = outcome.manifest is None
         self._replica.show()
         self._show()
-        self.last_round = step.manifest
-        self.last_contribution = 0 if step.is_left_out else step.contribution.samples
+        self.last_round = outcome.manifest
+        self.last_contribution = 0 if outcome.is_left_out else step.contribution.samples
         logger.info("Optimizer step: done! Step %d, %s", self.global_step, self.statistics.summary())
         speed = self._collaboration.tracker.progress.samples_per_second
-        if step.manifest is not None and speed > 0:
+        if outcome.manifest is not None and speed > 0:
             computing_s = self._options.target_batch_size / speed
-            if advice := self._advice.after_step(computing_s, step.averaging_s):
+            if advice := self._advice.after_step(computing_s, outcome.averaging_s):
                 logger.warning("%s", advice)
         if error is not None:  # in the midst of a step in the background, or in telling of it
             self._membership.moved(step)
@@ -423,10 +425,10 @@ class Optimizer(OptimizerWrapper):
     @uninterrupted()
     def _go_to(self, state: State, *, is_reload: bool) -> None:
         """Go to a state of others, if it fits."""
-        before, in_group_from = self._replica.position, self._collaboration.in_group_from
+        before = self._replica.position
         if self._membership.load(state):
             self.statistics.states_loaded += 1
-            self._samples.reload() if is_reload else self._samples.load(before, in_group_from)
+            self._samples.reload() if is_reload else self._samples.load(before)
             self._moved_elsewhere()
 
     def _moved_elsewhere(self) -> None:

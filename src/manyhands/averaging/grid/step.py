@@ -69,25 +69,28 @@ class GridPlace(Protocol):
 
 
 @dataclass
-class GridOutcome:
-    """What came of a step.
+class StepOutcome:
+    """What came of one step, in one group or in a grid.
 
     Attributes:
         committed: the last round that committed, with the mean that this peer now holds; None if none did.
-        weight: behind that mean.
-        manifests: of all rounds that committed here.
-        num_rounds, num_committed: of the step.
-        reason: why one did not commit; empty if all did.
-        is_left_out: a group has committed without what this peer brought to it.
-        disagreement: of the step before; see :meth:`manyhands.averaging.presence.PresenceTracker.disagreement`.
+        reason: why a round did not commit; empty if all did.
+        num_rounds, num_rounds_committed: of the step; above 1 in a grid.
+        meter: what the rounds cost.
+        weight: behind the mean, in a grid.
+        manifests: of all rounds of a grid that committed here.
+        is_left_out: a group of the grid has committed without what this peer brought to it.
+        disagreement: in a grid, of the step before; see
+            :meth:`manyhands.averaging.presence.PresenceTracker.disagreement`.
     """
 
     committed: CommittedRound | None = None
+    reason: str = ""
+    num_rounds: int = 1
+    num_rounds_committed: int = 0
+    meter: RoundMeter = field(default_factory=RoundMeter)
     weight: float = 0.0
     manifests: list[RoundManifest] = field(default_factory=list)
-    num_rounds: int = 0
-    num_committed: int = 0
-    reason: str = ""
     is_left_out: bool = False
     disagreement: float | None = None
 
@@ -116,9 +119,7 @@ class GridSteps:
         self._look = look
         self._shapes = shapes
 
-    async def take(
-        self, outcome: GridOutcome, flat_N: torch.Tensor, weight: float, deadline: float, meter: RoundMeter
-    ) -> None:
+    async def take(self, outcome: StepOutcome, flat_N: torch.Tensor, weight: float, deadline: float) -> None:
         """All rounds of the step that has begun; what it comes to is in ``outcome``.
 
         Args:
@@ -128,13 +129,13 @@ class GridSteps:
         """
         place, loop = self._place, asyncio.get_running_loop()
         mean_N, num_empty = flat_N, 0
-        outcome.num_rounds, outcome.num_committed, outcome.reason = place.num_rounds, 0, ""
+        outcome.num_rounds, outcome.num_rounds_committed, outcome.reason = place.num_rounds, 0, ""
         outcome.weight = weight
         try:
             while num_left := place.num_rounds_left:
                 round_deadline = loop.time() + (deadline - loop.time()) / num_left
                 try:
-                    result = await self._round(outcome, mean_N, outcome.weight, round_deadline, meter)
+                    result = await self._round(outcome, mean_N, round_deadline)
                 except NothingToAverage as error:
                     outcome.reason = f"a round did not commit here: {error.reason}"
                     result, num_empty = None, num_empty + 1
@@ -148,17 +149,15 @@ class GridSteps:
         if outcome.committed is None and num_empty == outcome.num_rounds:
             raise NothingToAverage(NO_SAMPLES, [])
 
-    def _count(self, outcome: GridOutcome, result: CommittedRound) -> None:
+    def _count(self, outcome: StepOutcome, result: CommittedRound) -> None:
         manifest = result.manifest
         own_weight = manifest.weights[manifest.members.index(self._own_id)]
         outcome.is_left_out = outcome.is_left_out or (outcome.weight > 0 and not own_weight > 0)
         outcome.committed, outcome.weight = result, sum(manifest.weights)
         outcome.manifests.append(manifest)
-        outcome.num_committed += 1
+        outcome.num_rounds_committed += 1
 
-    async def _round(
-        self, outcome: GridOutcome, mean_N: torch.Tensor, weight: float, deadline: float, meter: RoundMeter
-    ) -> CommittedRound | None:
+    async def _round(self, outcome: StepOutcome, mean_N: torch.Tensor, deadline: float) -> CommittedRound | None:
         """Try until one commits, or the time for it is over.
 
         Raises:
@@ -176,7 +175,12 @@ class GridSteps:
                 gather_s = min(self._patience_s(), left_s * GATHER_SHARE)
                 try:
                     return await self._rounds.average(
-                        mean_N, weight, shapes=self._shapes, timeout_s=left_s, gather_s=gather_s, meter=meter
+                        mean_N,
+                        outcome.weight,
+                        shapes=self._shapes,
+                        timeout_s=left_s,
+                        gather_s=gather_s,
+                        meter=outcome.meter,
                     )
                 except (NothingToAverage, Overruled):
                     raise

@@ -183,60 +183,55 @@ class Matchmaker:
         return Member(self._endpoint.peer_id, addresses, is_client, weight, 0 if is_client else bandwidth)
 
     async def hold_place(self) -> None:
-        """Have a place in the next group here, until this is cancelled or the lineage is another one.
+        """Hold a place in the next group here, until this is cancelled or the lineage is another one.
 
-        So the group has its leader, its connections and nobody to wait for when :meth:`find_group` is called: who is
-        gone was found out before. Others go on without a peer that gives its place up.
+        So the group has its leader and its connections when :meth:`find_group` is called, and the peers that are gone
+        were found out before. The others go on without a peer that gives its place up.
         """
         own, lineage = self._member(0.0, 0), self._roster.position().lineage
+        leader: PeerId | None = None
         unreachable: set[PeerId] = set()
         self.group_stands = False
         try:
             while not self._is_closed and self._roster.position().lineage == lineage:
                 try:
-                    await self._hold(own, unreachable)
+                    leader = await self._hold_with(leader, own, unreachable)
                 except (Unavailable, PeerError, RoundAborted) as error:
                     logger.info("no place in a group yet: %s", error)
-                    self.group_stands = False
+                    leader, self.group_stands = None, False
                     await asyncio.sleep(HOLD_AGAIN_S)
                     unreachable.clear()
         finally:
             self.group_stands = False
 
-    async def _hold(self, own: Member, unreachable: set[PeerId]) -> None:
-        """Hold a place with one leader after the other, as they send this peer on.
+    async def _hold_with(self, leader: PeerId | None, own: Member, unreachable: set[PeerId]) -> PeerId | None:
+        """Hold a place with one leader until it has news; returns the one to go on with, None to choose another.
 
         Raises:
             Unavailable, PeerError, RoundAborted: there is no place to be had now.
         """
-        leader: PeerId | None = None
-        while True:
-            position = self._roster.position()
-            if leader is None and (leader := self._state.invitation()) in unreachable:
-                leader = None  # a stranger may go on inviting
-            leader = leader or self._choose_leader(unreachable)
-            self._held = (leader, position)
-            try:
-                if leader == own.peer_id:
-                    response = await self._group_leader.reserve(leader, b"", self.group_stands)
-                else:
-                    response = await self._follow(leader, own, unreachable, is_early=True)
-            except Unavailable:
-                self._view.report_missing(leader)
-                unreachable.add(leader)
-                await self._try_the_others(unreachable, leader)
-                leader = None
-                continue
-            except Refused as refusal:
-                if refusal.code != OTHER_PART:
-                    raise
-                unreachable.add(leader)
-                await self._group_leader.told_apart(leader)
-                leader = None
-                continue
-            self.group_stands = response.stands
-            if response.leader:
-                leader = await self._redirected(response, unreachable)
+        if leader is None and (leader := self._state.invitation()) in unreachable:
+            leader = None  # a stranger may go on inviting
+        leader = leader or self._choose_leader(unreachable)
+        self._held = (leader, self._roster.position())
+        try:
+            if leader == own.peer_id:
+                response = await self._group_leader.reserve(leader, b"", self.group_stands)
+            else:
+                response = await self._follow(leader, own, unreachable, is_early=True)
+        except Unavailable:
+            self._view.report_missing(leader)
+            unreachable.add(leader)
+            await self._try_the_others(unreachable, leader)
+            return None
+        except Refused as refusal:
+            if refusal.code != OTHER_PART:
+                raise
+            unreachable.add(leader)
+            await self._group_leader.told_apart(leader)
+            return None
+        self.group_stands = response.stands
+        return await self._redirected(response, unreachable) if response.leader else leader
 
     async def _find(self, own: Member) -> Group:
         unreachable: set[PeerId] = set()

@@ -1,4 +1,4 @@
-"""Trainers that nobody can dial: they connect to peers that need their state, and say it if nobody can be dialled."""
+"""Connects a peer in client mode to those that need its state, and warns if no trainer of the run can be dialled."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PATIENCE_S = 3.0
 
 
 class Firewalled:
-    """Does nothing for a peer that can be dialled. Lives on the network thread.
+    """What a trainer in client mode does for the others; nothing if it can be dialled. Lives on the network thread.
 
     Args:
         tasks: dial in the background.
@@ -37,7 +37,7 @@ class Firewalled:
         self._calling: asyncio.Task[None] | None = None
 
     def call_on_those_in_need(self) -> None:
-        """Connect to peers that are behind, if only peers in client mode are not: they can ask for the state then."""
+        """Connect to peers that are behind, if all that are not are in client mode: they can ask for the state then."""
         if not self._endpoint.client_mode or (self._calling is not None and not self._calling.done()):
             return
         in_need = [peer_id for peer_id in self._tracker.in_need() if not self._endpoint.is_connected(peer_id)]
@@ -52,7 +52,7 @@ class Firewalled:
                 logger.debug("peer %s needs the state, and cannot be reached: %s", peer_id, error)
 
     def tell(self) -> None:
-        """Say it every minute if nobody in the run can be dialled."""
+        """Warn every minute if no trainer of the run can be dialled."""
         num_trainers, ways_in = 0, []
         if self._tracker.is_stranded:
             num_trainers = 1 + len(self._tracker.reader.trainers())
@@ -62,17 +62,17 @@ class Firewalled:
 
 
 class StrandedNotice:
-    """Says it again every minute, as long as it lasts."""
+    """Warns that no trainer of a run can be dialled, every minute as long as it lasts."""
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
         self._due_at = math.inf
 
     def look(self, num_trainers: int, addresses: list[str], now: float) -> None:
-        """Say it if it is time to.
+        """Warn if it is time to.
 
         Args:
-            num_trainers: all who train, if nobody in the run can be dialled; else 0. One alone misses nobody.
+            num_trainers: all trainers, if none of them can be dialled; else 0. A single one misses no other.
             addresses: of any peer through which another one can join.
             now: seconds of a clock that never goes back.
         """
@@ -86,7 +86,7 @@ class StrandedNotice:
 
 
 def describe_stranded(num_trainers: int, run_id: str, addresses: list[str]) -> str:
-    """What is wrong, what it means, and the command that mends it."""
+    """The warning: what is wrong, what it means, and the command that mends it."""
     return (
         f"All {num_trainers} peers that train are in client mode, so nobody can dial them and they make no step "
         "together; their gradients are kept. At least one of them must accept connections, or a machine without data "

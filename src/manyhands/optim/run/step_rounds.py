@@ -1,26 +1,27 @@
-"""The averaging of one peer's global steps: a round of all, or in a large run the rounds of a grid."""
+"""Averages the gradients of one peer's global steps: in one round of all peers, in a large run in rounds of a grid."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import dataclass
 
 import torch
 
 from manyhands.averaging.config import AveragingConfig
-from manyhands.averaging.grid.step import GridOutcome, GridSteps
-from manyhands.averaging.messages import Position
-from manyhands.averaging.round_outcome import RoundMeter
+from manyhands.averaging.grid.step import GridSteps, StepOutcome
+from manyhands.averaging.messages import Position, RoundManifest
 from manyhands.averaging.rounds import RoundRunner
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ManyhandsError, RoundAborted
 from manyhands.base.identity import PeerId
-from manyhands.optim.run.averaged import Averaged, averaged_in_grid, averaged_in_one_group
 from manyhands.optim.run.drift import Drift
 from manyhands.optim.run.grid_assignment import GridAssignment
-from manyhands.optim.run.round_scheduler import RoundScheduler
+from manyhands.optim.run.look_ahead import LookAhead
+from manyhands.optim.run.progress import sum_of_samples
+from manyhands.optim.run.protocols import LocalState
 from manyhands.optim.run.tracker import ProgressTracker
 
 logger = logging.getLogger(__name__)
@@ -30,22 +31,47 @@ PARAMETERS_EVERY = 8
 LOOK_TIMEOUT_S = 1.0
 
 
-class Parameters(Protocol):
-    """Where this peer is, and what it holds there."""
+@dataclass
+class Averaged:
+    """The gradient that a global step is made from, and where the step leads.
 
-    position: Position
+    Attributes:
+        mean_N: the averaged gradient; None if this peer does not hold it and must load the state of the others. The
+            update takes it out, and may change its values.
+        lineage: of the position that the step leads to.
+        samples: of the step, by all peers together: equal on all peers that make it, as it counts for the lineage.
+        manifest: of the round, in a grid of the last one that committed here; None for a step that is made alone.
+        members: the peers that make the same step.
+        contributors: the peers whose samples count in it; None in a grid, where no peer knows all groups.
+        averaging_s: seconds of the round, without the search for the group.
+        parameters_N: averaged parameters to make the step from, in a grid every ``PARAMETERS_EVERY`` steps.
+        is_left_out: the contribution of this peer is not in the mean.
+        is_outsized: because it was too large beside those of the others.
+        disagreement: how far apart the parameters of the peers were before the step, if that is known: the root mean
+            square distance from their mean, as a fraction of its size; see
+            :meth:`manyhands.optim.run.drift.Drift.disagreement`.
+    """
 
-    def flat_parameters(self) -> torch.Tensor:
-        """The trained parameters end to end, copied; safe to call from any thread."""
+    mean_N: torch.Tensor | None
+    lineage: bytes
+    samples: int
+    manifest: RoundManifest | None = None
+    members: Sequence[PeerId] = ()
+    contributors: list[PeerId] | None = None
+    averaging_s: float = 0.0
+    parameters_N: torch.Tensor | None = None
+    is_left_out: bool = False
+    is_outsized: bool = False
+    disagreement: float | None = None
 
 
 class StepRounds:
-    """Averages the gradients of one peer with those of the others. Lives on the network thread.
+    """One peer's attempts at averaging. Lives on the network thread.
 
     Args:
-        drift: knows what the peers hold.
-        scheduler: has looked for the group.
-        local: of this peer.
+        assignment: the roster of the rounds.
+        look_ahead: searches for the group before the attempt.
+        local: what this peer holds.
         shapes: of the gradients, end to end in the vector.
     """
 
@@ -56,8 +82,8 @@ class StepRounds:
         assignment: GridAssignment,
         tracker: ProgressTracker,
         drift: Drift,
-        scheduler: RoundScheduler[Averaged],
-        local: Parameters,
+        look_ahead: LookAhead,
+        local: LocalState,
         config: AveragingConfig,
         shapes: Sequence[Sequence[int]],
     ) -> None:
@@ -67,16 +93,27 @@ class StepRounds:
         self._assignment = assignment
         self._tracker = tracker
         self._drift = drift
-        self._scheduler = scheduler
+        self._look_ahead = look_ahead
         self._local = local
         self._config = config
+        self._attempt: asyncio.Task[object] | None = None
 
-    def look_ahead(self) -> None:
-        """There is news of the others: take a seat among them, so that they can read of it before the next step."""
+    def close(self) -> None:
+        """End the attempt that is under way."""
+        self._look_ahead.stop()
+        if self._attempt is not None:
+            self._attempt.cancel()
+
+    def plan(self) -> None:
+        """Take a seat in the grid, which the others can read before the next step, and plan the search for its group.
+
+        Call this on any news of the others.
+        """
         self._assignment.position()
+        self._look_ahead.plan()
 
     async def average(self, mean_N: torch.Tensor, weight: float) -> Averaged:
-        """One attempt at a step.
+        """Make one attempt to average the gradient of a global step.
 
         Args:
             mean_N: this peer's gradient; not changed.
@@ -84,48 +121,77 @@ class StepRounds:
         Raises:
             RoundAborted: nothing was changed, and the gradient counts in the next attempt.
         """
-        return await self._scheduler.begin(lambda: self._attempt(mean_N, weight))
-
-    async def _attempt(self, mean_N: torch.Tensor, weight: float) -> Averaged:
-        position = self._local.position
-        self._assignment.position()
-        if not self._assignment.is_settled:
-            await self._look()
-        if not self._assignment.begin_step():
-            with self._tracker.in_round():
-                result = await self._rounds.average(mean_N, weight, shapes=self._shapes)
-            return averaged_in_one_group(result, position, self._own_id, weight, self._drift.disagreement())
+        position, tracker, self._attempt = self._local.position, self._tracker, asyncio.current_task()
+        tracker.answer_call()
         try:
-            return await self._in_grid(position, mean_N, weight)
-        except BaseException:
+            await self._look_ahead.end()
+            self._assignment.position()
+            if not self._assignment.is_settled:
+                await self._look()
+            if self._assignment.begin_step():
+                averaged = await self._average_in_grid(position, mean_N, weight)
+            else:
+                with tracker.in_round():
+                    committed = await self._rounds.average(mean_N, weight, shapes=self._shapes)
+                manifest, shares = committed.manifest, committed.manifest.contributors()
+                averaged = Averaged(
+                    committed.averaged_N,
+                    position.after(manifest).lineage,
+                    sum_of_samples(manifest.weights),
+                    manifest,
+                    manifest.members,
+                    contributors=list(shares),
+                    averaging_s=committed.seconds - committed.matchmaking_s,
+                    is_left_out=weight > 0 and self._own_id not in shares,
+                    is_outsized=committed.is_outsized,
+                    disagreement=self._drift.disagreement(),
+                )
+        except BaseException as error:
+            self._look_ahead.resume()
             self._assignment.end_step()
+            if isinstance(error, RoundAborted):
+                tracker.refresh_soon()  # the run may have gone on without this peer
             raise
+        finally:
+            self._attempt = None
+            self._rounds.free_buffers()  # the update needs memory now
+        if averaged.mean_N is not None:
+            tracker.expect_move()
+        return averaged
 
-    async def _in_grid(self, position: Position, mean_N: torch.Tensor, weight: float) -> Averaged:
-        loop, config, outcome, meter = asyncio.get_running_loop(), self._config, GridOutcome(), RoundMeter()
-        vector_N, shapes = mean_N, self._shapes
+    async def _average_in_grid(self, position: Position, mean_N: torch.Tensor, weight: float) -> Averaged:
+        """Average along each axis of the grid; every few steps the parameters too, which lie behind the gradient.
+
+        No peer knows all groups, so all that step from one position have one lineage, whatever their groups committed.
+        """
+        loop, config, outcome = asyncio.get_running_loop(), self._config, StepOutcome()
+        numel, vector_N, shapes = mean_N.numel(), mean_N, self._shapes
         if position.step % PARAMETERS_EVERY == 0:
-            parameters_N = await loop.run_in_executor(None, self._local.flat_parameters)
-            vector_N = torch.cat([mean_N, parameters_N])
-            shapes = [*shapes, (parameters_N.numel(),)]  # of one dimension: never with a loss
+            vector_N = await loop.run_in_executor(None, self._with_parameters, mean_N)
+            shapes = [*shapes, (vector_N.numel() - numel,)]  # of one dimension, so they are never encoded with a loss
         steps = GridSteps(self._assignment, self._own_id, self._rounds, config, self._look, shapes)
-        await steps.take(outcome, vector_N, weight, loop.time() + config.averaging_timeout_s, meter)
-        if outcome.committed is None:
+        await steps.take(outcome, vector_N, weight, loop.time() + config.averaging_timeout_s)
+        if outcome.committed is None or outcome.committed.averaged_N is None:
             raise RoundAborted(outcome.reason)
         if outcome.reason:
-            logger.warning("%d of the %d rounds of this step committed here: %s", outcome.num_committed,
+            logger.warning("%d of the %d rounds of this step committed here: %s", outcome.num_rounds_committed,
                            outcome.num_rounds, outcome.reason)  # fmt: skip
         self._tracker.met(manifest.fingerprint() for manifest in outcome.manifests)
-        members = [self._own_id, *self._tracker.expected()]
-        return averaged_in_grid(
-            outcome,
-            position,
-            mean_N.numel(),
+        averaged_N = outcome.committed.averaged_N
+        return Averaged(
+            averaged_N[:numel],
+            hashlib.sha256(position.lineage + b"grid").digest(),
             self._tracker.target_batch_size,
-            members,
-            meter.averaging_s + meter.vote_s,
-            self._drift.disagreement(),
+            outcome.committed.manifest,
+            [self._own_id, *self._tracker.expected()],
+            averaging_s=outcome.meter.averaging_s + outcome.meter.vote_s,
+            parameters_N=averaged_N[numel:] if averaged_N.numel() > numel else None,
+            is_left_out=outcome.is_left_out,
+            disagreement=self._drift.disagreement(),
         )
+
+    def _with_parameters(self, mean_N: torch.Tensor) -> torch.Tensor:
+        return torch.cat([mean_N, self._local.flat_parameters()])
 
     async def _look(self) -> None:
         try:

@@ -1,4 +1,4 @@
-"""One attempt at a global step: averaging, and then the same update on every peer."""
+"""One attempt at a global step: averaging, and then the same update on every peer; and attempts that fail in a row."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from manyhands.averaging.messages import Position, RoundManifest
+from manyhands.averaging.messages import Position
 from manyhands.base.errors import ManyhandsError, RoundAborted, Unavailable
 from manyhands.base.forgetting import without_frames
 from manyhands.base.identity import PeerId
 from manyhands.base.words import counted
 from manyhands.optim.accumulator import Contribution
-from manyhands.optim.run.averaged import Averaged
 from manyhands.optim.run.drift import Sketch
 from manyhands.optim.run.progress import sum_of_samples
+from manyhands.optim.run.step_rounds import Averaged
 from manyhands.optim.step.replica import Replica
 
 if TYPE_CHECKING:
@@ -25,24 +25,21 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+FAILURES_UNTIL_ADVICE = 3
+"""Attempts in a row: one or two fail in a healthy run as well, when a member is lost."""
+
 
 class GlobalStep:
     """What becomes of one contribution.
 
-    The training thread makes a step by itself, or leaves it to :meth:`run` and looks at :attr:`is_done`.
+    The training thread makes a step by itself, or leaves it to the network thread and looks at :attr:`is_done`.
 
     Attributes:
         contribution: this peer's part; once the update is made its vector has no values that count, unless it is left
             out.
-        applied_N: the averaged gradient, clipped, since the update has begun; None if that is made by :meth:`run`.
+        outcome: of the averaging; None before that.
+        applied_N: the averaged gradient, clipped, since the update has begun; None if the network thread makes that.
         left_from: where the step was begun.
-        samples: of the step, by all peers together, as it is averaged: by weight where that is not samples.
-        manifest: of the round, in a grid of the last one; None for a step made alone, or while there is none.
-        is_left_out: the group left out what this peer has contributed.
-        is_outsized: as it was too large beside what the others brought.
-        is_in_grid: it had several rounds.
-        disagreement: see :class:`manyhands.optim.run.averaged.Averaged`.
-        averaging_s: seconds of the round, without the search for the group.
         error: why there is no step; the contribution counts in the next attempt.
         refusal: why the step left the parameters as they were; empty if it did not.
         is_spoiled: the update failed, and the memory of the contribution was used for it.
@@ -53,14 +50,9 @@ class GlobalStep:
 
     def __init__(self, replica: Replica, contribution: Contribution) -> None:
         self.contribution = contribution
+        self.outcome: Averaged | None = None
         self.applied_N: torch.Tensor | None = None
         self.left_from = replica.position
-        self.samples = 0
-        self.manifest: RoundManifest | None = None
-        self.is_left_out = self.is_outsized = False
-        self.is_in_grid = False
-        self.disagreement: float | None = None
-        self.averaging_s = 0.0
         self.error: BaseException | None = None
         self.refusal = ""
         self.is_spoiled = False
@@ -68,75 +60,82 @@ class GlobalStep:
         self.is_begun = False
         self.is_done = False
         self._replica = replica
-        self._averaged_N: torch.Tensor | None = None
-        self._parameters_N: torch.Tensor | None = None
-        self._members: list[PeerId] = []
-        self._contributors: list[PeerId] | None = None
-        self._lineage = b""
         self._sketch = Sketch()
 
     @property
     def is_lost(self) -> bool:
         """The others made the step, and this peer does not have its result."""
-        return self.manifest is not None and self._averaged_N is None and not self.has_moved
+        return self.outcome is not None and self.outcome.mean_N is None and not self.has_moved
 
     def is_alone(self, own_id: PeerId) -> None:
         """Nobody else is there: this peer's own gradient is the average."""
-        self._averaged_N = self.contribution.mean_N
-        self._lineage = hashlib.sha256(self._replica.position.lineage + b"alone" + own_id.encode()).digest()
-        self.samples = round(self.contribution.weight)
-        self._contributors = [own_id]
+        lineage = hashlib.sha256(self.left_from.lineage + b"alone" + own_id.encode()).digest()
+        samples = round(self.contribution.weight)
+        self.outcome = Averaged(self.contribution.mean_N, lineage, samples, contributors=[own_id])
 
     def committed(self, averaged: Averaged) -> None:
         """The averaging is over, and its result counts."""
-        self.manifest = averaged.manifest
-        self.is_left_out, self.is_outsized = averaged.is_left_out, averaged.is_outsized
-        self.disagreement = averaged.disagreement
-        self.averaging_s = averaged.averaging_s
-        self._averaged_N, self._parameters_N = averaged.mean_N, averaged.parameters_N
-        self._lineage, self.samples, self._members = averaged.lineage, averaged.samples, averaged.members
-        self._contributors = averaged.contributors
-        self.is_in_grid = averaged.num_rounds > 1
-        logger.info("Averaged tensors successfully with %s", counted(averaged.num_peers, "peer"))
+        self.outcome = averaged
+        logger.info("Averaged tensors successfully with %s", counted(len(averaged.members), "peer"))
 
     def advance(self) -> None:
         """Make the update, on any thread; what the optimizer or the schedule raises passes through."""
-        averaged_N, self._averaged_N = self._averaged_N, None
-        assert averaged_N is not None, "a step follows a round that committed"
-        is_free = averaged_N is not self.contribution.mean_N and not self.is_left_out
-        spare_N = self.contribution.mean_N if is_free else None
-        self.applied_N, self.is_spoiled = averaged_N, not self.is_left_out
-        parameters_N, self._parameters_N = self._parameters_N, None
+        outcome = self.outcome
+        assert outcome is not None
+        assert outcome.mean_N is not None, "a step follows a round that committed"
+        self.applied_N, outcome.mean_N = outcome.mean_N, None
+        parameters_N, outcome.parameters_N = outcome.parameters_N, None
+        is_free = outcome.manifest is not None and not outcome.is_left_out
+        self.is_spoiled = not outcome.is_left_out
         try:
             self.refusal = self._replica.advance(
-                averaged_N, self._lineage, self.samples, spare_N, parameters_N, self._contributors
+                self.applied_N,
+                outcome.lineage,
+                outcome.samples,
+                self.contribution.mean_N if is_free else None,
+                parameters_N,
+                outcome.contributors,
             )
         finally:
             self.has_moved = self._replica.position != self.left_from
             self.is_spoiled = self.is_spoiled and not self.has_moved
-        self._sketch = self._replica.sketch() if self.manifest is not None else Sketch()  # alone, it is not asked for
+        if outcome.manifest is not None:  # of a step alone nobody asks for it
+            self._sketch = self._replica.sketch()
 
-    async def announce(self, collaboration: Collaboration) -> None:
-        """Have the network thread know where this peer, and the others of its round, are now."""
-        replica = self._replica
+    def announce(self, collaboration: Collaboration) -> None:
+        """Tell the network thread, on it, where this peer and the others of its round are now."""
+        replica, outcome = self._replica, self.outcome
+        assert outcome is not None
         if self.is_lost:
-            position = Position(replica.position.step + 1, self._lineage)
-            samples = sum_of_samples([replica.lineage_samples, self.samples])
-            await collaboration.fall_behind(position, samples, self._members)
+            position = Position(replica.position.step + 1, outcome.lineage)
+            samples = sum_of_samples([replica.lineage_samples, outcome.samples])
+            collaboration.tracker.others_moved(position, samples, list(outcome.members))
         else:
-            await collaboration.move(
-                replica.position, replica.lineage_samples, self._members, self._sketch, is_in_grid=self.is_in_grid
+            collaboration.move(
+                replica.position,
+                replica.lineage_samples,
+                outcome.members,
+                self._sketch,
+                is_in_grid=outcome.contributors is None,
             )
 
-    async def run(self, collaboration: Collaboration) -> None:
-        """Do what is left of the step on the network thread; the update on a thread of its executor."""
+    def begin(self, collaboration: Collaboration) -> None:
+        """Have the network thread make the step; once, however often this is called on it."""
+        if not self.is_begun:
+            self.is_begun = True
+            task = collaboration.tasks.spawn(self._make(collaboration), name="a global step")
+            task.add_done_callback(lambda _: self._end())
+
+    async def _make(self, collaboration: Collaboration) -> None:
+        """Do what is left of the step; the update on a thread of the loop's executor."""
         try:
-            if self._averaged_N is None:
-                self.committed(await collaboration.average(self.contribution.mean_N, self.contribution.weight))
-            if self._averaged_N is not None:
+            if self.outcome is None:
+                contribution = self.contribution
+                self.committed(await collaboration.step_rounds.average(contribution.mean_N, contribution.weight))
+            if not self.is_lost:
                 await asyncio.get_running_loop().run_in_executor(None, self.advance)
                 self.applied_N = None
-            await self.announce(collaboration)
+            self.announce(collaboration)
         except (RoundAborted, Unavailable) as error:
             self.error = without_frames(error)
         except Exception as error:  # noqa: BLE001 (it is the training thread's, which raises it)
@@ -144,8 +143,47 @@ class GlobalStep:
         else:
             self.is_done = True
 
-    def end(self) -> None:
+    def _end(self) -> None:
         """The network thread does nothing more for the step."""
         if not self.is_done and self.error is None:
             self.error = ManyhandsError("this peer left the run")
         self.is_done = True
+
+
+class Failures:
+    """Counts the attempts that failed in a row, and tells the user what to do about them.
+
+    Args:
+        allow_solo: after some of them the peer goes on alone.
+    """
+
+    def __init__(self, *, allow_solo: bool) -> None:
+        self._allow_solo = allow_solo
+        self._in_a_row = 0
+
+    @property
+    def is_time_to_go_alone(self) -> bool:
+        """Whether the user wants no further attempt with the others."""
+        return self._allow_solo and self._in_a_row >= FAILURES_UNTIL_ADVICE
+
+    def add(self, error: BaseException, samples: int) -> None:
+        """Count one more; so many samples of this peer wait.
+
+        Raises:
+            BaseException: what the attempt failed with, if that has nothing to do with the others.
+        """
+        if not isinstance(error, (RoundAborted, Unavailable)):
+            raise error
+        self._in_a_row += 1
+        logger.warning("Skipped averaging: %s; the %d samples of this peer count in the next attempt", error, samples)
+        if self._in_a_row % FAILURES_UNTIL_ADVICE == 0:
+            logger.warning(
+                "%d attempts failed in a row: other peers of the run are seen, but no round with them succeeds. %s; "
+                "manyhands doctor --initial-peers ... says whether it can reach them, and they can reach it",
+                self._in_a_row,
+                "It goes on alone" if self._allow_solo else "This peer does not step alone",
+            )
+
+    def end(self) -> None:
+        """A step was made."""
+        self._in_a_row = 0

@@ -1,4 +1,9 @@
-"""What becomes of the samples of one peer: each is used once, waits, or was dropped for a reason that the log names."""
+"""What becomes of the samples of one peer: each is used once, waits, or was dropped for a reason that the log names.
+
+The others may make a step without some samples of this peer. It then loads their state, or has made the same step. The
+samples count in the next step if they surely were not counted in the last one and are at most one step late, as with
+``delay``; see :meth:`SampleCounter._reason_to_drop`.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +15,14 @@ from manyhands.optim.accumulator import Contribution, GradientAccumulator, Gradi
 from manyhands.optim.health import Statistics
 from manyhands.optim.step.global_step import GlobalStep
 from manyhands.optim.step.replica import Replica
-from manyhands.optim.step.staleness import reason_to_drop
 
 logger = logging.getLogger(__name__)
+
+MAX_STEPS_LATE = 1
+OUTSIZED = (
+    "the others made global step %d without them, as the gradient of this peer was far too large beside theirs. If "
+    "this goes on, look at its loss and its data: the others give it no place for 10 minutes after three such steps"
+)
 
 
 class SampleCounter:
@@ -56,53 +66,39 @@ class SampleCounter:
     def give_up(self, step: GlobalStep) -> None:
         """A step was not made: its contribution counts in the next attempt, if it is still there."""
         if step.is_spoiled:
-            self._drop(step)
-            logger.warning("The update of global step %d broke off; its %d samples of this peer are dropped",
-                           self._replica.position.step + 1, step.contribution.samples)  # fmt: skip
+            self._drop(step, f"the update of global step {step.left_from.step + 1} broke off")
         else:
             self._accumulator.take_back(step.contribution)
 
     def count(self, step: GlobalStep) -> None:
         """A step was made, by this peer or by the others without it."""
-        contribution, counts = step.contribution, self.statistics
-        counts.rounds_committed += step.manifest is not None
-        counts.steps_alone += step.manifest is None
+        outcome, contribution, counts = step.outcome, step.contribution, self.statistics
+        assert outcome is not None
+        counts.rounds_committed += outcome.manifest is not None
+        counts.steps_alone += outcome.manifest is None
         counts.updates_refused += bool(step.refusal)
-        counts.disagreement = step.disagreement
-        counts.samples_of_all += 0 if step.is_lost else step.samples
-        if step.refusal and not step.is_left_out:
-            self._drop(step)
-            logger.warning("Global step %d changes nothing: %s. All its samples are dropped",
-                           self._replica.position.step, step.refusal)  # fmt: skip
-        elif not step.is_left_out:
+        counts.disagreement = outcome.disagreement
+        counts.samples_of_all += 0 if step.is_lost else outcome.samples
+        number = step.left_from.step + 1
+        if not outcome.is_left_out and step.refusal:
+            self._drop(step, f"global step {number} changes nothing: {step.refusal}")
+        elif not outcome.is_left_out:
             counts.samples_used += contribution.samples
             self._recycle(step)
-        elif step.is_outsized:
-            self._drop(step)
-            logger.warning("The gradient of this peer was far too large beside those of the others, which made global "
-                           "step %d without it; its %d samples are dropped. If this goes on, look at its loss and its "
-                           "data: the others give it no place for 10 minutes after three such steps",
-                           step.left_from.step + 1, contribution.samples)  # fmt: skip
+        elif outcome.is_outsized:
+            self._drop(step, OUTSIZED % number)
         elif step.is_lost:  # once the state is loaded it is known where they can count
             self._accumulator.take_back(contribution)
-        elif reason := self._reason_to_drop(contribution.since_step, step.left_from, was_in_group=True):
-            self._drop(step)
-            logger.warning("The group made global step %d without this peer; its %d samples are dropped: %s",
-                           self._replica.position.step, contribution.samples, reason)  # fmt: skip
+        elif reason := self._reason_to_drop(contribution.since_step, step.left_from, was_out=True):
+            self._drop(step, f"the group made global step {number} without this peer, and {reason}")
         else:
             self._accumulator.take_back(contribution)
             self._carried(contribution.samples)
 
-    def load(self, before: Position, in_group_from: Position | None) -> None:
-        """The state of others was loaded: what waits counts there if it surely was not counted yet.
-
-        Args:
-            before: where this peer was.
-            in_group_from: from where the last round led on in whose group it was.
-        """
+    def load(self, before: Position) -> None:
+        """The state of others was loaded, and this peer was at ``before``."""
         for part in self._accumulator.parts:
-            was_in_group = part.was_out and in_group_from == before
-            if reason := self._reason_to_drop(part.since_step, before, was_in_group=was_in_group):
+            if reason := self._reason_to_drop(part.since_step, before, was_out=part.was_out):
                 self._drop_waiting(part, reason)
             else:
                 self._carried(part.samples)
@@ -117,27 +113,42 @@ class SampleCounter:
         for part in self._accumulator.parts:
             self._drop_waiting(part, reason)
 
-    def _drop_waiting(self, part: GradientSum, reason: str) -> None:
-        self.statistics.samples_dropped += part.samples
-        logger.warning("%d samples are dropped: %s", part.samples, reason)
-        self._accumulator.drop(part)
+    def _reason_to_drop(self, since_step: int, before: Position, *, was_out: bool) -> str:
+        """Why samples cannot count at the position to which this peer has gone; empty if they can.
 
-    def _drop(self, step: GlobalStep) -> None:
-        self.statistics.samples_dropped += step.contribution.samples
-        self._recycle(step)
-
-    def _recycle(self, step: GlobalStep) -> None:
-        """Use the memory of a contribution again; of a step alone the wrapped optimizer has it, and may keep it."""
-        if step.manifest is not None:
-            self._accumulator.recycle(step.contribution)
-
-    def _reason_to_drop(self, since_step: int, before: Position, *, was_in_group: bool) -> str:
+        Args:
+            since_step: of the parameters that the oldest of them was computed on.
+            before: where this peer was.
+            was_out: an attempt at the step was made with some of them, which may have committed whatever this peer has
+                heard of it. Then the state of the others must say whose samples it has.
+        """
         after, origin = self._replica.position, self._replica.origin
-        return reason_to_drop(
-            self._own_id, since_step, was_in_group=was_in_group, before=before, after=after, origin=origin
-        )
+        if origin is None or origin.parent != before:
+            return "they were computed on other parameters"
+        if after.step - since_step > MAX_STEPS_LATE:
+            return f"they would be {after.step - since_step} steps late"
+        if was_out and (origin.contributors is None or self._own_id in origin.contributors):
+            return "the others may have made the step with them"
+        return ""
 
     def _carried(self, samples: int) -> None:
         self.statistics.samples_carried += samples
         logger.info("The others made global step %d without %d samples of this peer; they count in the next one",
                     self._replica.position.step, samples)  # fmt: skip
+
+    def _drop_waiting(self, part: GradientSum, reason: str) -> None:
+        self._count_dropped(part.samples, reason)
+        self._accumulator.drop(part)
+
+    def _drop(self, step: GlobalStep, reason: str) -> None:
+        self._count_dropped(step.contribution.samples, reason)
+        self._recycle(step)
+
+    def _count_dropped(self, samples: int, reason: str) -> None:
+        self.statistics.samples_dropped += samples
+        logger.warning("%d samples are dropped: %s", samples, reason)
+
+    def _recycle(self, step: GlobalStep) -> None:
+        """Use the memory of a contribution again; of a step alone the wrapped optimizer has it, and may keep it."""
+        if step.outcome is not None and step.outcome.manifest is not None:
+            self._accumulator.recycle(step.contribution)

@@ -1,0 +1,284 @@
+"""Decides what a peer does after a micro-batch: compute on, step with the others or alone, or load their state."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from manyhands.averaging.config import AveragingConfig
+from manyhands.averaging.messages import Position
+from manyhands.averaging.rounds import RoundRunner
+from manyhands.averaging.run_endpoint import RunEndpoint
+from manyhands.base.deadline import time_limit
+from manyhands.base.errors import ManyhandsError
+from manyhands.base.identity import PeerId
+from manyhands.optim.run.acquaintances import Acquaintances, Departures
+from manyhands.optim.run.drift import Drift
+from manyhands.optim.run.firewalled import Firewalled
+from manyhands.optim.run.group_options import UnlikeOptions
+from manyhands.optim.run.look_ahead import LookAhead
+from manyhands.optim.run.protocols import LocalState
+from manyhands.optim.run.tracker import ProgressTracker
+from manyhands.optim.state.transfer import StateServer
+from manyhands.peer import Presence
+from manyhands.runtime import TaskOwner
+
+logger = logging.getLogger(__name__)
+
+LOOK_TIMEOUT_S = 5.0
+NEAR_TIMEOUT_S = 1.0
+"""A training loop waits no longer to learn whether the target is reached."""
+NEWCOMER_S = 3.0
+"""A peer that has downloaded the state is given so long to show itself, before a lone peer moves on from it."""
+LULL_S = 0.25
+"""Far from the target, batches are reported so often at most: each report wakes two threads."""
+FAR_S = 10.0
+"""The target is further away, at the predicted speed; no peer looks for a group yet."""
+BATCH_MARGIN = 1.25
+"""Another batch is begun before a round when it would end before the others' even if it took so much longer."""
+PAUSE_S = 60.0
+MAX_PAUSE_S = 600.0
+
+
+class Decision(enum.Enum):
+    """What to do after a micro-batch."""
+
+    ACCUMULATE = "the target is not reached"
+    AVERAGE = "the target is reached: average with the others"
+    GO_ALONE = "the target is reached, and nobody else is there"
+    LOAD_STATE = "the run is on another branch: load its state"
+    RELOAD = "most peers at this position hold other parameters: load their state"
+
+
+@dataclass(frozen=True)
+class Lull:
+    """Nothing is due before this time, nor before this peer has so many samples."""
+
+    until: float  # loop time
+    samples: int
+
+
+class StepDecisions:
+    """What one peer does after each of its micro-batches. Lives on the network thread.
+
+    Args:
+        look_ahead: searches for the group of the step that comes next.
+        tasks: call other peers in the background.
+        allow_solo: step alone where no peer can be dialled.
+    """
+
+    def __init__(
+        self,
+        presence: Presence,
+        run_id: str,
+        tracker: ProgressTracker,
+        rounds: RoundRunner,
+        look_ahead: LookAhead,
+        server: StateServer,
+        drift: Drift,
+        unlike_options: UnlikeOptions,
+        local: LocalState,
+        averaging: AveragingConfig,
+        tasks: TaskOwner,
+        *,
+        allow_solo: bool,
+    ) -> None:
+        self._endpoint = presence.endpoint
+        self._tracker = tracker
+        self._rounds = rounds
+        self._look_ahead = look_ahead
+        self._server = server
+        self._drift = drift
+        self._unlike_options = unlike_options
+        self._local = local
+        self._averaging = averaging
+        self._allow_solo = allow_solo
+        self._departures = Departures(presence.endpoint, tracker, tasks)
+        self._firewalled = Firewalled(presence, tracker, run_id, tasks)
+        self._acquaintances = Acquaintances(RunEndpoint(presence.endpoint, run_id), tracker, tasks)
+        self._courtesy = Courtesy()
+        self._lull: Lull | None = None
+        self._due_at: tuple[Position, float] | None = None  # since when (loop time)
+        self._waited_in_vain_at: Position | None = None
+
+    def close(self) -> None:
+        self._lull = None
+        self._acquaintances.close()
+
+    def on_news(self) -> None:
+        """Something new is known of the others."""
+        self._lull = None
+        self._firewalled.call_on_those_in_need()
+
+    def note_step(self, members: Collection[PeerId]) -> None:
+        """These peers have made the step, with this one."""
+        self._courtesy.note_step(members, asyncio.get_running_loop().time())
+
+    async def decide(
+        self, samples: int, samples_per_second: float, batch_s: float = 0.0, *, may_wait: bool = False
+    ) -> Decision:
+        """Report what this peer has accumulated, and how long a batch takes it; returns what to do next.
+
+        Args:
+            may_wait: for the batches of the others with which the target is reached, rather than compute one more.
+
+        Raises:
+            ConfigError: another process has the identity of this peer, and began earlier.
+        """
+        tracker = self._tracker
+        tracker.twin.check(asyncio.get_running_loop().time())
+        tracker.report(samples, samples_per_second, batch_s)
+        self._firewalled.tell()
+        if tracker.is_worth_a_look():
+            await self.look(NEAR_TIMEOUT_S)
+        self._unlike_options.look(self._local.position)
+        if tracker.should_load_state():
+            return Decision.LOAD_STATE
+        if self._drift.should_load():
+            return Decision.RELOAD
+        if may_wait and samples and tracker.is_arriving():
+            self._acquaintances.tell(tracker.view.reachable)
+        if not tracker.is_due() and not (may_wait and await self._reaches_target(batch_s)):
+            self._lull = self._lull_after(samples)
+            return Decision.ACCUMULATE
+        if tracker.can_meet_somebody():
+            is_time = self._has_time_for(batch_s) or self._holds_for_latecomers()
+            return Decision.ACCUMULATE if is_time else Decision.AVERAGE
+        if not self._is_alone():  # but those who are there cannot be reached now
+            self._departures.look()
+            return Decision.ACCUMULATE
+        await self.look()  # before a step that nobody else makes
+        if not self._is_alone() or tracker.can_meet_somebody():
+            return Decision.ACCUMULATE
+        if not samples or self._is_followed() or await self._acquaintances.answer():
+            return Decision.ACCUMULATE
+        return Decision.GO_ALONE
+
+    async def rest(self, seconds: float) -> None:
+        """Do nothing for so long; a step that becomes due ends it."""
+        if self._tracker.is_due():
+            await asyncio.sleep(seconds)  # what stands in its way is still there
+        else:
+            await self._tracker.wait_until_due(seconds)
+
+    async def look(self, timeout_s: float = LOOK_TIMEOUT_S) -> None:
+        """Read the progress of the others."""
+        try:
+            async with time_limit(timeout_s, "reading the progress of the others"):
+                await self._tracker.refresh()
+        except ManyhandsError as error:
+            logger.debug("the progress of the others cannot be read: %s", error)
+
+    # far from the target
+
+    def is_lull(self, samples: int, now: float) -> bool:
+        """Whether a batch need not be reported, and nothing is due; safe to call from any thread."""
+        lull = self._lull
+        is_wanted = self._tracker.is_called or self._tracker.twin.is_older
+        return lull is not None and now < lull.until and samples < lull.samples and not is_wanted
+
+    def _lull_after(self, samples: int) -> Lull | None:
+        progress, outlook = self._tracker.progress, self._tracker.outlook
+        if not FAR_S < min(progress.eta_s, outlook.eta_s) < math.inf:
+            return None
+        missing = self._tracker.target_batch_size - max(progress.samples, outlook.samples)
+        return Lull(asyncio.get_running_loop().time() + LULL_S, samples + missing // 2)
+
+    # at the target
+
+    async def _reaches_target(self, batch_s: float) -> bool:
+        """Wait for the batches that the others compute, if the target is reached with them; whether it was.
+
+        Otherwise each peer would compute one more, and a step have so many samples too many. Others that do not bring
+        what was expected are waited for once between two steps.
+        """
+        now, tracker, position = asyncio.get_running_loop().time(), self._tracker, self._local.position
+        busy_until = tracker.view.busy_until(now)
+        if not tracker.is_arriving() or self._waited_in_vain_at == position or batch_s <= 0:
+            return False
+        if busy_until - now > min(BATCH_MARGIN * batch_s, self._averaging.matchmaking_time_s / 2):
+            return False  # another batch of this peer will be done before theirs, or theirs take too long
+        await tracker.wait_until_due(busy_until + min(batch_s, NEAR_TIMEOUT_S) - now)
+        if not tracker.is_due():
+            await self.look(NEAR_TIMEOUT_S)
+        self._unlike_options.look(position)  # at what others have told meanwhile
+        if not tracker.is_due():
+            self._waited_in_vain_at = position
+        return tracker.is_due()
+
+    def _has_time_for(self, batch_s: float) -> bool:
+        """Whether this peer can compute another batch before the others, who still compute, come to the round.
+
+        Or before a search that is held up has found out who does not come.
+        """
+        now, due_at = asyncio.get_running_loop().time(), self._due_since()
+        until = max(self._tracker.view.busy_until(due_at), self._look_ahead.lasts_until())
+        until = min(until, due_at + self._averaging.matchmaking_time_s / 2)
+        return batch_s > 0 and now + BATCH_MARGIN * batch_s <= until
+
+    def _due_since(self) -> float:
+        """When a step from here was due at first, as far as anybody has asked (loop time)."""
+        position = self._local.position
+        if self._due_at is None or self._due_at[0] != position:
+            self._due_at = (position, asyncio.get_running_loop().time())
+        return self._due_at[1]
+
+    def _is_alone(self) -> bool:
+        """Whether a step would be made with others if it waited; one in client mode begins no branch beside theirs."""
+        if self._endpoint.client_mode and self._tracker.reader.trainers():
+            return self._allow_solo and self._tracker.is_stranded
+        return self._tracker.num_peers_here() == 1 and self._tracker.is_on_best_branch()
+
+    # peers that load the state
+
+    def _is_followed(self) -> bool:
+        """Whether a lone peer waits for one that is about to join, and would load a state that is left behind."""
+        return self._waits_for_followers(self._averaging.averaging_timeout_s)
+
+    def _holds_for_latecomers(self) -> bool:
+        """Whether to let a peer catch up whose last download took longer than a step; the others wait for this one.
+
+        Else it would load one state after the other, and never take part. Bounded as any wait for a peer that computes.
+        """
+        return self._waits_for_followers(self._averaging.matchmaking_time_s / 2, by_latecomers=True)
+
+    def _waits_for_followers(self, limit_s: float, *, by_latecomers: bool = False) -> bool:
+        now = asyncio.get_running_loop().time()
+        if now - self._due_since() >= limit_s:
+            return False
+        followers = self._server.followers(NEWCOMER_S, by_latecomers=by_latecomers)
+        return self._courtesy.is_due([peer_id for peer_id in followers if not self._rounds.is_refused(peer_id)], now)
+
+
+class Courtesy:
+    """Limits how often this peer waits for others that load the state and then miss the round. Times are of the loop.
+
+    Each wait in vain is followed by a pause in which it waits for no peer: one minute at first, twice as long each
+    further time, up to ten minutes. So a peer that downloads the state again and again holds nobody up for long,
+    whatever identities it takes.
+    """
+
+    def __init__(self) -> None:
+        self._followers: set[PeerId] = set()  # those whom this step has waited for
+        self._in_vain = 0
+        self._pause_until = -math.inf
+
+    def is_due(self, followers: Collection[PeerId], now: float) -> bool:
+        """Whether to wait for these peers, which load the state."""
+        if not followers or now < self._pause_until:
+            return False
+        self._followers |= set(followers)
+        return True
+
+    def note_step(self, members: Collection[PeerId], now: float) -> None:
+        """These peers have made the step."""
+        if self._followers and self._followers.isdisjoint(members):
+            self._in_vain += 1
+            self._pause_until = now + min(PAUSE_S * 2.0 ** (self._in_vain - 1), MAX_PAUSE_S)
+        elif self._followers:
+            self._in_vain = 0
+        self._followers = set()
