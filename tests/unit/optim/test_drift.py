@@ -114,14 +114,19 @@ async def test_others_that_are_far_off_are_named_once(caplog: pytest.LogCaptureF
         ]
 
 
-async def test_without_a_majority_nobody_is_named_nor_reloads(caplog: pytest.LogCaptureFixture) -> None:
+async def test_without_a_majority_nobody_reloads_and_one_warning_says_so(caplog: pytest.LogCaptureFixture) -> None:
     async with drifting() as (run, drift):
-        run.tracker.move(HERE, 20, [BOB])
-        drift.moved(HERE, Sketch(WRONG, 6.0), is_in_grid=False)
-        await hear(run, RIGHT, HERE, (BOB,))
-        assert not drift.should_load()
-        assert drift.disagreement() == pytest.approx(0.2)
-        assert caplog.messages == []
+        for position in (HERE, NEXT):
+            run.tracker.move(position, 20, [BOB])
+            drift.moved(position, Sketch(WRONG, 6.0), is_in_grid=False)
+            await hear(run, b"", position, (BOB,))
+            assert not drift.should_load()
+            assert len(caplog.messages) == (position == NEXT), "the other one has loaded a state and published no sums"
+            await hear(run, RIGHT, position, (BOB,))
+            assert not drift.should_load()
+            assert drift.disagreement() == pytest.approx(0.2)
+        assert len(caplog.messages) == 1
+        assert "another one differ by 33.3% (rounding: 0.05%), and no majority of the 2 peers" in caplog.text
 
 
 async def test_a_position_that_is_known_from_a_round_only_says_nothing_of_what_is_held_there() -> None:

@@ -17,7 +17,7 @@ import logging
 import math
 import statistics
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import NamedTuple
 
 import torch
@@ -144,6 +144,7 @@ class Drift:
         self._named: set[PeerId] = set()
         self._tried_at: Position | None = None  # to reload
         self._has_reloaded = False
+        self._has_warned = False  # that there is no majority
 
     def moved(self, position: Position, sketch: Sketch, *, is_in_grid: bool) -> None:
         """This peer has made a step; in a grid groups may differ by more than rounding, and nobody is judged."""
@@ -179,6 +180,8 @@ class Drift:
         if self._position is None or self._is_in_grid:
             return False
         apart = self._distances_at(self._position)
+        if not apart:
+            self._warn_without_majority()
         differing = {peer_id for peer_id, distance in apart.items() if distance > self._bound}
         for peer_id in sorted(differing - self._named):
             what = (
@@ -200,6 +203,25 @@ class Drift:
         self._tried_at = self._position
         return True
 
+    def _warn_without_majority(self) -> None:
+        """Warn once if a peer differs from this one, and no majority tells whose parameters are right: of two, say."""
+        assert self._position is not None
+        if self._has_warned or not self._sketch.sums:
+            return
+        sketches = self._published_at(self._position).values()
+        rows = [unpacked(sketch) for sketch in sketches if len(sketch) == MAX_SKETCH_BYTES]
+        if not rows or len(rows) < len(self._others()) or (own := unpacked(self._sketch.sums)) is None:
+            return
+        furthest = max(math.inf if row is None else math.dist(row, own) for row in rows)
+        apart = furthest / max(self._sketch.size, sys.float_info.min)
+        if apart > 2 * self._bound:  # each of two peers may be within the bound of what is right
+            self._has_warned = True
+            logger.warning(
+                "The parameters of this peer and another one differ by %.3g%% (rounding: %g%%), and no majority of the "
+                "%d peers holds the same: nobody can tell whose are right. Look for code that changes them beside the "
+                "optimizer on one machine only", 100 * apart, 100 * self._bound, len(rows) + 1,
+            )  # fmt: skip
+
     def ordered(self, donors: Iterable[PeerId], position: Position) -> list[PeerId]:
         """The donors that hold what the majority holds first, then those of which nothing is known."""
         apart = self._distances_at(position)
@@ -209,8 +231,10 @@ class Drift:
         sketches, size = self._published_at(position), 0.0
         if position == self._position and self._sketch.sums:
             sketches[self._own_id], size = self._sketch
-        num_others = len(self._reader.observed().keys() - self._reader.strangers().keys())
-        return distances(sketches, num_others + 1, self._bound, size)
+        return distances(sketches, len(self._others()) + 1, self._bound, size)
+
+    def _others(self) -> Set[PeerId]:
+        return self._reader.observed().keys() - self._reader.strangers().keys()
 
     def _published_at(self, position: Position) -> dict[PeerId, bytes]:
         strangers = self._reader.strangers()
