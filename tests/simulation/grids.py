@@ -56,7 +56,7 @@ class SharedRecords:
             self._stored_at[subkey] = asyncio.get_running_loop().time()
             return 1
 
-        async def get(key: str) -> dict[str, StoredValue]:
+        async def get(key: str, *, quickly: bool = False) -> dict[str, StoredValue]:
             await asyncio.sleep(MIN_TRIP_S)
             now = asyncio.get_running_loop().time()
             for subkey in [

@@ -236,7 +236,8 @@ class BranchChoice:
         self._is_connected = is_connected
         self._records: Records = {}
         self._strangers: Mapping[PeerId, bytes] = {}
-        self._doubted: dict[PeerId, float] = {}  # since when; infinitely late once it was said
+        self._doubted: frozenset[PeerId] = frozenset()
+        self._doubted_since: dict[PeerId, float] = {}  # infinitely late once it was said
         self._shunned: dict[PeerId, float] = {}  # until when
         self._majority: Position | None = None  # where most peers are that do not follow this peer's branch
         self._waits_since = math.inf  # for peers in client mode that have the state to connect
@@ -244,21 +245,30 @@ class BranchChoice:
 
     def look(self, own: ProgressRecord, records: Records, strangers: Mapping[PeerId, bytes], now: float) -> None:
         """The records of the others may have changed, or this peer has gone elsewhere: judge anew."""
+        old = self._records
+        unread = {
+            peer_id for peer_id in self._doubted_since.keys() & old.keys() if records.get(peer_id) is old[peer_id]
+        }
         self._own, self._records, self._strangers = own, records, strangers
-        self.belief.been_at(own.position)
         self._majority = self.belief.other_majority(own, records, now)
-        self._doubted = {peer_id: self._doubted.get(peer_id, now) for peer_id in self.belief.doubted(own, records)}
-        for peer_id, since in self._doubted.items():
-            if now >= since + DOUBT_S:
-                self._doubted[peer_id] = math.inf
-                logger.warning("Peer %s says that the run is at step %d, and too few others do: it is not followed",
-                               peer_id, records[peer_id].position.step)  # fmt: skip
+        self._doubted = self.belief.doubted(own, records)
+        since = self._doubted_since  # one whose record this peer has caught up with may say more in its next one
+        self._doubted_since = {peer_id: since.get(peer_id, now) for peer_id in self._doubted | unread}
+        self.name_doubted(now)
         self._shunned = {peer_id: until for peer_id, until in self._shunned.items() if until > now}
         shunned = {peer_id for peer_id in self._shunned.keys() & records.keys() if is_ahead(records[peer_id], own)}
-        out = self._doubted.keys() | shunned
+        out = self._doubted | shunned
         self.believed = {peer_id: record for peer_id, record in records.items() if peer_id not in out}
         self._waits_since = min(self._waits_since, now) if self._is_only_with_clients() else math.inf
         self._has_waited = now - self._waits_since >= CLIENT_PATIENCE_S
+
+    def name_doubted(self, now: float) -> None:
+        """Log each peer that has not been believed for a while, once."""
+        for peer_id in self._doubted:
+            if now >= self._doubted_since[peer_id] + DOUBT_S:
+                self._doubted_since[peer_id] = math.inf
+                logger.warning("Peer %s says that the run is at step %d, and too few others do: it is not followed",
+                               peer_id, self._records[peer_id].position.step)  # fmt: skip
 
     def shun(self, peer_id: PeerId, now: float) -> None:
         """A peer has handed out a state that cannot be used: what it says of a better branch does not count."""

@@ -139,6 +139,7 @@ class ProgressTracker:
     def report(self, samples: int, samples_per_second: float, batch_s: float = 0.0) -> None:
         """This peer has accumulated ``samples`` since the last global step; a batch takes it so many seconds."""
         self._update(samples=samples, samples_per_second=samples_per_second, batch_s=batch_s)
+        self.branches.name_doubted(asyncio.get_running_loop().time())
 
     def sit(self, round_number: int, seat: Seat) -> None:
         """Take a place among the groups of a large run."""
