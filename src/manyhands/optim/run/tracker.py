@@ -71,6 +71,7 @@ class ProgressTracker:
         on_outlook: called whenever the outlook may have changed, also by a step.
         progress: of the collaboration, as the peers have said; this decides whether a global step is due.
         outlook: as it must be by now, reckoned from what they have said; this decides when to publish and to read.
+        num_together: members of the one group whose round led to this position; 0 if this peer came here otherwise.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class ProgressTracker:
         )
         self._read_at = self._wholly_read_at = -math.inf  # loop time
         self._missing: dict[PeerId, int] = {}
+        self.num_together = 0
         self._without_state: dict[PeerId, int] = {}
         self._shunned: dict[PeerId, float] = {}  # until when (loop time)
         self._belief = Belief()
@@ -168,6 +170,10 @@ class ProgressTracker:
         """The last ones that were in a committed round with this peer."""
         return self._belief.recently_met(num)
 
+    def has_met(self, peer_id: PeerId) -> bool:
+        """Whether a peer was in a committed round with this one."""
+        return self._belief.has_met(peer_id)
+
     def heard(self, peer_id: PeerId, record: ProgressRecord) -> None:
         """A peer has told directly where it is."""
         self.reader.heard(peer_id, record)
@@ -213,6 +219,7 @@ class ProgressTracker:
 
     def move(self, position: Position, lineage_samples: int, together_with: list[PeerId]) -> None:
         """This peer, and the others of its round, have gone to ``position``."""
+        self.num_together = 0 if self._own.seat.layout.sides else len(together_with)
         self.reader.moves(self._own.position, position)
         self._belief.been_at(position)
         self.others_moved(position, lineage_samples, together_with)
