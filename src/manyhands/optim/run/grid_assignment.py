@@ -187,9 +187,9 @@ class GridAssignment:
         """
         if self._tracker.num_together:
             return self._tracker.num_together > self._max_group_size
-        # this peer has loaded the state, or made its last step alone: it goes by those who came here together
-        met = [record for peer_id, record in records.items() if self._tracker.has_met(peer_id)]
-        if any(record.seat.layout.sides for record in met or records.values()):
+        # this peer has loaded the state, or made its last step alone
+        of_teachers = [record for peer_id, record in records.items() if self._tracker.has_learnt_from(peer_id)]
+        if any(record.seat.layout.sides for record in of_teachers or records.values()):
             return True
         observed = self._tracker.reader.observed().values()
         return len(records) >= self._max_group_size and not any(seen.record.sketch for seen in observed)

@@ -105,6 +105,7 @@ class ProgressTracker:
         self._read_at = self._wholly_read_at = -math.inf  # loop time
         self._missing: dict[PeerId, int] = {}
         self.num_together = 0
+        self._donor: PeerId | None = None
         self._without_state: dict[PeerId, int] = {}
         self._shunned: dict[PeerId, float] = {}  # until when (loop time)
         self._belief = Belief()
@@ -170,9 +171,9 @@ class ProgressTracker:
         """The last ones that were in a committed round with this peer."""
         return self._belief.recently_met(num)
 
-    def has_met(self, peer_id: PeerId) -> bool:
-        """Whether a peer was in a committed round with this one."""
-        return self._belief.has_met(peer_id)
+    def has_learnt_from(self, peer_id: PeerId) -> bool:
+        """Whether a peer was in a committed round with this one, or has handed out the last state loaded here."""
+        return peer_id == self._donor or self._belief.has_met(peer_id)
 
     def heard(self, peer_id: PeerId, record: ProgressRecord) -> None:
         """A peer has told directly where it is."""
@@ -213,8 +214,9 @@ class ProgressTracker:
         """The rounds of a step in a grid; :meth:`move` follows when it is made."""
         self.reader.met(self._own.position, fingerprints)
 
-    def loaded(self, position: Position, recent_rounds: list[bytes]) -> None:
+    def loaded(self, position: Position, recent_rounds: list[bytes], donor: PeerId | None = None) -> None:
         """A state has come from another peer, and what that one says of its rounds; :meth:`move` follows."""
+        self._donor = donor
         self.reader.loaded(position, recent_rounds)
 
     def move(self, position: Position, lineage_samples: int, together_with: list[PeerId]) -> None:
