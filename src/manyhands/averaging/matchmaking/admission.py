@@ -23,8 +23,6 @@ UNKNOWN = "unknown"
 """Code of a refusal: there is no record of the asking peer."""
 REFUSED = "refused"
 """Code of a refusal: the asking peer has spoilt rounds."""
-NOT_IN_RUN = "unknown_method"
-"""Code of a refusal: the asked peer serves no calls of the run."""
 FULL = "full"
 """Code of a refusal: all places of the group are taken."""
 

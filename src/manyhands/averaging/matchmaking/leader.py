@@ -13,7 +13,6 @@ from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.matchmaking.admission import (
     BEHIND,
     FULL,
-    NOT_IN_RUN,
     OTHER_MANIFEST,
     OTHER_PART,
     TOLD_BEHIND,
@@ -384,8 +383,6 @@ class GroupLeader:
         """An invited peer does not come, and says why."""
         if refusal.code == OTHER_MANIFEST:
             self._view.note_refusal(peer_id, refusal)
-        elif refusal.code == NOT_IN_RUN:  # a peer serves the calls of its run before it publishes a record
-            self._view.report_missing(peer_id)
         elif refusal.code == OTHER_PART:
             try:
                 await self.told_apart(peer_id)
