@@ -305,7 +305,7 @@ async def only_publishes(stranger: Stranger) -> None:
     await stranger.publish()
 
 
-HELD_UP_BY = (invites_as_a_member, holds_places, joins, only_publishes)
+HELD_UP_BY = (invites_as_a_member, holds_places, joins)
 """These still cost more steps than they should: 0.37 to 0.65 of them are left (docs/dev/next.md)."""
 
 
@@ -353,9 +353,9 @@ def test_three_hundred_false_identities_make_no_grid_of_a_run(names_grid: bool) 
 
 @pytest.mark.sweep
 def test_an_identity_every_six_seconds_keeps_no_newcomer_out() -> None:
-    """They cost more steps than they should (docs/dev/next.md), but a rule against newcomers would hit this one."""
+    """A rule against newcomers would hit this one."""
     before, during, swarm = steps_under(only_publishes, 15, apart_s=6.0, newcomer_at_s=60.0)
-    assert during >= 0.25 * before
+    assert during >= 0.7 * before
     counts = swarm.members[NEWCOMER].optimizer.statistics
     assert counts.rounds_committed >= 3
     assert (counts.samples_dropped, counts.steps_alone) == (0, 0)
