@@ -22,7 +22,7 @@ def can_be_made() -> bool:
 
 
 class Machines:
-    """Some machines that reach each other, each in a /24 of its own."""
+    """Some machines that reach each other, each in a /24 of its own, as strangers on the internet are."""
 
     def __init__(self, num_machines: int) -> None:
         self._prefix = f"mh{os.getpid() % 100_000}"

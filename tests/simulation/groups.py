@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.matchmaking.follower import Matchmaker
-from manyhands.averaging.messages import Group, Position
+from manyhands.averaging.messages import ASK_VERDICT, Group, Position, Verdict
 from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.base.address import Address
 from manyhands.base.errors import RoundAborted
@@ -131,7 +131,9 @@ def search(seekers: Iterable[Seeker], seed: int = 1, config: AveragingConfig = C
             appear=seeker.appear,
         )
         rng = world.rng(f"groups of {host.name}")
-        seeker.matchmaker = Matchmaker(RunEndpoint(endpoint, "run"), seeker.fingerprint, seeker.roster, config, rng)
+        run_endpoint = RunEndpoint(endpoint, "run")
+        run_endpoint.handle(ASK_VERDICT, lambda remote, query: Verdict(False))  # as each peer of a run does
+        seeker.matchmaker = Matchmaker(run_endpoint, seeker.fingerprint, seeker.roster, config, rng)
         try:
             await asyncio.sleep(0.5)
             for name in seeker.knows:

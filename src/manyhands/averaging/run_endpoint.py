@@ -8,6 +8,7 @@ from typing import Any
 
 from manyhands.access.gate import RunGate
 from manyhands.base.address import Address
+from manyhands.base.errors import Refused, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.rpc import Endpoint, Method
 from manyhands.rpc.bulk import BulkAcceptor
@@ -62,11 +63,21 @@ class RunEndpoint:
     async def call(
         self, peer_id: PeerId, method: Method[Request, Response], request: Request, timeout_s: float
     ) -> Response:
-        """As of the endpoint; in a run with a charter, once both peers know that the other may take part."""
+        """As of the endpoint; in a run with a charter, once both peers know that the other may take part.
+
+        Raises:
+            Unavailable: also if the peer takes no part in the run, whatever it has published: a peer serves the calls
+                of its run before it publishes anything.
+        """
         named = self.method(method)
-        return await self._gate.through(
-            peer_id, timeout_s, lambda left_s: self._endpoint.call(peer_id, named, request, left_s)
-        )
+        try:
+            return await self._gate.through(
+                peer_id, timeout_s, lambda left_s: self._endpoint.call(peer_id, named, request, left_s)
+            )
+        except Refused as refusal:
+            if refusal.code != "unknown_method":
+                raise
+            raise Unavailable(f"peer {peer_id} takes no part in the run {self.run_id!r}") from refusal
 
     def accept_bulk(self, kind: str, acceptor: BulkAcceptor) -> None:
         """As of the endpoint."""

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 from manyhands.averaging.grid.layout import Layout
 from manyhands.averaging.grid.seats import MAX_ROUNDS_AGO, NO_SEAT, Seat
+from manyhands.averaging.messages import Position
 from manyhands.base.identity import PeerId
 from manyhands.optim.run.grid_assignment import GridAssignment
 from tests.swarm import identity_of
@@ -33,6 +34,61 @@ async def all_sit(run: Run, assignment: GridAssignment) -> dict[int, PeerId]:
     for cell, peer_id in zip(free, OTHERS, strict=True):
         await run.hears(peer_id, seat=Seat(GRID, cell), seat_round=2 * HERE.step)
     return dict(zip(free, OTHERS, strict=True))
+
+
+async def stays_in_one_group(assignment: GridAssignment, run: Run) -> bool:
+    is_one = assignment.position() == run.tracker.position() and not assignment.begin_step()
+    return is_one and run.tracker.seat() == (0, NO_SEAT)
+
+
+async def hears_many(run: Run, position: Position, **fields: object) -> None:
+    """Many identities say that they are at a position."""
+    for number in range(300, 320):
+        await run.hears(identity_of(number).peer_id, position, **fields)
+
+
+async def test_many_records_make_no_grid_of_a_run_whose_last_step_was_made_in_one_group() -> None:
+    """Neither by their number nor by the seats that they name."""
+    async with seats() as (run, assignment):
+        run.tracker.move(NEXT, 20, [run.endpoint.peer_id, OTHERS[0]])
+        await run.hears(OTHERS[0], NEXT)
+        await hears_many(run, NEXT)
+        assert await stays_in_one_group(assignment, run)
+        await hears_many(run, NEXT, seat=Seat(GRID, 1), seat_round=2 * NEXT.step, sketch=b"some")
+        assert await stays_in_one_group(assignment, run)
+
+
+async def test_after_a_step_of_more_peers_than_a_group_has_all_of_them_take_seats() -> None:
+    async with seats() as (run, assignment):
+        run.tracker.move(NEXT, 20, [run.endpoint.peer_id, *OTHERS[:2]])
+        await run.hears(OTHERS[0], NEXT)
+        await run.hears(OTHERS[1], NEXT)
+        assert assignment.begin_step()
+        assert run.tracker.seat()[1].layout.sides == (2, 2)
+
+
+async def test_a_newcomer_begins_no_grid_where_others_have_made_a_step() -> None:
+    """It goes to one group with them, however many newcomers there are, and to a grid if one of them stands in one."""
+    async with seats() as (run, assignment):
+        await run.hears(OTHERS[0], NEXT, sketch=b"some")  # it is a step ahead now
+        for peer_id in OTHERS[1:]:
+            await run.hears(peer_id)
+        await hears_many(run, HERE)
+        assert await stays_in_one_group(assignment, run)
+        await run.hears(OTHERS[0], sketch=b"some", seat=Seat(GRID, 1), seat_round=2 * HERE.step)
+        assert assignment.begin_step()
+
+
+async def test_who_has_loaded_a_state_goes_by_those_whom_it_has_met() -> None:
+    async with seats() as (run, assignment):
+        run.tracker.move(NEXT, 20, [run.endpoint.peer_id, OTHERS[0]])
+        later = Position(NEXT.step + 2, b"later")
+        run.tracker.move(later, 60, [])
+        await run.hears(OTHERS[0], later, sketch=b"some")
+        await hears_many(run, later, seat=Seat(GRID, 1), seat_round=2 * later.step, sketch=b"some")
+        assert await stays_in_one_group(assignment, run)
+        await run.hears(OTHERS[0], later, sketch=b"some", seat=Seat(GRID, 2), seat_round=2 * later.step)
+        assert assignment.begin_step()
 
 
 async def test_up_to_the_size_of_a_group_nobody_has_a_seat() -> None:

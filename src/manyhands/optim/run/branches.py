@@ -144,6 +144,10 @@ class Belief:
         while len(self._met) > MAX_MET:
             del self._met[next(iter(self._met))]
 
+    def has_met(self, peer_id: PeerId) -> bool:
+        """Whether a peer was in a committed round with this one."""
+        return peer_id in self._met
+
     def recently_met(self, num: int) -> list[PeerId]:
         """The last ones."""
         return list(self._met)[-num:]

@@ -265,7 +265,7 @@ class Collaboration:
             for donor in donors:
                 self.tracker.report_without_state(donor)
             raise
-        self.tracker.loaded(state.header.position, state.recent_rounds)
+        self.tracker.loaded(state.header.position, state.recent_rounds, state.donor)
         if branch.is_foreign:
             state = without_origin(state)  # whatever its position was called, this peer was never there
         self._num_vain_loads += 1

@@ -4,6 +4,10 @@ A global step is a round along each axis of the grid (:mod:`manyhands.averaging.
 through: step s in a grid of d axes has the rounds s x d to s x d + d - 1. So the step and a peer's seat tell in which
 group the peer is. Each peer publishes its seat with its progress. In a run of up to ``max_group_size`` peers nobody has
 a seat, and there is no grid.
+
+A run becomes a grid after a step that more than ``max_group_size`` peers made together in one group. All of them know
+that number from the round's manifest, and records cannot change it: anybody can publish a thousand of them. See
+docs/adr/0022-counting-peers.md.
 """
 
 from __future__ import annotations
@@ -158,8 +162,7 @@ class GridAssignment:
 
     def _step_among(self, here: Position, records: Mapping[PeerId, ProgressRecord]) -> Step | None:
         own = PublishedSeat(*self._tracker.seat())
-        is_grid = own.seat.layout.sides or any(record.seat.layout.sides for record in records.values())
-        if not is_grid and len(records) < self._max_group_size:
+        if not own.seat.layout.sides and not self._begins_grid(records):
             self.is_settled = True
             return None
         others: dict[str, PublishedSeat] = {peer_id: said_by(record) for peer_id, record in records.items()}
@@ -175,6 +178,21 @@ class GridAssignment:
         if is_old or own.seat.layout != layout or cell_at(own, first_round) != step.cell:
             self._tracker.sit(first_round, Seat(layout, step.cell))  # the others could not have reckoned it
         return step
+
+    def _begins_grid(self, records: Mapping[PeerId, ProgressRecord]) -> bool:
+        """Whether this peer, which has no seat, should take one.
+
+        Args:
+            records: of the other trainers at this position.
+        """
+        if self._tracker.num_together:
+            return self._tracker.num_together > self._max_group_size
+        # this peer has loaded the state, or made its last step alone
+        of_teachers = [record for peer_id, record in records.items() if self._tracker.has_learnt_from(peer_id)]
+        if any(record.seat.layout.sides for record in of_teachers or records.values()):
+            return True
+        observed = self._tracker.reader.observed().values()
+        return len(records) >= self._max_group_size and not any(seen.record.sketch for seen in observed)
 
     def _mates_in(self, step: Step) -> set[PeerId]:
         """Those whose group in the next round is this peer's."""

@@ -63,6 +63,7 @@ class ProgressTracker:
         outlook: as it must be by now, reckoned from what they have said; this decides when to publish and to read.
         own: what this peer would publish now.
         is_called: whether another peer has begun a round here.
+        num_together: members of the one group whose round led to this position; 0 if this peer came here otherwise.
     """
 
     def __init__(
@@ -100,6 +101,8 @@ class ProgressTracker:
         self._missing = UntilFresh(self.reader)
         self._without_state = UntilFresh(self.reader)
         self.branches = BranchChoice(endpoint.peer_id, self.own, endpoint.is_connected)
+        self.num_together = 0
+        self._donor: PeerId | None = None
         self._view: View | None = None
         self._leading: Branch | None = None
         self._is_moving = False
@@ -163,12 +166,18 @@ class ProgressTracker:
         """The rounds of a step in a grid; :meth:`move` follows when it is made."""
         self.reader.met(self.own.position, fingerprints)
 
-    def loaded(self, position: Position, recent_rounds: list[bytes]) -> None:
+    def has_learnt_from(self, peer_id: PeerId) -> bool:
+        """Whether a peer was in a committed round with this one, or has handed out the last state loaded here."""
+        return peer_id == self._donor or self.branches.belief.has_met(peer_id)
+
+    def loaded(self, position: Position, recent_rounds: list[bytes], donor: PeerId | None = None) -> None:
         """A state has come from another peer, and what that one says of its rounds; :meth:`move` follows."""
+        self._donor = donor
         self.reader.loaded(position, recent_rounds)
 
     def move(self, position: Position, lineage_samples: int, together_with: list[PeerId]) -> None:
         """This peer, and the others of its round, have gone to ``position``."""
+        self.num_together = 0 if self.own.seat.layout.sides else len(together_with)
         self.reader.moves(self.own.position, position)
         self._note_moved(position, lineage_samples, together_with)
         self.is_called = self.is_called and position == self.own.position  # a reload answers no call
