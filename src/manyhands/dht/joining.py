@@ -185,7 +185,7 @@ class InitialPeers:
         await self._look_through(sorted(through), deadline)
 
     async def _look_through(self, peers: Iterable[PeerId], deadline: float) -> None:
-        """Look up the own neighbours through each peer that names unknown ones: it is of another part of the swarm."""
+        """Look up neighbours through each peer that names unknown ones, as it is of another part of the swarm."""
         own_id, k = self._endpoint.peer_id, self._config.k
         for peer_id in peers:
             contact = self._overlay.contact_of(peer_id)

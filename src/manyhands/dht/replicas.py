@@ -4,7 +4,7 @@ Rules:
     * few of them are in one network (:mod:`manyhands.dht.networks`);
     * the result of a lookup is cached for ``REMEMBERED_PERIODS`` periods of upkeep, so that a peer that reads and
       writes the same keys seldom looks them up;
-    * it is invalid once this node knows a nearer peer: a newcomer, or a part of the swarm that was cut off;
+    * it is invalid once this node knows a nearer peer, such as a newcomer or one of a part that was cut off;
     * the caller drops it when a holder does not answer, or answers that it is no longer among the nearest;
     * writers need the nearest peers, but readers need peers that hold the records; a peer that replaced a dead holder
       may have none yet. So a lookup that read records marks its holders as *complete* or not, and readers of an

@@ -26,7 +26,7 @@ NEWCOMERS_ASKED = 3
 """New neighbours that are asked for their contacts."""
 
 MAX_QUIET_ROUNDS = 16
-"""Rounds of upkeep between two lookups of the own neighbours while the swarm does not change."""
+"""Rounds of upkeep between two lookups of this node's neighbours while the swarm does not change."""
 
 
 class Upkeep:

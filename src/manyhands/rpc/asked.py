@@ -31,7 +31,7 @@ ASKED = "asked"
 """The purpose in the hello of such a connection; its header is the token."""
 
 MAX_OF_ONE_PEER = 2 * MAX_STRIPES
-"""Streams that a peer dials and serves concurrently for one requesting peer."""
+"""Connections that a peer dials back and serves concurrently for one requesting peer."""
 
 DIAL_TIMEOUT_S = 5.0
 TOKEN_BYTES = 16

@@ -18,7 +18,7 @@ STRETCH_S = 4.0
 """The pace is updated after this time, and at the end of a round."""
 FIRST_STRETCH_S = 8.0
 MIN_FIRST_S = 6.0
-"""Streams without a pace take long to show the rate of the line: this time, or until the round ends after
+"""Unpaced streams take long to show the rate of the line: ``FIRST_STRETCH_S``, or until the round ends, but at least
 ``MIN_FIRST_S``."""
 SETTLE_S = 0.5
 """After a change of the pace the queues still hold what was sent before."""
