@@ -104,7 +104,7 @@ async def test_who_asks_too_often_is_refused_until_some_time_has_passed() -> Non
     async with two_peers() as (asked, caller):
         for _ in range(PER_SOURCE.burst):
             await dialled(caller, caller.addresses[0])
-        with pytest.raises(Refused, match="too often; ask again in") as refused:
+        with pytest.raises(Refused, match="too many requests to dial back; ask again in") as refused:
             await dialled(caller, caller.addresses[0])
         assert refused.value.code == "busy"
         assert asked.endpoint.counters["refused_dial_backs"] == 1

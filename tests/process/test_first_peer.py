@@ -65,7 +65,7 @@ def test_it_welcomes_peers_and_says_how_it_stands(tmp_path: Path) -> None:
 
 def test_one_that_keeps_nothing_says_so_in_one_line_and_does_not_wait_for_others() -> None:
     with running("first-peer", "--listen", LOOPBACK, "--initial-peers", "127.0.0.1:1") as first:
-        first.wait_for("nobody answers (initial peers: 1, peers seen before: 0); this peer begins alone")
+        first.wait_for("no peer answers (initial peers: 1, peers seen before: 0); this peer begins alone")
         line = first.wait_for("change at each start")
         assert "its id and its port change at each start (--state-dir" in line
 

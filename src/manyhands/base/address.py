@@ -1,8 +1,8 @@
 """Addresses of peers, as multiaddrs: ``/ip4/203.0.113.7/tcp/31337/p2p/12D3KooW…``.
 
-Also read: ``HOST:PORT`` and ``[IPV6]:PORT``, as in older tutorials; such an address has no peer id and is trusted on
-first use. Only the part of the multiaddr grammar that we dial is understood: one host, TCP, and perhaps a peer id.
-Where to listen has short forms as well (:meth:`Address.parse_listen`).
+``HOST:PORT`` and ``[IPV6]:PORT`` are accepted too, as in older tutorials; such an address has no peer id and is trusted
+on first use. Only the part of the multiaddr grammar that can be dialled is supported: one host, TCP, and an optional
+peer id. Listen addresses have further short forms (:meth:`Address.parse_listen`).
 Source: multiformats/multiaddr.
 """
 
@@ -24,13 +24,13 @@ _LISTEN_EXAMPLE = "/ip4/0.0.0.0/tcp/31337, 0.0.0.0:31337 or 31337"
 
 @dataclass(frozen=True)
 class Address:
-    """Where a peer listens, and who is expected there.
+    """A host and port where a peer listens, and the peer id expected there.
 
     Attributes:
         protocol: ``ip4``, ``ip6``, ``dns4``, ``dns6`` or ``dns``.
         host: IP address or host name.
         port: TCP port; 0 means "any free port" and is for listening only.
-        peer_id: who must answer, or None to trust whoever answers first.
+        peer_id: the peer that must answer, or None to trust the first that answers.
     """
 
     protocol: str
@@ -43,7 +43,7 @@ class Address:
         """Read a multiaddr or ``HOST:PORT``.
 
         Raises:
-            ConfigError: it is neither, or names a transport that is not TCP.
+            ConfigError: it is neither, or names a transport other than TCP.
         """
         _check_is_address(text, _EXAMPLE)
         if text.startswith("/"):
@@ -55,9 +55,9 @@ class Address:
 
     @classmethod
     def parse_listen(cls, text: str) -> Address:
-        """Read where to listen: as :meth:`parse`, but ``*`` as port is any free one, and the host may be left out.
+        """Read a listen address: as :meth:`parse`, but the port ``*`` is any free one, and the host is optional.
 
-        ``31337``, ``:31337`` and ``*:31337`` mean all interfaces, as ``[::]:31337`` does: with IPv4 and IPv6.
+        ``31337``, ``:31337`` and ``*:31337`` mean all interfaces, like ``[::]:31337``: with IPv4 and IPv6.
 
         Raises:
             ConfigError: as :meth:`parse`.
@@ -72,7 +72,7 @@ class Address:
 
     @classmethod
     def of(cls, host: str, port: int, peer_id: PeerId | None = None) -> Address:
-        """The address of a host given as an IP address or a name.
+        """Return the address of a host given as an IP address or a name.
 
         Raises:
             ConfigError: ``host`` is neither.
@@ -88,7 +88,7 @@ class Address:
         return f"{text}/p2p/{self.peer_id}" if self.peer_id else text
 
     def with_peer(self, peer_id: PeerId) -> Address:
-        """The same place, with the peer expected there."""
+        """Return this address with another expected peer."""
         return self if self.peer_id == peer_id else Address(self.protocol, self.host, self.port, peer_id)
 
     @property
@@ -98,7 +98,7 @@ class Address:
 
     @property
     def is_public(self) -> bool:
-        """Whether anybody on the internet may dial it: a name, or an IP address that is neither private nor local."""
+        """Whether any machine on the internet may dial it: a name, or an IP address that is not private or local."""
         return not self.protocol.startswith("ip") or ipaddress.ip_address(self.host).is_global
 
     @property
@@ -108,17 +108,17 @@ class Address:
 
 
 def parse_addresses(texts: Sequence[str | Address]) -> list[Address]:
-    """Read several addresses; what is an :class:`Address` already stays as it is.
+    """Read several addresses; an :class:`Address` is returned unchanged.
 
     Raises:
-        ConfigError: one cannot be read, or there is only one, without a list around it.
+        ConfigError: one is invalid, or the argument is a single address instead of a list.
     """
     _check_is_list(texts)
     return [text if isinstance(text, Address) else Address.parse(text) for text in texts]
 
 
 def parse_listen_addresses(texts: Sequence[str | Address]) -> list[Address]:
-    """As :func:`parse_addresses`, for where to listen; ``0.0.0.0`` is left out beside ``::``, which has it in it."""
+    """Like :func:`parse_addresses`, for listen addresses; ``0.0.0.0`` is dropped beside ``::``, which includes it."""
     _check_is_list(texts)
     addresses = [text if isinstance(text, Address) else Address.parse_listen(text) for text in texts]
     of_both_families = {a.port for a in addresses if a.is_unspecified and a.protocol == "ip6"}
@@ -180,7 +180,7 @@ def _checked_port(text: str, port: str) -> int:
 
 
 def _checked_name(text: str, host: str, protocol: str) -> str:
-    if "." in host and host.replace(".", "").isdigit():  # the system would take 127.1 for 127.0.0.1
+    if "." in host and host.replace(".", "").isdigit():  # the system would read 127.1 as 127.0.0.1
         raise ConfigError(f"in address {text!r}, {host!r} is not an IPv4 address; write it like {_EXAMPLE}")
     if len(host) > 253 or not _NAME.fullmatch(host):
         raise ConfigError(f"in address {text!r}, {host!r} is not a host name; write it like {_EXAMPLE}")

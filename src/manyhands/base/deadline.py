@@ -1,4 +1,4 @@
-"""Bounded waits that say what they waited for."""
+"""Timeouts that name what was waited for."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ T = TypeVar("T")
 
 
 def time_limit(timeout_s: float, phase: str) -> AbstractAsyncContextManager[None]:
-    """Bound the waits inside the block.
+    """Limit the time of the block.
 
     Args:
         timeout_s: seconds from now.
-        phase: what is waited for and for whom, as the end of the sentence "timed out after 5 s …".
+        phase: what is waited for, and for whom, as the end of the sentence "timed out after 5 s …".
     Raises:
         Timeout: the time was over; it names the phase.
     """
@@ -47,7 +47,7 @@ class _TimeLimit(AbstractAsyncContextManager[None]):
     ) -> None:
         try:
             await self._limit.__aexit__(kind, error, traceback)
-        except asyncio.TimeoutError as over:  # only ours: somebody else's passes through as ``error``
+        except asyncio.TimeoutError as over:  # raised by this limit; one raised in the block passes as ``error``
             raise Timeout(self._phase, self._timeout_s) from over
 
 
@@ -61,15 +61,15 @@ async def wait_at_most(event: asyncio.Event, timeout_s: float) -> None:
 async def while_moving(
     work: Coroutine[Any, Any, T], progress: Callable[[], int], *, at_least: int, within_s: float, phase: str
 ) -> T:
-    """Run ``work`` for as long as it gets on: a slow transfer is waited for, one that stands still is not.
+    """Run ``work`` for as long as it makes progress: a slow transfer may continue, a stalled one is cancelled.
 
     Args:
-        progress: grows as the work gets on, for example the bytes that a stream has received.
-        at_least: by how much it must grow
-        within_s: in so many seconds.
+        progress: returns a number that grows with the work, such as the bytes that a stream has received.
+        at_least: the least growth
+        within_s: in this many seconds.
         phase: as for :func:`time_limit`.
     Raises:
-        Timeout: it did not; the work was cancelled, and has ended.
+        Timeout: there was too little progress; the work was cancelled, and has ended.
     """
     working = asyncio.get_running_loop().create_task(work)
     try:
@@ -84,4 +84,4 @@ async def while_moving(
             working.cancel()
             await asyncio.gather(working, return_exceptions=True)
         elif not working.cancelled():
-            working.exception()  # taken: it may have failed as this was cancelled
+            working.exception()  # retrieved: it may have failed while this was cancelled

@@ -9,7 +9,7 @@ READ_BYTES = 1 << 20
 
 
 def sha256_of(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal."""
+    """Return the SHA-256 of a file, in hexadecimal."""
     sha256 = hashlib.sha256()
     with path.open("rb") as file:
         while part := file.read(READ_BYTES):

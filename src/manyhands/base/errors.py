@@ -1,26 +1,26 @@
-"""What can go wrong, as one tree.
+"""All errors of the library, as one tree.
 
 ::
 
     ManyhandsError
-    ├── ConfigError            yours to fix: says the value, the rule and a value that would work
+    ├── ConfigError            a value is wrong: says the value, the rule and a value that would work
     │   ├── MissingExtra       a part of the library needs a package that is not installed
     │   ├── ManifestMismatch   this peer's model or settings differ from those of the run
     │   └── RunNotFound        none of the peers that were joined is in this run
-    ├── Unavailable            the network: retryable; says who, what address, how long, what to try
+    ├── Unavailable            the network failed, a retry may help: says who, what address, how long, what to try
     │   ├── Timeout            names the phase it waited in and for whom
     │   ├── PeerLost           the connection to a peer closed, or its heartbeat stopped
     │   ├── DialFailed         one address could not be reached; carries the reason
     │   └── JoinFailed         none of the initial peers answered; carries a reason for each
-    ├── PeerError              theirs: carries the peer id
+    ├── PeerError              another peer did something wrong: carries its peer id
     │   ├── ProtocolViolation  it sent what the protocol does not allow
     │   ├── BadSignature       a signature does not match its owner
-    │   └── Refused            it understood the request and said no
+    │   └── Refused            it understood the request and refused it
     ├── RoundAborted           carries the reason and the members blamed
     │   ├── NothingToAverage   all members gave a weight of 0
-    │   ├── NobodyThere        all who were expected are gone, or elsewhere
-    │   └── Overruled          another part of the run goes on; its state is to be loaded
-    └── RankLost               a process of this peer's own job is gone, or failed: end this one too
+    │   ├── NobodyThere        all expected peers are gone, or at another round
+    │   └── Overruled          another part of the run continues; this peer must load its state
+    └── RankLost               another process of this peer's job is gone or failed: end this one too
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ class MissingExtra(ConfigError):
 
 
 def _install(extra: str) -> str:
-    """The command that installs an extra: in a checkout from there."""
+    """Return the command that installs an extra, in a checkout from there."""
     source = Path(__file__).resolve().parents[2]
     is_checkout = source.name == "src" and (source.parent / "pyproject.toml").is_file()
     return f"pip install '.[{extra}]' in {source.parent}" if is_checkout else f"pip install 'manyhands[{extra}]'"
 
 
 class ManifestMismatch(ConfigError):
-    """This peer's model or settings differ from those of the run it wants to join.
+    """This peer's model or settings differ from those of the run that it joins.
 
     Attributes:
-        differences: one line for each difference, naming the value here and the value of the run.
+        differences: one line for each difference, with the value here and the value of the run.
     """
 
     def __init__(self, run_id: str, differences: Sequence[str]) -> None:
@@ -67,15 +67,15 @@ class ManifestMismatch(ConfigError):
 
 
 class RunNotFound(ConfigError):
-    """None of the peers that were joined is in this run; most often its name was mistyped."""
+    """None of the peers that were reached is in this run; usually its name was mistyped."""
 
 
 class Unavailable(ManyhandsError):
-    """Something in the network did not answer; trying again may help."""
+    """Something in the network did not answer; a retry may help."""
 
 
 class Timeout(Unavailable):
-    """A wait was over before what it waited for came; ``phase`` says what that was."""
+    """A wait reached its deadline; ``phase`` says what was waited for."""
 
     def __init__(self, phase: str, timeout_s: float) -> None:
         super().__init__(f"timed out after {timeout_s:g} s {phase}")
@@ -84,7 +84,7 @@ class Timeout(Unavailable):
 
 
 class PeerLost(Unavailable):
-    """The connection to a peer is gone: closed by it, reset, or silent for too long."""
+    """The connection to a peer was closed or reset, or was silent for too long."""
 
     def __init__(self, peer_id: str, reason: str) -> None:
         super().__init__(f"lost peer {peer_id}: {reason}")
@@ -93,7 +93,7 @@ class PeerLost(Unavailable):
 
 
 class DialReason(enum.Enum):
-    """Why one address could not be dialled, in the words shown to people."""
+    """Why an address could not be dialled, in the words shown to people."""
 
     REFUSED = "connection refused: nothing listens on that port"
     TIMED_OUT = "timed out: no answer"
@@ -103,8 +103,8 @@ class DialReason(enum.Enum):
     PROTOCOL_VERSION = "it speaks another protocol version"
     NOT_MANYHANDS = "not a manyhands peer"
     ITSELF = "the address is this peer itself"
-    HELD_BACK = "not dialled for those who name it"
-    REJECTED = "the peer turned the connection down"
+    HELD_BACK = "not dialled: the rules for addresses that other peers name exclude it"
+    REJECTED = "the peer refused the connection"
 
 
 class DialFailed(Unavailable):
@@ -130,7 +130,7 @@ class JoinFailed(Unavailable):
 
 
 class PeerError(ManyhandsError):
-    """A peer did something wrong, or said no."""
+    """A peer did something wrong, or refused a request."""
 
     def __init__(self, peer_id: str, message: str) -> None:
         super().__init__(f"peer {peer_id}: {message}")
@@ -146,7 +146,7 @@ class BadSignature(PeerError):
 
 
 class Refused(PeerError):
-    """A peer understood the request and said no; ``code`` is stable and for programs."""
+    """A peer understood the request and refused it; ``code`` is stable and for programs."""
 
     def __init__(self, peer_id: str, code: str, message: str) -> None:
         super().__init__(peer_id, f"refused ({code}): {message}")
@@ -159,7 +159,7 @@ class RoundAborted(ManyhandsError):
 
     Attributes:
         reason: what went wrong, in words.
-        blamed: peer ids of the members that caused it, perhaps none.
+        blamed: peer ids of the members that caused it; may be empty.
     """
 
     def __init__(self, reason: str, blamed: Sequence[str] = ()) -> None:
@@ -173,12 +173,12 @@ class NothingToAverage(RoundAborted):
 
 
 class NobodyThere(RoundAborted):
-    """Whoever was expected is gone, or is at another round: there is nobody to wait for."""
+    """All expected peers are gone, or at another round."""
 
 
 class Overruled(RoundAborted):
-    """Another part of the run is the better one: this peer does nothing for its own any more, but loads that state."""
+    """Another part of a split run continues; this peer must load its state."""
 
 
 class RankLost(ManyhandsError):
-    """Of several processes that are one peer together another one is gone, does not come, or failed."""
+    """Another process of the same peer is gone, did not join a collective call, or failed."""

@@ -1,4 +1,4 @@
-"""A folder that one process has for itself."""
+"""Locks a folder for one process."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from manyhands.base.errors import ConfigError
 
 
 class FolderInUse(ConfigError):
-    """Another process has it."""
+    """Another process has locked the folder."""
 
 
 def locked_folder(path: Path, what: str, lock_name: str) -> filelock.BaseFileLock:
-    """Make a folder if it does not exist, and keep it to this process until the lock is released.
+    """Create a folder if needed, and lock it for this process until the lock is released.
 
     Args:
-        what: how the user named it, for errors.
-        lock_name: of the file in it that is locked; two locks of different names do not mind each other.
+        what: how the user named the folder, for errors.
+        lock_name: of the lock file in it; locks with different names are independent.
     Raises:
         FolderInUse: another process has the lock.
-        ConfigError: it cannot be used at all.
+        ConfigError: the folder cannot be used.
     """
     lock = filelock.FileLock(path / lock_name, timeout=0, thread_local=False)
     try:

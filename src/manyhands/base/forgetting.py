@@ -1,4 +1,4 @@
-"""Errors that are kept for their words only."""
+"""Frees the frames that a stored exception keeps alive."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ E = TypeVar("E", bound=BaseException)
 
 
 def without_frames(error: E) -> E:
-    """The same error, which no longer keeps the frames alive that it went through; nor do those that led to it.
+    """Remove the tracebacks of an error and of its causes, and return it.
 
-    A frame knows what it worked on, vectors as large as the model say, and often whoever keeps the error: a cycle that
-    lasts until the collector comes. For errors that are expected, and are not raised again.
+    A traceback keeps the local variables of its frames alive, such as vectors as large as the model, and often the
+    object that stores the error: a cycle that only the garbage collector frees. For expected errors that are not raised
+    again.
     """
     errors: list[BaseException | None] = [error]
     seen: set[int] = set()

@@ -1,4 +1,4 @@
-"""What to write instead of hivemind's argument names; docs/how-to/from-hivemind.md has them with the reasons."""
+"""Replacements for hivemind's argument names; docs/how-to/from-hivemind.md lists them with the reasons."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from manyhands.base.errors import ConfigError
 
 T = TypeVar("T")
 
-INSTEAD = {  # where nothing takes its place: nothing, or why
+INSTEAD = {  # without a replacement: empty, or ": REASON"
     # of hivemind.Optimizer
     "dht": "peer=manyhands.Peer(initial_peers=[...])",
     "matchmaking_time": "matchmaking_time_s=",
@@ -65,14 +65,14 @@ INSTEAD = {  # where nothing takes its place: nothing, or why
 
 
 class FromHivemind:
-    """Base of the classes that take the place of one of hivemind's: says what to write instead of an argument of that.
+    """Base of the classes that replace one of hivemind's: the error for a hivemind argument names its replacement.
 
     Raises:
-        ConfigError: an argument has a name that only hivemind knows.
+        ConfigError: an argument has a name that only hivemind uses.
     """
 
     def __new__(cls: type[T], *args: Any, **named: Any) -> T:
-        """Look at the names before Python says that one of them is unknown."""
+        """Check the names before Python reports an unknown argument."""
         foreign = named.keys() & INSTEAD.keys()
         if foreign and (foreign := foreign - inspect.signature(cls.__init__).parameters.keys()):
             advice = "; ".join(_advice(name, text) for name, text in INSTEAD.items() if name in foreign)

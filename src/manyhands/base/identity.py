@@ -1,4 +1,4 @@
-"""Who a peer is: an Ed25519 key, and the peer id derived from it.
+"""The identity of a peer: an Ed25519 key, and the peer id derived from it.
 
 The peer id is the libp2p form of the public key (``12D3KooW…``), so that ordinary multiaddrs name our peers.
 Source: libp2p specs, "Peer Ids and Keys"; RFC 8032 (Ed25519).
@@ -31,13 +31,13 @@ _SIGNATURE_PREFIX = b"manyhands/1 "
 
 
 def peer_id_from_public_key(public_key: bytes) -> PeerId:
-    """The peer id of a raw 32-byte Ed25519 public key."""
+    """Return the peer id of a raw 32-byte Ed25519 public key."""
     return PeerId(base58.b58encode(_PREFIX + public_key).decode())
 
 
 @functools.lru_cache(maxsize=4096)
 def public_key_of(peer_id: PeerId) -> Ed25519PublicKey:
-    """The public key that a peer id stands for.
+    """Return the public key in a peer id.
 
     Raises:
         ConfigError: not an Ed25519 peer id.
@@ -46,7 +46,7 @@ def public_key_of(peer_id: PeerId) -> Ed25519PublicKey:
         raw = base58.b58decode(peer_id) if len(peer_id) <= 64 else b""
     except ValueError:
         raw = b""
-    # one spelling for each peer: base58 would ignore white space at the end
+    # one spelling per peer: base58 ignores white space at the end
     if len(raw) != len(_PREFIX) + 32 or peer_id_from_public_key(raw[len(_PREFIX) :]) != peer_id:
         raise ConfigError(
             f"{peer_id[:80]!r} is not a peer id; a peer id has 52 characters and begins with 12D3KooW, "
@@ -56,7 +56,7 @@ def public_key_of(peer_id: PeerId) -> Ed25519PublicKey:
 
 
 class Identity:
-    """The private key of one peer. Keep it secret: who has it is this peer."""
+    """The private key of one peer. Keep it secret: anyone who has it can act as this peer."""
 
     def __init__(self, private_key: Ed25519PrivateKey) -> None:
         self.private_key = private_key
@@ -67,20 +67,20 @@ class Identity:
 
     @classmethod
     def generate(cls) -> Identity:
-        """A new identity from the system's randomness."""
+        """Create an identity from the system's randomness."""
         return cls(Ed25519PrivateKey.generate())
 
     @classmethod
     def from_seed(cls, seed: bytes) -> Identity:
-        """The identity of a 32-byte seed; the same seed gives the same peer id."""
+        """Create the identity of a 32-byte seed; the same seed gives the same peer id."""
         return cls(Ed25519PrivateKey.from_private_bytes(seed))
 
     @classmethod
     def load_or_create(cls, path: str | Path) -> Identity:
-        """Read the identity in ``path`` (PEM, PKCS #8), or make one and write it there, readable by its owner only.
+        """Read the identity in ``path`` (PEM, PKCS #8), or create one there, readable by its owner only.
 
         Raises:
-            ConfigError: the file holds something else, or cannot be read or written.
+            ConfigError: the file has other contents, or cannot be read or written.
         """
         path = Path(path)
         try:
@@ -114,11 +114,11 @@ class Identity:
         return cls(key)
 
     def save(self, path: Path) -> None:
-        """Write it there whole or not at all, also when the disk is full or the machine goes down."""
+        """Write the key to ``path`` atomically, even if the disk is full or the machine goes down."""
         pem = self.private_key.private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         )
-        descriptor, draft = tempfile.mkstemp(prefix=path.name, suffix=".new", dir=path.parent)  # for its owner only
+        descriptor, draft = tempfile.mkstemp(prefix=path.name, suffix=".new", dir=path.parent)  # readable by owner only
         try:
             with os.fdopen(descriptor, "wb") as file:
                 file.write(pem)
@@ -130,7 +130,7 @@ class Identity:
             raise
 
     def sign(self, domain: str, message: bytes) -> bytes:
-        """Sign ``message`` for one purpose; a signature made for one domain is worthless in another. 64 bytes."""
+        """Sign ``message`` for one domain; the signature, 64 bytes, is invalid in any other domain."""
         return self.private_key.sign(_signed_bytes(domain, message))
 
 
@@ -147,7 +147,7 @@ def verify(peer_id: PeerId, domain: str, message: bytes, signature: bytes) -> No
 
 
 def _keep_to_owner(path: Path) -> None:
-    """Take the rights to read and write a private key from all others.
+    """Remove the access of other users to a private key.
 
     Raises:
         ConfigError: others can write it, and that cannot be changed.
@@ -163,11 +163,13 @@ def _keep_to_owner(path: Path) -> None:
                 f"identity file {path} can be written by others of this machine (mode {mode:o}), and {error.strerror}; "
                 "its owner must run: chmod 600"
             ) from error
-        logger.warning("identity file %s can be read by others of this machine (mode %o): they can be it", path, mode)
+        logger.warning(
+            "identity file %s can be read by others of this machine (mode %o), who can act as this peer", path, mode
+        )
         return
     logger.warning(
-        "identity file %s was open to others of this machine (mode %o) and is its owner's only now; if somebody may "
-        "have copied it, delete it: a new one is made",
+        "identity file %s was open to others of this machine (mode %o) and is now readable by its owner only; if it "
+        "may have been copied, delete it to get a new identity",
         path,
         mode,
     )

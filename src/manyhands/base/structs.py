@@ -1,4 +1,4 @@
-"""What threads of several peers in one process read with."""
+"""Prepares msgspec types for decoding in several threads."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import msgspec
 
 
 def make_ready(*kinds: Any) -> None:
-    """Have msgspec look into types now, while one thread does: the module that defines them is imported.
+    """Build msgspec's tables for types now, while the defining module is imported and only one thread does so.
 
-    Else it does so when the first message comes. Two threads that begin to read one kind at the same time, as two peers
-    in one process do, then see each other's half-made tables, and the process dies (msgspec 0.22,
+    Otherwise msgspec builds them with the first message. If two threads, such as two peers of one process, then decode
+    the same type for the first time, they see half-built tables and the process crashes (msgspec 0.22,
     ``tests/process/test_ready_structs.py``).
     """
     for kind in kinds:

@@ -1,8 +1,8 @@
-"""A run in one word: ``mh1...``, which can be copied, sent in a message or drawn as a QR code.
+"""Tickets: all that a newcomer needs to join a run in one word, ``mh1...``, to copy, send or show as a QR code.
 
-It holds the name of the run, addresses of some of its peers, a digest of the run's settings, and that of its charter
-if it has one. It is no secret and no permission, unless there is an invitation in it: that is worth a lease of the run.
-``mh`` is followed by the version of the format.
+A ticket contains the name of the run, addresses of some of its peers, a digest of the run's settings, and a digest of
+its charter if it has one. It is not secret and gives no access, unless it contains an invitation, which can be
+exchanged for a lease of the run. ``mh`` is followed by the version of the format.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _EXAMPLE = "copy it whole, from mh1 to its end"
 class _Content(msgspec.Struct, array_like=True):
     run_id: str
     digest: bytes
-    addresses: list[tuple[str, bytes]]  # without the peer id, and the peer id
+    addresses: list[tuple[str, bytes]]  # each without the peer id, with the peer id beside it
 
 
 class _ChartedContent(_Content, array_like=True):
@@ -42,14 +42,14 @@ class _ChartedContent(_Content, array_like=True):
 
 @dataclass(frozen=True)
 class Ticket:
-    """What a newcomer needs to join a run.
+    """The data that a newcomer needs to join a run.
 
     Attributes:
-        run_id: its name; empty for whichever run there is.
+        run_id: its name; empty for any run.
         addresses: of some of its peers; at most :data:`MAX_ADDRESSES` are kept.
-        digest: the first :data:`DIGEST_BYTES` of the fingerprint of the run manifest; empty if that was not known.
+        digest: the first :data:`DIGEST_BYTES` of the fingerprint of the run manifest; empty if unknown.
         charter: digest of the charter of the run; empty if it has none.
-        token: an invitation; empty if there is none. See :mod:`manyhands.access`.
+        token: an invitation; may be empty. See :mod:`manyhands.access`.
     """
 
     run_id: str
@@ -78,7 +78,7 @@ class Ticket:
 
     @classmethod
     def is_one(cls, text: str) -> bool:
-        """Whether a text is meant as a ticket, and not as an address."""
+        """Whether a text looks like a ticket, and not like an address."""
         return _WORD.fullmatch(text.strip()) is not None
 
     @classmethod
@@ -118,13 +118,13 @@ class Ticket:
 
 
 def split_tickets(places: Sequence[str | Address]) -> tuple[list[Address], list[Ticket]]:
-    """Initial peers as users name them: all addresses, those in tickets too, and the tickets.
+    """Split initial peers as users give them into addresses, including those in tickets, and tickets.
 
     Raises:
-        ConfigError: one can be read neither as a ticket nor as an address.
+        ConfigError: one is neither a ticket nor an address.
     """
     if isinstance(places, str):
-        return parse_addresses(places), []  # it says what to write instead
+        return parse_addresses(places), []  # raises an error that says what to write instead
     tickets = [Ticket.parse(place) for place in places if isinstance(place, str) and Ticket.is_one(place)]
     others = [place for place in places if not (isinstance(place, str) and Ticket.is_one(place))]
     return [*(address for ticket in tickets for address in ticket.addresses), *parse_addresses(others)], tickets

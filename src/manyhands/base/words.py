@@ -1,4 +1,4 @@
-"""Words for log lines and reports."""
+"""Formats numbers, durations and errors for log lines and reports."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ MAX_REASON_LENGTH = 300
 
 
 def counted(number: int, noun: str) -> str:
-    """``1 peer``, ``2 peers``."""
+    """Format a count: ``1 peer``, ``2 peers``."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def rough(seconds: float) -> str:
-    """A duration as people say it: ``95 s``, ``12 min``, ``5.5 h``."""
+    """Format a duration: ``95 s``, ``12 min``, ``5.5 h``."""
     if seconds < 100:
         return f"{seconds:.0f} s"
     if seconds < 100 * 60:
@@ -20,5 +20,5 @@ def rough(seconds: float) -> str:
 
 
 def reason_of(error: BaseException) -> str:
-    """One short line of an error that another library raised."""
+    """Shorten the message of another library's error to one line."""
     return " ".join(str(error).split())[:MAX_REASON_LENGTH] or type(error).__name__

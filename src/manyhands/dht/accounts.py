@@ -1,4 +1,4 @@
-"""How much a node holds: in total, and of whom; and which bound one more record would break."""
+"""Counts the records that a node holds, in total and by owner, source and key, against the limits of the config."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from manyhands.dht.networks import network_of
 from manyhands.dht.records import Reason, Record
 
 OPEN_SHARE = 0.5
-"""Of a key's room, what records that anybody may have written can take."""
+"""The share of a key's capacity that unsigned records may take."""
 
 SOURCE_SHARE = 0.75
-"""Of a key's room, what can come from one network: key pairs and its addresses cost little, and it must not keep others
-out. More than ``OPEN_SHARE``, so that what anybody wrote there leaves room for what its other peers sign."""
+"""The share of a key's capacity that records from one network may take: keys and addresses there cost an attacker
+little. Above ``OPEN_SHARE``, so that unsigned records of a network leave capacity for the signed ones of its peers."""
 
 
 @dataclass
@@ -24,7 +24,7 @@ class _Usage:
 
 
 class Accounts:
-    """Records and bytes by scope: in total, of an owner, from a source, of a key; of that also open, and by network."""
+    """Numbers and bytes of records by scope: total, owner, source, key, unsigned ones of a key, network and key."""
 
     def __init__(self, config: DhtConfig) -> None:
         self._usage: defaultdict[tuple[str, str], _Usage] = defaultdict(_Usage)
@@ -40,11 +40,11 @@ class Accounts:
 
     @property
     def num_records(self) -> int:
-        """Of all records together."""
+        """Records held in total."""
         return self._usage["total", ""].num_records
 
     def add(self, record: Record, source: str, sign: int = 1) -> None:
-        """Count a record, or with ``sign`` -1 count it no longer."""
+        """Add a record to the counts; ``sign=-1`` removes it."""
         num_bytes = record.num_bytes
         for scope in _scopes_of(record, source):
             usage = self._usage[scope]
@@ -54,7 +54,7 @@ class Accounts:
                 del self._usage[scope]
 
     def bound_broken_by(self, record: Record, source: str) -> Reason | None:
-        """Why there is no room for one more record; None if there is."""
+        """Return the limit that one more record would break, or None."""
         num_bytes = record.num_bytes
         for scope in _scopes_of(record, source):
             usage = self._usage.get(scope, _Usage())
@@ -65,7 +65,7 @@ class Accounts:
 
 
 def open_room(config: DhtConfig) -> tuple[int, int]:
-    """How many records under one key anybody may have written, and their bytes."""
+    """Return how many unsigned records one key may hold, and their bytes."""
     return _room(config, OPEN_SHARE)
 
 
@@ -74,11 +74,11 @@ def _room(config: DhtConfig, share: float) -> tuple[int, int]:
 
 
 def _scopes_of(record: Record, source: str) -> list[tuple[str, str]]:
-    """The accounts on which a record counts."""
+    """Return the scopes that a record counts in."""
     scopes = [("total", ""), ("key", record.key), ("owner", record.owner) if record.owner else ("open", record.key)]
     return [*scopes, ("source", source), ("share", f"{_network_of(source)} {record.key}")] if source else scopes
 
 
 def _network_of(source: str) -> str:
-    """The network of a source, which is an IP address or an IPv6 network."""
+    """Return the network of a source, which is an IP address or an IPv6 network."""
     return network_of(source.partition("/")[0])

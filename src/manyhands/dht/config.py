@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 
 from manyhands.base.errors import ConfigError
 
-# Part of the wire format: with these, the largest message fits into a frame of 1 MiB.
+# Part of the wire format: the largest message then fits into a frame of 1 MiB.
 MAX_CONTACTS = 64  # in one reply
 MAX_FOUND_RECORDS = 1024  # in one reply
 MAX_FOUND_BYTES = 1 << 19
@@ -21,34 +21,34 @@ class DhtConfig:
     Attributes:
         k: contacts in a bucket, and the nearest ones that a lookup must have asked. With 20, it is most unlikely that
             all of them leave within an hour (Maymounkov & Mazieres 2002, section 2.2).
-        alpha: requests of a lookup under way at once; a few, so that one dead peer does not stop it.
+        alpha: concurrent requests of a lookup; a few, so that one dead peer does not stop it.
         replicas: peers nearest to a key that hold its records; with 5, one in 1000 records is lost when a quarter
             of all peers vanish at once.
-        max_failures: requests in a row that a contact may fail before it is dropped; 2, as one may be the network's.
-        request_timeout_s: wait for one reply; several round trips of the slowest link, and a reconnection.
-        slow_after_s: a lookup waits so long for one reply before it asks others in its place; a dial and a call take
-            four round trips.
-        lookup_timeout_s: wait for a whole lookup; it then goes on with what it has found.
-        join_timeout_s: wait for the initial peers, and for learning one's neighbours from them; 6, so that a command
-            with a wrong address has ended after 10 s, and a dial at a round trip of 1 s has not.
-        refresh_period_s: mean time between two rounds of upkeep; half of it is how long a newcomer near a key
-            waits on average for the records that it should hold.
-        max_ttl_s: longest life of a record; a day, so that what nobody renews goes away.
-        max_value_bytes: largest value, encoded; the DHT is for small facts, bulk has connections of its own.
-        max_clock_skew_s: by how much the wall clocks of two peers may differ; a minute is what an unset clock on a
-            rented machine shows. Peers within it lose nothing.
+        max_failures: failed requests in a row after which a contact is dropped; 2, as the network may cause one.
+        request_timeout_s: timeout of one request; several round trips of the slowest link, and a reconnection.
+        slow_after_s: time without a reply after which a lookup also asks other contacts; a dial and a call take four
+            round trips.
+        lookup_timeout_s: timeout of a whole lookup, which then returns what it has found.
+        join_timeout_s: timeout for reaching the initial peers and learning the neighbours from them; 6, so that a
+            command with a wrong address ends within 10 s, and a dial at a round trip of 1 s succeeds.
+        refresh_period_s: mean time between two rounds of upkeep; a newcomer near a key waits half of it on average for
+            the records that it should hold.
+        max_ttl_s: longest lifetime of a record; a day, so that records that nobody renews expire.
+        max_value_bytes: largest encoded value; the DHT is for small records, bulk data has connections of its own.
+        max_clock_skew_s: tolerated difference between the wall clocks of two peers; an unset clock on a rented machine
+            is off by about a minute. Peers within it lose nothing.
         max_records: records that this node holds for others, in total.
-        max_bytes: their size in total, with 256 bytes of overhead each.
-        max_records_per_key: subkeys of one key. Records that anybody may have written take half of the room at most, so
-            that they never keep out what is signed, and those that came from one network three quarters.
-        max_bytes_per_key: their size; likewise.
+        max_bytes: their total size, with 256 bytes of overhead each.
+        max_records_per_key: subkeys of one key. Unsigned records may take half of them, so that they never displace
+            signed ones, and records from one network three quarters.
+        max_bytes_per_key: the same for their size.
         max_records_per_owner: signed records of one owner, so that one key pair cannot fill this node.
-        max_bytes_per_owner: their size; likewise.
-        max_records_per_source: records that came from one machine (an IP address, or a /64 of IPv6), which may have
-            many key pairs.
-        max_bytes_per_source: their size; likewise.
-        max_requests_per_s_of_peer: requests of one peer, and five seconds' worth of them at once; then it is refused.
-        max_requests_per_s_of_host: requests of all peers of one machine; likewise.
+        max_bytes_per_owner: the same for their size.
+        max_records_per_source: records from one machine (an IP address, or a /64 of IPv6), which may have many key
+            pairs.
+        max_bytes_per_source: the same for their size.
+        max_requests_per_s_of_peer: request rate of one peer, with bursts of five seconds' worth; more are refused.
+        max_requests_per_s_of_host: the same for all peers of one machine.
     """
 
     k: int = 20

@@ -1,6 +1,6 @@
-"""What a reader makes of the records that the holders of a key show it: the latest one of each subkey that passes.
+"""Collects the records that the holders of one key return, and keeps the latest valid record of each subkey.
 
-The rules are those of :mod:`manyhands.dht.storage`; but what is read is read once, and nobody else's.
+The rules are those of :mod:`manyhands.dht.storage`.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from manyhands.dht.records import TOMBSTONE, AgedRecord, Reason, Record, remaini
 from manyhands.dht.schema import Schema, examined_under
 
 Found = tuple[Record, float, int]
-"""A record, when it expires, and its size in the accounts."""
+"""A record, its expiry time, and its size as counted against the limits."""
 
 COMPLETE_SHARE = 0.9
-"""Of all records of a key, what a holder must have that others can be spared for."""
+"""The share of all records of a key that a holder must have returned to count as complete."""
 
 
 class StoredValue(msgspec.Struct, frozen=True, gc=False):
-    """What a reader gets.
+    """A value that a reader gets.
 
     Attributes:
         raw: the value, in msgpack.
         sequence: higher for later values of the same subkey.
         remaining_s: seconds until it expires.
-        owner: the peer whose signature was checked; empty if anybody may have written it.
+        owner: the peer whose signature was verified; empty for an unsigned record.
     """
 
     raw: bytes
@@ -40,19 +40,19 @@ class StoredValue(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def value(self) -> Any:
-        """As it was stored, but tuples have become lists; decoded when asked for: most were read before."""
+        """The decoded value, with lists in place of tuples. Decoded on access, as most were read before."""
         return msgspec.msgpack.decode(self.raw)
 
 
 class Findings:
-    """The records of one key, as one reader finds them. ``now`` is always the same monotonic clock.
+    """The records of one key that one reader has found. ``now`` is always the same monotonic clock.
 
     Attributes:
-        found: all that have passed, by subkey.
+        found: the accepted records by subkey.
 
     Args:
-        checked: what this reader found when it read the key before: the same need not be checked again.
-        schema: that of the key, if one was declared.
+        checked: records that the last read of the key accepted; they are not verified again.
+        schema: the declared schema of the key.
     """
 
     def __init__(
@@ -72,10 +72,10 @@ class Findings:
         self._open_room = open_room(config)
 
     def add(self, record: Record, expires_at: float, num_bytes: int | None = None) -> Reason:
-        """Take a record that has been checked, if it is the latest.
+        """Add a verified record if it is the latest of its subkey.
 
         Args:
-            num_bytes: its size in the accounts, if it is known.
+            num_bytes: its size as counted against the limits, if known.
         """
         size = record.num_bytes if num_bytes is None else num_bytes
         before = self.found.get(record.subkey)
@@ -92,7 +92,7 @@ class Findings:
             self._num_bytes + num_bytes > self._config.max_bytes_per_key
         ):
             return Reason.KEY_FULL
-        if not record.owner:  # neither was the one before, with the same subkey
+        if not record.owner:  # an earlier record of the same subkey had no owner either
             max_records, max_bytes = self._open_room
             if self._num_open + more > max_records or self._open_bytes + num_bytes > max_bytes:
                 return Reason.KEY_FULL
@@ -102,10 +102,10 @@ class Findings:
         return Reason.ACCEPTED
 
     def offer(self, aged: AgedRecord, now: float, wall_now: float) -> Reason:
-        """Check a record that a holder shows, and take it if it passes.
+        """Verify a record that a holder returned, and add it if it is valid.
 
         Returns:
-            What became of it.
+            Whether it was added, or why not.
         """
         record, num_bytes = aged.record, None
         known = self._checked.get(record.subkey) or self.found.get(record.subkey)
@@ -121,19 +121,19 @@ class Findings:
         return remaining if isinstance(remaining, Reason) else self.add(record, now + remaining, num_bytes)
 
     def note_shown(self, source: PeerId, num_records: int) -> None:
-        """So many more records of a holder have passed."""
+        """Count further valid records from a holder."""
         self._num_shown[source] = self._num_shown.get(source, 0) + num_records
 
     def forget_shown(self) -> None:
-        """Count anew what each holder shows."""
+        """Reset the counts of all holders."""
         self._num_shown.clear()
 
     def are_complete(self, holders: Iterable[PeerId]) -> bool:
-        """Whether each of these holders has shown most of all records; a few may be on their way to it."""
+        """Whether each of these holders has returned most of all records; it may be about to receive the rest."""
         return all(self._num_shown.get(holder, 0) >= COMPLETE_SHARE * len(self.found) for holder in holders)
 
     def values(self, now: float) -> dict[str, StoredValue]:
-        """By subkey; not the deleted ones."""
+        """Return the live values by subkey, without deleted ones."""
         return {
             subkey: StoredValue(record.value, record.sequence, expires_at - now, record.owner)
             for subkey, (record, expires_at, _) in self.found.items()

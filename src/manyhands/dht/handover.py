@@ -1,8 +1,8 @@
-"""Which records to hand to whom when peers come and go.
+"""Plans which records to send to which peers when peers come and go.
 
-Each holder compares, for every key that it holds, who should hold it now with whom it knows to hold it, and sends the
-records to the difference. So a newcomer near a key gets its records, and a lost replica is replaced, within one or two
-rounds of upkeep.
+For every key that it holds, each holder compares the peers that should hold it with those that are known to, and sends
+the records to the missing ones. A newcomer near a key thus gets its records, and a lost replica is replaced, within one
+or two rounds of upkeep.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from manyhands.base.identity import PeerId
 
 
 class Handover:
-    """Remembers who was given the records of which key."""
+    """Remembers which peers were given the records of each key."""
 
     def __init__(self) -> None:
         self._holders: dict[str, set[PeerId]] = {}
 
     def plan(self, keys: Iterable[str], replicas_of: Callable[[str], Iterable[PeerId]]) -> dict[PeerId, list[str]]:
-        """The keys that each peer should be given.
+        """Return the keys whose records each peer should be given.
 
         Args:
-            keys: all keys held here; others are forgotten.
-            replicas_of: the other peers that should hold a key now.
+            keys: all keys held here; the rest are forgotten.
+            replicas_of: returns the other peers that should hold a key.
         """
         holders: dict[str, set[PeerId]] = {}
         gifts: dict[PeerId, list[str]] = {}
         for key in keys:
-            replicas = dict.fromkeys(replicas_of(key))  # in order, so that a plan can be repeated
+            replicas = dict.fromkeys(replicas_of(key))  # ordered, so that plans are reproducible
             holders[key] = self._holders.get(key, set()) & replicas.keys()
             for peer_id in replicas:
                 if peer_id not in holders[key]:
@@ -42,6 +42,6 @@ class Handover:
             self._holders.setdefault(key, set()).add(peer_id)
 
     def forget(self, peer_id: PeerId) -> None:
-        """Note that a peer was lost: if it comes back, it may have nothing."""
+        """Forget what a lost peer was given: it may return without its records."""
         for holders in self._holders.values():
             holders.discard(peer_id)

@@ -1,4 +1,4 @@
-"""What one node holds for others, and what it answers them."""
+"""Serves the DHT requests of other peers from the records of this node."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ logger = logging.getLogger(__name__)
 
 
 class Holder:
-    """Serves ``dht.*`` to others, within limits, from begin to :meth:`close`; not in client mode.
+    """Handles ``dht.*`` requests, within limits, until :meth:`close`. In client mode it serves nothing.
 
     Attributes:
-        refusals: how many records of others were refused, by reason.
+        refusals: refused records of other peers, by reason.
     """
 
     def __init__(
@@ -75,19 +75,19 @@ class Holder:
             endpoint.handle(TOPICS, self._on_topics)
 
     def close(self) -> None:
-        """Serve no more."""
+        """Stop serving."""
         if not self._endpoint.client_mode:
             for method in (PING, FIND, STORE, TOPICS):
                 self._endpoint.unhandle(method)
 
     def answer(self, remote: PeerId, request: FindRequest) -> FindResponse:
-        """What this node knows of a point and a key."""
+        """Return the contacts near a point and the records of a key that this node knows."""
         now = asyncio.get_running_loop().time()
         contacts: list[Contact] = []
         point = id_from_bytes(request.target)
         if request.wants_contacts and not self._knows_same(point, request.nearest):
             table = self._overlay.table
-            is_neighbour = point == node_id(remote)  # it wants to know who is near, wherever they are
+            is_neighbour = point == node_id(remote)  # it looks for its neighbours, in whatever network
             find = table.nearest if is_neighbour else table.nearest_spread
             nearest = find(point, self._config.k + 1)
             contacts = [contact for contact in nearest if contact.peer_id != remote][: self._config.k]
@@ -103,7 +103,7 @@ class Holder:
         return nearest is not None and self._overlay.knows_same(point, nearest)
 
     def hold(self, source: PeerId, aged: AgedRecord) -> StoreOutcome:
-        """Keep a record that a peer offers, if the rules allow it."""
+        """Store a record that a peer sent, if the rules allow it."""
         now, record = asyncio.get_running_loop().time(), aged.record
         machine = self._machine_of(source) if source != self._endpoint.peer_id else ""
         reason = self._storage.offer(aged, now, self._wall_clock(), machine)
@@ -113,10 +113,10 @@ class Holder:
         return StoreOutcome(reason.is_stored, reason.value, later.aged(now) if later else None, is_responsible)
 
     def note(self, reason: Reason, source: PeerId, record: Record) -> None:
-        """Count a record of another peer that is not as it should be."""
+        """Count an invalid or refused record of another peer."""
         if not reason.is_stored and reason is not Reason.STALE:
             self.refusals[reason] += 1
-            logger.debug("peer %s sent a record that is %s: %r, %r", source, reason.value, record.key, record.subkey)
+            logger.debug("invalid record from peer %s (%s): %r, %r", source, reason.value, record.key, record.subkey)
 
     def _on_ping(self, remote: PeerId, request: PingRequest) -> PingResponse:
         self._let_in(remote)
@@ -143,12 +143,12 @@ class Holder:
         return TopicsResponse(sorted(self.topics(request.kind))[:MAX_TOPICS])
 
     def topics(self, kind: str) -> set[str]:
-        """The topics of which this node holds records of a kind, or has declared what they look like."""
+        """Return the topics of which this node holds records of a kind or has declared a schema."""
         declared = {topic for topic, _, key_kind in (key.partition(".") for key in self._schemas) if key_kind == kind}
         return declared | self._storage.topics(kind, asyncio.get_running_loop().time())
 
     def _let_in(self, remote: PeerId) -> None:
-        """Enter who asks in the table, unless it asks too often."""
+        """Add the caller to the routing table; refuse it if it exceeds the rate limit."""
         limit = self._rate_limit.broken_by(remote, self._machine_of(remote), asyncio.get_running_loop().time())
         if limit is not None:
             self._endpoint.counters["dht_requests_refused"] += 1
@@ -156,6 +156,6 @@ class Holder:
         self._overlay.seen(remote)
 
     def _machine_of(self, peer_id: PeerId) -> str:
-        """Where a peer is: an IP address, or of IPv6 the /64, which one machine may have; empty if that is unknown."""
+        """Return the machine of a peer: its IP address, or the /64 of an IPv6 address; empty if unknown."""
         host = self._endpoint.host_of(peer_id)
         return source_of(host) if ":" in host else host

@@ -1,4 +1,4 @@
-"""Where peers and keys lie: points of one 256-bit space, and the XOR distance between them.
+"""Peers and keys as points of a 256-bit space with the XOR metric.
 
 Source: Maymounkov & Mazieres, Kademlia, 2002, section 2.1.
 """
@@ -14,13 +14,13 @@ from manyhands.base.identity import PeerId
 ID_BITS = 256
 ID_BYTES = ID_BITS // 8
 DIGEST_BYTES = 8
-MAX_POINTS = 65536  # remembered; about 20 MB
+MAX_POINTS = 65536  # cached; about 20 MB
 
 
 class _Points(dict[PeerId, int]):
-    """Remembered points; each access is atomic, so threads may share it.
+    """A cache of points; each access is atomic, so threads may share it.
 
-    ``lru_cache`` would write its list of uses at each hit, which misses the processor's caches when there are many ids.
+    ``lru_cache`` writes its list of uses on each hit, which causes cache misses in the processor with many ids.
     """
 
     def __missing__(self, peer_id: PeerId) -> int:
@@ -31,25 +31,25 @@ class _Points(dict[PeerId, int]):
 
 
 node_id: Callable[[PeerId], int] = _Points().__getitem__
-"""The point of a peer: SHA-256 of its peer id, so that nobody chooses where it lies without searching for a key."""
+"""The point of a peer: SHA-256 of its peer id, so that choosing a point takes a search for a key."""
 
 
 @functools.lru_cache(maxsize=4096)
 def key_id(key: str) -> int:
-    """The point of a key: SHA-256 of its text; the peers nearest to it hold its records."""
+    """Return the point of a key: SHA-256 of its text. The peers nearest to it hold its records."""
     return _point_of(key)
 
 
 def distance(a: int, b: int) -> int:
-    """How far two points are from each other; symmetric, and at each distance from ``a`` lies one ``b`` only."""
+    """Return the distance of two points; symmetric, and exactly one ``b`` has a given distance from ``a``."""
     return a ^ b
 
 
 def digest_of_distances(distances: Iterable[int]) -> bytes:
-    """Tells whether two peers mean the same set of others around one point, whatever the order; 8 bytes.
+    """Return a digest of a set of peers, given by their distances from one point, in any order; 8 bytes.
 
-    It is their exclusive or, which costs next to nothing. Whoever found other peers with the same one would only keep
-    what it knows to itself, and it can do that anyway.
+    The digest is the XOR of the distances, which costs almost nothing. A peer that forged a collision could only
+    withhold the contacts that it knows, which it can do anyway.
     """
     mixed = 0
     for one in distances:
@@ -58,7 +58,7 @@ def digest_of_distances(distances: Iterable[int]) -> bytes:
 
 
 def id_to_bytes(point: int) -> bytes:
-    """A point as it travels: 32 bytes, big-endian."""
+    """Encode a point for the wire: 32 bytes, big-endian."""
     return point.to_bytes(ID_BYTES, "big")
 
 

@@ -1,4 +1,4 @@
-"""Making records: sequence numbers that only rise, and signatures where a record is owned."""
+"""Creates records: assigns rising sequence numbers, and signs the records that this peer owns."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from manyhands.dht.schema import Schema
 class Issuer:
     """Issues the records of one peer.
 
-    A sequence number is the wall clock in milliseconds, or one more than the last if the clock stands or jumps back.
-    If a holder shows a later record, its number can be exceeded: so a peer whose clock was set back before it
-    restarted still replaces its own records, and a peer whose clock is behind those of others.
+    A sequence number is the wall clock in milliseconds, or one more than the last if the clock stands still or jumps
+    back. If a holder returns a later record, the new number exceeds it: a peer whose clock was set back before a
+    restart, or is behind the clocks of others, can still replace records.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Issuer:
         self._last_sequence = 0
 
     def issue(self, key: str, subkey: str, value: Any, ttl_s: float, above: int = 0) -> Record:
-        """A new record; signed if ``subkey`` is this peer's id.
+        """Create a record; it is signed if ``subkey`` is this peer's id.
 
         Args:
             above: a sequence number to exceed.
@@ -61,7 +61,7 @@ class Issuer:
             ttl_s=float(ttl_s),
         )
         if subkey == self._identity.peer_id:
-            # not for open records: anybody could set their sequence to the end
+            # not for unsigned records: anybody could raise their sequence number to the maximum
             self._last_sequence = record.sequence
             record = record.signed_by(self._identity)
         schema = self._schemas.get(key)
@@ -72,13 +72,13 @@ class Issuer:
         return record
 
     def sequence_to_exceed(self, record: Record, shown: Iterable[Record]) -> int | None:
-        """The sequence number above which ``record`` must be issued again.
+        """Return the sequence number above which ``record`` must be issued again.
 
         Args:
-            record: issued just now, but stale for some holder.
-            shown: the later records that the holders say they have.
+            record: issued just now, but stale at some holder.
+            shown: the later records that holders returned.
         Returns:
-            None if none of these counts: they are forged, or were issued by this very object since.
+            None if no later record is valid, or if this object has issued them since.
         """
         return max((later.sequence for later in shown if self._is_obstacle(later, record)), default=None)
 
@@ -109,7 +109,7 @@ class Issuer:
 
 
 def check_key(key: str) -> None:
-    """Make sure that ``key`` can be one.
+    """Check that ``key`` is a valid key.
 
     Raises:
         ConfigError: it is empty, too long, or not text.

@@ -1,14 +1,14 @@
-"""Finding the swarm, and finding it again: by the initial peers, and by the peers that were seen before.
+"""Joins the swarm, and rejoins it, through the initial peers and through peers seen before.
 
 Rules:
-    * any one that answers is enough to join; all of them are dialled at once;
-    * an initial peer that is not there, since it never answered or was lost, is dialled again for ever, at most
-      :data:`MOST_WAIT_S` seconds apart, and not by all peers at the same moment;
-    * whenever an initial peer turns up, this node looks around itself through it. If that one was in another part of
-      the swarm, both parts know each other then. Who began alone does so when the first peer comes: it may have been
-      restarted, and be expected;
-    * while none of the initial peers is there, one of the peers seen before and lost since is dialled each time; all of
-      them if nobody is left. So a swarm that was split comes together again though its coordinators are gone.
+    * all of them are dialled at once, and one answer is enough to join;
+    * an initial peer that never answered or was lost is dialled again for ever, at most :data:`MOST_WAIT_S` seconds
+      apart, with jitter;
+    * whenever an initial peer appears, this node looks up its own neighbours through it: if the two were in separate
+      parts of the swarm, the parts then merge. A node that began alone does so when the first peer connects, since that
+      peer may have been waiting for it to restart;
+    * while all initial peers are missing, each round dials one of the lost peers seen before, or all of them if the
+      routing table is empty. So a split swarm merges again even if its coordinators are gone.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ logger = logging.getLogger(__name__)
 FIRST_WAIT_S = 2.0
 NOTE_PERIOD_S = 180.0
 MOST_WAIT_S = 24.0
-"""Parts of a swarm are to merge within a minute: so long until a dial, and the rest to look around."""
+"""Parts of a swarm should merge within a minute: this long until a dial, and the rest for lookups."""
 
 ANSWER_COUNTS_S = 300.0
-"""One that answered, but for which the table had no room, is asked so seldom: there may be very many peers."""
+"""How long an answer counts of a peer for which the table had no room: there may be very many peers."""
 
 KNOWN_AT_ONCE = 16
-"""Peers seen before that are dialled at once; most of them may be gone for good."""
+"""Concurrent dials to peers seen before; most of them may be gone for good."""
 
 
 class InitialPeers:
-    """The addresses that a user gave, which peer answered at each, and whom else to try.
+    """The initial peers, which peer answered at each address, and the peers seen before.
 
     Args:
-        tasks: whoever owns the dials.
-        rng: for the time between two dials.
+        tasks: the owner of the dial tasks.
+        rng: jitters the time between two dials.
         wall_clock: seconds since 1970.
-        known: the peers that were seen before; kept up to date.
+        known: the peers seen before; kept up to date.
     """
 
     def __init__(
@@ -80,19 +80,20 @@ class InitialPeers:
         self._looked_through: set[PeerId] = set()
         self._has_looked = False
         self._tried_at: dict[PeerId, float] = {}  # peers seen before; loop time
-        self._told: dict[Address, DialReason] = {}  # why each failed the last time
-        self._is_joining = False  # a failure is told by JoinFailed, or when it has failed again
+        self._told: dict[Address, DialReason] = {}  # the reason last logged for each
+        self._is_joining = False  # meanwhile JoinFailed reports failures, so they are not logged
         self._round: asyncio.Task[None] | None = None
         self._round_began = 0.0
 
     async def join(self, addresses: Sequence[Address], *, must_join: bool = True) -> None:
-        """Reach somebody, and learn one's neighbours through the first that answers; the others go on being dialled.
+        """Reach any peer, and learn the neighbours of this node through the first that answers.
 
-        Without addresses and peers seen before, this is the first peer.
+        The other addresses are still dialled in the background. Without addresses and peers seen before, this is the
+        first peer.
 
         Args:
-            must_join: False if this peer may begin alone though initial peers were given. A peer whose own address is
-                among them may do so anyway: it is one of those that welcome others.
+            must_join: False if this peer may begin alone although initial peers were given. A peer whose own address
+                is among them, such as a coordinator, always may.
         Raises:
             JoinFailed: none answered within ``join_timeout_s``.
         """
@@ -113,19 +114,19 @@ class InitialPeers:
             raise JoinFailed([failures[str(address)] for address in addresses])
         if self._peers or len(self._known):
             logger.warning(
-                "nobody answers (initial peers: %d, peers seen before: %d); this peer begins alone, and goes on trying",
+                "no peer answers (initial peers: %d, peers seen before: %d); this peer begins alone, and keeps trying",
                 len(self._peers),
                 len(self._known),
             )
 
     async def keep_trying(self) -> None:
-        """Retry for ever; see the rules at the top of this file."""
+        """Redial missing peers for ever, by the rules at the top of this file."""
         loop = asyncio.get_running_loop()
         wait_s, noted_at = FIRST_WAIT_S, -math.inf
         pause_s = wait_s * self._rng.uniform(0.5, 1.0)
         while not self._tasks.is_closed:
             left_s = self._round_began + pause_s - loop.time()
-            if left_s > 0:  # upkeep may have a round meanwhile
+            if left_s > 0:  # upkeep may have started a round meanwhile
                 await asyncio.sleep(left_s)
                 continue
             if loop.time() - noted_at >= NOTE_PERIOD_S:
@@ -136,26 +137,26 @@ class InitialPeers:
             pause_s = wait_s * self._rng.uniform(0.5, 1.0)
 
     async def retry(self) -> None:
-        """Dial who is missing now; those who call this at the same time share the dials."""
+        """Dial the missing peers now; concurrent callers share one round of dials."""
         if not self._tasks.is_closed and (self._round is None or self._round.done()):
             self._round_began = asyncio.get_running_loop().time()
             lost = [address for address, peer_id in self._peers.items() if not self._is_here(peer_id)]
             lost_known = self._lost_known(are_all_lost=len(lost) == len(self._peers))
             if not lost and not lost_known and not self._unseen():
                 return
-            self._round = self._tasks.spawn(self._dial_missing(lost, lost_known), name="dialling who is missing")
+            self._round = self._tasks.spawn(self._dial_missing(lost, lost_known), name="dialling missing peers")
         if self._round is not None and not self._round.done():
-            await asyncio.wait([self._round])  # each dial has its time
+            await asyncio.wait([self._round])  # each dial has a timeout
 
     def note_known(self) -> None:
-        """Remember who was heard of lately."""
+        """Add the peers heard of recently to the known peers."""
         self._known.heard_of(self._overlay.table.latest(MAX_PEERS), self._wall_clock())
 
     async def _reach_one(self, failures: dict[str, DialFailed]) -> PeerId | None:
-        """Dial all at once and return the first that answers; the initial peers among the others go on being dialled.
+        """Dial all peers at once and return the first that answers; dials to initial peers then continue.
 
         Args:
-            failures: takes those of the initial peers, by address.
+            failures: filled with the failures of the initial peers, by address.
         """
         dials = [self._tasks.spawn(self._dial(address), name=f"dial {address}") for address in self._peers]
         asking_known = self._tasks.spawn(self._ask_known(self._known.latest_first()), name="dial peers seen before")
@@ -184,7 +185,7 @@ class InitialPeers:
         await self._look_through(sorted(through), deadline)
 
     async def _look_through(self, peers: Iterable[PeerId], deadline: float) -> None:
-        """Look around this node, beginning at each of these peers, if it is of another part than those known so far."""
+        """Look up neighbours through each peer that names unknown ones, as it is of another part of the swarm."""
         own_id, k = self._endpoint.peer_id, self._config.k
         for peer_id in peers:
             contact = self._overlay.contact_of(peer_id)
@@ -197,14 +198,14 @@ class InitialPeers:
             self._has_looked = True
 
     def _unseen(self) -> set[PeerId]:
-        """Through whom to look around: initial peers that turned up, or whoever came to a node that began alone."""
+        """Return initial peers not yet looked through; for a node that began alone, the first peer in its table."""
         unseen = self._here() - self._looked_through
         if not unseen and not self._has_looked:
             unseen = {contact.peer_id for contact in self._overlay.table.contacts()[:1]}
         return unseen
 
     def _here(self) -> set[PeerId]:
-        """The initial peers that are there."""
+        """Return the initial peers that are reachable."""
         return {peer_id for peer_id in self._peers.values() if peer_id is not None and self._is_here(peer_id)}
 
     def _is_here(self, peer_id: PeerId | None) -> bool:
@@ -218,7 +219,7 @@ class InitialPeers:
         return is_recent and (cannot_be_dialled or self._overlay.table.is_waiting(peer_id))
 
     def _lost_known(self, *, are_all_lost: bool) -> list[Contact]:
-        """Of the peers seen before those to try now."""
+        """Return the peers seen before that should be dialled now."""
         if not are_all_lost:
             return []
         table = self._overlay.table
@@ -232,7 +233,7 @@ class InitialPeers:
         return sorted(lost, key=lambda contact: self._tried_at.get(contact.peer_id, -math.inf))[:1]
 
     async def _ask_known(self, contacts: Sequence[Contact]) -> PeerId | None:
-        """Ask peers that were seen before, some at once, until one answers."""
+        """Ping peers seen before, several at a time, until one answers."""
         untried = list(contacts)[::-1]
         deadline = asyncio.get_running_loop().time() + self._config.join_timeout_s
         answered: list[PeerId] = []
@@ -252,7 +253,7 @@ class InitialPeers:
         return answered[0] if answered else None
 
     async def _dial(self, address: Address) -> PeerId | DialFailed:
-        """Connect, and make sure that a DHT node is there."""
+        """Connect, and check that a DHT node answers."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._config.join_timeout_s
         try:
@@ -273,7 +274,7 @@ class InitialPeers:
         return peer_id
 
     def _failed(self, address: Address, failure: DialFailed) -> DialFailed:
-        if failure.reason is DialReason.ITSELF:  # a list that all peers share may name this one too
+        if failure.reason is DialReason.ITSELF:  # a list shared by all peers may include this one
             self._peers.pop(address, None)
         elif not self._is_joining and self._told.get(address) is not failure.reason:
             self._told[address] = failure.reason

@@ -1,10 +1,10 @@
-"""The peers that a node has seen, to come back by them when the initial peers are gone.
+"""The peers that a node has seen, for rejoining the swarm when the initial peers are gone.
 
 Rules:
-    * of the peers that were in the routing table, those heard of last are kept, at most :data:`MAX_PEERS`;
-    * who is lost stays, until so many others were heard of since: all of them may be back after an hour offline;
-    * they can be written down and read again. What is read may come from strangers: each entry is checked, it is
-      dialled with the peer id that it names, and entries older than :data:`MAX_AGE_S` are dropped.
+    * the :data:`MAX_PEERS` peers of the routing table that were heard of last are kept;
+    * a lost peer is kept until as many others were heard of since: after an hour offline, all of them may be back;
+    * they can be saved and loaded. A file may come from strangers: each entry is checked, an address is dialled with
+      the peer id that it names, and entries older than :data:`MAX_AGE_S` are dropped.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from manyhands.dht.routing import MAX_ADDRESS_LENGTH, MAX_ADDRESSES, Contact
 
 MAX_PEERS = 64
 MAX_AGE_S = 30 * 86400.0
-"""By then most addresses of volunteers belong to somebody else."""
+"""After 30 days most addresses of volunteers belong to others."""
 VERSION = 1
 
 
 class KnownPeer(msgspec.Struct, frozen=True):
-    """A peer as it is written down.
+    """A peer as saved.
 
     Attributes:
-        addresses: multiaddrs, the best first.
-        seen_at: when it was last heard of, in seconds since 1970 by the clock of who wrote this.
+        addresses: multiaddrs, best first.
+        seen_at: when it was last heard of, in seconds since 1970 by the clock of the writer.
     """
 
     peer_id: Annotated[str, msgspec.Meta(max_length=64)]
@@ -51,7 +51,7 @@ class _Version(msgspec.Struct, frozen=True):
 
 
 class KnownPeers:
-    """Peers by how lately they were heard of."""
+    """Peers in the order in which they were last heard of."""
 
     def __init__(self, peers: Iterable[KnownPeer] = ()) -> None:
         self._peers: dict[str, KnownPeer] = {peer.peer_id: peer for peer in peers}  # latest first
@@ -60,11 +60,11 @@ class KnownPeers:
         return len(self._peers)
 
     def latest_first(self) -> list[Contact]:
-        """All of them, those heard of last first."""
+        """Return all peers, those heard of last first."""
         return [Contact(PeerId(peer.peer_id), peer.addresses) for peer in self._peers.values()]
 
     def heard_of(self, contacts: Iterable[Contact], wall_now: float) -> None:
-        """Put contacts before all others, in their order; the last ones make room."""
+        """Move contacts to the front, in their order; the oldest entries are dropped."""
         heard: dict[str, KnownPeer] = {}
         for contact in contacts:
             heard[contact.peer_id] = KnownPeer(contact.peer_id, contact.addresses, wall_now)
@@ -72,15 +72,15 @@ class KnownPeers:
         self._peers = dict(itertools.islice(heard.items(), MAX_PEERS))
 
     def to_json(self) -> bytes:
-        """As they are written down; :meth:`from_json` reads it."""
+        """Encode for :meth:`from_json`."""
         return msgspec.json.format(msgspec.json.encode(_File(VERSION, list(self._peers.values())))) + b"\n"
 
     @classmethod
     def from_json(cls, raw: bytes, wall_now: float) -> KnownPeers:
-        """Read what :meth:`to_json` wrote; addresses that cannot be read are skipped, and peers without any.
+        """Decode the output of :meth:`to_json`; unreadable addresses, and peers left without any, are skipped.
 
         Raises:
-            ConfigError: it is something else, or of another version; says which.
+            ConfigError: unreadable, or of another version; the message says which.
         """
         try:
             version = msgspec.json.decode(raw, type=_Version).version
@@ -103,7 +103,7 @@ def _checked(peer: KnownPeer) -> KnownPeer | None:
 
 
 def _names(text: str, peer_id: str) -> bool:
-    """Whether this is an address that can be dialled, of this peer if it names one."""
+    """Whether ``text`` is an address that can be dialled and names no other peer."""
     try:
         address = Address.parse(text)
     except ConfigError:

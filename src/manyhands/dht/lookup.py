@@ -1,16 +1,16 @@
-"""The order in which a lookup asks: always the nearest known peers, a few at once, until the nearest have all answered.
+"""Decides which contacts a lookup asks: the nearest known ones, a few at a time, until the nearest have all answered.
 
 A contact goes from *known* through *asked* to *answered* or *failed*; on the way it may be *slow*. The shortlist is
-the ``num`` nearest contacts that did not fail. The lookup is finished when everybody on the shortlist has answered:
-nobody nearer is left to hear of. A lookup of the holders of a key wants few, and few of one network
-(:mod:`manyhands.dht.networks`); one that makes this node known to its neighbours wants ``k``.
+the ``num`` nearest contacts that did not fail. The lookup is finished when all contacts on the shortlist have answered.
+A lookup of the holders of a key wants few contacts, and few of one network (:mod:`manyhands.dht.networks`); one that
+announces this node to its neighbours wants ``k``.
 
-A slow one is out of consideration until it answers: others are asked in its place, and nobody waits for it, as long as
-only a minority of the nearest is slow. If most are, it is this peer or its link that is slow, and all are waited for.
+A slow contact is left out until it answers, and others are asked in its place, as long as only a minority of the
+nearest is slow. If most are slow, the cause is this peer or its link, and the lookup waits for all of them.
 
-Somebody may name peers that do not exist, nearer to the point than all others. So when most of those that one peer
-named, and nobody else, were slow or failed, and at least ``NUM_BAD`` of them, the rest of these is asked only if there
-are too few others.
+A malicious peer may name peers that do not exist, nearer to the point than all others. So when at least ``NUM_BAD``,
+and most, of the contacts that only one peer named were slow or failed, its remaining ones are asked only if there are
+too few others.
 
 Source: Maymounkov & Mazieres, Kademlia, 2002, section 2.3.
 """
@@ -31,7 +31,7 @@ from manyhands.dht.networks import spread
 from manyhands.dht.routing import Contact
 
 NUM_BAD = 3
-"""Of the contacts of one peer; an honest one may know a dead one or two."""
+"""Bad contacts from one peer; an honest peer may know one or two dead ones."""
 
 
 class _State(enum.Enum):
@@ -44,18 +44,18 @@ class _State(enum.Enum):
 
 
 class Lookup:
-    """Which contacts to ask on the way to a point.
+    """State machine of one lookup.
 
     Args:
         target: the point.
         seeds: contacts to begin with.
         own_id: the peer that looks up; it is not asked.
         k: how many contacts of one answer count.
-        alpha: how many may be asked at once.
-        num: how many of the nearest must have answered; ``k`` if not given.
-        is_client: the peer that looks up is in nobody's table.
-        may_know_all: the seeds are the nearest of all peers, most likely.
-        network_of: the network of a contact, as far as is known now; None if networks do not matter.
+        alpha: maximum of concurrent requests.
+        num: how many of the nearest must have answered; ``k`` by default.
+        is_client: the peer that looks up is in no other peer's table.
+        may_know_all: the seeds are most likely the nearest of all peers.
+        network_of: returns the network of a contact as far as known; None if networks do not matter.
     """
 
     def __init__(
@@ -78,16 +78,16 @@ class Lookup:
         self._k = k
         self._num = k if num is None else num
         self._alpha = alpha
-        self._num_asked = 0  # and not slow
+        self._num_asked = 0  # without slow ones
         self._num_slow = 0
         self._has_answer = False
         self._may_know_all = may_know_all
         self._own_distance = None if is_client else node_id(own_id) ^ target
-        self._states = {node_id(own_id) ^ target: _State.OWN}  # by distance, which no two peers have in common
+        self._states = {node_id(own_id) ^ target: _State.OWN}  # by distance, which is unique to a peer
         self._contacts: dict[int, Contact] = {}  # likewise
         self._hopeful: list[int] = []  # distances of those that did not fail, nearest first
         self._named_by: dict[int, int | None] = dict.fromkeys(self._states)  # both distances; None if several did
-        self._num_bad: Counter[int] = Counter()  # by who named them
+        self._num_bad: Counter[int] = Counter()  # by the peer that named them
         self._num_good: Counter[int] = Counter()  # likewise
         if self._own_distance is not None:
             self._locate(Contact(own_id, []))
@@ -95,11 +95,11 @@ class Lookup:
 
     @property
     def is_finished(self) -> bool:
-        """Whether everybody on the shortlist has answered."""
+        """Whether all contacts on the shortlist have answered."""
         return all(self._states[distance] is _State.ANSWERED for distance in self._shortlist())
 
     def to_ask(self) -> list[Contact]:
-        """The contacts to ask now, nearest first; each is named once, and then counts as asked."""
+        """Return the contacts to ask now, nearest first, and count them as asked."""
         room = self._alpha - self._num_asked
         if room <= 0:
             return []
@@ -111,10 +111,10 @@ class Lookup:
         return [self._contacts[distance] for distance in chosen]
 
     def nearest_known(self) -> Nearest | None:
-        """The nearest peers so far, this one among them if it can be asked; so that others need not name them again.
+        """Return the nearest peers so far, with this one unless it is a client, so that answers can omit them.
 
-        None if too few others are known: should one of the nearest fail, its place must be taken. And none before the
-        first answer in a swarm of which nobody knows all, as others then know better.
+        None if too few others are known, as a failed contact must be replaced. Also None before the first answer,
+        unless this peer probably knows all, as other peers then know better.
         """
         if len(self._hopeful) < 2 * self._num or not (self._has_answer or self._may_know_all):
             return None
@@ -125,7 +125,7 @@ class Lookup:
         return Nearest(self._num, digest_of_distances(self._first(nearest)))
 
     def slow(self, peer_id: PeerId) -> None:
-        """Note that a peer that was asked has not answered for long; nothing, if it has."""
+        """Mark an asked peer as slow, if it has not answered yet."""
         distance = node_id(peer_id) ^ self._target
         if self._states[distance] is _State.ASKED:
             self._states[distance] = _State.SLOW
@@ -134,25 +134,25 @@ class Lookup:
             self._note(self._num_bad, distance, 1)
 
     def is_slow(self, peer_id: PeerId) -> bool:
-        """Whether a peer has not answered for long, and still has not."""
+        """Whether a peer is marked as slow and has not answered since."""
         return self._states[node_id(peer_id) ^ self._target] is _State.SLOW
 
     def answered(self, peer_id: PeerId, contacts: Iterable[Contact]) -> None:
-        """Note the answer of a peer that was asked: the contacts nearest to the target that it knows."""
+        """Process the answer of a peer: the contacts nearest to the target that it knows."""
         distance = self._end(peer_id, _State.ANSWERED)
         self._has_answer = True
-        self._locate(self._contacts[distance])  # now that it was reached
+        self._locate(self._contacts[distance])  # its network is known now that it was reached
         self._note(self._num_good, distance, 1)
         self._learn(contacts, distance)
 
     def failed(self, peer_id: PeerId) -> None:
-        """Note that a peer that was asked did not answer."""
+        """Mark an asked peer as failed."""
         distance = self._end(peer_id, _State.FAILED)
         self._note(self._num_bad, distance, 1)
         del self._hopeful[bisect.bisect_left(self._hopeful, distance)]
 
     def nearest(self) -> list[Contact]:
-        """The contacts that have answered, nearest first, at most ``num``; who was only named hides none."""
+        """Return the ``num`` nearest contacts that have answered; others are ignored."""
         answered = [distance for distance in self._hopeful if self._states[distance] is _State.ANSWERED]
         return [self._contacts[distance] for distance in self._first(answered)]
 
@@ -168,7 +168,7 @@ class Lookup:
         return distance
 
     def _note(self, counts: Counter[int], distance: int, num: int) -> None:
-        """Count what became of a contact for the one peer that named it, if it is one."""
+        """Count the outcome of a contact that only one peer named for that peer."""
         named_by = self._named_by[distance]
         if named_by is not None:
             counts[named_by] += num
@@ -190,7 +190,7 @@ class Lookup:
                 names[distance] = None
 
     def _shortlist(self) -> list[int]:
-        """The distances of the nearest that count."""
+        """Return the distances of the contacts that must answer."""
         hopeful = self._trusted() if self._num_bad else self._hopeful
         nearest = self._first(hopeful)
         if not self._num_slow:
@@ -201,7 +201,7 @@ class Lookup:
         return self._first([distance for distance in hopeful if self._states[distance] is not _State.SLOW])
 
     def _first(self, nearest: list[int]) -> list[int]:
-        """The first ``num`` of these distances; few of one network, if that matters."""
+        """Return the first ``num`` of these distances, limited per network if that matters."""
         return (
             spread(nearest, self._num, self._networks.__getitem__) if self._num_networks > 1 else nearest[: self._num]
         )
@@ -213,7 +213,7 @@ class Lookup:
             self._networks[node_id(contact.peer_id) ^ self._target] = network
 
     def _trusted(self) -> list[int]:
-        """Those that did not fail, but for those whom only peers with bad contacts named if there are enough others."""
+        """Return contacts that did not fail, without those named only by suspects if there are enough others."""
         liars = {peer for peer, num_bad in self._num_bad.items() if num_bad >= max(NUM_BAD, self._num_good[peer] + 1)}
         if not liars:
             return self._hopeful

@@ -1,11 +1,11 @@
-"""What DHT nodes say to each other.
+"""Messages between DHT nodes.
 
 ==========  ==================================================  ====================================================
 method      request                                             response
 ==========  ==================================================  ====================================================
-dht.ping    whether anybody has dialled the asker               nothing: I am here, and a DHT node
+dht.ping    whether any peer has dialled the caller             empty
 dht.find    a point, perhaps a key and where to read on         contacts nearest to the point, a page of the records
-dht.store   records with their ages                             for each what became of it
+dht.store   records with their ages                             the outcome for each
 dht.topics  a kind of keys                                      the topics that have keys of this kind
 ==========  ==================================================  ====================================================
 
@@ -28,24 +28,24 @@ MAX_TOPICS = 256
 
 
 class PingRequest(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Are you there?
+    """Checks that a DHT node answers.
 
     Attributes:
-        was_reached: False of who listens, and was dialled by nobody since it began: please try.
+        was_reached: False if the caller listens but no peer has dialled it since it began; the receiver then tries.
     """
 
     was_reached: bool = True
 
 
 class PingResponse(msgspec.Struct, frozen=True):
-    """Yes."""
+    """The empty answer to a ping."""
 
 
 class Nearest(msgspec.Struct, frozen=True):
-    """Who is nearest to a point as far as the asker knows; whoever knows the same need not say it.
+    """A digest of the nearest peers that the caller knows; a receiver that knows the same ones omits them.
 
     Attributes:
-        num: how many they are, the asker among them if it is one.
+        num: how many they are, the caller included if it is one of them.
         digest: :func:`manyhands.dht.ids.digest_of_distances` from the point to each.
     """
 
@@ -54,15 +54,15 @@ class Nearest(msgspec.Struct, frozen=True):
 
 
 class FindRequest(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Who is near a point, and what do you hold under a key?
+    """Asks for the contacts near a point, and for the records of a key.
 
     Attributes:
         target: the point, 32 bytes.
-        key: whose records are wanted; None for contacts only.
-        wants_contacts: False if the reader knows who holds the key.
-        wants_records: False if the digest of the records will do.
-        after: of the records those whose subkeys come after this one, to read on where the last page ended.
-        nearest: no contacts are wanted of whoever knows the same.
+        key: the key of the wanted records; None for contacts only.
+        wants_contacts: False if the reader knows the holders of the key.
+        wants_records: False if the digest of the records is enough.
+        after: return only records whose subkeys follow this one, which ended the last page.
+        nearest: omit the contacts if the receiver knows the same nearest peers.
     """
 
     target: Annotated[bytes, msgspec.Meta(min_length=ID_BYTES, max_length=ID_BYTES)]
@@ -74,14 +74,14 @@ class FindRequest(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class FindResponse(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a node knows of a point and a key.
+    """The contacts near a point and the records of a key that a node knows.
 
     Attributes:
-        contacts: those nearest to the point, at most ``k``; none if they are those that the asker said.
-        records: those that are held under the key, in the order of their subkeys; as many as fit.
-        digest: :func:`manyhands.dht.records.digest_of` these, sent in their place when they are not wanted.
-        is_responsible: whether the asked node thinks that it is among the nearest to the point.
-        is_more: whether records after these are held.
+        contacts: those nearest to the point, at most ``k``; empty if the caller knows the same ones.
+        records: those held under the key, in the order of their subkeys; as many as fit.
+        digest: :func:`manyhands.dht.records.digest_of` the records, when only that is wanted.
+        is_responsible: whether the answering node believes that it is among the nearest to the point.
+        is_more: whether it holds records after these.
     """
 
     contacts: Annotated[list[Contact], msgspec.Meta(max_length=MAX_CONTACTS)]
@@ -92,12 +92,12 @@ class FindResponse(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class StoreRequest(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Please hold these.
+    """Asks a node to store records.
 
     Attributes:
-        records: what to hold.
-        nearest: to the key of these records, if they have one key; a writer that looked nobody up asks so whether it
-            knows all that should hold them.
+        records: the records to store.
+        nearest: the peers nearest to the key of these records, if they share one; by this a writer that did no lookup
+            asks whether it knows all responsible holders.
     """
 
     records: Annotated[list[AgedRecord], msgspec.Meta(max_length=MAX_STORED_RECORDS)]
@@ -105,13 +105,13 @@ class StoreRequest(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class StoreOutcome(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What became of one record.
+    """The outcome of storing one record.
 
     Attributes:
         is_stored: whether the holder has it now.
-        code: a value of :class:`manyhands.dht.records.Reason`, or one that a later version knows.
-        later: the record that made this one stale, for the writer to write above it and for other holders to learn.
-        is_responsible: whether the holder thinks that it is among the nearest to the key.
+        code: a value of :class:`manyhands.dht.records.Reason`, or one of a later version.
+        later: the record that made this one stale; the writer issues above it, and other holders learn it.
+        is_responsible: whether the holder believes that it is among the nearest to the key.
     """
 
     is_stored: bool
@@ -121,11 +121,11 @@ class StoreOutcome(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class StoreResponse(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What became of the records of a request.
+    """The outcomes of a store request.
 
     Attributes:
-        outcomes: one for each, in its order.
-        knows_same: whether the holder knows of the same nearest peers as the writer.
+        outcomes: one for each record, in order.
+        knows_same: whether the holder knows the same nearest peers as the writer.
     """
 
     outcomes: Annotated[list[StoreOutcome], msgspec.Meta(max_length=MAX_STORED_RECORDS)]
@@ -133,17 +133,17 @@ class StoreResponse(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class TopicsRequest(msgspec.Struct, frozen=True):
-    """Which topics do you know? A key is made of both: ``TOPIC.KIND``.
+    """Asks for the topics that a node knows. A key is ``TOPIC.KIND``.
 
     Attributes:
-        kind: what comes after the first dot of the keys that are meant.
+        kind: the part after the first dot of the keys.
     """
 
     kind: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_KEY_LENGTH)]
 
 
 class TopicsResponse(msgspec.Struct, frozen=True):
-    """The topics under whose keys the node holds records, or takes part itself; at most :data:`MAX_TOPICS`."""
+    """The topics of which the node holds records or has declared a schema; at most :data:`MAX_TOPICS`."""
 
     topics: Annotated[
         list[Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_KEY_LENGTH)]], msgspec.Meta(max_length=MAX_TOPICS)
@@ -151,7 +151,7 @@ class TopicsResponse(msgspec.Struct, frozen=True):
 
 
 TOO_MANY_REQUESTS = "too_many_requests"
-"""The code of a refusal: the asker may come again, but not at once."""
+"""Refusal code: the caller exceeds the request rate and may retry later."""
 
 PING = Method("dht.ping", PingRequest, PingResponse)
 FIND = Method("dht.find", FindRequest, FindResponse)

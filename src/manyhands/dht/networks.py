@@ -1,9 +1,9 @@
-"""Networks: addresses of one cost their owner little, so few of a key's holders may be in the same one.
+"""Limits how many holders of a key are in one network, as addresses of one network cost their owner little.
 
 Rules:
     * a network is a /24 of IPv4 or a /48 of IPv6;
     * at most ``MAX_PER_NETWORK`` holders of a key are in one network, the nearest of it;
-    * if there are not enough networks, the nearest of the rest fill the places: in a swarm in one network the holders
+    * if there are too few networks, the nearest of the rest fill the places: in a swarm within one network the holders
       are simply the nearest.
 """
 
@@ -18,12 +18,12 @@ from typing import TypeVar
 T = TypeVar("T")
 
 MAX_PER_NETWORK = 2
-"""Of five holders; so the holders in one network are never a majority."""
+"""Two of five holders, so that one network never has a majority."""
 
 
 @functools.lru_cache(maxsize=16384)
 def network_of(host: str) -> str:
-    """The network of an IP address; of a host name, the name."""
+    """Return the network of an IP address, or a host name unchanged."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
@@ -34,10 +34,10 @@ def network_of(host: str) -> str:
 
 
 def spread(nearest_first: Iterable[T], num: int, network: Callable[[T], str]) -> list[T]:
-    """Choose ``num``, nearest first: at most ``MAX_PER_NETWORK`` of one network, as long as there are others.
+    """Choose the ``num`` nearest, at most ``MAX_PER_NETWORK`` of one network unless there are too few others.
 
     Args:
-        network: the network of one of them.
+        network: returns the network of an item.
     """
     num_in_network: Counter[str] = Counter()
     chosen: list[tuple[int, T]] = []

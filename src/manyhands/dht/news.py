@@ -1,4 +1,4 @@
-"""Whether peers know of others near this node that it does not know itself."""
+"""Asks peers for neighbours of this node that it does not know."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from manyhands.dht.together import all_of
 
 
 async def tell_news(overlay: Overlay, own_id: PeerId, k: int, peers: Iterable[PeerId]) -> list[Contact]:
-    """Ask some peers who is near this node; those that they name and that should be among the ``k`` nearest known.
+    """Ask peers for the neighbours of this node, and return those that belong to its ``k`` nearest but are unknown.
 
-    One message to each answers what a lookup takes ``k`` for: peers of the same part of a swarm know the same
-    neighbours, those of another part know others.
+    One message to each peer replaces a lookup, which takes ``k``: peers of the same part of a swarm know the same
+    neighbours, and peers of another part know others.
     """
     own_point = node_id(own_id)
     request = FindRequest(id_to_bytes(own_point))

@@ -1,4 +1,4 @@
-"""One node of the DHT: what a peer publishes, and what it finds of others."""
+"""One node of the DHT: publishes records of this peer and finds those of others."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ from manyhands.runtime.tasks import TaskOwner
 logger = logging.getLogger(__name__)
 
 Filter = Callable[[str, dict[str, StoredValue]], Awaitable[dict[str, StoredValue]]]
-"""Takes a key and what was found under it; returns those that count."""
+"""Takes a key and the values found under it; returns those that are valid."""
 
 NUM_ASKED = 16
-"""Peers that are asked which topics they know."""
+"""Peers that are asked for their topics."""
 
 
 class DhtNode:
     """Stores and finds small records at the peers nearest to their keys.
 
-    A node whose endpoint is in client mode reads and writes, but holds nothing and is in nobody's table.
+    A node whose endpoint is in client mode reads and writes, but holds nothing and is in no other peer's table.
     Source: Maymounkov & Mazieres, Kademlia, 2002.
 
     Args:
@@ -52,11 +52,11 @@ class DhtNode:
         config: settings of this node.
         rng: for the times and targets of upkeep.
         wall_clock: seconds since 1970.
-        known_peers: peers seen before, to join by as well.
+        known_peers: peers seen before, through which the node may also join.
 
     Attributes:
-        filters: of the topics whose readers shall see only some of the records; a topic is what is before the first
-            ``.`` of a key.
+        filters: by topic, a filter that hides some records from readers; the topic of a key is the part before its
+            first ``.``.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class DhtNode:
 
     @property
     def refusals(self) -> Counter[Reason]:
-        """How many records of others were refused, by reason."""
+        """Refused records of other peers, by reason."""
         return self._holder.refusals
 
     @property
@@ -101,34 +101,34 @@ class DhtNode:
 
     @property
     def num_nodes(self) -> int:
-        """Nodes in the routing table, but for those that were lost, or did not answer, and were not heard of since."""
+        """Nodes in the routing table, except those that were lost or did not answer and were not heard of since."""
         return self._overlay.table.num_sound()
 
     @property
     def num_records(self) -> int:
-        """Records that this node holds, those too that have just expired."""
+        """Records that this node holds, including those that have just expired."""
         return len(self._storage)
 
     def contacts(self) -> list[Contact]:
-        """The peers in the routing table."""
+        """Return the peers in the routing table."""
         return self._overlay.table.contacts()
 
     def known_peers(self) -> KnownPeers:
-        """The peers that were seen lately or before, lost ones too."""
+        """Return the peers that were seen recently or before, including lost ones."""
         self._initial_peers.note_known()
         return self._known_peers
 
     async def join(self, initial_peers: Sequence[Address], *, must_join: bool = True) -> None:
-        """Reach an initial peer, or one seen before, and learn one's neighbours; takes ``join_timeout_s`` at most.
+        """Reach an initial peer, or one seen before, and learn the neighbours; takes ``join_timeout_s`` at most.
 
-        Those that do not answer are tried again in the background. Without initial peers this is the first peer, unless
-        one that was seen before answers.
+        Peers that do not answer are dialled again in the background. Without initial peers this is the first peer,
+        unless a peer seen before answers.
 
         Args:
-            must_join: False to begin alone when nobody answers, and go on trying, as a coordinator does.
+            must_join: False to begin alone when no peer answers, and keep trying, as a coordinator does.
         Raises:
-            JoinFailed: none answered; it says why for each address. Joining again is possible. A peer whose own address
-                is among the initial peers begins alone instead.
+            JoinFailed: none answered; has the reason for each address. You may call :meth:`join` again. A peer whose
+                own address is among the initial peers begins alone instead.
         """
         await self._initial_peers.join(initial_peers, must_join=must_join)
         if self._upkeeping is None:
@@ -136,35 +136,35 @@ class DhtNode:
             self._tasks.spawn(self._initial_peers.keep_trying(), name="looking for lost initial peers")
 
     def declare(self, key: str, schema: Schema) -> None:
-        """Hold, return and write only such records under a key from now on."""
+        """Hold, return and write only records that match the schema under this key from now on."""
         check_key(key)
         self._schemas[key] = schema
         self._storage.recheck(key)
         self._reader.forget(key)
 
     async def store(self, key: str, value: Any, ttl_s: float, subkey: str | None = None) -> int:
-        """Publish a value under a key, and perhaps a subkey, at the peers nearest to the key.
+        """Publish a value under a key and an optional subkey at the peers nearest to the key.
 
-        With this peer's own id as subkey the record is signed, and nobody else can replace it. Any other record can be
-        replaced by everybody; the last write counts, also if an earlier writer's clock is ahead.
+        With this peer's own id as subkey the record is signed, and no other peer can replace it. Any peer can replace
+        any other record; the last write wins, even if the clock of an earlier writer is ahead.
 
         Args:
             key: 1 to 256 characters.
             value: bool, int, float, str, bytes, or lists and dicts of them; at most 64 KiB in msgpack. None deletes: it
-                hides what was stored before for ``ttl_s``, which should not be shorter than what the deleted value has
-                left.
-            ttl_s: seconds until it is forgotten, at most ``max_ttl_s``.
+                hides the earlier value for ``ttl_s``, which should not be shorter than the remaining lifetime of that
+                value.
+            ttl_s: seconds until the record expires, at most ``max_ttl_s``.
             subkey: at most 128 characters; None is the empty one.
         Returns:
-            How many peers hold it now, this one included if it is among the nearest; 0 if nobody could be reached.
+            How many peers hold it now, including this one if it is among the nearest; 0 if no peer could be reached.
         Raises:
             ConfigError: an argument breaks its rule or the schema of the key, or the subkey is the id of another peer.
-            Refused: all who could be reached refuse it; ``code`` is a value of :class:`Reason`, such as ``key_full``.
+            Refused: all reachable peers refuse it; ``code`` is a value of :class:`Reason`, such as ``key_full``.
         """
         return (await self.store_many([Entry(key, value, ttl_s, subkey)]))[0]
 
     async def store_many(self, entries: Sequence[Entry]) -> list[int]:
-        """As :meth:`store`, for many at once: one lookup for each key, and one message for many subkeys of it.
+        """Like :meth:`store`, for many entries: one lookup per key, and one message for many subkeys of a key.
 
         Returns:
             For each entry, how many peers hold it now.
@@ -175,18 +175,18 @@ class DhtNode:
         return await self._writer.store(entries)
 
     async def get(self, key: str, *, quickly: bool = False) -> dict[str, StoredValue]:
-        """Find the values of a key, by subkey: of each the latest that the peers nearest to the key hold.
+        """Return the values of a key by subkey: the latest of each that the peers nearest to the key hold.
 
-        A majority of them is asked, one for the records and the others for a digest of theirs; who has others is then
-        asked for them. A write that a majority has taken is therefore seen, though a holder may have missed it.
-        Whenever a holder does not answer, all of them are looked up and asked. Many subkeys are read in pages, which
-        a holder may send for half a minute at most.
+        The node asks a majority of them, one for the records and the others for a digest; it then asks those with
+        another digest for their records. So it sees a write that a majority has taken, although a holder missed it.
+        If a holder does not answer, the node looks up all holders and asks them. Many subkeys are read in pages, for at
+        most half a minute per holder.
 
-        An empty answer may also mean that nobody could be reached.
+        An empty answer may also mean that no peer could be reached.
 
         Args:
-            quickly: ask one of them only, drawn by chance. It may have missed a write, so this is for who reads again
-                soon, from another one then, and keeps the latest that it has seen.
+            quickly: ask one random holder only. It may have missed a write, so use this to read repeatedly and keep the
+                latest value seen.
         Raises:
             ConfigError: not a key.
         """
@@ -197,7 +197,7 @@ class DhtNode:
         return found if passing is None else await passing(key, found)
 
     async def get_many(self, keys: Iterable[str], *, quickly: bool = False) -> dict[str, dict[str, StoredValue]]:
-        """As :meth:`get`, for many keys; some are read at once, and the lookups of the rest know what those found.
+        """Like :meth:`get`, for many keys: some are read concurrently, and their lookups share what they find.
 
         Raises:
             ConfigError: one is not a key.
@@ -218,9 +218,9 @@ class DhtNode:
         return found
 
     async def topics(self, kind: str) -> set[str]:
-        """The topics with keys ``TOPIC.KIND`` that the peers in the routing table know; :data:`NUM_ASKED` are asked.
+        """Return topics with keys ``TOPIC.KIND``, as known to :data:`NUM_ASKED` peers in the routing table.
 
-        In a swarm with few nodes each holds all records. In a large one each that takes part in a topic knows it.
+        In a small swarm each node holds all records. In a large one each node that takes part in a topic knows it.
         """
         asked = [contact.peer_id for contact in self.contacts()][:NUM_ASKED]
         answers = await asyncio.gather(*(self._topics_of(peer_id, kind) for peer_id in asked))
@@ -230,19 +230,19 @@ class DhtNode:
         timeout_s = self._config.request_timeout_s
         try:
             response = await self._endpoint.call(peer_id, TOPICS, TopicsRequest(kind), timeout_s)
-        except (Unavailable, PeerError) as error:  # it may be of an older version
-            logger.debug("peer %s does not say which topics it knows: %s", peer_id, error)
+        except (Unavailable, PeerError) as error:  # it may run an older version
+            logger.debug("peer %s did not list its topics: %s", peer_id, error)
             return set()
         return set(response.topics)
 
     async def refresh(self) -> None:
-        """One round of upkeep; happens by itself about every ``refresh_period_s``."""
+        """Run one round of upkeep; it also runs by itself about every ``refresh_period_s``."""
         await self._initial_peers.retry()
         await self._upkeep.refresh_table()
         await self._upkeep.hand_over()
 
     async def close(self) -> None:
-        """End the background tasks and serve no more; the endpoint stays open. May be called twice."""
+        """Stop the background tasks and stop serving; the endpoint stays open. May be called twice."""
         self._holder.close()
         if self._on_lost in self._endpoint.on_lost:
             self._endpoint.on_lost.remove(self._on_lost)
@@ -254,7 +254,7 @@ class DhtNode:
         self._upkeep.lost(peer_id)
 
     def _rejoin_if_lost(self) -> None:
-        """Nobody is known any more, as after a freeze: dial the initial peers now, not at the next upkeep."""
+        """If the table is empty, as after a freeze, dial the initial peers now instead of at the next upkeep."""
         if not len(self._overlay.table) and (self._rejoining is None or self._rejoining.done()):
             self._rejoining = self._tasks.spawn(self._initial_peers.retry(), name="rejoining")
 

@@ -1,4 +1,4 @@
-"""The other nodes, as one node sees them: calls that keep the routing table true, and lookups over them."""
+"""Calls and lookups of one node, and the routing table that they keep up to date."""
 
 from __future__ import annotations
 
@@ -33,29 +33,29 @@ OnAnswer = Callable[[PeerId, FindResponse], object]
 logger = logging.getLogger(__name__)
 
 HEARD_PERIOD_S = 10.0
-"""Of a peer that is heard of all the time, not every call has to be entered in the table."""
+"""A peer that is heard of again within this time is not entered in the table again."""
 
 SAME_ADDRESSES_S = 60.0
-"""And who was heard of so lately, and not lost since, is where it was."""
+"""A peer that was heard of within this time, and not lost since, has not moved."""
 
 TOO_MANY_PAUSE_S = 0.1
-"""Bulk calls and handing over may need more requests than a peer takes at once: the rest go at its pace."""
+"""Pause after ``too_many_requests``: bulk calls and handovers may need more requests than a peer takes at once."""
 
 FILL_PERIOD_S = 300.0
-"""Between two attempts to find more contacts for one bucket."""
+"""Time between two attempts to find more contacts for one bucket."""
 
 REACHED_WITHIN_S = 15.0
-"""Of the first answer to a question of its own, a peer that can be dialled was dialled by one of those it asked."""
+"""A peer that can be dialled is dialled within this time of the first answer to one of its own requests."""
 
 FAR_CONTACTS = 3
-"""Of each region of which few are known, so many are looked for: those who answer on the way are entered as well."""
+"""Contacts to look up in each sparse region; peers that answer on the way are entered as well."""
 
 
 class Overlay:
     """Calls and lookups of one node.
 
     Attributes:
-        table: the known peers; who answers or asks is entered, who fails or cannot be dialled is dropped.
+        table: the known peers. A peer that answers or calls is entered; one that fails or cannot be dialled is dropped.
     """
 
     def __init__(self, endpoint: Endpoint, config: DhtConfig) -> None:
@@ -70,11 +70,11 @@ class Overlay:
         self._is_told = False
 
     async def close(self) -> None:
-        """Dial nobody by itself any more."""
+        """Stop dialling peers in the background."""
         await self._prover.close()
 
     def is_client(self) -> bool:
-        """Whether this node is in nobody's table: it says so itself, or those it asked have not reached it."""
+        """Whether other peers omit this node from their tables: it is in client mode, or none of them could dial it."""
         if self._endpoint.client_mode or self._endpoint.was_reached or self._answered_at is None:
             return self._endpoint.client_mode
         if asyncio.get_running_loop().time() - self._answered_at < REACHED_WITHIN_S:
@@ -83,14 +83,14 @@ class Overlay:
             self._is_told = True
             where = ", ".join(str(address) for address in self._endpoint.addresses)
             logger.warning(
-                "no peer could dial this one at %s: it reads and writes, but holds nothing for others and is named to "
-                "nobody; open the port, announce the address that leads to it, or use client mode",
+                "no peer could dial this one at %s: it can read and write, but holds nothing for others, which cannot "
+                "find it; open the port, announce the address that leads to it, or use client mode",
                 where or "any address",
             )
         return True
 
     def seen(self, peer_id: PeerId) -> None:
-        """Enter a peer that asked or answered; not one that nobody could ask, in client mode or behind a firewall."""
+        """Enter a peer that called or answered, unless it is in client mode or not dialable."""
         now = asyncio.get_running_loop().time()
         network = self.network_of(peer_id)
         if self.table.is_heard_again(peer_id, now - HEARD_PERIOD_S, now - SAME_ADDRESSES_S, now, network):
@@ -103,22 +103,22 @@ class Overlay:
             self.table.seen(contact, now, network)
 
     def doubt(self, peer_id: PeerId) -> None:
-        """Dial a peer that nobody has reached since it began, though it was reached before that."""
+        """Dial a peer that no other has reached since it began, even if this node reached it before that."""
         if self.contact_of(peer_id) is not None:
             self._prover.meet(peer_id)
 
     def contact_of(self, peer_id: PeerId) -> Contact | None:
-        """A peer as it is told to others; None if it cannot be dialled, as far as is known."""
+        """Return a peer as it is named to others; None if it cannot be dialled, as far as is known."""
         addresses = self._endpoint.addresses_to_tell(peer_id)
         if not addresses or self._endpoint.is_client(peer_id):
             return None
         return Contact(peer_id, [_text_of(address) for address in addresses[:MAX_ADDRESSES]])
 
     def network_of(self, peer_id: PeerId, told: Sequence[str] = ()) -> str:
-        """The network of a peer: where this node has reached it, or else where it says that it is.
+        """Return the network of a peer: where this node has reached it, or else where it announces itself.
 
         Args:
-            told: where others say that it is, if it has said nothing to this node.
+            told: the addresses that others gave, in case the peer has announced none to this node.
         Returns:
             The peer's own id if nothing is known.
         """
@@ -130,7 +130,7 @@ class Overlay:
             if not addresses:
                 told = [*map(str, endpoint.addresses_to_tell(peer_id)), *told]
         hosts = [address.host for address in addresses if address.protocol.startswith("ip")]
-        if not hosts:  # reached by a name, which its owner may have many of
+        if not hosts:  # reached by a host name, of which its owner may have many
             hosts = [endpoint.host_of(peer_id)] if addresses else [_host_of(text) for text in told]
         return next((network_of(host) for host in hosts if host), peer_id)
 
@@ -138,7 +138,7 @@ class Overlay:
         return self.network_of(contact.peer_id, contact.addresses)
 
     def doubtful(self, peers: Iterable[PeerId]) -> list[PeerId]:
-        """Of these peers those whom nothing shows to be there: no connection, no recent call, or a loss since then.
+        """Return those of these peers that may be gone: no connection, and no recent call or a loss since.
 
         Returns:
             The least recently heard of first.
@@ -153,10 +153,10 @@ class Overlay:
         return sorted(silent, key=heard_at.__getitem__)
 
     async def ask(self, peer_id: PeerId, method: Method[Req, Res], request: Req) -> Res | None:
-        """Call a peer, and note in the table whether it answered. One that was asked too often is asked again soon.
+        """Call a peer, and note in the table whether it answered; on ``too_many_requests``, retry until the timeout.
 
         Returns:
-            Its answer, or None if it gave none.
+            Its answer, or None.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._config.request_timeout_s
@@ -170,7 +170,7 @@ class Overlay:
                     self.table.failed(peer_id)
                     return None
             if loop.time() + TOO_MANY_PAUSE_S >= deadline:
-                logger.debug("%s to peer %s: it is asked too often", method.name, peer_id)
+                logger.debug("%s to peer %s: too many requests", method.name, peer_id)
                 return None
             await asyncio.sleep(TOO_MANY_PAUSE_S)
         if self._answered_at is None:
@@ -179,27 +179,27 @@ class Overlay:
         return response
 
     async def ping(self, peer_id: PeerId) -> bool:
-        """Whether a peer is there; it is told if nobody has reached this one yet."""
+        """Whether a peer answers; it is asked to dial back if no peer has reached this one yet."""
         return await self.ask(peer_id, PING, self.greeting()) is not None
 
     def greeting(self) -> PingRequest:
-        """What to say to a peer, whoever it is."""
+        """Return the ping of this node."""
         return PingRequest(was_reached=self._endpoint.was_reached or self._endpoint.client_mode)
 
     async def ask_contact(self, contact: Contact, method: Method[Req, Res], request: Req) -> Res | None:
-        """The same, of a peer of which the endpoint may know nothing yet."""
+        """Like :meth:`ask`, for a peer that the endpoint may not know yet."""
         return await self.ask(contact.peer_id, method, request) if self._learn(contact) else None
 
     def nearest_known(self, target: int, num: int) -> tuple[list[PeerId], Nearest]:
-        """The peers that should hold a key, as far as this node knows, itself among them, nearest first."""
+        """Return the peers that should hold a key, as far as this node knows, including itself, nearest first."""
         own_network = None if self.is_client() else self.network_of(self._endpoint.peer_id)
         peers = self.table.holders(target, num, own_network, with_failed=False)
         return peers, Nearest(num, digest_of_distances(node_id(peer_id) ^ target for peer_id in peers))
 
     def knows_same(self, target: int, nearest: Nearest) -> bool:
-        """Whether this node, itself in a table of others, takes the same peers for the nearest to a point."""
+        """Whether the nearest peers to a point that this node knows, including itself, are the given ones."""
         own_network = self.network_of(self._endpoint.peer_id)
-        is_spread = nearest.num <= self._config.replicas  # who asks for more looks for its neighbours
+        is_spread = nearest.num <= self._config.replicas  # a caller that wants more looks for its neighbours
         peers = self.table.holders(target, nearest.num, own_network, is_spread=is_spread)
         return digest_of_distances(node_id(peer_id) ^ target for peer_id in peers) == nearest.digest
 
@@ -213,23 +213,23 @@ class Overlay:
         *,
         seeds: Sequence[Contact] = (),
     ) -> list[Contact]:
-        """Find the peers nearest to a point; when it is this node's own, also some of each farther region.
+        """Find the peers nearest to a point; for this node's own point, also some of each farther region.
 
         Args:
             target: the point.
-            timeout_s: the lookup then ends with what it has found.
+            timeout_s: the lookup ends then and returns what it has found.
             num: how many are wanted; no more than needed are asked.
-            key: also ask for the records of this key;
-            on_answer: called with each peer that answers, and what it says.
-            seeds: whom to ask first; the nearest known peers if nobody is given.
+            key: also ask for the records of this key.
+            on_answer: called with each peer that answers, and its answer.
+            seeds: contacts to ask first; the nearest known peers by default.
         Returns:
-            Up to ``num`` contacts that answered just now, nearest first.
+            Up to ``num`` contacts that have answered, nearest first.
         """
         config = self._config
         is_for_holders = num <= config.replicas
         if not seeds:
             seeds = self.table.nearest_spread(target, config.k)
-            if len(seeds) < num:  # then also those that failed, but not often enough to be dropped
+            if len(seeds) < num:  # then also those that failed, but are still in the table
                 seeds = self.table.nearest(target, config.k, with_failed=True)
         may_know_all = is_for_holders and self.table.may_hold_all()
         own_id = self._endpoint.peer_id
@@ -238,7 +238,7 @@ class Overlay:
             seeds,
             own_id=own_id,
             k=config.k,
-            alpha=max(config.alpha, num) if may_know_all else config.alpha,  # all of these will be asked in any case
+            alpha=max(config.alpha, num) if may_know_all else config.alpha,  # all of these are asked in any case
             num=num,
             is_client=self.is_client(),
             may_know_all=may_know_all,
@@ -254,7 +254,7 @@ class Overlay:
                 for contact in to_ask:
                     asking.begin(contact.peer_id, self._ask_on_the_way(lookup, contact, request, on_answer))
                 if not await asking.wait():
-                    logger.debug("a lookup took longer than %.3g s; going on with what it found", timeout_s)
+                    logger.debug("lookup timed out after %.3g s; going on with what it found", timeout_s)
                     break
                 for peer_id in asking.slow_ones():
                     lookup.slow(peer_id)
@@ -263,15 +263,15 @@ class Overlay:
                 if lookup.is_slow(peer_id):
                     self.table.failed(peer_id)
         nearest = lookup.nearest()
-        if target == self._own_point and len(nearest) >= num:  # else it knows everybody
+        if target == self._own_point and len(nearest) >= num:  # else it knows all peers
             await self._fill_far_buckets(distance(node_id(nearest[-1].peer_id), target), deadline)
         return nearest
 
     async def _fill_far_buckets(self, distance_known: int, deadline: float) -> None:
-        """Look up a point in each bucket that has few contacts, though the region may have more.
+        """Look up a point in each bucket that has few contacts although its region may have more.
 
-        All peers up to ``distance_known`` are known. Without this, half of the swarm may know nobody of a part of the
-        other half, and lookups end before they come near to their target (section 2.3, the end of joining).
+        All peers up to ``distance_known`` are known. Without this, half of the swarm may know no peer in some part of
+        the other half, and lookups end far from their target (section 2.3, the end of joining).
         """
         now = asyncio.get_running_loop().time()
         thin = [
@@ -296,22 +296,22 @@ class Overlay:
             on_answer(contact.peer_id, response)
 
     def _learn(self, contact: Contact) -> bool:
-        """Tell the endpoint where a contact can be dialled; whether that can be read."""
+        """Give the addresses of a contact to the endpoint; return whether they are valid."""
         try:
             addresses = [_address_of(text, contact.peer_id) for text in contact.addresses]
         except ConfigError as error:
-            logger.debug("contact %s is dropped: %s", contact.peer_id, error)
+            logger.debug("dropped contact %s: %s", contact.peer_id, error)
             return False
         self._endpoint.learn(contact.peer_id, addresses)
         return True
 
 
 class _Asking:
-    """The peers that a lookup is asking just now.
+    """The running requests of a lookup.
 
     Args:
-        slow_after_s: who has not answered for so long is slow.
-        deadline: when nobody is waited for any longer, in loop time.
+        slow_after_s: a peer without an answer after this time is slow.
+        deadline: end of the wait, in loop time.
     """
 
     def __init__(self, slow_after_s: float, deadline: float) -> None:
@@ -319,22 +319,22 @@ class _Asking:
         self._slow_after_s = slow_after_s
         self._deadline = deadline
         self._peers: dict[asyncio.Task[None], PeerId] = {}
-        self._not_slow: deque[tuple[float, asyncio.Task[None]]] = deque()  # and when they will be; the first one first
+        self._not_slow: deque[tuple[float, asyncio.Task[None]]] = deque()  # with the time at which each becomes slow
         self._timer: asyncio.TimerHandle | None = None
         self._wake = self._loop.create_future()
         self._error: BaseException | None = None
 
     def begin(self, peer_id: PeerId, ask: Coroutine[Any, Any, None]) -> None:
-        """Ask one more."""
+        """Start one more request."""
         task = self._loop.create_task(ask)
         self._peers[task] = peer_id
         self._not_slow.append((self._loop.time() + self._slow_after_s, task))
         task.add_done_callback(self._ended)
 
     async def wait(self) -> bool:
-        """Wait until somebody has answered, failed or become slow; whether that was before the deadline.
+        """Wait until a request has ended or become slow; return whether that was before the deadline.
 
-        Raises what an ask ended with, if it was no answer.
+        Raises the exception of a request that raised one.
         """
         while self._not_slow and self._not_slow[0][1] not in self._peers:
             self._not_slow.popleft()
@@ -348,7 +348,7 @@ class _Asking:
         return self._loop.time() < self._deadline
 
     def slow_ones(self) -> list[PeerId]:
-        """Those who became slow since the last time."""
+        """Return the peers that became slow since the last call."""
         now = self._loop.time()
         slow: list[PeerId] = []
         while self._not_slow and self._not_slow[0][0] <= now:
@@ -358,7 +358,7 @@ class _Asking:
         return slow
 
     async def give_up(self) -> list[PeerId]:
-        """Wait for nobody any longer; those who were still being asked."""
+        """Cancel all requests; return the peers that had not answered."""
         if self._timer is not None:
             self._timer.cancel()
         peers = dict(self._peers)
@@ -383,14 +383,14 @@ class _Asking:
             self._wake.set_result(None)
 
 
-@functools.lru_cache(maxsize=16384)  # the same contacts come in every answer
+@functools.lru_cache(maxsize=16384)  # answers repeat the same contacts
 def _address_of(text: str, peer_id: PeerId) -> Address:
     return Address.parse(text).with_peer(peer_id)
 
 
 @functools.lru_cache(maxsize=16384)
 def _host_of(text: str) -> str:
-    """The host of an address as others tell it; empty if it cannot be read."""
+    """Return the host of an address that another peer sent; empty if it is invalid."""
     try:
         return Address.parse(text).host
     except ConfigError:
@@ -399,5 +399,5 @@ def _host_of(text: str) -> str:
 
 @functools.lru_cache(maxsize=16384)
 def _text_of(address: Address) -> str:
-    """Without the peer id, which goes beside it."""
+    """Format an address without the peer id, which is sent separately."""
     return str(dataclasses.replace(address, peer_id=None))

@@ -1,16 +1,16 @@
-"""Whether a peer that came by itself can be dialled: who cannot is not in the table, and is named to nobody.
+"""Dials back peers that have called this node; a peer that cannot be dialled is not named to others.
 
-A peer behind a firewall that does not know it asks others over connections of its own, and declares an address where
-nobody gets through. That it answers over these connections proves nothing.
+A peer behind a firewall may announce an address that does not work without knowing it. It still calls others over
+connections of its own, so an answer over these proves nothing.
 
 Rules:
-    * whom this node has dialled is reached, until a dial to it fails;
-    * a stranger, whoever else asks or answers, is dialled once, over a connection that is closed at once; so is who
-      says that nobody has reached it since it began;
-    * it is entered when it comes, so that those who come at the same time hear of each other, and taken out again
+    * a peer that this node has dialled counts as reached, until a dial to it fails;
+    * any other peer that calls or answers is dialled once, over a connection that is closed at once; so is a peer that
+      reports that no other has reached it since it began;
+    * such a peer is entered in the table at once, so that peers that join together learn of each other; it is removed
       after :data:`DOUBTED_AFTER_S` if it was not reached by then;
-    * who was dialled in vain is entered no more until it is reached, and dialled ever more seldom;
-    * at most :data:`AT_ONCE` are dialled at a time, and what is too many is not noted: they will ask again.
+    * after a failed dial a peer is not entered until it is reached, and is dialled at growing intervals;
+    * at most :data:`AT_ONCE` dials run at a time; peers above :data:`MAX_STRANGERS` are ignored until they call again.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ AT_ONCE = 8
 MAX_STRANGERS = 128
 
 DOUBTED_AFTER_S = 1.0
-"""A dial takes four trips."""
+"""A dial takes four one-way trips."""
 
 FIRST_WAIT_S = 30.0
 MOST_WAIT_S = 480.0
-"""A port that its user has opened meanwhile is found then."""
+"""A port that its user has opened meanwhile is found after at most this time."""
 
 MAX_IN_VAIN = 1024
-"""Peers that were dialled in vain, and are remembered."""
+"""Peers with failed dials that are remembered."""
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,13 @@ class _InVain:
 
 
 class Prover:
-    """Dials strangers, a few at once.
+    """Dials back peers in the background, a few at a time.
 
     Args:
-        on_reached: called with each that was reached.
-        on_failed: called with each that was not reached, or not soon.
-        on_doubted: called with each of these that is there nevertheless.
-        timeout_s: for one dial.
+        on_reached: called with each peer that was reached.
+        on_failed: called with each peer that was not reached, or not soon.
+        on_doubted: called with each of these that is still connected.
+        timeout_s: timeout of one dial.
     """
 
     def __init__(
@@ -77,18 +77,18 @@ class Prover:
         self._tasks = TaskOwner("dials to strangers")
 
     async def close(self) -> None:
-        """Dial nobody any more."""
+        """Stop dialling."""
         await self._tasks.close()
 
     def meet(self, peer_id: PeerId) -> bool:
-        """Dial a stranger soon, unless that was in vain of late; whether to trust it meanwhile."""
+        """Dial a peer soon, unless a dial failed recently; return whether to enter it in the table meanwhile."""
         in_vain = self._in_vain.get(peer_id)
         if in_vain is not None and asyncio.get_running_loop().time() < in_vain.until:
             return False
         if peer_id in self._strangers or len(self._strangers) >= MAX_STRANGERS or self._tasks.is_closed:
             return False
         self._strangers.add(peer_id)
-        self._tasks.spawn(self._prove(peer_id), name=f"doubting {peer_id}")
+        self._tasks.spawn(self._prove(peer_id), name=f"dialling back {peer_id}")
         return in_vain is None
 
     async def _prove(self, peer_id: PeerId) -> None:
@@ -100,7 +100,7 @@ class Prover:
                 return
             late.cancel()
             self._on_failed(peer_id)
-            await asyncio.sleep(began + DOUBTED_AFTER_S - loop.time())  # it may be leaving, and come back
+            await asyncio.sleep(began + DOUBTED_AFTER_S - loop.time())  # it may be leaving, and return
             if self._is_out_of_reach(peer_id):
                 self._on_doubted(peer_id)
                 self._leave_alone(peer_id, began)
@@ -109,22 +109,22 @@ class Prover:
             self._strangers.discard(peer_id)
 
     def _doubt(self, peer_id: PeerId) -> None:
-        """Its dial takes long."""
+        """Handle a slow dial."""
         self._on_failed(peer_id)
         if self._is_out_of_reach(peer_id):
             self._on_doubted(peer_id)
 
     def _is_out_of_reach(self, peer_id: PeerId) -> bool:
-        """Whether a peer is there, and only over connections of its own."""
+        """Whether a peer is connected, but only over connections that it dialled itself."""
         return self._endpoint.is_connected(peer_id) and not self._endpoint.has_reached(peer_id)
 
     async def _dial(self, peer_id: PeerId) -> bool:
-        """Whether it was reached."""
+        """Dial a peer; return whether it was reached."""
         async with self._room:
             try:
                 await self._endpoint.reach(peer_id, self._timeout_s)
             except (Unavailable, PeerError) as error:
-                logger.debug("peer %s came, but cannot be dialled: %s", peer_id, error)
+                logger.debug("peer %s has called, but cannot be dialled: %s", peer_id, error)
                 return False
         self._in_vain.pop(peer_id, None)
         self._on_reached(peer_id)

@@ -1,4 +1,4 @@
-"""Reading the records of a key from the peers that hold them."""
+"""Reads the records of a key from the peers that hold them."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from manyhands.dht.storage import Storage
 from manyhands.dht.together import all_of
 
 PASSED = (Reason.ACCEPTED, Reason.UNCHANGED, Reason.STALE)
-"""What becomes of a record that is as it should be."""
+"""Outcomes for a valid record."""
 
 PAGES_TIMEOUT_S = 30.0
-"""For the pages of one holder after the first: 8 MiB from each of five holders, over 12 Mbit/s."""
+"""Timeout for the pages of one holder after the first: 8 MiB from each of five holders, over 12 Mbit/s."""
 
 REMEMBERED_KEYS = 16
-"""Keys whose records, as they were read last, need not be checked again ..."""
+"""Keys whose last records are kept, so that they need not be verified again ..."""
 
 REMEMBERED_RECORDS = 16_384
-"""... and so many records of all of them together."""
+"""... and the maximum of records kept for all of them."""
 
 
 class Reader:
     """Reads for one node.
 
     Args:
-        own_id: the node's peer id; what it holds itself it need not ask for.
-        schemas: by key; those declared later count as well.
+        own_id: the node's peer id; its own records are read without a request.
+        schemas: by key; may be extended later.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Reader:
         self._read: OrderedDict[str, dict[str, Found]] = OrderedDict()  # by key and subkey
 
     async def read(self, key: str, quickly: bool) -> Findings:
-        """As :meth:`manyhands.dht.DhtNode.get`."""
+        """See :meth:`manyhands.dht.DhtNode.get`."""
         now = asyncio.get_running_loop().time()
         schema = self._schemas.get(key)
         found = Findings(key, self._config, self._read.get(key), schema)
@@ -76,13 +76,13 @@ class Reader:
             found.forget_shown()
             found.note_shown(self._own_id, len(own))
             await self._read_at_all(key, found)
-        if self._schemas.get(key) is not schema:  # it was declared meanwhile
+        if self._schemas.get(key) is not schema:  # declared meanwhile
             return await self.read(key, quickly)
         self._remember(key, found)
         return found
 
     def forget(self, key: str) -> None:
-        """Check all records of a key when it is read again."""
+        """Verify all records of a key again at its next read."""
         self._read.pop(key, None)
 
     def _remember(self, key: str, found: Findings) -> None:
@@ -92,7 +92,7 @@ class Reader:
             self._read.popitem(last=False)
 
     async def _read_at_all(self, key: str, found: Findings) -> None:
-        """Look up who should hold the key, and read from all on the way."""
+        """Look up the holders of the key, and read from all peers asked on the way."""
         first_pages: dict[PeerId, FindResponse] = {}
 
         def take(source: PeerId, response: FindResponse) -> None:
@@ -108,12 +108,12 @@ class Reader:
         self._replicas.remember(key, holders, now, are_complete)
 
     async def _read_at_some(self, key: str, found: Findings, quickly: bool) -> bool:
-        """Read from one or a majority of the peers that are known to hold a key; whether all was well."""
+        """Read from one or a majority of the remembered holders; return whether the result is complete."""
         replicas = list(self._replicas.recall_complete(key, asyncio.get_running_loop().time()))
         if not replicas:
             return False
         self._rng.shuffle(replicas)
-        replicas.sort(key=lambda peer_id: peer_id != self._own_id)  # what is held here costs nothing
+        replicas.sort(key=lambda peer_id: peer_id != self._own_id)  # reading from this node costs nothing
         first, *others = replicas[: 1 if quickly else len(replicas) // 2 + 1]
         answers = await all_of(
             self._ask(first, key, wants_records=True),
@@ -137,14 +137,14 @@ class Reader:
         return True
 
     async def _read_whole(self, peer_id: PeerId, key: str, found: Findings) -> None:
-        """All records of one holder, however many pages they are."""
+        """Read all pages of one holder."""
         answer = await self._ask(peer_id, key, wants_records=True)
         if answer is not None:
             found.note_shown(peer_id, len(self._merge(found, peer_id, answer.records)))
             await self._read_on(peer_id, key, found, answer)
 
     async def _read_on(self, peer_id: PeerId, key: str, found: Findings, page: FindResponse) -> list[Record]:
-        """The pages after this one; returns what passes. A holder that leads nowhere or too far is not followed."""
+        """Read the pages after this one and return the valid records; stop at a page without progress."""
         passed: list[Record] = []
         num_left = self._config.max_records_per_key - len(page.records)
         deadline = asyncio.get_running_loop().time() + PAGES_TIMEOUT_S
@@ -170,7 +170,7 @@ class Reader:
         return await self._overlay.ask(peer_id, FIND, request)
 
     def _merge(self, found: Findings, source: PeerId, records: list[AgedRecord]) -> list[Record]:
-        """Take in what a peer shows; returns what passes."""
+        """Add the records that a peer sent; return the valid ones."""
         now, wall_now = asyncio.get_running_loop().time(), self._wall_clock()
         passed: list[Record] = []
         for aged in records:

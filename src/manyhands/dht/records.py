@@ -1,13 +1,13 @@
-"""Records: what the DHT keeps, who may write it, and for how long it counts.
+"""Records of the DHT: format, ownership, signatures and lifetime.
 
-A record lives under a key and a subkey. If the subkey is a peer id, the record is *owned*: it counts only with that
-peer's signature. Any other subkey, also the empty one, may be written by everybody. A record whose value is None is a
-*tombstone*: it hides older ones until its own time is over.
+A record is stored under a key and a subkey. If the subkey is a peer id, the record is *owned*: it is valid only with
+that peer's signature. Any peer may write records with other subkeys, including the empty one. A record whose value is
+None is a *tombstone*: it hides older ones until it expires.
 
-Time: peers' wall clocks may differ by ``max_clock_skew_s`` and nothing may be lost through that. So a record travels
-with its *age*, the seconds since it was issued as its holders' monotonic clocks counted them, and expires when the age
-reaches ``ttl_s``. Only the signed ``issued_at`` is compared with the wall clock, with the skew allowed for, so that an
-old record cannot be played back as a new one.
+Time: no record may be lost because the wall clocks of peers differ by up to ``max_clock_skew_s``. So a record is sent
+with its *age*, the seconds since it was issued as measured by its holders' monotonic clocks, and expires when the age
+reaches ``ttl_s``. Only the signed ``issued_at`` is compared with the wall clock, allowing for the skew, to prevent the
+replay of old records.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ SIGNATURE_DOMAIN = "dht-record"
 MAX_KEY_LENGTH = 256
 MAX_SUBKEY_LENGTH = 128
 MAX_SEQUENCE = 2**62
-MAX_DEPTH = 32  # lists and dicts within each other; a stranger's value must not exhaust a reader's stack
+MAX_DEPTH = 32  # nested lists and dicts; a value from a stranger must not exhaust the stack of a reader
 OVERHEAD_BYTES = 256  # of one record in memory and in a message: field names, numbers, owner, signature
-REMEMBERED_VERDICTS = 8192  # verdicts on records: 10 megabytes at most
+REMEMBERED_VERDICTS = 8192  # cached verification results: 10 megabytes at most
 COMPARED_BYTES = 512  # comparing small records costs less than hashing them
 TOMBSTONE = msgspec.msgpack.encode(None)
 
 
 class Reason(enum.Enum):
-    """What became of a record that was offered, and why; the value is its code on the wire."""
+    """The outcome of offering a record; the value is its code on the wire."""
 
     ACCEPTED = "accepted"
-    UNCHANGED = "unchanged"  # the same record was here already
-    STALE = "stale"  # a later one was here already
+    UNCHANGED = "unchanged"  # the holder has the same record
+    STALE = "stale"  # the holder has a later one
     TOO_LARGE = "too_large"
     MALFORMED = "malformed"  # the value is not msgpack, a number is not finite, or the lifetime is out of bounds
     WRONG_OWNER = "wrong_owner"
@@ -52,7 +52,7 @@ class Reason(enum.Enum):
     OWNER_FULL = "owner_full"
     SOURCE_FULL = "source_full"
     STORAGE_FULL = "storage_full"
-    OTHER_SCHEMA = "other_schema"  # not what those who use this key have declared
+    OTHER_SCHEMA = "other_schema"  # does not match the schema declared for the key
 
     @property
     def is_stored(self) -> bool:
@@ -64,14 +64,14 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One value, as it is signed, stored and sent.
 
     Attributes:
-        key: what is looked up.
-        subkey: whose value it is; a peer id makes the record owned.
+        key: the key to look up.
+        subkey: distinguishes the values of a key; a peer id makes the record owned.
         value: msgpack.
-        sequence: of two records with the same key and subkey the higher one counts.
+        sequence: of two records with the same key and subkey the higher one wins.
         issued_at: wall clock of the issuer, seconds since 1970.
         ttl_s: lifetime in seconds, from ``issued_at`` on.
         owner: equal to the subkey if that is a peer id, else empty.
-        signature: the owner's, 64 bytes; empty if there is no owner.
+        signature: the owner's, 64 bytes; empty without an owner.
     """
 
     key: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_KEY_LENGTH)]
@@ -85,34 +85,34 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def num_bytes(self) -> int:
-        """Its size in the accounts of the storage."""
+        """Its size as counted against the limits of the storage."""
         key, subkey = self.key, self.subkey
         num_bytes = len(key) if key.isascii() else len(key.encode())
         num_bytes += len(subkey) if subkey.isascii() else len(subkey.encode())
         return num_bytes + len(self.value) + OVERHEAD_BYTES
 
     def supersedes(self, other: Record) -> bool:
-        """Whether this record counts rather than ``other``, which has the same key and subkey.
+        """Whether this record replaces ``other``, which has the same key and subkey.
 
-        Two records with one sequence exist when two peers wrote at the same millisecond; then the order of their
-        bytes decides, so that all holders and readers agree whatever arrived first.
+        Two peers that write in the same millisecond use the same sequence; the order of the bytes then decides, so that
+        all holders and readers agree whatever arrived first.
         """
         if self.sequence != other.sequence:
             return self.sequence > other.sequence
         return self._all_bytes() > other._all_bytes()
 
     def signed_bytes(self) -> bytes:
-        """The canonical encoding of all that the owner vouches for: a msgpack array, floats in 8 bytes."""
+        """Return the signed content in its canonical encoding: a msgpack array, floats in 8 bytes."""
         times = (float(self.issued_at), float(self.ttl_s))
         return msgspec.msgpack.encode((self.key, self.subkey, self.value, self.sequence, *times))
 
     def signed_by(self, identity: Identity) -> Record:
-        """A copy, owned and signed."""
+        """Return an owned and signed copy."""
         signature = identity.sign(SIGNATURE_DOMAIN, self.signed_bytes())
         return msgspec.structs.replace(self, owner=identity.peer_id, signature=signature)
 
     def fingerprint(self) -> bytes:
-        """SHA-256 of the whole record; each text and number in it has its own place, so no two records share one."""
+        """Return the SHA-256 of the whole record, over an encoding that separates all fields."""
         return hashlib.sha256(msgspec.msgpack.encode((self.signed_bytes(), self.owner, self.signature))).digest()
 
     def _all_bytes(self) -> bytes:
@@ -120,17 +120,17 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class AgedRecord(msgspec.Struct, frozen=True, gc=False):
-    """A record on its way, with the seconds since it was issued, as its holders counted them."""
+    """A record as sent, with the seconds since it was issued as its holders measured them."""
 
     record: Record
     age_s: float
 
 
 def encode_value(value: Any) -> bytes:
-    """Encode what a caller stores.
+    """Encode a value for storage.
 
     Raises:
-        ConfigError: msgpack has no form for it, or it is nested too deeply.
+        ConfigError: msgpack cannot encode it, or it is nested too deeply.
     """
     try:
         raw = msgspec.msgpack.encode(value)
@@ -144,7 +144,7 @@ def encode_value(value: Any) -> bytes:
 
 
 def decode_value(raw: bytes) -> Any:
-    """Decode a value; bytes from a stranger are welcome.
+    """Decode a value; safe for bytes from strangers.
 
     Raises:
         ValueError: they are not msgpack, or nested too deeply.
@@ -159,7 +159,7 @@ def decode_value(raw: bytes) -> Any:
 
 
 def names_peer(subkey: str) -> bool:
-    """Whether a subkey is a peer id, so that only that peer may write it."""
+    """Whether a subkey is a peer id, so that only that peer may write the record."""
     try:
         public_key_of(PeerId(subkey))
     except ConfigError:
@@ -168,20 +168,20 @@ def names_peer(subkey: str) -> bool:
 
 
 def fault_of(record: Record, config: DhtConfig) -> Reason | None:
-    """Check all of a record that does not depend on the time, in the order: size, decoding, signature.
+    """Check everything about a record that does not depend on the time, in the order: size, encoding, signature.
 
-    What depends on the record alone is checked once: the same one comes from each of its holders.
+    The result is cached, since each holder sends the same record.
 
     Returns:
-        Why it must not be used, or None.
+        Why it is invalid, or None.
     """
     return examined(record, config)[1]
 
 
 def examined(record: Record, config: DhtConfig) -> tuple[Record, Reason | None]:
-    """As :func:`fault_of`; also the record as it was seen first, if it is small.
+    """Like :func:`fault_of`, but also return the first equal instance of a small record.
 
-    Whoever keeps that one shares it with all others of this process, and each copy of it is let go at once.
+    A caller that keeps this instance shares it within the process, and its copies are freed.
     """
     if len(record.value) > config.max_value_bytes:
         return record, Reason.TOO_LARGE
@@ -198,7 +198,7 @@ def examined(record: Record, config: DhtConfig) -> tuple[Record, Reason | None]:
 
 
 _verdicts: OrderedDict[Record | bytes, tuple[Record | None, Reason | None]] = OrderedDict()
-"""On the records seen last, by SHA-256 if they are large; each access is atomic, so threads may share it."""
+"""Results for the records checked last, by SHA-256 if they are large; access is atomic, so threads may share it."""
 
 
 def _own_fault_of(record: Record) -> Reason | None:
@@ -218,24 +218,24 @@ def _own_fault_of(record: Record) -> Reason | None:
 
 
 def digest_of(records: Iterable[Record]) -> bytes:
-    """Tells whether two holders have the same under one key, whatever the order.
+    """Return a digest that shows whether two holders have the same records of one key, in any order.
 
-    It is the sum of the SHA-256 of each, so that a holder of thousands need not hash them all when one changes. With
-    much patience somebody could sign records whose sums are equal; that would hide those from readers, and no others.
+    It is the sum of their SHA-256 hashes, so that a holder of thousands need not hash them all when one changes. An
+    owner could, at great expense, sign records with equal sums; this would hide only those records from readers.
     """
     return sum_of(record.fingerprint() for record in records)
 
 
 def sum_of(fingerprints: Iterable[bytes]) -> bytes:
-    """:func:`digest_of` the records with these fingerprints."""
+    """Return :func:`digest_of` the records with these fingerprints."""
     total: int = sum(int.from_bytes(fingerprint, "big") for fingerprint in fingerprints)
     return (total % (1 << 256)).to_bytes(32, "big")
 
 
 def remaining_s(aged: AgedRecord, wall_now: float, config: DhtConfig) -> float | Reason:
-    """For how many more seconds a record counts, by its age; or why it does not.
+    """Return the remaining lifetime of a record by its age, or why it is invalid.
 
-    An owned one also ends when its signed lifetime is over by our wall clock, whatever its age is said to be.
+    An owned record also expires when its signed lifetime is over by our wall clock, whatever age was sent with it.
     """
     record, age_s = aged.record, aged.age_s
     if age_s != age_s:  # not a number
@@ -260,7 +260,7 @@ def _is_deeper_than(value: Any, limit: int) -> bool:
 
 
 def _children(value: Any) -> list[Any]:
-    """What a list, a tuple (as a key, say) or a dict contains."""
+    """Return the items of a list, tuple (which may be a key) or dict."""
     if isinstance(value, dict):
         return [*value.keys(), *value.values()]
     return list(value) if isinstance(value, (list, tuple)) else []

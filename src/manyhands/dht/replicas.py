@@ -1,14 +1,14 @@
-"""Who holds a key: the peers nearest to it, as the last lookup found them.
+"""Determines the holders of a key: the peers nearest to it, as the last lookup found them.
 
 Rules:
     * few of them are in one network (:mod:`manyhands.dht.networks`);
-    * what a lookup found counts for ``REMEMBERED_PERIODS`` periods of upkeep, so that a peer that reads and writes the
-      same keys looks up seldom;
-    * it counts no longer once this node knows of somebody nearer: a newcomer, or a part of the swarm that was cut off;
-    * who uses it forgets it when a holder does not answer, or says that it is no longer among the nearest;
-    * writers need to know who is nearest, readers also that all of these hold the records: one that took the place of a
-      dead holder may have nothing yet. So a lookup that read finds *complete* holders or others, and from others nobody
-      reads without asking all.
+    * the result of a lookup is cached for ``REMEMBERED_PERIODS`` periods of upkeep, so that a peer that reads and
+      writes the same keys seldom looks them up;
+    * it is invalid once this node knows a nearer peer, such as a newcomer or one of a part that was cut off;
+    * the caller drops it when a holder does not answer, or answers that it is no longer among the nearest;
+    * writers need the nearest peers, but readers need peers that hold the records; a peer that replaced a dead holder
+      may have none yet. So a lookup that read records marks its holders as *complete* or not, and readers of an
+      incomplete set ask all of them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from manyhands.dht.networks import spread
 from manyhands.dht.routing import RoutingTable
 
 REMEMBERED_PERIODS = 16.0
-"""A newcomer is known to its neighbours at once, and they say so; the rest is for holders that never hear of it."""
+"""A newcomer is known to its neighbours at once, and they report it; the rest is for holders that never hear of it."""
 REMEMBERED_KEYS = 1024
 
 
@@ -36,13 +36,13 @@ class _Found:
 
 
 class Replicas:
-    """Which peers should hold a key, and which of them were found.
+    """The peers that should hold each key, and those that a lookup found.
 
     Args:
         own_id: this node's.
         table: the peers that this node knows.
-        network_of: the network of a peer, this one included.
-        is_client: whether it is in nobody's table, and so holds nothing for others; that may change.
+        network_of: returns the network of a peer, including this one.
+        is_client: whether this node is in no other peer's table, and so holds nothing for others; may change.
     """
 
     def __init__(
@@ -59,23 +59,23 @@ class Replicas:
         self._table = table
         self._num = config.replicas
         self._memory_s = REMEMBERED_PERIODS * config.refresh_period_s
-        self._known: dict[str, tuple[tuple[int, bool], list[PeerId]]] = {}  # and for which state of the table
+        self._known: dict[str, tuple[tuple[int, bool], list[PeerId]]] = {}  # with the state of the table it is for
         self._is_own: dict[str, tuple[tuple[int, int], bool]] = {}  # likewise
         self._found: OrderedDict[str, _Found] = OrderedDict()
 
     def among(self, key: str, peers: Iterable[PeerId]) -> list[PeerId]:
-        """Of these peers and this one those that should hold a key, nearest first."""
+        """Return those of these peers and this one that should hold a key, nearest first."""
         candidates = list(peers) if self._is_client() else [*peers, self._own_id]
         target = key_id(key)
         candidates.sort(key=lambda peer: distance(node_id(peer), target))
         return spread(candidates, self._num, self._network_of)
 
     def known(self, key: str) -> list[PeerId]:
-        """Of all known peers, those that should hold a key."""
+        """Return those of all known peers that should hold a key."""
         version, peers = self._known.get(key, ((-1, False), []))
         if version != (now := (self._table.num_changes, self._is_client())):
             own_network = None if self._is_client() else self._network_of(self._own_id)
-            peers = self._table.holders(key_id(key), self._num, own_network)  # one failure may be the link's
+            peers = self._table.holders(key_id(key), self._num, own_network)  # the link may cause one failure
             if len(self._known) >= REMEMBERED_KEYS:
                 self._known.clear()
             self._known[key] = (now, peers)
@@ -95,16 +95,16 @@ class Replicas:
         return is_own
 
     def recall(self, key: str, now: float) -> tuple[PeerId, ...]:
-        """The holders of a key, if they are remembered; else none."""
+        """Return the cached holders of a key; empty if there are none."""
         found = self._found.get(key)
         if found is None or found.until <= now or self._knows_nearer(key, found.holders):
             return ()
-        if self._own_id in found.holders and self._is_client():  # since then
+        if self._own_id in found.holders and self._is_client():  # a client since then
             return ()
         return found.holders
 
     def _knows_nearer(self, key: str, holders: Sequence[PeerId]) -> bool:
-        """Whether somebody is known who should hold a key instead; the table need not have the holders of a far one."""
+        """Whether a nearer peer than the holders is known; the holders of a distant key need not be in the table."""
         others = [peer_id for peer_id in self.known(key) if peer_id not in holders]
         if not others or len(holders) < self._num:
             return bool(others)
@@ -113,15 +113,15 @@ class Replicas:
         return any(distance(node_id(peer_id), target) < farthest for peer_id in others)
 
     def recall_complete(self, key: str, now: float) -> tuple[PeerId, ...]:
-        """The same, if all of them were seen to hold the records."""
+        """Like :meth:`recall`, but only if all of them held the records."""
         holders = self.recall(key, now)
         return holders if holders and self._found[key].are_complete else ()
 
     def remember(self, key: str, holders: Sequence[PeerId], now: float, are_complete: bool | None = None) -> None:
-        """Note the holders that a lookup found.
+        """Cache the holders that a lookup found.
 
         Args:
-            are_complete: whether all of them showed the records; None if they were not asked.
+            are_complete: whether all of them returned the records; None if they were not asked.
         """
         if are_complete is None:
             before = self._found.get(key)
@@ -132,5 +132,5 @@ class Replicas:
             self._found.popitem(last=False)
 
     def forget(self, key: str) -> None:
-        """Look up the holders of this key again."""
+        """Drop the cached holders of this key."""
         self._found.pop(key, None)

@@ -1,10 +1,10 @@
-"""The peers that this node knows: many near it, few far away.
+"""The routing table: the peers that this node knows, many near it and few far away.
 
 Rules:
-    * a contact lies in the bucket of its distance's highest bit; a bucket holds ``k`` of them;
-    * within a bucket the least recently seen comes first, and whoever is seen moves to the end;
+    * the bucket of a contact is the highest bit of its distance; a bucket holds ``k`` contacts;
+    * a bucket is ordered by when its contacts were last seen, the least recent first;
     * a full bucket keeps its old contacts, the likeliest to stay; up to ``k`` newcomers wait as replacements;
-    * a contact that failed is named to nobody until it is seen again, and gives its place to a newcomer;
+    * a contact that failed is named to no peer until it is seen again, and gives its place to a newcomer;
     * a contact that failed ``max_failures`` times in a row is dropped, and the newest replacement moves up.
 
 Source: Maymounkov & Mazieres, Kademlia, 2002, sections 2.2, 2.4 and 4.1.
@@ -30,12 +30,12 @@ MAX_ADDRESSES = 8
 MAX_ADDRESS_LENGTH = 400  # a host name of 253 characters, a port and a peer id fit
 
 CROWDED = 2
-"""Among so many times more peers than are known, some are unknown; a guess from ten neighbours is a third too high or
-too low now and then."""
+"""If the estimated swarm is this many times larger than the table, some peers are unknown; an estimate from ten
+neighbours is sometimes off by a third."""
 
 
 class Contact(msgspec.Struct, frozen=True, gc=False):
-    """A peer and where it can be dialled, as it is told to others."""
+    """A peer and its addresses, as sent to other peers."""
 
     peer_id: Annotated[PeerId, msgspec.Meta(max_length=64)]
     addresses: Annotated[
@@ -56,7 +56,7 @@ _network = operator.attrgetter("network")
 
 
 class _Bucket(msgspec.Struct, eq=False):
-    """Entries by point: a node has thousands of them, so nothing is in them twice."""
+    """Entries by point; compact, as a node has thousands of them."""
 
     live: dict[int, _Entry]  # least recently seen first
     waiting: dict[int, _Entry]  # oldest replacement first
@@ -68,11 +68,11 @@ class RoutingTable:
     Args:
         own_id: the node's peer id, never in the table.
         k: contacts in a bucket.
-        max_failures: requests in a row that a contact may fail.
+        max_failures: failed requests in a row after which a contact is dropped.
 
     Attributes:
-        num_changes: how often a contact came or went.
-        num_silences: how often one fell silent, or was heard of again.
+        num_changes: how often a contact was added or removed.
+        num_silences: how often a contact fell silent, or was heard of again.
     """
 
     def __init__(self, own_id: PeerId, k: int, max_failures: int) -> None:
@@ -81,7 +81,7 @@ class RoutingTable:
         self._k = k
         self._max_failures = max_failures
         self._buckets: dict[int, _Bucket] = {}  # by the highest bit of the distance; most nodes have about 20 of 256
-        self._indexes: list[int] = []  # of these, in order
+        self._indexes: list[int] = []  # sorted keys of the buckets
         self._num_live = 0
         self._num_in_network: Counter[str] = Counter()
         self.num_changes = 0
@@ -94,19 +94,18 @@ class RoutingTable:
         return self._live_entry(peer_id) is not None
 
     def is_sound(self, peer_id: PeerId) -> bool:
-        """Whether a peer is in the table, and has not failed since it was seen."""
+        """Whether a peer is in the table and has not failed since it was seen."""
         entry = self._live_entry(peer_id)
         return entry is not None and not entry.num_failures and not entry.is_silent
 
     def num_sound(self) -> int:
-        """How many of the contacts have not failed or fallen silent since they were seen."""
+        """Return the number of contacts that have not failed or fallen silent since they were seen."""
         live = (bucket.live.values() for bucket in self._buckets.values())
         return sum(not entry.num_failures and not entry.is_silent for entries in live for entry in entries)
 
     def is_heard_again(self, peer_id: PeerId, just_now: float, since: float, now: float, network: str = "") -> bool:
-        """As :meth:`seen` of a contact with the addresses that it has, if it was heard of ``since`` then, and nothing
-        has been wrong with it; else False, also if its network is another now. One that was heard of ``just_now`` is
-        left as it is.
+        """Do :meth:`seen` for a contact with unchanged addresses, if it was heard of after ``since`` and not failed,
+        fallen silent or changed its network; else return False. A contact heard of after ``just_now`` is not updated.
         """
         point = node_id(peer_id)
         bucket = self._buckets.get((point ^ self._own_point).bit_length())
@@ -128,16 +127,16 @@ class RoutingTable:
         return True
 
     def heard_at(self, peer_id: PeerId) -> float:
-        """When a peer was last seen, if it is in the table or waits as a replacement; else minus infinity."""
+        """Return when a peer in the table or waiting as a replacement was last seen; else minus infinity."""
         entry = self._entry(peer_id)
         return entry.heard_at if entry is not None else -math.inf
 
     def is_waiting(self, peer_id: PeerId) -> bool:
-        """Whether a peer is known, but there is no room for it."""
+        """Whether a peer waits as a replacement."""
         return self._entry(peer_id) is not None and peer_id not in self
 
     def has_room(self, peer_id: PeerId) -> bool:
-        """Whether a peer has a place in the table, or would be given one now."""
+        """Whether a peer is in the table, or would be added now."""
         point = node_id(peer_id)
         bucket = self._buckets.get((point ^ self._own_point).bit_length())
         if bucket is None or len(bucket.live) < self._k or point in bucket.live:
@@ -145,21 +144,21 @@ class RoutingTable:
         return any(entry.num_failures for entry in bucket.live.values())
 
     def latest(self, num: int) -> list[Contact]:
-        """The ``num`` contacts that were seen last, the latest first."""
+        """Return the ``num`` contacts that were seen last, the latest first."""
         entries = (entry for bucket in self._buckets.values() for entry in bucket.live.values())
         return [entry.contact for entry in sorted(entries, key=_heard_at, reverse=True)[:num]]
 
     def num_in_bucket(self, index: int) -> int:
-        """How many contacts differ from this node in this bit, counted from 1, and in no higher one."""
+        """Return the number of contacts whose highest bit that differs from this node is ``index``, from 1."""
         bucket = self._buckets.get(index)
         return len(bucket.live) if bucket is not None else 0
 
     def contacts(self) -> list[Contact]:
-        """All contacts, the nearest buckets first."""
+        """Return all contacts, the nearest buckets first."""
         return [entry.contact for index in self._indexes for entry in self._buckets[index].live.values()]
 
     def seen(self, contact: Contact, now: float = 0.0, network: str = "") -> None:
-        """Note that a peer just answered or asked; its addresses and network replace the old ones."""
+        """Note that a peer just answered or called; its addresses and network replace the old ones."""
         point = node_id(contact.peer_id)
         index = (point ^ self._own_point).bit_length()
         if not index:
@@ -177,7 +176,7 @@ class RoutingTable:
                 self._count(entry, -1)
                 entry.network = network
                 self._count(entry, 1)
-                self.num_changes += 1  # the holders of a key may be others now
+                self.num_changes += 1  # the holders of a key may change
             entry.heard_at, entry.num_failures = now, 0
             bucket.live[point] = entry
             return
@@ -192,7 +191,7 @@ class RoutingTable:
             del bucket.waiting[next(iter(bucket.waiting))]
 
     def lost(self, peer_id: PeerId) -> None:
-        """Note that the connection to a peer has ended: it may be gone, or have had nothing to say."""
+        """Note that the connection to a peer has ended; the peer may be gone, or the connection was idle."""
         entry = self._live_entry(peer_id)
         if entry is not None:
             self._set_silent(entry, True)
@@ -212,7 +211,7 @@ class RoutingTable:
             self.drop(peer_id)
 
     def drop(self, peer_id: PeerId) -> None:
-        """Take a peer out of the table; the newest replacement moves up."""
+        """Remove a peer; the newest replacement moves up."""
         point = node_id(peer_id)
         bucket = self._buckets.get((point ^ self._own_point).bit_length())
         if bucket is not None and point in bucket.live:
@@ -230,14 +229,14 @@ class RoutingTable:
         with_silent: bool = True,
         is_spread: bool = True,
     ) -> list[PeerId]:
-        """The peers that should hold the records of a key, as far as this node knows, nearest first.
+        """Return the peers that should hold the records of a key, as far as this node knows, nearest first.
 
         Args:
             target: the point of the key.
             own_network: this node's; None if it is a client and holds nothing.
-            with_failed: also those that failed since they were seen.
-            with_silent: also those that fell silent.
-            is_spread: few of one network; else simply the nearest.
+            with_failed: include contacts that failed since they were seen.
+            with_silent: include contacts that fell silent.
+            is_spread: limit how many are in one network; else return simply the nearest.
         """
         own = [] if own_network is None else [_Entry(Contact(self._own_id, []), math.inf, own_network)]
         entries = (
@@ -251,8 +250,9 @@ class RoutingTable:
         return [entry.contact.peer_id for entry in nearest]
 
     def nearest_spread(self, target: int, num: int) -> list[Contact]:
-        """The nearest contacts that have not failed, few of one network as long as there are others; in any order but
-        for the last one, which is the farthest if there are ``num``.
+        """Return the nearest contacts that have not failed, limited per network as long as there are others.
+
+        The order is arbitrary, except that the last of ``num`` is the farthest.
         """
         if len(self._num_in_network) <= 1:
             return self.nearest(target, num, in_order=False)
@@ -260,11 +260,11 @@ class RoutingTable:
         return [entry.contact for entry in spread(entries, num, _network)]
 
     def nearest(self, target: int, num: int, *, with_failed: bool = False, in_order: bool = True) -> list[Contact]:
-        """The ``num`` contacts nearest to a point, nearest first.
+        """Return the ``num`` contacts nearest to a point, nearest first.
 
         Args:
-            with_failed: also those that failed since they were seen.
-            in_order: False if any order will do but for the last one, which is the farthest if there are ``num``.
+            with_failed: include contacts that failed since they were seen.
+            in_order: False allows any order, except that the last of ``num`` is the farthest.
         """
         own_distance = distance(self._own_point, target)
         nearest: list[Contact] = []
@@ -280,9 +280,9 @@ class RoutingTable:
         return nearest[:num]
 
     def may_hold_all(self) -> bool:
-        """Whether every peer of the swarm may be in the table, as in a small one; whether they are, others must say.
+        """Whether the table may contain the whole swarm, as in a small one; only other peers can confirm it.
 
-        No bucket is full, and its neighbourhood is not so dense that there must be many more.
+        No bucket is full, and the density of the neighbours does not indicate many more peers.
         """
         if any(len(bucket.live) >= self._k for bucket in self._buckets.values()):
             return False
@@ -294,10 +294,10 @@ class RoutingTable:
         return num_expected <= CROWDED * (len(self) + 1)
 
     def _from_nearest_on(self, own_distance: int) -> Iterator[int]:
-        """The buckets in the order of the distance of their contacts to a point.
+        """Yield the buckets in the order of their contacts' distance to a point.
 
-        Contacts of a bucket differ from this node in its bit, and not above it. Where the point does so too, they are
-        nearer than this node, and the more so the higher the bit; where it does not, they are farther, and the more so
+        Contacts of a bucket differ from this node in its bit, and in no higher one. If the point differs in that bit
+        too, they are nearer to it than this node, the nearer the higher the bit; if not, they are farther, the farther
         the higher the bit.
         """
         for index in reversed(self._indexes):
@@ -308,11 +308,11 @@ class RoutingTable:
                 yield index
 
     def _nearest_first(self, target: int, own: Sequence[_Entry]) -> Iterator[_Entry]:
-        """All contacts, and this node's own entry if it is given, in the order of their distance to a point."""
+        """Yield all contacts, and this node's own entry if given, in the order of their distance to a point."""
         own_distance = distance(self._own_point, target)
         has_own = not own
         for index in self._from_nearest_on(own_distance):
-            if not has_own and not own_distance >> (index - 1) & 1:  # those after are farther than this node
+            if not has_own and not own_distance >> (index - 1) & 1:  # the rest is farther than this node
                 has_own = True
                 yield from own
             live = self._buckets[index].live
@@ -322,7 +322,7 @@ class RoutingTable:
             yield from own
 
     def least_recently_seen(self) -> list[Contact]:
-        """The first contact of each bucket: those whose life is most in doubt."""
+        """Return the first contact of each bucket, the likeliest to be gone."""
         live = (self._buckets[index].live for index in self._indexes)
         return [next(iter(entries.values())).contact for entries in live if entries]
 
@@ -353,7 +353,7 @@ class RoutingTable:
             del self._num_in_network[entry.network]
 
     def _drop_one_that_failed(self, bucket: _Bucket) -> None:
-        """The one that was not seen for longest, if there is any."""
+        """Drop the failed contact that was not seen for longest, if there is one."""
         for point, entry in bucket.live.items():
             if entry.num_failures:
                 self._drop(bucket, point)

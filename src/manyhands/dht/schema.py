@@ -1,7 +1,7 @@
-"""What the records of a key must look like, as the program that uses the key declares it.
+"""Schemas for the records of a key, declared by the program that uses the key.
 
-Nodes that know the schema neither hold nor return other records. Nodes that do not, since they belong to another run or
-are coordinators only, hold whatever is signed.
+Nodes that know the schema neither hold nor return other records. Nodes that do not know it, as they belong to another
+run or are only coordinators, hold any signed record.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from manyhands.dht.config import DhtConfig
 from manyhands.dht.records import TOMBSTONE, Reason, Record, examined
 
 REMEMBERED_BYTES = 512
-"""Values up to this size are remembered as decoded: each comes from several holders, and several times."""
+"""Values up to this size are cached as decoded: each arrives from several holders, several times."""
 
 
 @dataclass(frozen=True)
 class Schema:
-    """The records of one key.
+    """The schema of the records of one key.
 
     Attributes:
-        value_type: what each value must decode to, a type that msgspec knows; a deleted value always may be there.
+        value_type: the type that each value must decode to, as known to msgspec; tombstones are always allowed.
         is_owned: whether each must be signed by the peer whose id is its subkey.
-        max_ttl_s: the longest life.
+        max_ttl_s: the longest lifetime.
     """
 
     value_type: Any
@@ -42,12 +42,12 @@ class Schema:
         return msgspec.msgpack.Decoder(self.value_type)
 
     def described(self) -> str:
-        """The schema in words."""
+        """Describe the schema for an error message."""
         owner = "signed by the peer whose id is the subkey" if self.is_owned else "of any subkey"
         return f"{getattr(self.value_type, '__name__', self.value_type)}, {owner}, for at most {self.max_ttl_s:g} s"
 
     def fault_of(self, record: Record) -> Reason | None:
-        """Why a record, otherwise sound, does not belong under the key; None if it does."""
+        """Return why a valid record does not match the schema, or None."""
         if record.ttl_s > self.max_ttl_s or (self.is_owned and not record.owner):
             return Reason.OTHER_SCHEMA
         value = record.value
@@ -60,10 +60,10 @@ class Schema:
         return None
 
     def decode(self, raw: bytes) -> Any:
-        """A value of this schema. The same small one is decoded once; nobody may change it.
+        """Decode a value of this schema; small results are cached and must not be changed.
 
         Raises:
-            msgspec.DecodeError: it is none.
+            msgspec.DecodeError: the value does not match.
         """
         return _decoded(self._decoder, raw) if len(raw) <= REMEMBERED_BYTES else self._decoder.decode(raw)
 
@@ -74,6 +74,6 @@ def _decoded(decoder: msgspec.msgpack.Decoder[Any], raw: bytes) -> Any:
 
 
 def examined_under(schema: Schema | None, record: Record, config: DhtConfig) -> tuple[Record, Reason | None]:
-    """As :func:`manyhands.dht.records.examined`, and what the schema of its key says, if there is one."""
+    """Like :func:`manyhands.dht.records.examined`, and check the schema of the key, if there is one."""
     record, fault = examined(record, config)
     return record, schema.fault_of(record) if fault is None and schema is not None else fault

@@ -1,4 +1,4 @@
-"""Whether one peer of a DHT leads to another."""
+"""Tests whether one peer of a DHT can find another."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from manyhands.rpc.endpoint import Endpoint
 
 
 async def leads_to(endpoint: Endpoint, config: DhtConfig, start: PeerId, wanted: PeerId, timeout_s: float) -> bool:
-    """Whether a lookup that begins at one peer, and knows of no other, finds another one.
+    """Whether a lookup that begins at one peer, and knows no other, finds another one.
 
-    What a routing table holds is no answer: in a large swarm two peers need not be in each other's, and one that is in
-    it may have gone.
+    The routing tables cannot tell: in a large swarm two peers need not be in each other's, and an entry may be of a
+    peer that has left.
 
     Args:
-        endpoint: in client mode, so that the question itself does not make the two known to each other; connected to
-            both.
+        endpoint: in client mode, so that the test itself does not introduce the two peers; connected to both.
     """
     overlay = Overlay(endpoint, config)
     try:

@@ -1,13 +1,13 @@
-"""The records that one node holds: a dictionary of key and subkey with rules.
+"""The records that one node holds, by key and subkey.
 
 Rules:
     * a record replaces the one with the same key and subkey only if it supersedes it;
-    * the same record again changes nothing, but the later of the two expiries counts: an age misses the time that the
-      record was on its way, never the other way round. So the order of arrival does not matter;
-    * each record expires by itself, at an instant of this node's monotonic clock;
-    * there is a bound on records and bytes in total, per key, per owner and per source, which is the machine that they
-      came from; what would break one is refused;
-    * records that break the schema that was declared for their key are refused.
+    * storing the same record again only extends its expiry: an age may omit time on the network, but never counts too
+      much. So the order of arrival does not matter;
+    * each record expires at an instant of this node's monotonic clock;
+    * records and bytes are limited in total, per key, per owner and per source, which is the machine that sent them;
+      a record beyond a limit is refused;
+    * a record that does not match the schema declared for its key is refused.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Held(msgspec.Struct, gc=False):
 
     Attributes:
         expires_at: an instant of the node's monotonic clock, in seconds.
-        source: the machine that it came from; empty if it is this one.
-        num_bytes: of the record, in the accounts.
+        source: the machine that sent it; empty if it is this one.
+        num_bytes: size of the record as counted against the limits.
     """
 
     record: Record
@@ -40,13 +40,13 @@ class Held(msgspec.Struct, gc=False):
     _fingerprint: bytes = b""
 
     def fingerprint(self) -> bytes:
-        """That of the record, computed once."""
+        """Return the fingerprint of the record, computed once."""
         if not self._fingerprint:
             self._fingerprint = self.record.fingerprint()
         return self._fingerprint
 
     def aged(self, now: float) -> AgedRecord:
-        """The record as it is sent to others."""
+        """Return the record as it is sent to others."""
         return AgedRecord(self.record, max(0.0, self.record.ttl_s - (self.expires_at - now)))
 
 
@@ -54,7 +54,7 @@ class Storage:
     """Records by key and subkey; see the rules at the top of this file. ``now`` is always the same monotonic clock.
 
     Args:
-        schemas: by key; those that are declared later count as well, for what comes then.
+        schemas: by key; may be extended later, with effect on records that arrive then.
     """
 
     def __init__(self, config: DhtConfig, schemas: Mapping[str, Schema] | None = None) -> None:
@@ -62,20 +62,20 @@ class Storage:
         self._schemas = schemas if schemas is not None else {}
         self._held: dict[str, dict[str, Held]] = {}
         self._accounts = Accounts(config)
-        self._in_order: dict[str, list[str]] = {}  # subkeys of the keys that were read since one came or went
-        self._digests: dict[str, bytes] = {}  # of the keys that did not change since they were asked for
+        self._in_order: dict[str, list[str]] = {}  # sorted subkeys by key; dropped when one is added or removed
+        self._digests: dict[str, bytes] = {}  # by key; dropped when a record changes
         self._expiries: list[tuple[float, str, str]] = []  # a heap; entries that no longer match are skipped
 
     def __len__(self) -> int:
         return sum(len(subkeys) for subkeys in self._held.values())
 
     def keys(self, now: float) -> list[str]:
-        """The keys with at least one record."""
+        """Return the keys with at least one record."""
         self.expire(now)
         return list(self._held)
 
     def topics(self, kind: str, now: float) -> set[str]:
-        """The topics with a key ``TOPIC.KIND`` that has a record which is not a tombstone."""
+        """Return the topics with a key ``TOPIC.KIND`` that has a record other than a tombstone."""
         return {
             topic
             for topic, _, key_kind in (key.partition(".") for key in self.keys(now))
@@ -84,17 +84,17 @@ class Storage:
         }
 
     def get(self, key: str, now: float) -> list[Held]:
-        """All records of a key that have not expired, tombstones too."""
+        """Return the records of a key that have not expired, including tombstones."""
         self.expire(now)
         return list(self._held.get(key, {}).values())
 
     def page(self, key: str, after: str | None, now: float) -> tuple[list[Held], bool]:
-        """The records of a key in the order of their subkeys, as many as go into one reply.
+        """Return records of a key in the order of their subkeys, as many as fit into one reply.
 
         Args:
-            after: begin behind this subkey.
+            after: begin after this subkey.
         Returns:
-            The records, and whether there are more behind them.
+            The records, and whether more follow.
         """
         self.expire(now)
         subkeys = self._held.get(key, {})
@@ -113,7 +113,7 @@ class Storage:
         return page, start + len(page) < len(in_order)
 
     def digest(self, key: str, now: float) -> bytes:
-        """:func:`manyhands.dht.records.digest_of` what :meth:`get` returns."""
+        """Return :func:`manyhands.dht.records.digest_of` the records that :meth:`get` returns."""
         self.expire(now)
         if key not in self._held:
             return sum_of([])
@@ -122,21 +122,21 @@ class Storage:
         return self._digests[key]
 
     def held(self, key: str, subkey: str, now: float) -> Held | None:
-        """One record, if it is here and has not expired."""
+        """Return one record, if it is held and has not expired."""
         self.expire(now)
         return self._held.get(key, {}).get(subkey)
 
     def offer(self, aged: AgedRecord, now: float, wall_now: float, source: str = "") -> Reason:
-        """Check a record that came from another peer, and keep it if it passes.
+        """Verify a record from another peer, and store it if it is valid.
 
         Args:
-            source: the machine that it came from; empty if that is not known.
+            source: the machine that sent it; empty if unknown.
         Returns:
-            What became of it.
+            Whether it was stored, or why not.
         """
         record = aged.record
         held = self.held(record.key, record.subkey, now)
-        if held is None or held.record != record:  # else it has been checked already
+        if held is None or held.record != record:  # else it was verified before
             record, fault = examined_under(self._schemas.get(record.key), record, self._config)
             if fault is not None:
                 return fault
@@ -144,10 +144,10 @@ class Storage:
         return remaining if isinstance(remaining, Reason) else self.put(record, now + remaining, now, source)
 
     def put(self, record: Record, expires_at: float, now: float, source: str = "") -> Reason:
-        """Keep a record that has been checked, if there is room.
+        """Store a verified record, if there is room.
 
         Returns:
-            What became of it.
+            Whether it was stored, or why not.
         """
         held = self.held(record.key, record.subkey, now)
         if expires_at <= now:
@@ -172,14 +172,14 @@ class Storage:
         return Reason.ACCEPTED
 
     def recheck(self, key: str) -> None:
-        """Drop what breaks the schema of a key, which was declared just now."""
+        """Drop the records of a key that do not match its newly declared schema."""
         schema = self._schemas[key]
         for subkey, held in list(self._held.get(key, {}).items()):
             if schema.fault_of(held.record) is not None:
                 self._drop(key, subkey, held)
 
     def expire(self, now: float) -> None:
-        """Drop the records whose time is over."""
+        """Drop expired records."""
         while self._expiries and self._expiries[0][0] <= now:
             expires_at, key, subkey = heapq.heappop(self._expiries)
             held = self._held.get(key, {}).get(subkey)
@@ -200,7 +200,7 @@ class Storage:
         record = held.record
         self._held.setdefault(record.key, {})[record.subkey] = held
         heapq.heappush(self._expiries, (expires_at, record.key, record.subkey))
-        if len(self._expiries) > 2 * self._accounts.num_records + 64:  # a record that is often renewed
+        if len(self._expiries) > 2 * self._accounts.num_records + 64:  # some records are renewed often
             self._expiries = [(held.expires_at, held.record.key, held.record.subkey) for held in self._all()]
             heapq.heapify(self._expiries)
 

@@ -1,4 +1,4 @@
-"""Several calls at once."""
+"""Runs several coroutines concurrently."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 async def all_of(*coros: Coroutine[Any, Any, T]) -> list[T]:
-    """What they return, in their order: as ``asyncio.gather``, with half of its callbacks."""
+    """Run coroutines and return their results in order; like ``asyncio.gather``, with half of its callbacks."""
     if len(coros) == 1:
         return [await coros[0]]
     tasks = [asyncio.get_running_loop().create_task(coro) for coro in coros]
@@ -22,7 +22,7 @@ async def all_of(*coros: Coroutine[Any, Any, T]) -> list[T]:
 
 
 async def those_within(timeout_s: float, *coros: Coroutine[Any, Any, T | None]) -> list[T | None]:
-    """Likewise; None for each that takes longer than ``timeout_s`` seconds, which is cancelled."""
+    """Like :func:`all_of`, with a timeout; a coroutine that exceeds it is cancelled, and its result is None."""
     tasks = [asyncio.get_running_loop().create_task(coro) for coro in coros]
     try:
         done, late = await asyncio.wait(tasks, timeout=timeout_s)

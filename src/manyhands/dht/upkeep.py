@@ -1,4 +1,4 @@
-"""What a node does now and then, so that its table is true and the records that it holds stay where they belong."""
+"""Periodic upkeep of a node: checks its routing table and hands records over to the peers that should hold them."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from manyhands.dht.storage import Storage
 from manyhands.dht.writer import Writer
 
 MAX_DOUBTED = 2
-"""Far contacts that a round of upkeep asks if they are there, if one of the last ones was not, else half as many: a
-lookup that meets a dead one goes on without, and a dial for a ping is most of what an idle peer does."""
+"""Distant contacts that a round of upkeep pings if one of the last ones was gone, else half as many. Lookups cope with
+dead contacts, and dials for pings are most of the traffic of an idle peer."""
 
 NEWCOMERS_ASKED = 3
-"""New neighbours that are asked whom else they know."""
+"""New neighbours that are asked for their contacts."""
 
 MAX_QUIET_ROUNDS = 16
-"""Rounds of upkeep between two looks around, when nobody comes or goes."""
+"""Rounds of upkeep between two lookups of this node's neighbours while the swarm does not change."""
 
 
 class Upkeep:
@@ -59,21 +59,21 @@ class Upkeep:
         self._neighbours_seen: list[PeerId] = []
         self._quiet_rounds = 0
         self._num_doubted = MAX_DOUBTED
-        self._num_partners = min(2 * config.replicas, config.k)  # those with which this node shares keys, and more
+        self._num_partners = min(2 * config.replicas, config.k)  # includes all with which this node shares keys
 
     def pause_s(self) -> float:
-        """How long until the next round; not the same for all."""
+        """Return the time until the next round, with jitter."""
         return self._config.refresh_period_s * self._rng.uniform(0.75, 1.25)
 
     def lost(self, peer_id: PeerId) -> None:
-        """Note that the connection to a peer is lost: if it comes back, it may hold nothing."""
+        """Note that the connection to a peer is lost: if it returns, it may hold nothing."""
         self._handover.forget(peer_id)
 
     async def refresh_table(self) -> None:
-        """Doubt the contacts that nothing was heard of, and look around near this node and anywhere.
+        """Ping contacts that may be gone, and look up peers near this node and at a random point.
 
-        As long as the nearest peers stay the same, looking around finds what is known: it is done ever more seldom.
-        Those that came have made themselves known to all near them, unless they come from another part of the swarm.
+        As long as the nearest peers stay the same, lookups find only known peers, so they become rare. Newcomers have
+        announced themselves to their neighbours, unless they come from another part of the swarm.
         """
         await self._ping_doubted()
         before, self._neighbours_seen = self._neighbours_seen, self._neighbours()
@@ -93,7 +93,7 @@ class Upkeep:
             await overlay.lookup(self._rng.getrandbits(ID_BITS), config.lookup_timeout_s, config.replicas)
 
     async def hand_over(self) -> None:
-        """Give the records held here to peers that should hold them since others came or went."""
+        """Send the records held here to peers that should hold them after others have come or gone."""
         keys = self._storage.keys(asyncio.get_running_loop().time())
         plan = self._handover.plan(keys, self._other_replicas)
         await asyncio.gather(*(self._give(peer_id, gift) for peer_id, gift in plan.items()))
@@ -102,7 +102,7 @@ class Upkeep:
         return [contact.peer_id for contact in self._overlay.table.nearest(node_id(self._own_id), self._config.k)]
 
     async def _ping_doubted(self) -> None:
-        """Make sure of the life of all that should hold what is held here, and of a few of the rest."""
+        """Ping all silent peers that share keys with this node, and a few of the rest."""
         overlay, keys = self._overlay, self._storage.keys(asyncio.get_running_loop().time())
         partners = overlay.doubtful(peer_id for key in keys for peer_id in self._other_replicas(key))
         rest = overlay.doubtful(contact.peer_id for contact in overlay.table.least_recently_seen())
@@ -114,7 +114,7 @@ class Upkeep:
         return [peer_id for peer_id in self._replicas.known(key) if peer_id != self._own_id]
 
     async def _give(self, peer_id: PeerId, keys: Sequence[str]) -> None:
-        """Hand over keys, for one period at most: a peer that takes its time holds up the upkeep of all."""
+        """Send records to a peer for at most one period, as a slow peer delays the whole round."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         records = [held for key in keys for held in self._storage.get(key, began)]
@@ -124,7 +124,7 @@ class Upkeep:
                 return
             response = await self._writer.send(peer_id, [held.aged(now) for held in records[start:end]])
             if response is None:
-                return  # it is tried again in the next round
+                return  # the next round tries again
             for outcome in response.outcomes:
                 if outcome.later is not None:
                     self._holder.hold(peer_id, outcome.later)

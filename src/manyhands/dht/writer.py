@@ -1,4 +1,4 @@
-"""Having records held by the peers nearest to their keys."""
+"""Stores records at the peers nearest to their keys."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from manyhands.dht.replicas import Replicas
 from manyhands.dht.together import all_of, those_within
 
 KEYS_AT_ONCE = 8
-"""Keys of one bulk call that are looked up at once; what a lookup finds is known to the next ones."""
+"""Keys of one bulk call that are looked up concurrently; later lookups use what earlier ones found."""
 
 Outcomes = dict[PeerId, StoreOutcome]
 
@@ -39,7 +39,7 @@ class Entry(msgspec.Struct, frozen=True):
 
 @dataclass
 class _Answer:
-    """What one peer makes of the records of a key."""
+    """The answer of one peer to the records of a key."""
 
     outcomes: list[StoreOutcome]
     knows_same: bool
@@ -63,7 +63,7 @@ class Writer:
         self._issuer = issuer
 
     async def store(self, entries: Sequence[Entry]) -> list[int]:
-        """As :meth:`manyhands.dht.DhtNode.store_many`."""
+        """See :meth:`manyhands.dht.DhtNode.store_many`."""
         records = [self._issue(entry) for entry in entries]
         outcomes = await self._write(records)
         again: dict[int, Record] = {}
@@ -82,10 +82,10 @@ class Writer:
     async def send(
         self, peer_id: PeerId, records: Sequence[AgedRecord], nearest: Nearest | None = None
     ) -> StoreResponse | None:
-        """Ask a peer, perhaps this one, to hold records: as many as one request carries, or fewer.
+        """Ask a peer, which may be this one, to store records, at most as many as one request carries.
 
         Returns:
-            What became of each; None if it does not answer.
+            The outcome of each; None if it does not answer.
         """
         if peer_id == self._own_id:
             return StoreResponse([self._holder.hold(peer_id, aged) for aged in records], knows_same=True)
@@ -98,7 +98,7 @@ class Writer:
         )
 
     async def _write(self, records: Sequence[Record]) -> list[Outcomes]:
-        """Have each record held by the peers nearest to its key; who answered, and what it made of the record."""
+        """Store each record at the peers nearest to its key; return the outcome at each peer that answered."""
         numbers: dict[str, list[int]] = {}
         for number, record in enumerate(records):
             numbers.setdefault(record.key, []).append(number)
@@ -133,15 +133,15 @@ class Writer:
         ]
 
     async def _store_near(self, key: str, records: Sequence[Record]) -> tuple[dict[PeerId, _Answer], bool]:
-        """Have records held by those whom this node takes for the holders, in a swarm of which it may know everybody.
+        """Store records without a lookup, if this node may know the whole swarm.
 
-        If all of these take the same peers for the holders, a lookup would find no others.
+        If all of the assumed holders know the same nearest peers, a lookup would find no others.
 
         Returns:
-            Who answered soon, and whether that is enough.
+            The answers that came soon, and whether they are enough.
         """
         config, target = self._config, key_id(key)
-        if len(records) > MAX_STORED_RECORDS or not self._overlay.table.may_hold_all():  # many take their time
+        if len(records) > MAX_STORED_RECORDS or not self._overlay.table.may_hold_all():  # many records take long
             return {}, False
         peers, nearest = self._overlay.nearest_known(target, config.replicas)
         answers = await self._store_at(peers, records, nearest, config.slow_after_s)
@@ -157,10 +157,10 @@ class Writer:
         nearest: Nearest | None = None,
         timeout_s: float | None = None,
     ) -> dict[PeerId, _Answer]:
-        """What each peer that answers makes of the records.
+        """Store records at each peer; return the answers.
 
         Args:
-            timeout_s: when nobody is waited for any longer; else each has the time of a request.
+            timeout_s: for all peers together; by default each has the timeout of a request.
         """
         sending = (self._send_all(peer_id, records, nearest) for peer_id in peers)
         answers = await (all_of(*sending) if timeout_s is None else those_within(timeout_s, *sending))
@@ -184,14 +184,14 @@ def _batches(records: Iterable[Record]) -> Iterable[list[Record]]:
 
 
 def _check_taken(record: Record, outcomes: Outcomes) -> None:
-    """Make sure that not everybody has refused a record; one that is stale has been replaced by a later one.
+    """Check that the holders did not all refuse a record; a stale one counts as replaced by a later one.
 
     Raises:
-        Refused: they have; it names one of them, and why.
+        Refused: they did; it names one of them and its reason.
     """
     if not outcomes or any(outcome.is_stored or outcome.code == Reason.STALE.value for outcome in outcomes.values()):
         return
     peer_id, outcome = next(iter(outcomes.items()))
     what = f"the record {record.key!r}" + (f", {record.subkey!r}" if record.subkey else "")
-    who = f"none of the {len(outcomes)} peers" if len(outcomes) > 1 else "not the one peer"
-    raise Refused(peer_id, outcome.code, f"{who} nearest to it takes {what}")
+    who = f"all {len(outcomes)} peers" if len(outcomes) > 1 else "the one peer"
+    raise Refused(peer_id, outcome.code, f"{who} nearest to its key refused {what}")

@@ -1,4 +1,4 @@
-"""What was checked, what came out, and what to do about it: values only."""
+"""The results of the doctor's checks, as values."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ NAMES: Final[dict[Kind, str]] = {
     "coordinators": "initial peers",
     "run": "run",
 }
-"""What people call the checks, in the order in which they are shown."""
+"""The displayed names of the checks, in the order in which they are shown."""
 
 STEPS: Final[tuple[Kind, ...]] = ("dns", "tcp", "tls", "identity", "protocol", "dht")
-"""What an address must pass before a peer can join there, in this order."""
+"""Steps that an address must pass before a peer can join there, in this order."""
 
 _ORDER = {kind: number for number, kind in enumerate(NAMES)}
 
 
 class Finding(NamedTuple):
-    """What came out of one check, in words.
+    """The result of one check, in words.
 
     Attributes:
-        ok: None if it was not done, or says nothing.
+        ok: None if it was not made, or has no result.
         detail: what was found.
-        advice: what to do about it.
+        advice: how to fix it.
     """
 
     ok: bool | None
@@ -48,11 +48,11 @@ class Finding(NamedTuple):
 
 
 class Check(msgspec.Struct, frozen=True):
-    """One check, as it is printed and as it is in the JSON.
+    """One check, as printed and as in the JSON output.
 
     Attributes:
         address: the initial peer that it is about; None if it is about this machine or the swarm.
-        peer: the id of the peer that answered there, once it is known.
+        peer: the id of the peer that answered there, once known.
         seconds: how long it took.
     """
 
@@ -66,13 +66,13 @@ class Check(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """All that was found.
+    """The results of all checks.
 
     Attributes:
-        ok: whether nothing is broken, and a peer can join.
+        ok: whether no check failed and a peer can join.
         can_join: whether at least one of the initial peers passes all steps; one is enough.
-        peer_id: as whom this machine went about it.
-        seconds: how long all of it took.
+        peer_id: the identity that this machine used.
+        seconds: how long all checks took.
     """
 
     ok: bool
@@ -83,7 +83,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def report_of(checks: Sequence[Check], peer_id: str, seconds: float) -> Report:
-    """Sum up; the checks are put in the order in which they are read: address by address, then the rest."""
+    """Summarize checks, ordered for reading: address by address, then the rest."""
     addresses = list(dict.fromkeys(check.address for check in checks if check.address is not None))
     in_order = sorted(checks, key=lambda check: _ORDER[check.check])
     ordered = [check for address in [*addresses, None] for check in in_order if check.address == address]

@@ -1,4 +1,4 @@
-"""The whole examination: every initial peer, this machine, and the swarm."""
+"""Runs all checks: each initial peer, this machine, and the swarm."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from manyhands.transport import Listener, Stream, TlsTransport
 MAX_INITIAL_PEERS = 16
 
 DIAL_BACK_TIMEOUT_S = 5.5
-"""The asked peer takes 4 s at most."""
+"""The called peer takes 4 s at most."""
 
 SWARM_TIMEOUT_S = 5.0
 
@@ -36,12 +36,12 @@ DHT_CONFIG = DhtConfig(join_timeout_s=4.0, lookup_timeout_s=4.0, request_timeout
 
 @dataclass(frozen=True, kw_only=True)
 class Examination:
-    """What to examine.
+    """Options of an examination.
 
     Attributes:
-        initial_peers: as they would be given to a peer.
+        initial_peers: as given to a peer.
         listen, announce, client_mode: likewise.
-        run_id: the run that the peer was told to join; None to see which runs are there.
+        run_id: the run that the peer should join; None to list the runs.
     Raises:
         ConfigError: there are no initial peers, or too many.
     """
@@ -70,10 +70,10 @@ class Examination:
         on_check: OnCheck = lambda check: None,
         wall_clock: Callable[[], float] = time.time,
     ) -> Report:
-        """Examine all of it; takes 15 s at most.
+        """Run all checks; takes 15 s at most.
 
-        The examiner is in client mode: it is in nobody's table, and does not make those known to each other whom it
-        looks at.
+        The examiner is in client mode: it is in no peer's table, and does not introduce the examined peers to each
+        other.
 
         Args:
             on_check: called with each check once it is done.
@@ -113,7 +113,7 @@ class _Examiner:
         addresses = dict.fromkeys(self._examination.initial_peers)
         probed = await asyncio.gather(*(self._probe(address) for address in addresses))
         self._checks += [check for peer in probed for check in peer.checks]
-        # each peer once, though it may have several of the addresses
+        # each peer once, even if it has several of the addresses
         joined = list({peer.peer_id: peer for peer in reversed(probed) if peer.peer_id is not None}.values())[::-1]
         self._compare_clocks(joined)
         await asyncio.gather(self._join(joined), self._look_at_pairs(joined), *map(self._be_dialled, joined))
@@ -138,12 +138,12 @@ class _Examiner:
     # this machine
 
     async def _listen(self) -> None:
-        """Where the initial peers are asked to dial; nobody is told of it but them."""
+        """Open listeners for the dial-backs; only the initial peers learn of them."""
         if self._examination.client_mode:
             return
 
         async def hang_up(stream: Stream) -> None:
-            """Whoever dials back wants nothing but the handshake."""
+            """Do nothing: a dial-back ends after the handshake."""
 
         for address in self._examination.listen:
             try:
@@ -157,7 +157,7 @@ class _Examiner:
         return [address for listener in self._listeners for address in listener.addresses]
 
     def _compare_clocks(self, joined: Sequence[Probed]) -> None:
-        """Whose clock is wrong, if two differ, shows when there are others to compare with."""
+        """Compare this machine's clock with each peer's; with three clocks, the deviating one is identified."""
         limit_s = DHT_CONFIG.max_clock_skew_s
         offsets = {peer.peer_id: peer.clock_offset_s for peer in joined if peer.clock_offset_s is not None}
         for peer in joined:
@@ -194,12 +194,12 @@ class _Examiner:
         self._note("dial_back", finding, peer, began)
 
     def _addresses_for(self, peer: Probed, bound: Sequence[Address]) -> list[Address]:
-        """Where a peer might reach this machine: what is announced, else what a peer would announce by itself."""
+        """Return addresses for a peer to dial: those announced, else those that a peer here would announce itself."""
         if self._examination.announce:
             return list(self._examination.announce)[:MAX_DIALLED]
         is_local = Address.of(peer.dialled_host, 1).is_loopback
         addresses = [address for address in dialable_addresses(bound) if is_local or not address.is_loopback]
-        if peer.seen_host and not Address.of(peer.seen_host, 1).is_loopback:  # else it is seen through a tunnel
+        if peer.seen_host and not Address.of(peer.seen_host, 1).is_loopback:  # a loopback address comes from a tunnel
             observed = [Address.of(peer.seen_host, address.port) for address in addresses]
             addresses = observed[:1] + addresses
         return list(dict.fromkeys(addresses))[:MAX_DIALLED]
@@ -242,7 +242,7 @@ class _Examiner:
             self._note("run", words.run_is_there(run), None, began)
 
     async def _look_at_pairs(self, joined: Sequence[Probed]) -> None:
-        """Each initial peer and the next one, round in a ring: a split shows, whoever is in which part."""
+        """Check in a ring that each initial peer finds the next; this shows any split, whichever peers are in it."""
         began = asyncio.get_running_loop().time()
         if len(joined) < 2:
             is_alone = len(set(self._examination.initial_peers)) == 1

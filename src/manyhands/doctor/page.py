@@ -1,4 +1,4 @@
-"""A report as people read it."""
+"""Formats a report for people."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NAME_WIDTH = max(map(len, NAMES.values()))
 
 
 def lines_of(report: Report) -> Iterator[str]:
-    """The lines to print."""
+    """Yield the lines to print."""
     for address in dict.fromkeys(check.address for check in report.checks):
         yield address if address is not None else "This machine and the swarm"
         yield from _block([check for check in report.checks if check.address == address])
@@ -22,14 +22,14 @@ def lines_of(report: Report) -> Iterator[str]:
 
 def _block(checks: Sequence[Check]) -> Iterator[str]:
     for (ok, detail, advice), group in itertools.groupby(checks, lambda check: (check.ok, check.detail, check.advice)):
-        names = ", ".join(NAMES[check.check] for check in group)  # several were not done, for one reason
+        names = ", ".join(NAMES[check.check] for check in group)  # several were skipped for the same reason
         yield f"  {_MARKS[ok]:<4}  {names:<{_NAME_WIDTH}}  {detail}"
         if advice:
             yield f"  {'':<4}  {'':<{_NAME_WIDTH}}  -> {advice}"
 
 
 def verdict(report: Report) -> str:
-    """The last line: whether a peer can join, and how much is broken."""
+    """Return the last line: whether a peer can join, and how many checks failed."""
     if report.ok:
         return "All is well: a peer with these options can join."
     num_failed = sum(check.ok is False for check in report.checks)

@@ -1,4 +1,4 @@
-"""One initial peer, step by step: name, TCP, TLS, identity, protocol, DHT."""
+"""Checks one initial peer step by step: name, TCP, TLS, identity, protocol, DHT."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ MIN_TIMEOUT_S = 0.2
 
 @dataclass
 class Probed:
-    """What is known of one address.
+    """The results for one address.
 
     Attributes:
-        checks: in the order in which they were done.
-        peer_id: who is there, once it has passed all steps.
-        clock_offset_s: how far this machine's clock is ahead of the peer's; None if the peer did not tell.
-        clock_error_s: by how much that may be wrong: half of the round trip.
+        checks: in the order in which they were made.
+        peer_id: the peer at this address, once it has passed all steps.
+        clock_offset_s: how far this machine's clock is ahead of the peer's; None if unknown.
+        clock_error_s: the maximum error of that: half of the round trip.
         dialled_host: the IP address at which the peer was reached.
-        seen_host: the IP address at which the peer sees this machine; empty if it did not tell.
-        examine_error: why it did not tell.
+        seen_host: this machine's IP address as the peer sees it; empty if unknown.
+        examine_error: why the peer did not report its clock and view.
     """
 
     address: Address
@@ -51,15 +51,15 @@ class Probed:
 
 
 class _StepFailed(Exception):
-    """A step failed; it was noted."""
+    """A step failed; its check was recorded."""
 
 
 class Probe:
-    """Checks one address, as far as it goes; takes :data:`ADDRESS_TIMEOUT_S` at most.
+    """Checks one address up to the first failure; takes :data:`ADDRESS_TIMEOUT_S` at most.
 
     Args:
-        transport: dials to see who is there;
-        endpoint: of the same identity, opens a connection that stays.
+        transport: dials to find out which peer is there.
+        endpoint: of the same identity, opens a connection that is kept.
         on_check: called with each check once it is done.
         wall_clock: seconds since 1970.
     """
@@ -83,7 +83,7 @@ class Probe:
         self._deadline = self._began + ADDRESS_TIMEOUT_S
 
     async def run(self) -> Probed:
-        """All steps, up to the first that fails."""
+        """Run the steps up to the first that fails."""
         try:
             await self._take_all_steps()
         except _StepFailed:
@@ -122,7 +122,7 @@ class Probe:
         return sock
 
     async def _shake_hands(self, sock: socket.socket) -> PeerId:
-        """Who is there, whoever it is."""
+        """Return the peer that answers, even if another is expected."""
         anybody = Address(self._address.protocol, self._address.host, self._address.port)
         self._begin()
         try:

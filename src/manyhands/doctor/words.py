@@ -1,4 +1,4 @@
-"""What each outcome means to whoever has to repair it."""
+"""The findings and advice of the doctor, for the person who fixes the problem."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from manyhands.version import __version__
 
 
 def label_of(address: Address) -> str:
-    """How an initial peer is called in a sentence: ``HOST:PORT``."""
+    """Return the short name of an initial peer: ``HOST:PORT``."""
     return f"[{address.host}]:{address.port}" if ":" in address.host else f"{address.host}:{address.port}"
 
 
@@ -27,7 +27,7 @@ def _place(address: Address) -> str:
 
 
 def ip_address(text: str) -> str:
-    """The IP address that another peer wrote; empty if it is none."""
+    """Return the IP address that another peer sent; empty if it is invalid."""
     try:
         return str(ipaddress.ip_address(text))
     except ValueError:
@@ -35,7 +35,7 @@ def ip_address(text: str) -> str:
 
 
 def _said(error: ManyhandsError) -> str:
-    """In one line."""
+    """Format an error in one line."""
     return " ".join(str(error).split())
 
 
@@ -56,8 +56,8 @@ def name_not_found(address: Address, failure: DialFailed) -> Finding:
     return Finding(
         False,
         f"the name {address.host} does not resolve" + (f" ({failure.detail})" if failure.detail else ""),
-        "is it spelt right, and can this machine resolve other names? If not, its name server is the fault; an IP "
-        "address in its place needs none",
+        "check that it is spelt correctly, and that this machine can resolve other names; if not, its name server is "
+        "broken, and an IP address in place of the name works",
     )
 
 
@@ -79,10 +79,10 @@ def not_connected(address: Address, failure: DialFailed) -> Finding:
             f"the machine is down, its address has changed, or a firewall drops the packets: let TCP port "
             f"{address.port} in there, and if it is behind a router, have the router forward the port",
         )
-    advice = "is this machine online? A VPN or a firewall on it may forbid the way"
+    advice = "check that this machine is online, and that no VPN or firewall on it blocks the connection"
     if address.protocol.endswith("6") or ":" in address.host:
         advice = "this machine may have no IPv6: give an IPv4 address of the peer"
-    return Finding(False, f"no way to {_place(address)} ({failure.detail or failure.reason.value})", advice)
+    return Finding(False, f"no route to {_place(address)} ({failure.detail or failure.reason.value})", advice)
 
 
 def tls_done() -> Finding:
@@ -139,20 +139,20 @@ def itself() -> Finding:
 
 
 def welcomed() -> Finding:
-    return Finding(True, f"it speaks {ALPN}, as this machine does, and takes the connection")
+    return Finding(True, f"it speaks {ALPN}, as this machine does, and accepts the connection")
 
 
 def not_welcomed(error: ManyhandsError) -> Finding:
     if isinstance(error, Refused):
         return Finding(
             False,
-            f"it turns the connection down: {error.message} ({error.code})",
+            f"it refuses the connection: {error.message} ({error.code})",
             "wait a minute and try again, or use another initial peer",
         )
     return Finding(
         False,
-        f"it ends the connection after the TLS handshake, or says nothing ({_said(error)})",
-        "the peer is overloaded or about to stop, or its version is another one: its log says more",
+        f"it closes the connection after the TLS handshake, or does not answer ({_said(error)})",
+        "the peer is overloaded, is stopping, or has another version: see its log",
     )
 
 
@@ -167,7 +167,7 @@ def does_not_answer(error: ManyhandsError) -> Finding:
     if isinstance(error, Refused) and error.code == "unknown_method":
         return Finding(
             False,
-            "it takes no part in the DHT: it is in client mode, or about to stop",
+            "it takes no part in the DHT: it is in client mode, or is stopping",
             "use the address of a peer that is not in client mode",
         )
     return Finding(False, f"it does not answer a ping ({_said(error)})", "it hangs or is overloaded: its log says more")
@@ -177,13 +177,13 @@ def does_not_answer(error: ManyhandsError) -> Finding:
 
 
 def clock(offset_s: float, error_s: float, limit_s: float, others_agree: bool | None) -> Finding:
-    """What the difference of two clocks means.
+    """Interpret the difference of two clocks.
 
     Args:
         offset_s: how far the clock of this machine is ahead of the peer's.
-        error_s: by how much that may be wrong.
-        limit_s: what peers take without loss.
-        others_agree: whether the other initial peers' clocks agree with this machine's; None if there are no others.
+        error_s: maximum error of the offset.
+        limit_s: the difference that peers tolerate without loss.
+        others_agree: whether the clocks of the other initial peers agree with this machine's; None if there are none.
     """
     if abs(offset_s) - error_s <= limit_s:
         return Finding(True, f"differs by {abs(offset_s):.1f} s from this machine's; up to {limit_s:g} s do no harm")
@@ -203,8 +203,8 @@ def clock(offset_s: float, error_s: float, limit_s: float, others_agree: bool | 
 
 def no_clock(error: ManyhandsError | None) -> Finding:
     if isinstance(error, Refused) and error.code == "unknown_method":
-        return not_tried("the peer runs an older version, which does not tell")
-    return not_tried(f"it did not tell ({_said(error)})" if error is not None else "nobody answered there")
+        return not_tried("the peer runs an older version, which does not report its clock")
+    return not_tried(f"it did not report its clock ({_said(error)})" if error is not None else "nobody answered there")
 
 
 # whether others can dial this machine
@@ -213,13 +213,13 @@ _PHRASES = {
     "timed_out": "no answer",
     "refused": "connection refused",
     "held_back": "not dialled: too many dials to that host, or an address that strangers may not name",
-    "unreachable": "no way there",
+    "unreachable": "no route",
     "name_not_found": "the name does not resolve there",
     "wrong_identity": "another peer answers",
     "not_manyhands": "something else answers",
-    "itself": "that is the asked peer itself",
+    "itself": "it is an address of that initial peer",
     "protocol_version": "another protocol version answers",
-    "unavailable": "not tried: the asked peer is being closed",
+    "unavailable": "not tried: that initial peer is closing",
 }
 
 NO_LISTENING = "or pass --client-mode: a peer then dials out only"
@@ -228,23 +228,23 @@ NO_LISTENING = "or pass --client-mode: a peer then dials out only"
 def dialled_back(
     outcomes: Sequence[tuple[Address, DialOutcome]], *, are_announced: bool, port_was_chosen: bool
 ) -> Finding:
-    """What a peer reports that was asked to dial this machine.
+    """Interpret the outcomes of a dial-back.
 
     Args:
-        outcomes: of each address.
-        are_announced: the user gave the addresses: all must work. Else one is enough.
-        port_was_chosen: by the user, and not any free one taken.
+        outcomes: for each address.
+        are_announced: the user gave the addresses, so all must work. Else one is enough.
+        port_was_chosen: the user gave the port; else any free one was taken.
     """
     worked = ", ".join(str(address) for address, outcome in outcomes if not outcome.code)
     failed = [(address, outcome) for address, outcome in outcomes if outcome.code]
     failures = "; ".join(f"{address}: {_phrase(outcome)}" for address, outcome in failed)
     if worked and failed and are_announced:
-        advice = "take what does not work out of --announce: whoever tries it first needs longer to connect"
+        advice = "remove the addresses that do not work from --announce: peers that try them first connect more slowly"
         return Finding(False, f"it reached this machine at {worked}, but not at all addresses ({failures})", advice)
     if worked:
         return Finding(True, f"it reached this machine at {worked}")
     if not failed:
-        return not_tried("it did not say what came of it")
+        return not_tried("it did not report the outcome")
     advice = _how_to_be_dialled(failed, are_announced, port_was_chosen)
     return Finding(False, f"it cannot dial this machine ({failures})", f"{advice}; {NO_LISTENING}")
 
@@ -262,20 +262,20 @@ def _how_to_be_dialled(
         return "check that --announce names an address and a port that lead here, and that the port is open"
     if not port_was_chosen:
         return (
-            "any free port was tried, which a firewall seldom lets through: try again with the port that it does let "
-            "through, --listen /ip4/0.0.0.0/tcp/PORT"
+            "a free port was used, and firewalls seldom let those through: try again with a port that is open, "
+            "--listen /ip4/0.0.0.0/tcp/PORT"
         )
     port = failed[0][0].port
     if {outcome.code for _, outcome in failed} & {"wrong_identity", "not_manyhands", "refused"}:
         return (
-            "packets come as far as a router or another machine, which does not pass them on: forward TCP port "
+            "packets reach a router or another machine, which does not forward them to this one: forward TCP port "
             f"{port} to this machine there"
         )
     return f"let TCP port {port} in at this machine's firewall, and if it is behind a router, forward the port there"
 
 
 def nothing_to_dial(bound: Sequence[Address]) -> Finding:
-    """No address is worth asking for, of those that this machine listens on."""
+    """The finding if no address of this machine can be dialled by others."""
     if not bound:
         return not_tried("this machine does not listen")
     return Finding(
@@ -289,10 +289,10 @@ def no_dial_back(error: ManyhandsError) -> Finding:
     if isinstance(error, Refused) and error.code == "unknown_method":
         return not_tried("the peer runs an older version, which cannot be asked to dial back")
     if isinstance(error, Refused):
-        return not_tried(f"it would not: {error.message}")
+        return not_tried(f"it refused: {error.message}")
     if isinstance(error, Unavailable):
         return Finding(
-            False, f"it was asked to dial back, and did not say what came of it ({_said(error)})", "its log says more"
+            False, f"it was asked to dial back, and did not report the outcome ({_said(error)})", "see its log"
         )
     return not_tried(_said(error))
 
@@ -312,7 +312,7 @@ def cannot_listen(error: ManyhandsError) -> Finding:
 
 
 def peers_seen(num_peers: int, num_initial: int, *, is_part: bool) -> Finding:
-    """How many peers answer, the initial ones among them; perhaps not all of a large swarm were looked for."""
+    """How many peers answer, including the initial ones; ``is_part`` if a large swarm was not searched completely."""
     if num_peers > num_initial:
         return Finding(True, f"{'at least ' if is_part else ''}{num_peers} peers can be seen")
     who = "the initial peer" if num_initial == 1 else f"the {num_initial} initial peers"
@@ -328,7 +328,7 @@ def all_see_each_other(num_peers: int) -> Finding:
 
 
 def do_not_see(first: Address, second: Address, *, first_sees: bool, second_sees: bool) -> Finding:
-    """Two initial peers of which at least one does not find the other."""
+    """The finding for two initial peers of which at least one does not find the other."""
     if not first_sees and not second_sees:
         return Finding(
             False,
@@ -340,7 +340,7 @@ def do_not_see(first: Address, second: Address, *, first_sees: bool, second_sees
     return Finding(
         False,
         f"{label_of(seeing)} sees {label_of(blind)}, but not the other way round",
-        f"see that the machine of {label_of(blind)} can dial {seeing}",
+        f"make sure that the machine of {label_of(blind)} can dial {seeing}",
     )
 
 
@@ -348,19 +348,19 @@ def do_not_see(first: Address, second: Address, *, first_sees: bool, second_sees
 
 
 def no_runs_seen(error: ManyhandsError) -> Finding:
-    return Finding(None, f"which runs are there cannot be seen: {_said(error)}")
+    return Finding(None, f"the runs cannot be listed: {_said(error)}")
 
 
 def runs_seen(runs: Sequence[Run]) -> Finding:
     if not runs:
-        return Finding(None, "no run is there yet; manyhands train --run-id NAME --start-new begins one")
+        return Finding(None, "there is no run yet; manyhands train --run-id NAME --start-new begins one")
     return Finding(None, f"runs here: {listed(runs)}; --run-id looks at one of them")
 
 
 def run_is_there(run: Run) -> Finding:
     if run.manifest is None:
-        return Finding(True, f"run {run.run_id!r} is there, but nobody trains in it yet")
-    return Finding(True, f"run {run} is there")
+        return Finding(True, f"run {run.run_id!r} exists, but no peer trains in it yet")
+    return Finding(True, f"run {run} exists")
 
 
 def run_not_there(nobody_is_in: str) -> Finding:

@@ -1,10 +1,10 @@
-"""What a peer asks another about itself, to find out why something does not work.
+"""Messages by which a peer asks another how it is seen from there, to diagnose connection problems.
 
 ===============  ==================  ================================================================
 method           request             response
 ===============  ==================  ================================================================
-reach.examine    nothing             my clock, where I see you, how many peers I know, my software
-reach.dial_back  some addresses      for each whether I found you there, over a connection of its own
+reach.examine    nothing             clock, the caller's IP address, number of known peers, software
+reach.dial_back  some addresses      for each whether the caller was found there, over a new connection
 ===============  ==================  ================================================================
 """
 
@@ -17,29 +17,29 @@ import msgspec
 from manyhands.rpc.method import Method
 
 MAX_DIALLED = 4
-"""Addresses that one request may name."""
+"""Addresses in one request."""
 
 MAX_TEXT = 500  # characters of a detail for people
 
-MAX_WALL_TIME_S = 1e11  # the year 5138; a number that cannot be a clock is not even decoded
+MAX_WALL_TIME_S = 1e11  # the year 5138; larger numbers do not decode
 
 NOT_ALLOWED = "not_allowed"
-"""The code of an address that a peer does not dial for this caller."""
+"""Code for an address that the peer does not dial for this caller."""
 
 BAD_ADDRESS = "bad_address"
-"""The code of an address that cannot be read."""
+"""Code for an address that cannot be read."""
 
 
 class ExamineRequest(msgspec.Struct, frozen=True):
-    """What do you see of me, and of the swarm?"""
+    """Asks how a peer sees the caller and the swarm."""
 
 
 class ExamineResponse(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What one peer sees.
+    """The view of one peer.
 
     Attributes:
-        wall_time_s: its clock as it answers, in seconds since 1970.
-        host: the IP address that the caller is seen at; empty if that is not known.
+        wall_time_s: its clock when it answers, in seconds since 1970.
+        host: the IP address of the caller as seen there; empty if unknown.
         num_known_peers: in its routing table.
         agent: its software and version, for people.
     """
@@ -51,7 +51,7 @@ class ExamineResponse(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class DialBackRequest(msgspec.Struct, frozen=True):
-    """Can you dial me there? Multiaddrs; a peer id in them is not looked at: it must be the caller's."""
+    """Asks a peer to dial the caller at some multiaddrs; a peer id in them is ignored and replaced by the caller's."""
 
     addresses: Annotated[
         list[Annotated[str, msgspec.Meta(max_length=400)]], msgspec.Meta(min_length=1, max_length=MAX_DIALLED)
@@ -59,11 +59,11 @@ class DialBackRequest(msgspec.Struct, frozen=True):
 
 
 class DialOutcome(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What became of one address.
+    """The outcome for one address.
 
     Attributes:
-        code: empty if the caller was found there; else the name of a :class:`manyhands.base.errors.DialReason` in small
-            letters, :data:`NOT_ALLOWED`, :data:`BAD_ADDRESS`, or one that a later version knows.
+        code: empty if the caller was found there; else the name of a :class:`manyhands.base.errors.DialReason` in lower
+            case, :data:`NOT_ALLOWED`, :data:`BAD_ADDRESS`, or a code of a later version.
         detail: more about it, for people.
     """
 
@@ -73,7 +73,7 @@ class DialOutcome(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class DialBackResponse(msgspec.Struct, frozen=True):
-    """One outcome for each address of the request, in its order."""
+    """One outcome for each address of the request, in order."""
 
     outcomes: Annotated[list[DialOutcome], msgspec.Meta(max_length=MAX_DIALLED)]
 

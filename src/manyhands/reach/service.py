@@ -1,4 +1,4 @@
-"""A peer tells others what it sees of them, and tries to dial them when they ask."""
+"""Reports to other peers how this peer sees them, and dials them on request."""
 
 from __future__ import annotations
 
@@ -28,30 +28,30 @@ from manyhands.transport import tcp
 from manyhands.transport.admission import source_of
 
 DIAL_TIMEOUT_S = 4.0
-"""For the name, TCP and TLS of one address; all addresses of a request are dialled at the same time."""
+"""For the name lookup, TCP and TLS of one address; all addresses of a request are dialled concurrently."""
 
 MAX_UNDER_WAY = 4
-"""Requests to dial back that are served at once, of all peers."""
+"""Concurrent requests to dial back, of all peers."""
 
 PER_SOURCE = Rate(burst=4, period_s=10.0)
 IN_ALL = Rate(burst=16, period_s=1.0)
-"""Requests to dial back; a source is an IP address, or of IPv6 a /64: peer ids cost nothing."""
+"""Requests to dial back; a source is an IP address, or a /64 of IPv6, since peer ids cost nothing."""
 
 NAMES_IN_ALL = Rate(burst=8, period_s=4.0)
-"""Names that are looked up for others. One can keep a thread for half a minute, of the few that this peer has for its
-own dials (:data:`manyhands.transport.tcp.MAX_LOOKUPS`); so these never have more than half of them."""
+"""Name lookups for others. A lookup can occupy one of the few threads for this peer's own dials for half a minute
+(:data:`manyhands.transport.tcp.MAX_LOOKUPS`); with this rate they never occupy more than half of them."""
 
 
 class _NotAllowed(Exception):
-    """An address is not dialled for this caller."""
+    """The address is not dialled for this caller."""
 
 
 class Reach:
-    """Serves ``reach.*`` on an endpoint for as long as that is open.
+    """Serves ``reach.*`` on an endpoint while that is open.
 
-    A request to dial back could be abused to scan a network from here. So it is bounded in number and time, it dials
-    nothing that is nearer to this peer than the caller (:func:`manyhands.rpc.dial_rules.may_dial`), a name is looked up
-    once and what was checked is what is dialled, and nothing but a TLS handshake is sent.
+    To prevent the use of dial-backs for network scans, they are limited in number and time, dial nothing that is nearer
+    to this peer than the caller (:func:`manyhands.rpc.dial_rules.may_dial`), resolve a name only once, so that the
+    checked address is the one that is dialled, and send nothing but a TLS handshake.
 
     Args:
         wall_clock: seconds since 1970.
@@ -76,9 +76,9 @@ class Reach:
         if not host:
             raise Refused(self._endpoint.peer_id, "not_connected", "the connection of the caller has just ended")
         if self._num_under_way >= MAX_UNDER_WAY:
-            self._refuse("this peer dials back to others just now; ask again in some seconds")
+            self._refuse("this peer is dialling back for others; ask again in a few seconds")
         if wait_s := self._requests.take(source_of(host), asyncio.get_running_loop().time()):
-            self._refuse(f"this peer was asked to dial back too often; ask again in {wait_s:.0f} s")
+            self._refuse(f"too many requests to dial back; ask again in {wait_s:.0f} s")
         self._endpoint.counters["dial_backs"] += 1
         self._num_under_way += 1
         try:
@@ -98,23 +98,23 @@ class Reach:
             return DialOutcome(text, BAD_ADDRESS, str(error)[:MAX_TEXT])
         except DialFailed as failure:
             return DialOutcome(text, failure.reason.name.lower(), failure.detail[:MAX_TEXT])
-        except Unavailable as error:  # this peer is being closed
+        except Unavailable as error:  # this peer is closing
             return DialOutcome(text, "unavailable", str(error)[:MAX_TEXT])
         except _NotAllowed as error:
             return DialOutcome(text, NOT_ALLOWED, str(error)[:MAX_TEXT])
         return DialOutcome(text)
 
     async def _dial(self, address: Address, caller_host: str) -> None:
-        """Find the peer of an address there, at one of its IP addresses.
+        """Check that the peer of an address answers at one of its IP addresses.
 
         Raises:
-            DialFailed: it is not found.
+            DialFailed: it was not found.
             _NotAllowed: the address is not dialled for this caller.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + DIAL_TIMEOUT_S
         if not address.protocol.startswith("ip") and self._names.take(source_of(caller_host), loop.time()):
-            raise _NotAllowed("too many names were looked up for others just now")
+            raise _NotAllowed("too many name lookups for other peers")
         places = await tcp.look_up(address, DIAL_TIMEOUT_S)
         allowed = [place for place in places if may_dial(str(place[4][0]), caller_host)]
         if not allowed:

@@ -1,4 +1,4 @@
-"""Where other peers can be dialled, as far as this one knows; the best address first."""
+"""The known addresses of other peers, the best first."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from manyhands.base.identity import PeerId
 
 MAX_ADDRESSES_PER_PEER = 8
 MAX_WORKED_PER_PEER = 4
-"""A peer that is often elsewhere leaves room for where it is now."""
+"""Addresses that worked, per peer; leaves room for the current addresses of a peer that moves often."""
 
 
 class Source(enum.IntEnum):
-    """How an address was learnt: a better source is dialled first, and never pushed out by a worse one."""
+    """How an address was learned: a better source is dialled first and never displaced by a worse one."""
 
     HEARSAY = 0
     ANNOUNCED = 1
-    """By the peer itself, over a connection of its own."""
+    """By the peer itself, over its own connection."""
     WORKED = 2
     """The peer was reached there."""
 
@@ -28,24 +28,24 @@ class AddressBook:
     """Addresses by peer.
 
     Args:
-        max_peers: whose addresses are remembered; first forgotten are those of whom there is only hearsay, and of these
-            the least recently learnt.
+        max_peers: peers whose addresses are kept; those known by hearsay only are dropped first, the least recently
+            learned of them before others.
     """
 
     def __init__(self, max_peers: int) -> None:
         self._max_peers = max_peers
         self._known: dict[PeerId, dict[Address, Source]] = {}
         self._announced: dict[PeerId, list[Address]] = {}
-        self._seen_at: dict[PeerId, str] = {}  # the host that a peer announced them from
+        self._seen_at: dict[PeerId, str] = {}  # the host that a peer announced from
         self._by_best_source: dict[Source, OrderedDict[PeerId, None]] = {source: OrderedDict() for source in Source}
 
     def learn(self, peer_id: PeerId, addresses: Sequence[Address], source: Source) -> bool:
-        """Remember addresses, the newest before older ones of the same source; whether any of them is new."""
+        """Add addresses, before older ones of the same source; return whether any of them is new."""
         if not addresses:
             return False
         before = self._known.get(peer_id, {})
         learnt = {address.with_peer(peer_id): source for address in addresses}
-        if list(learnt) == list(before) and min(before.values()) >= source:  # as most hearsay
+        if list(learnt) == list(before) and min(before.values()) >= source:  # usual for hearsay
             self._by_best_source[max(before.values())].move_to_end(peer_id)
             return False
         merged = {address: max(learnt[address], before.get(address, source)) for address in learnt}
@@ -58,10 +58,10 @@ class AddressBook:
         return any(address not in before for address in self._known.get(peer_id, {}))
 
     def announced(self, peer_id: PeerId, addresses: Sequence[Address], host: str = "") -> None:
-        """A peer has said itself where it can be dialled: others are told this, and nothing else.
+        """Add the addresses that a peer announced itself; only these are passed on to others.
 
         Args:
-            host: the IP address that it is seen at; empty if that is not known.
+            host: the IP address of the peer's connection; empty if unknown.
         """
         self.learn(peer_id, addresses, Source.ANNOUNCED)
         if peer_id in self._known:
@@ -69,9 +69,9 @@ class AddressBook:
             self._seen_at[peer_id] = host
 
     def addresses_to_tell(self, peer_id: PeerId) -> list[Address]:
-        """What to tell others of a peer: what it announced, else hearsay, but no address that was found another way.
+        """Return the addresses to pass on to others: those announced, else hearsay, but none found another way.
 
-        A loopback address only if there is no other: on the same machine the others lead to the peer as well.
+        Loopback addresses are included only if there are no others, which work on the same machine too.
         """
         known = self._known.get(peer_id, {})
         hearsay = [address for address, source in known.items() if source is Source.HEARSAY]
@@ -79,26 +79,26 @@ class AddressBook:
         return [address for address in told if not address.is_loopback] or told
 
     def failed(self, peer_id: PeerId) -> None:
-        """None of its addresses answered: what worked before is worth no more than what others say."""
+        """Note that no address of a peer answered: those that worked before now count as hearsay."""
         if peer_id in self._known:
             self._enter(peer_id, dict.fromkeys(self._known[peer_id], Source.HEARSAY))
 
     def addresses_of(self, peer_id: PeerId) -> list[Address]:
-        """The best first; none if the peer is not known."""
+        """Return the addresses of a peer, the best first; empty if it is unknown."""
         return list(self._known.get(peer_id, {}))
 
     def reached_at(self, peer_id: PeerId) -> list[Address]:
-        """Where it was reached, the latest first."""
+        """Return the addresses at which a peer was reached, the latest first."""
         return [address for address, known in self._known.get(peer_id, {}).items() if known is Source.WORKED]
 
     def heard(self, peer_id: PeerId) -> dict[Address, str]:
-        """The addresses at which it was not reached; each with the host of the peer, if it announced the address."""
+        """Return addresses at which a peer was not reached, each with the peer's host if it announced the address."""
         announced, host = self._announced.get(peer_id, []), self._seen_at.get(peer_id, "")
         known = self._known.get(peer_id, {}).items()
         return {address: host if address in announced else "" for address, how in known if how is not Source.WORKED}
 
     def is_reached(self, peer_id: PeerId) -> bool:
-        """Whether one of its addresses worked the last time."""
+        """Whether an address of a peer worked the last time."""
         return peer_id in self._by_best_source[Source.WORKED]
 
     def _enter(self, peer_id: PeerId, addresses: dict[Address, Source]) -> None:

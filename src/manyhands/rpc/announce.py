@@ -1,4 +1,4 @@
-"""Which addresses to tell others, and which of theirs to believe."""
+"""Chooses the addresses to announce, and interprets those that other peers announce."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from manyhands.base.identity import PeerId
 
 MAX_ANNOUNCED = 8
 
-# documentation addresses (RFC 5737, RFC 3849): "connecting" a UDP socket sends nothing, it only looks up the route
+# documentation addresses (RFC 5737, RFC 3849): "connecting" a UDP socket only looks up the route and sends nothing
 _PROBES = {"ip4": (socket.AF_INET, "192.0.2.1"), "ip6": (socket.AF_INET6, "2001:db8::1")}
 
 
 def dialable_addresses(bound: Sequence[Address]) -> list[Address]:
-    """Where others can dial a peer that listens on ``bound``.
+    """Return the addresses at which others can dial a peer that listens on ``bound``.
 
-    "All interfaces" becomes the address of the interface that leads outside and the loopback address, so that peers on
-    the same machine and on other machines both find it.
+    "All interfaces" becomes the address of the interface with the default route and the loopback address, so that
+    peers on other machines and on this one can both dial.
     """
     announced: list[Address] = []
     for address in bound:
@@ -30,19 +30,19 @@ def dialable_addresses(bound: Sequence[Address]) -> list[Address]:
 
 
 def own_hosts(bound: Sequence[Address]) -> set[str]:
-    """The IP addresses of a peer that listens on ``bound``; in client mode, that of the way to the internet.
+    """Return the IP addresses of a peer that listens on ``bound``; in client mode, that of the default route.
 
-    Every machine has a loopback address: it counts if the peer listens there alone.
+    A loopback address, which every machine has, is included only if the peer listens on nothing else.
     """
     hosts = {address.host for address in dialable_addresses(bound or [Address("ip4", "0.0.0.0", 1)])}
     return {host for host in hosts if not Address.of(host, 1).is_loopback} or (hosts if bound else set())
 
 
 def check_announced(addresses: Sequence[Address]) -> None:
-    """What others shall dial must be a place that they can dial.
+    """Check that others can dial the addresses to announce.
 
     Raises:
-        ConfigError: an address is none.
+        ConfigError: an address cannot be dialled.
     """
     for address in addresses:
         if address.is_unspecified or address.port == 0:
@@ -54,16 +54,16 @@ def check_announced(addresses: Sequence[Address]) -> None:
 
 
 def seen_from_outside(peer_id: PeerId, announced: Sequence[str], remote_host: str) -> list[Address]:
-    """The addresses of a peer, from what it announced and the host that its connection came from.
+    """Return the addresses of a peer, from what it announced and the host that its connection came from.
 
-    A peer behind a router does not know its public address; whoever it dials sees it. One that announces a public
-    address or a name knows better than this peer. Loopback addresses of a peer that came from another machine are
-    dropped. What cannot be read is skipped: a newer version may announce more.
+    A peer behind a router does not know its public address, but the peers that it dials see it. If it announces a
+    public address or a name, that is used instead. Loopback addresses of a peer on another machine are dropped.
+    Unreadable addresses are skipped, as a newer version may announce other kinds.
     """
     return list(_seen_from_outside(peer_id, tuple(announced[:MAX_ANNOUNCED]), remote_host))
 
 
-@functools.lru_cache(maxsize=1024)  # a peer announces the same on each of its connections
+@functools.lru_cache(maxsize=1024)  # a peer announces the same addresses on each of its connections
 def _seen_from_outside(peer_id: PeerId, announced: Sequence[str], remote_host: str) -> Iterable[Address]:
     addresses: list[Address] = []
     for text in announced:

@@ -1,9 +1,9 @@
-"""Bulk streams to a peer that nobody can dial: it is asked over its control connection, and dials them itself.
+"""Bulk streams to a peer that cannot be dialled: it is asked over its control connection to dial back.
 
-The peer that asks names the connection that it waits for by a token. The asked one dials it, says the token in its
-hello, and from the welcome on the two have changed roles: the peer that asked says what the stream is for, as if it had
-dialled it. Nobody has another peer dial a stranger like that: the asked one dials nobody but the asking peer, where it
-has reached it before.
+The requesting peer identifies the awaited connection by a token. The other peer dials it and sends the token in its
+hello. After the welcome the two swap roles: the requesting peer says what the stream is for, as if it had dialled. This
+cannot be abused to dial strangers: a peer only dials back the requesting peer, at an address where it has reached it
+before.
 """
 
 from __future__ import annotations
@@ -28,35 +28,35 @@ from manyhands.runtime.tasks import TaskOwner
 from manyhands.transport.api import Stream
 
 ASKED = "asked"
-"""What the hello of such a connection says that it is for; its header is the token."""
+"""The purpose in the hello of such a connection; its header is the token."""
 
 MAX_OF_ONE_PEER = 2 * MAX_STRIPES
-"""Connections that a peer dials and serves at once for another one that asks."""
+"""Connections that a peer dials back and serves concurrently for one requesting peer."""
 
 DIAL_TIMEOUT_S = 5.0
 TOKEN_BYTES = 16
 
 
 class DialRequest(msgspec.Struct, frozen=True):
-    """Please dial me a bulk connection, and name it so."""
+    """Asks a peer to dial a bulk connection back and to send the token in its hello."""
 
     token: Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
 
 
 class DialResponse(msgspec.Struct, frozen=True):
-    """It was dialled, and welcomed."""
+    """Confirms that the connection was dialled and welcomed."""
 
 
 DIAL_BULK = Method("rpc.dial_bulk", DialRequest, DialResponse)
 
 
 class AskedStreams:
-    """Both sides of it, for one endpoint.
+    """Both sides of the dial-back, for one endpoint.
 
     Args:
-        reached_at: where this peer has reached another one.
-        serve: what to do with a stream once this peer is its acceptor; releases it in the end.
-        rng: for tokens, which differ; that of another peer is of no use to a peer.
+        reached_at: returns the addresses at which this peer has reached another one.
+        serve: handles a stream as its acceptor, and releases it at the end.
+        rng: for tokens, which need only be unique: one is valid only for the peer that it was sent to.
     """
 
     def __init__(
@@ -79,14 +79,14 @@ class AskedStreams:
         self._awaited: dict[bytes, tuple[PeerId, asyncio.Future[Stream]]] = {}
         self._num_of: Counter[PeerId] = Counter()
 
-    # the peer that asks
+    # the requesting peer
 
     async def open(self, connection: ControlConnection, hello: Hello, timeout_s: float) -> Opened:
-        """Have the other end of a control connection dial, and say what the stream is for.
+        """Ask the other end of a control connection to dial back, and say what the stream is for.
 
         Raises:
-            Unavailable: it does not, in time.
-            Refused: it does not dial, or does not take this stream.
+            Unavailable: it did not dial in time.
+            Refused: it refuses to dial, or refuses this stream.
         """
         remote, token = connection.remote, self._rng.randbytes(TOKEN_BYTES)
         loop = asyncio.get_running_loop()
@@ -103,43 +103,43 @@ class AskedStreams:
             raise
         finally:
             del self._awaited[token]
-            arrival.cancel()  # nothing, if the connection is there
+            arrival.cancel()  # no effect if the connection has arrived
 
     async def arrived(self, stream: Stream, hello: Hello, welcome: Welcome) -> None:
-        """A connection that was asked for, perhaps; returns when it is closed.
+        """Take a connection that was dialled back; returns when it is closed.
 
         Raises:
-            Refused: nobody waits for it.
+            Refused: no request waits for it.
         """
         remote, arrival = self._awaited.get(hello.header, (None, None))
         if arrival is None or remote != stream.remote or arrival.done():
-            raise Refused(stream.remote, "not_asked", "nobody waits for this stream")
+            raise Refused(stream.remote, "not_asked", "no request waits for this stream")
         await send_frame(stream, welcome)
         if not arrival.done():
             arrival.set_result(stream)
-            await stream.wait_closed()  # the peer that asked closes it, or the other end
+            await stream.wait_closed()  # closed by the requesting peer or the other end
 
-    # the peer that is asked
+    # the peer that dials back
 
     async def on_dial(self, remote: PeerId, request: DialRequest) -> DialResponse:
-        """Dial a connection for a peer, and serve it as if that one had dialled."""
+        """Dial back, and serve the connection as if the other peer had dialled it."""
         addresses = self._reached_at(remote)
         if not addresses:
             self._counters["refused_asked_streams"] += 1
-            raise Refused(remote, "not_reached", "this peer has not reached the asking one anywhere")
+            raise Refused(remote, "not_reached", "this peer has never reached the requesting peer at any address")
         if self._num_of[remote] >= MAX_OF_ONE_PEER:
             self._counters["refused_asked_streams"] += 1
-            raise Refused(remote, "busy", f"this peer serves {MAX_OF_ONE_PEER} streams that were asked for already")
+            raise Refused(remote, "busy", f"this peer already serves {MAX_OF_ONE_PEER} streams that it dialled back")
         self._num_of[remote] += 1
         try:
             opened = await self._dialler.open(addresses, self._hello(ASKED, request.token), DIAL_TIMEOUT_S)
         except BaseException as error:
             self._done_with(remote)
-            if isinstance(error, PeerError):  # it does not want any more what it has asked for
+            if isinstance(error, PeerError):  # the requesting peer no longer wants the connection
                 raise Unavailable(str(error)) from error
             raise
         self._counters["asked_streams"] += 1
-        self._tasks.spawn(self._serve_for(remote, opened.stream), name=f"a stream that {remote} asked for")
+        self._tasks.spawn(self._serve_for(remote, opened.stream), name=f"stream dialled back to {remote}")
         return DialResponse()
 
     async def _serve_for(self, remote: PeerId, stream: Stream) -> None:

@@ -1,13 +1,12 @@
-"""How fast the streams of a round go while the line, and nothing else, holds them up, by what their other ends
-acknowledge. Pure.
+"""Estimates the upload rate of this peer from the acknowledgements of its streams while they are backlogged. Pure.
 
-What a member sends in a round, over its time, is no measure of its line: it also waits for values and means of others,
-and all members get on together. How long sends take is none, either: the first megabytes of each stream go into the
-buffers of the system. But a stream that has something to send, and whose other end has room for it, goes as fast as the
-lines let it. So what a member could send is what its streams carry in such times, added up.
+The bytes that a member sends in a round, divided by its duration, do not measure its line: the member also waits for
+values and means of others. Neither do the durations of sends: the first megabytes of each stream go into the buffers of
+the system. But a backlogged stream, which has data to send and room at the receiver, goes as fast as the line allows.
+The rate of a peer is the sum of the rates of its streams while they are backlogged.
 
-Streams that never have something to send at the same time would each show all of the line. Such a sum is too high for a
-round only: who is taken for fast gets more to send, and all of its streams have enough to send then.
+If streams are never backlogged at the same time, each shows the whole line, and the sum is too high. This lasts for one
+round only: the peer is then given more to send, so that all of its streams are backlogged.
 """
 
 from __future__ import annotations
@@ -19,23 +18,23 @@ from typing import Any
 from manyhands.transport.api import Delivery
 
 SETTLE_S = 0.3
-"""A stream needs a few round trips to get going."""
+"""A stream takes a few round trips to reach its speed."""
 MIN_BUSY_S = 0.3
-"""Less shows no rate: acknowledgements come in bursts."""
+"""A shorter busy time gives no rate, as acknowledgements come in bursts."""
 BUSY = 0.5
-"""Of the time between two looks: a stream that was busy for so long was backlogged."""
+"""A stream was backlogged if it was busy for this share of the time between two samples."""
 NEARLY_ALL = 0.9
-"""Of what a round sends: streams that carry so much speak for all. The others have hardly anything to send."""
+"""Streams that carry this share of a round represent all; the others have little to send."""
 
 
 @dataclass
 class Shown:
-    """What one stream has shown.
+    """Measurements of one stream.
 
     Attributes:
-        size: what it carries in the round, in bytes.
-        since: when it was there first, seconds of one clock.
-        num_bytes, busy_s: delivered, once it had settled, and how long it was busy.
+        size: bytes that it carries in the round.
+        since: when it was first seen, seconds of one clock.
+        num_bytes, busy_s: bytes delivered after it had settled, and for how long it was busy.
     """
 
     size: float
@@ -45,10 +44,10 @@ class Shown:
 
 
 class Backlog:
-    """Adds up what the streams of one round do.
+    """Sums the measurements of the streams of one round.
 
     Attributes:
-        seconds: in which nearly all were backlogged at once.
+        seconds: time in which nearly all streams were backlogged together.
     """
 
     def __init__(self) -> None:
@@ -57,12 +56,12 @@ class Backlog:
         self._shown: dict[Any, Shown] = {}
 
     def add(self, now: float, sizes: Mapping[Any, float], changes: Mapping[Any, Delivery]) -> None:
-        """Count what was done since the last look.
+        """Add the measurements since the last sample.
 
         Args:
             now: seconds of one clock.
-            sizes: what each open stream carries in the round, in bytes; by any key, the same each time.
-            changes: what each has done since it was there, or looked at.
+            sizes: bytes that each open stream carries in the round, by a stable key.
+            changes: what each stream has delivered since it was opened, or since the last sample.
         """
         before, self._looked_at = self._looked_at, now
         busy = 0.0
@@ -78,7 +77,7 @@ class Backlog:
 
     @property
     def rate(self) -> float | None:
-        """Bytes per second, > 0, of all streams together; None if they were busy for too short a time to tell."""
+        """Bytes per second, > 0, of all streams together; None if they were not busy for long enough."""
         told = [shown for shown in self._shown.values() if shown.busy_s >= MIN_BUSY_S]
         if sum(shown.size for shown in told) < NEARLY_ALL * sum(shown.size for shown in self._shown.values()):
             return None

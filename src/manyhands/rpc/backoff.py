@@ -1,4 +1,4 @@
-"""When a peer that could not be reached may be dialled again."""
+"""Decides when a peer that could not be reached may be dialled again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from manyhands.base.identity import PeerId
 FIRST_S = 0.5
 MOST_S = 15.0
 TOGETHER_S = 20.0
-"""What a cut of the network makes unreachable is all found out within so long."""
+"""Peers made unreachable by one network outage are all noticed within this time."""
 MAX_PEERS = 4096
 
 
@@ -25,7 +25,7 @@ class _Failures:
 
 
 class Backoff:
-    """Waits that double from failure to failure, with jitter, so that those who lost a peer do not come back as one.
+    """Exponential backoff with jitter, so that the peers that lost a peer do not all redial it at once.
 
     Args:
         rng: for the jitter.
@@ -36,7 +36,7 @@ class Backoff:
         self._failures: OrderedDict[PeerId, _Failures] = OrderedDict()
 
     def failed(self, peer_id: PeerId, now: float, reason: str) -> None:
-        """A dial failed: the next one waits up to twice as long as this one did, at most :data:`MOST_S` seconds."""
+        """Note a failed dial: the next wait is up to twice as long, at most :data:`MOST_S` seconds."""
         before = self._failures.get(peer_id)
         num, since = (before.num + 1, before.since) if before is not None else (1, now)
         wait_s = min(FIRST_S * 2 ** (num - 1), MOST_S) * self._rng.uniform(0.5, 1.0)
@@ -46,14 +46,14 @@ class Backoff:
             self._failures.popitem(last=False)
 
     def forget(self, peer_id: PeerId) -> None:
-        """It has another address: dial at once."""
+        """Allow a dial at once, as the peer has another address."""
         self._failures.pop(peer_id, None)
 
     def connected(self, peer_id: PeerId, now: float) -> None:
-        """It was reached, or came by itself.
+        """Note that a peer was reached, or has connected by itself.
 
-        If it had been out of reach, a cut of the network may be over: those that were lost with it are dialled at once,
-        too. Else a peer that comes back goes without half of the others for as long as :data:`MOST_S`.
+        If it had been unreachable, a network outage may be over: peers that were lost at the same time may also be
+        dialled at once. Otherwise they would stay disconnected for up to :data:`MOST_S`.
         """
         back = self._failures.pop(peer_id, None)
         if back is not None:
@@ -62,7 +62,7 @@ class Backoff:
                     failures.retry_at = min(failures.retry_at, now)
 
     def check(self, peer_id: PeerId, now: float) -> None:
-        """Raises ``Unavailable`` while it is too early for another dial, with why the last one failed."""
+        """Raise ``Unavailable`` with the reason of the last failure while it is too early for another dial."""
         failures = self._failures.get(peer_id)
         if failures is not None and now < failures.retry_at:
             wait_s = failures.retry_at - now

@@ -1,4 +1,4 @@
-"""The bulk streams of one endpoint: over one connection or several, and no faster than allowed."""
+"""The bulk streams of one endpoint: striped over several connections where useful, and rate-limited."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from manyhands.transport import tcp
 from manyhands.transport.api import Stream
 
 BulkAcceptor = Callable[[PeerId, bytes, Stream], Awaitable[None]]
-"""Called with (remote, header, stream) for each bulk stream; the stream is aborted when it returns."""
+"""Called with (remote, header, stream) for each bulk stream, which is aborted when it returns."""
 
 OpenOne = Callable[[Hello], Coroutine[Any, Any, Opened]]
 
@@ -30,8 +30,8 @@ class BulkStreams:
     """Opens and serves bulk streams.
 
     Args:
-        streams: of the endpoint; what is opened here is entered there.
-        rng: for the names of streams of several connections, which differ for one peer.
+        streams: the open streams of the endpoint; new ones are added.
+        rng: for the ids of striped streams, which are unique per peer.
 
     Attributes:
         acceptors, guards: by kind of stream.
@@ -48,13 +48,13 @@ class BulkStreams:
         self._stripe_sets = StripeSets(config.hello_timeout_s)
 
     async def open(self, open_one: OpenOne, hello: Hello, *, rtt_s: float, size_bytes: int) -> Stream:
-        """Open as many connections to a peer as its link and the size are worth.
+        """Open as many connections to a peer as the round trip and the size justify.
 
         Args:
-            open_one: opens one, with the hello that is given to it.
+            open_one: opens one connection with a hello.
         Raises:
-            Unavailable: there is none to be had.
-            Refused: it does not take this stream.
+            Unavailable: none could be opened.
+            Refused: the peer refuses this stream.
         """
         count = num_stripes(rtt_s, size_bytes, has_bbr=tcp.has_bbr())
         hellos = [hello]
@@ -69,10 +69,10 @@ class BulkStreams:
         return stream
 
     def check(self, remote: PeerId, kind: str) -> None:
-        """Ask the guard of a kind of stream.
+        """Call the guard of a kind of stream.
 
         Raises:
-            Refused: it turns this peer down.
+            Refused: it refuses this peer.
         """
         if (guard := self.guards.get(kind)) is not None:
             guard(remote)
@@ -84,17 +84,17 @@ class BulkStreams:
             self._streams.release(carrier)
 
     async def serve(self, stream: Stream, hello: Hello, acceptor: BulkAcceptor) -> None:
-        """Serve an accepted connection, once it was welcomed: the whole stream, or a part of one.
+        """Serve an accepted connection after its welcome: a whole stream, or one stripe of it.
 
         Raises:
-            ProtocolViolation, Timeout: it is a part that does not fit, or its others do not come.
+            ProtocolViolation, Timeout: the stripe does not fit, or the other stripes did not arrive.
         """
         if hello.stripe is None:
             await acceptor(stream.remote, hello.header, self._capped(stream, hello.purpose))
             return
         whole = await self._stripe_sets.join(hello.stripe, self._capped(stream, hello.purpose))
         if whole is None:
-            await stream.wait_closed()  # whoever has the whole stream aborts all its parts
+            await stream.wait_closed()  # the task that has the whole stream aborts all stripes
             return
         try:
             await acceptor(stream.remote, hello.header, whole)
@@ -102,7 +102,7 @@ class BulkStreams:
             whole.abort()
 
     async def _open_all(self, open_one: OpenOne, hellos: Sequence[Hello]) -> list[Stream]:
-        """One stream for each hello, or none at all."""
+        """Open one stream for each hello, or none at all."""
         dials = [asyncio.ensure_future(open_one(hello)) for hello in hellos]
         try:
             return [opened.stream for opened in await asyncio.gather(*dials)]

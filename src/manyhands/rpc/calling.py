@@ -1,4 +1,4 @@
-"""The calls that this peer makes over one control connection."""
+"""Outgoing calls over one control connection."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from manyhands.rpc.method import Response as ResponseBody
 from manyhands.transport.api import ControlStream
 
 ITEMS_AHEAD = 32
-"""Items of a streaming call that may come before the caller has taken them."""
+"""Items of a streaming call that may arrive before the caller has taken them."""
 
 SMALL_BYTES = 1 << 16
-"""Messages of up to this size are handed over without waiting."""
+"""Messages of up to this size are sent without waiting."""
 
 Answer = Response | Failure | PeerLost | Timeout
 Body = TypeVar("Body", bound=msgspec.Struct)
@@ -42,10 +42,10 @@ class Calls:
     """Unary and streaming calls that wait for their answers.
 
     Args:
-        on_sent: called when a large request has been sent, or given up.
+        on_sent: called when a large request was sent or cancelled.
 
     Attributes:
-        num_sending: large requests that are not sent yet.
+        num_sending: large requests not completely sent.
     """
 
     def __init__(self, stream: ControlStream, counters: Counter[str], on_sent: Callable[[], None]) -> None:
@@ -62,13 +62,13 @@ class Calls:
 
     @property
     def num_unanswered(self) -> int:
-        """Calls whose answer has not come; their callers may not have taken those that have."""
+        """Calls without an answer; callers may still have to take answers that have arrived."""
         return sum(not answered.done() for answered in self._waiting.values())
 
     async def call(
         self, method: Method[RequestBody, ResponseBody], request: RequestBody, timeout_s: float
     ) -> ResponseBody:
-        """As :meth:`manyhands.rpc.Endpoint.call`."""
+        """See :meth:`manyhands.rpc.Endpoint.call`."""
         loop = asyncio.get_running_loop()
         call_id = next(self._ids)
         frame = Request(call_id, method.name, timeout_s, msgspec.Raw(msgspec.msgpack.encode(request)))
@@ -92,7 +92,7 @@ class Calls:
     async def stream(
         self, method: StreamMethod[RequestBody, ResponseBody], request: RequestBody, timeout_s: float
     ) -> AsyncGenerator[ResponseBody, None]:
-        """As :meth:`manyhands.rpc.Endpoint.stream`."""
+        """See :meth:`manyhands.rpc.Endpoint.stream`."""
         loop = asyncio.get_running_loop()
         call_id = next(self._ids)
         body = msgspec.Raw(msgspec.msgpack.encode(request))
@@ -117,25 +117,25 @@ class Calls:
                 self._send_soon(Cancel(call_id))
 
     def answered(self, frame: Response | Failure) -> None:
-        """The end of a call; ignored when nobody waits for it any more."""
+        """Handle the end of a call; ignored if its caller has given up."""
         answered = self._waiting.get(frame.id)
         if answered is not None and not answered.done():
             answered.set_result(frame)
 
     def item(self, frame: Item) -> None:
-        """One item of a streaming call."""
+        """Handle one item of a streaming call."""
         items = self._items.get(frame.id)
         if items is not None and not items.add(frame.body):
-            raise ProtocolViolation(self._stream.remote, f"sent more items than the {ITEMS_AHEAD} that it may")
+            raise ProtocolViolation(self._stream.remote, f"sent more than the {ITEMS_AHEAD} items allowed ahead")
 
     def end(self, error: PeerLost) -> None:
-        """The connection is lost, and with it all calls."""
+        """Fail all calls, as the connection is lost."""
         for answered in self._waiting.values():
             if not answered.done():
                 answered.set_result(error)
 
     async def _send(self, frame: Request, answered: asyncio.Future[Answer]) -> None:
-        """Send a request; the deadline of the call bounds this too."""
+        """Send a request within the deadline of the call."""
         encoded = encode_frame(frame)
         if len(encoded) <= SMALL_BYTES:
             self._stream.send_now(encoded)
@@ -155,7 +155,7 @@ class Calls:
             sending.result()
 
     def _send_soon(self, frame: Cancel | Credit) -> None:
-        with suppress(PeerLost):  # the connection sees to it
+        with suppress(PeerLost):  # the connection handles it
             self._stream.send_now(encode_frame(frame))
 
     def _deadline(self, answered: asyncio.Future[Answer], name: str, timeout_s: float) -> asyncio.TimerHandle:
@@ -187,7 +187,7 @@ class Calls:
 
 
 class _Items:
-    """Items that have come and are not taken yet."""
+    """Items that have arrived and were not taken yet."""
 
     def __init__(self, answered: asyncio.Future[Answer]) -> None:
         self._answered = answered
@@ -196,13 +196,13 @@ class _Items:
         answered.add_done_callback(lambda _: self._wake_up())
 
     def add(self, body: msgspec.Raw) -> bool:
-        """Whether there was room for it."""
+        """Add an item; return whether there was room."""
         self._waiting.append(body)
         self._wake_up()
         return len(self._waiting) <= ITEMS_AHEAD
 
     async def next(self) -> msgspec.Raw | None:
-        """The next one, in order; None after the last."""
+        """Return the next item in order; None after the last."""
         while not self._waiting:
             if self._answered.done():
                 return None

@@ -1,4 +1,4 @@
-"""Limits and periods of the calls between peers."""
+"""Limits and periods of control connections."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from manyhands.base.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class RpcConfig:
-    """How a peer keeps its control connections.
+    """Settings of the connections of a peer.
 
     Attributes:
-        heartbeat_period_s: a peer that was silent for this long is pinged.
-        heartbeat_timeout_s: a peer from which nothing came for so long is lost; it is looked at four times in a period,
-            so a frozen or cut-off peer is noticed in under 10 s.
-        hello_timeout_s: a new stream must say what it is for within this time.
+        heartbeat_period_s: silence after which a peer is pinged.
+        heartbeat_timeout_s: silence after which a peer is lost; checked four times in a period, so that a frozen or
+            disconnected peer is noticed in under 10 s.
+        hello_timeout_s: time for the hello of a new stream to arrive.
         dial_timeout_s: for TCP, TLS and hello together.
-        max_requests_per_connection: calls of one peer that are served at once; more are refused.
-        idle_timeout_s: a control connection that nobody used for so long is closed, by both ends in agreement. By then
-            its heartbeats have cost about as much as dialling anew. One that is used again and again is kept for twice
-            the longest pause so far, four times this at most. Those of peers in client mode are kept, as nobody
-            could dial them.
-        max_connections: open control connections; above it the one that was unused for longest makes room, and without
-            one the next peer is turned down.
+        max_requests_per_connection: concurrent calls of one peer; more are refused.
+        idle_timeout_s: time without calls after which both ends agree to close a control connection. By then its
+            heartbeats have cost about as much as dialling again. A connection that is used repeatedly is kept for twice
+            the longest pause so far, at most four times this value. Connections of peers in client mode are kept, as
+            these cannot be dialled.
+        max_connections: open control connections; above it the one unused for longest is closed, and without one the
+            next peer is refused.
         max_upload_mbit_s: megabits per second that all bulk streams together may send; None is no limit.
-        max_known_addresses: peers whose addresses are remembered; the least recently learnt is forgotten first.
+        max_known_addresses: peers whose addresses are remembered; the least recently learned is dropped first.
     """
 
     heartbeat_period_s: float = 4.0

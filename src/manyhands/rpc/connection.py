@@ -1,4 +1,4 @@
-"""One control connection: calls in both directions, heartbeats, and an end that loses no call."""
+"""One control connection: calls in both directions, heartbeats, and a shutdown that loses no call."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ from manyhands.transport.api import ControlStream
 logger = logging.getLogger(__name__)
 
 FRAMES_AT_ONCE = 64
-"""Frames of one peer that are handled before other peers have their turn."""
+"""Frames of one peer that are handled before the event loop runs other tasks."""
 
 DRAIN_TIMEOUT_S = 10.0
-"""What the other end may take to agree that nothing more is called, once all calls of this end are answered."""
+"""Time for the other end to agree to the shutdown, once all calls of this end are answered."""
 
 _PING, _PONG, _DRAIN = encode_frame(Ping()), encode_frame(Pong()), encode_frame(Drain())
 
@@ -54,18 +54,18 @@ class ControlConnection:
 
     Args:
         stream: after its hello.
-        is_client: the remote peer says that it cannot be dialled.
+        is_client: the remote peer announces that it cannot be dialled.
         handlers: what this peer serves, by method name.
-        counters: counts of what went wrong, shared by the connections of one endpoint.
-        is_dialled: by this end.
+        counters: error counts, shared by the connections of one endpoint.
+        is_dialled: dialled by this end.
 
     Attributes:
         lost: why it ended; None while it is open.
-        is_retired: whether it ended because both ends wanted no more of it.
-        on_drain: called when the other end wants no more of it.
-        last_used: the loop's time when the last call began or was answered.
+        is_retired: whether both ends agreed to close it.
+        on_drain: called when the other end asks to close it.
+        last_used: loop time at which the last call began or was answered.
         longest_pause_s: between two uses, so far.
-        look_at: before this time there is nothing to look after.
+        look_at: loop time before which no check is due.
         rtt_s: the shortest round trip seen so far, in seconds; infinite before the first.
     """
 
@@ -109,29 +109,29 @@ class ControlConnection:
 
     @property
     def is_open(self) -> bool:
-        """Whether calls may begin on it."""
+        """Whether new calls may begin."""
         return self.lost is None and self._draining_since is None
 
     @property
     def shortest_rtt_s(self) -> float:
-        """The shortest round trip, in seconds: of pings, which a busy process delays, or as the system has seen it."""
+        """The shortest round trip, in seconds, of pings, which a busy process delays, or as measured by the system."""
         return min(self.rtt_s, self._stream.rtt_s)
 
     @property
     def is_busy(self) -> bool:
-        """Whether a call waits for its answer, in either direction."""
+        """Whether a call is running in either direction."""
         return bool(len(self._calls) or len(self._serving))
 
     async def run(self) -> PeerLost:
-        """Serve the connection until it ends; returns why it did. Then call :meth:`close`."""
-        if not self.is_dialled:  # the dialler has learnt it from its hello
+        """Serve the connection until it ends, and return the reason. Then call :meth:`close`."""
+        if not self.is_dialled:  # the dialler has measured the round trip with its hello
             self._ping(asyncio.get_running_loop().time())
         try:
             while True:
                 await self._handle(await self._stream.receive())
         except PeerLost as error:
             if self._closing is not None:
-                await asyncio.wait([self._closing])  # what was sent last still arrives
+                await asyncio.wait([self._closing])  # deliver what was sent last
             self.is_retired = self.is_retired or self._is_agreed()
             self.end(error)
         except ProtocolViolation as error:
@@ -146,7 +146,7 @@ class ControlConnection:
     async def call(
         self, method: Method[RequestBody, ResponseBody], request: RequestBody, timeout_s: float
     ) -> ResponseBody:
-        """As :meth:`manyhands.rpc.Endpoint.call`."""
+        """See :meth:`manyhands.rpc.Endpoint.call`."""
         self._check_lost()
         self._last_sent = asyncio.get_running_loop().time()
         try:
@@ -157,7 +157,7 @@ class ControlConnection:
     async def stream(
         self, method: StreamMethod[RequestBody, ResponseBody], request: RequestBody, timeout_s: float
     ) -> AsyncGenerator[ResponseBody, None]:
-        """As :meth:`manyhands.rpc.Endpoint.stream`."""
+        """See :meth:`manyhands.rpc.Endpoint.stream`."""
         self._check_lost()
         try:
             async with aclosing(self._calls.stream(method, request, timeout_s)) as items:
@@ -167,7 +167,7 @@ class ControlConnection:
             self._used()
 
     def retire(self) -> None:
-        """Begin no more calls; once those under way are answered at both ends, the connection is closed."""
+        """Begin no more calls; close the connection once those running at both ends are answered."""
         if self.is_open:
             self._draining_since = asyncio.get_running_loop().time()
             self._drain_if_due()
@@ -183,39 +183,39 @@ class ControlConnection:
         await self._stream.close(0.5)
 
     async def close(self) -> None:
-        """End what still runs for this connection, once it has ended: handlers take their time to tidy up."""
+        """Stop all handlers and tasks of an ended connection; handlers may take time to clean up."""
         await self._serving.close()
         await self._tasks.close()
 
     def end(self, error: PeerLost) -> None:
-        """Give the connection up; all its calls fail."""
+        """Abort the connection; all its calls fail."""
         if self.lost is not None:
             return
-        self.lost = error.with_traceback(None)  # which would keep all that its frames know as long as the connection
+        self.lost = error.with_traceback(None)  # a traceback would keep its frames alive as long as the connection
         self._stream.abort()
         self._calls.end(error)
         self._serving.end()
 
     def check_alive(self, now: float, heard_until: float) -> None:
-        """Ping a peer that was silent for a period; give up one that was for the timeout.
+        """Ping a peer that was silent for a period; abort the connection if it was for the timeout.
 
         Args:
             now: the loop's time.
-            heard_until: silence before this instant does not count: this process did not listen.
+            heard_until: silence before this instant does not count, as this process was not running.
         """
         period_s = self._config.heartbeat_period_s
         silence_s = now - max(self._stream.last_received, heard_until)
-        if self._stream.bytes_sent != self._num_sent:  # somewhen since the last look, if it was not noted
+        if self._stream.bytes_sent != self._num_sent:  # at an unknown time since the last check
             self._num_sent = self._stream.bytes_sent
             self._last_sent = max(self._last_sent, self._looked_at, now - period_s / 2)
         if silence_s > self._config.heartbeat_timeout_s:
             self.end(PeerLost(self.remote, f"silent for {silence_s:.1f} s"))
         elif silence_s > period_s and self._pinged_at is None:
             self._ping(now)
-        elif now - self._last_sent > period_s:  # the other end may wait for us behind a long message of its own
+        elif now - self._last_sent > period_s:  # a long message of the other end may block its pings
             self._send_now(_PONG)
         if self._draining_since is not None and not self.is_busy and now - self._draining_since > DRAIN_TIMEOUT_S:
-            self._retired()  # the other end does not agree, and does not matter: nobody waits for anything
+            self._retired()  # the other end did not agree, but no call is running
         limit_s = period_s if self._pinged_at is None else self._config.heartbeat_timeout_s
         silent_at = self._stream.last_received + limit_s
         self.look_at = min(silent_at, self._last_sent + period_s) if self._draining_since is None else now
@@ -234,7 +234,7 @@ class ControlConnection:
         self._note_sent()
 
     def _note_sent(self) -> None:
-        """Something may have been sent just now."""
+        """Note the time if bytes were sent."""
         if self._stream.bytes_sent != self._num_sent:
             self._last_sent, self._num_sent = asyncio.get_running_loop().time(), self._stream.bytes_sent
 
@@ -246,7 +246,7 @@ class ControlConnection:
         self.last_used = now
 
     def _hears(self, data: bytes) -> bool:
-        """Handle a heartbeat that comes alone, as most of what comes at an idle peer does; False if it is none."""
+        """Handle a message that is a single heartbeat, as most are on an idle connection; return whether it is one."""
         if data == _PONG and not self._reader.is_midway:
             self._ponged()
         elif data == _PING and not self._reader.is_midway:
@@ -289,16 +289,16 @@ class ControlConnection:
         else:
             raise ProtocolViolation(self.remote, f"an unexpected {type(frame).__name__} frame")
 
-    # the end that loses no call
+    # shutdown without losing calls
 
     def _drain_if_due(self) -> None:
-        """Say that no more calls begin, once the last one has been sent as a whole."""
+        """Send the drain frame, once the last request was sent completely."""
         if self._draining_since is not None and not self._has_said_drain and not self._calls.num_sending:
             self._has_said_drain = True
             self._send_now(_DRAIN)
 
     def _is_agreed(self) -> bool:
-        """Whether both ends have said that no more calls begin, and all have been answered."""
+        """Whether both ends have sent their drain frame, and all calls are answered."""
         return self._is_drained_there and self._has_said_drain and not self._calls.num_unanswered
 
     def _close_if_drained(self) -> None:

@@ -1,4 +1,4 @@
-"""What a peer dials because others name it: rules that keep strangers from scanning networks through it. Pure."""
+"""Rules for dialling addresses that other peers name, so that strangers cannot scan networks through a peer. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from manyhands.transport.admission import source_of
 
 FIRST_USER_PORT = 1024
-"""Below it are a machine's services, such as SSH; peers listen there on the internet only."""
+"""Lower ports are for services such as SSH; peers use them on the internet only."""
 
 IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -20,7 +20,7 @@ _BLOCKS = [
     ipaddress.ip_network(text)
     for text in ("127.0.0.0/8", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10", "::1/128", "fc00::/7")
 ]
-"""Networks without addresses of the internet (RFC 1122, 1918, 6598, 4291, 4193)."""
+"""Private and loopback networks (RFC 1122, 1918, 6598, 4291, 4193)."""
 
 
 class _Realm(enum.IntEnum):
@@ -30,11 +30,11 @@ class _Realm(enum.IntEnum):
 
 
 def may_dial(target: str, caller: str) -> bool:
-    """Whether to dial one IP address for a caller that is seen at another.
+    """Whether to dial an IP address for a caller that is seen at another address.
 
-    Its own address always; else nothing that is nearer to this peer than the caller is: nobody on the internet has this
-    peer dial into its local network, and nobody on that network has it dial this machine itself. Never what is no
-    ordinary host, such as link-local addresses, where clouds serve their secrets.
+    The caller's own address is always allowed. Any other must not be nearer to this peer than the caller: a caller on
+    the internet cannot make this peer dial into its local network, nor one on that network this machine. Link-local and
+    other special addresses, where clouds serve their secrets, are never allowed.
     """
     target_ip, caller_ip = _ip_of(target), _ip_of(caller)
     if target_ip.is_multicast or target_ip.is_unspecified:
@@ -49,15 +49,15 @@ def may_dial(target: str, caller: str) -> bool:
 
 
 def may_dial_heard(target: str, port: int, own_hosts: Collection[str], sayer: str = "") -> bool:
-    """Whether to dial an IP address and port that a record, or another peer, names.
+    """Whether to dial an IP address and port that a record or another peer names.
 
-    On the internet always. In a local network, or on this machine, only if this peer is there itself, or if the peer is
-    there that names its own address; and never a service of the system.
+    Public addresses are allowed. An address of a local network or of this machine is allowed only if this peer is there
+    too, or if the peer that announced it is; ports of system services never are.
 
     Args:
-        own_hosts: where this peer is: IP addresses of its own, and those at which it has found the peers that its user
-            named; if none is known, all local networks count.
-        sayer: the IP address of the peer that says so of itself; empty if it is only heard of.
+        own_hosts: IP addresses of this peer, and those at which it reached the peers that its user named; if empty, all
+            local networks are allowed.
+        sayer: the IP address of the peer that announces the address as its own; empty for hearsay.
     """
     ip = _ip_of(target)
     own_ips = [_ip_of(host) for host in own_hosts]
@@ -73,7 +73,7 @@ def may_dial_heard(target: str, port: int, own_hosts: Collection[str], sayer: st
 
 
 def _network_of(ip: IpAddress) -> object:
-    """What a local address is in; of other addresses, the neighbourhood."""
+    """Return the private network that a local address is in; for other addresses, the neighbourhood."""
     blocks = (block for block in _BLOCKS if ip in block)
     return next(blocks, ipaddress.ip_network((ip, 24 if ip.version == 4 else 64), strict=False))
 
@@ -91,11 +91,11 @@ def _ip_of(host: str) -> IpAddress:
 
 @dataclass(frozen=True, kw_only=True)
 class Rate:
-    """So many at first, then one in each period.
+    """A burst, then one in each period.
 
     Attributes:
-        burst: how many may come at once.
-        period_s: after how many seconds there is room for one more.
+        burst: how many are allowed at once.
+        period_s: seconds until one more is allowed.
     """
 
     burst: int
@@ -103,10 +103,10 @@ class Rate:
 
 
 class Allowance:
-    """How often something may be done, for each source and in all.
+    """Limits how often something may be done, per source and in total.
 
-    Of each it keeps one instant only: until when what was done is paid for (the generic cell rate algorithm, ITU-T
-    I.371). Sources whose instant has passed are forgotten, so there are no more of them than ``in_all`` admits.
+    It stores one instant per source: the time until which past events are paid for (the generic cell rate algorithm,
+    ITU-T I.371). Sources whose instant has passed are dropped, so ``in_all`` limits their number.
     """
 
     def __init__(self, per_source: Rate, in_all: Rate) -> None:
@@ -119,12 +119,12 @@ class Allowance:
         return len(self._paid_until_of)
 
     def take(self, source: str, now: float) -> float:
-        """Count one more; or count nothing, and say after how many seconds to try again.
+        """Count one event, or return how long to wait and count nothing.
 
         Args:
-            now: seconds of a clock that never goes back.
+            now: seconds of a monotonic clock.
         Returns:
-            0.0 if it may be done, else seconds.
+            0.0 if it is allowed, else seconds.
         """
         for other, paid_until in list(self._paid_until_of.items()):
             if paid_until <= now:
@@ -137,7 +137,7 @@ class Allowance:
         return max(wait_s, 0.0)
 
     def give_back(self, source: str) -> None:
-        """Count one less."""
+        """Uncount one event."""
         self._paid_until -= self._in_all.period_s
         if source in self._paid_until_of:
             self._paid_until_of[source] -= self._per_source.period_s
@@ -145,11 +145,11 @@ class Allowance:
 
 PER_HOST = Rate(burst=64, period_s=2.0)
 HEARD_IN_ALL = Rate(burst=1024, period_s=0.1)
-"""Dials of addresses that others name, unless the peer is found there; a host is an IP address, or of IPv6 a /64."""
+"""Failed dials of addresses that others name; a host is an IP address, or a /64 of IPv6."""
 
 
 class HeardDials:
-    """Decides on the dials of addresses that others name, for the whole peer.
+    """Decides on dials of addresses that others name, for the whole peer.
 
     Attributes:
         own_hosts: as for :func:`may_dial_heard`.
@@ -160,20 +160,20 @@ class HeardDials:
         self._allowance = Allowance(PER_HOST, HEARD_IN_ALL)
 
     def refusal(self, host: str, port: int, sayer: str, now: float) -> str:
-        """Count a dial; why it must not be, or nothing.
+        """Count a dial; return why it is not allowed, or an empty string.
 
         Args:
-            now: seconds of a clock that never goes back.
+            now: seconds of a monotonic clock.
         """
         if not may_dial_heard(host, port, self.own_hosts, sayer):
-            return f"{host}, port {port}, is not on the internet, nor where this peer is"
+            return f"{host}, port {port}, is not on the internet, nor in a network of this peer"
         wait_s = 0.0 if _ip_of(host).is_loopback else self._allowance.take(source_of(host), now)
         if wait_s > 0.0:
-            return f"peers were looked for at {host} in vain too often; again in {wait_s:.0f} s"
+            return f"too many failed dials to {host}; next attempt in {wait_s:.0f} s"
         return ""
 
     def found(self, host: str) -> None:
-        """The peer was there: this dial does not count."""
+        """Uncount a dial, as the peer was found there."""
         self._allowance.give_back(source_of(host))
 
 

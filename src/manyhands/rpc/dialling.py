@@ -1,4 +1,4 @@
-"""Reaching a peer that has several addresses, and saying what the stream is for."""
+"""Dials a peer that may have several addresses, and sends the hello of the stream."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Opened:
     """A stream after its hello and welcome.
 
     Attributes:
-        address: where the peer was reached; None if it has dialled itself.
+        address: the address at which the peer was reached; None if the peer dialled back.
         rtt_s: seconds from the hello to the welcome.
     """
 
@@ -41,10 +41,10 @@ HEAD_START_S = 0.25
 
 
 class Dialler:
-    """Opens the streams of one endpoint; each of them is among ``streams``.
+    """Opens the streams of one endpoint, and adds each to ``streams``.
 
-    In its methods ``heard`` are the addresses that only others name, each with the host of the peer if it named the
-    address itself: what the rules for them do not allow is not dialled.
+    In its methods, ``heard`` contains the addresses that others named, each with the host of the peer if it announced
+    the address itself; they are dialled only if the rules allow it.
     """
 
     def __init__(self, transport: Transport, streams: OpenStreams, rules: HeardDials) -> None:
@@ -55,12 +55,12 @@ class Dialler:
         self._is_closed = False
 
     def check_open(self) -> None:
-        """Raises ``Unavailable`` once :meth:`close` was called."""
+        """Raise ``Unavailable`` after :meth:`close`."""
         if self._is_closed:
             raise Unavailable("this peer is closed")
 
     async def close(self) -> None:
-        """End the dials that are under way; those who wait for them learn that this peer is closed."""
+        """Stop all running dials; their callers get ``Unavailable``."""
         self._is_closed = True
         await self._tasks.close()
 
@@ -78,7 +78,7 @@ class Dialler:
         Raises:
             DialFailed: with the reason, if there is one address.
             Unavailable: likewise, if there are several.
-            Refused: the peer does not take this stream.
+            Refused: the peer refuses this stream.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
@@ -86,7 +86,7 @@ class Dialler:
         return await self.greet(stream, address, hello, deadline - loop.time())
 
     async def greet(self, stream: Stream, address: Address | None, hello: Hello, timeout_s: float) -> Opened:
-        """Say what a stream is for; it is released unless the other end takes it.
+        """Say what a stream is for; it is released unless the other end accepts it.
 
         Raises:
             as :meth:`open`.
@@ -113,7 +113,7 @@ class Dialler:
         return Opened(stream, answer, address, rtt_s)
 
     async def probe(self, addresses: Sequence[Address], timeout_s: float, heard: Mapping[Address, str]) -> Address:
-        """The first address at which the peer is found, over a connection that is closed at once, without a hello.
+        """Return the first address at which the peer is found, over a connection closed at once, without a hello.
 
         Raises:
             Unavailable: none answers.
@@ -125,9 +125,9 @@ class Dialler:
     async def _dial_first(
         self, addresses: Sequence[Address], timeout_s: float, heard: Mapping[Address, str] | None, *, is_bulk: bool
     ) -> Answer:
-        """Dial the addresses, the best first; the first that answers is kept, the others are closed unused.
+        """Dial the addresses, the best first, and keep the first connection that opens.
 
-        Each has a head start of :data:`HEAD_START_S` before the next one is tried as well (RFC 8305, section 5).
+        Each has a head start of :data:`HEAD_START_S` before the next is dialled too (RFC 8305, section 5).
         """
         self.check_open()
         deadline = asyncio.get_running_loop().time() + timeout_s
@@ -156,7 +156,7 @@ class Dialler:
         is_bulk: bool,
         heard: Mapping[Address, str],
     ) -> Answer | None:
-        """What the first dial that works returns; None when none does. What it begins is entered into ``dials``."""
+        """Return the result of the first dial that succeeds, or None; all begun dials are added to ``dials``."""
         loop = asyncio.get_running_loop()
         untried = list(addresses)
         waiting: set[Dial] = set()
@@ -176,10 +176,10 @@ class Dialler:
         return None
 
     async def _dial(self, address: Address, timeout_s: float, is_bulk: bool, sayer: str | None) -> Answer | DialFailed:
-        """A stream, or why there is none: as a value, since those who wanted it may have given up.
+        """Return a stream, or the failure as a value, since all callers may have given up.
 
         Args:
-            sayer: as in ``heard``; None if the address is not from there.
+            sayer: as in ``heard``; None if the address is not in it.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
@@ -195,7 +195,7 @@ class Dialler:
         return stream, address
 
     async def _checked(self, address: Address, timeout_s: float, sayer: str) -> Address:
-        """An address that others name, with an IP address that may be dialled.
+        """Resolve an address that others named to an IP address that may be dialled.
 
         Raises:
             DialFailed: there is none.

@@ -1,4 +1,4 @@
-"""All connections of one peer: who can be called, and what it serves."""
+"""All connections of one peer: the calls that it makes and those that it serves."""
 
 from __future__ import annotations
 
@@ -44,19 +44,19 @@ AGENT = f"manyhands/{__version__}"
 
 
 class Endpoint:
-    """One peer as the others see it: it listens, dials, calls and is called.
+    """Listens, dials, makes calls and serves them for one peer.
 
     Args:
-        transport: how to reach others, and as whom.
+        transport: opens the connections, with the identity of this peer.
         client_mode: dial out only, announce no address.
-        rng: for the jitter of repeated dials, and to name streams.
+        rng: for the jitter of repeated dials, and for stream ids.
 
     Attributes:
         on_connected, on_lost: called with a peer when its first control connection opens, and when its last one is
-            lost; one that was closed since nobody used it is not lost.
-        counters: what went wrong, by kind.
-        uplink: paces what this peer sends far away.
-        gates: of the runs whose members must be known, by run id; see :mod:`manyhands.access`.
+            lost; closing an idle connection is not a loss.
+        counters: errors, by kind.
+        uplink: paces uploads to distant peers.
+        gates: by run id, for runs whose members must be known; see :mod:`manyhands.access`.
     """
 
     def __init__(
@@ -100,13 +100,13 @@ class Endpoint:
     # set-up and end
 
     async def listen(self, addresses: Sequence[Address], announce: Sequence[Address] = ()) -> None:
-        """Accept connections, and announce where others can dial.
+        """Accept connections, and announce addresses that others can dial.
 
         Args:
             addresses: where to listen; port 0 takes a free one.
-            announce: what to tell others instead of what this machine finds out by itself (behind a tunnel, say).
+            announce: addresses to announce instead of those of this machine (behind a tunnel, say).
         Raises:
-            ConfigError: a port is taken, a host is not of this machine, or nobody could dial what is announced.
+            ConfigError: a port is taken, a host is not of this machine, or an announced address cannot be dialled.
         """
         check_announced(announce)
         for address in addresses:
@@ -118,7 +118,7 @@ class Endpoint:
         self.addresses = [address.with_peer(self.peer_id) for address in chosen]
 
     async def close(self) -> None:
-        """Say goodbye to everybody and close all connections; takes a second or two at most."""
+        """Send goodbyes and close all connections; takes a second or two at most."""
         await self._dialler.close()
         if connections := self._pool.all():
             await asyncio.wait([self._tasks.spawn(c.goodbye("it is closing"), name="goodbye") for c in connections])
@@ -137,10 +137,10 @@ class Endpoint:
     ) -> None:
         """Serve ``method``: ``handler(remote, request)`` returns the response, or raises ``Refused``.
 
-        A plain function is called at once, without a task and a deadline: it waits for nothing.
+        A plain function is called at once, without a task or deadline; it must not block.
 
         Args:
-            guard: ``guard(remote)`` is called before a request is decoded, and raises ``Refused`` to turn it down.
+            guard: ``guard(remote)`` is called before a request is decoded, and raises ``Refused`` to refuse it.
         """
         self._serve(Served(method, handler, not inspect.iscoroutinefunction(handler), guard))
 
@@ -157,16 +157,16 @@ class Endpoint:
         self._handlers[name] = served
 
     def unhandle(self, method: Method[Any, Any] | StreamMethod[Any, Any]) -> None:
-        """Serve ``method`` no longer."""
+        """Stop serving ``method``."""
         self._handlers.pop(method.name, None)
 
     def accept_bulk(self, kind: str, acceptor: BulkAcceptor, guard: Guard | None = None) -> None:
-        """Take bulk streams of one kind.
+        """Accept bulk streams of one kind.
 
         Args:
-            guard: as of :meth:`handle`; a stream that it turns down is not welcomed.
+            guard: as for :meth:`handle`; a stream that it refuses is not welcomed.
         Raises:
-            ConfigError: something takes them already.
+            ConfigError: this kind has an acceptor.
         """
         if kind in self._bulk.acceptors:
             raise ConfigError(f"streams of kind {kind!r} are taken already; a peer holds one part of each kind")
@@ -175,32 +175,32 @@ class Endpoint:
             self._bulk.guards[kind] = guard
 
     def refuse_bulk(self, kind: str) -> None:
-        """Take bulk streams of this kind no longer."""
+        """Stop accepting bulk streams of this kind."""
         self._bulk.acceptors.pop(kind, None)
         self._bulk.guards.pop(kind, None)
 
-    # what is known of others
+    # what is known of other peers
 
     def learn(self, peer_id: PeerId, addresses: Sequence[Address], source: Source = Source.HEARSAY) -> None:
-        """Remember where a peer can be dialled."""
+        """Add addresses of a peer."""
         if peer_id != self.peer_id and self._book.learn(peer_id, addresses, source):
             self._backoff.forget(peer_id)
 
     def addresses_to_tell(self, peer_id: PeerId) -> list[Address]:
-        """Where others shall dial a peer: what it announced, whatever worked for this one."""
+        """Return the addresses of a peer to pass on: those that it announced, whatever worked for this peer."""
         return self._book.addresses_to_tell(peer_id)
 
     def addresses_of(self, peer_id: PeerId) -> list[Address]:
-        """Where a peer can be dialled, as far as is known here; the best first."""
+        """Return the known addresses of a peer, the best first."""
         return self._book.addresses_of(peer_id)
 
     def reached_at(self, peer_id: PeerId) -> list[Address]:
-        """Where this peer has reached another one, the latest first."""
+        """Return the addresses at which this peer has reached another one, the latest first."""
         return self._book.reached_at(peer_id)
 
     @property
     def num_connected_peers(self) -> int:
-        """Peers to which a control connection is open, those in client mode too."""
+        """Peers with an open control connection, including those in client mode."""
         return len({connection.remote for connection in self._pool.all() if connection.is_open})
 
     def is_connected(self, peer_id: PeerId) -> bool:
@@ -213,23 +213,23 @@ class Endpoint:
 
     @property
     def was_reached(self) -> bool:
-        """Whether anybody has ever dialled this peer; else it may sit behind a firewall without knowing."""
+        """Whether any peer has dialled this one; if not, it may be behind a firewall."""
         return self._pool.was_reached
 
     def has_reached(self, peer_id: PeerId) -> bool:
-        """Whether this peer has dialled another one, and not in vain the last time."""
+        """Whether this peer has dialled another one, and the last dial succeeded."""
         return self._book.is_reached(peer_id)
 
     def host_of(self, peer_id: PeerId) -> str:
-        """The IP address that a connected peer is seen at; empty if it is not connected."""
+        """Return the IP address of a connected peer; empty if it is not connected."""
         return self._pool.host_of(peer_id)
 
     def rtt_s(self, peer_id: PeerId) -> float:
-        """The shortest round trip to a connected peer, in seconds; infinite if none was seen."""
+        """Return the shortest round trip to a connected peer, in seconds; infinite if unknown."""
         return self._pool.rtt_s(peer_id)
 
     def held(self, peer_id: PeerId) -> AbstractContextManager[None]:
-        """Inside the block a control connection to a peer stays open though nobody calls: its heartbeats count."""
+        """Keep the control connection to a peer open inside the block, even without calls, for its heartbeats."""
         return self._pool.held(peer_id)
 
     @property
@@ -240,11 +240,11 @@ class Endpoint:
     # calls
 
     async def connect(self, address: Address, timeout_s: float | None = None) -> PeerId:
-        """Open a control connection to an address; without a peer id in it, whoever answers is trusted.
+        """Open a control connection to an address; if it has no peer id, the peer that answers is trusted.
 
         Raises:
             DialFailed: with the reason.
-            Refused: the peer turned the connection down.
+            Refused: the peer refused the connection.
             Unavailable: this peer was closed meanwhile.
         """
         if address.peer_id is not None and self.is_connected(address.peer_id):
@@ -259,10 +259,10 @@ class Endpoint:
         return connection.remote
 
     async def probe(self, address: Address, timeout_s: float, sayer: str = "") -> None:
-        """Make sure who is at an address that others name, over a connection that is closed at once, without a hello.
+        """Check which peer is at an address that others named, over a connection closed at once, without a hello.
 
         Args:
-            sayer: the IP address of the peer that names its own one; empty if it is only heard of.
+            sayer: the IP address of the peer that announces the address as its own; empty for hearsay.
         Raises:
             DialFailed: with the reason.
             Unavailable: this peer was closed.
@@ -270,7 +270,7 @@ class Endpoint:
         await self._dialler.probe([address], timeout_s, {address: sayer})
 
     async def reach(self, peer_id: PeerId, timeout_s: float) -> None:
-        """Make sure that a peer can be dialled, whoever dialled the connections that there are; as :meth:`probe`.
+        """Check that a peer can be dialled, even if it is connected, in the way of :meth:`probe`.
 
         Raises:
             Unavailable: none of its addresses answers, or it is too early for another dial.
@@ -286,10 +286,10 @@ class Endpoint:
         self.learn(peer_id, [address], Source.WORKED)
 
     async def call_on(self, peer_id: PeerId, timeout_s: float) -> None:
-        """Have a control connection to a peer: one in client mode can be asked for streams over it then.
+        """Open a control connection to a peer unless there is one; a peer in client mode can then dial back streams.
 
         Raises:
-            Unavailable, PeerError: there is none to be had.
+            Unavailable, PeerError: it could not be opened.
         """
         await self._connection(peer_id, timeout_s)
 
@@ -300,7 +300,7 @@ class Endpoint:
 
         Raises:
             Unavailable: it cannot be reached, was lost, or did not answer in time.
-            Refused: it said no.
+            Refused: it refused the call.
             ProtocolViolation: its answer cannot be read.
         """
         loop = asyncio.get_running_loop()
@@ -314,7 +314,7 @@ class Endpoint:
         """Call a method that answers with many items; leaving the iteration early ends it at the other peer as well.
 
         Args:
-            timeout_s: for the whole call, with the time that the caller takes for the items.
+            timeout_s: for the whole call, including the time that the caller takes for the items.
         Raises:
             as :meth:`call`, also between items.
         """
@@ -328,24 +328,24 @@ class Endpoint:
     async def open_bulk(
         self, peer_id: PeerId, kind: str, header: bytes, timeout_s: float = 5.0, *, size_bytes: int = 0
     ) -> Stream:
-        """Open a stream of its own for bulk data; several connections carry it if the link is long.
+        """Open a separate stream for bulk data, over several connections if the round trip is long.
 
-        A connected peer in client mode is asked to dial them; see :mod:`manyhands.rpc.asked`.
+        A connected peer in client mode is asked to dial back; see :mod:`manyhands.rpc.asked`.
 
         Args:
-            size_bytes: about what will be sent over it in either direction; little is not worth several connections.
+            size_bytes: about how much will be sent in either direction; small sizes use one connection.
         Raises:
             Unavailable: the peer cannot be dialled.
-            Refused: it does not take this stream.
+            Refused: it refuses this stream.
         """
         open_one = self._opener(peer_id, timeout_s)
         if size_bytes >= 2 * BYTES_OF_ONE:
-            await self._connection(peer_id, timeout_s)  # it knows the round trip
+            await self._connection(peer_id, timeout_s)  # measures the round trip
         hello, rtt_s = self._hello(kind, header), self._pool.rtt_s(peer_id)
         return await self._bulk.open(open_one, hello, rtt_s=rtt_s, size_bytes=size_bytes)
 
     def _opener(self, peer_id: PeerId, timeout_s: float) -> OpenOne:
-        """How a bulk connection to a peer is made."""
+        """Return the function that opens a bulk connection to a peer."""
         connection = self._pool.of(peer_id)
         if connection is None or self.client_mode or not self.is_client(peer_id):
             addresses, heard = self._addresses_to_dial(peer_id), self._book.heard(peer_id)
@@ -353,11 +353,11 @@ class Endpoint:
         return lambda hello: self._asked.open(connection, hello, timeout_s)
 
     def release(self, stream: Stream) -> None:
-        """Abort a bulk stream that :meth:`open_bulk` opened, and count its bytes."""
+        """Abort a stream that :meth:`open_bulk` opened, and count its bytes."""
         self._bulk.release(stream)
 
     async def _connection(self, peer_id: PeerId, timeout_s: float) -> ControlConnection:
-        """An open connection, dialled if there is none; calls on it must begin before the loop has another turn."""
+        """Return an open connection, dialled if needed; calls on it must begin before the loop runs other tasks."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         while (connection := self._pool.of(peer_id)) is None:
@@ -365,14 +365,14 @@ class Endpoint:
             timeout_s = deadline - loop.time()
             if dialled.lost is not None and not dialled.is_retired:
                 raise PeerLost(peer_id, dialled.lost.reason)
-            # else it may have been retired since, when the other end dialled as well
+            # else it may have been closed since, as the other end dialled too
         return connection
 
     async def _dial_shared(self, peer_id: PeerId, timeout_s: float) -> ControlConnection:
         if peer_id == self.peer_id:
             raise Unavailable("a peer does not call itself")
         self._dialler.check_open()
-        if peer_id not in self._dialling:  # callers at the same time share one dial
+        if peer_id not in self._dialling:  # concurrent callers share one dial
             self._begin_dial(peer_id)
         dial = self._dialling[peer_id]
         await asyncio.wait([dial], timeout=timeout_s)
@@ -391,7 +391,7 @@ class Endpoint:
         task.add_done_callback(lambda _: self._dialling.pop(peer_id))
 
     async def _dial_control(self, peer_id: PeerId) -> ControlConnection | Unavailable | PeerError:
-        """A connection, or why there is none: as a value, since those who wanted it may have given up."""
+        """Return a connection, or the failure as a value, since all callers may have given up."""
         try:
             addresses, hello = self._addresses_to_dial(peer_id), self._hello(CONTROL)
             heard = self._book.heard(peer_id)
@@ -417,7 +417,7 @@ class Endpoint:
         assert is_control(opened.stream), "the hello says that it is for control"
         connection = self._new_connection(opened.stream, opened.welcome.addresses, is_dialled=True)
         connection.rtt_s = opened.rtt_s
-        if not self._rules.own_hosts:  # in client mode, and no peer that the user named was there
+        if not self._rules.own_hosts:  # in client mode, and no peer named by the user was reached
             self._is_where(opened.stream.remote_host)
         if opened.address is not None:
             self.learn(connection.remote, [opened.address], Source.WORKED)
@@ -425,7 +425,7 @@ class Endpoint:
         return connection
 
     def _is_where(self, remote_host: str) -> None:
-        """This peer has found another one by itself: it is in that one's network."""
+        """Note that this peer has reached another one by itself, and so is in the network of that one."""
         self._rules.own_hosts |= own_hosts([]) | ({remote_host} if remote_host else set())
 
     # accepted streams
@@ -436,7 +436,7 @@ class Endpoint:
         await self._serve_stream(stream)
 
     async def _serve_stream(self, stream: Stream) -> None:
-        """Do what the other end says that a stream is for."""
+        """Serve a stream for the purpose in its hello."""
         try:
             async with time_limit(self._config.hello_timeout_s, "waiting for a hello"):
                 hello = await receive_frame(stream)
@@ -484,7 +484,7 @@ class Endpoint:
     # connections
 
     def _new_connection(self, stream: ControlStream, addresses: list[str], *, is_dialled: bool) -> ControlConnection:
-        """Enter a connection; from now on it is used for calls, and :meth:`_run` must follow."""
+        """Register a connection for calls; :meth:`_run` must follow."""
         seen = seen_from_outside(stream.remote, addresses, stream.remote_host)
         self._book.announced(stream.remote, seen, stream.remote_host)
         self._backoff.connected(stream.remote, asyncio.get_running_loop().time())
@@ -502,9 +502,9 @@ class Endpoint:
         return connection
 
     def _drained(self, peer_id: PeerId) -> None:
-        """The other end retires a connection; whoever relies on its heartbeats gets another one."""
+        """Dial a peer again after it has retired a connection whose heartbeats this end needs."""
         if self._pool.is_held(peer_id) and not self.is_connected(peer_id) and peer_id not in self._dialling:
-            with suppress(Unavailable, RuntimeError):  # nobody could do more than wait for the loss
+            with suppress(Unavailable, RuntimeError):  # nothing left to do but to wait for the loss
                 self._begin_dial(peer_id)
 
     async def _run(self, connection: ControlConnection, stream: ControlStream, welcome: Welcome | None = None) -> None:

@@ -1,4 +1,4 @@
-"""What travels on a control connection: length-prefixed msgpack frames.
+"""The frames of a control connection: length-prefixed msgpack.
 
 A frame is four bytes of length (big endian), then one tagged msgpack map. Unknown fields are ignored, unknown kinds are
 refused. The first frame of every stream is a :class:`Hello`, answered by :class:`Welcome` or :class:`Reject`; on a bulk
@@ -17,11 +17,11 @@ from manyhands.base.identity import PeerId
 from manyhands.transport.api import Stream, is_control
 
 MAX_FRAME_BYTES = (1 << 20) - 4
-"""Larger frames are refused before they are read; large data travels on bulk streams."""
+"""Larger frames are refused before they are read; large data is sent on bulk streams."""
 
 MAX_TEXT = 500  # characters of a message for people
 
-MAX_WINDOW = 1024  # items of one streaming call that may be on their way
+MAX_WINDOW = 1024  # items of one streaming call in flight
 
 MAX_HEADER_BYTES = 1 << 16  # of a bulk stream
 
@@ -30,7 +30,7 @@ MAX_STRIPES = 8  # connections that carry one bulk stream
 CONTROL = "control"
 
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises for bytes that are not what is expected."""
+"""Exceptions of msgspec for bytes that do not decode."""
 
 
 Addresses = Annotated[list[Annotated[str, msgspec.Meta(max_length=400)]], msgspec.Meta(max_length=64)]
@@ -38,12 +38,12 @@ Agent = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
 
 
 class Stripe(msgspec.Struct):
-    """Which part of a bulk stream a connection carries, when several carry it.
+    """Identifies one of several connections that carry a bulk stream.
 
     Attributes:
         stream_id: chosen by the dialler, the same for all connections of the stream.
         index: of this connection, from 0.
-        count: of connections.
+        count: number of connections.
     """
 
     stream_id: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
@@ -57,7 +57,7 @@ class Hello(msgspec.Struct, tag="hello", omit_defaults=True):
     Attributes:
         purpose: ``control``, or the kind of bulk stream (such as ``averaging``).
         agent: software and version, for people.
-        addresses: where the sender can be dialled; none means client mode.
+        addresses: where the sender can be dialled; empty means client mode.
         header: for bulk streams: tells the acceptor what the stream is for.
         stripe: for bulk streams over several connections.
     """
@@ -77,16 +77,16 @@ class Welcome(msgspec.Struct, tag="welcome", omit_defaults=True):
 
 
 class Reject(msgspec.Struct, tag="reject"):
-    """Turns a stream down; the sender closes it."""
+    """Refuses a stream; the sender closes it."""
 
     code: str
     message: str
 
 
 class Request(msgspec.Struct, tag="request", omit_defaults=True):
-    """A call; ``timeout_s`` is what the caller will wait.
+    """A call; ``timeout_s`` is how long the caller waits.
 
-    With a ``window`` it is a streaming call: so many items may be sent before the first :class:`Credit`.
+    A ``window`` makes it a streaming call, and limits the items sent before the first :class:`Credit`.
     """
 
     id: int
@@ -97,21 +97,21 @@ class Request(msgspec.Struct, tag="request", omit_defaults=True):
 
 
 class Response(msgspec.Struct, tag="response"):
-    """The result of a call; the end of a streaming call, then without meaning."""
+    """The result of a call; for a streaming call it marks the end and has no content."""
 
     id: int
     body: msgspec.Raw
 
 
 class Item(msgspec.Struct, tag="item"):
-    """One of the results of a streaming call."""
+    """One result of a streaming call."""
 
     id: int
     body: msgspec.Raw
 
 
 class Credit(msgspec.Struct, tag="credit"):
-    """The caller has room for so many more items of a streaming call."""
+    """Allows ``num_items`` more items of a streaming call."""
 
     id: int
     num_items: Annotated[int, msgspec.Meta(ge=1, le=MAX_WINDOW)]
@@ -156,7 +156,7 @@ _decoder = msgspec.msgpack.Decoder(Frame)
 
 
 def encode_frame(frame: Frame) -> bytes:
-    """The bytes of one frame, with its length in front.
+    """Encode one frame, with its length in front.
 
     Raises:
         ConfigError: it is larger than :data:`MAX_FRAME_BYTES`.
@@ -170,13 +170,13 @@ def encode_frame(frame: Frame) -> bytes:
 
 
 async def send_frame(stream: Stream, frame: Frame) -> None:
-    """Send one frame; a sender that is cancelled leaves no half of it behind."""
+    """Send one frame; a cancelled call to a control stream never sends a part of it."""
     data = encode_frame(frame)
     await (stream.send_message(data) if is_control(stream) else stream.send(data))
 
 
 async def receive_frame(stream: Stream) -> Frame:
-    """The next frame of ``stream``.
+    """Receive the next frame of ``stream``.
 
     Raises:
         ProtocolViolation: too long, not msgpack, an unknown kind, or a field of the wrong type.
@@ -190,24 +190,24 @@ async def receive_frame(stream: Stream) -> Frame:
 
 
 class FrameReader:
-    """Cuts what comes on a control stream into frames.
+    """Splits the bytes of a control stream into frames.
 
     Args:
-        remote: who sends it, for the errors.
+        remote: the sender, for errors.
     """
 
     def __init__(self, remote: PeerId) -> None:
         self._remote = remote
         self._received = bytearray()
-        self._num_needed = 4  # bytes without which nothing can be cut off
+        self._num_needed = 4  # bytes needed for the next step
 
     @property
     def is_midway(self) -> bool:
-        """Whether a part of a frame has come, and the rest has not."""
+        """Whether an incomplete frame is buffered."""
         return bool(self._received)
 
     def frames(self, data: bytes) -> Iterator[Frame]:
-        """The frames that ``data`` completes; take all of them before the next call.
+        """Yield the frames that ``data`` completes; take all of them before the next call.
 
         Raises:
             ProtocolViolation: as :func:`receive_frame`.
@@ -247,5 +247,5 @@ def _decode(remote: PeerId, payload: bytes) -> Frame:
 
 
 def readable(text: str) -> str:
-    """What another peer wrote, fit for a log line or a terminal: short, and without control characters."""
+    """Shorten text from another peer and replace control characters, for a log line or a terminal."""
     return "".join(char if char.isprintable() else "?" for char in text[:MAX_TEXT])

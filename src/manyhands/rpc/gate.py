@@ -1,4 +1,4 @@
-"""What decides who may take part in a run; see :mod:`manyhands.access`, which has it."""
+"""The interface that decides which peers may take part in a run; :mod:`manyhands.access` implements it."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from manyhands.base.identity import PeerId
 
 
 class Gate(Protocol):
-    """Knows which peers may call the methods of one run, and may be called."""
+    """Access control for the methods of one run."""
 
     def check(self, peer_id: PeerId, *, for_observers: bool) -> None:
-        """Let a peer pass.
+        """Check that a peer has access.
 
         Args:
-            for_observers: what it wants to do is also for peers that only look.
+            for_observers: the call is also open to observers.
         Raises:
-            Refused: it may not do this.
+            Refused: the peer may not make this call.
         """
 
     async def meet(self, peer_id: PeerId, timeout_s: float) -> None:
-        """Show each other what lets both pass, unless that was done.
+        """Exchange credentials with a peer, unless that was done.
 
         Raises:
-            Refused, ProtocolViolation, BadSignature: the other peer is of another run, or has nothing that counts.
+            Refused, ProtocolViolation, BadSignature: the other peer is of another run, or has no valid credentials.
             Unavailable: it does not answer.
         """
 
     def forget_meeting(self, peer_id: PeerId) -> bool:
-        """The other peer does not know this one any more; returns whether they had met."""
+        """Drop the exchange with a peer that no longer knows this one; return whether there was one."""

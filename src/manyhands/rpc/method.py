@@ -15,12 +15,12 @@ Response = TypeVar("Response", bound=msgspec.Struct)
 
 @dataclass(frozen=True)
 class Method(Generic[Request, Response]):
-    """One kind of call between peers.
+    """A unary call between peers.
 
     Attributes:
         name: ``part.verb``, unique on the wire.
-        request: msgspec struct that the caller sends; unknown fields are ignored by the receiver.
-        response: msgspec struct that comes back.
+        request: msgspec struct that the caller sends; the receiver ignores unknown fields.
+        response: msgspec struct that the caller receives.
     """
 
     name: str
@@ -33,11 +33,11 @@ class Method(Generic[Request, Response]):
 
 @dataclass(frozen=True)
 class StreamMethod(Generic[Request, Response]):
-    """One kind of call that is answered by any number of items, one after the other.
+    """A streaming call, which is answered by any number of items.
 
     Attributes:
-        name, request: as of a :class:`Method`.
-        item: msgspec struct of which many come back.
+        name, request: as in a :class:`Method`.
+        item: msgspec struct of each item.
     """
 
     name: str

@@ -1,19 +1,19 @@
-"""How fast the streams of this peer on long links should send together, by what the other ends acknowledge. Pure.
+"""Computes the total send rate for the streams of this peer on long links, from their acknowledgements. Pure.
 
-Several streams that each fill one line overflow its queue, and get unfair shares of it. Paced by the system at about
-what the line carries, they do not. What that is shows in what was acknowledged in the best part of a stretch of time:
-no line acknowledges more than it carries, whoever is slow at the other end.
+Several streams that each try to fill one line overflow its queue and get unfair shares. They do not if the system paces
+them at about the capacity of the line. That capacity shows in the highest rate of acknowledgements within a stretch of
+time: no line acknowledges more than it carries, however slow the receivers are.
 
-All members of a round get on together, so none of them could ever show that its line carries more if each sent what it
-had before: a pace is a little above that. It costs next to nothing where the line does not carry it, and one that is
-too low costs as much as it is too low. So a pace rises soon, and falls late:
+All members of a round finish together, so none could ever show a faster line if each sent at its last rate. So the pace
+is a little above it. A pace that is too high costs almost nothing, and one that is too low costs in proportion. So a
+pace rises soon, and falls late:
 
-* The first stretch counts if the line held the streams up for most of it. Who is on a fast line among slow ones would
-  take what these let it send for its line, and be paced to that for good.
-* A stretch that kept its pace up, without losses, has shown a faster line, and the next pace is faster by more.
-* One that was slower says nothing: streams also wait for members that are late.
-* Losses, more than happen by chance, end what is above the line for a while; in two stretches after each other, they
-  lower it to what got through. If as much is lost after that, it does happen by chance, and lowers nothing for a while.
+* The first stretch counts if the streams were backlogged for most of it. Otherwise a peer with a fast line among slow
+  ones would take their speed for its own, and be paced to it for good.
+* A stretch that kept up with its pace, without losses, has shown a faster line; the next pace is raised by more.
+* A slower stretch shows nothing: streams also wait for late members.
+* Losses above the random rate hold the pace at the rate of the line for a while; in two consecutive stretches, they
+  lower it to the delivered rate. If the losses then stay the same, they are random, and lower nothing for a while.
 """
 
 from __future__ import annotations
@@ -24,37 +24,37 @@ from typing import NamedTuple
 from manyhands.transport.api import Delivery
 
 MIN_STRETCH_S = 3.0
-"""A shorter one shows no rate: connections need a few round trips to get going."""
+"""A shorter stretch gives no rate: connections take a few round trips to reach their speed."""
 
 MIN_BACKLOGGED = 0.5
-"""Of the first stretch: the line, and nobody else, held the streams up for so long."""
+"""Least share of the first stretch in which the streams were backlogged."""
 
 MAX_WINDOW_S = 2.0
-"""The best part of a stretch is at most so long, or its half. Acknowledgements come in bursts: in less than that there
-may be many more than the line carries."""
+"""The best rate is measured over this time, or half of the stretch. Acknowledgements come in bursts: over less time
+there may be many more than the line carries."""
 
 KEPT_UP = 0.98
-"""Of the pace: what the best part of a stretch reaches if the pace is what holds it back."""
+"""Share of the pace that the best rate reaches if the pace is the limit."""
 
 STEP = 0.05
 MAX_STEP = 0.4
-"""A pace is above what the line has shown by so much, usually and at most."""
+"""By how much the pace exceeds the rate of the line, usually and at most."""
 HOLD = 2
-"""Stretches after one with losses in which a pace is not above the line."""
+"""Stretches after one with losses in which the pace does not exceed the rate of the line."""
 
 MIN_LOSS = 0.02
-"""A smaller share of bytes that are sent again happens anywhere."""
+"""A smaller share of retransmitted bytes is normal."""
 
 NUM_LOSSY = 2
-"""Stretches with losses, one after the other, that lower the pace."""
+"""Consecutive stretches with losses that lower the pace."""
 
 HELPED = 0.6
-"""A pace that was lowered helped if the share of losses fell by the rest, of what it should have fallen by."""
+"""Lowering the pace has helped if the share of losses fell by 1 - HELPED of what was expected."""
 
 CHANCE = 1.5
-"""Losses by chance are up to so many times what was seen before,"""
+"""Losses up to this factor of the last random losses count as random,"""
 CHANCE_STRETCHES = 64
-"""and are expected for so many stretches."""
+"""for this many stretches."""
 
 FASTEST_FALL = 0.7
 MAX_PACE = 1e12
@@ -62,12 +62,12 @@ MAX_PACE = 1e12
 
 
 class Stretch(NamedTuple):
-    """What all streams on long links did for some seconds.
+    """Measurements of all streams on long links over some seconds.
 
     Attributes:
-        best: bytes per second that got through in the best part of it.
-        loss: share of the bytes sent that had to be sent again.
-        backlogged: share of the time in which nearly all of them had something to send, and room for it.
+        best: highest delivery rate within it, in bytes per second.
+        loss: share of the sent bytes that were retransmissions.
+        backlogged: share of the time in which nearly all streams had data to send, and room at the receiver.
     """
 
     best: float
@@ -76,17 +76,17 @@ class Stretch(NamedTuple):
 
 
 class Stretches:
-    """Adds up what streams do, and cuts it into stretches."""
+    """Collects samples of the streams and summarizes them as stretches."""
 
     def __init__(self) -> None:
         self._samples: list[tuple[float, Delivery]] = []
 
     def begin(self) -> None:
-        """Forget what was before: nothing was sent, or at another pace."""
+        """Drop earlier samples, from an idle time or another pace."""
         self._samples.clear()
 
     def add(self, now: float, total: Delivery) -> None:
-        """What all streams together have done up to now (seconds of one clock), since any time."""
+        """Add the totals of all streams at ``now`` (seconds of one clock), counted from any start."""
         self._samples.append((now, total))
 
     @property
@@ -94,7 +94,7 @@ class Stretches:
         return self._samples[-1][0] - self._samples[0][0] if self._samples else 0.0
 
     def stretch(self) -> Stretch | None:
-        """All since it began; None if that says nothing."""
+        """Return the stretch since :meth:`begin`; None if it is too short or nothing was sent."""
         if self.seconds < MIN_STRETCH_S:
             return None
         first, last = self._samples[0][1], self._samples[-1][1]
@@ -107,7 +107,7 @@ class Stretches:
 
 
 def _best_rate(samples: Sequence[tuple[float, int]], window_s: float) -> float:
-    """The highest rate over any window of the least length, between two samples, that is not shorter."""
+    """Return the highest rate over the windows between two samples that have at least this length."""
     best, first = 0.0, 0
     for number, (now, delivered) in enumerate(samples):
         while first + 1 < number and now - samples[first + 1][0] >= window_s:
@@ -119,29 +119,29 @@ def _best_rate(samples: Sequence[tuple[float, int]], window_s: float) -> float:
 
 
 class Pace:
-    """The pace of one stretch after the other.
+    """The pace, updated after each stretch.
 
     Attributes:
-        line: what the line has shown that it carries, in bytes per second; None before the first stretch.
+        line: the measured rate of the line, in bytes per second; None before the first stretch.
     """
 
     def __init__(self) -> None:
         self.line: float | None = None
         self._step = STEP
-        self._hold = 0  # stretches that must keep up before the pace is above the line again
-        self._num_lossy = 0  # stretches in a row
-        self._helped_below: float | None = None  # the pace was just lowered; if it helps, less than this is lost now
-        self._chance, self._chance_left = 0.0, 0  # losses that happen by chance; stretches in which they are expected
+        self._hold = 0  # stretches that must keep up before the pace may exceed the rate of the line again
+        self._num_lossy = 0  # consecutive stretches
+        self._helped_below: float | None = None  # set after lowering the pace: a smaller loss shows that it helped
+        self._chance, self._chance_left = 0.0, 0  # random loss, and for how many stretches it is expected
 
     @property
     def bytes_per_s(self) -> float | None:
-        """For all streams together; None as long as nothing is known."""
+        """For all streams together; None before the first measurement."""
         if self.line is None:
             return None
         return min(self.line * (1 if self._hold else 1 + self._step), MAX_PACE)
 
     def add(self, stretch: Stretch) -> None:
-        """Count one stretch; all of it was sent at this pace, or without one."""
+        """Update the pace after a stretch that was sent at the current pace, or without one."""
         pace = self.bytes_per_s
         if self.line is None or pace is None:
             if stretch.backlogged >= MIN_BACKLOGGED:
@@ -162,7 +162,7 @@ class Pace:
             self.line = min(max(self.line, stretch.best), MAX_PACE)
 
     def _is_lossy(self, loss: float) -> bool:
-        """Whether more is lost than by chance: a slower pace may help."""
+        """Whether the loss is more than random, so that a slower pace may help."""
         helped_below, self._helped_below = self._helped_below, None
         self._chance_left -= 1
         if self._chance_left <= 0:
@@ -172,7 +172,7 @@ class Pace:
         return loss > CHANCE * self._chance + MIN_LOSS
 
     def _lowered(self, pace: float, stretch: Stretch) -> float:
-        """What the line carries now; acknowledgements come in bursts, so the best part alone may be too good."""
+        """Return the lowered rate; acknowledgements come in bursts, so the best rate alone may be too high."""
         carried = max(min(stretch.best, pace * (1 - stretch.loss)), FASTEST_FALL * pace)
         at_best = max(0.0, 1 - (1 - stretch.loss) * pace / carried)
         self._helped_below = HELPED * stretch.loss + (1 - HELPED) * at_best

@@ -1,4 +1,4 @@
-"""The control connections of one endpoint: which to use, which to keep, and which peers are still there."""
+"""The control connections of one endpoint: selection, heartbeats and the closing of idle ones."""
 
 from __future__ import annotations
 
@@ -20,38 +20,38 @@ from manyhands.runtime.tasks import TaskOwner
 logger = logging.getLogger(__name__)
 
 MAX_OF_ONE_PEER = 4
-"""Connections that a peer may have; two are there for a moment when both dial, and one may be dead and unnoticed."""
+"""Connections of one peer; two exist briefly when both ends dial, and one may be dead and unnoticed."""
 
 LOOKS_IN_A_PERIOD = 4
-"""How often a period of the heartbeat the connections are looked at."""
+"""Checks of the connections in a heartbeat period."""
 
 PAUSES_KEPT = 2.0
-"""A connection that was used again after a pause is kept for so many times the longest one ..."""
+"""A connection that was used again after a pause is kept for this many times the longest one ..."""
 
 MOST_IDLE = 4.0
-"""... but for so many times the idle timeout at most."""
+"""... but at most for this many times the idle timeout."""
 
 MAX_RETIRED = 1024
-"""Peers whose connections were retired, and that are remembered, should they be wanted again."""
+"""Peers whose connections were retired; their pauses are remembered in case they are dialled again."""
 
 SPARE_AFTER_S = 5.0
-"""When there are too many connections, one that was unused for so long makes room."""
+"""When there are too many connections, one that was unused for this time may be closed."""
 
 
 class ConnectionPool:
     """Open control connections by peer.
 
-    A connection that nobody used for a while is retired by the end that dialled it, unless that end was never reached
-    by anybody: then it may sit behind a firewall without knowing, and nobody could dial it again. How long a while is
-    depends on the pauses between its uses: one that is used twice a minute would else be dialled twice a minute.
+    An idle connection is retired by the end that dialled it, unless no peer has ever reached that end: it may be behind
+    a firewall, and could not be dialled again. The idle time depends on the pauses between uses; a connection that is
+    used twice a minute would otherwise be dialled twice a minute.
 
-    Two peers that dial each other at the same time have two connections for a moment. They settle on the one that the
-    lower peer id dialled, and among several of those on the newest: whoever dialled another one retires it, once its
-    calls are answered.
+    Two peers that dial each other at the same time briefly have two connections. They keep the one that the lower peer
+    id dialled, and among several of those the newest. The end that dialled another one retires it, once its calls are
+    answered.
 
     Attributes:
-        on_connected, on_lost: called with a peer when its first connection opens, and when its last one is lost. A
-            connection that both ends retired since nobody used it is not a loss.
+        on_connected, on_lost: called with a peer when its first connection opens, and when its last one is lost. An
+            idle connection that both ends retired is not a loss.
     """
 
     def __init__(self, own_id: PeerId, config: RpcConfig) -> None:
@@ -61,11 +61,11 @@ class ConnectionPool:
         self._config = config
         self._connections: dict[PeerId, list[ControlConnection]] = {}
         self._num_connections = 0
-        self._looks: list[tuple[float, int, ControlConnection]] = []  # a heap: when to look at each
+        self._looks: list[tuple[float, int, ControlConnection]] = []  # a heap, by the time of the next check
         self._numbers = itertools.count()
         self._held: Counter[PeerId] = Counter()
         self._was_reached = False
-        self._retired: OrderedDict[PeerId, tuple[float, float]] = OrderedDict()  # last use, and longest pause till then
+        self._retired: OrderedDict[PeerId, tuple[float, float]] = OrderedDict()  # last use, and longest pause before it
         self._tasks = TaskOwner("connections")
         self._upkeep: asyncio.Task[None] | None = None
 
@@ -73,22 +73,22 @@ class ConnectionPool:
         return self._num_connections
 
     async def close(self) -> None:
-        """End the upkeep; the connections themselves belong to the endpoint."""
+        """Stop the heartbeats; the endpoint closes the connections themselves."""
         await self._tasks.close()
 
     def all(self) -> list[ControlConnection]:
-        """Every connection that has not been removed."""
+        """Return all connections that were not removed."""
         return [connection for group in self._connections.values() for connection in group]
 
     def of(self, peer_id: PeerId) -> ControlConnection | None:
-        """The connection for the next call to a peer: the newest, since a peer that crashed may be back."""
+        """Return the connection for the next call to a peer: the newest, since the peer may have restarted."""
         for connection in reversed(self._connections.get(peer_id, [])):
             if connection.is_open:
                 return connection
         return None
 
     def is_connected(self, peer_id: PeerId) -> bool:
-        """Whether a connection to the peer is open, so that its heartbeats show whether it lives."""
+        """Whether a connection to the peer is open, so that its heartbeats are checked."""
         return self.of(peer_id) is not None
 
     def is_client(self, peer_id: PeerId) -> bool:
@@ -97,23 +97,23 @@ class ConnectionPool:
         return connections is not None and all(connection.is_client for connection in connections)
 
     def host_of(self, peer_id: PeerId) -> str:
-        """The IP address that a connected peer is seen at; empty if it is not connected."""
+        """Return the IP address of a connected peer; empty if it is not connected."""
         connection = self.of(peer_id)
         return connection.remote_host if connection is not None else ""
 
     def rtt_s(self, peer_id: PeerId) -> float:
-        """The shortest round trip to a connected peer, in seconds; infinite if none was seen."""
+        """Return the shortest round trip to a connected peer, in seconds; infinite if unknown."""
         return min(
             (connection.shortest_rtt_s for connection in self._connections.get(peer_id, [])), default=float("inf")
         )
 
     def is_held(self, peer_id: PeerId) -> bool:
-        """Whether somebody relies on being told when the peer is lost."""
+        """Whether a caller has asked to keep the connection, for its heartbeats."""
         return peer_id in self._held
 
     @contextmanager
     def held(self, peer_id: PeerId) -> Iterator[None]:
-        """Inside the block this end retires no connection to a peer; if the other end does, dial it again."""
+        """Do not retire the connections to a peer inside the block; if the other end does, dial again."""
         self._held[peer_id] += 1
         try:
             yield
@@ -123,9 +123,9 @@ class ConnectionPool:
                 del self._held[peer_id]
 
     def has_room(self) -> bool:
-        """Whether one more connection may be accepted; if there are too many, an unused one is retired for it.
+        """Whether one more connection may be accepted; if there are too many, an unused one is retired.
 
-        It is one of the host that has most of them, so that one machine cannot take all.
+        It is one of the host with the most connections, so that one machine cannot take all.
         """
         if len(self) < self._config.max_connections:
             return True
@@ -139,15 +139,15 @@ class ConnectionPool:
 
     @property
     def was_reached(self) -> bool:
-        """Whether anybody has ever dialled this end."""
+        """Whether any peer has ever dialled this end."""
         return self._was_reached
 
     def reached(self) -> None:
-        """Somebody has dialled this end."""
+        """Note that a peer has dialled this end."""
         self._was_reached = True
 
     def enter(self, connection: ControlConnection) -> None:
-        """A connection was made."""
+        """Add a new connection."""
         group = self._connections.setdefault(connection.remote, [])
         group.append(connection)
         self._num_connections += 1
@@ -163,7 +163,7 @@ class ConnectionPool:
             self._upkeep = self._tasks.spawn(self._keep_up(), name="heartbeats")
 
     def remove(self, connection: ControlConnection) -> None:
-        """A connection has ended."""
+        """Remove a connection that has ended."""
         remote = connection.remote
         group = self._connections[remote]
         group.remove(connection)
@@ -179,7 +179,7 @@ class ConnectionPool:
             self._retired.popitem(last=False)
 
     def _recall_pauses(self, connection: ControlConnection) -> None:
-        """A peer that is wanted again soon after its connection was retired will be wanted again after such a pause."""
+        """Restore the longest pause of a peer whose connection was retired, including the pause since then."""
         last_used, longest_pause_s = self._retired.pop(connection.remote, (-math.inf, 0.0))
         pause_s = connection.last_used - last_used
         if pause_s < MOST_IDLE * self._config.idle_timeout_s:
@@ -195,13 +195,13 @@ class ConnectionPool:
                 connection.retire()
 
     def _idle_at(self, connection: ControlConnection) -> float:
-        """Until when such a connection is kept if nobody uses it."""
+        """Return the time until which a connection is kept without use."""
         timeout_s = self._config.idle_timeout_s
         pause_s = min(PAUSES_KEPT * connection.longest_pause_s, MOST_IDLE * timeout_s)
         return connection.last_used + max(timeout_s, pause_s)
 
     def _is_spare(self, connection: ControlConnection) -> bool:
-        """Whether nobody wants it, and either end could dial the other again, as far as this end can know."""
+        """Whether a connection is unused and, as far as this end can know, either end could dial the other again."""
         is_reachable = connection.is_dialled and not connection.is_client
         return connection.is_open and is_reachable and self._was_reached and not self._is_wanted(connection)
 
@@ -209,7 +209,7 @@ class ConnectionPool:
         return connection.is_busy or connection.remote in self._held
 
     async def _keep_up(self) -> None:
-        """Heartbeats of all connections, and the end of those that nobody uses; ends with the last connection."""
+        """Check heartbeats and retire idle connections; ends with the last connection."""
         try:
             await self._look_after_all()
         finally:
@@ -223,7 +223,7 @@ class ConnectionPool:
             due = self._next_look(loop.time())
             await asyncio.sleep(due - loop.time())
             now = loop.time()
-            if now > due + period_s:  # this loop was held up, so what came meanwhile is not read yet
+            if now > due + period_s:  # this loop was blocked, so data that arrived meanwhile is still unread
                 heard_until = now
             for connection in self._due(now):
                 connection.check_alive(now, heard_until)
@@ -234,13 +234,13 @@ class ConnectionPool:
                 heapq.heappush(self._looks, (look_at, next(self._numbers), connection))
 
     def _next_look(self, now: float) -> float:
-        """After one or two of the times at which connections are looked at: those that come meanwhile are new."""
+        """Return the time of the next check, in one or two steps; new connections may be added meanwhile."""
         pause_s = self._config.heartbeat_period_s / LOOKS_IN_A_PERIOD
         is_due_soon = bool(self._looks) and self._looks[0][0] <= now + pause_s
         return now + (pause_s if is_due_soon else 2 * pause_s)
 
     def _due(self, now: float) -> list[ControlConnection]:
-        """The connections to look at now; those that have ended are forgotten."""
+        """Return the connections to check now; those that have ended are dropped."""
         due: list[ControlConnection] = []
         while self._looks and self._looks[0][0] <= now:
             _, _, connection = heapq.heappop(self._looks)
@@ -250,7 +250,7 @@ class ConnectionPool:
 
 
 def _tell(callbacks: Sequence[Callable[[PeerId], None]], peer_id: PeerId) -> None:
-    """Call all of them, whatever one of them does."""
+    """Call all callbacks, even if one raises."""
     for callback in list(callbacks):
         try:
             callback(peer_id)

@@ -1,26 +1,26 @@
-"""How often each sender may ask: a token bucket for each. Pure."""
+"""A token bucket for each sender. Pure."""
 
 from __future__ import annotations
 
 BURST_S = 5.0
-"""So many seconds' worth of requests may come at once, by whoever was quiet for as long."""
+"""A sender that was quiet may send this many seconds' worth of requests at once."""
 
 MIN_SENDERS = 64
-"""So many may be remembered though their requests are paid; above it, as many as there are others."""
+"""Senders without debt are dropped above this number, and above twice the number of those with debt."""
 
 MOST_OWED_S = 60.0
-"""A sender that was charged for more than it may have is heard again after so long at the latest."""
+"""A sender that was charged too much is accepted again after at most this time."""
 
 
 class Buckets:
-    """Of each sender only the time until which its requests so far would take it, at the rate that it may have.
+    """Stores for each sender the time until which its requests so far are paid for, at the allowed rate.
 
     Source: the generic cell rate algorithm (ITU-T I.371), a token bucket with one number for each sender.
     """
 
     def __init__(self, rate: float) -> None:
         self.rate = rate
-        self._burst_s = max(BURST_S, 1 / rate)  # one at least
+        self._burst_s = max(BURST_S, 1 / rate)  # at least one request
         self._paid_until: dict[str, float] = {}
         self._tidy_at = MIN_SENDERS  # senders
 
@@ -41,6 +41,6 @@ class Buckets:
         self._paid_until[sender] = min(paid_until, now + self._burst_s + MOST_OWED_S)
 
     def _tidy(self, now: float) -> None:
-        """Forget those whose requests are paid, as if they had never asked."""
+        """Drop senders whose requests are paid for."""
         self._paid_until = {sender: paid_until for sender, paid_until in self._paid_until.items() if paid_until > now}
         self._tidy_at = max(2 * len(self._paid_until), MIN_SENDERS)

@@ -1,4 +1,4 @@
-"""The calls of another peer that are served over one control connection."""
+"""Serves the calls of another peer over one control connection."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ StreamHandler = Callable[[PeerId, Any], AsyncIterator[msgspec.Struct]]
 
 
 Guard = Callable[[PeerId], None]
-"""Raises Refused if a peer may not call."""
+"""Raises ``Refused`` if a peer may not call."""
 
 
 class Served(NamedTuple):
-    """A method and what serves it; a handler that is *prompt* waits for nothing, and returns the response itself.
+    """A method and its handler; a *prompt* handler does not wait, and returns the response itself.
 
-    The guard is asked before a request is decoded.
+    The guard is called before a request is decoded.
     """
 
     method: Method[Any, Any] | StreamMethod[Any, Any]
@@ -45,31 +45,31 @@ class Served(NamedTuple):
 
 
 MAX_CALLS_PER_S = 2000.0
-"""Calls of one peer, and five seconds' worth of them at once; the busiest leader of a round gets a tenth of that."""
+"""Calls of one peer, with bursts of five seconds' worth; the busiest leader of a round gets a tenth of that."""
 
 MAX_SERVING_S = 3600.0
-"""No call is served for longer, whatever its caller would wait."""
+"""Longest time for one call, even if its caller would wait longer."""
 
 MAX_WAITING_BYTES = 8 << 20
-"""Answers to one peer that wait until it reads; above it large ones are not given any more."""
+"""Unread answers to one peer; above it large answers are refused."""
 
 SEND_TIMEOUT_S = 60.0
-"""A peer that reads nothing of its answers for so long is given up."""
+"""A connection is aborted if the peer reads none of its answers for this time."""
 
 MAX_REQUEST_BYTES = 8 << 20
-"""Requests of one connection that are served at once, together; above it more are refused."""
+"""Total size of concurrent requests on one connection; above it more are refused."""
 
 NIL = msgspec.Raw(b"\xc0")
 
 
 class Serving:
-    """The requests of one remote peer, each in a task of its own, unless its handler needs none.
+    """The requests of one remote peer; each runs in its own task, unless its handler is prompt.
 
     Args:
         handlers: what this peer serves, by method name.
-        max_requests: that are served at once; more are refused.
-        call_rate: of each peer, over all of its connections; more are refused.
-        on_served: called after each.
+        max_requests: concurrent requests; more are refused.
+        call_rate: limit of each peer, over all of its connections; calls above it are refused.
+        on_served: called after each request.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Serving:
             self._counters["refused_busy"] += 1
             self._send_now(_failure(request, "busy", "too many calls at once"))
             return
-        if not request.timeout_s > 0:  # not a number is not above 0 either; it would disorder the timers of the loop
+        if not request.timeout_s > 0:  # also excludes NaN, which would disorder the timers of the loop
             self._send_now(_failure(request, "bad_request", f"a deadline of {request.timeout_s} s"))
             return
         served = self._handlers.get(request.method)
@@ -117,23 +117,23 @@ class Serving:
             self._spawn(request, self._answer(request))
 
     def cancel(self, call_id: int) -> None:
-        """The caller no longer waits."""
+        """Cancel a call whose caller has given up."""
         if (task := self._serving.get(call_id)) is not None:
             self._cancelled.add(call_id)
             self._tasks.cancel(task)
 
     def credit(self, call_id: int, num_items: int) -> None:
-        """The caller of a streaming call has room for more."""
+        """Allow more items of a streaming call."""
         if (window := self._windows.get(call_id)) is not None:
             window.widen(num_items)
 
     def end(self) -> None:
-        """The connection is lost: nobody waits for any answer."""
+        """Cancel all calls, as the connection is lost."""
         for call_id in list(self._serving):
             self.cancel(call_id)
 
     async def close(self) -> None:
-        """End what still runs: handlers take their time to tidy up."""
+        """Stop all running handlers, which may take time to clean up."""
         await self._tasks.close()
 
     def _spawn(self, request: Request, answering: Coroutine[Any, Any, None]) -> None:
@@ -168,7 +168,7 @@ class Serving:
             if request.id in self._cancelled or self._tasks.is_closed:
                 raise
             frame = self._failure_of(request, RuntimeError(f"the handler was cancelled by itself: {error}"))
-        except Exception as error:  # noqa: BLE001 (the caller learns that it failed, not how we look inside)
+        except Exception as error:  # noqa: BLE001 (the caller learns that the call failed, but no internals)
             if isinstance(error, PeerLost) and error.peer_id == self._stream.remote:
                 return
             frame = self._failure_of(request, error)
@@ -191,7 +191,7 @@ class Serving:
         except Refused as error:
             self._send_now(_failure(request, error.code, error.message))
         except (PeerLost, Timeout) as error:
-            logger.debug("peer %s does not get the answer of %s: %s", self._stream.remote, request.method, error)
+            logger.debug("peer %s did not get the answer of %s: %s", self._stream.remote, request.method, error)
 
     async def _handle(self, request: Request) -> bytes:
         served = self._handlers.get(request.method)
@@ -231,7 +231,7 @@ class Serving:
             return
         if self._num_waiting_bytes + len(frame) > MAX_WAITING_BYTES:
             self._counters["refused_busy"] += 1
-            raise Refused(self._stream.remote, "busy", "too many answers wait until they are read")
+            raise Refused(self._stream.remote, "busy", "too many unread answers")
         self._num_waiting_bytes += len(frame)
         try:
             async with time_limit(SEND_TIMEOUT_S, f"for peer {self._stream.remote} to read its answers"):
@@ -243,12 +243,12 @@ class Serving:
             self._num_waiting_bytes -= len(frame)
 
     def _send_now(self, frame: bytes) -> None:
-        with suppress(PeerLost):  # the connection sees to it
+        with suppress(PeerLost):  # the connection handles it
             self._stream.send_now(frame)
 
 
 class _Window:
-    """How many more items may be sent."""
+    """Flow control of a streaming call."""
 
     def __init__(self, num_items: int) -> None:
         self._num_items = num_items
@@ -259,7 +259,7 @@ class _Window:
         self._widened.set()
 
     async def room(self) -> None:
-        """Wait until one more may be sent, and count it; the deadline of the call bounds it."""
+        """Wait until one more item may be sent, and count it; the deadline of the call applies."""
         while self._num_items == 0:
             self._widened.clear()
             await self._widened.wait()

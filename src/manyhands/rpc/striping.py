@@ -1,8 +1,8 @@
 """One bulk stream over several connections.
 
-On a long link with losses one TCP connection is slow, whatever the link could carry: it halves its window at each loss,
-and needs many round trips to widen it again. Several connections lose less each. Their bytes are dealt out in blocks of
-a fixed size in turn, so nothing but the bytes travels, straight from and into the caller's memory.
+On a long link with losses a single TCP connection is slow, whatever the link could carry: it halves its window at each
+loss and takes many round trips to widen it again. With several connections each loss costs less. The bytes are
+distributed round-robin in blocks of a fixed size, without headers, directly from and into the caller's memory.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from manyhands.transport.piecewise import Piecewise
 BLOCK_BYTES = 1 << 18
 
 RTT_OF_ONE_S = 0.025
-"""A connection is added for each so many seconds of round trip."""
+"""One connection is used per this much round trip."""
 
 RTT_OF_ONE_BBR_S = 0.05
-"""As much where losses do not narrow a connection, and more of them are only in each other's way."""
+"""The same under BBR, where losses do not narrow a connection, and more connections only compete."""
 
 BYTES_OF_ONE = 1 << 20
-"""A connection is added for each so many bytes: less does not pay for a handshake."""
+"""One connection is used per this many bytes: fewer are not worth a handshake."""
 
 MAX_INCOMPLETE = 16
-"""Streams of one remote peer that wait for their other connections."""
+"""Incomplete streams of one remote peer."""
 
 
 def num_stripes(rtt_s: float, size_bytes: int, *, has_bbr: bool) -> int:
-    """Connections that are worth having for ``size_bytes`` on a link with this round trip; one if it is not known."""
+    """Return how many connections to use for ``size_bytes`` at this round trip; one if it is unknown."""
     rtt_of_one_s = RTT_OF_ONE_BBR_S if has_bbr else RTT_OF_ONE_S
     by_rtt = round(rtt_s / rtt_of_one_s) if math.isfinite(rtt_s) else 1
     return max(1, min(by_rtt, size_bytes // BYTES_OF_ONE, MAX_STRIPES))
@@ -95,7 +95,7 @@ class StripedStream(Piecewise):
         await asyncio.gather(*(stripe.close(timeout_s) for stripe in self._stripes))
 
     async def wait_closed(self) -> None:
-        """Wait until all of the connections are closed: the others may still bring what was sent before."""
+        """Wait until all connections are closed: some may still deliver what was sent before."""
         waits = [asyncio.ensure_future(stripe.wait_closed()) for stripe in self._stripes]
         try:
             await asyncio.wait(waits)
@@ -116,7 +116,7 @@ class StripedStream(Piecewise):
             view, position = view[num_bytes:], position + num_bytes
 
     async def _all(self, parts: Sequence[Coroutine[Any, Any, None]]) -> None:
-        """Run the parts of all connections; when one fails, the stream has a gap, and ends."""
+        """Run one coroutine per connection; if one fails, the stream has a gap and is aborted."""
         tasks = [asyncio.ensure_future(part) for part in parts]
         try:
             await asyncio.gather(*tasks)
@@ -137,7 +137,7 @@ class StripeSets:
     """Accepted connections that wait for the others of their stream.
 
     Args:
-        timeout_s: how long they may take to come.
+        timeout_s: time for the others to arrive.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -148,11 +148,11 @@ class StripeSets:
         self._num_waiting: Counter[PeerId] = Counter()
 
     async def join(self, stripe: Stripe, stream: Stream) -> StripedStream | None:
-        """Wait for the other connections; the last one to come gets the whole stream.
+        """Wait for the other connections; the last one to arrive gets the whole stream.
 
         Raises:
-            ProtocolViolation: it does not fit to the others, or too many streams are incomplete.
-            Timeout: the others did not come.
+            ProtocolViolation: it does not match the others, or too many streams are incomplete.
+            Timeout: the others did not arrive.
         """
         key = (stream.remote, stripe.stream_id)
         if stripe.index >= stripe.count:
@@ -166,7 +166,7 @@ class StripeSets:
             self._counts[key] = stripe.count
         stripes, complete = self._waiting[key], self._complete[key]
         if stripe.index in stripes or stripe.count != self._counts[key]:
-            text = f"connection {stripe.index} of {stripe.count} of a stream does not fit to its others"
+            text = f"connection {stripe.index} of {stripe.count} of a stream does not match its others"
             raise ProtocolViolation(stream.remote, text)
         stripes[stripe.index] = stream
         if len(stripes) == stripe.count:

@@ -1,4 +1,4 @@
-"""The line over which one peer sends to others far away: its rounds share it, and none of its streams overflows it."""
+"""Divides the upload of one peer to distant peers among its rounds, and paces the streams to the rate of the line."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from manyhands.transport.api import Delivery, Stream
 
 LOOK_PERIOD_S = 0.2
 STRETCH_S = 4.0
-"""The pace is looked at again after so long, and at the end of a round."""
+"""The pace is updated after this time, and at the end of a round."""
 FIRST_STRETCH_S = 8.0
 MIN_FIRST_S = 6.0
-"""Not paced, streams take long to show what the line carries: so long, or until the round ends, but never less."""
+"""Unpaced streams take long to show the rate of the line: ``FIRST_STRETCH_S``, or until the round ends, but at least
+``MIN_FIRST_S``."""
 SETTLE_S = 0.5
-"""After a new pace the queues of the line still hold what was sent before."""
+"""After a change of the pace the queues still hold what was sent before."""
 
 MIN_ROUND_S = 4.0
-"""A round that would be over sooner is not paced: it would be hardly faster, and never fills the line for long enough
-to show what that carries."""
+"""A shorter round is not paced: it would gain little, and never fills the line for long enough to measure it."""
 
 MIN_PACE = 1 << 16
-"""Bytes per second; for the few messages of a stream that has nearly nothing to carry."""
+"""Bytes per second; for the few messages of a stream that carries almost nothing."""
 
 
 SPARE = 0.05
-"""How far off a guess of what a stream is to carry may be."""
+"""By how much the expected size of a stream may be wrong."""
 
 
 @dataclass
 class Load:
-    """What one stream is to carry.
+    """The expected and measured traffic of one stream.
 
     Attributes:
-        num_bytes, left: in all, and what the other end has not confirmed yet; about.
-        done: what the stream had done when it was last looked at.
-        is_open: it may still carry something.
+        num_bytes, left: approximate size, and how much of it was not acknowledged yet.
+        done: the delivery at the last sample.
+        is_open: whether the stream may still carry data.
     """
 
     num_bytes: float
@@ -51,7 +51,7 @@ class Load:
 
     @property
     def part(self) -> float:
-        """Of the pace, in any unit: one that seems to be done has something to send, perhaps, unless it is closed."""
+        """Its share of the pace, in any unit; an open stream that seems to be done may still have data to send."""
         return self.left + SPARE * self.num_bytes if self.is_open else 0.0
 
 
@@ -60,7 +60,7 @@ class Share:
 
     Attributes:
         streams: those on long links.
-        backlog: what these carried while they had enough to send.
+        backlog: rate measurements of these while they were backlogged.
     """
 
     def __init__(self, uplink: Uplink) -> None:
@@ -69,28 +69,28 @@ class Share:
         self._uplink = uplink
 
     def add(self, stream: Stream, num_bytes: float) -> None:
-        """A stream that is to carry so many bytes in the round, about; one on a short link is as free as ever."""
+        """Add a stream that will carry about ``num_bytes`` in the round; one on a short link is not paced."""
         if (delivery := stream.delivery()) is not None:
             self.streams[stream] = Load(num_bytes, num_bytes, delivery)
             self._uplink.watch()
 
     def is_long(self, line: float) -> bool:
-        """Whether the round takes so long on a line of so many bytes per second that it is paced."""
+        """Whether the round takes long enough to be paced, on a line of this many bytes per second."""
         return sum(load.num_bytes for load in self.streams.values()) >= MIN_ROUND_S * line
 
     def free(self) -> None:
-        """Have no stream paced."""
+        """Remove the pace of all streams."""
         for stream in self.streams:
             stream.pace(math.inf)
 
     def pace(self, bytes_per_s: float) -> None:
-        """Have all streams together send so fast, and each so that all end together."""
+        """Set the total rate of all streams, divided so that they end together."""
         parts = sum(load.part for load in self.streams.values())
         for stream, load in self.streams.items():
             stream.pace(max(bytes_per_s * load.part / max(parts, 1), MIN_PACE))
 
     def look(self, now: float) -> Iterable[Delivery]:
-        """What each stream has done since it was last looked at, but for those that are closed.
+        """Sample all streams; return the deliveries of the open ones since the last sample.
 
         Args:
             now: the loop's time.
@@ -108,10 +108,10 @@ class Share:
 
 
 class Uplink:
-    """Paces the streams of one endpoint that go to far peers; each of several rounds at once gets the same.
+    """Paces the streams of one endpoint to distant peers; concurrent rounds get equal shares.
 
     Args:
-        tasks: look after it as long as such streams are there.
+        tasks: owner of the task that watches such streams.
     """
 
     def __init__(self, tasks: TaskOwner) -> None:
@@ -132,7 +132,7 @@ class Uplink:
 
     @contextmanager
     def shared(self) -> Iterator[Share]:
-        """A round, whose streams are paced within the block."""
+        """Pace the streams of a round inside the block."""
         share = Share(self)
         self._shares.append(share)
         try:
@@ -142,19 +142,19 @@ class Uplink:
                 self._look(is_last=not any(other.streams for other in self._shares if other is not share))
             finally:
                 self._shares.remove(share)
-                share.free()  # what a stream that is let go still has to send shall not wait
+                share.free()  # the pace must not delay what a released stream still has to send
                 self._divide()
                 if self._watching is not None and not self._active():
                     self._tasks.cancel(self._watching)
                     self._watching = None
 
     def watch(self) -> None:
-        """Another stream shares the line from now on."""
-        if not self._is_changed:  # others come in the same moment
+        """Include a new stream."""
+        if not self._is_changed:  # more streams may be added in the same iteration of the loop
             self._is_changed = True
             asyncio.get_running_loop().call_soon(self._divide)
         if (self._watching is None or self._watching.done()) and not self._tasks.is_closed:
-            self._watching = self._tasks.spawn(self._watch(), name="what the uplink carries")
+            self._watching = self._tasks.spawn(self._watch(), name="uplink measurement")
 
     def _divide(self) -> None:
         self._is_changed = False
@@ -173,19 +173,19 @@ class Uplink:
             await asyncio.sleep(LOOK_PERIOD_S)
 
     def _look(self, *, is_last: bool = False) -> None:
-        """See what the streams have done; at the end of a stretch, find the pace of the next one."""
+        """Sample all streams; at the end of a stretch, set the pace of the next one."""
         now, num_open = asyncio.get_running_loop().time(), self._num_open()
         before_s = sum(share.backlog.seconds for share in self._shares)
         changes = [change for share in self._shares for change in share.look(now)]
         busy_s = self._total.busy_s + sum(share.backlog.seconds for share in self._shares) - before_s
-        if self._num_open() < num_open:  # a member is lost: the others get its part
+        if self._num_open() < num_open:  # a member is lost: divide its share among the others
             self._divide()
         self._total = Delivery(*map(sum, zip(self._total, *changes, strict=True)))._replace(busy_s=busy_s)
         if now < self._settled_at:
             return
         line = self._pace.line
         if line is not None and not all(share.is_long(line) for share in self._active()):
-            self._stretches.begin()  # what is not paced shows no pace
+            self._stretches.begin()  # unpaced streams say nothing about the pace
             return
         self._stretches.add(now, self._total)
         if is_last or self._stretches.seconds >= (STRETCH_S if line is not None else FIRST_STRETCH_S):

@@ -1,4 +1,4 @@
-"""A limit on what one peer sends, shared by its bulk streams: each kind of them gets the same."""
+"""An upload limit for one peer, shared equally by the kinds of its bulk streams."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ PIECE_BYTES = 1 << 16
 """Kinds of streams, and the streams of one kind, take turns with pieces of this size."""
 
 BURST_S = 0.05
-"""What was not sent in this time is not made up for."""
+"""Unused capacity is kept for this time only."""
 
 
 class UploadCap:
-    """Bytes per second over all bulk streams of one endpoint, before encryption; control messages are not held up.
+    """Limits the bytes per second over all bulk streams of one endpoint, before encryption; control messages are free.
 
-    Of two runs that average at once each gets half, however many streams it has.
+    Each of two concurrent runs gets half, however many streams it has.
 
     Args:
         mbit_s: megabits per second.
@@ -32,11 +32,11 @@ class UploadCap:
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     def turn_of(self, kind: str) -> asyncio.Lock:
-        """Held by one stream of a kind while it waits for that kind's turn."""
+        """Return the lock that streams of a kind hold while they wait for that kind's turn."""
         return self._turns.setdefault(kind, asyncio.Lock())
 
     async def wait_for(self, num_bytes: int, turn: asyncio.Lock) -> None:
-        """Wait until ``num_bytes`` more may be sent, and count them; first come, first served, kind by kind."""
+        """Wait until ``num_bytes`` more may be sent, and count them; kinds take turns, each in FIFO order."""
         loop = asyncio.get_running_loop()
         async with turn, self._turn:
             if (wait_s := self._free_at - loop.time()) > 0:
@@ -45,7 +45,7 @@ class UploadCap:
 
 
 class CappedStream(PassingStream, Piecewise):
-    """A bulk stream of some kind that sends no faster than its endpoint may."""
+    """A bulk stream limited by the upload cap of its endpoint."""
 
     def __init__(self, stream: Stream, cap: UploadCap, kind: str) -> None:
         super().__init__(stream)
@@ -64,6 +64,6 @@ class CappedStream(PassingStream, Piecewise):
                         piece = view[start : start + PIECE_BYTES]
                         await self._cap.wait_for(len(piece), self._turn)
                         await self._stream.send(piece)
-            except asyncio.CancelledError:  # nobody could tell where the next message begins
+            except asyncio.CancelledError:  # the receiver could not find the start of the next message
                 self._stream.abort()
                 raise

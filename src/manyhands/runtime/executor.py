@@ -1,4 +1,4 @@
-"""Work beside the loop that is never left behind."""
+"""Runs blocking work beside the loop and never abandons it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ T = TypeVar("T")
 async def run_to_end(work: Callable[..., T], *args: Any) -> T:
     """Run short work on a thread of the loop's executor.
 
-    Nothing can stop it there. So who is cancelled meanwhile waits until it has ended: it may write to memory that is
-    used for something else next.
+    The work cannot be interrupted. A cancelled caller therefore waits for its end, since it may write to memory that is
+    reused afterwards.
     """
     job = asyncio.get_running_loop().run_in_executor(None, work, *args)
     was_cancelled = False
@@ -23,6 +23,6 @@ async def run_to_end(work: Callable[..., T], *args: Any) -> T:
         except asyncio.CancelledError:
             was_cancelled = True
     if was_cancelled:
-        job.exception()  # nobody wants it any more
+        job.exception()  # retrieved, so that it is not logged
         raise asyncio.CancelledError
     return job.result()

@@ -1,4 +1,4 @@
-"""Work that a program which was told to leave may finish first."""
+"""Lets a program that was told to exit finish some work first."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_ends_at: list[float] = []  # monotonic; of the blocks that are running
+_ends_at: list[float] = []  # monotonic deadlines of the running blocks
 
 
 @contextmanager
 def finishing(limit_s: float) -> Iterator[None]:
-    """Whoever ends a program that does not leave in time waits for the end of this block, at most so many seconds."""
+    """Delay a forced exit of the program until the end of this block, but at most for ``limit_s`` seconds."""
     ends_at = time.monotonic() + limit_s
     _ends_at.append(ends_at)
     try:
@@ -21,5 +21,5 @@ def finishing(limit_s: float) -> Iterator[None]:
 
 
 def finishing_for_s() -> float:
-    """For how many seconds at most something may still want to finish; 0 if there is nothing."""
+    """Return the longest time that any running block may still take; 0 without one."""
     return max((ends_at - time.monotonic() for ends_at in list(_ends_at)), default=0.0)

@@ -1,4 +1,4 @@
-"""Work that Ctrl-C does not break off half-way."""
+"""Delays Ctrl-C and other signals until a block of work is done."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ SIGNALS = [
     for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGBREAK", "SIGUSR1", "SIGUSR2")
     if hasattr(signal, name)
 ]
-"""Not SIGALRM: an alarm is there to end what hangs."""
+"""Without SIGALRM, whose purpose is to end code that hangs."""
 ENDING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGBREAK") if hasattr(signal, name)]
 AGAIN_AFTER_S = 1.0
-"""Terminals and launchers may send one and the same Ctrl-C twice, at once; a person needs longer."""
+"""Terminals and launchers may send one Ctrl-C twice at once; a person takes longer to repeat it."""
 Handler = Callable[[int, FrameType | None], Any]
 
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Signals that come within the block are handled when it is over, whether it ends well or not.
+    """Delay the signals that arrive within the block until its end, whether it succeeds or raises.
 
-    Those are meant whose handlers are written in Python, Ctrl-C above all: they may raise an error after any line. They
-    do so in the main thread only, and in others this does nothing. One that is to end the program is not put off when
-    it comes again after a second: it ends a block that hangs. The block must not hand the thread on to other blocks
-    like it, as a greenlet can.
+    This concerns signals with handlers in Python, above all Ctrl-C, as these may raise after any line. Such handlers
+    run in the main thread only; in other threads this does nothing. A signal that ends the program is not delayed if it
+    is repeated after a second, so that it can end a hanging block. The block must not switch to other such blocks in
+    the same thread, as a greenlet can.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     found = {number: signal.getsignal(number) for number in SIGNALS}
     handlers = {number: handler for number, handler in found.items() if callable(handler)}
-    put_off: dict[int, float] = {}  # since when
+    put_off: dict[int, float] = {}  # with the time of the first signal
 
     def note(number: int, frame: FrameType | None) -> None:
         since = put_off.setdefault(number, time.monotonic())
@@ -54,7 +54,7 @@ def uninterrupted() -> Iterator[None]:
 
 
 def _handle(numbers: list[int], handlers: Mapping[int, Handler]) -> None:
-    """Call the handlers of all, also when one raises; but of none that was replaced, by another handler say."""
+    """Call all handlers, even if one raises; skip those that were replaced, for example by another handler."""
     if numbers:
         number = numbers.pop(0)
         try:
@@ -65,7 +65,7 @@ def _handle(numbers: list[int], handlers: Mapping[int, Handler]) -> None:
 
 
 def _restore(handlers: list[tuple[int, Handler]], current: Handler) -> None:
-    """Put back all, also when the first of them raises at once; but none that was replaced meanwhile."""
+    """Restore all handlers, even if one raises at once; skip those that were replaced meanwhile."""
     if handlers:
         number, handler = handlers.pop()
         try:

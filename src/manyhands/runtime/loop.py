@@ -1,6 +1,6 @@
-"""The one thread on which a peer does all its networking.
+"""The network thread of a peer.
 
-The caller's thread trains; this thread runs an asyncio loop. They meet in :meth:`LoopThread.run`.
+The caller's thread trains; this thread runs an asyncio loop. The caller waits for it in :meth:`LoopThread.run`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class LoopThread:
     """An asyncio loop in a background thread."""
 
     def __init__(self, name: str = "manyhands") -> None:
-        self._loop = asyncio.SelectorEventLoop()  # also on Windows: its other loop cannot watch plain sockets
-        self._lock = threading.Lock()  # so that nothing is submitted once the end has begun
+        self._loop = asyncio.SelectorEventLoop()  # on Windows too, as the Proactor loop cannot watch plain sockets
+        self._lock = threading.Lock()  # prevents a submit after the close has begun
         self._is_closing = False
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
         self._thread.start()
@@ -50,10 +50,10 @@ class LoopThread:
             for task in stuck:
                 logger.error("task %r did not end within %.3g s of its cancellation", task.get_name(), CANCEL_TIMEOUT_S)
         self._loop.run_until_complete(self._loop.shutdown_asyncgens())
-        self._loop.close()  # waits for no job of the executor: some can hang, and none can be interrupted
+        self._loop.close()  # does not wait for executor jobs: some can hang, and none can be interrupted
 
     def submit(self, coro: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Start ``coro`` on the loop; the future may be waited for from any other thread."""
+        """Start ``coro`` on the loop; any other thread may wait for the future."""
         with self._lock:
             if self._is_closing or not self._thread.is_alive():  # a forked child has the object, but not the thread
                 coro.close()
@@ -65,7 +65,7 @@ class LoopThread:
 
         Raises:
             Timeout: it took longer than ``timeout_s`` seconds; ``phase`` says what was waited for.
-            ManyhandsError: the thread was closed before the result came.
+            ManyhandsError: the thread was closed before the result arrived.
         """
         if threading.current_thread() is self._thread:
             coro.close()
@@ -83,7 +83,7 @@ class LoopThread:
             future.cancel()
 
     def close(self) -> None:
-        """Cancel what still runs and end the thread. May be called twice."""
+        """Cancel all tasks and end the thread. May be called twice."""
         with self._lock:
             if not self._is_closing and self._thread.is_alive():
                 self._loop.call_soon_threadsafe(self._loop.stop)

@@ -1,4 +1,4 @@
-"""Trying again for as long as others cannot be reached."""
+"""Retries while the network is unavailable."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOST_WAIT_S = 60.0
 
 
 def until_reached(attempt: Callable[[], T], sleep: Callable[[float], object], what: str) -> T:
-    """What an attempt returns that does not end with ``Unavailable``; the waits between two double, up to a minute.
+    """Call ``attempt`` until it does not raise ``Unavailable``; the waits in between double, up to a minute.
 
     Args:
         what: for the log, such as ``joining run 'albert'``.

@@ -1,4 +1,4 @@
-"""Background tasks that somebody owns: none is forgotten, none fails in silence."""
+"""Background tasks with an owner that logs their failures and ends them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ logger = logging.getLogger(__name__)
 
 
 class TaskOwner:
-    """Holds the background tasks of one part, logs those that fail, and ends them all on :meth:`close`.
+    """Holds the background tasks of one component, logs those that fail, and ends all on :meth:`close`.
 
     Args:
-        name: of the part, for log lines.
-        on_failure: called on the loop with each exception that a task ended with, after it was logged.
+        name: of the component, for log lines.
+        on_failure: called on the loop with the exception of each failed task, after it was logged.
     """
 
     def __init__(self, name: str, on_failure: Callable[[BaseException], None] | None = None) -> None:
@@ -42,7 +42,7 @@ class TaskOwner:
 
     @asynccontextmanager
     async def beside(self, coro: Coroutine[Any, Any, object], *, name: str) -> AsyncIterator[None]:
-        """Run ``coro`` while the block runs; if it fails, the log says so at once, and the block goes on."""
+        """Run ``coro`` while the block runs; a failure is logged at once and does not affect the block."""
         task = self.spawn(coro, name=name)
         try:
             yield
@@ -51,7 +51,7 @@ class TaskOwner:
             await asyncio.gather(task, return_exceptions=True)
 
     def cancel(self, task: asyncio.Task[Any]) -> None:
-        """Cancel a task, once: a second time would interrupt what it does to tidy up."""
+        """Cancel a task, once: a second cancellation would interrupt its cleanup."""
         if task in self._tasks and task not in self._cancelled:
             self._cancelled.add(task)
             task.cancel()
@@ -66,7 +66,7 @@ class TaskOwner:
             self._on_failure(error)
 
     async def close(self, timeout_s: float = 5.0) -> None:
-        """Cancel all tasks and wait for them; the log names those that outlast ``timeout_s`` seconds."""
+        """Cancel all tasks and wait for them; log those that take longer than ``timeout_s`` seconds."""
         self.is_closed = True
         tasks = self._tasks - {asyncio.current_task()}
         for task in tasks:

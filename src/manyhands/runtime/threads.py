@@ -1,7 +1,7 @@
-"""Threads for jobs that may block for as long as they like, such as reading from a socket.
+"""Threads for jobs that may block indefinitely, such as reading from a socket.
 
-An executor's threads would be joined when Python exits, and a job that nobody ends would then hang the process; these
-are daemons. Idle ones are kept for the next job.
+Python joins the threads of an executor when it exits, so that an endless job would hang the process; these threads are
+daemons. Idle ones are kept for the next job.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ IDLE_S = 5.0
 
 
 class BlockingThreads:
-    """As many threads as there are jobs at a time.
+    """A pool with one thread for each running job.
 
     Args:
         name: of the threads.
@@ -51,14 +51,14 @@ class BlockingThreads:
             worker.jobs.put(None)
 
     def rest(self, worker: _Worker) -> bool:
-        """A worker has nothing to do; whether it should wait for another job."""
+        """Add a worker to the idle ones; return whether it should wait for another job."""
         with self._lock:
             if not self._is_closed:
                 self._idle.append(worker)
             return not self._is_closed
 
     def leave(self, worker: _Worker) -> bool:
-        """A worker has waited for long enough; whether it may end, since no job is on its way to it."""
+        """Remove a worker that has been idle for long; return whether it may end, as no job was given to it."""
         with self._lock:
             is_idle = worker in self._idle
             if is_idle:
@@ -85,7 +85,7 @@ class _Worker:
             if task is None:
                 return
             _do(*task)
-            del task  # what it holds is not needed any more
+            del task  # releases its references
             if not self._pool.rest(self):
                 return
 
@@ -94,7 +94,7 @@ def _do(loop: asyncio.AbstractEventLoop, done: asyncio.Future[T], job: Callable[
     try:
         outcome: Any = job(*args)
         report: Callable[[Any], None] = done.set_result
-    except BaseException as error:  # noqa: BLE001 (it belongs to whoever waits for the job)
+    except BaseException as error:  # noqa: BLE001 (re-raised for the caller that awaits the job)
         outcome, report = error, done.set_exception
 
     def finish() -> None:

@@ -1,9 +1,9 @@
-"""How long one thread of Python keeps the others waiting while peers of this process are there.
+"""Shortens the switch interval of Python's threads while peers of this process run.
 
-A training thread hands Python's lock over with each kernel that it calls, and asks for it back a moment later. If the
-network thread has it then, and goes on in Python, the training thread waits for a whole switch interval, 5 ms as Python
-has it: with kernels of 0.1 ms a few messages cost more than a batch. With shorter turns it waits for as long as they
-take (docs/dev/log.md).
+A training thread releases the GIL with each kernel that it calls, and needs it back a moment later. If the network
+thread holds it then, and keeps running Python, the training thread waits for a whole switch interval, 5 ms by default:
+with kernels of 0.1 ms a few messages cost more than a batch. With a shorter interval it waits only for as long as the
+messages take (docs/dev/log.md).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ TURN_S = 0.0005
 
 
 class Turns:
-    """Shortens the switch interval of the process while it is wanted, and then sets it back."""
+    """Shortens the switch interval of the process on request, and restores it at the end."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -24,7 +24,7 @@ class Turns:
         self._set_s = 0.0
 
     def shorten(self) -> None:
-        """From now on; each call needs one of :meth:`restore`."""
+        """Shorten the interval; each call needs one of :meth:`restore`."""
         with self._lock:
             if self._num_wanted == 0:
                 self._before_s = sys.getswitchinterval()
@@ -33,7 +33,7 @@ class Turns:
             self._num_wanted += 1
 
     def restore(self) -> None:
-        """It is not wanted any more; what somebody else has set meanwhile stays."""
+        """Undo one :meth:`shorten`; the last call restores the interval, unless other code has changed it meanwhile."""
         with self._lock:
             self._num_wanted -= 1
             if self._num_wanted == 0 and sys.getswitchinterval() == self._set_s:
@@ -41,4 +41,4 @@ class Turns:
 
 
 TURNS = Turns()
-"""Of this process."""
+"""The instance of this process."""

@@ -1,4 +1,4 @@
-"""Waking whoever waits for what other threads do, at no cost while nobody waits."""
+"""Notifies tasks and threads of events in other threads, at no cost while none waits."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from contextlib import suppress
 
 
 class Waker:
-    """Tasks of one loop, and threads, wait for something that any thread may bring about and then tells."""
+    """A condition that tasks of one loop and threads can wait for, and that any thread can signal."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Future[None]] = set()
         self._threads: set[threading.Event] = set()
 
     async def wait_until(self, holds: Callable[[], bool]) -> None:
-        """Return once ``holds()`` is true; asked now, and after each :meth:`wake`. No bound: put one around it."""
+        """Return once ``holds()`` is true; called now and after each :meth:`wake`. Add a timeout around it."""
         while True:
             woken = asyncio.get_running_loop().create_future()
-            self._tasks.add(woken)  # before it asks: a call between the two is heard
+            self._tasks.add(woken)  # before the check, so that no wake in between is missed
             try:
                 if holds():
                     return
@@ -29,7 +29,7 @@ class Waker:
                 self._tasks.discard(woken)
 
     def block_until(self, holds: Callable[[], bool], timeout_s: float) -> bool:
-        """As :meth:`wait_until`, but the thread waits; False if it did so for ``timeout_s`` in vain."""
+        """Like :meth:`wait_until`, but block the thread; return False after ``timeout_s``."""
         deadline = time.monotonic() + timeout_s
         woken = threading.Event()
         self._threads.add(woken)
@@ -43,11 +43,11 @@ class Waker:
             self._threads.discard(woken)
 
     def wake(self) -> None:
-        """Something has changed. Any thread may call this."""
+        """Signal a change. Any thread may call this."""
         for thread in list(self._threads):
             thread.set()
         for woken in list(self._tasks):
-            with suppress(RuntimeError):  # the loop is closed: nobody waits
+            with suppress(RuntimeError):  # the loop is closed: no task waits
                 woken.get_loop().call_soon_threadsafe(_end, woken)
 
 

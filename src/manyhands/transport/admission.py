@@ -1,4 +1,4 @@
-"""Who may connect: limits that keep one host from taking all of a listener."""
+"""Limits on accepted connections, so that one host cannot take all of a listener."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class ListenLimits:
 
     Attributes:
         handshake_timeout_s: for the TLS handshake of one connection.
-        max_handshakes: that are under way at once; above it the oldest in which nothing has come yet makes room, and
-            without one nothing is accepted until one has ended.
-        max_handshakes_per_host: that come from one IP address; above it likewise, of this address, or the new one is
-            closed at once.
-        max_streams: open connections that were accepted; above it nothing is accepted until one has ended. At most
-            half of the files that this process may open, so that there are some left for what it is for.
-        max_streams_per_host: of these from one IP address, or from one /64 of IPv6; more are closed at once, and so is
-            what exceeds a quarter of the files. Many peers may share an address, behind one router.
+        max_handshakes: concurrent handshakes; above it the oldest that has received nothing is dropped, and without one
+            the listener pauses until one has ended.
+        max_handshakes_per_host: concurrent handshakes from one IP address; above it the same is done among those of
+            this address, or the new one is closed at once.
+        max_streams: open accepted connections; above it the listener pauses until one has ended. Limited to half of the
+            files that this process may open, to leave some for other uses.
+        max_streams_per_host: open connections from one IP address, or one /64 of IPv6; more are closed at once, as are
+            those above a quarter of the files. Many peers may share an address, behind one router.
     """
 
     handshake_timeout_s: float = 5.0
@@ -68,14 +68,14 @@ class Admission:
         return True
 
     def shaken_hands(self, host: str) -> None:
-        """The handshake of one connection has succeeded."""
+        """Count a connection as open after its handshake."""
         host = source_of(host)
         self._decrement(self._handshakes, host)
         self._streams[host] += 1
         self._num_streams += 1
 
     def left(self, host: str, *, in_handshake: bool) -> None:
-        """One connection has ended."""
+        """Uncount a connection that has ended."""
         self._decrement(self._handshakes if in_handshake else self._streams, source_of(host))
         self._num_streams -= not in_handshake
 
@@ -86,7 +86,7 @@ class Admission:
 
 
 def source_of(host: str) -> str:
-    """The IP address, or of IPv6 the network that one customer gets (RFC 6177, section 2)."""
+    """Return the IP address, or the IPv6 network that one customer gets (RFC 6177, section 2)."""
     address = ipaddress.ip_address(host.partition("%")[0])
     if isinstance(address, ipaddress.IPv4Address):
         return host
@@ -96,7 +96,7 @@ def source_of(host: str) -> str:
 
 
 def _max_files() -> int:
-    """How many files this process may open, sockets included."""
+    """Return how many files, including sockets, this process may open."""
     try:
         import resource
     except ImportError:  # Windows has no such limit

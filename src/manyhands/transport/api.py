@@ -1,4 +1,4 @@
-"""What every transport provides: authenticated byte streams between two peers."""
+"""The interface of all transports: authenticated byte streams between two peers."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from manyhands.base.address import Address
 from manyhands.base.identity import Identity, PeerId
 
 MAX_UNREAD_BYTES = 4 << 20
-"""What may wait for a peer that does not read, before its stream is given up."""
+"""Unread bytes after which a stream to a peer that does not read is aborted."""
 
 
 class Delivery(NamedTuple):
-    """What the system has done for a stream so far; bytes with encryption.
+    """Counters of a stream from the operating system; bytes include encryption.
 
     Attributes:
-        delivered: of what was sent, what the other end's system has confirmed.
-        sent: with what was sent again.
-        resent: sent again, since it seemed to be lost.
-        busy_s: seconds in which something waited for the line, or was under way, and the other end had room for it.
+        delivered: sent bytes that the other end's system has acknowledged.
+        sent: including retransmissions.
+        resent: retransmissions of data that seemed to be lost.
+        busy_s: seconds in which data was queued or in flight, and the other end had room for it.
     """
 
     delivered: int
@@ -28,7 +28,7 @@ class Delivery(NamedTuple):
     busy_s: float
 
     def since(self, before: Delivery) -> Delivery:
-        """What has been done after something was done."""
+        """Return the difference to an earlier sample."""
         return Delivery(
             self.delivered - before.delivered,
             self.sent - before.sent,
@@ -45,11 +45,11 @@ class Stream(Protocol):
 
     @property
     def is_bulk(self) -> bool:
-        """Whether it was dialled for bulk: it is no :class:`ControlStream`."""
+        """Whether it was dialled for bulk data, and is no :class:`ControlStream`."""
 
     @property
     def remote(self) -> PeerId:
-        """Who is at the other end."""
+        """The peer at the other end."""
 
     @property
     def remote_host(self) -> str:
@@ -57,18 +57,18 @@ class Stream(Protocol):
 
     @property
     def bytes_sent(self) -> int:
-        """So far, before encryption."""
+        """Bytes sent so far, before encryption."""
 
     @property
     def bytes_received(self) -> int:
-        """So far, after decryption."""
+        """Bytes received so far, after decryption."""
 
     @property
     def last_received(self) -> float:
-        """The loop's time when the last bytes came, or when the stream was made."""
+        """Loop time at which the last bytes arrived, or the stream was opened."""
 
     async def send(self, *buffers: bytes | bytearray | memoryview) -> None:
-        """Send buffers one after the other; returns once they are handed over and the backlog is within its bound.
+        """Send buffers in order; returns once they are handed over and the backlog is within its limit.
 
         The buffers must not change before it returns. Cancelling it ends the stream.
         """
@@ -77,53 +77,53 @@ class Stream(Protocol):
         """Fill the whole of ``view`` (format ``B``, writable) with the next bytes."""
 
     async def send_each(self, pieces: Iterator[memoryview]) -> None:
-        """Send what an iterator makes; it works beside the loop. A piece may change when the next one is asked for.
+        """Send the pieces of an iterator, which runs outside the loop. A piece may change when the next is requested.
 
-        What it raises ends the stream, and is raised here.
+        An exception of the iterator ends the stream and is raised here.
         """
 
     async def receive_each(self, views: Iterator[memoryview]) -> None:
-        """Fill each view that an iterator gives; it works beside the loop, and goes on when its last view is full.
+        """Fill each view of an iterator, which runs outside the loop and is resumed once its last view is full.
 
-        What it raises ends the stream, and is raised here.
+        An exception of the iterator ends the stream and is raised here.
         """
 
     def delivery(self) -> Delivery | None:
-        """What has been sent over a long link; None on others, and where the system does not tell."""
+        """Return the counters of a stream on a long link; None on others, and if the system has none."""
 
     def pace(self, bytes_per_s: float) -> None:
-        """Have the system send no faster from now on, and evenly, if it can; as fast as it likes if infinite."""
+        """Limit the send rate from now on, with even spacing, if the system can; infinity removes the limit."""
 
     async def close(self, timeout_s: float = 1.0) -> None:
-        """Flush what was sent, then close; aborts when that takes longer than ``timeout_s`` seconds."""
+        """Flush what was sent, then close; abort when that takes longer than ``timeout_s`` seconds."""
 
     async def wait_closed(self) -> None:
-        """Wait until the stream is closed, by either end. No bound: put one around it."""
+        """Wait until either end closes the stream. Has no timeout: put one around it."""
 
     def abort(self) -> None:
         """Close at once; waiting calls on both ends raise ``PeerLost``. May be called twice."""
 
 
 class ControlStream(Stream, Protocol):
-    """A stream that is fit for small messages in both directions as well."""
+    """A stream that is also suited to small messages in both directions."""
 
     @property
     def rtt_s(self) -> float:
-        """The shortest round trip that the system has seen, in seconds; infinite if it does not tell."""
+        """The shortest round trip that the system has measured, in seconds; infinite if it does not tell."""
 
     async def send_message(self, message: bytes) -> None:
-        """Send one message once the backlog is within its bound; when it is cancelled, whole or not at all."""
+        """Send one message once the backlog is within its limit; if cancelled, it is sent whole or not at all."""
 
     def send_now(self, message: bytes) -> None:
-        """Hand over one small message without waiting, after what was sent before.
+        """Queue one small message without waiting, after what was sent before.
 
         Raises:
-            PeerLost: the stream is closed, or ends here since the other end has not read
-                :data:`MAX_UNREAD_BYTES` that were sent.
+            PeerLost: the stream is closed, or is aborted now since the other end has left
+                :data:`MAX_UNREAD_BYTES` unread.
         """
 
     async def receive(self) -> bytes:
-        """The next bytes, as many as are here, at least one. Cancelling it loses none."""
+        """Return the next bytes, as many as have arrived, at least one. Cancelling it loses none."""
 
 
 def is_control(stream: Stream) -> TypeGuard[ControlStream]:
@@ -139,29 +139,29 @@ class Listener(Protocol):
     """An open port."""
 
     addresses: list[Address]
-    """Where it listens, with the actual port."""
+    """The addresses that it listens on, with the actual port."""
 
     async def close(self) -> None:
-        """Stop accepting, and end the handshakes and handlers that are under way."""
+        """Stop accepting, and end running handshakes and handlers."""
 
 
 class Transport(Protocol):
-    """A way to reach other peers."""
+    """Dials and accepts streams."""
 
     identity: Identity
 
     async def dial(self, address: Address, timeout_s: float) -> ControlStream:
-        """Open a stream to ``address``; who answers must be its ``peer_id``, if it has one.
+        """Open a stream to ``address``; the answering peer must have its ``peer_id``, if it has one.
 
         Raises:
-            DialFailed: with the reason; also when ``timeout_s`` is over.
+            DialFailed: with the reason; also after ``timeout_s``.
         """
 
     async def dial_bulk(self, address: Address, timeout_s: float) -> Stream:
-        """As :meth:`dial`, for a stream that carries bulk."""
+        """Like :meth:`dial`, for a bulk stream."""
 
     def close(self) -> None:
-        """Let go of what the streams share; they must be closed."""
+        """Release shared resources; all streams must be closed."""
 
     async def listen(self, address: Address, on_stream: OnStream) -> Listener:
         """Accept streams on ``address``; port 0 takes a free one.

@@ -1,4 +1,4 @@
-"""Received bytes that nobody has read yet, and the one reader that waits for more."""
+"""Received bytes that were not read yet, and the one reader that waits for more."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ SCRATCH_BYTES = 16 * 1024
 
 
 class ReceiveBuffer:
-    """Bytes go straight into the reader's memory when one waits, else into a bounded backlog.
+    """Receives directly into the memory of a waiting reader, else into a bounded backlog.
 
     Args:
-        limit_bytes: the backlog above which :attr:`is_full` asks the sender to pause.
-        on_room: called when a full backlog has been read below the limit.
+        limit_bytes: size of the backlog from which :attr:`is_full` asks the sender to pause.
+        on_room: called when a full backlog was read below the limit.
     """
 
     def __init__(self, limit_bytes: int, on_room: Callable[[], None]) -> None:
@@ -37,14 +37,14 @@ class ReceiveBuffer:
         return len(self._backlog)
 
     def get_buffer(self) -> memoryview:
-        """Memory to receive into; call :meth:`updated` with the number of bytes written."""
+        """Return memory to receive into; call :meth:`updated` with the number of bytes written."""
         return self._target if self._target is not None else memoryview(self._scratch)
 
     def updated(self, num_bytes: int) -> None:
-        """The first ``num_bytes`` of the last :meth:`get_buffer` were written."""
+        """Note that the first ``num_bytes`` of the last :meth:`get_buffer` were written."""
         if self._target is None:
             self._backlog += memoryview(self._scratch)[:num_bytes]
-            if self._filled is not None and not self._filled.done():  # somebody takes whatever comes
+            if self._filled is not None and not self._filled.done():  # a reader waits in take()
                 self._filled.set_result(None)
             return
         self._target = self._target[num_bytes:]
@@ -63,14 +63,14 @@ class ReceiveBuffer:
             data = data[num_bytes:]
 
     def end(self, error: PeerLost) -> None:
-        """No more bytes will come; what is in the backlog can still be read."""
+        """Note that no more bytes will arrive; the backlog can still be read."""
         if self._error is None:
             self._error = error
             if self._filled is not None and not self._filled.done():
                 self._filled.set_exception(error)
 
     async def take(self) -> bytes:
-        """All bytes of the backlog; waits until there are some. Cancelling it loses none."""
+        """Return the whole backlog; waits until it is not empty. Cancelling it loses nothing."""
         self._check_alone()
         if not self._backlog:
             if self._error is not None:
@@ -90,7 +90,7 @@ class ReceiveBuffer:
     async def fill(self, view: memoryview) -> None:
         """Wait until ``view`` is full.
 
-        Cancelling it leaves the stream in the middle of a message; the caller must drop the stream then.
+        Cancelling it leaves the stream in the middle of a message; the caller must then drop the stream.
         """
         view = self.take_into(view)
         if len(view) == 0:
@@ -109,7 +109,7 @@ class ReceiveBuffer:
             raise RuntimeError("two tasks receive from one stream")
 
     def take_into(self, view: memoryview) -> memoryview:
-        """Fill ``view`` from the backlog without waiting; returns the rest of it."""
+        """Fill ``view`` from the backlog without waiting; return the unfilled rest."""
         self._check_alone()
         was_full = self.is_full
         num_bytes = min(len(self._backlog), len(view))

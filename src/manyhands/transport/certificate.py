@@ -1,9 +1,9 @@
-"""Certificates that carry a peer's identity into TLS.
+"""Certificates that carry the identity of a peer in TLS.
 
-TLS libraries accept a client certificate only from an issuer that they know. So all peers use one *published* issuer
-key, which proves nothing by itself: each peer signs its own leaf certificate with it, over its own Ed25519 key. The TLS
-1.3 handshake then proves possession of both leaf keys (RFC 8446, section 4.4.3), and each side reads the other's peer
-id from the leaf.
+TLS libraries accept a client certificate only from a known issuer. So all peers use one *published* issuer key, which
+proves nothing by itself: each peer signs its own leaf certificate with it, over its own Ed25519 key. The TLS 1.3
+handshake then proves possession of both leaf keys (RFC 8446, section 4.4.3), and each side reads the other's peer id
+from the leaf.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from manyhands.base.identity import Identity, PeerId, peer_id_from_public_key
 
 ALPN = "manyhands/1"
 BULK_ALPN = "manyhands-bulk/1"
-"""Of connections for bulk; their handshake is followed by records of :mod:`manyhands.transport.sealing`."""
+"""For bulk connections; their handshake is followed by records of :mod:`manyhands.transport.sealing`."""
 
 _ISSUER_KEY = Ed25519PrivateKey.from_private_bytes(hashlib.sha256(b"manyhands published issuer, no secret").digest())
 _ISSUER_NAME = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "manyhands published issuer")])
-# wide validity: the clocks of peers may be wrong, and the certificate's dates protect nothing here
+# wide validity: the clocks of peers may be wrong, and the dates protect nothing here
 _NOT_BEFORE = datetime.datetime(2000, 1, 1, tzinfo=datetime.timezone.utc)
 _NOT_AFTER = datetime.datetime(2999, 12, 31, tzinfo=datetime.timezone.utc)
 
 
 def peer_id_of_certificate(der: bytes) -> PeerId | None:
-    """The peer id in a leaf certificate that TLS has verified, or None when it holds no Ed25519 key."""
+    """Return the peer id in a leaf certificate that TLS has verified; None if it holds no Ed25519 key."""
     try:
         key = x509.load_der_x509_certificate(der).public_key()
     except (ValueError, UnsupportedAlgorithm, x509.InvalidVersion):  # OpenSSL is not as strict
@@ -40,14 +40,14 @@ def peer_id_of_certificate(der: bytes) -> PeerId | None:
 
 
 def leaf_certificate(identity: Identity) -> x509.Certificate:
-    """The certificate of one peer, signed with the published issuer key."""
+    """Return the certificate of a peer, signed with the published issuer key."""
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, identity.peer_id)])
     return _certificate(name, identity.private_key.public_key(), serial=2, is_issuer=False)
 
 
 @functools.cache
 def issuer_certificate() -> x509.Certificate:
-    """The certificate of the published issuer, which every leaf is checked against."""
+    """Return the certificate of the published issuer, against which every leaf is verified."""
     return _certificate(_ISSUER_NAME, _ISSUER_KEY.public_key(), serial=1, is_issuer=True)
 
 

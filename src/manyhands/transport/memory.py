@@ -1,4 +1,4 @@
-"""Peers of one process, connected without sockets: for tests."""
+"""An in-process transport without sockets, for tests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BACKLOG_BYTES = 256 * 1024
 
 
 class MemoryNetwork:
-    """Where the peers of one test find each other."""
+    """Connects the peers of one test."""
 
     def __init__(self) -> None:
         self.listeners: dict[tuple[str, int], MemoryListener] = {}
@@ -60,7 +60,7 @@ class MemoryStream(Piecewise):
         try:
             await self.other._room.wait()  # noqa: SLF001
         except asyncio.CancelledError:
-            if number > 0:  # in the middle of a message: nobody could tell where the next one begins
+            if number > 0:  # in the middle of a message: the receiver could not find the start of the next one
                 self.abort()
             raise
         if self._closed.is_set():

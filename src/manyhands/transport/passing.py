@@ -1,4 +1,4 @@
-"""What streams that stand on another stream have in common."""
+"""The base class of streams that wrap another stream."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from manyhands.transport.api import Delivery, Stream
 
 
 class PassingStream:
-    """Passes everything on to another stream; those that change something derive from it."""
+    """Forwards everything to another stream; subclasses override what they change."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream

@@ -1,4 +1,4 @@
-"""Memory for records on their way, shared by all streams of the process: only those that move something need any."""
+"""A memory pool for records in transfer, shared by all streams of the process; idle streams need none."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ ROOM_BYTES = CHUNK_BYTES + 1024
 """For one of the longest records, and a little that is sent with it."""
 
 MAX_IDLE = 32
-"""So many are kept for the next stream, 8 MiB; to clear new memory takes the system 0.2 ms for each."""
+"""Buffers kept for reuse, 8 MiB in total; the system takes 0.2 ms to clear a new one."""
 
 _idle: deque[memoryview] = deque()
 
 
 def take_room() -> memoryview:
-    """Memory for one long record, with any bytes in it; whoever takes it may give it back. Any thread may call it."""
+    """Take memory for one long record, with arbitrary contents; giving it back is optional. Thread-safe."""
     try:
         return _idle.pop()
     except IndexError:
@@ -24,6 +24,6 @@ def take_room() -> memoryview:
 
 
 def give_back_room(room: memoryview) -> None:
-    """Nobody looks at it any more."""
+    """Return memory to the pool; the caller must not use it any more."""
     if len(_idle) < MAX_IDLE:
         _idle.append(room)

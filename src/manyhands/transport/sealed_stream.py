@@ -1,8 +1,8 @@
-"""One bulk connection as a stream of bytes, after its TLS handshake.
+"""A bulk connection as a byte stream, after its TLS handshake.
 
-What is large moves on threads, one for each direction as long as it takes: they encrypt, decrypt and copy without
-Python's lock, straight from and into the caller's memory, and the loop stays free for everybody's control messages.
-What is small, such as the frames that open the stream, is read on the loop: who says nothing costs no thread.
+Large data is handled on threads, one for each direction while needed: they encrypt, decrypt and copy without the GIL,
+directly from and into the caller's memory, and leave the loop free for control messages. Small data, such as the frames
+that open the stream, is read on the loop, so that a silent peer costs no thread.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from manyhands.transport.record_memory import give_back_room, take_room
 from manyhands.transport.sealing import RECORD_EXTRA_BYTES, BadRecord, Opener, RecordBuffer, Sealer
 
 THREAD_BYTES = 64 * 1024
-"""A receive of at least this size moves on a thread."""
+"""A receive of at least this size runs on a thread."""
 
 AT_ONCE_BYTES = 16 * 1024
-"""A message of at most this size is sent on the loop, as far as the system takes it: a thread would cost more."""
+"""A message up to this size is sent on the loop, as far as the system accepts it: a thread would cost more."""
 
 HELD_BACK_BYTES = 512
-"""So much is sent together with what a thread sends next."""
+"""Up to this much is held back to be sent with the next data of the same call."""
 
 DROPPED_BYTES = 1 << 16
-"""What is read at a time, and dropped, until the other end closes as well."""
+"""Bytes read and dropped at a time until the other end closes too."""
 
 RECORDS_AT_ONCE = 64
-"""Records that are opened in one turn of the loop."""
+"""Records that are opened in one iteration of the loop."""
 
 NEAR_BYTES = 1023 * 256
-"""Of a record elsewhere. With what sealing adds it is just below four segments of a machine's own network (65,483 bytes
-each): a short fifth one would cost the system as much as a full one."""
+"""Record size on short links. With the overhead of sealing it is just below four segments of the loopback interface
+(65,483 bytes each): a short fifth one would cost the system as much as a full one."""
 
 FAR_BYTES = 1 << 15
-"""Of a record on a long link: there progress is seen often, and what it costs does not matter."""
+"""Record size on long links: there small records report progress more often, and their cost does not matter."""
 
 IDLE_S = 0.2
-"""Whether the other end has closed the stream is watched on the loop when nobody has received for so long."""
+"""Time without a receive after which the loop watches whether the other end has closed the stream."""
 
 DO_NOT_WAIT = getattr(socket, "MSG_DONTWAIT", 0)
 
@@ -57,9 +57,9 @@ class SealedStream:
     """A stream after its handshake.
 
     Args:
-        sock: connected; it belongs to the stream from now on.
-        sealer, opener: of what is sent and received.
-        received: what came after the handshake already.
+        sock: connected; the stream takes ownership.
+        sealer, opener: for sent and received records.
+        received: bytes that already arrived after the handshake.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class SealedStream:
         self.bytes_received = 0
         self._loop = asyncio.get_running_loop()
         self.last_received = self._loop.time()
-        sock.setblocking(True)  # the threads wait in their calls; those of the loop do not wait
+        sock.setblocking(True)  # threads block in their calls; calls on the loop pass DO_NOT_WAIT
         self._sock = sock
         self._sealer = sealer
         self._records = RecordBuffer(opener, received)
@@ -95,7 +95,7 @@ class SealedStream:
         self._is_received = self._is_watched = self._is_closing = False
         self._loop.call_soon(self._watch)
 
-    # what the layers above call
+    # the Stream interface
 
     async def send(self, *buffers: bytes | bytearray | memoryview) -> None:
         views = [memoryview(buffer).cast("B") for buffer in buffers]
@@ -113,7 +113,7 @@ class SealedStream:
             await self._on_thread(self._send_all, pieces)
 
     async def receive_into(self, view: memoryview) -> None:
-        if len(view) >= THREAD_BYTES and self.bytes_sent:  # who has not been welcomed yet gets no thread
+        if len(view) >= THREAD_BYTES and self.bytes_sent:  # no thread for a peer that was not welcomed yet
             await self._receive(self._receive_on_thread(iter([view])))
         else:
             await self._receive(self._receive_on_loop(view))
@@ -124,7 +124,7 @@ class SealedStream:
     async def _receive_on_loop(self, view: memoryview) -> None:
         while len(view := view[self._take_into(view) :]):
             if self._is_ready():
-                await asyncio.sleep(0)  # many small records: the others have their turn
+                await asyncio.sleep(0)  # many small records: let other tasks run
                 continue
             self._check_open()
             await self._wait_readable()
@@ -140,7 +140,7 @@ class SealedStream:
         self._is_received = True
         try:
             await receiving
-        except asyncio.CancelledError:  # nobody could tell where the next message begins
+        except asyncio.CancelledError:  # the receiver could not find the start of the next message
             self.abort()
             raise
         finally:
@@ -172,14 +172,14 @@ class SealedStream:
     # on the loop
 
     def _watch(self) -> None:
-        """Read what comes, or that the other end has closed; no further than what nobody has taken yet."""
+        """Watch for data or the close of the other end, unless received data is still waiting to be taken."""
         is_on_thread = self._is_received and self._readable is None
         if not (self._closed.done() or self._is_watched or is_on_thread or self._is_full()):
             self._is_watched = True
             self._loop.add_reader(self._sock, self._on_readable)
 
     def _watch_later(self) -> None:
-        """Watch once nobody has received for a while: what comes meanwhile is for the next one's thread."""
+        """Start to watch after a while without a receive; data that arrives before is for the next thread."""
         if self._idle is None and not self._closed.done():
             self._idle = self._loop.call_later(IDLE_S, self._when_idle)
 
@@ -188,7 +188,7 @@ class SealedStream:
         self._watch()
 
     def _look(self) -> None:
-        """Notice before a send that the other end has closed meanwhile, if nobody watches yet."""
+        """Check before a send whether the other end has closed, if the loop is not watching."""
         if self._idle is not None and not self._is_watched and not self._is_full():
             self._on_readable()
 
@@ -211,7 +211,7 @@ class SealedStream:
             return True
 
     async def _wait_readable(self) -> None:
-        """Wait until there is something to take, or the stream is closed."""
+        """Wait until there is data to take, or the stream is closed."""
         self._readable = self._loop.create_future()
         try:
             self._watch()
@@ -253,7 +253,7 @@ class SealedStream:
     # on threads
 
     async def _on_thread(self, job: Callable[..., None], *args: object) -> None:
-        """Run one direction on a thread to its end; it has let go of the caller's memory when this returns."""
+        """Run one direction on a thread; when this returns, the thread no longer uses the caller's memory."""
         try:
             done = self._threads.start(job, *args)
         except RuntimeError as no_thread:
@@ -280,7 +280,7 @@ class SealedStream:
             raise error
 
     def _send_at_once(self, views: Iterable[memoryview]) -> memoryview:
-        """Send a small message without waiting; what the system does not take, sealed."""
+        """Send a small message without waiting; return the sealed bytes that the system did not accept."""
         plain = b"".join(views)
         if not plain:
             return memoryview(b"")
@@ -308,7 +308,7 @@ class SealedStream:
         for chunk in chunks_of(views, self._max_plain):
             num_sealed += self._sealer.seal_into(chunk, sealed[num_sealed:])
             num_plain += len(chunk)
-            if num_sealed > HELD_BACK_BYTES:  # what is small goes with what follows it
+            if num_sealed > HELD_BACK_BYTES:  # small data is sent with what follows it
                 self._send_sealed(sealed[:num_sealed])
                 self.bytes_sent += num_plain
                 num_sealed = num_plain = 0
@@ -338,10 +338,10 @@ class SealedStream:
         self.bytes_received += num_bytes
         return num_bytes
 
-    # the end
+    # closing
 
     def _say_goodbye(self) -> None:
-        """Nothing more is sent; what still comes is read and dropped until the other end closes as well."""
+        """Shut down sending; received data is dropped until the other end closes too."""
         self._check_open()
         self._is_closing = True
         try:
@@ -372,7 +372,7 @@ class SealedStream:
         self._close_socket()
 
     def _close_socket(self) -> None:
-        """Let go of the socket once no thread uses it."""
+        """Close the socket once no thread uses it."""
         if self._closed.done() and self._num_jobs == 0:
             self._sock.close()
 

@@ -1,15 +1,15 @@
-"""Records of a bulk connection, encrypted with keys from its TLS session.
+"""Encrypted records of a bulk connection, with keys from its TLS session.
 
-TLS proves who is at both ends, and both export a secret for each direction from it (RFC 8446, section 7.5). What
-follows the handshake are records of up to 256 KiB instead of TLS's 16 KiB, straight from and into the caller's memory:
+TLS authenticates both ends, and both export a secret for each direction from it (RFC 8446, section 7.5). After the
+handshake follow records of up to 256 KiB instead of TLS's 16 KiB, directly from and into the caller's memory:
 
     length of the plaintext (4 bytes, big endian, at least 1) | ciphertext | tag (16 bytes)
 
-Each is sealed with AES-256-GCM, or with ChaCha20-Poly1305 if that is what TLS agreed on (RFC 5116). The nonce is the
-number of the record, the length is authenticated with it. Records therefore open in their order only: none can be
-altered, left out, repeated or taken over from elsewhere. After 2^14 records (4 GiB at most) the key is replaced.
+Each is sealed with AES-256-GCM, or with ChaCha20-Poly1305 if TLS negotiated it (RFC 5116). The nonce is the number of
+the record, and the length is authenticated data. Records therefore open in order only: none can be altered, omitted,
+repeated or inserted from elsewhere. After 2^14 records (4 GiB at most) the key is replaced.
 
-docs/adr/0006 argues why this is as safe as TLS, and says what it saves.
+docs/adr/0006 argues why this is as safe as TLS, and what it saves.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ MAX_RECORD_BYTES = CHUNK_BYTES + RECORD_EXTRA_BYTES
 SECRET_BYTES = 32
 RECORDS_OF_ONE_KEY = 1 << 14
 FIRST_BYTES = 4096
-"""Memory for what comes first, a message; it grows when a longer record is announced."""
+"""Initial buffer, enough for a first message; it grows when a longer record is announced."""
 
 
 TLS_ALERT = 0x1503
-"""How an alert of TLS begins; a client is done with the handshake before the server has looked at its certificate."""
+"""The first bytes of a TLS alert; a client completes its handshake before the server has checked its certificate."""
 
 
 class BadRecord(Exception):
-    """What came was not sealed by the other end, or not as the next record."""
+    """Received bytes are not the next record that the other end sealed."""
 
 
 class _Keys:
-    """The keys of one direction, one after the other.
+    """The sequence of keys of one direction.
 
     Args:
-        secret: of 32 bytes, for this direction only.
+        secret: 32 bytes, for this direction only.
         is_chacha: whether to use ChaCha20-Poly1305.
-        records_of_one_key: after so many, the next key is used.
+        records_of_one_key: number of records after which the key is replaced.
     """
 
     def __init__(self, secret: bytes, *, is_chacha: bool = False, records_of_one_key: int = RECORDS_OF_ONE_KEY) -> None:
@@ -56,7 +56,7 @@ class _Keys:
         self._number = 0
 
     def next(self) -> tuple[AESGCM | ChaCha20Poly1305, bytes]:
-        """Key and nonce of the next record."""
+        """Return key and nonce of the next record."""
         epoch, is_later = divmod(self._number, self._records_of_one_key)
         if not is_later:
             info = b"manyhands bulk key " + epoch.to_bytes(8, "big")
@@ -67,10 +67,10 @@ class _Keys:
 
 
 class Sealer(_Keys):
-    """Makes the records of one direction; see :class:`_Keys`."""
+    """Seals the records of one direction; see :class:`_Keys`."""
 
     def seal_into(self, plaintext: memoryview, out: memoryview) -> int:
-        """Write a record of 1 to ``CHUNK_BYTES`` bytes to the begin of ``out``; returns its length."""
+        """Write a record of 1 to ``CHUNK_BYTES`` plaintext bytes to the start of ``out``; return its length."""
         key, nonce = self.next()
         stop = HEADER_BYTES + len(plaintext) + TAG_BYTES
         header = out[:HEADER_BYTES]
@@ -80,13 +80,13 @@ class Sealer(_Keys):
 
 
 class Opener(_Keys):
-    """Opens the records of one direction, in their order; see :class:`_Keys`."""
+    """Opens the records of one direction, in order; see :class:`_Keys`."""
 
     def open_into(self, record: memoryview, out: memoryview) -> None:
         """Decrypt a whole record into ``out``, which has the length of the plaintext.
 
         Raises:
-            BadRecord: it is not what the other end sealed next.
+            BadRecord: it is not the next record that the other end sealed.
         """
         key, nonce = self.next()
         try:
@@ -96,13 +96,13 @@ class Opener(_Keys):
 
 
 class RecordBuffer:
-    """What has come of a direction, until somebody takes it.
+    """Buffers the received bytes of one direction.
 
-    Receive into :meth:`room`, tell with :meth:`added`, then take.
+    Receive into :meth:`room`, report it with :meth:`added`, then take.
 
     Args:
         opener: of the direction.
-        received: what came already.
+        received: bytes that have already arrived.
     """
 
     def __init__(self, opener: Opener, received: bytes = b"") -> None:
@@ -111,26 +111,26 @@ class RecordBuffer:
         self._memory[: len(received)] = received
         self._start, self._stop = 0, len(received)
         self._scratch = self._opened = memoryview(b"")
-        self._known_bytes = 0  # of the record that comes, once its header has come
+        self._known_bytes = 0  # size of the next record, once its header has arrived
 
     @property
     def is_ready(self) -> bool:
-        """Whether there is something to take.
+        """Whether there is data to take.
 
         Raises:
-            BadRecord: a length that no record has.
+            BadRecord: an invalid length.
         """
         return bool(len(self._opened)) or self._stop - self._start >= self._record_bytes()
 
     def expect_long(self) -> None:
-        """Long records will come: have the memory for them."""
+        """Reserve memory for long records."""
         if len(self._memory) < MAX_RECORD_BYTES:
             memory = take_room()
             memory[: len(self._memory)] = self._memory
             self._memory = memory
 
     def rest(self) -> None:
-        """No long records will come for a while: let go of the memory for them, unless something lies in it."""
+        """Release the memory for long records, unless it holds data."""
         if self._start == self._stop and len(self._memory) >= MAX_RECORD_BYTES:
             give_back_room(self._memory)
             self._memory = memoryview(bytearray(FIRST_BYTES))
@@ -139,7 +139,7 @@ class RecordBuffer:
             self._scratch = self._opened = memoryview(b"")
 
     def room(self) -> memoryview:
-        """Memory for what comes next, not empty; call it when nothing is ready to be taken."""
+        """Return memory to receive into, not empty; call it only when no data is ready."""
         num_received = self._stop - self._start
         if self._start + self._record_bytes() > len(self._memory):
             rest = self._memory[self._start : self._stop]
@@ -150,16 +150,16 @@ class RecordBuffer:
         return self._memory[self._stop :]
 
     def added(self, num_bytes: int) -> None:
-        """The first ``num_bytes`` of the last :meth:`room` have come."""
+        """Note that the first ``num_bytes`` of the last :meth:`room` were received."""
         self._stop += num_bytes
 
     def take_into(self, view: memoryview, max_records: int | None = None) -> int:
-        """Decrypt what has come into ``view``, as far as it reaches; returns the number of bytes.
+        """Decrypt received data into ``view``, up to its size; return the number of bytes.
 
         Args:
-            max_records: open no more than so many in one go.
+            max_records: maximum of records to open in this call.
         Raises:
-            BadRecord: something else than the records of the other end.
+            BadRecord: the data is not the records of the other end.
         """
         num_taken = num_opened = 0
         while num_taken < len(view) and self.is_ready:
@@ -175,7 +175,7 @@ class RecordBuffer:
         return num_taken
 
     def _open(self, view: memoryview) -> int:
-        """Open a record into ``view`` if there is room for all of it, else into memory of its own."""
+        """Open a record directly into ``view`` if it fits, else into a scratch buffer."""
         record = self._memory[self._start : self._start + self._record_bytes()]
         num_plain = len(record) - RECORD_EXTRA_BYTES
         is_whole = num_plain <= len(view)
@@ -193,7 +193,7 @@ class RecordBuffer:
         return 0
 
     def _record_bytes(self) -> int:
-        """Of the record that comes; of its header, while that has not come."""
+        """Return the size of the next record, or of its header while that has not arrived."""
         if self._known_bytes:
             return self._known_bytes
         if self._stop - self._start < HEADER_BYTES:

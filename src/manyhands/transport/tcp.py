@@ -1,4 +1,4 @@
-"""TCP sockets that dial and listen, with every failure in words that a person can act on."""
+"""TCP sockets that dial and listen, with an error message for each failure that a person can act on."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ HEAD_START_S = 0.25
 SILENT = "waited {:.3g} s; a firewall may drop the packets, or the host is down"
 
 MAX_LOOKUPS = 32
-"""Names that are looked up at once; each has a thread, and a lookup that hangs keeps it for half a minute."""
+"""Concurrent name lookups; each has a thread, which a hanging lookup occupies for half a minute."""
 
 LOOKUP_POLL_S = 0.05
 
 LONG_RTT_S = 0.01
 
 MIN_RTT_OFFSET = 148
-"""Of ``tcpi_min_rtt`` in ``struct tcp_info`` of linux/tcp.h: microseconds, in 4 bytes."""
+"""Offset of ``tcpi_min_rtt`` in ``struct tcp_info`` of linux/tcp.h: microseconds, in 4 bytes."""
 
 NO_RTT = 2**32 - 1
 
 SEGMENT_OFFSET, SACKED_OFFSET, ACKED_OFFSET, BUSY_OFFSET, SENT_OFFSET = 16, 28, 120, 168, 200
 INFO_BYTES = 216
-"""Of ``tcpi_snd_mss``, ``tcpi_sacked`` (segments), ``tcpi_bytes_acked``, ``tcpi_busy_time`` and ``tcpi_rwnd_limited``
-(microseconds), and ``tcpi_bytes_sent`` and ``tcpi_bytes_retrans``, with which the struct ends; Linux 4.19 or later."""
+"""Offsets of ``tcpi_snd_mss``, ``tcpi_sacked`` (segments), ``tcpi_bytes_acked``, ``tcpi_busy_time`` and
+``tcpi_rwnd_limited`` (microseconds), ``tcpi_bytes_sent`` and ``tcpi_bytes_retrans``, the last fields; Linux 4.19."""
 
 SO_MAX_PACING_RATE = 47
-"""Of asm-generic/socket.h of Linux: bytes per second, in 4 bytes."""
+"""From asm-generic/socket.h of Linux: bytes per second, in 4 bytes."""
 
 MAX_PACING_RATE, NO_PACING = 2**32 - 2, 2**32 - 1
 
@@ -59,16 +59,16 @@ _lookups = threading.BoundedSemaphore(MAX_LOOKUPS)
 _FAMILIES = {"ip4": socket.AF_INET, "dns4": socket.AF_INET, "ip6": socket.AF_INET6, "dns6": socket.AF_INET6}
 
 Places = Sequence[tuple[Any, ...]]
-"""What ``getaddrinfo`` returns: family, type, protocol, name and socket address of each place."""
+"""The result of ``getaddrinfo``: family, type, protocol, name and socket address of each place."""
 
 
 async def connect(address: Address, timeout_s: float) -> socket.socket:
-    """A connected socket, to the first of the host's addresses that accepts.
+    """Connect to the first of the host's addresses that accepts.
 
-    If a name has several, each has a head start before the next one is tried as well (RFC 8305).
+    If a name has several, each has a head start before the next one is tried too (RFC 8305).
 
     Raises:
-        DialFailed: with the reason; also when ``timeout_s`` is over.
+        DialFailed: with the reason; also after ``timeout_s``.
     """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout_s
@@ -77,7 +77,7 @@ async def connect(address: Address, timeout_s: float) -> socket.socket:
 
 
 async def connect_to(address: Address, places: Places, timeout_s: float) -> socket.socket:
-    """As :func:`connect`, to places that were looked up already."""
+    """Like :func:`connect`, for places that were looked up before."""
     try:
         async with time_limit(timeout_s, f"connecting to {address}"):
             sock: socket.socket = await start_connection(list(places), happy_eyeballs_delay=HEAD_START_S)
@@ -97,20 +97,20 @@ async def connect_to(address: Address, places: Places, timeout_s: float) -> sock
 
 
 def prepare(sock: socket.socket) -> None:
-    """Set a connected socket up: it does not block, sends small messages at once, and notices a dead route."""
+    """Configure a connected socket: non-blocking, without Nagle's algorithm, with keepalive."""
     sock.setblocking(False)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
 def round_trip_s(sock: socket.socket) -> float:
-    """The shortest round trip that the system has seen on a connection, in seconds; infinite where it does not tell.
+    """Return the shortest round trip that the system has measured on a connection, in seconds; infinite if unknown.
 
-    However busy this process and the other one are: their systems answer.
+    It does not depend on the load of either process, since the kernels answer.
     """
     try:
         info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, MIN_RTT_OFFSET + 4)
-    except (OSError, AttributeError):  # closed; another system
+    except (OSError, AttributeError):  # the socket is closed, or another system
         return math.inf
     if len(info) < MIN_RTT_OFFSET + 4:
         return math.inf
@@ -119,14 +119,14 @@ def round_trip_s(sock: socket.socket) -> float:
 
 
 def is_long(sock: socket.socket) -> bool:
-    """Whether the other end of a connection is known to be far away."""
+    """Whether the other end of a connection is known to be distant."""
     return LONG_RTT_S <= round_trip_s(sock) < math.inf
 
 
 def prepare_for_bulk(sock: socket.socket) -> None:
-    """Let a long link be filled in spite of losses, where the system can: by BBR (draft-ietf-ccwg-bbr).
+    """Use BBR on a long link, where the system can, so that losses do not slow it down (draft-ietf-ccwg-bbr).
 
-    Other ways to control congestion take each loss for a full link, and send half as fast after it.
+    Other congestion control takes each loss for a full link, and halves its rate.
     """
     if is_long(sock):
         _use_bbr(sock)
@@ -134,7 +134,7 @@ def prepare_for_bulk(sock: socket.socket) -> None:
 
 @functools.cache
 def has_bbr() -> bool:
-    """Whether :func:`prepare_for_bulk` can do so here."""
+    """Whether :func:`prepare_for_bulk` can use BBR here."""
     with socket.socket() as sock:
         return _use_bbr(sock)
 
@@ -142,15 +142,15 @@ def has_bbr() -> bool:
 def _use_bbr(sock: socket.socket) -> bool:
     try:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"bbr")
-    except (OSError, AttributeError):  # it is not there, or not allowed
+    except (OSError, AttributeError):  # not available, or not permitted
         return False
     return True
 
 
 def delivery(sock: socket.socket) -> Delivery | None:
-    """What the system has sent on a connection, and what has come; None where it does not tell.
+    """Return the delivery counters of a connection; None where the system has none.
 
-    What came after a gap counts: on a line with losses all that was acknowledged grows in leaps.
+    Selectively acknowledged data counts as delivered: on a lossy line the cumulative acknowledgement advances in leaps.
     """
     if sys.platform != "linux":
         return None
@@ -169,16 +169,16 @@ def delivery(sock: socket.socket) -> Delivery | None:
 
 
 def pace(sock: socket.socket, bytes_per_s: float) -> None:
-    """Send no faster, evenly, and not in bursts that overflow the queue of a line, where the system can."""
+    """Limit the send rate with even spacing, without bursts that overflow the queue of a line, where supported."""
     if sys.platform != "linux":
         return
     rate = NO_PACING if math.isinf(bytes_per_s) else min(max(1, round(bytes_per_s)), MAX_PACING_RATE)
-    with suppress(OSError):  # it is closed, or the system cannot
+    with suppress(OSError):  # the socket is closed, or the system has no pacing
         sock.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, struct.pack("=I", rate))
 
 
 async def listen(address: Address) -> list[socket.socket]:
-    """Listening sockets; one for each address of the host.
+    """Open listening sockets, one for each address of the host.
 
     ``::`` means all interfaces, with IPv4 and IPv6; with IPv4 alone where the system has no IPv6.
 
@@ -213,7 +213,7 @@ def _listen_with_both_families(port: int) -> socket.socket:
 
 
 def bound_addresses(sock: socket.socket) -> list[Address]:
-    """Where a listening socket accepts connections: two addresses if it takes IPv4 and IPv6."""
+    """Return where a listening socket accepts connections: two addresses if it takes IPv4 and IPv6."""
     host, port = sock.getsockname()[:2]
     address = Address.of(host, port)
     if sock.family == socket.AF_INET6 and not sock.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY):
@@ -222,7 +222,7 @@ def bound_addresses(sock: socket.socket) -> list[Address]:
 
 
 def accept(sock: socket.socket) -> tuple[socket.socket, str]:
-    """A new connection, and the IP address of its other end: with IPv4 in the form of IPv4, on every socket."""
+    """Accept a connection; return it with the IP address of its other end, IPv4 in its own form on every socket."""
     accepted, where = sock.accept()
     host = str(where[0])
     ip = ipaddress.ip_address(host)
@@ -230,15 +230,15 @@ def accept(sock: socket.socket) -> tuple[socket.socket, str]:
 
 
 def has_data(sock: socket.socket) -> bool:
-    """Whether something has come that was not read; not the end of the connection."""
+    """Whether unread data has arrived; False at the end of the connection."""
     try:
         return bool(sock.recv(1, socket.MSG_PEEK))
-    except OSError:  # nothing yet; or it was reset
+    except OSError:  # no data yet, or the connection was reset
         return False
 
 
 async def look_up(address: Address, timeout_s: float) -> Places:
-    """The places of a host.
+    """Resolve a host to its places.
 
     Raises:
         DialFailed: its name does not resolve, or there was no answer within ``timeout_s``.
@@ -254,16 +254,16 @@ async def look_up(address: Address, timeout_s: float) -> Places:
 
 
 async def _look_up(address: Address) -> Places:
-    """The places of a host. A name is looked up in a thread of its own, that nobody waits for once they gave up.
+    """Resolve a host; a name is looked up in a separate thread, which is abandoned if the caller gives up.
 
-    A lookup can hang for half a minute, and nothing interrupts it. In asyncio's pool of threads a few of them would
-    hold up all others, and then the end of the process.
+    A lookup can hang for half a minute and cannot be interrupted. In asyncio's thread pool a few of them would block
+    all others, and then the exit of the process.
     """
     family = _FAMILIES.get(address.protocol, socket.AF_UNSPEC)
     if address.protocol.startswith("ip"):
         flags = socket.AI_NUMERICHOST
         return socket.getaddrinfo(address.host, address.port, family, socket.SOCK_STREAM, flags=flags)
-    while not _lookups.acquire(blocking=False):  # noqa: ASYNC110 (threads release it; the time for the name bounds this)
+    while not _lookups.acquire(blocking=False):  # noqa: ASYNC110 (released by threads; the lookup timeout applies)
         await asyncio.sleep(LOOKUP_POLL_S)
     outcome: concurrent.futures.Future[Places] = concurrent.futures.Future()
     outcome.set_running_or_notify_cancel()

@@ -1,6 +1,6 @@
 """TCP with mutual TLS 1.3.
 
-Every outcome of a dial is one of :class:`manyhands.base.errors.DialReason`, so that a person can act on it.
+Every failure of a dial is one of :class:`manyhands.base.errors.DialReason`, so that a person can act on it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ READ_BYTES = 1 << 16
 
 
 class TlsListener:
-    """An open TCP port; each handshaken stream is handed to ``on_stream`` in a task of its own."""
+    """An open TCP port; each stream is passed to ``on_stream`` in its own task after its handshake."""
 
     def __init__(self, transport: TlsTransport, on_stream: OnStream, sockets: list[socket.socket]) -> None:
         self.addresses = [address for sock in sockets for address in tcp.bound_addresses(sock)]
@@ -41,14 +41,14 @@ class TlsListener:
         self._limits = transport.limits
         self._on_stream = on_stream
         self._sockets = sockets
-        self._evicted: set[socket.socket] = set()  # whose tasks have not ended yet
-        self._paused: set[socket.socket] = set()  # until a handshake has ended
+        self._evicted: set[socket.socket] = set()  # their tasks have not ended yet
+        self._paused: set[socket.socket] = set()  # listening sockets that wait for a handshake to end
         self._context = tls_context(transport.identity, is_server=True)
         self._admission = Admission(transport.limits)
         self._accepted: set[socket.socket] = set()  # without a stream yet
         self._silent: dict[
             socket.socket, str
-        ] = {}  # of these, where nothing has come yet: their hosts, the oldest first
+        ] = {}  # handshakes without any received data, with their hosts; the oldest first
         self._streams: set[TlsStream | SealedStream] = set()
         self._tasks = TaskOwner("listener")
         for sock in sockets:
@@ -79,7 +79,7 @@ class TlsListener:
             return
         try:
             tcp.prepare(sock)
-        except OSError as error:  # it was reset already
+        except OSError as error:  # already reset
             logger.debug("no connection from %s: %s", host, error)
             self._admission.left(host, in_handshake=True)
             sock.close()
@@ -89,7 +89,7 @@ class TlsListener:
         self._tasks.spawn(self._serve(sock, host), name=f"stream from {host}")
 
     def _evict_silent(self, host: str | None = None) -> bool:
-        """End the oldest handshake in which nothing has come, of one host or of all; whether there was one."""
+        """End the oldest handshake that has received nothing, of one host or of all; return whether there was one."""
         for sock, its_host in self._silent.items():
             if (host is None or source_of(its_host) == source_of(host)) and not tcp.has_data(sock):
                 del self._silent[sock]
@@ -153,7 +153,7 @@ class TlsListener:
         for stream in self._streams:
             stream.abort()
         await self._tasks.close()
-        while self._accepted:  # of tasks that had not begun
+        while self._accepted:  # their tasks had not begun
             self._accepted.pop().close()
 
 
@@ -161,7 +161,7 @@ class TlsTransport:
     """Dials and listens as one identity.
 
     Args:
-        limits: on who may connect.
+        limits: on accepted connections.
     """
 
     def __init__(self, identity: Identity, limits: ListenLimits | None = None) -> None:
@@ -177,7 +177,7 @@ class TlsTransport:
     def stream_of(
         self, sock: socket.socket, session: TlsSession, remote: PeerId, remote_host: str
     ) -> TlsStream | SealedStream:
-        """A stream over a socket whose handshake is over."""
+        """Return the stream for a socket after its handshake."""
         if session.is_sealed_now:
             tcp.prepare_for_bulk(sock)
             sealer, opener = session.sealing()
@@ -204,7 +204,7 @@ class TlsTransport:
         return await self._dial_over(sock, address, deadline - loop.time(), alpn)
 
     async def dial_over(self, sock: socket.socket, address: Address, timeout_s: float) -> TlsStream:
-        """As :meth:`dial`, over a socket that is connected already; it belongs to the stream then, or is closed."""
+        """Like :meth:`dial`, over a connected socket; takes ownership of it, also on failure."""
         stream = await self._dial_over(sock, address, timeout_s, ALPN)
         assert isinstance(stream, TlsStream)
         return stream
@@ -256,17 +256,17 @@ async def _shake_hands(sock: socket.socket, session: TlsSession, on_data: Callab
     """Run the TLS handshake over a socket.
 
     Args:
-        on_data: called when something has come.
+        on_data: called when data has arrived.
     Raises:
-        TlsFailed, OSError: it failed, or the other end left.
+        TlsFailed, OSError: it failed, or the other end closed the connection.
     """
     loop = asyncio.get_running_loop()
     while True:
         try:
             is_over = session.handshake()
         finally:
-            data = session.ciphertext()  # also what tells the other end why it failed
-            if data and not (session.is_sealed_now and session.is_server):  # tickets to resume it, which nobody does
+            data = session.ciphertext()  # on failure, this includes the alert for the other end
+            if data and not (session.is_sealed_now and session.is_server):  # session tickets, which are not used
                 await loop.sock_sendall(sock, data)
         if is_over:
             return

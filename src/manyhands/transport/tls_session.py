@@ -1,7 +1,7 @@
-"""Mutual TLS 1.3 of one connection, without its input and output: bytes go in and out at both sides.
+"""Mutual TLS 1.3 of one connection as a state machine without I/O.
 
-OpenSSL comes with the ``cryptography`` package, through pyOpenSSL. It is newer than what many Pythons were built with,
-and it exports the secrets that bulk connections go on with.
+OpenSSL comes from the ``cryptography`` package, through pyOpenSSL. It is newer than the one of many Python builds, and
+it exports the secrets that bulk connections need.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from manyhands.transport.certificate import (
 from manyhands.transport.sealing import SECRET_BYTES, Opener, Sealer
 
 PARTIAL_WRITE = 0x1
-"""SSL_MODE_ENABLE_PARTIAL_WRITE of openssl/ssl.h, for which pyOpenSSL has no name. Without it one call encrypts all."""
+"""SSL_MODE_ENABLE_PARTIAL_WRITE of openssl/ssl.h, unnamed in pyOpenSSL. Without it one call encrypts everything."""
 
 
 class TlsFailed(Exception):
-    """The handshake failed, or what came is not TLS.
+    """The handshake failed, or the received bytes are not TLS.
 
     Attributes:
-        is_stranger: the other end has a certificate, and not one of a peer.
+        is_stranger: the other end has a certificate that is not one of a peer.
     """
 
     def __init__(self, message: str, *, is_stranger: bool = False) -> None:
@@ -40,16 +40,16 @@ class TlsFailed(Exception):
 
 
 class TlsEnded(Exception):
-    """The other end said that nothing more comes."""
+    """The other end has closed its side of the session."""
 
 
 def tls_context(identity: Identity, *, is_server: bool, alpn: str = ALPN) -> SSL.Context:
-    """TLS settings of one side: version 1.3 only, a certificate of both sides, no session is resumed.
+    """Create the TLS settings of one side: version 1.3 only, certificates on both sides, no session resumption.
 
-    Who answers is checked by peer id, so host names are not looked at.
+    The remote end is identified by its peer id, so host names are not checked.
 
     Args:
-        alpn: what a client asks for; a server takes both.
+        alpn: the protocol that a client offers; a server accepts both.
     """
     context = SSL.Context(SSL.TLS_METHOD)
     context.set_min_proto_version(SSL.TLS1_3_VERSION)
@@ -75,13 +75,13 @@ def _select_alpn(connection: SSL.Connection, offered: list[bytes]) -> Any:
 
 
 class TlsSession:
-    """One connection's TLS. Not for two threads at once.
+    """The TLS state of one connection. Not thread-safe.
 
     Args:
         context: made by :func:`tls_context` for the same side.
 
     Attributes:
-        is_sealed_now: the handshake is over, and what follows is not TLS but what :meth:`sealing` makes.
+        is_sealed_now: the handshake is over, and :meth:`sealing` replaces TLS from here on.
     """
 
     def __init__(self, context: SSL.Context, *, is_server: bool) -> None:
@@ -98,7 +98,7 @@ class TlsSession:
     # the handshake
 
     def handshake(self) -> bool:
-        """Go on with the handshake; whether it is over. Before and after, send what :meth:`ciphertext` gives.
+        """Continue the handshake; return whether it is over. Before and after, send the output of :meth:`ciphertext`.
 
         Raises:
             TlsFailed: it failed.
@@ -114,14 +114,14 @@ class TlsSession:
 
     @property
     def selected_alpn(self) -> str:
-        """The protocol that both ends agreed on; empty if none."""
+        """The protocol that both ends negotiated; empty if none."""
         return self._connection.get_alpn_proto_negotiated().decode(errors="replace")
 
     def remote_peer_id(self) -> PeerId | None:
-        """Whose certificate the other end has, or None when it names no peer."""
+        """Return the peer id in the other end's certificate, or None if it contains none."""
         try:
             certificate = self._connection.get_peer_certificate(as_cryptography=True)
-        except ValueError:  # OpenSSL is not as strict as the parser
+        except ValueError:  # OpenSSL is less strict than the parser
             return None
         if not isinstance(certificate, x509.Certificate):
             return None
@@ -130,7 +130,7 @@ class TlsSession:
     # afterwards, on a bulk connection
 
     def sealing(self) -> tuple[Sealer, Opener]:
-        """What this end sends with and receives with from now on, keyed from the session (RFC 8446, section 7.5)."""
+        """Return the sealer and opener of this end, keyed from the session (RFC 8446, section 7.5)."""
         is_chacha = "CHACHA20" in (self._connection.get_cipher_name() or "")
         labels = [b"EXPERIMENTAL manyhands bulk from server", b"EXPERIMENTAL manyhands bulk from client"]
         from_server, from_client = (self._connection.export_keying_material(label, SECRET_BYTES) for label in labels)
@@ -138,7 +138,7 @@ class TlsSession:
         return Sealer(sent, is_chacha=is_chacha), Opener(received, is_chacha=is_chacha)
 
     def rest(self) -> bytes:
-        """What came behind the handshake; it is not TLS any more."""
+        """Return the bytes that arrived after the handshake, which are not TLS."""
         parts = []
         view = memoryview(bytearray(1 << 16))
         with _ffi.from_buffer(view, require_writable=True) as start:
@@ -150,21 +150,21 @@ class TlsSession:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing can be read any more; the next :meth:`read_into` says why."""
+        """Whether no more data can be read; the next :meth:`read_into` raises the reason."""
         return self._failure is not None
 
     def received(self, ciphertext: memoryview) -> None:
-        """Take in what came from the network."""
+        """Add bytes received from the network."""
         self._connection.bio_write(ciphertext)
 
     def read_into(self, view: memoryview) -> int:
-        """Decrypt what has come straight into ``view``, until it is full or more ciphertext is needed.
+        """Decrypt received data directly into ``view``, until it is full or more ciphertext is needed.
 
         Returns:
             The number of bytes; 0 when more ciphertext is needed.
         Raises:
-            TlsEnded: nothing more comes.
-            TlsFailed: it was altered on its way, or is not TLS.
+            TlsEnded: no more data will arrive.
+            TlsFailed: the data was altered, or is not TLS.
         """
         if self._failure is not None:
             raise self._failure
@@ -185,7 +185,7 @@ class TlsSession:
         return num_bytes
 
     def write(self, plaintext: memoryview) -> None:
-        """Encrypt; what comes out is in :meth:`ciphertext`.
+        """Encrypt for :meth:`ciphertext`.
 
         Raises:
             TlsFailed: this end has ended the session.
@@ -197,14 +197,14 @@ class TlsSession:
             raise _failure(error) from error
 
     def end(self) -> None:
-        """Say that nothing more comes from here."""
+        """Close this side of the session."""
         try:
             self._connection.shutdown()
         except SSL.Error:
-            return  # the session is broken: there is nothing to end
+            return  # the session is already broken
 
     def ciphertext(self, max_bytes: int = 1 << 16) -> bytes:
-        """What is to be sent over the network; empty when there is nothing. At most ``max_bytes`` at a time."""
+        """Return bytes to send over the network, at most ``max_bytes``; empty when there are none."""
         try:
             return self._connection.bio_read(max_bytes)
         except SSL.WantReadError:

@@ -1,6 +1,6 @@
-"""One control connection as a stream of bytes: TLS, on the loop.
+"""A control connection as a byte stream: TLS, on the loop.
 
-Bulk has connections of its own; see :mod:`manyhands.transport.sealed_stream`.
+Bulk data has connections of its own; see :mod:`manyhands.transport.sealed_stream`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class TlsStream(Piecewise):
     """A stream after its handshake.
 
     Args:
-        sock: connected, not blocking; it belongs to the stream from now on.
+        sock: connected, non-blocking; the stream takes ownership.
         session: after its handshake.
         ciphertext: memory to receive into on the loop; all streams of the loop may share it.
     """
@@ -57,15 +57,15 @@ class TlsStream(Piecewise):
         self._sending = asyncio.Lock()
         self._unsent: deque[memoryview] = deque()
         self._num_unsent = 0
-        self._room = asyncio.Event()  # little is unsent
-        self._drained = asyncio.Event()  # nothing is
+        self._room = asyncio.Event()  # the backlog is within its limit
+        self._drained = asyncio.Event()  # the backlog is empty
         self._room.set()
         self._drained.set()
         self._closed: asyncio.Future[None] = self._loop.create_future()
         self._is_sending = self._is_reading = self._is_closing = False
         self._read_soon()
 
-    # what the layers above call
+    # the Stream interface
 
     @property
     def rtt_s(self) -> float:
@@ -79,7 +79,7 @@ class TlsStream(Piecewise):
                 for chunk in chunks_of(buffers):
                     self._write(chunk)
                     await self._drained.wait()
-            except asyncio.CancelledError:  # nobody could tell where the next message begins
+            except asyncio.CancelledError:  # the receiver could not find the start of the next message
                 self.abort()
                 raise
             finally:
@@ -87,7 +87,7 @@ class TlsStream(Piecewise):
             self._check_open()
 
     async def send_message(self, message: bytes) -> None:
-        while not self._room.is_set():  # again, since others waited too and may have been first
+        while not self._room.is_set():  # checked again, since other waiting tasks may have been first
             await self._room.wait()
         self.send_now(message)
 
@@ -110,7 +110,7 @@ class TlsStream(Piecewise):
             raise
 
     def delivery(self) -> None:
-        return None  # what is small needs no pace
+        return None  # control messages are too small to be paced
 
     def pace(self, bytes_per_s: float) -> None:
         pass
@@ -180,7 +180,7 @@ class TlsStream(Piecewise):
             self._drained.set()
 
     def _say_goodbye(self) -> None:
-        """Nothing more is sent; what still comes is read and dropped until the other end closes as well."""
+        """Shut down sending; received data is dropped until the other end closes too."""
         self._check_open()
         self._is_closing = True
         self._buffer.end(PeerLost(self.remote, "the stream was closed here"))
@@ -202,7 +202,7 @@ class TlsStream(Piecewise):
     def _start_reading(self) -> None:
         if self._closed.done() or self._is_reading:
             return
-        self._decrypt()  # what came before the last pause
+        self._decrypt()  # data from before the last pause
         if not self._closed.done() and not self._is_paused():
             self._is_reading = True
             self._loop.add_reader(self._sock, self._on_readable)
@@ -232,7 +232,7 @@ class TlsStream(Piecewise):
             self._stop_reading()
 
     def _decrypt(self) -> None:
-        """Decrypt what has come, as far as there is room for it."""
+        """Decrypt received data, as far as there is room for it."""
         try:
             while not self._is_paused():
                 view = memoryview(bytearray(SCRATCH_BYTES)) if self._is_closing else self._buffer.get_buffer()
@@ -250,7 +250,7 @@ class TlsStream(Piecewise):
         except TlsFailed as error:
             self._end(str(error))
 
-    # the end
+    # closing
 
     def _check_open(self) -> None:
         if self._closed.done():

@@ -167,7 +167,7 @@ def test_a_file_that_others_can_write_and_nothing_can_be_done_about_it(
     with monkeypatch.context() as patch:
         patch.setattr(Path, "chmod", refused)
         Identity.load_or_create(path)
-        assert "they can be it" in caplog.text
+        assert "can act as this peer" in caplog.text
     path.chmod(0o666)
     monkeypatch.setattr(Path, "chmod", refused)
     with pytest.raises(ConfigError, match=r"can be written by others .*\(mode 666\).* chmod 600"):

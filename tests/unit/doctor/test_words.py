@@ -54,7 +54,7 @@ def dialled(code: str, *, announced: bool = False, chosen: bool = True, address:
         (dialled("timed_out", chosen=False), "no answer", "--listen /ip4/0.0.0.0/tcp/PORT"),
         (dialled("from_the_future"), "from_the_future", "let TCP port"),
         (words.nothing_to_dial([Address.parse("127.0.0.1:7")]), "loopback", "--listen /ip4/0.0.0.0/tcp/7"),
-        (words.no_dial_back(SILENT), "did not say what came of it", "its log"),
+        (words.no_dial_back(SILENT), "did not report the outcome", "its log"),
         (words.cannot_listen(Timeout("x", 1.0)), "timed out", "from another machine"),
         (words.no_peers_seen(SILENT), "joining the swarm failed", "their logs"),
         (
@@ -88,7 +88,7 @@ def test_a_failure_says_what_to_do(finding: Finding, detail: str, advice: str) -
         (words.no_dial_back(Refused(PEER, "busy", "ask again in 7 s")), "ask again in 7 s"),
         (words.no_dial_back(PeerError(PEER, "odd")), "odd"),
         (words.nothing_to_dial([]), "does not listen"),
-        (words.dialled_back([], are_announced=False, port_was_chosen=True), "did not say"),
+        (words.dialled_back([], are_announced=False, port_was_chosen=True), "did not report"),
     ],
 )
 def test_what_was_not_done_is_no_failure(finding: Finding, detail: str) -> None:
