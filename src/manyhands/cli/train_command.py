@@ -29,7 +29,7 @@ class GivenRecipe(AlbertRecipe):
     """
 
     model: Annotated[str, Parameter(show_default=False)] = "small"
-    """albert-large-v2, small (the default), or a config.json; it sets the sizes below that are not given."""
+    """albert-large-v2, small (the default), or a config.json; it sets the sizes that are not given."""
 
     batch_size: Annotated[int, Parameter(show_default=False)] = AlbertRecipe.batch_size
     """Samples in one local step of this peer; by default as many as take 0.2 to 1 s, found by a short trial."""
