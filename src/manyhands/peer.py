@@ -382,7 +382,7 @@ class Peer(FromHivemind):
             if hasattr(self, "presence"):
                 self.run(self.presence.stop(), CLOSE_TIMEOUT_S, "closing this peer")
         except Timeout as error:
-            logger.warning("%s; what is left ends with the network thread", error)
+            logger.warning("%s; the rest ends with the network thread", error)
         except ManyhandsError as error:  # a forked child has this object, but not its thread
             logger.debug("%s", error)
         finally:

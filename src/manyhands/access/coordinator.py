@@ -150,7 +150,7 @@ class Coordinator:
                 write = self._ledger.to_save(self._wall_clock())
                 await asyncio.get_running_loop().run_in_executor(None, write)
             except OSError as error:
-                logger.warning("no lease is given: the accounts of the coordinator cannot be written: %s", error)
+                logger.warning("cannot write the coordinator's accounts: %s; no lease is given until that works", error)
                 raise Unavailable(f"the coordinator cannot write its accounts: {error.strerror}") from error
 
     # the owner's own calls

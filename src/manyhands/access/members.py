@@ -336,7 +336,7 @@ class Members:
                     await self._publish()
                     published, published_at = self._own, loop.time()
             except ManyhandsError as error:
-                logger.warning("the members of run %s cannot be looked after: %s", self.charter.run_id, error)
+                logger.warning("cannot update the members of run %s: %s; trying again", self.charter.run_id, error)
 
     async def _look(self, *, quickly: bool = False) -> None:
         """Read what the coordinators publish: where they are, and whom they have banned."""

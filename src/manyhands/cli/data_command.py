@@ -64,14 +64,14 @@ def verify(
     from manyhands.recipes.albert.verify import problems_of
 
     num_problems = 0
-    columns = TextColumn("Looking at the data"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
+    columns = TextColumn("Checking the data"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
     with Progress(*columns, transient=True, disable=not sys.stdout.isatty()) as progress:
         task = progress.add_task("", total=None)
         for problem in problems_of(place, lambda done, total: progress.update(task, advance=done, total=total)):
             num_problems += 1
             progress.console.print(problem, markup=False, highlight=False, soft_wrap=True)
     if not num_problems:
-        print(f"{place}: all as it should be")  # noqa: T201
+        print(f"{place}: no problems")  # noqa: T201
     return 1 if num_problems else 0
 
 

@@ -72,7 +72,7 @@ class RunMonitor:
             try:
                 delay_s = await self._look()
             except ManyhandsError as error:
-                logger.warning("the run cannot be seen: %s", error)
+                logger.warning("cannot read the records of the run: %s; trying again", error)
             await asyncio.sleep(delay_s)
 
     async def _look(self) -> float:

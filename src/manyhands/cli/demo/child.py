@@ -57,7 +57,7 @@ class Child:
     def last_line(self) -> str:
         """The last line that is not empty."""
         self._reader.join(1.0)
-        return next((line for line in reversed(self._lines) if line.strip()), "it said nothing")
+        return next((line for line in reversed(self._lines) if line.strip()), "it printed nothing")
 
     @property
     def exit_code(self) -> int | None:

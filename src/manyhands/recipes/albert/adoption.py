@@ -78,7 +78,7 @@ def adopted(run_id: str, facts: Mapping[str, str], given: Mapping[str, Any]) -> 
     """
     if not is_recipe(facts):
         raise ConfigError(
-            f"run {run_id!r} was begun by a program of its own, not by manyhands train; run that program to join it"
+            f"run {run_id!r} was begun by another program, not by manyhands train; run that program to join it"
         )
     if facts[_RECIPE] != NAME:
         raise ConfigError(

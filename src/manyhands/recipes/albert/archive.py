@@ -149,7 +149,7 @@ class _Progress(Watcher):
         self._since = self._told_at = time.monotonic()
         self._at_first = size_of(path.with_name(f"{path.name}.part"))
         if self._at_first:
-            logger.info("Going on after the %d MB that came before", self._at_first // MB)
+            logger.info("Resuming after the %d MB that were fetched before", self._at_first // MB)
 
     def size_is(self, num_bytes: int) -> None:
         self._total = num_bytes

@@ -72,7 +72,7 @@ class AlbertEvaluator:
         )  # fmt: skip
         self._on_event(Evaluated(step, scores.loss, scores.mlm_accuracy, scores.sop_accuracy, scores.num_samples))
         if not math.isfinite(scores.loss):
-            logger.warning("The model has diverged: its loss is no number, and does not get into the curves")
+            logger.warning("The model has diverged: its loss is not finite, and is left out of the curves")
             return
         record = HeldoutRecord(step, scores.loss, scores.mlm_accuracy, scores.sop_accuracy, scores.num_samples)
         publication = publish_heldout(self._peer.dht, self._peer.peer_id, self._run_id, record)

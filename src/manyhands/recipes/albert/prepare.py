@@ -326,7 +326,7 @@ def _by_processes(
             yield split, future.result()
     except BrokenProcessPool as error:
         raise ConfigError(
-            f"one of {num_processes} processes was ended, perhaps for want of memory; try fewer: --num-proc 1"
+            f"one of {num_processes} processes was killed, perhaps for lack of memory; try fewer: --num-proc 1"
         ) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)

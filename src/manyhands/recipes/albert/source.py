@@ -202,8 +202,8 @@ def _tokenizer_for(
     tokenizer = train_tokenizer(documents, recipe.vocab_size)
     if run is not None and tokenizer_digest(tokenizer) != run.recipe.tokenizer:
         raise Unavailable(
-            f"the tokenizer of run {run_id!r} cannot be had: none of its peers that were asked "
-            "hands it out, and the text here gives another one. Try again; or give the same --text as the "
-            "others (without it, the same version of Python)"
+            f"cannot get the tokenizer of run {run_id!r}: none of the peers that were asked has it, and the text here "
+            "gives another one. Try again, or give the same --text as the others (without it, use the same version "
+            "of Python)"
         )
     return tokenizer

@@ -104,7 +104,7 @@ class StateFollower:
         for _ in range(MAX_POSITIONS):
             records = believed_by_a_newcomer(looked)
             if not records:
-                self._tell("Waiting for trainers in run %s whose state can be had")
+                self._tell("Waiting for a peer of run %s from which the state can be downloaded")
                 break
             position = max(records.values(), key=rank_of).position
             if here is not None and here <= position.step < here + every:
@@ -143,7 +143,7 @@ class StateFollower:
         try:
             return self._run_coroutine(look(), "looking at the run")
         except Unavailable as error:
-            logger.warning("the run cannot be seen: %s", error)
+            logger.warning("cannot read the records of the run: %s; trying again", error)
             return {}
 
     def _download(self, donors: list[PeerId], leading: Position) -> State:

@@ -76,7 +76,7 @@ async def fetch_tokenizer(
                     packed = await _fetch(endpoint, donor, digest)
                     return await asyncio.to_thread(_unpacked, donor, packed, digest)
                 except (Unavailable, PeerError) as error:
-                    logger.info("The tokenizer of the run could not be had from a peer: %s", error)
+                    logger.info("Could not get the tokenizer of the run from a peer: %s", error)
     except ManyhandsError as error:
         logger.info("%s", error)
     return None

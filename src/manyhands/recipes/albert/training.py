@@ -141,7 +141,7 @@ class AlbertTrainer:
         share = recipe.target_batch_size // (TRIAL_SHARE * self._settings.gradient_accumulation_steps)
         limit = min(max(1, share), len(samples.training))
         size = fitting_batch_size(seconds_for, limit)
-        logger.info("A short trial chose %d samples for each batch (--batch-size says otherwise)", size)
+        logger.info("A short trial chose %d samples for each batch (--batch-size overrides it)", size)
         return size
 
     @property
