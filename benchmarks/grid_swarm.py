@@ -4,9 +4,9 @@
 
 Runs the averaging layer of the library (presence, matchmaking, all-reduce, verdicts) in virtual time, without a DHT:
 records are visible to all peers 20 ms after they are stored. Before each step each value of each peer drifts by a
-number drawn from N(0, 1). In each step a peer fails with probability p: half of these peers skip the step, half are killed in
-its middle and started again 3 s later. The spread is the root mean square distance of all values from their mean after
-each step, including those of failed peers. The exit code is 1 if the spread exceeds the bound of
+number drawn from N(0, 1). In each step a peer fails with probability p: half of these peers skip the step, half are
+killed in its middle and started again 3 s later. The spread is the root mean square distance of all values from their
+mean after each step, including those of failed peers. The exit code is 1 if the spread exceeds the bound of
 docs/explanation/averaging.md after any step. Takes about five minutes of CPU time.
 """
 

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 class AlbertAuxiliary:
     """A peer that averages with the trainers of the recipe's model, and makes their steps with them.
 
-    It also hands out the run's tokenizer, since newcomers cannot ask trainers that nobody can dial.
+    It also hands out the run's tokenizer, since newcomers cannot dial trainers in client mode.
 
     Raises:
         ManifestMismatch: the run has changed meanwhile.
@@ -48,7 +48,7 @@ class AlbertAuxiliary:
             if optimizer.global_step != step:
                 step = optimizer.global_step
                 logger.info("Step %d", step)
-                if not self._has_tokenizer:  # by now, trainers that nobody can dial have connected to this peer
+                if not self._has_tokenizer:  # by now, trainers in client mode have connected to this peer
                     self._pass_tokenizer_on()
         logger.info("Stopping at global step %d; waiting for peers that are behind", optimizer.global_step)
         optimizer.wait_for_others(self._settings.linger_s)
