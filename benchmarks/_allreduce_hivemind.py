@@ -1,4 +1,4 @@
-"""All-reduce of hivemind: one `hivemind.DHT`, and a `DecentralizedAverager` for each codec, by its defaults."""
+"""All-reduce of hivemind: one `hivemind.DHT`, and a `DecentralizedAverager` with default options for each codec."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class System:
     """One peer; see `allreduce.py`."""
 
     def __init__(self, rank: int, num_peers: int, numel: int, codecs: Sequence[str], folder: str) -> None:
-        multiprocessing.set_start_method("fork", force=True)  # as in a program of its own; averagers cannot be pickled
+        multiprocessing.set_start_method("fork", force=True)  # as in a separate program; averagers cannot be pickled
         self._num_peers = num_peers
         self._numel = numel
         self._codecs = codecs
@@ -51,7 +51,7 @@ class System:
             torch.mul(base_N, factor, out=vector_N)
 
     def form(self, codec: str) -> float:
-        """Find the group, and stop there."""
+        """Find the group, without averaging."""
         started = time.perf_counter()
         step = self._averagers[codec].step(require_trigger=True, wait=False, timeout=TIMEOUT_S)
         while step.stage != AveragingStage.AWAITING_TRIGGER:

@@ -1,4 +1,4 @@
-"""All-reduce of manyhands: one `manyhands.Peer` with an averager, in a group that is known beforehand."""
+"""All-reduce of manyhands: one `manyhands.Peer` with an averager, in a predefined group."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TIMEOUT_S = 300.0
 
 
 class System:
-    """One peer for each codec, since a peer averages for one run; see `allreduce.py`."""
+    """One peer for each codec, since a peer averages in one run; see `allreduce.py`."""
 
     def __init__(
         self, rank: int, num_peers: int, numel: int, codecs: Sequence[str], folder: str, *, host: str = "127.0.0.1"
@@ -51,7 +51,7 @@ class System:
                 endpoint.learn(address.peer_id, [address])
         roster = self._rosters[codec] = Everybody(others, may_leave=True)
         config = AveragingConfig(averaging_timeout_s=TIMEOUT_S, codec=codec)
-        limits = MemberLimits()  # as in the runs of an Optimizer
+        limits = MemberLimits()  # as in runs of an Optimizer
         rounds = RoundRunner(endpoint, "benchmark", b"", roster, config, random.Random(), limits)
         self._rounds[codec] = rounds
         peer.presence.on_close.append(rounds.close)
@@ -62,7 +62,7 @@ class System:
         self._again = lambda: base_N * factor
 
     def form(self, codec: str) -> float:
-        return 0.0  # it is a part of the round
+        return 0.0  # part of the round
 
     def reduce(self, codec: str) -> tuple[float, float]:
         shapes = [(1, self._vector_N.numel())]  # one large matrix: all of it is encoded

@@ -1,4 +1,4 @@
-"""Certificates for mutual TLS, for the systems that bring none."""
+"""Certificates for mutual TLS, for systems without their own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _Key = Ed25519PrivateKey | ec.EllipticCurvePrivateKey
 
 @dataclass(frozen=True)
 class Credentials:
-    """One issuer, and a leaf certificate with its key; all in PEM."""
+    """An issuer certificate, and a leaf certificate with its key, in PEM."""
 
     issuer: bytes
     leaf: bytes
@@ -36,7 +36,7 @@ class Credentials:
         context.load_verify_locations(cadata=self.issuer.decode())
         if protocol == ssl.PROTOCOL_TLS_SERVER:
             context.num_tickets = 0
-        with tempfile.TemporaryDirectory() as folder:  # ssl reads keys from files only
+        with tempfile.TemporaryDirectory() as folder:  # ssl reads keys only from files
             path = Path(folder) / "leaf.pem"
             path.write_bytes(self.key + self.leaf)
             context.load_cert_chain(path)
@@ -44,10 +44,10 @@ class Credentials:
 
 
 def make_credentials(key_type: str) -> list[Credentials]:
-    """Two leaves of one issuer: for a server and a client.
+    """Two leaf certificates of one issuer, for a server and a client.
 
     Args:
-        key_type: ``ed25519`` as manyhands has, or ``p256`` for software that knows no other.
+        key_type: ``ed25519`` as in manyhands, or ``p256`` for software without Ed25519.
     """
     issuer_key = _new_key(key_type)
     issuer = _sign(NAME + " issuer", issuer_key, issuer_key, is_issuer=True)

@@ -1,4 +1,4 @@
-"""What the command lines of the benchmarks have in common."""
+"""Command-line helpers of the benchmarks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 class Parser(argparse.ArgumentParser):
-    """A mistake on the command line is one line on stderr and exit code 2."""
+    """An argument parser that reports a mistake in one line on stderr, with exit code 2."""
 
     def __init__(self, description: str | None) -> None:
         super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -44,7 +44,7 @@ def positive_int(text: str) -> int:
 
 
 def json_path(text: str) -> Path:
-    """A file that can be written in the end: its folder is there."""
+    """The path of a file whose folder exists."""
     path = Path(text)
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r} is a folder; name a file in it")
@@ -54,7 +54,7 @@ def json_path(text: str) -> Path:
 
 
 class Steps:
-    """What is done now, on stderr: a bar on a terminal, else one line for each step."""
+    """Shows the current step on stderr: a bar on a terminal, else one line for each step."""
 
     def __init__(self, progress: Progress, total: int) -> None:
         self._progress = progress
@@ -62,7 +62,7 @@ class Steps:
         self._num_begun = 0
 
     def begin(self, text: str) -> None:
-        """The step before is done, this one begins."""
+        """End the previous step and begin this one."""
         self._progress.update(self._task, description=text, completed=self._num_begun)
         self._num_begun += 1
         if self._progress.disable:
@@ -71,7 +71,7 @@ class Steps:
 
 @contextmanager
 def progress_of(total: int) -> Iterator[Steps]:
-    """Shows ``total`` steps while the block runs."""
+    """Show ``total`` steps while the block runs."""
     console = Console(stderr=True)
     columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -79,13 +79,13 @@ def progress_of(total: int) -> Iterator[Steps]:
 
 
 def write_json(path: Path | None, results: list[dict[str, Any]]) -> None:
-    """Write the results where they were asked for."""
+    """Write the results as JSON, if a path was given."""
     if path is not None:
         path.write_text(json.dumps(results, indent=2) + "\n")
 
 
 def run(main: Any) -> NoReturn:
-    """Run a script; Ctrl-C is one line and exit code 130."""
+    """Run a script; Ctrl-C prints one line and gives exit code 130."""
     try:
         main()
     except KeyboardInterrupt:

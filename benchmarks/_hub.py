@@ -1,4 +1,4 @@
-"""The loop of the emulated network in `_star.py`, compiled: in Python it costs a whole core for 200 Mbit/s."""
+"""The compiled loop of the emulated network in `_star.py`: in Python it takes a whole core for 200 Mbit/s."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 LONGEST_PACKET = 2048
 PACKETS_AT_ONCE = 64
 ROOM = 1 << 13
-"""Packets on the way from one sender, or to one receiver: a quarter of a second at 400 Mbit/s."""
+"""Packets in flight from one sender, or to one receiver: a quarter of a second at 400 Mbit/s."""
 POLLIN = 1
 CLOCK_MONOTONIC = 1
 
@@ -24,16 +24,16 @@ _clock.argtypes, _clock.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_int
 
 @numba.njit
 def forward(fds, bytes_per_s, delay_s, loss, queue_s):  # type: ignore[no-untyped-def]
-    """Pass packets of IPv4 on, for ever: to the one whose number is the last byte of the destination, less one.
+    """Forward IPv4 packets for ever; the last byte of the destination, minus 1, is the index of the receiver.
 
-    Each goes over the sender's line, takes the delay, and goes over the receiver's line; lines carry ``bytes_per_s``,
-    by peer. What would wait for a line for
-    longer than ``queue_s`` is dropped, and so is a share of all.
+    Each packet crosses the sender's line, takes the delay, and crosses the receiver's line; lines carry
+    ``bytes_per_s``, by peer. Packets that would wait longer than ``queue_s`` for a line are dropped, and so is a random
+    share of all.
     """
     num = len(fds)
     np.random.seed(0)
     instant = np.zeros(2, np.int64)
-    polled = np.zeros((num, 2), np.int32)  # struct pollfd: the descriptor; events, and in the upper half what happened
+    polled = np.zeros((num, 2), np.int32)  # struct pollfd: descriptor; events, with revents in the upper half
     polled[:, 0] = fds
     polled[:, 1] = POLLIN
     bytes_up = np.zeros((num, ROOM, LONGEST_PACKET), np.uint8)
@@ -75,7 +75,7 @@ def forward(fds, bytes_per_s, delay_s, loss, queue_s):  # type: ignore[no-untype
                 free_up[sender] = free + size / bytes_per_s[sender]
                 due_up[sender, place], size_up[sender, place] = free_up[sender] + delay_s, size
                 end_up[sender] += 1
-        while True:  # the one that comes first, whoever sent it
+        while True:  # the first packet to arrive, from any sender
             sender = -1
             due = now
             for line in range(num):

@@ -1,18 +1,18 @@
 """A stand-in for :class:`manyhands.rpc.Endpoint` in virtual time: whole messages, without connections.
 
-For swarms of thousands of nodes in one process. What is modelled:
+For swarms of thousands of nodes in one process. The model:
 
-    * each pair of peers has a latency of its own, drawn once; an answer takes as long as the request;
-    * two peers that talked within the last 20 s are *linked*; a call to anybody else begins with a dial, which takes
-      five more trips (TCP, TLS 1.3, hello);
-    * a peer that was *killed* refuses dials, and the peers linked to it are told at once; one whose machine *vanished*
-      lets dials and calls time out, and is missed after the time that heartbeats take;
-    * dials that failed are repeated no sooner than a real endpoint would;
-    * bytes are those of the encoded frames, and 22 of a TLS record around each.
+    * each pair of peers has its own latency, drawn once; a response takes as long as the request;
+    * two peers that talked within the last 20 s are *linked*; other calls begin with a dial, which takes five more
+      trips (TCP, TLS 1.3, hello);
+    * a *killed* peer refuses dials, and the peers linked to it are notified at once; dials and calls to a peer whose
+      machine *vanished* time out, and its links end after the time that heartbeats take;
+    * failed dials are repeated no sooner than by a real endpoint;
+    * bytes are those of the encoded frames, plus 22 for the TLS record of each.
 
-There is no TLS, nothing is decoded, no message is lost on the way to a living peer, and there are no heartbeats and no
-bytes of handshakes: the dials are counted, and ``benchmarks/simulation.py`` has heartbeats. All handlers must be plain
-functions, as those of the DHT are.
+There is no TLS or decoding, no message to a living peer is lost, and heartbeats and the bytes of handshakes are left
+out: dials are counted, and ``benchmarks/simulation.py`` has heartbeats. All handlers must be plain functions, as those
+of the DHT are.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from manyhands.rpc.frames import Request, Response, encode_frame
 from manyhands.testing import VirtualLoop
 
 TLS_RECORD_BYTES = 22  # header of 5, type of 1, tag of 16 (RFC 8446, section 5.2)
-DIAL_TRIPS = 5  # SYN, its answer, ClientHello, ServerHello, hello; the request follows the welcome
+DIAL_TRIPS = 5  # SYN, SYN-ACK, ClientHello, ServerHello, hello; the request follows the welcome
 RPC = RpcConfig()
 watching: contextvars.ContextVar[Watch | None] = contextvars.ContextVar("watching", default=None)
 _encoder = msgspec.msgpack.Encoder()
@@ -43,11 +43,11 @@ _RESPONSE_BYTES = len(encode_frame(Response(1 << 20, msgspec.Raw(b"")))) + TLS_R
 
 
 class Watch:
-    """What one operation does, its tasks included; set :data:`watching` to it in the task that begins it.
+    """Counts the calls of one operation and its tasks; set :data:`watching` to it in the task that begins it.
 
     Attributes:
-        num_calls: that it made.
-        num_hops: the longest chain of peers of which each was named by the one before.
+        num_calls: calls made.
+        num_hops: length of the longest chain of peers in which each named the next.
     """
 
     def __init__(self) -> None:
@@ -65,16 +65,16 @@ class Watch:
 
 
 class LightNetwork:
-    """All peers, and what they have sent.
+    """All peers, and counts of what they have sent.
 
     Args:
-        min_rtt_s, max_rtt_s: between which the round trips of the pairs lie, evenly spread.
+        min_rtt_s, max_rtt_s: bounds of the pairs' round trips, which are uniformly distributed.
 
     Attributes:
-        endpoints: the living, by peer id.
-        num_calls: by the name of the method; num_bytes: likewise, requests and answers.
-        num_failed: calls without an answer.
-        num_dials: that were made, also in vain.
+        endpoints: living ones, by peer id.
+        num_calls: by method; num_bytes: the same, for requests and responses.
+        num_failed: calls without a response.
+        num_dials: dials made, including failed ones.
     """
 
     def __init__(self, loop: VirtualLoop, seed: int, min_rtt_s: float = 0.02, max_rtt_s: float = 0.1) -> None:
@@ -102,7 +102,7 @@ class LightNetwork:
         return endpoint
 
     def end(self, endpoint: LightEndpoint, *, is_vanished: bool) -> None:
-        """A peer is no more: its process was killed, or its whole machine is gone."""
+        """Remove a peer: its process was killed, or its whole machine vanished."""
         del self.endpoints[endpoint.peer_id]
         endpoint.is_alive = False
         endpoint.is_vanished = is_vanished
@@ -123,11 +123,11 @@ class LightNetwork:
             raise Unavailable(f"no address is known for peer {peer_id}") from None
 
     def at(self, address: Address) -> LightEndpoint:
-        """Who listens, or did, at an address."""
+        """The endpoint, living or dead, that listens at an address."""
         return self._by_place[address.host, address.port]
 
     def latency_s(self, one: LightEndpoint, other: LightEndpoint) -> float:
-        """One way; the same for a pair at all times."""
+        """One-way latency; constant for each pair."""
         low, high = one.number, other.number
         if low > high:
             low, high = high, low
@@ -136,7 +136,7 @@ class LightNetwork:
         return self._min_s + self._range_s * ((mixed >> 12 & 0xFFFF) / 0xFFFF)
 
     def count(self, name: str, body: object) -> None:
-        """Note a request."""
+        """Count a request."""
         overhead = self._method_bytes.get(name)
         if overhead is None:
             overhead = len(encode_frame(Request(1 << 20, name, 3.0, msgspec.Raw(b"")))) + TLS_RECORD_BYTES
@@ -145,9 +145,9 @@ class LightNetwork:
         self.num_bytes[name] += len(_encoder.encode(body)) + overhead
 
     def count_answer(self, name: str, body: Any) -> None:
-        """Note an answer."""
+        """Count a response."""
         num_bytes = _RESPONSE_BYTES
-        if contacts := getattr(body, "contacts", None):  # most of what is ever sent; each is encoded once
+        if contacts := getattr(body, "contacts", None):  # most of the bytes are contacts; each is encoded once
             num_bytes += sum([self._contact_bytes(contact) for contact in contacts])
             body = msgspec.structs.replace(body, contacts=[])
         self.num_bytes[name] += len(_encoder.encode(body)) + num_bytes
@@ -160,7 +160,7 @@ class LightNetwork:
 
 
 class LightEndpoint:
-    """What a DHT node uses of an endpoint; see the top of this file."""
+    """The part of an endpoint that a DHT node uses; see the top of this file."""
 
     client_mode = False
 
@@ -178,26 +178,26 @@ class LightEndpoint:
         self._network = network
         self._loop = network.loop
         self._handlers: dict[str, Callable[[PeerId, Any], Any]] = {}
-        self._used_at: dict[LightEndpoint, float] = {}  # by the other end of a link
+        self._used_at: dict[LightEndpoint, float] = {}  # by peer
         self._look_at = 64
         self._backoff = Backoff(rng)
         self.was_reached = False
         self._reached: set[PeerId] = set()
 
-    # what the DHT calls
+    # the interface that the DHT uses
 
     def handle(self, method: Method[Any, Any], handler: Callable[[PeerId, Any], Any]) -> None:
         self._handlers[method.name] = handler
 
     def host_of(self, peer_id: PeerId) -> str:
-        """Each node is a machine of its own."""
+        """A separate machine for each node."""
         return peer_id
 
     def unhandle(self, method: Method[Any, Any]) -> None:
         self._handlers.pop(method.name, None)
 
     def learn(self, peer_id: PeerId, addresses: Sequence[Address], source: Source = Source.HEARSAY) -> None:
-        """The network knows all addresses."""
+        """Does nothing: the network knows all addresses."""
 
     def addresses_of(self, peer_id: PeerId) -> list[Address]:
         return self._network.of(peer_id).addresses
@@ -235,7 +235,7 @@ class LightEndpoint:
         is_dial = not self._is_linked(other)
         if is_dial:
             if not other.is_alive:
-                await self._dial(other, timeout_s)  # in vain
+                await self._dial(other, timeout_s)  # fails
             self._backoff.check(peer_id, loop.now)
             network.num_dials += 1
         elif other.is_alive:
@@ -260,11 +260,11 @@ class LightEndpoint:
     # links
 
     def linked(self) -> list[LightEndpoint]:
-        """Those with whom it talked of late."""
+        """Peers with which it talked recently."""
         return [other for other in self._used_at if self._is_linked(other)]
 
     def link(self, other: LightEndpoint) -> None:
-        """The link was used just now."""
+        """Note that a link was used just now."""
         self._used_at[other] = other._used_at[self] = self._loop.now
         if len(self._used_at) > self._look_at:
             self._tidy()
@@ -272,13 +272,13 @@ class LightEndpoint:
             other._tidy()
 
     def lost(self, other: LightEndpoint) -> None:
-        """The link to a peer broke."""
+        """Break the link to a peer."""
         if self.is_alive and self._used_at.pop(other, None) is not None:
             for callback in self.on_lost:
                 callback(other.peer_id)
 
     def forget_all(self) -> None:
-        """It has no links any more."""
+        """Drop all links."""
         self._used_at.clear()
         self._handlers.clear()
 
@@ -312,7 +312,7 @@ class LightEndpoint:
     def _arrived(
         self, other: LightEndpoint, name: str, request: Any, answered: asyncio.Future[Any], deadline: float
     ) -> None:
-        """A request has come to the other end."""
+        """Handle a request at the other end."""
         loop, network = self._loop, self._network
         trip_s = network.latency_s(self, other)
         if not other.is_alive:

@@ -1,7 +1,7 @@
-"""What every measured system provides, and how bulk data is sent through it and counted.
+"""Interface of the measured systems, and how bulk data is sent and counted.
 
-A system has a server and a client, each on the event loop of a process of its own. A link is one connection for bulk
-data that the client opens and closes; what the server does with it is in the :class:`Plan` that opens it.
+A system has a server and a client, each on the event loop of its own process. A link is one connection for bulk data
+that the client opens and closes; the :class:`Plan` that opens it says what the server does with it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import msgspec
 MIB = 1 << 20
 PAYLOAD_BYTES = 8 * MIB
 ECHO_BYTES = 64
-TAIL_S = 0.05  # a sender goes on for so long after the counting ends at the other end
+TAIL_S = 0.05  # a sender continues for this long after the other end stops counting
 PATIENCE_S = 10.0
 
 Sink = Callable[[memoryview], None]
@@ -30,23 +30,23 @@ class LinkClosed(Exception):
 
 
 class Link(Protocol):
-    """One connection for bulk data; pieces are what ``cut`` of its system makes of the payload."""
+    """One connection for bulk data; its system's ``cut`` makes pieces of the payload."""
 
     async def send(self, piece: Any) -> None:
-        """Hand over one piece, and wait while the other end has no room. Raises ``LinkClosed``."""
+        """Send one piece, and wait while the other end has no room. Raises ``LinkClosed``."""
 
     async def receive(self, sink: Sink) -> None:
-        """Give whatever comes to ``sink``, until the link is closed."""
+        """Pass everything that arrives to ``sink``, until the link is closed."""
 
     async def close(self) -> None:
-        """Flush, and close; :meth:`receive` of both ends returns."""
+        """Flush and close; :meth:`receive` returns at both ends."""
 
 
 class Plan(msgspec.Struct):
-    """What a link is for.
+    """The purpose of a link.
 
     Attributes:
-        kind: ``check``: the payload once each way; ``up``: client to server; ``both``: both ways at the same time.
+        kind: ``check``: the payload once in each direction; ``up``: client to server; ``both``: both at once.
         warm_up_s: seconds that are not counted, from the first byte on.
         counted_s: seconds that are counted after that.
     """
@@ -64,10 +64,10 @@ Serve = Callable[[Link, Plan], Awaitable[None]]
 
 
 class Dial(Protocol):
-    """One connection to be made: what needs no network is prepared already."""
+    """One connection to make; everything that needs no network is already prepared."""
 
     async def open(self) -> None:
-        """Connect, with the whole handshake and one answer of the server."""
+        """Connect, with the whole handshake and one response of the server."""
 
     async def close(self) -> None:
         """Close it."""
@@ -77,13 +77,13 @@ class Server(Protocol):
     """The side that listens."""
 
     def cut(self, payload: bytes) -> Sequence[Any]:
-        """The payload in pieces of the size that this system sends best, without a copy for each use."""
+        """The payload in pieces of the best size for this system, without copies for each use."""
 
     async def start(self, serve: Serve) -> str:
-        """Listen, and give each link to ``serve``; returns what the client must know."""
+        """Listen, and pass each link to ``serve``; returns the contact for the client."""
 
     async def close(self) -> None:
-        """Close all."""
+        """Close everything."""
 
 
 class Client(Protocol):
@@ -99,23 +99,23 @@ class Client(Protocol):
         """A new connection for bulk data."""
 
     async def echo(self) -> None:
-        """One small call and its answer."""
+        """Make one small call."""
 
     def prepare_dial(self) -> Dial:
-        """A connection of its own, not yet made."""
+        """A new connection, not yet opened."""
 
     async def close(self) -> None:
-        """Close all."""
+        """Close everything."""
 
 
 @dataclass(frozen=True)
 class Received:
-    """What came through a link in one direction.
+    """The bytes that a link delivered in one direction.
 
     Attributes:
-        num_bytes: in all, warm-up included.
+        num_bytes: in all, including the warm-up.
         mib_per_s: in the counted time.
-        is_payload: it was the payload exactly once; only in a check.
+        is_payload: whether they were exactly the payload; only in a check.
     """
 
     num_bytes: int
@@ -124,10 +124,9 @@ class Received:
 
 
 class Meter:
-    """Counts what is received, or compares it with the payload.
+    """Counts received bytes, or compares them with the payload.
 
-    The rate is that between the first and the last arrival in the counted time, so that the size of what arrives at a
-    time does not matter.
+    The rate is between the first and the last arrival in the counted time, so the size of arrivals does not matter.
     """
 
     def __init__(self, plan: Plan, payload: bytes) -> None:
@@ -165,18 +164,18 @@ class Meter:
 
 
 def make_payload() -> bytes:
-    """The same on both sides; larger than a core's own cache."""
+    """The payload, the same on both sides and larger than the cache of a core."""
     return random.Random(7).randbytes(PAYLOAD_BYTES)
 
 
 async def _send(link: Link, piece: Any) -> None:
-    """Send, and let others run: a send that finds room, or a connection about to end, need not suspend."""
+    """Send, and yield to other tasks: a send that finds room need not suspend."""
     await link.send(piece)
     await asyncio.sleep(0)
 
 
 async def serve_link(link: Link, plan: Plan, payload: bytes, pieces: Sequence[Any]) -> Received:
-    """The server's side of one link, until the client closes it."""
+    """Run the server's side of one link, until the client closes it."""
     meter = Meter(plan, payload)
     receiving = asyncio.ensure_future(link.receive(meter.add))
     try:
@@ -198,7 +197,7 @@ async def serve_link(link: Link, plan: Plan, payload: bytes, pieces: Sequence[An
 async def use_link(
     link: Link, plan: Plan, payload: bytes, pieces: Sequence[Any], alongside: Awaitable[None] | None = None
 ) -> Received:
-    """The client's side: send as long as the plan says, and close. ``alongside`` runs at the same time."""
+    """Run the client's side: send as the plan says, and close. ``alongside`` runs at the same time."""
     meter = Meter(plan, payload)
     receiving = asyncio.ensure_future(link.receive(meter.add))
     beside = asyncio.ensure_future(alongside) if alongside is not None else None

@@ -1,4 +1,4 @@
-"""Nodes of the DHT of hivemind, as they are in use: ``hivemind.DHT``, a process with its p2pd daemon for each."""
+"""DHT nodes of hivemind, as in real use: ``hivemind.DHT``, with a process and a p2pd daemon for each."""
 
 from __future__ import annotations
 

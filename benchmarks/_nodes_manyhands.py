@@ -1,4 +1,4 @@
-"""Nodes of the DHT of manyhands, as they are in use: each a peer, with its network thread, its real sockets and TLS."""
+"""DHT nodes of manyhands, as in real use: each a peer, with its network thread, sockets and TLS."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Nodes:
     """One or several peers in this process.
 
     Args:
-        num: how many.
+        num: number of peers.
         initial_peers: addresses of others.
     """
 
@@ -27,11 +27,11 @@ class Nodes:
             initial_peers = initial_peers or self.addresses()
 
     def addresses(self) -> list[str]:
-        """Where the first of them can be dialled."""
+        """Addresses of the first of them."""
         return self._peers[0].addresses
 
     def store(self, index: int, key: str, value: Any, ttl_s: float) -> bool:
-        """Whether somebody holds it now."""
+        """Store a value; returns whether a peer holds it now."""
         peer = self._peers[index]
         with contextlib.suppress(ManyhandsError):
             return peer.run(peer.dht.store(key, value, ttl_s), OPERATION_TIMEOUT_S, "storing") > 0

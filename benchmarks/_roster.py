@@ -1,4 +1,4 @@
-"""Who is expected in the rounds of a benchmark: all the others, always."""
+"""A fixed roster for the rounds of a benchmark: all other peers, always."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from manyhands.base.identity import PeerId
 
 
 class Everybody:
-    """A roster of peers that are always there.
+    """A roster of peers that are always present.
 
     Args:
         others: whether each of them is a client.
-        may_leave: whether one that is missing is no error, since in the end all leave one after the other.
+        may_leave: whether a missing peer is no error, since all leave one by one in the end.
 
     Attributes:
         at: the position of the next round.
@@ -34,14 +34,14 @@ class Everybody:
         return peer_id in self._others
 
     async def refresh(self) -> None:
-        """Nothing changes."""
+        """Does nothing."""
 
     def report_missing(self, peer_id: PeerId) -> None:
         if not self._may_leave:
             raise RuntimeError(f"{peer_id} is missing")
 
     def call_to_round(self) -> None:
-        """Everybody comes anyway."""
+        """Does nothing: all peers come anyway."""
 
     def recent_rounds(self) -> list[bytes]:
         return []

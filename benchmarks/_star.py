@@ -1,8 +1,8 @@
-"""An emulated network on this machine: peers around a hub, each behind a slow, long, lossy line. Linux, as root.
+"""An emulated network on this machine: peers around a hub, each behind a slow, long, lossy line. Needs Linux and root.
 
-Each peer is a network namespace with one TUN device. The hub, a process, reads what they send, and writes it to where
-it goes: after the sender's line (its rate, its queue), the delay, and the receiver's line. What finds a queue full is
-dropped, and a share of all packets is lost by chance.
+Each peer is a network namespace with one TUN device. The hub, a process, forwards packets over the sender's line (with
+its rate and queue), after the delay, and over the receiver's line. Packets that find a queue full are dropped, and so
+is a random share of all packets.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ START_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True)
 class Line:
-    """Of each peer, in both directions.
+    """The line of each peer, in both directions.
 
     Attributes:
-        bytes_per_s: of the first peer, the second one and so on; over again where there are more peers.
+        bytes_per_s: of the first peer, the second one and so on; repeats if there are more peers.
         delay_s: from one peer to another.
         loss: share of packets.
-        queue_s: what waits longer is dropped.
+        queue_s: packets that would wait longer are dropped.
     """
 
     bytes_per_s: Sequence[float]
@@ -49,7 +49,7 @@ class Line:
 
 
 def why_not() -> str | None:
-    """Why there can be no such network here; None if there can."""
+    """Why this machine cannot emulate the network; None if it can."""
     if os.name != "posix" or not Path("/dev/net/tun").exists():
         return "an emulated network needs Linux with /dev/net/tun"
     if os.geteuid() != 0:
@@ -65,7 +65,7 @@ def address_of(number: int) -> str:
 
 
 def enter(name: str) -> None:
-    """Put this process into a namespace."""
+    """Move this process into a namespace."""
     with (NAMESPACES / name).open() as namespace:
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.setns(namespace.fileno(), CLONE_NEWNET) != 0:
@@ -74,7 +74,7 @@ def enter(name: str) -> None:
 
 @contextlib.contextmanager
 def star(num_peers: int, line: Line) -> Iterator[list[str]]:
-    """The names of the peers' namespaces."""
+    """Start the network; yields the names of the peers' namespaces."""
     names = [f"mh{os.getpid()}-{number}" for number in range(num_peers)]
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()

@@ -1,6 +1,6 @@
-"""Bare asyncio: TLS 1.3 with mutual certificates and a ``BufferedProtocol``, as fast as it goes by itself.
+"""Bare asyncio: TLS 1.3 with mutual certificates and a ``BufferedProtocol``, as a reference for speed.
 
-Each connection begins with a header of fixed size, which says what it is for; no other framing.
+Each connection begins with a header of fixed size that gives its purpose; there is no other framing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _cut(payload: bytes) -> Sequence[memoryview]:
 
 
 class Connection(asyncio.BufferedProtocol):
-    """Receives into one buffer that is used again and again; ``on_bytes`` gets what came."""
+    """Receives into one reused buffer; ``on_bytes`` gets the bytes."""
 
     def __init__(self, on_bytes: Sink | None = None) -> None:
         self.early: list[bytes] = []
@@ -42,7 +42,7 @@ class Connection(asyncio.BufferedProtocol):
         self._writable.set()
 
     def keep(self, view: memoryview) -> None:
-        """For what comes before somebody receives it."""
+        """Keep bytes that arrive before there is a receiver."""
         self.early.append(bytes(view))
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -141,7 +141,7 @@ async def _open(port: int, context: ssl.SSLContext, plan: Plan) -> Connection:
 
 
 class EchoConnection:
-    """Small messages there and back; also a dial, which counts once the first of them is back."""
+    """Echoes small messages; as a dial, it counts once the first one is back."""
 
     def __init__(self, port: int, context: ssl.SSLContext) -> None:
         self._port = port

@@ -1,4 +1,4 @@
-"""grpc.aio over mutual TLS, without protobuf: messages are bytes as they are."""
+"""grpc.aio over mutual TLS, without protobuf: messages are raw bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OPTIONS = [
     ("grpc.max_send_message_length", 16 * MIB),
     ("grpc.max_receive_message_length", 16 * MIB),
     ("grpc.ssl_target_name_override", NAME),
-    ("grpc.use_local_subchannel_pool", 1),  # else all channels of one process share their connections
+    ("grpc.use_local_subchannel_pool", 1),  # otherwise all channels of a process share connections
 ]
 SERVICE = "benchmark"
 
@@ -27,7 +27,7 @@ def _cut(payload: bytes) -> Sequence[bytes]:
 
 
 class CallLink:
-    """A call that streams both ways; the server ends it once the client has ended its own way."""
+    """A bidirectional streaming call; the server ends it after the client has ended its direction."""
 
     def __init__(self, call: Any, done_writing: Any = None) -> None:
         self._call = call
@@ -83,7 +83,7 @@ class Server:
 
 
 class Channel:
-    """A channel of its own with the echo call; as a dial it counts once the first answer is back."""
+    """A separate channel with the echo call; as a dial it counts once the first response is back."""
 
     def __init__(self, contact: str, credentials: grpc.ChannelCredentials) -> None:
         self._contact = contact

@@ -1,4 +1,4 @@
-"""Endpoints of manyhands, on the network thread that a peer has."""
+"""Endpoints of manyhands, on the network thread of a peer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KIND = "benchmark"
 
 
 class Echo(msgspec.Struct):
-    """Some bytes, there and back."""
+    """Bytes to send back."""
 
     body: bytes
 
@@ -39,7 +39,7 @@ def _cut(payload: bytes) -> Sequence[memoryview]:
 
 
 class StreamLink:
-    """A bulk stream, received into the same memory again and again."""
+    """A bulk stream, received into reused memory."""
 
     def __init__(self, stream: Stream, dialled_by: Endpoint | None) -> None:
         self._stream = stream
@@ -91,7 +91,7 @@ class Server:
 
 
 class EndpointDial:
-    """A control connection of a peer that nobody knows yet."""
+    """A control connection of a new peer."""
 
     def __init__(self, address: Address) -> None:
         self._address = address

@@ -1,4 +1,4 @@
-"""An object in a process of its own, whose methods are called from here."""
+"""Runs an object in a child process and calls its methods from this one."""
 
 from __future__ import annotations
 
@@ -17,21 +17,20 @@ CLOSE_TIMEOUT_S = 8.0
 
 
 class Subject(Protocol):
-    """What lives in the other process; any of its methods can be called."""
+    """The object in the child process; any of its methods can be called."""
 
     def close(self) -> None:
-        """End everything; the process ends then."""
+        """Stop everything; the process exits afterwards."""
 
 
 class Worker:
     """Starts a process, makes ``factory(*arguments)`` in it, and calls its methods, one at a time.
 
-    Several may be started at once: the first call waits until the object is there. The process ends with
-    :meth:`close`, and also when this one dies in whatever way.
+    Several may be started at once: the first call waits until the object exists. The process ends with :meth:`close`,
+    and also when this one dies in any way.
 
     Args:
-        has_children: it starts processes of its own; they are in one process group with it, and all of them are killed
-            in the end, whatever they ignore and whoever started them.
+        has_children: it starts processes of its own; these share its process group, and all are killed in the end.
     """
 
     def __init__(self, factory: Callable[..., Subject], *arguments: Any, has_children: bool = False) -> None:
@@ -43,7 +42,7 @@ class Worker:
             target=_serve, args=(theirs, factory, arguments, has_children), daemon=not has_children
         )
         self._process.start()
-        theirs.close()  # so that the end of that process is the end of the pipe
+        theirs.close()  # so that the pipe ends with that process
         self._is_made = False
 
     @property
@@ -54,13 +53,13 @@ class Worker:
         return pid
 
     def call(self, method: str, *arguments: Any, timeout_s: float = 60.0) -> Any:
-        """The result of one method.
+        """Call one method and return its result.
 
         Raises:
             RuntimeError: it failed there, or took too long; with the traceback of the other process.
         """
         if not self._is_made:
-            self._answer(max(START_TIMEOUT_S, timeout_s))  # many processes that load torch at once may need longer
+            self._answer(max(START_TIMEOUT_S, timeout_s))  # longer if many processes load torch at once
             self._is_made = True
         self._pipe.send((method, arguments))
         return self._answer(timeout_s)
@@ -77,16 +76,16 @@ class Worker:
         return value
 
     def close(self) -> None:
-        """End the process, by force if it does not end by itself. May be called twice."""
+        """Stop the process, by force if necessary. May be called twice."""
         self._pipe.close()
         self._process.join(CLOSE_TIMEOUT_S)
         self.kill()
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Send SIGKILL."""
         if self._process.is_alive():
             if self._has_children:
-                with contextlib.suppress(ProcessLookupError):  # it is just beginning
+                with contextlib.suppress(ProcessLookupError):  # it is just starting
                     os.killpg(self.pid, signal.SIGKILL)
             self._process.kill()
             self._process.join()
@@ -97,7 +96,7 @@ class Worker:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if error is not None:  # Ctrl-C too: the other process may be in the middle of a long call
+        if error is not None:  # also on Ctrl-C: the other process may be in a long call
             self.kill()
         self.close()
 
@@ -105,7 +104,7 @@ class Worker:
 def _serve(pipe: Connection, factory: Callable[..., Subject], arguments: tuple[Any, ...], has_children: bool) -> None:
     if has_children:
         os.setpgid(0, 0)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the one who started this sees to it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent handles it
     subject: Subject | None = None
     try:
         subject = factory(*arguments)
@@ -118,11 +117,11 @@ def _serve(pipe: Connection, factory: Callable[..., Subject], arguments: tuple[A
                 answer = (False, traceback.format_exc())
             pipe.send(answer)
     except (EOFError, OSError):
-        pass  # nobody calls any more
+        pass  # the caller is gone
     except Exception:  # noqa: BLE001 (likewise)
         pipe.send((False, traceback.format_exc()))
     finally:
         if subject is not None:
             subject.close()
         if has_children:
-            os.killpg(0, signal.SIGKILL)  # what is left of them, and this one
+            os.killpg(0, signal.SIGKILL)  # the rest of the group, and this process

@@ -1,22 +1,22 @@
-"""What training ALBERT together costs, beside plain torch on the same machine.
+"""The cost of training ALBERT together, compared with plain torch on the same machine.
 
     python benchmarks/albert.py [--seconds 30] [--large] [--json FILE]
 
-Every trainer is a process of its own with one thread to compute, and trains the recipe of ``manyhands train``: batches
-of 8 samples, 256 samples a global step. The figures:
+Every trainer is a process with one compute thread, and trains the recipe of ``manyhands train``: batches of 8 samples,
+256 samples a global step. The figures:
 
   plain_samples_per_s   forward, backward and LAMB in plain torch, without a network
   run_of_one            samples per second of a run of one trainer, over those of plain torch
   run_of_three          samples per second of three trainers in one run, over those of three processes of plain torch
-                        that compute at the same time: so each is compared with its share of the cores
+                        that compute at the same time: each is compared with its share of the cores
   join_s                from the imports until a trainer is in the run, with text, tokenizer and model; the slowest one
   first_contribution_s  from the imports until its first batch is counted; the slowest one
-  peak_mb               own memory of a trainer at its peak, the largest one; on Linux only
+  peak_mb               own memory of a trainer at its peak, the largest one; Linux only
 
-Plain torch is measured before and after the trainers, and its mean counts: the speed of a machine drifts. With
-``--large`` the model is that of ``albert-large-v2`` with samples of 128 tokens, two peers and batches of 2; the
-figures are ``large_peak_mb`` over two global steps with the held-out evaluations before and after them, and
-``large_step_s``, the time between these steps.
+Plain torch is measured before and after the trainers and averaged, as the speed of a machine drifts. With ``--large``
+the model is that of ``albert-large-v2`` with samples of 128 tokens, two peers and batches of 2; the figures are
+``large_peak_mb`` over two global steps with the held-out evaluations before and after them, and ``large_step_s``, the
+time between these steps.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Plain:
         self._compute = compute
 
     def rate(self, seconds: float) -> float:
-        """Samples per second, over so long."""
+        """Samples per second, measured for ``seconds``."""
         began, number, samples = time.perf_counter(), 0, 0
         while (passed_s := time.perf_counter() - began) < seconds:
             samples += self._compute(number)
@@ -90,11 +90,11 @@ class Plain:
         return samples / passed_s
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing."""
 
 
 class Trainer:
-    """One trainer of the recipe, as ``manyhands train`` makes it; it trains in the background at once."""
+    """One trainer of the recipe, as in ``manyhands train``; starts to train at once in the background."""
 
     def __init__(self, address: str, folder: str, settings: dict[str, Any], max_steps: int | None) -> None:
         from manyhands.recipes.albert.config import AlbertRecipe
@@ -116,7 +116,7 @@ class Trainer:
         def train() -> None:
             try:
                 AlbertTrainer(self._peer, "albert-benchmark", AlbertRecipe(**settings), training, self._note).run()
-            except Exception as error:  # told by the next call
+            except Exception as error:  # raised by the next call
                 self._problem = f"the trainer failed: {error!r}"
                 raise
 
@@ -128,12 +128,12 @@ class Trainer:
         self._samples = event.counts.samples_computed if hasattr(event, "counts") else 0
 
     def begun(self) -> dict[str, float]:
-        """Wait for the first global step; seconds since the imports."""
+        """Wait for the first global step; returns seconds since the imports."""
         self._wait_until(lambda: "StepDone" in self._seen)
         return {"join_s": self._seen["Joined"][0], "first_contribution_s": self._seen["BatchDone"][0]}
 
     def rate(self, seconds: float) -> float:
-        """Samples per second from one batch to another, about so long; rounds are a part of it."""
+        """Samples per second between two batches about ``seconds`` apart, including rounds."""
         self._to_next_batch()
         began, before = time.perf_counter(), self._samples
         time.sleep(seconds)
@@ -141,7 +141,7 @@ class Trainer:
         return (self._samples - before) / (time.perf_counter() - began)
 
     def ended(self) -> dict[str, Any]:
-        """Wait for the end, which comes soon if ``max_steps`` or the stop file says so."""
+        """Wait for the end, which is set by ``max_steps`` or the stop file."""
         self._wait_until(lambda: not self._thread.is_alive())
         peak = peak_own_bytes(os.getpid()) / MEGA if sys.platform == "linux" else None
         return {"peak_mb": peak, "steps_s": self._seen.get("StepDone", []), "is_finished": "Finished" in self._seen}
@@ -163,7 +163,7 @@ class Trainer:
 
 @contextmanager
 def workers(make: Callable[[], Worker], count: int) -> Iterator[Callable[..., list[Any]]]:
-    """Several processes; what is given calls a method of all of them at once."""
+    """Start several processes; yields a function that calls a method of all of them at once."""
     made = [make() for _ in range(count)]
     with ThreadPoolExecutor(count) as threads:
 
@@ -178,7 +178,7 @@ def workers(make: Callable[[], Worker], count: int) -> Iterator[Callable[..., li
 
 
 def speeds(num_trainers: int, seconds: float, address: str) -> tuple[float, float, list[dict[str, Any]]]:
-    """Of plain torch and of trainers, both by one process on the average; and what the trainers came to."""
+    """Mean speeds of a process with plain torch and with a trainer, and the trainers' results."""
     with workers(lambda: Worker(Plain), num_trainers) as plain, tempfile.TemporaryDirectory() as folder:
         before = plain("rate", seconds)
         with workers(lambda: Worker(Trainer, address, folder, SMALL, None), num_trainers) as trainers:
@@ -191,7 +191,7 @@ def speeds(num_trainers: int, seconds: float, address: str) -> tuple[float, floa
 
 
 def measure_small(seconds: float) -> dict[str, Any]:
-    """The figures of the recipe as it is."""
+    """The figures of the default recipe."""
     result: dict[str, Any] = {}
     with progress_of(2) as steps:
         for name, count in (("run_of_one", 1), ("run_of_three", 3)):

@@ -1,28 +1,28 @@
-"""How fast a group averages one vector: each peer is a process of its own, on this machine.
+"""Speed of averaging one vector in a group: each peer is a separate process on this machine.
 
     python benchmarks/allreduce.py --peers 2,4,8 --mb 64 --codec none,fp16,int8 --systems manyhands,hivemind,gloo
         --rounds 6 [--json FILE]
 
-All systems have their peers up at the same time and take turns, one round each, so that whatever else the machine does
-meets them alike. What is reported are medians over the rounds after the first. In each round every peer has another
-vector, and the result is compared with the mean; a system whose result is wrong ends the run.
+The peers of all systems are up at the same time and take turns, one round each, so that other load on the machine
+affects them alike. The results are medians over the rounds after the first. In each round every peer has another
+vector, and the result is compared with the mean; a wrong result ends the benchmark.
 
-  manyhands  `manyhands.Peer` and an averager: mutual TLS 1.3, the digest of the result agreed on by vote
-  hivemind   `hivemind.DecentralizedAverager` by its defaults, without int8: with torch 2.13 its uniform quantization
-             loses a part of the values, and its blockwise one needs bitsandbytes. It is skipped where it is not
+  manyhands  `manyhands.Peer` and an averager: mutual TLS 1.3, and a vote on the digest of the result
+  hivemind   `hivemind.DecentralizedAverager` with default options, without int8: with torch 2.13 its uniform
+             quantization loses a part of the values, and its blockwise one needs bitsandbytes. Skipped if not
              installed (pip install -r benchmarks/requirements.txt)
   gloo       `torch.distributed`, not encrypted, uncompressed only
 
-The figures, 1 MB = 10^6 bytes, always of the float32 vector, whatever the codec makes of it:
+The figures, 1 MB = 10^6 bytes, always of the float32 vector, whatever the codec:
 
-  seconds        until the slowest peer has the result; formation not counted
-  mb_per_s       the size of the vector over that: what each peer gets averaged
-  formation_s    until the group is known; with gloo it is given
+  seconds        until the slowest peer has the result, without formation
+  mb_per_s       the size of the vector over seconds: what each peer gets averaged
+  formation_s    until the group is known; gloo has none
   cpu_s_per_gb   user and system time of all processes of the system in its rounds, formation included, for each GB of
-                 vector and peer; a mean, as the system counts it in steps that are long beside a round
-  peak_extra_mb  the most memory that a peer needed in a round above what it had before the first of that codec, its
-                 result included if that is not written over the vector; of all its processes, without what these share
-                 and what rounds of other codecs have kept. On Linux only
+                 vector and peer; a mean, as the system counts CPU time in ticks that are long compared with a round
+  peak_extra_mb  most memory that a peer needed in a round above what it had before the first round of that codec,
+                 including the result if it is not written over the vector; of all its processes, without memory that
+                 they share or that rounds of other codecs have kept. Linux only
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ from rich.table import Table
 Row = dict[str, Any]
 
 CODECS = {"manyhands": ["none", "fp16", "int8"], "hivemind": ["none", "fp16"], "gloo": ["none"]}
-"""What each system can do."""
+"""The codecs of each system."""
 PACKAGES = {"hivemind": "hivemind"}
 MAX_ERRORS = {"none": 1e-6, "fp16": 1e-3, "int8": 2e-2}
-"""Of the result, root mean square, relative to the mean."""
+"""Largest error of the result, root mean square, relative to the mean."""
 MB = 10**6
 FLOAT_BYTES = 4
 CHECKED_NUMEL = 1 << 18
@@ -65,15 +65,15 @@ ROUND_TIMEOUT_S = 320.0
 HAS_PROC = sys.platform == "linux"
 
 
-# in the processes of a system
+# runs in the processes of a system
 
 
 class Side:
-    """One peer of one system, in a process of its own.
+    """One peer of one system, in a separate process.
 
-    Each system has a module ``_allreduce_NAME`` with a class ``System``: ``contact`` says where it is, ``join`` gets
-    what all peers said; ``fill`` makes its vector; ``form`` and ``reduce`` are a round, and tell their seconds;
-    ``result`` is what came of it.
+    Each system has a module ``_allreduce_NAME`` with a class ``System``. ``contact`` is its address, and ``join`` gets
+    the contacts of all peers. ``fill`` makes its vector; ``form`` and ``reduce`` make up a round, and return their
+    seconds; ``result`` is the averaged vector.
     """
 
     def __init__(self, system: str, rank: int, num_peers: int, numel: int, codecs: list[str], folder: str) -> None:
@@ -91,19 +91,19 @@ class Side:
         self._system.join(contacts)
 
     def fill(self, codec: str, number: int) -> None:
-        """Make the vector of a round: another one for each peer and round."""
+        """Make the vector of a round, which differs between peers and rounds."""
         self._system.fill(codec, self._base_N, self._rank + 1.0 + number)
 
     def form(self, codec: str) -> float:
         return float(self._system.form(codec))
 
     def reduce(self, codec: str) -> tuple[float, float]:
-        """Seconds of the round, and of what formation was in it."""
+        """Average; returns the seconds of the round, and those of formation in it."""
         seconds, formation_s = self._system.reduce(codec)
         return float(seconds), float(formation_s)
 
     def error(self, codec: str, number: int) -> float:
-        """How far the result is from the mean; in parts, so that this needs no memory."""
+        """Error of the result, relative to the mean; computed in parts to need no memory."""
         factor = (self._num_peers + 1) / 2 + number
         square = total = 0.0
         result_N = self._system.result(codec)
@@ -119,12 +119,12 @@ class Side:
         self._system.close()
 
 
-# in the process that the user started
+# runs in the main process
 
 
 @dataclass
 class Figures:
-    """What the rounds of one codec gave; the first one is not in it."""
+    """Figures of the rounds of one codec, without the first."""
 
     seconds: list[float] = field(default_factory=list)
     formation_s: list[float] = field(default_factory=list)
@@ -151,7 +151,7 @@ class Group:
         self._call("join", contacts, timeout_s=START_TIMEOUT_S)
 
     def round(self, codec: str, number: int) -> None:
-        """One round; the first has number 0."""
+        """Run one round; the first has number 0."""
         self._call("fill", codec, number)
         for worker in self._workers:
             self._before(codec, worker)
@@ -187,7 +187,7 @@ class Group:
         }
 
     def _call(self, method: str, *arguments: Any, timeout_s: float = ROUND_TIMEOUT_S) -> list[Any]:
-        """What all peers answer, in the order of ranks; all are called at the same time."""
+        """Call a method of all peers at once; returns their results in the order of ranks."""
         calls = [self._pool.submit(worker.call, method, *arguments, timeout_s=timeout_s) for worker in self._workers]
         return [call.result() for call in calls]
 
@@ -210,7 +210,7 @@ class Group:
             start_peak(process.pid)
 
     def _extra(self, codec: str, worker: Worker) -> int:
-        """What a round needed at most, with what earlier ones of its codec keep, and without what others keep."""
+        """Peak memory of a round, with what earlier rounds of its codec keep, and without what others keep."""
         if not HAS_PROC:
             return 0
         before = self._memory_before[worker]
@@ -241,7 +241,7 @@ def measure(codecs: dict[str, list[str]], num_peers: int, mb: float, num_rounds:
 
 
 def show(results: list[Row]) -> None:
-    """The figures as a table."""
+    """Print the figures as a table."""
     table = Table(title="All-reduce on this machine", box=SIMPLE)
     for name in results[0]:
         table.add_column(name.replace("_", " "), justify="left" if name in ("system", "codec") else "right")
@@ -251,7 +251,7 @@ def show(results: list[Row]) -> None:
 
 
 def names_of(known: list[str], kind: str) -> Callable[[str], list[str]]:
-    """Reads names, separated by commas."""
+    """A parser for names separated by commas."""
 
     def read(text: str) -> list[str]:
         names = list(dict.fromkeys(name.strip() for name in text.split(",")))
@@ -264,7 +264,7 @@ def names_of(known: list[str], kind: str) -> Callable[[str], list[str]]:
 
 
 def group_sizes(text: str) -> list[int]:
-    """Numbers of peers, separated by commas."""
+    """Group sizes, separated by commas."""
     sizes = [positive_int(part.strip()) for part in text.split(",")]
     if min(sizes) < 2:
         raise argparse.ArgumentTypeError(f"{text!r}: it takes at least 2 peers to average")
@@ -272,7 +272,7 @@ def group_sizes(text: str) -> list[int]:
 
 
 def possible(systems: list[str], codecs: list[str]) -> dict[str, list[str]]:
-    """What can be measured here; says what cannot."""
+    """The codecs that can be measured here, by system; prints what is skipped."""
     found: dict[str, list[str]] = {}
     for system in systems:
         if importlib.util.find_spec(PACKAGES.get(system, "torch")) is None:

@@ -1,12 +1,12 @@
-"""How much of a long, slow link an all-reduce uses: each peer has a line of its own, emulated. Linux, as root.
+"""Link utilization of an all-reduce over emulated slow, long links. Needs Linux and root.
 
     python benchmarks/allreduce_link.py --peers 4 --mb 64 --mbit-s 100 --delay-ms 50 --loss 0,0.1 [--json FILE]
 
-Each peer is a process in a network namespace of its own (benchmarks/_star.py). The delay is one way between two peers,
-the loss in percent of all packets of 1500 bytes, the rate of each peer both ways. Medians over the rounds after
-the first. JSON: a list of `{peers, mb, mbit_s, delay_ms, loss_percent, codec, seconds, mb_per_s, link_share,
-rounds_s}`; link_share is what all peers have to send, headers not counted, over what their lines carry in these
-seconds; rounds_s are the seconds of all rounds, the first one too.
+Each peer is a process in a network namespace of its own (benchmarks/_star.py). The delay is one-way between two peers,
+the loss in percent of all packets of 1500 bytes, the rate that of each peer in both directions. Medians over the rounds
+after the first. JSON: a list of `{peers, mb, mbit_s, delay_ms, loss_percent, codec, seconds, mb_per_s, link_share,
+rounds_s}`; link_share is the bytes that all peers must send, without headers, over what their lines carry in these
+seconds; rounds_s are the seconds of all rounds, including the first.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MAX_ERROR = 2e-2
 
 
 class Side:
-    """One peer, in a process and a namespace of its own."""
+    """One peer, in its own process and namespace."""
 
     def __init__(self, namespace: str, rank: int, num_peers: int, numel: int, codecs: list[str]) -> None:
         enter(namespace)
@@ -54,12 +54,12 @@ class Side:
         self._system.join(contacts)
 
     def round(self, codec: str, number: int) -> float:
-        """Seconds of one round."""
+        """Run one round; returns its seconds."""
         self._system.fill(codec, self._base_N, self._rank + 1.0 + number)
         return self._system.reduce(codec)[0]
 
     def error(self, codec: str, number: int) -> float:
-        """How far the result is from the mean, relative."""
+        """Error of the result, relative to the mean."""
         mean = self._base_N * ((self._num_peers + 1) / 2 + number)
         return float((self._system.result(codec) - mean).norm() / mean.norm())
 
@@ -68,7 +68,7 @@ class Side:
 
 
 def sent_bytes(codec: str, num_peers: int, numel: int) -> float:
-    """What all peers send in a round: the parts of their vectors to the reducers, and each mean to all others."""
+    """Bytes that all peers send in a round: parts of vectors to the reducers, and each mean to all others."""
     plan = plan_of([(1, numel)], codec_named(codec))
     return 2 * (num_peers - 1) * plan.num_bytes(0, numel)
 

@@ -1,15 +1,15 @@
-"""How fast the codecs of the all-reduce are on one core, and what they cost in bits and in accuracy.
+"""Speed of the all-reduce codecs on one core, their bits per value, and their accuracy.
 
     python benchmarks/codecs.py [--numel 10000000] [--slice 884736] [--repeats 5] [--json FILE]
 
-The values are N(0,1) in float32, encoded and decoded in slices, as averaging sends them. By default a slice has 3.4
-MiB, a multiple of all rows and blocks; with much smaller ones, the calls of torch cost as much as the values. All is
-on one thread and counted in its CPU time, so that others on the machine disturb less; they still do through the
-caches, so compare with memcpy in the same run. The figures:
+The values are N(0,1) in float32, encoded and decoded in slices, as in averaging. By default a slice has 3.4 MiB, a
+multiple of all rows and blocks; with much smaller ones, the overhead of torch's calls is as large as the work. One
+thread does everything, and its CPU time is counted, so that other load disturbs less. It still does through the caches,
+so compare with memcpy in the same run. The figures:
 
   encode_gb_per_s      10^9 bytes of float32 (not of encoded bytes) in each second; the best of the repeats
   decode_gb_per_s      the same
-  bits_per_value       with scales and all
+  bits_per_value       including scales
   mean_squared_error   of the decoded values
 
 memcpy is a copy from one tensor to another.
@@ -47,7 +47,7 @@ class Subject:
         self._values_N = values_N
 
     def encode(self) -> None:
-        """All slices, one after the other."""
+        """Encode all slices, one after the other."""
         for values, encoded in zip(self._values, self._encoded, strict=True):
             if self._codec is None:
                 encoded.copy_(values.view(torch.uint8))
@@ -55,7 +55,7 @@ class Subject:
                 self._codec.encode(values, encoded)
 
     def decode(self) -> None:
-        """All slices, one after the other."""
+        """Decode all slices, one after the other."""
         for encoded, decoded in zip(self._encoded, self._decoded, strict=True):
             if self._codec is None:
                 decoded.view(torch.uint8).copy_(encoded)
@@ -74,7 +74,7 @@ class Subject:
 
 
 def best_s(work: Callable[[], None], repeats: int) -> float:
-    """CPU seconds of the fastest of some runs, after one that does not count."""
+    """CPU seconds of the fastest run, after one warm-up run."""
     work()
     taken = []
     for _ in range(repeats):
@@ -99,7 +99,7 @@ def measure(name: str, codec: Codec | None, values_N: torch.Tensor, slice_numel:
 
 
 def show(results: list[Row]) -> None:
-    """The figures as a table."""
+    """Print the figures as a table."""
     table = Table(title="codecs on one core, GB of float32 per second")
     for head in ("codec", "encode", "decode", "bits", "squared error"):
         table.add_column(head, justify="left" if head == "codec" else "right")

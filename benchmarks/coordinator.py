@@ -1,18 +1,18 @@
-"""What a coordinator takes while it has nothing to do: ``manyhands first-peer`` with peers that joined and stay.
+"""Resources of an idle coordinator: ``manyhands first-peer`` with peers that have joined and stay.
 
     python benchmarks/coordinator.py --peers 100 --seconds 60 [--json FILE]
 
-The coordinator is the command itself, in a process of its own. The peers are real ones but for their training: each has
-an identity, a port, TLS connections over loopback and a node of the DHT. They share a few processes, so that they leave
-the machine room; the coordinator cannot tell. They join one after the other. It is at rest when all have joined and the
-settling time is over: upkeep goes on, nobody reads or writes.
+The coordinator is the command itself, in a separate process. The peers are real, except that they do not train: each
+has an identity, a port, TLS connections over loopback and a DHT node. They share a few processes to save resources,
+which the coordinator cannot tell. They join one by one. The measurement starts when all have joined and the settling
+time is over: only upkeep runs, without reads or writes.
 
 The figures:
 
   peers, peers_per_process
   seconds          measured, after settling
   cpu_percent      of one core, of the coordinator's process, user and system
-  cpu_ms_per_s_of_peer   the mean CPU time of one of the others in a second, for comparison
+  cpu_ms_per_s_of_peer   mean CPU time of one of the other peers in a second, for comparison
   rss_mb           of the coordinator at the end, in 10^6 bytes
   known_peers, connected_peers   as the coordinator sees them at the end
 """
@@ -45,7 +45,7 @@ MB = 1e6
 
 
 class Crowd:
-    """Some peers in one process, on one loop."""
+    """Peers in one process, on one event loop."""
 
     def __init__(self, initial_peers: list[str]) -> None:
         self._initial_peers = parse_addresses(initial_peers)
@@ -53,7 +53,7 @@ class Crowd:
         self._presences: list[Presence] = []
 
     def join(self, num_peers: int) -> None:
-        """Let so many more peers join."""
+        """Let ``num_peers`` more peers join."""
         self._runtime.run(self._join(num_peers), PATIENCE_S + num_peers, "joining")
 
     async def _join(self, num_peers: int) -> None:
@@ -88,7 +88,7 @@ class Coordinator:
         self.process = psutil.Process(self._process.pid)
 
     def addresses(self) -> list[str]:
-        """Where it can be dialled; waits until it says so."""
+        """Its addresses, after waiting until it has printed them."""
         deadline = time.monotonic() + PATIENCE_S
         while not (said := self._said("listening")):
             if self._process.poll() is not None or time.monotonic() > deadline:
@@ -98,7 +98,7 @@ class Coordinator:
         return addresses
 
     def last_standing(self) -> dict[str, Any]:
-        """What it said of itself last."""
+        """The last status that it has reported."""
         return self._said("standing_by")[-1]
 
     def cpu_s(self) -> float:
@@ -121,7 +121,7 @@ class Coordinator:
 
 
 def measure(num_peers: int, num_processes: int, settle_s: float, seconds: float, folder: Path) -> dict[str, Any]:
-    """Start all, wait, and look at the coordinator twice."""
+    """Start everything, wait, and read the coordinator's counters twice."""
     coordinator = Coordinator(folder)
     crowds: list[Worker] = []
     shares = [num_peers // num_processes + (number < num_peers % num_processes) for number in range(num_processes)]

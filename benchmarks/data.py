@@ -1,20 +1,20 @@
-"""How fast text becomes prepared data, and how fast a trainer reads it, beside the steps that it makes.
+"""Speed of data preparation, and of reading prepared data compared with training steps.
 
     python benchmarks/data.py [--mb 200] [--gb 1] [--json FILE]
 
-On generated text, with a tokenizer that was trained on a part of it (that time does not count):
+On generated text, with a tokenizer that was trained on a part of it (not included in the times):
 
-- ``prepare_mb_per_s`` of text, and ``prepare_peak_mb`` of memory in all processes together (files that the system can
-  drop are not counted; Linux only);
+- ``prepare_mb_per_s`` of text, and ``prepare_peak_mb`` of memory in all processes together (without files that the
+  system can drop; Linux only);
 - ``first_sample_s`` from a process that has imported Python's own modules until it has a sample of a folder of ``--gb``
   GB, and ``resident_mb_per_gb``: memory that it keeps when it draws samples from all of it;
 - ``first_served_sample_s``: the same from ``manyhands data serve`` on this machine, with the same samples in 8 shards,
-  and ``stream_mb_per_s``: all of them fetched, verified and opened one after the other, with nothing trained between;
-- ``loader_samples_per_s`` by one thread, masked and as tensors; ``step_samples_per_s``: of the small ALBERT, forward
-  and backward, on the same samples by one thread; ``loader_x_step`` is their ratio.
+  and ``stream_mb_per_s``: all of them fetched, verified and opened one by one, without training;
+- ``loader_samples_per_s`` of one thread, masked and as tensors; ``step_samples_per_s``: of the small ALBERT, forward
+  and backward, on the same samples with one thread; ``loader_x_step`` is their ratio.
 
-The folder and the shards have the samples of the prepared text again and again until they are large enough: reading and
-fetching do not depend on what the samples are. They were just written, so the system has them in its memory.
+The folder and the shards repeat the samples of the prepared text until they are large enough: reading and fetching do
+not depend on the content. They were just written, so the system has them in its cache.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ print(json.dumps([first, sum(shard.num_bytes for shard in stream.index.train) / 
 
 
 def generate(path: Path, mb: float) -> None:
-    """Paragraphs of made-up words, the frequent ones more often, as in a language."""
+    """Write paragraphs of made-up words with a frequency distribution like that of a language."""
     rng = random.Random(0)
     syllables = [first + vowel + last for first in "bdfgklmnprst" for vowel in "aeiou" for last in ("", "n", "r", "s")]
     words = ["".join(rng.choices(syllables, k=rng.randint(1, 4))) for _ in range(NUM_WORDS)]
@@ -103,7 +103,7 @@ def generate(path: Path, mb: float) -> None:
         written = number = 0
         while written < mb * MB:
             for paragraph in block:
-                number += 1  # no paragraph comes twice: the second one would be left out
+                number += 1  # a repeated paragraph would be left out
                 written += file.write(f"This is number {number}. {paragraph}\n\n")
 
 
@@ -112,7 +112,7 @@ def command(*arguments: str) -> list[str]:
 
 
 def watched(arguments: list[str], folder: Path) -> tuple[float, float | None]:
-    """Seconds that a program takes, and the most memory that it and its processes have had together, in MB."""
+    """Seconds that a program takes, and the peak memory of it and its processes together, in MB."""
     started, peak = time.perf_counter(), 0
     process = subprocess.Popen(arguments, cwd=folder, stdout=subprocess.DEVNULL)
     while process.poll() is None:
@@ -128,7 +128,7 @@ def watched(arguments: list[str], folder: Path) -> tuple[float, float | None]:
 
 
 def enlarge(small: Path, large: Path, gb: float) -> None:
-    """Prepared data with the same samples again and again, and shards of them."""
+    """Prepared data, and shards of it, that repeat the same samples."""
     import msgspec
 
     from manyhands.recipes.albert.dataset import ABOUT, SAMPLES, TOKENIZER, TRAINING, About, open_prepared
@@ -158,7 +158,7 @@ def enlarge(small: Path, large: Path, gb: float) -> None:
 
 
 def printed_by(program: str, *arguments: str) -> Any:
-    """What a program, in a process of its own, has written as JSON."""
+    """The JSON output of a program that runs in a separate process."""
     found = subprocess.run([sys.executable, "-c", program, *arguments], check=True, capture_output=True, text=True)
     return json.loads(found.stdout)
 

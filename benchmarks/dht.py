@@ -1,28 +1,28 @@
-"""How fast small records are stored and found, in a DHT of real processes and real sockets on this machine.
+"""Latency of small records in a DHT of real processes and sockets on this machine.
 
     python benchmarks/dht.py --peers 32 --ops 200 --systems manyhands,hivemind [--json FILE]
 
-All systems have their nodes up at the same time and take turns, 10 operations each, so that whatever else the machine
-does meets them alike. Every operation has its own key and is timed where its caller is, as a program would see it: a
-store by a node drawn by chance, then a get of that key by another one. One operation at a time. The first turns warm
-up and count for nothing: nodes that have not talked for long, or never, have no connection.
+The nodes of all systems are up at the same time and take turns, 10 operations each, so that other load on the machine
+affects them alike. Every operation has its own key and is timed in its caller: a store by a random node, then a get of
+that key by another one. One operation at a time. The first turns are a warm-up and are not counted, as nodes that have
+not talked for long, or never, have no connection.
 
   manyhands  one `manyhands.Peer` in each process: the caller's thread and the network thread; TCP with mutual TLS 1.3.
              A get asks all peers that should hold the key, and returns the latest value that they have
   hivemind   one `hivemind.DHT`: each forks a process, and starts a p2pd beside it; the callers share the process from
              which all are forked. A get asks for the latest value too, as hivemind's optimizer does; with --first it
-             takes the first that it finds, which is the default of `DHT.get`. It is skipped where hivemind is not
-             installed (pip install -r benchmarks/requirements.txt)
+             takes the first that it finds, the default of `DHT.get`. Skipped if hivemind is not installed (pip install
+             -r benchmarks/requirements.txt)
 
 The figures:
 
   store_p50_ms, store_p99_ms, get_p50_ms, get_p99_ms
-  failures           stores that no node took, and gets that returned no value or another one
-  cpu_ms_per_op      user and system time of all processes of the system in its turns, stores and gets together; what
-                     the nodes do by themselves meanwhile is in it
-  rss_mb_per_node    resident memory of all processes of the system over the nodes; memory that processes share counts
-                     in each. pss_mb_per_node: it counts once (on Linux only)
-  nodes_per_process  of those processes that hold nodes; processes_per_node: all that a node needs
+  failures           stores that no node took, and gets that returned no value or a wrong one
+  cpu_ms_per_op      user and system time of all processes of the system in its turns, stores and gets together,
+                     including the upkeep of the nodes
+  rss_mb_per_node    resident memory of all processes of the system over the nodes; shared memory counts in each
+                     process. pss_mb_per_node: it counts once (Linux only)
+  nodes_per_process  of the processes that hold nodes; processes_per_node: all that a node needs
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ OPERATION_TIMEOUT_S = 60.0
 SETTLE_S = 3.0
 
 
-# in the processes of a system
+# runs in the processes of a system
 
 
 class Side:
-    """Nodes of one system, in a process of their own.
+    """Nodes of one system, in a separate process.
 
     Args:
-        num: how many.
+        num: number of nodes.
         initial_peers: addresses of others.
     """
 
@@ -73,13 +73,13 @@ class Side:
         return list(self._nodes.addresses())
 
     def store(self, index: int, key: str, value: Any) -> tuple[float, bool]:
-        """How many seconds it took, and whether it went well."""
+        """Store a value; returns the seconds and whether it succeeded."""
         started = time.perf_counter()
         is_stored = self._nodes.store(index, key, value, TTL_S)
         return time.perf_counter() - started, is_stored
 
     def get(self, index: int, key: str, value: Any, is_first: bool) -> tuple[float, bool]:
-        """Likewise; it should return this value. The first that is found will do, or it must be the latest."""
+        """Get a value, or with ``is_first`` the first one found; returns the seconds and whether it was right."""
         started = time.perf_counter()
         found = self._nodes.get(index, key, is_first)
         return time.perf_counter() - started, found == value
@@ -88,11 +88,11 @@ class Side:
         self._nodes.close()
 
 
-# in the process that the user started
+# runs in the main process
 
 
 class Swarm:
-    """The nodes of one system, and what was measured with them."""
+    """The nodes of one system, and their measurements."""
 
     def __init__(self, stack: contextlib.ExitStack, system: str, num_peers: int) -> None:
         self.system = system
@@ -136,7 +136,7 @@ class Swarm:
         self._num_failures += not is_good
 
     def is_warm(self) -> None:
-        """What was measured so far counts for nothing."""
+        """Discard the measurements so far."""
         self._cpu_s, self._num_failures = 0.0, 0
         for samples in self._samples.values():
             samples.clear()
@@ -193,7 +193,7 @@ def measure(systems: list[str], options: argparse.Namespace) -> list[Row]:
 
 
 def show(results: list[Row]) -> None:
-    """The figures as a table, and how manyhands does beside another system."""
+    """Print the figures as a table, with the ratios of manyhands to another system."""
     table = Table(title=f"{results[0]['peers']} nodes on this machine")
     table.add_column("", no_wrap=True)
     for result in results:

@@ -1,30 +1,30 @@
-"""A DHT of thousands of nodes that come and go all the time, in virtual time.
+"""A DHT of thousands of nodes with constant churn, in virtual time.
 
     python benchmarks/dht_sim.py --nodes 1000,10000 --churn-per-min 0.1 [--minutes 10] [--seed 0] [--json FILE]
 
-Every node is a real ``DhtNode``: routing, lookups, storage, upkeep, handover. Connections are not real: see
-``_light_endpoint.py`` for what stands for them. Round trips are 20 to 100 ms, drawn for each pair.
+Every node is a real ``DhtNode``: routing, lookups, storage, upkeep, handover. Connections are modelled by
+``_light_endpoint.py``. Round trips are 20 to 100 ms, drawn for each pair.
 
-All nodes join through three coordinators, which stay. When the swarm is at rest, it is measured for two minutes. Then
-the given share of the other nodes is replaced in each minute, one after the other: each time one that is drawn by
-chance ends, and a new one joins. Half of those that end were killed and refuse connections, half vanish with their
-machine and answer nothing. Meanwhile ten operations a second are made by nodes drawn by chance, half of them stores,
-half of them gets: records live 5 minutes, nobody renews them, each fifth store replaces an older record. A get is good
-if it returns what was stored last, by a store that had returned before, as long as the record lives.
+All nodes join through three coordinators, which stay. The swarm is measured at rest for two minutes. Then the given
+share of the other nodes is replaced in each minute, one by one: a random node ends, and a new one joins. Half of the
+ended nodes were killed and refuse connections; the other half vanish with their machine and answer nothing. Meanwhile
+random nodes make ten operations a second, half of them stores, half of them gets. Records live 5 minutes and are not
+renewed; each fifth store replaces an older record. A get is good if it returns the last value of a store that had
+returned before, as long as the record lives.
 
 The figures, for each size:
 
-  gets, gets_good            how many were made, and the share of good ones; lost: no living node had the record any
-                             more; missed: some living node had it; stale: an older value was returned
+  gets, gets_good            number of gets, and the share of good ones; lost: no living node had the record any more;
+                             missed: some living node had it; stale: an older value was returned
   stores, stores_failed      failed: no node took the record
   get_hops, get_messages, store_hops, store_messages
-                             means: the longest chain of peers of which each was named by the one before; and calls made
+                             means: the longest chain of peers in which each named the next, and the calls made
   *_p50_ms, *_p99_ms         in virtual time
   rest_bytes_per_node_and_min, rest_calls_per_node_and_min, rest_dials_per_node_and_min
-                             of messages between DHT nodes, requests and answers, with the overhead of TLS records;
-                             each dial, also one in vain, costs the handshake of a connection besides
-  churn_...                  likewise, during the churn
-  coordinator_calls_per_s    that one coordinator answered during the churn, the mean of the three
+                             of messages between DHT nodes, requests and responses, with the overhead of TLS records;
+                             each dial, also a failed one, costs the handshake of a connection in addition
+  churn_...                  the same, during the churn
+  coordinator_calls_per_s    calls that one coordinator answered during the churn, the mean of the three
   wall_s, cpu_s, peak_mb     of the process that simulates this size
 """
 
@@ -63,14 +63,14 @@ REST_S = 120.0
 TTL_S = 300.0
 OPERATIONS_PER_S = 10.0
 REPLACED_SHARE = 0.2  # of the stores
-GRACE_S = 15.0  # for operations under way at the end
+GRACE_S = 15.0  # for operations in progress at the end
 EPOCH_S = 1_800_000_000.0
 RETRY_S = 5.0
 
 
 @dataclass(eq=False)
 class Node:
-    """One node and what its user does."""
+    """One node and the tasks of its user."""
 
     endpoint: LightEndpoint
     dht: DhtNode
@@ -79,7 +79,7 @@ class Node:
 
 @dataclass
 class Stored:
-    """What a get must return."""
+    """The value that a get must return."""
 
     value: int
     expires_at: float
@@ -106,17 +106,17 @@ class Simulation:
         self._joined: dict[Node, None] = {}
         self._initial: list[Any] = []
         self._stored: dict[str, Stored] = {}
-        self._keys: list[str] = []  # of them, to draw from
+        self._keys: list[str] = []  # to draw from
         self._tasks: set[asyncio.Task[Any]] = set()
         self._counts: Counter[str] = Counter()
         self._watched: dict[str, list[tuple[float, int, int]]] = {"get": [], "store": []}
         self._errors: list[BaseException] = []
 
     def close(self) -> None:
-        """Nothing is left to end."""
+        """Does nothing."""
 
     def run(self) -> dict[str, float]:
-        """The figures."""
+        """Run the simulation; returns the figures."""
         logging.getLogger("manyhands").setLevel(logging.ERROR)
         started, started_cpu = time.perf_counter(), time.process_time()
         gc.set_threshold(100_000, 20, 100)
@@ -214,7 +214,7 @@ class Simulation:
         self._begin(self._join(newcomer), newcomer)
 
     def _begin(self, coro: Any, node: Node | None = None) -> None:
-        """Run a coroutine, until it ends or the node does."""
+        """Run a coroutine, until it or its node ends."""
         tasks = self._tasks if node is None else node.tasks
         task = self._loop.create_task(coro)
         tasks.add(task)
@@ -225,7 +225,7 @@ class Simulation:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._errors.append(error)
 
-    # its users
+    # the users
 
     def _operate(self) -> None:
         node = self._rng.choice(self._nodes)
@@ -237,7 +237,7 @@ class Simulation:
             self._begin(self._get(node, key), node)
 
     def _any_key(self) -> str | None:
-        """A key whose record lives, and is not being replaced."""
+        """A random key whose record lives and is not being replaced."""
         while self._keys:
             index = self._rng.randrange(len(self._keys))
             stored = self._stored[self._keys[index]]
@@ -338,7 +338,7 @@ def measure(num_nodes: int, churn_per_min: float, minutes: float, seed: int) -> 
 
 
 def show(results: list[dict[str, float]]) -> None:
-    """The figures as a table."""
+    """Print the figures as a table."""
     table = Table(title="DHT in virtual time")
     table.add_column("")
     for result in results:
@@ -349,7 +349,7 @@ def show(results: list[dict[str, float]]) -> None:
 
 
 def sizes_of(text: str) -> list[int]:
-    """Numbers of nodes, separated by commas; each is above the number of coordinators."""
+    """Numbers of nodes, separated by commas; each must exceed the number of coordinators."""
     return [max(NUM_COORDINATORS + 1, positive_int(part.strip())) for part in text.split(",")]
 
 

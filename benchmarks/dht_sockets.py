@@ -2,22 +2,22 @@
 
     python benchmarks/dht_sockets.py --nodes 256 [--kill 0.25] [--per-process 16] [--keys 200] [--json FILE]
 
-All nodes join through the first ones of up to three processes. Then the keys are stored, each by a node drawn by
-chance, and read by others: one operation at a time. After a rest, some of the processes are killed at once (SIGKILL),
-as many as hold the wanted share of the nodes, and living nodes read all keys again and again for 60 s.
+All nodes join through the first nodes of up to three processes. Then each key is stored by a random node and read by
+others, one operation at a time. After a rest, processes that hold the given share of the nodes are killed at once
+(SIGKILL), and living nodes read all keys again and again for 60 s.
 
-The figures, one row for each phase: *before*, then by how long ago the nodes were killed:
+The figures, one row for each phase: *before*, then by the time since the kill:
 
-  gets, p50_ms, p99_ms, max_ms   one get at a time, timed where the caller is
+  gets, p50_ms, p99_ms, max_ms   one get at a time, timed in the caller
   lost                           gets of keys of which no living node holds a record: all holders were killed
-  missed                         other gets that did not return what was stored
+  missed                         other gets that did not return the stored value
 
-And of the whole run: start_s, until all nodes had joined; joins_failed, and were repeated; store_p50_ms, store_p99_ms,
-stores_failed; rest_cpu_ms_per_node_and_s, CPU time of a node when nobody reads, writes, comes or goes, its heartbeats
-included, and its first looks around; rss_mb_per_node; nodes_per_process.
+And of the whole run: start_s, until all nodes had joined; joins_failed, which were repeated; store_p50_ms,
+store_p99_ms, stores_failed; rest_cpu_ms_per_node_and_s, CPU time of a node without reads, writes, joins or departures,
+including heartbeats and its first lookups; rss_mb_per_node; nodes_per_process.
 
-The identities of the nodes come from the seed, and so does which processes are killed: the same seed has the same
-holders, and loses the same keys. With five holders of each key, a quarter of the nodes takes one key in a thousand.
+The seed determines the identities of the nodes and which processes are killed, so the same seed has the same holders
+and loses the same keys. With five holders of each key, killing a quarter of the nodes loses one key in a thousand.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Nodes:
         while True:
             try:
                 await presence.dht.join(parse_addresses(initial_peers))
-            except JoinFailed:  # so many nodes may be too much for this machine for a while
+            except JoinFailed:  # so many nodes may overload this machine for a while
                 self._num_joins_failed += 1
             else:
                 return
@@ -91,24 +91,24 @@ class Nodes:
         return self._num_joins_failed
 
     def addresses(self) -> list[str]:
-        """Of the first one."""
+        """Addresses of the first node."""
         return [str(address) for address in self._presences[0].endpoint.addresses]
 
     def store(self, index: int, key: str, value: int) -> tuple[float, int]:
-        """Seconds, and how many took it."""
+        """Store a value; returns the seconds and the number of nodes that took it."""
         started = time.perf_counter()
         store = self._presences[index].dht.store(key, value, TTL_S)
         num_holders = self._thread.run(store, OPERATION_TIMEOUT_S, "storing")
         return time.perf_counter() - started, num_holders
 
     def get(self, index: int, key: str) -> tuple[float, int | None]:
-        """Seconds, and what was found."""
+        """Get a value; returns the seconds and the value."""
         started = time.perf_counter()
         found = self._thread.run(self._presences[index].dht.get(key), OPERATION_TIMEOUT_S, "reading")
         return time.perf_counter() - started, found[""].value if "" in found else None
 
     def held_keys(self) -> set[str]:
-        """All of which one of these nodes holds a record."""
+        """Keys of which at least one of these nodes holds a record."""
 
         async def keys() -> set[str]:
             now = asyncio.get_running_loop().time()
@@ -122,14 +122,14 @@ class Nodes:
 
 
 class Swarm:
-    """All processes, and what was measured."""
+    """All processes, and their measurements."""
 
     def __init__(self, stack: contextlib.ExitStack, num_nodes: int, per_process: int, seed: int) -> None:
         self._stack = stack
         self._rng = random.Random(seed)
         self._seeds = [self._rng.randbytes(32) for _ in range(num_nodes)]
         self._per_process = per_process
-        self._workers: list[tuple[Worker, int]] = []  # and how many nodes are in each
+        self._workers: list[tuple[Worker, int]] = []  # with the number of nodes in each
         self._values: dict[str, int] = {}
         self.num_joins_failed = 0
 
@@ -138,7 +138,7 @@ class Swarm:
         return math.ceil(len(self._seeds) / self._per_process)
 
     def start_some(self) -> None:
-        """One more process."""
+        """Start one more process."""
         begin = sum(num for _, num in self._workers)
         seeds = self._seeds[begin : begin + self._per_process]
         first = [worker for worker, _ in self._workers[:MAX_INITIAL_PEERS]]
@@ -178,7 +178,7 @@ class Swarm:
         }
 
     def kill(self, share: float) -> int:
-        """Kill processes that hold this share of all nodes; how many nodes that were."""
+        """Kill processes that hold this share of all nodes; returns the number of nodes killed."""
         num = round(share * len(self._workers))
         killed = self._rng.sample(self._workers, num)
         for worker, _ in killed:
@@ -241,7 +241,7 @@ def measure(options: argparse.Namespace) -> tuple[list[Row], Row]:
 
 
 def after_the_kill(swarm: Swarm, watched_s: float) -> list[Row]:
-    """Read for a while; one row for each window of time."""
+    """Read for a while; returns one row for each time window."""
     killed_at = time.perf_counter()
     held: set[str] | None = None
     rounds: list[tuple[float, list[tuple[str, float, bool]]]] = []
@@ -257,7 +257,7 @@ def after_the_kill(swarm: Swarm, watched_s: float) -> list[Row]:
 
 
 def show(rows: list[Row], whole: Row) -> None:
-    """The figures as tables."""
+    """Print the figures as tables."""
     table = Table(title=f"{whole['nodes']} nodes over TLS sockets, {whole.get('killed', 0)} killed at once")
     for name in rows[0]:
         table.add_column(name, justify="right" if name != "phase" else "left")
@@ -268,7 +268,7 @@ def show(rows: list[Row], whole: Row) -> None:
 
 
 def share(text: str) -> float:
-    """A number from 0 up to, but not including 1."""
+    """A number from 0 to below 1."""
     value = 0.0 if text in ("0", "0.0") else positive(text)
     if value >= 1:
         raise argparse.ArgumentTypeError(f"{text} is not a share below 1, such as 0.25")

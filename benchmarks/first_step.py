@@ -1,12 +1,12 @@
-"""How long trainers of the ALBERT recipe take from their imports to their first global step, when they start together.
+"""Time from the imports to the first global step of ALBERT trainers that start together.
 
     python benchmarks/first_step.py --peers 4 [--json FILE]
 
-Each trainer is a process of its own that joins through a coordinator, with one thread to compute. They begin at the
-same moment, after the imports. ``imports_s`` and ``kernels_s`` are durations; the others are seconds since the imports:
-``join_s`` until the trainer is in the run with its text, tokenizer, model and batch size, ``first_batch_s`` until its
-first batch is counted, ``first_step_s`` until its first global step. Medians over the trainers; ``last_step_s`` is that
-of the slowest one.
+Each trainer is a process with one compute thread that joins through a coordinator. All begin at the same moment, after
+the imports. ``imports_s`` and ``kernels_s`` are durations; the others are seconds since the imports: ``join_s`` until
+the trainer is in the run with its text, tokenizer, model and batch size, ``first_batch_s`` until its first batch is
+counted, ``first_step_s`` until its first global step. Medians over the trainers; ``last_step_s`` is that of the slowest
+one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PATIENCE_S = 120.0
 
 
 def be_a_trainer(address: str, target_batch_size: int, *, is_verbose: bool) -> None:
-    """What each trainer does: says when it is ready, begins when it is told, and prints its figures."""
+    """Run one trainer: it reports when it is ready, begins on a signal, and prints its figures."""
     started = time.perf_counter()
     import manyhands.optim.optimizer as optimizer_module
     from manyhands.recipes.albert.config import AlbertRecipe

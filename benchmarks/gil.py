@@ -1,27 +1,27 @@
-"""How much of its speed a training loop keeps while the peer of the same process moves data.
+"""Slowdown of a training loop while the peer of the same process transfers data.
 
     python benchmarks/gil.py [--seconds 3] [--repeats 3] [--json FILE]
 
-The main thread trains; the network thread of its peer sends to a peer in another process and receives from it, at the
-same wanted rate each way, paced, on one bulk stream. Both processes share this machine's cores, so on a machine with
-few of them part of what is lost is not the GIL but the other process: what a GPU's host has not to bear.
+The main thread trains; the network thread of its peer exchanges data with a peer in another process on one bulk stream,
+paced at the same rate in both directions. Both processes share this machine's cores: on a machine with few of them,
+part of the slowdown comes from the other process instead of the GIL. The host of a GPU does not have this part.
 
 Two loops, each on one core:
 
   large  matrix products of 1024 x 1024 float32: most of the time is spent inside of torch, without the GIL
-  tiny   additions of 64 float32: most of the time is spent in Python, as when a GPU waits for its kernels' launches.
-         A step is 1000 of them
+  tiny   additions of 64 float32: most of the time is spent in Python, as when a GPU waits for kernel launches. A step
+         is 1000 of them
 
 The figures, medians over the repeats:
 
-  mb_per_s_wanted       each way, in 10^6 bytes; 0 means a connected peer that moves nothing but heartbeats
-  mb_per_s_reached      the slower of the two ways
+  mb_per_s_wanted       in each direction, in 10^6 bytes; 0 is a connected peer that sends only heartbeats
+  mb_per_s_reached      the slower of the two directions
   steps_per_s           of the loop
   speed_kept            steps_per_s over that of the same loop at 0 MB/s in the same repeat
-  cpu_s_per_s           CPU seconds that this process took in each second, all threads
+  cpu_s_per_s           CPU seconds of this process in each second, all threads
   network_cpu_s_per_s   the part of it outside of the main thread
-  core_wait_s_per_s     seconds of each in which the main thread could have run, but others had the cores. On Linux only
-  speed_kept_less_core_wait   speed_kept, with that time taken out: what the GIL costs, on a busy machine too
+  core_wait_s_per_s     share of the time in which the main thread was ready, but no core was free. Linux only
+  speed_kept_less_core_wait   speed_kept without that time: the cost of the GIL, on a busy machine too
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ KIND = "benchmark"
 LISTEN = ("/ip4/127.0.0.1/tcp/0",)
 PIECE_BYTES = 1 << 20
 MB = 1e6
-SETTLE_S = 0.3  # from the start of a flow to the first step that counts
+SETTLE_S = 0.3  # from the start of a flow to the first counted step
 PATIENCE_S = 10.0
 SCHEDSTAT = Path("/proc/thread-self/schedstat")  # running, waiting for a core, time slices
 HEADS = ["loop", "MB/s", "reached", "steps/s", "CPU", "network CPU", "core wait", "kept", "kept less wait"]
 
 
 class Flow:
-    """Both ways of one bulk stream: sends at a rate, receives what comes. Its counts may be read from any thread."""
+    """Sends at a rate on a bulk stream, and receives what arrives. Its counts may be read from any thread."""
 
     def __init__(self, stream: Stream, bytes_per_s: float) -> None:
         self.num_sent = 0
@@ -70,7 +70,7 @@ class Flow:
         self._bytes_per_s = bytes_per_s
 
     async def run(self) -> None:
-        """Until the stream is closed at either end."""
+        """Run until the stream is closed at either end."""
         receiving = asyncio.ensure_future(self._receive())
         try:
             await self._send()
@@ -125,7 +125,7 @@ class Link:
 
     @contextlib.contextmanager
     def flow(self, mb_per_s: float) -> Any:
-        """A flow at this rate each way while the block runs; None at 0."""
+        """Run a flow at this rate in both directions during the block; None at 0."""
         if mb_per_s == 0:
             yield None
             return
@@ -181,7 +181,7 @@ LOOPS = {"large": large, "tiny": tiny}
 
 
 def core_wait_s() -> float | None:
-    """How long this thread has been ready to run while no core was free, since it began; None where that is unknown."""
+    """Time for which this thread was ready while no core was free; None where unknown."""
     try:
         return int(SCHEDSTAT.read_text().split()[1]) / 1e9
     except (OSError, IndexError):
@@ -189,7 +189,7 @@ def core_wait_s() -> float | None:
 
 
 def train(step: Step, flow: Flow | None, seconds: float) -> Row:
-    """Run steps for a while, and see what the flow did meanwhile."""
+    """Run steps for ``seconds``, and measure the flow meanwhile."""
     until = time.perf_counter() + SETTLE_S
     while time.perf_counter() < until:
         step()
@@ -215,7 +215,7 @@ def train(step: Step, flow: Flow | None, seconds: float) -> Row:
 
 
 def compared(row: Row, idle: Row) -> Row:
-    """The row with the speed that was kept, beside that of an idle peer."""
+    """The row with its speed relative to that of an idle peer."""
     kept = row["steps_per_s"] / idle["steps_per_s"]
     if (wait_share := row["core_wait_s_per_s"]) is None:
         return row | {"speed_kept": kept}
@@ -224,14 +224,14 @@ def compared(row: Row, idle: Row) -> Row:
 
 
 def median(values: list[float | None]) -> float | None:
-    """The median, or None where the machine does not tell."""
+    """The median, or None where the machine does not report the value."""
     known = [value for value in values if value is not None]
     return round(statistics.median(known), 3) if known else None
 
 
 def measure(rates: list[float], seconds: float, repeats: int) -> list[Row]:
     """One row for each loop and rate."""
-    import torch  # here, so that the other process does without
+    import torch  # here, so that the other process need not import it
 
     torch.set_num_threads(1)
     rows: dict[tuple[str, float], list[Row]] = {(loop, rate): [] for loop in LOOPS for rate in rates}
@@ -257,7 +257,7 @@ def measure(rates: list[float], seconds: float, repeats: int) -> list[Row]:
 
 
 def show(results: list[Row]) -> None:
-    """The figures as a table."""
+    """Print the figures as a table."""
     table = Table(title="a training loop beside the network thread, medians")
     for head in HEADS:
         table.add_column(head, justify="left" if head == "loop" else "right")

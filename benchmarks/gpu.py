@@ -1,18 +1,18 @@
-"""What the collaborative optimizer and the averager cost on a GPU, beside plain torch there.
+"""Cost of the collaborative optimizer and the averager on a GPU, compared with plain torch.
 
     python benchmarks/gpu.py [--batch-sizes 8,32,128] [--batches 30] [--mb 64,1024] [--json FILE]
 
-A BERT of 183 million parameters (hidden size 1024, 12 layers, samples of 256 tokens, autocast in bfloat16) is run by
-plain torch, forward and backward, and by its side with `manyhands.Optimizer`, batch by batch in turns. Medians:
+A BERT of 183 million parameters (hidden size 1024, 12 layers, samples of 256 tokens, autocast in bfloat16) runs forward
+and backward with plain torch and with `manyhands.Optimizer`, batch by batch in turns. Medians:
 
-  plain_ms, added_ms  a batch with plain torch, and what `step()` adds to it when no global step is due
-  read_ms, write_ms   `manyhands.Averager` has its rounds on the host: copying the values of 200 tensors there, and the
+  plain_ms, added_ms  a batch with plain torch, and the time that `step()` adds when no global step is due
+  read_ms, write_ms   copying the values of 200 tensors to the host, where `manyhands.Averager` has its rounds, and the
                       means back
-  advance_ms          the update by AdamW from an averaged gradient on the host, as the Optimizer makes it: with the
-                      gradient's copy to the GPU, its norm, and the parameters before it, kept on the host
-  peak_extra_x_params memory of the GPU that the update needs at most, in multiples of the parameters
+  advance_ms          the AdamW update from an averaged gradient on the host, as in the Optimizer: including the copy of
+                      the gradient to the GPU, its norm, and saving the previous parameters on the host
+  peak_extra_x_params peak memory of the GPU for the update, in multiples of the parameters
 
-Where torch finds no NVIDIA GPU it says so, and has no figures.
+If torch finds no NVIDIA GPU, it prints so and no figures.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ REPEATS = 7
 
 
 def milliseconds(work: Callable[[], object]) -> float:
-    """Until the GPU is done with it."""
+    """Milliseconds until the GPU has finished ``work``."""
     torch.cuda.synchronize()
     started = time.perf_counter()
     work()
@@ -69,7 +69,7 @@ def bert() -> torch.nn.Module:
 
 
 def local_steps(peer: manyhands.Peer, batch_size: int, num_batches: int) -> Row:
-    """Batches with and without the optimizer, in turns."""
+    """Compare batches with and without the optimizer, in turns."""
     ids = torch.randint(0, VOCABULARY, (batch_size, NUM_TOKENS), device="cuda")
     plain_model, our_model = bert(), bert()
     optimizer = manyhands.Optimizer(
@@ -99,7 +99,7 @@ def local_steps(peer: manyhands.Peer, batch_size: int, num_batches: int) -> Row:
 
 
 def copies(mb: int) -> Row:
-    """Of vectors and parameters of that size."""
+    """Measure copies of vectors and parameters of this size."""
     numel = mb * 250_000 // NUM_TENSORS
     tensors = TensorList([torch.randn(numel, device="cuda") for _ in range(NUM_TENSORS)])
     flat_N = tensors.values()

@@ -1,13 +1,13 @@
-"""How far apart the peers of a swarm get that is too large for one group, over many steps with failures.
+"""Spread of the peers of a swarm that averages in a grid, over many steps with failures.
 
     python benchmarks/grid_swarm.py [--peers 256] [--max-group-size 16] [--steps 50] [--p-fail 0.01] [--json FILE]
 
-The averaging layer of the library (presence, matchmaking, all-reduce, verdicts) in virtual time, without a DHT: all
-read what one has stored 20 ms later. Before each step each value of each peer drifts by a number drawn from N(0, 1). In
-each step a peer fails with probability p: half of them sit it out, half are killed in its midst and started again 3 s
-later. The spread is the root mean square distance of all values from their mean after each step, those of who failed
-too. Ends with 1 if it is beyond the bound that docs/explanation/averaging.md states after some step. Takes about five
-minutes of CPU time.
+Runs the averaging layer of the library (presence, matchmaking, all-reduce, verdicts) in virtual time, without a DHT:
+records are visible to all peers 20 ms after they are stored. Before each step each value of each peer drifts by a
+number drawn from N(0, 1). In each step a peer fails with probability p: half of these peers skip the step, half are
+killed in its middle and started again 3 s later. The spread is the root mean square distance of all values from their
+mean after each step, including those of failed peers. The exit code is 1 if the spread exceeds the bound of
+docs/explanation/averaging.md after any step. Takes about five minutes of CPU time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # the worlds are those of the tests
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for the simulated worlds of the tests
 
 from tests.simulation.grids import FIRST_STEPS, grid_world
 

@@ -1,10 +1,10 @@
-"""How fast bulk moves over a link between two machines, over one connection and over as many as the link is worth.
+"""Bulk throughput between two machines, over one connection and over as many as the link is worth.
 
 On one machine:  python benchmarks/long_link.py serve --listen /ip4/0.0.0.0/tcp/31337
 On the other:    python benchmarks/long_link.py measure ADDRESS --mb 32 --repeats 3 --json FILE
 
-ADDRESS is one of those that ``serve`` prints. The two ways take turns; medians are printed. JSON: one object with
-``rtt_ms``, ``mb``, ``one_connection_mb_per_s``, ``striped_mb_per_s`` and ``connections``.
+``serve`` prints its addresses. The two variants take turns; medians are printed. JSON: one object with ``rtt_ms``,
+``mb``, ``one_connection_mb_per_s``, ``striped_mb_per_s`` and ``connections``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ STALL_S = 20.0
 
 
 class Nothing(msgspec.Struct):
-    """The request and the answer of a round trip."""
+    """Request and response of a round trip."""
 
 
 PING: Method[Nothing, Nothing] = Method("benchmark.ping", Nothing, Nothing)
@@ -43,7 +43,7 @@ app = App(name="long_link", help=__doc__, version_flags=[])
 
 @app.command
 def serve(*, listen: str = "/ip4/0.0.0.0/tcp/0") -> None:
-    """Take what others send, until Ctrl-C."""
+    """Receive until Ctrl-C."""
 
     async def main() -> None:
         endpoint = Endpoint(TlsTransport(Identity.generate()))

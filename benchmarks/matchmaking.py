@@ -1,13 +1,13 @@
-"""How long it takes until the peers of a run have found their group, on loopback.
+"""Time until the peers of a run have formed their group, on loopback.
 
     python benchmarks/matchmaking.py [--peers 2,4,8,16] [--groups 100] [--json FILE]
 
-All peers of a case are endpoints over TLS in one process and on one loop, so the CPU time of all of them adds up: it is
-an upper bound for as many machines. Each group begins with all peers calling at times drawn from 0 to 20 ms; counted is
-the time from the last call until the last of them has the group.
+All peers of a case are endpoints over TLS in one process and on one loop, so their CPU time adds up: the figures are
+upper bounds for as many machines. For each group, all peers call at times drawn from 0 to 20 ms; the time from the last
+call until the last peer has the group is counted.
 
-    cold   the roster is given, and nobody is connected: dials and handshakes are part of it
-    warm   the roster is given, and the peers were in a group before
+    cold   with a given roster and no connections: dials and handshakes are included
+    warm   with a given roster, and peers that were in a group before
     dht    whole peers with a DHT and an Averager each, which read each other's records at every step; counted is the
            step without the all-reduce and the verdict
 """
@@ -40,10 +40,10 @@ from manyhands.transport import TlsTransport
 LOOPBACK = Address.parse("/ip4/127.0.0.1/tcp/0")
 SPREAD_S = 0.02
 PAUSE_S = 0.3
-"""Between two steps of the peers with a DHT, so that their records are there."""
+"""Pause between two steps of peers with a DHT, for their records to arrive."""
 TIMEOUT_S = 30.0
 COLD_SHARE = 10
-"""One cold group for so many warm ones: each needs new peers."""
+"""Warm groups for each cold one, which needs new peers."""
 
 
 class Swarm:
@@ -71,7 +71,7 @@ class Swarm:
             await endpoint.close()
 
     async def form(self, step: int, rng: random.Random) -> float:
-        """Seconds until all have their group."""
+        """Form a group; returns the seconds until all peers have it."""
         for roster in self.rosters:
             roster.at = Position(step, b"benchmark")
         calls: list[Callable[[], Awaitable[object]]] = [
@@ -82,7 +82,7 @@ class Swarm:
 
 
 async def from_the_last_call(calls: Sequence[Callable[[], Awaitable[object]]], rng: random.Random) -> float:
-    """Make each call at a time of its own; seconds from the last of these times until all have returned."""
+    """Make each call at a random time; returns the seconds from the last of these times until all have returned."""
     loop = asyncio.get_running_loop()
     times = [loop.time() + rng.uniform(0.0, SPREAD_S) for _ in calls]
 
@@ -128,7 +128,7 @@ async def with_dht(num_peers: int, num_groups: int) -> list[float]:
                 print(f"a group of {num_members} instead of {num_peers}: {attempts.reason}", flush=True)
 
         total_s = await from_the_last_call([lambda member=member: step(member) for member in members], rng)  # type: ignore[misc]
-        if group:  # the first one also reads who there is
+        if group:  # the first one also reads the records
             seconds.append(max(0.0, total_s - min(others_s)))
         await asyncio.sleep(PAUSE_S)
     for member in members:

@@ -1,16 +1,17 @@
-"""How many rounds it takes until all peers of a large swarm hold the mean, by how the groups are chosen.
+"""Number of rounds until all peers of a large swarm hold the mean, by the way groups are chosen.
 
     python benchmarks/mixing_sim.py [--restarts 10] [--json FILE]
 
-Each peer begins with a number drawn from N(0, 1). In each round each peer fails with probability p: it sits the round
-out and keeps its number; the others of each group go on with their mean. Counted are the rounds until the variance
-over all peers, the failed ones too, is below 1e-9 and below 1e-4; the mean over the restarts is printed.
+Each peer starts with a number drawn from N(0, 1). In each round each peer fails with probability p: it skips the round
+and keeps its number, and the others of each group continue with their mean. The result is the number of rounds until
+the variance over all peers, including failed ones, is below 1e-9 and below 1e-4, as a mean over the restarts.
 
-Methods: ``grid`` is what the library does (manyhands.averaging.grid.layout) in the grid that is named; ``fixed_grid``
-is the same with the first coordinates for ever, as in the experiment of Ryabinin et al., Moshpit SGD, arXiv:2103.03239
-(code: yandex-research/moshpit-sgd, averaging_experiments), ``random`` draws groups of the side of the grid anew in each
-round, and ``chosen`` is what the library would use for so many peers: the named grid, or random groups if half of its
-cells or more are empty."""
+Methods: ``grid`` is that of the library (manyhands.averaging.grid.layout) in the named grid. ``fixed_grid`` is the same
+with constant first coordinates, as in the experiment of Ryabinin et al., Moshpit SGD, arXiv:2103.03239 (code:
+yandex-research/moshpit-sgd, averaging_experiments). ``random`` draws new groups of the grid's side in each round.
+``chosen`` is what the library would use for this number of peers: the named grid, or random groups if half of its cells
+or more are empty.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ MAX_ROUNDS = 50
 
 
 class Drawn:
-    """Groups of about one size among those alive, drawn anew in each round."""
+    """Random groups of about one size among the living peers, new in each round."""
 
     def __init__(self, size: int, rng: random.Random) -> None:
         self.size = size
@@ -79,7 +80,7 @@ def groups_by(method: str, num_peers: int, sides: tuple[int, ...], rng: random.R
 
 
 def rounds_until(method: str, num_peers: int, sides: tuple[int, ...], p_fail: float, seed: int) -> tuple[int, int]:
-    """Rounds to the fine and to the coarse aim."""
+    """Rounds until the variance is below the small and below the large bound."""
     rng = random.Random(seed)
     values = [rng.gauss(0.0, 1.0) for _ in range(num_peers)]
     chosen = groups_by(method, num_peers, sides, rng)

@@ -1,23 +1,23 @@
-"""How the steps of a run go that is too large for one group, with peers that fail: the optimizer in virtual time.
+"""Steps of a run in a grid of groups, with failing peers: the optimizer in virtual time.
 
     python benchmarks/optimizer_grid.py [--peers 256] [--max-group-size 16] [--steps 20] [--p-fail 0.01] [--json FILE]
 
-Every peer is real but for its network and its clock: DHT, progress records, matchmaking, the rounds of the grid, and an
-update with AdamW of 32 parameters. Round trips are 40 ms, a batch takes 2 s, a step eight batches of each peer. In the
-time of a step each peer fails with probability p: half of them are killed and started again 3 s later, half are frozen
-for 16 s. It prints
+Every peer is real except for its network and clock: DHT, progress records, matchmaking, the rounds of the grid, and an
+AdamW update of 32 parameters. Round trips are 40 ms, a batch takes 2 s, a step eight batches of each peer. In the time
+of a step each peer fails with probability p: half of these peers are killed and started again 3 s later, half are
+frozen for 16 s. It prints
 
-* disagreement: how far apart the parameters of those are who made a step, by root mean square, as a fraction of their
-  size (every eighth step averages them), by step, and at most; told: what the peers themselves are told of that;
-* steps_made_of_due: how many peers made each step themselves, of all, those who had just failed, too; reloads: how
-  often one that had not failed missed a step and had to load the state of the others (and in the first two steps, in
-  which the peers still come, and the grid is laid out: those do not count in the other figures of this line);
-* matchmaking: from when a peer comes to a round with its values until its group has formed; wait: how long a training
-  loop stands still in a step, with both rounds and for those who still compute their batch;
+* disagreement: the root mean square distance between the parameters of the peers that made a step, as a fraction of
+  their size (every eighth step averages them), by step, and at most; told: the value that the peers report themselves;
+* steps_made_of_due: the share of peers that made each step themselves, of all peers, including those that had just
+  failed; reloads: how often a peer that had not failed missed a step and loaded the state of the others (also in the
+  first two steps, in which peers still join and the grid is laid out: these do not count in the other figures of this
+  line);
+* matchmaking: the time from a peer's call for a round until its group has formed; wait: how long a training loop blocks
+  in a step, including both rounds and peers that still compute their batch;
 * short: how often a peer had fewer rounds than the step has, and why.
 
-benchmarks/grid_swarm.py does the averaging alone. With 256 peers it takes about half a minute of CPU time for each
-step.
+benchmarks/grid_swarm.py runs the averaging alone. With 256 peers each step takes about half a minute of CPU time.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the worlds are those of the tests
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for the simulated worlds of the tests
 
 import torch
 
 from tests.simulation.grid_runs import START_PERIOD_S, STEP_S, grid_run, reasons_counted
 
 ROUNDS_S = 2.0
-"""What a step takes beyond its batches, about."""
+"""Approximate duration of a step besides its batches."""
 JOIN_S = 8.0
 FIRST_STEPS = 2
-"""In them the peers still come, and the grid is laid out: they are left out of what is said of the others."""
+"""Steps in which peers still join and the grid is laid out; other figures leave them out."""
 
 
 def measure(num_peers: int, max_group_size: int, num_steps: int, p_fail: float, seed: int) -> dict[str, object]:
@@ -84,7 +84,7 @@ def measure(num_peers: int, max_group_size: int, num_steps: int, p_fail: float, 
 
 
 def percentiles(name: str, seconds: Sequence[float]) -> dict[str, float]:
-    """The middle, the last hundredth and the longest."""
+    """The median, the 99th percentile and the maximum."""
     ordered = sorted(seconds) or [0.0]
     return {
         f"{name}_p50_s": round(ordered[len(ordered) // 2], 2),

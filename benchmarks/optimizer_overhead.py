@@ -1,28 +1,28 @@
-"""What the collaborative optimizer costs a local step, and how much memory it takes.
+"""Cost of the collaborative optimizer in a local step, in time and memory.
 
     python benchmarks/optimizer_overhead.py [--batches 60] [--batch-size 8] [--memory-mb 192] [--cases idle,busy]
         [--json FILE]
 
-A small ALBERT (that of ``manyhands train``: 1.5 million parameters, batches of samples of 64 tokens, one thread) is
-run by plain torch, forward and backward and nothing else, and beside it in the same process with
-``manyhands.Optimizer``, batch by batch in turns. So adding gradients up counts as ours. The figures:
+A small ALBERT (that of ``manyhands train``: 1.5 million parameters, batches of samples of 64 tokens, one thread) runs
+forward and backward, with plain torch and with ``manyhands.Optimizer`` in the same process, batch by batch in turns.
+Plain torch does nothing else, so adding gradients up is part of the overhead. The figures:
 
-  idle_overhead        additional time of a local step without a round, over the plain one's; 0.02 is 2%. Of each kind
-                       the first decile counts, since other work on the machine only ever adds to it
+  idle_overhead        additional time of a local step without a round, over the plain one's; 0.02 is 2%. The first
+                       decile of each kind is used, since other load on the machine only adds to it
   busy_overhead        the same while a round is averaged in the background (``delay="gradients"``) with a peer in
-                       another process; it wants a second core that is idle
+                       another process; needs a second, idle core
   idle_overhead_less_core_wait, busy_overhead_less_core_wait
-                       likewise, without the time in which the training thread could have run, but others had the
-                       cores: what Python's lock and our own work cost, also on a busy machine. On Linux only
-  plain_step_s         what the plain local step took; what is added to it hardly depends on its length. The optimizer
+                       the same without the time in which the training thread was ready, but no core was free: the cost
+                       of Python's lock and our own work, on a busy machine too. Linux only
+  plain_step_s         duration of the plain local step; the time added to it hardly depends on it. The optimizer
                        advises 0.2 to 2 s
   peak_extra_x_params  peak memory beyond that of plain AdamW over a few global steps with another peer, in multiples
-                       of the parameters (float32): synchronous steps, ``delay="gradients"``, and ``offload`` alone; on
-                       Linux only, else absent. The model is on the host here, so the copies that belong to delay and
-                       offload are counted, as what would be the device's own memory is. Freed tensors go back to the
-                       system at once: else what malloc keeps of plain torch's differs by a third from run to run.
+                       of the parameters (float32): synchronous steps, ``delay="gradients"``, and ``offload`` alone;
+                       Linux only. The model is on the host here, so the figure includes the copies of delay and
+                       offload, and what would be in the device's memory. Freed tensors go back to the system at once:
+                       otherwise what malloc keeps of plain torch's differs by a third from run to run.
 
-An overhead below 0 is noise. Other work on the machine disturbs busy_overhead most, which needs two cores.
+An overhead below 0 is noise. Other load disturbs busy_overhead most, which needs two cores.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ MODES: dict[str, dict[str, Any]] = {"sync": {}, "delay": {"delay": "gradients"},
 
 
 def small_albert() -> torch.nn.Module:
-    """As the recipe has it by default."""
+    """The default model of the recipe."""
     import transformers
 
     torch.manual_seed(0)
@@ -80,13 +80,13 @@ def small_albert() -> torch.nn.Module:
 
 
 def large_vectors(num_bytes: int) -> torch.nn.Module:
-    """Parameters of that size together, whose gradients cost no other memory."""
+    """Parameters of this size together, with gradients that take no other memory."""
     size = num_bytes // 4 // MEMORY_TENSORS
     return torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(size)) for _ in range(MEMORY_TENSORS)])
 
 
 class Local:
-    """One model and its optimizer, as plain as they come."""
+    """One model and a plain optimizer."""
 
     def __init__(self, optimizer: Any, model: torch.nn.Module, batch_size: int) -> None:
         self.model = model
@@ -99,7 +99,7 @@ class Local:
         return {"input_ids": ids, "labels": ids, "sentence_order_label": ids[:, 0] % 2}
 
     def compute(self) -> None:
-        """Forward and backward."""
+        """Run forward and backward."""
         self.model(**self.batch()).loss.backward()
 
 
@@ -120,7 +120,7 @@ class Beside:
         return self._peer.addresses
 
     def overheads(self, num_batches: int) -> list[float]:
-        """Seconds of a fast plain batch; what ours add to it, also without what they waited for a core."""
+        """Seconds of a fast plain batch, and what ours add to it, with and without the wait for a core."""
         for _ in range(WARM_UP_BATCHES):
             self._plain_step()
             self._our_step()
@@ -161,7 +161,7 @@ class Beside:
 
 
 def taken_by(work: Callable[[], object]) -> tuple[float, ...]:
-    """Seconds in all, and on Linux those without what this thread waited for a core."""
+    """Seconds of the call and, on Linux, those without this thread's wait for a core."""
     started, waited = time.perf_counter(), core_wait_s()
     work()
     taken_s, waited_s = time.perf_counter() - started, core_wait_s() - waited
@@ -169,7 +169,7 @@ def taken_by(work: Callable[[], object]) -> tuple[float, ...]:
 
 
 def core_wait_s() -> float:
-    """Seconds in which this thread could have run, but others had the cores; on Linux."""
+    """Seconds for which this thread was ready, but no core was free; Linux only."""
     return int(SCHEDSTAT.read_text().split()[1]) / 1e9 if SCHEDSTAT.exists() else 0.0
 
 
@@ -187,7 +187,7 @@ def new_optimizer(peer: manyhands.Peer, model: torch.nn.Module, target: int, **o
 
 
 class Partner:
-    """Another peer, which comes to every round at once, and does little else: its core should be idle."""
+    """Another peer, which comes to every round at once and keeps its core idle otherwise."""
 
     def __init__(self, initial_peers: list[str], memory_bytes: int, target: int) -> None:
         torch.set_num_threads(1)
@@ -201,14 +201,14 @@ class Partner:
         self._thread.start()
 
     def _train(self) -> None:
-        with contextlib.suppress(manyhands.ManyhandsError):  # when the other one has left
+        with contextlib.suppress(manyhands.ManyhandsError):  # the other peer has left
             while not self._is_over.wait(PARTNER_PERIOD_S):
                 self._optimizer.step(batch_size=0 if self._optimizer.samples_accumulated else 1)
 
     def close(self) -> None:
         self._is_over.set()
         self._thread.join(0.5)
-        self._peer.close()  # ends a round for which the other one does not come any more
+        self._peer.close()  # ends a round that the other peer does not join any more
         self._thread.join(5.0)
 
 
@@ -263,7 +263,7 @@ class MemoryUse:
 
 
 def overheads(is_busy: bool, num_batches: int, batch_size: int) -> list[float]:
-    """Of one case: seconds of a plain step, and what ours add to it."""
+    """Seconds of a plain step, and what ours add to it, in one case."""
     with contextlib.ExitStack() as stack:
         subject = Worker(Beside, [], is_busy, batch_size)
         stack.callback(subject.close)
@@ -276,7 +276,7 @@ def overheads(is_busy: bool, num_batches: int, batch_size: int) -> list[float]:
 
 
 def peak_bytes(num_bytes: int, mode: str | None) -> int:
-    """Of one case."""
+    """Peak memory in one case."""
     with contextlib.ExitStack() as stack:
         subject = Worker(MemoryUse, num_bytes, mode)
         stack.callback(subject.close)
@@ -290,7 +290,7 @@ def peak_bytes(num_bytes: int, mode: str | None) -> int:
 
 
 def measure(cases: list[str], num_batches: int, batch_size: int, num_bytes: int) -> dict[str, Any]:
-    """The figures of some cases."""
+    """The figures of the given cases."""
     result: dict[str, Any] = {}
     with progress_of(len(cases) + 1) as steps:
         for case in [case for case in OVERHEADS if case in cases]:
@@ -310,7 +310,7 @@ def measure(cases: list[str], num_batches: int, batch_size: int, num_bytes: int)
 
 
 def cases_of(text: str) -> list[str]:
-    """Names with commas between them."""
+    """Case names, separated by commas."""
     cases = text.split(",")
     if unknown := set(cases) - {*OVERHEADS, *MODES}:
         known = ", ".join([*OVERHEADS, *MODES])

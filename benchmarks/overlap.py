@@ -1,21 +1,21 @@
-"""How much of its speed a training loop keeps while the peer of the same process averages in the background.
+"""Slowdown of a training loop while the peer of the same process averages in the background.
 
     python benchmarks/overlap.py [--mb 64] [--codec none,int8] [--pauses 0,2] [--seconds 5] [--repeats 3] [--json FILE]
 
 The main thread trains, as in gil.py: ``large`` are matrix products, ``tiny`` thousands of small operations, as when a
-GPU waits for its kernels' launches. A second thread has an Averager make round after round with a peer in another
-process, with a pause in between. Both processes share this machine's cores: on a machine with few of them part of what
-is lost is the other process, which a peer of its own machine has not to bear.
+GPU waits for kernel launches. In a second thread an Averager makes round after round with a peer in another process,
+with a pause in between. Both processes share this machine's cores: on a machine with few of them, part of the slowdown
+comes from the other process.
 
 The figures, medians over the repeats:
 
   pause_s               between two rounds; "idle" is a peer that averages nothing
-  round_s               of one round, with its formation
-  averaging_share       of the time, in which a round was under way
+  round_s               of one round, including its formation
+  averaging_share       share of the time with a round in progress
   steps_per_s           of the loop
   speed_kept            steps_per_s over that of the same loop with an idle peer in the same repeat
-  core_wait_s_per_s     seconds of each in which the main thread could have run, but others had the cores. On Linux only
-  speed_kept_less_core_wait   speed_kept with that time taken out: what the GIL and memory cost, on a busy machine too
+  core_wait_s_per_s     share of the time in which the main thread was ready, but no core was free. Linux only
+  speed_kept_less_core_wait   speed_kept without that time: the cost of the GIL and memory, on a busy machine too
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ COLUMNS = ["loop", "codec", "pause_s", "rounds", "round_s", "averaging_share", "
 
 
 class Rounds:
-    """One round after the other on a thread of their own."""
+    """Makes one round after the other on a separate thread."""
 
     def __init__(self, addresses: list[str], numel: int, codec: str) -> None:
         torch.set_num_threads(1)
@@ -86,7 +86,7 @@ class Rounds:
                 self.failures.append(result.reason)
 
     def end(self) -> None:
-        """Begin no other round; those of the others may wait for this one."""
+        """Begin no further round; the other peer may still wait for this one."""
         self._ending.set()
 
     def join(self) -> None:
@@ -100,7 +100,7 @@ class Rounds:
 
 @contextlib.contextmanager
 def averaging(here: Rounds, there: Worker, pause_s: float | None) -> Iterator[None]:
-    """Both peers average while the block runs; with no pause given, none does."""
+    """Let both peers average during the block; without a pause given, neither does."""
     if pause_s is None:
         yield
         return
@@ -149,7 +149,7 @@ def measure(options: argparse.Namespace, codec: str) -> list[Row]:
 
 
 def show(results: list[Row]) -> None:
-    """The figures as a table."""
+    """Print the figures as a table."""
     table = Table(title="a training loop beside rounds of averaging, medians")
     for name in COLUMNS:
         table.add_column(name.replace("_", " "), justify="left" if name in ("loop", "codec") else "right")

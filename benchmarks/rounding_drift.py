@@ -1,14 +1,14 @@
-"""How far apart rounding alone drives peers that make the same steps in different ways.
+"""Drift by rounding alone between peers that make the same steps in different ways.
 
     python benchmarks/rounding_drift.py [--steps 10000] [--optimizers adamw lamb sgd] [--dtypes float32 bfloat16]
 
-One replica computes gradients of a small transformer, and several others make the same steps with them: with another
-implementation of the optimizer (a loop, ``foreach``, ``fused``), another number of threads, or another precision within
-the update. Printed is the distance of each from the first after 10, 100, ... steps, as a fraction of the size of the
-parameters: what ``manyhands.optim.run.drift.bound_of`` must be well above.
+One replica computes gradients of a small transformer, and several others make the same steps with them, with another
+implementation of the optimizer (a loop, ``foreach``, ``fused``), another number of threads, or another precision in the
+update. Prints the distance of each from the first after 10, 100, ... steps, as a fraction of the size of the
+parameters. ``manyhands.optim.run.drift.bound_of`` must be well above it.
 
-``one ulp`` moves each parameter by one unit of its last place in each step, up or down by chance: far more than any
-machine does. The learning rate is constant, and nothing decays, which is the worst case.
+``one ulp`` moves each parameter by one unit in the last place in each step, up or down by chance: far more than any
+machine does. The learning rate is constant, and there is no decay, which is the worst case.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def stepping(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor], n
 
 
 def in_double(optimizer_of: OptimizerMaker, parameters: list[torch.Tensor]) -> Step:
-    """The update is computed in double precision, and its result rounded."""
+    """Compute the update in double precision, and round its result."""
     doubles = [torch.nn.Parameter(parameter.detach().double()) for parameter in parameters]
     optimizer = optimizer_of(doubles)
 
@@ -95,7 +95,7 @@ def one_ulp(step: Step, parameters: list[torch.Tensor]) -> Step:
 
 
 def variants(name: str, base: list[torch.Tensor], lr: float) -> dict[str, tuple[list[torch.Tensor], Step]]:
-    """The first is what all others are compared with."""
+    """The variants; all others are compared with the first."""
 
     def replica() -> list[torch.Tensor]:
         return [torch.nn.Parameter(copy.deepcopy(parameter.detach())) for parameter in base]

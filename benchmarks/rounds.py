@@ -1,8 +1,8 @@
-"""How long a round takes: the search for the group, the all-reduce and the verdict, over TLS on loopback.
+"""Duration of a round: the search for the group, the all-reduce and the verdict, over TLS on loopback.
 
     python benchmarks/rounds.py --peers 2 4 8 --numel 1000 --rounds 50 [--json FILE]
 
-All peers live in one process, so the figures are an upper bound for as many machines on a fast network.
+All peers are in one process, so the figures are upper bounds for as many machines on a fast network.
 """
 
 from __future__ import annotations

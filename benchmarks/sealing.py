@@ -1,4 +1,4 @@
-"""What encryption itself costs, without sockets: CPU seconds for each GiB, by TLS and by the records of bulk streams.
+"""Cost of encryption alone, without sockets: CPU seconds per GiB, with TLS and with the records of bulk streams.
 
     python benchmarks/sealing.py
 
@@ -20,7 +20,7 @@ NUM_CHUNKS = 1024
 
 
 def handshaken() -> tuple[TlsSession, TlsSession]:
-    """A session's two ends."""
+    """Both ends of a session."""
     ends = [TlsSession(tls_context(Identity.generate(), is_server=s), is_server=s) for s in (False, True)]
     done = [False, False]
     while not all(done):

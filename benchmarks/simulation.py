@@ -1,11 +1,11 @@
-"""How fast a whole swarm runs in virtual time.
+"""Speed of a simulated swarm in virtual time.
 
     python benchmarks/simulation.py --peers 16 --hours 1 [--json FILE]
 
-Every peer is real but for its network and its clock: DHT, matchmaking, averaging of a small vector, optimizer. A batch
-takes about 5 s, and a global step about a minute: the usual figures of a run with volunteers. All peers start within a
-few seconds, and there are no faults. One process, one core; two CPU figures are printed, since other work on the
-machine prolongs the wall time only.
+Every peer is real except for its network and clock: DHT, matchmaking, averaging of a small vector, optimizer. A batch
+takes about 5 s, and a global step about a minute, as is usual in a run of volunteers. All peers start within a few
+seconds, and there are no faults. One process, one core; prints two CPU figures, since other load on the machine affects
+only the wall time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the worlds of the tests
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for the simulated worlds of the tests
 
 import torch._dynamo  # noqa: F401 (the first optimizer imports it, which takes a second and is no part of the run)
 
@@ -60,7 +60,7 @@ def measure(num_peers: int, hours: float, seed: int) -> dict[str, float]:
 
 
 def outcome_of(trainers: Mapping[str, Trainer], ledger: Ledger) -> dict[str, float]:
-    """What the swarm did in this time."""
+    """The result of the swarm."""
     statistics = [trainer.optimizer.statistics for trainer in trainers.values()]
     return {
         "rounds_committed": ledger.num_rounds,

@@ -1,11 +1,11 @@
-"""How many samples a global step really has for a given target: others compute on while one sees that it is reached.
+"""Samples of a global step relative to its target: peers go on computing until they see that it is reached.
 
     python benchmarks/step_samples.py [--json FILE]
 
 Four peers train a tiny model in the deterministic world (virtual time, so the machine's speed does not matter), each
-in batches of its own. Prints the median samples of a step over the target: for a step that takes 5 s, for one that
-takes 1.3 s, and for peers of unequal speeds. Then how long step() waits, where four peers with batches of 0.5 s make
-a step of ten batches each, by the round-trip time.
+with its own batches. Prints the median samples of a step over the target: for a step that takes 5 s, for one that takes
+1.3 s, and for peers of unequal speeds. Then it prints how long step() waits, by round-trip time, where four peers with
+batches of 0.5 s make a step of ten batches each.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CASES = {
     "a step each 1.3 s": (320, 16, [0.26] * 4),
     "unequal peers": (256, 16, [0.6, 0.9, 1.2, 2.4]),
 }
-"""The target, the samples of a batch, and how long a batch takes each peer."""
+"""Target, samples of a batch, and duration of a batch on each peer."""
 
 
 def main() -> None:

@@ -1,14 +1,14 @@
-"""How much of the engine one committed global step goes through, as a newcomer would have to read it.
+"""How much engine code one committed global step runs through, as a measure of what a newcomer must read.
 
     python benchmarks/step_trace.py [--json FILE]
 
-Two peers train a tiny model, in a process each. In this one, which follows the other's lead, everything that runs in
-``manyhands.averaging`` and ``manyhands.optim`` during one ``optimizer.step()`` that commits a round is written down:
+Two peers train a tiny model, in a process each. This process is the follower; it records everything that runs in
+``manyhands.averaging`` and ``manyhands.optim`` during one ``optimizer.step()`` that commits a round:
 
-  files, functions, classes   that were entered, on the training thread and on the network thread
-  tasks                       asyncio tasks that were made, by any package
-  frames_average_to_exchange  of these two packages, from the optimizer's call that asks for a round to the exchange of
-                              values, through the tasks between; the look-ahead is off, so that there is one way
+  files, functions, classes   entered, on the training thread and on the network thread
+  tasks                       asyncio tasks made, by any package
+  frames_average_to_exchange  of these two packages, from the optimizer's call for a round to the exchange of values,
+                              through the tasks between; the look-ahead is off, so that there is one path
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from manyhands.optim import ProgressConfig
 from manyhands.optim.blocking_client import BlockingRunClient
 
 FROM, TO = BlockingRunClient.average.__code__, Butterfly.run.__code__
-"""Where the optimizer asks for a round, and where values are exchanged."""
+"""The optimizer's call for a round, and the exchange of values."""
 PACKAGES = ("manyhands/averaging/", "manyhands/optim/")
 LISTEN = ["/ip4/127.0.0.1/tcp/0"]
 TARGET = 16
@@ -45,7 +45,7 @@ STEPS_BEFORE = 3
 
 
 def identities() -> list[Identity]:
-    """The first one leads: of peers that can be dialled the lowest id does."""
+    """Identities of which the first one leads: the dialable peer with the lowest id does."""
     return sorted((Identity.from_seed(bytes([number]) * 32) for number in range(2)), key=lambda one: one.peer_id)
 
 
@@ -62,7 +62,7 @@ def joined(peer: manyhands.Peer) -> tuple[torch.nn.Module, manyhands.Optimizer]:
 
 
 class Leader:
-    """The other peer; it trains beside the calls."""
+    """The other peer; it trains in the background."""
 
     def __init__(self) -> None:
         self._peer = manyhands.Peer(listen=LISTEN, identity=identities()[0])
@@ -76,7 +76,7 @@ class Leader:
     def _train(self) -> None:
         model, optimizer = joined(self._peer)
         while not self._is_over.is_set():
-            if optimizer.samples_accumulated >= TARGET // 2:  # one batch from each in every step
+            if optimizer.samples_accumulated >= TARGET // 2:  # one batch of each peer in every step
                 time.sleep(0.01)
                 if optimizer.num_peers < 2:
                     continue
@@ -91,7 +91,7 @@ class Leader:
 
 
 class Trace:
-    """What runs while it is on, in all threads that were begun after it was made."""
+    """Records what runs while it is on, in all threads that were started after it was made."""
 
     def __init__(self) -> None:
         self.is_on = False
@@ -108,7 +108,7 @@ class Trace:
         self.frames: list[str] = []
 
     def make_task(self, loop: asyncio.AbstractEventLoop, coro: Coroutine[Any, Any, Any], **options: Any) -> Any:
-        """A task factory that remembers which frames asked for each task."""
+        """A task factory that records which frames asked for each task."""
         task = asyncio.Task(coro, loop=loop, **options)
         self.num_tasks += 1
         self._made_by[task] = self._frames_of(sys._getframe())  # noqa: SLF001
@@ -126,7 +126,7 @@ class Trace:
             self.frames = self._frames_of(frame)
 
     def _frames_of(self, frame: FrameType | None) -> list[str]:
-        """From the optimizer's call, outermost first; through the task to whoever made it."""
+        """The frames from the optimizer's call on, outermost first, across tasks to their creators."""
         names = _names(frame)
         try:
             task = asyncio.current_task()
@@ -137,7 +137,7 @@ class Trace:
         return self._asked_by() + names
 
     def _asked_by(self) -> list[str]:
-        """What the training thread waits in, from the optimizer's call inwards."""
+        """The frames in which the training thread waits, from the optimizer's call inwards."""
         frame: FrameType | None = sys._current_frames().get(self.training_thread)  # noqa: SLF001
         frames = []
         while frame is not None:
@@ -176,7 +176,7 @@ def _names(frame: FrameType | None) -> list[str]:
 
 
 def measure() -> tuple[dict[str, int], list[str]]:
-    """The figures, and the frames between, outermost first."""
+    """The figures, and the frames between call and exchange, outermost first."""
     trace = Trace()
     leader = Worker(Leader)
     try:

@@ -1,29 +1,29 @@
-"""How fast bulk data and small calls travel between two processes of this machine, over mutual TLS 1.3.
+"""Throughput and latency between two processes of this machine, over mutual TLS 1.3.
 
     python benchmarks/transport.py --systems manyhands,asyncio,grpc --seconds 5 --repeats 3 [--json FILE]
 
 Each system is a server process and a client process on loopback. All systems take turns in each repeat, figure by
-figure, so that whatever else the machine does meets them alike; what is reported are medians over the repeats.
+figure, so that other load on the machine affects them alike; the results are medians over the repeats.
 
-  manyhands  two endpoints: a bulk stream in pieces of 4 MiB, received into memory that is there already; calls
-  asyncio    bare asyncio TLS with a BufferedProtocol and a header of 128 bytes: what it can do without any protocol
-  grpc       grpc.aio, streaming messages of 1 MiB bytes without protobuf; unary calls. Needs grpcio, else it is skipped
+  manyhands  two endpoints: a bulk stream in pieces of 4 MiB, received into existing memory; calls
+  asyncio    bare asyncio TLS with a BufferedProtocol and a header of 128 bytes: the limit without any protocol
+  grpc       grpc.aio, streaming messages of 1 MiB bytes without protobuf; unary calls. Skipped without grpcio
 
 The figures:
 
   one_way_mib_per_s     client to server, on one connection, while nothing comes back
-  duplex_mib_per_s      both ways at once on one connection: the sum of both; duplex_up_mib_per_s (client to server) and
-                        duplex_down_mib_per_s are its parts
+  duplex_mib_per_s      both directions at once on one connection: the sum of both; duplex_up_mib_per_s (client to
+                        server) and duplex_down_mib_per_s are its parts
   cpu_s_per_gib         user and system time of both processes together, in the one-way transfer
-  one_way_cores         cores that both had together in it: far below two on a machine of two cores that is busy with
-                        other things, where only the ratios and cpu_s_per_gib mean something
-  rpc_p50_ms, _p99_ms   a call with 64 bytes there and back, one after the other
-  connections_per_s     dials one after the other, each with its mutual handshake and one answer of the server;
+  one_way_cores         cores that both had together in it: far below two on a busy machine of two cores, where only the
+                        ratios and cpu_s_per_gib mean something
+  rpc_p50_ms, _p99_ms   a call with 64 bytes in each direction, one after the other
+  connections_per_s     dials one after the other, each with its mutual handshake and one response of the server;
                         connections_per_s_16_at_once: sixteen at the same time
   control_p50_ms_during_bulk, _p99_   the same calls, 100 per second, while a one-way transfer runs at full speed.
-                        manyhands and asyncio: on a connection of their own; grpc: on the same channel, as it is used
+                        manyhands and asyncio: on a separate connection; grpc: on the same channel, as is usual
 
-Connecting and a warm-up are not in the times. First the payload is sent both ways and compared.
+The times do not include connecting and a warm-up. First the payload is sent in both directions and compared.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ from manyhands.runtime import LoopThread
 T = TypeVar("T")
 Row = dict[str, Any]
 
-KEY_TYPES = {"manyhands": None, "asyncio": "ed25519", "grpc": "p256"}  # TLS of grpc knows no Ed25519
+KEY_TYPES = {"manyhands": None, "asyncio": "ed25519", "grpc": "p256"}  # the TLS of grpc has no Ed25519
 PACKAGES = {"grpc": "grpcio"}
 WARM_UP_S = 0.5
 CONTROL_PERIOD_S = 0.01
 AT_ONCE = 16
 
 
-# in the processes of a system
+# runs in the processes of a system
 
 
 class Side:
@@ -98,7 +98,7 @@ class ServerSide(Side):
         await self._results.put(await serve_link(link, plan, self._payload, self._pieces))
 
     def received(self) -> Received:
-        """What came through the link that the client closed last."""
+        """Measurements of the link that the client closed last."""
         return self._run(asyncio.wait_for(self._results.get(), PATIENCE_S))
 
     def close(self) -> None:
@@ -119,7 +119,7 @@ class ClientSide(Side):
         await self._client.start(contact)
 
     def transfer(self, kind: str, warm_up_s: float, counted_s: float) -> Received:
-        """Use one link; what came back."""
+        """Use one link; returns what came back."""
         plan = Plan(kind, warm_up_s, counted_s)
         return self._run(self._transfer(plan), plan.send_s + 3 * PATIENCE_S)
 
@@ -128,7 +128,7 @@ class ClientSide(Side):
         return await use_link(link, plan, self._payload, self._pieces, alongside)
 
     def calls(self, counted_s: float) -> list[float]:
-        """Round trips in ms, one after the other."""
+        """Make calls one after the other; returns the round trips in ms."""
         samples: list[float] = []
         self._run(self._calls(samples, counted_s / 10, 0.0))
         samples.clear()
@@ -136,7 +136,7 @@ class ClientSide(Side):
         return samples
 
     def calls_during_bulk(self, warm_up_s: float, counted_s: float) -> list[float]:
-        """Round trips in ms while a one-way transfer runs."""
+        """Make calls during a one-way transfer; returns the round trips in ms."""
         samples: list[float] = []
         plan = Plan("up", warm_up_s, counted_s)
 
@@ -177,11 +177,11 @@ class ClientSide(Side):
         self._thread.close()
 
 
-# in the process that the user started
+# runs in the main process
 
 
 class Measured:
-    """The two processes of one system, and one method for each group of figures."""
+    """The two processes of one system, with one method for each group of figures."""
 
     def __init__(self, stack: contextlib.ExitStack, system: str, seconds: float, warm_up_s: float) -> None:
         key_type = KEY_TYPES[system]
@@ -277,7 +277,7 @@ def medians(rows: dict[str, list[Row]]) -> list[Row]:
 
 
 def show(rows: dict[str, list[Row]]) -> None:
-    """The figures as a table, and how manyhands does beside bare asyncio."""
+    """Print the figures as a table, with the ratios of manyhands to bare asyncio."""
     results = medians(rows)
     table = Table(title="loopback, medians")
     table.add_column("", no_wrap=True)

@@ -1,4 +1,4 @@
-"""Parameters averaged now and then, without an optimizer: python examples/averaging.py [ADDRESS OF ANY PEER ...]"""
+"""Average parameters at intervals, without an optimizer: python examples/averaging.py [ADDRESS OF ANY PEER ...]"""
 
 import sys
 

@@ -1,9 +1,9 @@
-"""A run for the members of an organisation on the Hugging Face Hub: the coordinator asks the Hub who a peer is.
+"""A run for the members of a Hugging Face organisation: the coordinator asks the Hub about each peer's token.
 
     manyhands run create --run-id ours --access invite
     python examples/hub_login.py ours.charter --identity ours.key --organisation my-org
 
-Trainers join with the ticket that it prints, and with a token of the Hub, read-only and for this purpose alone:
+Trainers join with the ticket that it prints, and with a read-only Hub token made for this purpose:
 
     manyhands.Peer(initial_peers=[TICKET], credential=os.environ["HF_TOKEN"])
 """
@@ -31,11 +31,11 @@ MAX_BYTES = 1 << 20
 
 
 class HubLogin:
-    """An authorizer: members of one organisation train.
+    """An authorizer that gives leases to the members of one organisation.
 
     Args:
         organisation: its name on the Hub.
-        url: where the Hub says whose token it is.
+        url: the Hub's endpoint that returns the owner of a token.
     """
 
     def __init__(self, organisation: str, url: str = WHO_AM_I) -> None:

@@ -1,4 +1,4 @@
-"""Your own training loop, together with others: python examples/quickstart.py [ADDRESS OF ANY PEER ...]"""
+"""A training loop shared by several peers: python examples/quickstart.py [ADDRESS OF ANY PEER ...]"""
 
 import sys
 

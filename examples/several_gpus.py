@@ -25,4 +25,4 @@ while (step := optimizer.global_step) < 1000:
     optimizer.zero_grad()
     if optimizer.global_step > step and rank == 0:
         print(f"global step {step + 1}: {optimizer.num_peers} peers, loss {loss.item():.3f}", flush=True)
-torch.distributed.destroy_process_group()  # the peer is closed at the end of its process
+torch.distributed.destroy_process_group()  # the peer is closed when its process exits

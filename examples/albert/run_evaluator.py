@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Measure how well the model of a run does: ``manyhands evaluate``, with the names of the tutorials too."""
+"""Measure a run on held-out text: ``manyhands evaluate``, with the option names of the tutorials too."""
 
 from manyhands.cli.entry import main
 

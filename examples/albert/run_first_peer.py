@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Welcome peers of any run: ``manyhands first-peer``, with the names of the tutorials too."""
+"""Welcome peers of any run: ``manyhands first-peer``, with the option names of the tutorials too."""
 
 from manyhands.cli.entry import main
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Train ALBERT with this machine: ``manyhands train``, with the names of the tutorials too."""
+"""Train ALBERT with this machine: ``manyhands train``, with the option names of the tutorials too."""
 
 from manyhands.cli.entry import main
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Welcome trainers and draw the curves of a run: ``manyhands monitor``, with the names of the tutorials too."""
+"""Welcome trainers and draw the curves of a run: ``manyhands monitor``, with the option names of the tutorials too."""
 
 from manyhands.cli.entry import main
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Makes the samples that trainers learn from, of WikiText-103 by default: the same as ``manyhands data prepare``."""
+"""Make training samples, of WikiText-103 by default: the same as ``manyhands data prepare``."""
 
 from manyhands.cli.entry import main
 

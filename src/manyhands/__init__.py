@@ -93,7 +93,7 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("manyhands.optim")
     if name not in _HOMES:
         raise AttributeError(f"module 'manyhands' has no attribute {name!r}")
-    try:  # on first use only: the optimizer imports torch, which a coordinator never needs
+    try:  # on first use: the optimizer imports torch, which coordinators never need
         return getattr(importlib.import_module(_HOMES[name]), name)
     except ModuleNotFoundError as error:
         if error.name not in _OF_TORCH:

@@ -35,9 +35,9 @@ START_TIMEOUT_S = 15.0
 CLOSE_TIMEOUT_S = 4.0
 PART_CLOSE_TIMEOUT_S = 2.0
 JOIN_RUN_TIMEOUT_S = 60.0
-"""The charter is looked for, and several coordinators may be asked in vain."""
+"""Covers the search for the charter, and calls to several coordinators that do not answer."""
 DHT_TIMEOUT_S = 30.0
-"""A lookup, and some requests after it, each with its own bound."""
+"""Covers a lookup and several requests after it, each with its own timeout."""
 FIRST_SAVE_S = 10.0
 SAVE_PERIOD_S = 60.0
 
@@ -48,13 +48,13 @@ _NO_FIRST_PEER = (
 
 
 class Presence:
-    """A peer in the swarm, on whatever loop it is made: an endpoint and a DHT node with one life.
+    """A peer in the swarm, on any event loop: an endpoint and a DHT node with a common lifetime.
 
-    :class:`Peer` has it on a thread of its own; simulations have many of them on one loop.
+    :class:`Peer` runs one on a thread of its own; simulations have many of them on one loop.
 
     Attributes:
-        on_close: what the parts that stand on it do when it stops, the last one first.
-        members: of the runs with a charter that this peer is in, or looks at, by run id.
+        on_close: callbacks of the parts that depend on it, called in reverse order when it stops.
+        members: of the runs with a charter that this peer is in or looks at, by run id.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Presence:
         self.rng = rng or random.Random()
         self.wall_clock = wall_clock
         self.began_at = wall_clock()
-        """When this process began to take part, in seconds since 1970."""
+        """Start of this process's participation, in seconds since 1970."""
         self._access_config = access_config or AccessConfig()
         self.on_close: list[Callable[[], Awaitable[None]]] = []
         self.endpoint = Endpoint(transport, client_mode=client_mode, config=rpc_config, rng=self.rng)
@@ -96,7 +96,7 @@ class Presence:
 
         Raises:
             ConfigError: a port is taken, or a host is not of this machine.
-            JoinFailed: none of the initial peers answered, nor one seen before.
+            JoinFailed: none of the initial peers answered, and no peer seen before.
         """
         await self.endpoint.listen(listen, announce)
         await self.dht.join(initial_peers, must_join=must_join)
@@ -110,7 +110,7 @@ class Presence:
         self._keep(await join_by(ticket, self._place(), credential, only_looks=only_looks))
 
     async def serve_charter(self, charter: SignedCharter, authorizer: Authorizer | None = None) -> bool:
-        """Publish a charter; returns whether this peer is one of its coordinators, and signs leases."""
+        """Publish a charter; returns whether this peer is one of its coordinators and signs leases."""
         coordinator, members = await serve_charter(charter, self._place(), authorizer)
         self.on_close.append(coordinator.close)
         self._keep(members)
@@ -124,7 +124,7 @@ class Presence:
         folder = self._state_dir.path if self._state_dir is not None else None
         return Place(self.endpoint, self.dht, self.rng, self.wall_clock, folder, self._access_config)
 
-    # what outlives it
+    # saved state
 
     async def _save_now_and_then(self, state_dir: StateDir) -> None:
         wait_s = FIRST_SAVE_S
@@ -136,12 +136,12 @@ class Presence:
             wait_s = SAVE_PERIOD_S
 
     async def _save_last(self) -> None:
-        """On this thread: the executor's are gone when the interpreter ends."""
+        """Save on this thread: executor threads are gone when the interpreter exits."""
         if self._state_dir is not None and len(known := self.dht.known_peers()):
             self._state_dir.save_peers(known.to_json())
 
     async def stop(self) -> None:
-        """Leave the swarm: end the parts, say goodbye, close all connections; also when one of them fails or hangs."""
+        """Leave the swarm: end the parts, say goodbye, close all connections, even if one of them fails or hangs."""
         parts = [*reversed(self.on_close), self._tasks.close, self._save_last, self.dht.close, self.endpoint.close]
         for close_part in parts:
             name = getattr(close_part, "__qualname__", repr(close_part))
@@ -155,26 +155,26 @@ class Presence:
 
 
 class BlockingPeer(Protocol):
-    """What blocking code, such as an optimizer, needs of a :class:`Peer`; simulations have one of their own."""
+    """What blocking code, such as an optimizer, needs of a :class:`Peer`; simulations have their own implementation."""
 
     peer_id: PeerId
     presence: Presence
 
     def run(self, coro: Coroutine[Any, Any, T], timeout_s: float, phase: str) -> T:
-        """Run a coroutine where the presence lives, and wait for its result."""
+        """Run a coroutine on the loop of the presence, and wait for its result."""
 
     def time(self) -> float:
-        """Seconds of a clock that never goes back."""
+        """Seconds of a monotonic clock."""
 
     def sleep(self, seconds: float) -> None:
-        """Let time pass."""
+        """Wait."""
 
 
 def check_peer(peer: object) -> None:
-    """Make sure that an optimizer or averager is given a peer.
+    """Check that an optimizer or averager was given a peer.
 
     Raises:
-        ConfigError: it is none; says what to write.
+        ConfigError: it was not; says what to write.
     """
     if not hasattr(peer, "presence"):
         given = "None" if peer is None else f"of type {type(peer).__name__}"
@@ -185,29 +185,28 @@ def check_peer(peer: object) -> None:
 
 
 class Peer(FromHivemind):
-    """A machine's presence in the swarm. Use it as a context manager, or call :meth:`close`.
+    """The connection of this machine to a swarm. Use it as a context manager, or call :meth:`close`.
 
     Args:
-        initial_peers: multiaddrs or ``HOST:PORT`` of any peers that are already there; none makes this the first peer.
-            A ticket does as well; with that of a run by invitation, this peer becomes a member of the run.
+        initial_peers: multiaddrs or ``HOST:PORT`` of any running peers; without any, this is the first peer. A ticket
+            works as well; with the ticket of a run by invitation, this peer becomes a member of the run.
         listen: where to accept connections; by default on all interfaces, with IPv4, on a free port. ``31337`` is that
             port on all interfaces, with IPv4 and IPv6.
-        announce: what to tell others to dial instead of what this machine finds out by itself (behind a tunnel, say).
-        client_mode: dial out only; for machines that nobody can dial, such as those behind a firewall. It needs
-            ``initial_peers``, or a ``state_dir`` that knows some.
-        identity: a file with the private key, made when it does not exist; by default the one in ``state_dir``, or a
-            new identity each time.
-        state_dir: a folder of this peer's own, made when it does not exist. It keeps the identity and the addresses of
-            other peers there, and joins by these as well when it starts again. One that is open already is closed with
-            this peer.
-        must_join: False to begin alone if none of the initial peers answers, and go on trying, as coordinators do: else
-            they would wait for each other.
-        credential: convinces the coordinators of a run in place of the invitation in a ticket, where they ask a login
-            service.
+        announce: addresses that others dial, in place of those that this machine detects; for example of a tunnel.
+        client_mode: dial out only; for machines that cannot be dialled, for example behind a firewall. It needs
+            ``initial_peers``, or a ``state_dir`` with known peers.
+        identity: a file with the private key, created if missing; by default the one in ``state_dir``, or a new
+            identity each time.
+        state_dir: a folder of this peer alone, created if missing. It keeps the identity and the addresses of other
+            peers, which the next start also uses to join. An open ``StateDir`` is closed with this peer.
+        must_join: False to start alone if none of the initial peers answers, and keep trying. Coordinators do so, as
+            they would wait for each other otherwise.
+        credential: sent to the coordinators of a run in place of the invitation in a ticket, for coordinators that
+            ask a login service.
     Raises:
-        ConfigError: an address, the identity file or the state dir cannot be used, or the port is taken; or the
+        ConfigError: an address, the identity file or the state dir cannot be used, the port is taken, or the
             coordinators of the ticket's run refuse this peer.
-        JoinFailed: none of the initial peers answered; it names each address with its own reason.
+        JoinFailed: none of the initial peers answered; names each address with its own reason.
     """
 
     presence: Presence
@@ -283,19 +282,19 @@ class Peer(FromHivemind):
 
     @property
     def endpoint(self) -> Endpoint:
-        """The connections of this peer; to be used on the network thread only."""
+        """The connections of this peer, for use on the network thread only."""
         return self.presence.endpoint
 
     @property
     def dht(self) -> DhtNode:
-        """This peer's node of the DHT; to be used on the network thread only."""
+        """The DHT node of this peer, for use on the network thread only."""
         return self.presence.dht
 
     @property
     def addresses(self) -> list[str]:
         """Multiaddrs that others can dial, with this peer's id; empty in client mode.
 
-        The loopback address is among them only when there is no other.
+        The loopback address is included only if there is no other.
         """
         addresses = self.endpoint.addresses
         return [str(a) for a in addresses if not a.is_loopback] or [str(a) for a in addresses]
@@ -309,7 +308,7 @@ class Peer(FromHivemind):
         """Run a coroutine on the network thread and wait for its result.
 
         Raises:
-            Timeout: ``timeout_s`` seconds were over; ``phase`` says what was waited for.
+            Timeout: ``timeout_s`` seconds are over; ``phase`` describes the operation.
         """
         return self._runtime.run(coro, timeout_s, phase)
 
@@ -325,15 +324,15 @@ class Peer(FromHivemind):
         Args:
             key: 1 to 256 characters.
             value: bool, int, float, str, bytes, or lists and dicts of them; at most 64 KiB. None deletes.
-            ttl_s: seconds until it is forgotten; at most a day.
-            subkey: one of many values of the key. With this peer's own id only this peer can write it; else everybody
-                can. By default the empty one.
+            ttl_s: lifetime in seconds; at most a day.
+            subkey: one of many values of the key. If it is this peer's own id, only this peer can write it; otherwise
+                all peers can. By default the empty one.
         Returns:
-            How many peers hold it now; 0 if no peer could be reached.
+            Number of peers that hold it now; 0 if no peer could be reached.
         Raises:
-            ConfigError: an argument breaks its rule.
+            ConfigError: an argument is out of bounds.
             Refused: all peers that could be reached refuse it.
-            Timeout: ``timeout_s`` seconds were over.
+            Timeout: ``timeout_s`` seconds are over.
         """
         return self.run(self.dht.store(key, value, ttl_s, subkey), timeout_s, f"storing key {key!r}")
 
@@ -341,11 +340,11 @@ class Peer(FromHivemind):
         """Read the values of a key of the DHT.
 
         Returns:
-            The latest value of each subkey, as it was stored, but tuples have become lists; what was stored without a
+            The latest value of each subkey, as it was stored, except that tuples are lists; a value stored without a
             subkey is under ``""``. Empty if there is none, or no peer could be reached.
         Raises:
             ConfigError: not a key.
-            Timeout: ``timeout_s`` seconds were over.
+            Timeout: ``timeout_s`` seconds are over.
         """
         found = self.run(self.dht.get(key), timeout_s, f"reading key {key!r}")
         return {subkey: stored.value for subkey, stored in found.items()}
@@ -355,11 +354,11 @@ class Peer(FromHivemind):
 
         Args:
             charter: the file that ``manyhands run create`` wrote.
-            authorizer: decides who gets a lease; by default peers with an invitation.
+            authorizer: decides on leases; by default peers with an invitation get one.
         Returns:
             Whether this peer is a coordinator.
         Raises:
-            ConfigError: the file is no charter, or the state dir is that of another charter's coordinator.
+            ConfigError: the file is not a charter, or the state dir is that of another charter's coordinator.
         """
         serving = self.presence.serve_charter(SignedCharter.load(charter), authorizer)
         return self.run(serving, JOIN_RUN_TIMEOUT_S, "publishing the charter")
@@ -369,7 +368,7 @@ class Peer(FromHivemind):
         return time.monotonic()
 
     def sleep(self, seconds: float) -> None:
-        """Let time pass; Ctrl-C ends it."""
+        """Wait; Ctrl-C ends it."""
         time.sleep(seconds)
 
     def close(self) -> None:
@@ -382,7 +381,7 @@ class Peer(FromHivemind):
             if hasattr(self, "presence"):
                 self.run(self.presence.stop(), CLOSE_TIMEOUT_S, "closing this peer")
         except Timeout as error:
-            logger.warning("%s; what is left ends with the network thread", error)
+            logger.warning("%s; the rest ends with the network thread", error)
         except ManyhandsError as error:  # a forked child has this object, but not its thread
             logger.debug("%s", error)
         finally:

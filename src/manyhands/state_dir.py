@@ -1,4 +1,4 @@
-"""The folder in which one peer keeps what it needs after a restart: its identity, and the peers that it has seen."""
+"""The folder in which one peer keeps what it needs after a restart: its identity, and the addresses of known peers."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ WRITE_TIMEOUT_S = 1.0
 
 
 class StateDir:
-    """A folder that belongs to this process until :meth:`close`. It is made when it does not exist.
+    """A folder that this process locks until :meth:`close`. It is created if missing.
 
     Attributes:
-        path: of the folder; other parts keep files of their own in it.
-        identity_path: where the private key is, unless the user named another file.
+        path: of the folder, where other parts keep files as well.
+        identity_path: the private key, unless the user named another file.
         peers_path: the addresses of other peers.
     Raises:
         FolderInUse: another process uses it.
@@ -37,7 +37,7 @@ class StateDir:
         self._lock = locked_folder(self.path, "state dir", "lock")
 
     def load_peers(self) -> KnownPeers:
-        """The peers that were seen before; none, and a warning, if the file is damaged."""
+        """The known peers; none, with a warning, if the file is damaged."""
         try:
             with self.peers_path.open("rb") as file:
                 raw = file.read(MAX_FILE_BYTES + 1)
@@ -51,8 +51,8 @@ class StateDir:
         return KnownPeers()
 
     def save_peers(self, raw: bytes) -> None:
-        """Write what :meth:`KnownPeers.to_json` gave; who reads at any time sees the old file or the new one."""
-        if not self._writing.acquire(timeout=WRITE_TIMEOUT_S):  # another thread writes, and the disk hangs
+        """Write the output of :meth:`KnownPeers.to_json` atomically: readers see the old file or the new one."""
+        if not self._writing.acquire(timeout=WRITE_TIMEOUT_S):  # another thread is writing to a hanging disk
             return
         draft = self.peers_path.with_suffix(".new")
         try:
@@ -64,5 +64,5 @@ class StateDir:
             self._writing.release()
 
     def close(self) -> None:
-        """Let others use the folder. May be called twice."""
+        """Unlock the folder. May be called twice."""
         self._lock.release(force=True)

@@ -171,7 +171,7 @@ def sign(peer: Peer, **extra: str) -> None:
     ("facts", "message"),
     [
         ({"recipe": "albert 99"}, "trains recipe 'albert 99', which this version does not know"),
-        ({}, "was begun by a program of its own"),
+        ({}, "was begun by another program"),
         (
             facts_of(RunRecipe(recipe=HUGE, tokenizer="digest", vocab_size=30_000)),
             "too little memory for the model of run 'odd': its",

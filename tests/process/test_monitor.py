@@ -87,7 +87,7 @@ def have_a_run(text: Path, tmp_path: Path) -> None:
             "evaluate", "--initial-peers", host_port, "--client-mode", "--every", "2", "--max-evaluations", "3",
             "--text", str(text), "--device", "cpu", "--threads", "1", "--events", str(events),
         ) as evaluator:  # fmt: skip
-            evaluator.wait_for("Waiting for somebody who trains")
+            evaluator.wait_for("Waiting for a trainer")
             with (
                 running(*trainer(text, *join, "--no-checkpoints", "--start-new")) as first,
                 running(*trainer(text, *join, "--no-checkpoints", "--start-new")) as second,

@@ -1,4 +1,4 @@
-"""What decides whether a peer gets a lease, and for which role."""
+"""Decides whether a peer gets a lease, and for which role."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from manyhands.base.errors import PeerError, Refused
 from manyhands.base.identity import PeerId
 
 NOT_INVITED = "not_invited"
-"""The code of a refusal that another attempt does not change."""
+"""Code of a permanent refusal: another attempt gets the same answer."""
 
 
 class Authorizer(Protocol):
-    """Decides for a coordinator. Your own may ask a login service, say; ``examples/hub_login.py`` has one."""
+    """Decides on leases for a coordinator. A custom one may ask a login service, as in ``examples/hub_login.py``."""
 
     async def authorize(self, peer_id: PeerId, credential: bytes) -> Role:
-        """The role that a peer gets a lease for.
+        """The role for which a peer gets a lease.
 
         Args:
-            peer_id: of the peer; it has proved that it has its key.
-            credential: what it sent, at most 4 KiB: the token of its ticket, unless it named another one.
+            peer_id: of the peer, which has proved that it has the key.
+            credential: what the peer sent, at most 4 KiB: the token of its ticket by default.
         Raises:
-            Refused: it gets none; the message tells its user what to do.
-            Unavailable: that cannot be decided now.
+            Refused: the peer gets no lease; the message tells its user what to do.
+            Unavailable: the decision cannot be made now.
         """
 
 
 class Open:
-    """Everybody trains."""
+    """Gives every peer a trainer's lease."""
 
     async def authorize(self, peer_id: PeerId, credential: bytes) -> Role:
         """Always a trainer."""
@@ -40,11 +40,11 @@ class Open:
 
 
 class Invited:
-    """Peers with an invitation that is not used up.
+    """Gives leases to peers with an invitation that is not used up.
 
     Args:
-        own_id: of the coordinator; it redeems the invitations that name it, and no others, so that none is used more
-            often than it says.
+        own_id: of the coordinator. It redeems only invitations that name it, so that none is used more often than
+            allowed.
     """
 
     def __init__(self, charter: SignedCharter, own_id: PeerId, ledger: Ledger, wall_clock: Callable[[], float]) -> None:
@@ -54,7 +54,7 @@ class Invited:
         self._wall_clock = wall_clock
 
     async def authorize(self, peer_id: PeerId, credential: bytes) -> Role:
-        """The role of the invitation, which counts as used from now on."""
+        """The role of the invitation, which is counted as used."""
         if not credential:
             raise Refused(
                 peer_id,

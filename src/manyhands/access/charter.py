@@ -1,8 +1,7 @@
-"""The charter of a run: who owns it, who may take part, and what a member may do at most. Pure.
+"""The charter of a run: its owner, who may take part, and the limits of a member. Pure.
 
-The owner of a run signs its charter once. Its digest is in every ticket, in every lease and in the first call between
-two peers, so nobody can put another one in its place. A charter never changes: with another one, tickets and leases are
-made anew.
+The owner signs the charter once. Its digest is in every ticket, in every lease and in the first call between two peers,
+so no other charter can take its place. A charter never changes: a new one needs new tickets and leases.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ Access = Literal["open", "invite"]
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """What one member can do at most in a round.
+    """Limits for the contribution of one member to a round.
 
     Attributes:
         max_weight_ratio: its weight, as a multiple of the median of its group.
@@ -51,15 +50,15 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 class Charter(msgspec.Struct, frozen=True):
-    """What the owner of a run has decided.
+    """The decisions of a run's owner.
 
     Attributes:
         run_id: name of the run.
         owner: peer id of the owner key, which signs the charter.
-        access: ``open`` to everybody but banned peers; ``invite``: to those who have a lease.
+        access: ``open`` to all except banned peers, or ``invite``: only for peers with a lease.
         coordinators: peer ids that may sign leases and bans in the owner's place.
         manifest: fingerprint of the run manifest; empty as long as it is not known.
-        limits: what a member can do at most.
+        limits: of each member.
         created_at: seconds since 1970.
     """
 
@@ -86,10 +85,10 @@ make_ready(Charter)
 
 @dataclass(frozen=True)
 class SignedCharter:
-    """A charter whose signature was checked.
+    """A charter with a verified signature.
 
     Attributes:
-        digest: SHA-256 of the signed bytes: the name by which tickets and leases know it.
+        digest: SHA-256 of the signed bytes; identifies the charter in tickets and leases.
     """
 
     charter: Charter
@@ -106,7 +105,7 @@ class SignedCharter:
         """Read and verify a charter that came from a peer.
 
         Raises:
-            ProtocolViolation, BadSignature: it is none.
+            ProtocolViolation, BadSignature: it is not a valid charter.
         """
         signed = decoded(raw, source)
         charter = signed.verified(DOMAIN, Charter, source)
@@ -137,7 +136,7 @@ class SignedCharter:
             ) from error
 
     def save(self, path: str | Path) -> None:
-        """Write it to a file that does not exist yet: one line for programs, then what it says for people.
+        """Write the charter to a new file: one line for programs, then the content for people.
 
         Raises:
             ConfigError: the file exists, or cannot be written.
@@ -152,7 +151,7 @@ class SignedCharter:
             raise ConfigError(f"charter {path}: {error.strerror}; name a file that can be written") from error
 
     def described(self) -> dict[str, object]:
-        """What it says, in plain values; the fingerprint and the digest in hexadecimal."""
+        """The content in plain values; fingerprint and digest in hexadecimal."""
         return {
             **msgspec.to_builtins(self.charter, builtin_types=(bytes,)),
             "manifest": self.charter.manifest.hex(),
@@ -169,10 +168,10 @@ class SignedCharter:
 
     @property
     def is_open(self) -> bool:
-        """Whether nobody needs a lease."""
+        """Whether peers need no lease."""
         return self.charter.access == "open"
 
     @functools.cached_property
     def coordinators(self) -> tuple[PeerId, ...]:
-        """Those who may sign leases, invitations and bans; the owner is the last one."""
+        """Peers that may sign leases, invitations and bans; the owner is the last one."""
         return tuple(dict.fromkeys(map(PeerId, (*self.charter.coordinators, self.charter.owner))))

@@ -1,4 +1,4 @@
-"""The charters of a run as its coordinators publish them in the DHT."""
+"""Reads the charters of a run that its coordinators publish in the DHT."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class Published(NamedTuple):
-    """A charter that counts, and what the peer that published it says beside it."""
+    """A valid charter, and the record of the peer that published it."""
 
     peer_id: PeerId
     charter: SignedCharter
@@ -25,7 +25,7 @@ class Published(NamedTuple):
 
 
 async def read_charters(dht: DhtNode, run_id: str, *, quickly: bool = False) -> list[Published]:
-    """The charters of a run; what is forged or cannot be read is skipped.
+    """The charters of a run; forged and unreadable ones are skipped.
 
     Raises:
         Unavailable: the DHT does not answer.

@@ -1,4 +1,4 @@
-"""The times of a run's leases."""
+"""The lifetimes and periods of a run's leases."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class AccessConfig:
-    """How long leases count, and how often the peers of a run look after them.
+    """How long leases are valid, and how often peers check and renew them.
 
     Attributes:
-        lease_s: life of a lease. Each peer asks for a new one after half of it.
-        grace_s: for so long an expired lease still counts while no coordinator answers.
-        max_clock_skew_s: by how much the clocks of two peers may differ; as of the DHT.
-        look_period_s: between two looks at what the coordinators publish, so a ban takes effect within it.
+        lease_s: lifetime of a lease. Each peer asks for a new one after half of it.
+        grace_s: time that an expired lease stays valid while no coordinator answers.
+        max_clock_skew_s: largest difference between the clocks of two peers, the same as for the DHT.
+        look_period_s: between two reads of what the coordinators publish, so a ban takes effect within it.
         retry_s: between two attempts to renew a lease when no coordinator answers.
     """
 

@@ -1,4 +1,4 @@
-"""A coordinator of a run: signs leases, renews them, counts the uses of invitations, and publishes bans."""
+"""A coordinator of a run: signs and renews leases, counts the uses of invitations, and publishes bans."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ logger = logging.getLogger(__name__)
 
 PUBLISH_PERIOD_S = 600.0
 BANS_PERIOD_S = 2.0
-"""Between two looks at the file of ``manyhands ban``."""
+"""Between two reads of the file of ``manyhands ban``."""
 
 OWN_ROLE: Role = "trainer"
 
 
 class Coordinator:
-    """Serves the charter of a run on one endpoint; if the charter names this peer, gives leases as well.
+    """Serves the charter of a run on one endpoint, and gives leases if the charter names this peer.
 
     Args:
-        authorizer: who gets a lease; by default what the charter says, with invitations.
-        ledger: what outlives a restart.
+        authorizer: decides on leases; by default by the charter and invitations.
+        ledger: state that survives a restart.
     Raises:
         ConfigError: the state dir is that of another charter.
     """
@@ -87,13 +87,13 @@ class Coordinator:
         self._tasks.spawn(self._publish_forever(), name="publishing the charter")
 
     async def close(self) -> None:
-        """Serve no more; what was published stays for a day."""
+        """Stop serving; published records stay for a day."""
         self._endpoint.unhandle(self._methods.lease)
         self._endpoint.unhandle(self._methods.manage)
         await self._tasks.close()
 
     def own_lease(self) -> SignedLease:
-        """A coordinator needs nobody to vouch for it."""
+        """A lease for the coordinator itself, signed by itself."""
         return self._signed(self._endpoint.peer_id, OWN_ROLE)
 
     # leases
@@ -102,7 +102,7 @@ class Coordinator:
         self._check_caller(remote, request)
         role = self._renewed_role(remote, request) or await self._authorizer.authorize(remote, request.credential)
         signed = self._signed(remote, role)
-        if self._charter.is_open:  # anybody gets one, so none is counted
+        if self._charter.is_open:  # everybody gets one, so leases are not counted
             return LeaseResponse(signed.signed.encoded())
         self._ledger.enter(signed.lease)
         await self._save()
@@ -127,7 +127,7 @@ class Coordinator:
             raise Refused(remote, "banned", f"this peer was banned from run {self._charter.run_id!r}; ask its owner")
 
     def _renewed_role(self, remote: PeerId, request: LeaseRequest) -> Role | None:
-        """The role of the lease that a peer has already, if it still counts, whichever coordinator has signed it."""
+        """The role of the lease that a peer already has, if it is still valid, whichever coordinator signed it."""
         if not request.lease:
             return None
         try:
@@ -145,15 +145,15 @@ class Coordinator:
         return SignedLease.sign(self._endpoint.identity, lease)
 
     async def _save(self) -> None:
-        async with self._saving:  # the last one has all
+        async with self._saving:  # one write at a time: a later one has all entries
             try:
                 write = self._ledger.to_save(self._wall_clock())
                 await asyncio.get_running_loop().run_in_executor(None, write)
             except OSError as error:
-                logger.warning("no lease is given: the accounts of the coordinator cannot be written: %s", error)
+                logger.warning("cannot write the coordinator's accounts: %s; no lease is given until that works", error)
                 raise Unavailable(f"the coordinator cannot write its accounts: {error.strerror}") from error
 
-    # the owner's own calls
+    # calls of the owner
 
     async def _on_manage(self, remote: PeerId, request: ManageRequest) -> ManageResponse:
         if remote not in self._charter.coordinators or request.charter != self._charter.digest:
@@ -170,7 +170,7 @@ class Coordinator:
             await self._publish()
         return ManageResponse(self._ledger.members())
 
-    # what everybody reads
+    # published records
 
     async def _publish_forever(self) -> None:
         loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""What a part of a run asks before it serves a peer or calls one; nothing, in a run without a charter."""
+"""Access check of a protocol before it serves or calls a peer; in a run without a charter all peers pass."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class RunGate:
     """The gate of one run on one endpoint.
 
     Args:
-        for_observers: peers that only look may pass too, as they do when they download the state.
+        for_observers: observers may pass too, as for downloads of the state.
     """
 
     def __init__(self, endpoint: Endpoint, run_id: str, *, for_observers: bool = False) -> None:
@@ -27,21 +27,21 @@ class RunGate:
         self._for_observers = for_observers
 
     def check(self, peer_id: PeerId) -> None:
-        """Let a peer pass that calls.
+        """Check a peer that calls this one.
 
         Raises:
-            Refused: the run has a charter, and the peer may not do this.
+            Refused: the run has a charter, and the peer is not allowed to do this.
         """
         if (gate := self._gates.get(self._run_id)) is not None:
             gate.check(peer_id, for_observers=self._for_observers)
 
     async def through(self, peer_id: PeerId, timeout_s: float, attempt: Callable[[float], Awaitable[T]]) -> T:
-        """Call a peer once both have shown their leases.
+        """Call a peer after both have shown their leases.
 
         Args:
-            attempt: the call, with the seconds that are left for it.
+            attempt: the call; takes the seconds that are left for it.
         Raises:
-            Refused: one of the two may not do this.
+            Refused: one of the two is not allowed to do this.
         """
         gate = self._gates.get(self._run_id)
         if gate is None:

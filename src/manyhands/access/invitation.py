@@ -1,4 +1,4 @@
-"""An invitation: a word that is worth a lease, to any peer or to one. It travels inside a ticket. Pure."""
+"""An invitation: a signed token, inside a ticket, that one or more peers can exchange for a lease. Pure."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ ID_BYTES = 12
 
 
 class Invitation(msgspec.Struct, frozen=True, array_like=True):
-    """What a coordinator, or the owner, promises to those who have the token.
+    """The content of an invitation, issued by a coordinator or the owner.
 
     Attributes:
         charter: digest of the charter of the run.
-        id: names it in the accounts of the coordinator.
-        uses: so many peers get a lease for it; one that comes again is not counted again.
+        id: identifies it in the accounts of the coordinator.
+        uses: number of peers that get a lease for it; a peer that comes again is not counted again.
         expires_at: seconds since 1970.
-        coordinator: where it is redeemed, so that its uses are counted in one place.
+        coordinator: the peer that redeems it, so that its uses are counted in one place.
         role: of the leases.
         peer_id: the only peer that may use it; empty for any.
     """
@@ -52,7 +52,7 @@ make_ready(Invitation)
 
 @dataclass(frozen=True)
 class SignedInvitation:
-    """An invitation whose signature was checked, and that is of this run."""
+    """An invitation to this run with a verified signature."""
 
     invitation: Invitation
     signed: Signed
@@ -67,7 +67,7 @@ class SignedInvitation:
         """Read and verify a token.
 
         Raises:
-            ProtocolViolation, BadSignature: it is none, is of another run, or nobody who may has signed it.
+            ProtocolViolation, BadSignature: it is not an invitation to this run, or its signer is not a coordinator.
         """
         signed = decoded(raw, source)
         if signed.signer not in charter.coordinators:

@@ -1,4 +1,4 @@
-"""How a peer comes into a run with a charter: by a ticket, or as one that serves the charter."""
+"""How a peer joins a run with a charter: by a ticket, or as a peer that serves the charter."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ LOOK_PERIOD_S = 1.0
 
 
 class Place(NamedTuple):
-    """The peer that comes.
+    """What the access code needs of the joining peer.
 
     Attributes:
-        folder: of its own, for its lease and the accounts of a coordinator; None to keep nothing.
+        folder: for its lease and the accounts of a coordinator; None to keep nothing.
     """
 
     endpoint: Endpoint
@@ -41,14 +41,14 @@ class Place(NamedTuple):
 
 
 async def join_by(ticket: Ticket, place: Place, credential: bytes = b"", *, only_looks: bool = False) -> Members:
-    """Believe the charter of a ticket from now on, and no other, and get a lease.
+    """Accept only the charter of a ticket from now on, and get a lease.
 
     Args:
-        credential: takes the place of the invitation in the ticket.
-        only_looks: be content to know the members, without a lease.
+        credential: replaces the invitation in the ticket.
+        only_looks: get no lease, only the list of members.
     Raises:
-        ConfigError: the charter of the run is another one, or a coordinator refuses a lease.
-        Unavailable: nobody knows the charter, or no coordinator answers.
+        ConfigError: the run has another charter, or a coordinator refuses a lease.
+        Unavailable: no peer has the charter, or no coordinator answers.
     """
     kept = KeptLease(place.folder, ticket.run_id) if place.folder is not None else None
     charter = kept.charter(ticket.charter) if kept is not None else None

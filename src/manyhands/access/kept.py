@@ -1,4 +1,4 @@
-"""The charter of a run and a peer's own lease, kept in its state dir: it comes back while no coordinator is there."""
+"""Keeps a run's charter and a peer's own lease in its state dir, for restarts while no coordinator is online."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ make_ready(_File)
 
 
 class KeptLease:
-    """The file of one run; what cannot be read is as if it were not there."""
+    """The file of one run; an unreadable file counts as missing."""
 
     def __init__(self, folder: Path, run_id: str) -> None:
         self._path = folder / f"lease-{run_id}"
@@ -59,7 +59,7 @@ class KeptLease:
             return None
 
     def write(self, charter: SignedCharter, held: SignedLease) -> None:
-        """Keep both from now on; what goes wrong is logged."""
+        """Save both; errors are logged."""
         try:
             write_whole(self._path, msgspec.msgpack.encode(_File(charter.signed.encoded(), held.signed.encoded())))
         except OSError as error:

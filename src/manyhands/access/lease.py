@@ -1,4 +1,4 @@
-"""A lease: the permission of one peer to take part in a run for some hours, signed by a coordinator. Pure."""
+"""A lease: permission for one peer to take part in a run for some hours, signed by a coordinator. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from manyhands.rpc.frames import readable
 
 DOMAIN = "run-lease"
 MAX_LEASE_S = 7 * 86400.0
-"""A coordinator cannot sign away the bans of the next month."""
+"""Longest lifetime of a lease that a coordinator can sign."""
 
 Role = Literal["trainer", "auxiliary", "observer"]
 """A trainer and an auxiliary peer take part in rounds; an observer only downloads the state and measures."""
@@ -26,7 +26,7 @@ Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 
 
 class Lease(msgspec.Struct, frozen=True, array_like=True):
-    """What a coordinator says of a peer.
+    """The content of a lease.
 
     Attributes:
         charter: digest of the charter of the run.
@@ -45,7 +45,7 @@ class Lease(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def takes_part(self) -> bool:
-        """Whether its peer may come to rounds."""
+        """Whether the role may take part in rounds."""
         return self.role != "observer"
 
 
@@ -54,7 +54,7 @@ make_ready(Lease)
 
 @dataclass(frozen=True)
 class SignedLease:
-    """A lease whose signature was checked, and that is of this run."""
+    """A lease of this run with a verified signature."""
 
     lease: Lease
     signed: Signed
@@ -69,8 +69,7 @@ class SignedLease:
         """Read and verify a lease that ``holder`` shows.
 
         Raises:
-            ProtocolViolation, BadSignature: it is none, is another peer's or another run's, or nobody who may has
-                signed it.
+            ProtocolViolation, BadSignature: it is not a lease of this peer and run, or its signer is not a coordinator.
         """
         signed = decoded(raw, holder)
         if signed.signer not in charter.coordinators:
@@ -84,10 +83,10 @@ class SignedLease:
         return cls(lease, signed)
 
     def counts(self, wall_now: float, *, skew_s: float, grace_s: float = 0.0) -> bool:
-        """Whether it counts now.
+        """Whether the lease is valid now.
 
         Args:
-            skew_s: by how much the clocks may differ.
-            grace_s: for so long an expired one counts.
+            skew_s: allowed difference between the clocks.
+            grace_s: time for which it stays valid after it has expired.
         """
         return self.lease.issued_at - skew_s <= wall_now <= self.lease.expires_at + skew_s + grace_s

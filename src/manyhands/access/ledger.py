@@ -1,7 +1,7 @@
-"""What a coordinator must not forget when it restarts: who used which invitation, who has a lease, who is banned.
+"""The state of a coordinator that survives a restart: used invitations, leases and bans.
 
-The files are written by temporary file, fsync and rename. The running coordinator writes one of them, ``manyhands ban``
-the other, so they never overwrite each other.
+The files are written by temporary file, fsync and rename. The running coordinator writes one of them and ``manyhands
+ban`` the other, so they never overwrite each other.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FileBody = TypeVar("FileBody", bound=msgspec.Struct)
 
 FOLDER = "coordinator"
 KEPT_S = 7 * 86400.0
-"""Members whose lease was over for so long are forgotten, and invitations."""
+"""Invitations, and members whose lease has expired, are removed after this time."""
 
 
 class Uses(msgspec.Struct):
@@ -55,7 +55,7 @@ class Bans(msgspec.Struct):
 
 
 class Place(msgspec.Struct):
-    """Where the coordinator can be dialled, for the tickets of ``manyhands invite``."""
+    """Addresses of the coordinator, for the tickets of ``manyhands invite``."""
 
     addresses: list[str]
 
@@ -82,7 +82,7 @@ class Ledger:
         return SignedCharter.load(path) if path is not None and path.exists() else None
 
     def keep_charter(self, charter: SignedCharter) -> None:
-        """Note which run this is.
+        """Save the charter.
 
         Raises:
             ConfigError: the state dir is that of another run's coordinator.
@@ -98,35 +98,35 @@ class Ledger:
             )
 
     def note_addresses(self, addresses: list[str]) -> None:
-        """Where this coordinator is now."""
+        """Save the current addresses of this coordinator."""
         self._write("address.json", msgspec.json.encode(Place(addresses)))
 
     def addresses(self) -> list[str]:
-        """Where it was last."""
+        """The last saved addresses."""
         place = self._read("address.json", Place)
         return place.addresses if place is not None else []
 
     # invitations and leases
 
     def num_uses(self, invitation_id: bytes, peer_id: PeerId) -> int:
-        """How many other peers have used an invitation."""
+        """Number of other peers that have used an invitation."""
         uses = self.accounts.uses.get(invitation_id.hex())
         return len(set(uses.peer_ids) - {peer_id}) if uses is not None else 0
 
     def use(self, invitation_id: bytes, expires_at: float, peer_id: PeerId) -> None:
-        """A peer uses an invitation; it is saved before the peer gets its lease."""
+        """Count a use of an invitation; save it before the peer gets its lease."""
         uses = self.accounts.uses.setdefault(invitation_id.hex(), Uses(expires_at, []))
         if peer_id not in uses.peer_ids:
             uses.peer_ids.append(peer_id)
 
     def enter(self, lease: Lease) -> None:
-        """A peer gets a lease; it is saved before."""
+        """Record a lease; save it before the peer gets it."""
         self.accounts.members[lease.peer_id] = HeldLease(lease.role, lease.expires_at)
 
     def to_save(self, wall_now: float) -> Callable[[], None]:
-        """The accounts as they are now, without what is long over; returns what writes them down, on any thread.
+        """A snapshot of the accounts without expired entries, as a function that writes it from any thread.
 
-        That raises OSError if they cannot be written.
+        The function raises OSError if the file cannot be written.
         """
         accounts = self.accounts
         accounts.uses = {key: uses for key, uses in accounts.uses.items() if wall_now < uses.expires_at + KEPT_S}
@@ -136,25 +136,25 @@ class Ledger:
     # bans
 
     def ban(self, peer_id: PeerId, wall_now: float) -> None:
-        """Ban a peer, for good.
+        """Ban a peer for good.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
         """
         self.bans = self._read("bans.json", Bans) or self.bans
         self.bans.banned_at.setdefault(peer_id, wall_now)
         self._write("bans.json", msgspec.json.encode(self.bans))
 
     def read_bans(self) -> None:
-        """Look whether ``manyhands ban`` has added any; those that are known stay if the file cannot be read.
+        """Read the bans that ``manyhands ban`` has added; an unreadable file leaves the known ones in place.
 
         Raises:
-            ConfigError: it cannot be read.
+            ConfigError: the file cannot be read.
         """
         self.bans = self._read("bans.json", Bans) or self.bans
 
     def members(self) -> list[MemberEntry]:
-        """All whom this coordinator gave a lease, or has banned."""
+        """All peers to which this coordinator has given a lease, or which it has banned."""
         held, banned = self.accounts.members, self.bans.banned_at
         return [
             MemberEntry(peer_id, held[peer_id].role, held[peer_id].expires_at, peer_id in banned)
@@ -192,7 +192,7 @@ class Ledger:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file so that after a crash it is the old one or the new one.
+    """Write a file atomically: after a crash it is the old one or the new one.
 
     Raises:
         OSError: it cannot be written; the old one is still there.

@@ -1,4 +1,4 @@
-"""What the owner of a run asks its coordinators from another machine: to ban peers, and who the members are."""
+"""Remote calls of a run's owner to its coordinators: ban peers, list members."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ async def manage(
     """Ask all coordinators of a run; this peer must be the owner, or one of them.
 
     Returns:
-        The members that those who answer know.
+        The members known to the coordinators that answer.
     Raises:
-        Refused: this peer may not.
+        Refused: this peer is not allowed to ask.
         Unavailable: none of them answers.
     """
     for entry in await read_charters(dht, charter.run_id):

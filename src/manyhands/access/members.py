@@ -1,4 +1,4 @@
-"""The members of a run with a charter, as one of its peers knows them; and this peer's own lease."""
+"""The members of a run with a charter, as seen by one of its peers, and this peer's own lease."""
 
 from __future__ import annotations
 
@@ -48,19 +48,19 @@ logger = logging.getLogger(__name__)
 CALL_TIMEOUT_S = 5.0
 MAX_LEASES = 16_384
 LOOK_UP_PERIOD_S = 1.0
-"""Leases of unknown peers are looked up so often at most, whoever publishes what."""
+"""Shortest time between two lookups of unknown peers' leases, however many records others publish."""
 OBSERVED_KIND = "heldout"
-"""What observers publish: how well the model does."""
+"""Kind of the records that observers publish: held-out losses."""
 
 
 class Members:
-    """Knows which peers may take part in a run: the :class:`manyhands.rpc.gate.Gate` of the run.
+    """Checks which peers may take part in a run: the :class:`manyhands.rpc.gate.Gate` of the run.
 
-    Lives on the network thread. :meth:`watch` makes it the gate; :meth:`enter` gets this peer a lease as well.
+    Lives on the network thread. :meth:`watch` makes it the gate; :meth:`enter` also gets this peer a lease.
 
     Args:
         charter: of the run.
-        kept: the file that keeps the charter and this peer's own lease, so that a restart needs no coordinator.
+        kept: the file with the charter and this peer's own lease, so that a restart needs no coordinator.
         own_lease: signs this peer's own lease, on a coordinator.
     """
 
@@ -87,17 +87,17 @@ class Members:
         self._methods = RunMethods(charter.run_id)
         self._own: SignedLease | None = None
         self._leases: dict[PeerId, SignedLease] = {}
-        self._banned: dict[PeerId, PeerId] = {}  # and by which coordinator
-        self._met: dict[PeerId, bytes] = {}  # peers that have seen this peer's lease, and which one
+        self._banned: dict[PeerId, PeerId] = {}  # peer -> coordinator that banned it
+        self._met: dict[PeerId, bytes] = {}  # peer -> the own lease that it has seen
         self._looked_up_at = -math.inf  # loop time
-        self._missed_at = -math.inf  # loop time; when no coordinator answered
+        self._missed_at = -math.inf  # loop time when the last attempt to reach a coordinator failed
         self._is_away_told = self._is_ban_told = False
         self._tasks = TaskOwner("members")
 
-    # beginning and end
+    # start and end
 
     async def watch(self) -> None:
-        """Be the gate of the run from now on; reads the bans first."""
+        """Become the gate of the run; reads the bans first."""
         run_id, gates = self.charter.run_id, self._endpoint.gates
         if run_id in gates:
             raise ConfigError(f"this peer is in run {run_id!r} with a charter already; close that one first")
@@ -113,10 +113,10 @@ class Members:
         self._tasks.spawn(self._keep_up(), name="leases and bans")
 
     async def enter(self, credential: bytes = b"") -> None:
-        """Get a lease, if the run wants one, and publish it.
+        """Get a lease, if the run requires one, and publish it.
 
         Args:
-            credential: what shall convince a coordinator, such as the token of a ticket.
+            credential: sent to the coordinators, such as the token of a ticket.
         Raises:
             ConfigError: a coordinator refused it; says what to do.
             Unavailable: no coordinator answers.
@@ -140,10 +140,10 @@ class Members:
             self._missed_at = asyncio.get_running_loop().time()
             if self._own is None or not self._counts(self._own):
                 raise
-            self._tell_away(error)  # this peer comes back while no coordinator is there
+            self._tell_away(error)  # this peer has its old lease while no coordinator is online
 
     async def close(self) -> None:
-        """Be the gate no more. May be called twice."""
+        """Stop being the gate. May be called twice."""
         await self._tasks.close()
         if self._endpoint.gates.get(self.charter.run_id) is self:
             del self._endpoint.gates[self.charter.run_id], self._dht.filters[self.charter.run_id]
@@ -153,7 +153,7 @@ class Members:
     # the gate
 
     def check(self, peer_id: PeerId, *, for_observers: bool = False) -> None:
-        """As of the gate: banned peers never pass; in a run by invitation only those with a lease do."""
+        """See the gate. Banned peers never pass; in a run by invitation only peers with a lease do."""
         run_id = self.charter.run_id
         if (by := self._banned.get(peer_id)) is not None:
             raise Refused(peer_id, "banned", f"peer {peer_id} was banned from run {run_id!r} by {by}")
@@ -171,7 +171,7 @@ class Members:
             raise Refused(peer_id, "observer", f"peer {peer_id} may only look at run {run_id!r}: its role is observer")
 
     def lease_of(self, peer_id: PeerId) -> Lease | None:
-        """The lease of a peer, if it is known and counts, and the peer is not banned."""
+        """The lease of a peer, if it is known and valid, and the peer is not banned."""
         held = self._own if peer_id == self._endpoint.peer_id else self._leases.get(peer_id)
         return held.lease if held is not None and peer_id not in self._banned and self._counts(held) else None
 
@@ -181,17 +181,17 @@ class Members:
         return held.counts(self._wall_clock(), skew_s=config.max_clock_skew_s, grace_s=grace_s)
 
     def _are_coordinators_away(self) -> bool:
-        """Whether none answered lately: then no peer can have its lease renewed, and expired ones count for a day.
+        """Whether no coordinator has answered lately, so that expired leases stay valid for a day.
 
-        Each peer asks after half the life of its lease. So when the first lease expires since no coordinator answers,
-        every peer has asked in vain.
+        Each peer renews at half the lifetime of its lease. So when the first lease expires without a coordinator,
+        every peer has already tried.
         """
         return asyncio.get_running_loop().time() - self._missed_at < 2 * self._config.retry_s
 
     async def meet(self, peer_id: PeerId, timeout_s: float) -> None:
-        """As of the gate."""
+        """See the gate."""
         if self.charter.is_open or peer_id in self._banned:
-            return  # the check says the rest
+            return  # check() decides
         if self._own is None:
             raise Unavailable(f"this peer has no lease of run {self.charter.run_id!r}, it only looks at it")
         own = self._own.signed
@@ -203,11 +203,11 @@ class Members:
         self._met[peer_id] = own.signature
 
     def forget_meeting(self, peer_id: PeerId) -> bool:
-        """As of the gate."""
+        """See the gate."""
         return self._met.pop(peer_id, None) is not None
 
     def _on_lost(self, peer_id: PeerId) -> None:
-        self._met.pop(peer_id, None)  # it may be another process when it comes back
+        self._met.pop(peer_id, None)  # after a reconnect it may be another process
 
     def _on_show(self, remote: PeerId, request: Shown) -> Shown:
         try:
@@ -226,10 +226,10 @@ class Members:
             self._learn(remote, shown.lease)
 
     def _learn(self, peer_id: PeerId, raw: bytes) -> None:
-        """Verify a lease, and keep the one that lasts longest.
+        """Verify a lease, and keep it if it expires later than the known one.
 
         Raises:
-            ProtocolViolation, BadSignature: it does not count.
+            ProtocolViolation, BadSignature: it is not valid.
         """
         known = self._leases.get(peer_id)
         if known is not None and known.signed.encoded() == raw:
@@ -244,7 +244,7 @@ class Members:
     # records
 
     async def only_members(self, key: str, found: dict[str, StoredValue]) -> dict[str, StoredValue]:
-        """The records of a run's key that a reader may believe: those of its members."""
+        """Filter the records of a key of this run: only those of members are returned."""
         kind = key.partition(".")[2]
         if kind in (CHARTER_KIND, LEASES_KIND):
             return found
@@ -279,11 +279,11 @@ class Members:
     # this peer's own lease
 
     async def _renew(self, credential: bytes = b"") -> None:
-        """Get a new lease from any coordinator; in exchange for the old one, or for the credential.
+        """Get a new lease from any coordinator, in exchange for the old one or the credential.
 
         Raises:
-            Refused: one of them says no, for good.
-            Unavailable: none gives one now.
+            Refused: a coordinator has refused for good.
+            Unavailable: no coordinator gives a lease now.
         """
         lease = self._own.signed.encoded() if self._own is not None else b""
         failures = []
@@ -306,12 +306,12 @@ class Members:
         raise Unavailable(f"no coordinator of run {self.charter.run_id!r} gives a lease: {'; '.join(failures)}")
 
     def _coordinators(self, credential: bytes) -> list[PeerId]:
-        """In which order they are asked: first the one that counts the uses of an invitation."""
+        """The coordinators in the order to ask them; the one that redeems the invitation is first."""
         coordinators = [peer_id for peer_id in self.charter.coordinators if peer_id != self._endpoint.peer_id]
         self._rng.shuffle(coordinators)
         try:
             first = SignedInvitation.from_bytes(credential, self.charter, "").invitation.coordinator
-        except PeerError:  # a credential of another kind
+        except PeerError:  # the credential is not an invitation
             return coordinators
         return sorted(coordinators, key=lambda peer_id: peer_id != first)
 
@@ -320,7 +320,7 @@ class Members:
             value, ttl_s = self._own.signed.encoded(), LEASE_RECORD_TTL_S
             await self._dht.store(leases_key(self.charter.run_id), value, ttl_s, subkey=self._endpoint.peer_id)
 
-    # in the background
+    # background task
 
     async def _keep_up(self) -> None:
         loop, config = asyncio.get_running_loop(), self._config
@@ -336,10 +336,10 @@ class Members:
                     await self._publish()
                     published, published_at = self._own, loop.time()
             except ManyhandsError as error:
-                logger.warning("the members of run %s cannot be looked after: %s", self.charter.run_id, error)
+                logger.warning("cannot update the members of run %s: %s; trying again", self.charter.run_id, error)
 
     async def _look(self, *, quickly: bool = False) -> None:
-        """Read what the coordinators publish: where they are, and whom they have banned."""
+        """Read what the coordinators publish: their addresses and bans."""
         published = await read_charters(self._dht, self.charter.run_id, quickly=quickly)
         for entry in published:
             if entry.peer_id in self.charter.coordinators and entry.charter.digest == self.charter.digest:
@@ -390,7 +390,7 @@ class Members:
 
 
 def readable(texts: list[str]) -> list[Address]:
-    """The addresses of a coordinator that can be read; a newer version may publish others too."""
+    """The addresses of a coordinator that can be parsed; newer versions may publish other kinds."""
     addresses = []
     for text in texts:
         try:

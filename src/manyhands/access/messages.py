@@ -1,4 +1,4 @@
-"""The calls and records by which the peers of a run with a charter know each other."""
+"""Calls and records between the peers of a run with a charter."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ MAX_CREDENTIAL_BYTES = 4096
 MAX_BANS = 1000
 MAX_ADDRESSES = 8
 RECORD_TTL_S = 86400.0
-"""What coordinators publish outlives them by as long as leases have grace."""
+"""Records of coordinators outlive them by the grace time of leases."""
 LEASE_RECORD_TTL_S = 3600.0
 
 NO_LEASE = "no_lease"
-"""The code of a refusal: the other end does not know this peer's lease, or that is over."""
+"""Code of a refusal: the other end does not have a valid lease of this peer."""
 
 SignedBytes = Annotated[bytes, msgspec.Meta(max_length=MAX_BYTES)]
 CharterDigest = Annotated[bytes, msgspec.Meta(max_length=32)]
@@ -26,10 +26,10 @@ PeerIdText = Annotated[str, msgspec.Meta(max_length=64)]
 
 
 class Shown(msgspec.Struct, frozen=True):
-    """What two peers show each other before any other call of the run; the request and the response.
+    """The leases that two peers show each other before any other call of the run; request and response.
 
     Attributes:
-        charter: digest of the charter that this peer believes.
+        charter: digest of the charter that this peer trusts.
         lease: its own; empty if it has none.
     """
 
@@ -41,10 +41,10 @@ class LeaseRequest(msgspec.Struct, frozen=True):
     """Asks a coordinator for a lease.
 
     Attributes:
-        charter: digest of the charter that this peer believes.
+        charter: digest of the charter that this peer trusts.
         wall_time: by its own clock, in seconds since 1970.
-        credential: what shall convince the coordinator: the token of an invitation, say.
-        lease: the one that it has already and wants renewed; empty for none.
+        credential: for the authorizer of the coordinator, such as the token of an invitation.
+        lease: an existing one to renew; empty for none.
     """
 
     charter: CharterDigest
@@ -60,10 +60,10 @@ class LeaseResponse(msgspec.Struct, frozen=True):
 
 
 class ManageRequest(msgspec.Struct, frozen=True):
-    """Asks a coordinator to ban peers, and who the members are; for the owner and its coordinators only.
+    """Asks a coordinator to ban peers and to list the members; only for the owner and the coordinators.
 
     Attributes:
-        ban: their peer ids; perhaps none.
+        ban: their peer ids; may be empty.
     """
 
     charter: CharterDigest
@@ -71,10 +71,10 @@ class ManageRequest(msgspec.Struct, frozen=True):
 
 
 class MemberEntry(msgspec.Struct, frozen=True):
-    """A peer as a coordinator knows it.
+    """A peer in the list of a coordinator.
 
     Attributes:
-        expires_at: when its last lease is over; seconds since 1970. 0 if this coordinator gave it none.
+        expires_at: when its last lease ends, in seconds since 1970; 0 if this coordinator gave it none.
     """
 
     peer_id: PeerIdText
@@ -90,12 +90,12 @@ class ManageResponse(msgspec.Struct, frozen=True):
 
 
 class CharterRecord(msgspec.Struct, frozen=True):
-    """What coordinators publish under ``RUN.charter``, each signed by itself.
+    """The record of a coordinator under ``RUN.charter``, signed by the coordinator.
 
     Attributes:
         charter: signed by the owner.
         addresses: where this peer can be dialled for a lease.
-        bans: peer ids that take part no more; they count if this peer is the owner or a coordinator.
+        bans: banned peer ids; valid if this peer is the owner or a coordinator.
     """
 
     charter: SignedBytes
@@ -111,7 +111,7 @@ LEASE_RECORDS = Schema(SignedBytes, is_owned=True, max_ttl_s=LEASE_RECORD_TTL_S)
 
 
 def charter_key(run_id: str) -> str:
-    """The DHT key of what the coordinators of a run publish."""
+    """The DHT key of the records of a run's coordinators."""
     return f"{run_id}.{CHARTER_KIND}"
 
 
@@ -121,7 +121,7 @@ def leases_key(run_id: str) -> str:
 
 
 class RunMethods:
-    """The methods of one run; on the wire their names begin with the run id."""
+    """The RPC methods of one run; on the wire their names begin with the run id."""
 
     def __init__(self, run_id: str) -> None:
         self.show: Method[Shown, Shown] = Method(f"{run_id}.access.show", Shown, Shown)

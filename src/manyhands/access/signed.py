@@ -1,6 +1,6 @@
-"""What a key has signed, as it travels: the bytes, whose they are, and the signature. Pure.
+"""Signed messages: the body as bytes, the signer's id, and the signature. Pure.
 
-The signed bytes are kept as they came and never encoded again, so a later version can add fields that this one ignores.
+The signed bytes are kept as received and never encoded again, so a later version can add fields that this one ignores.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from manyhands.rpc.frames import readable
 
 MAX_BODY_BYTES = 1 << 14
 MAX_BYTES = MAX_BODY_BYTES + 256
-"""Of a body with its signature, encoded."""
+"""Of an encoded body with its signature."""
 
 UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
 Body = TypeVar("Body", bound=msgspec.Struct)
@@ -39,13 +39,13 @@ class Signed(msgspec.Struct, frozen=True, array_like=True):
         return msgspec.msgpack.encode(self)
 
     def verified(self, domain: str, body_type: type[Body], source: str) -> Body:
-        """The body, once its signature is checked.
+        """Verify the signature and return the body.
 
         Args:
             source: the peer that it came from, for the errors.
         Raises:
             BadSignature: the signer has not signed it for this purpose.
-            ProtocolViolation: the signer has signed something else.
+            ProtocolViolation: the signed content is something else.
         """
         try:
             verify(PeerId(self.signer), domain, self.body, self.signature)
@@ -67,7 +67,7 @@ def signed_by(identity: Identity, domain: str, body: msgspec.Struct) -> Signed:
 
 
 def decoded(raw: bytes, source: str) -> Signed:
-    """Read what :meth:`Signed.encoded` gave; nothing of it is verified yet.
+    """Decode the bytes of :meth:`Signed.encoded`, without verifying them.
 
     Args:
         source: the peer that it came from, for the error.

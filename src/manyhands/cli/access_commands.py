@@ -1,4 +1,4 @@
-"""``manyhands invite``, ``ban`` and ``members``: for the coordinators of a run with a charter, and its owner."""
+"""``manyhands invite``, ``ban`` and ``members``: access to a run with a charter, for its owner and its coordinators."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ MAX_EXPIRES_S = 366 * 86400
 MANAGE_TIMEOUT_S = 60.0
 
 
-@Parameter(name="*", group="Whose power")
+@Parameter(name="*", group="Authority")
 @dataclass(frozen=True, kw_only=True)
 class PowerOptions:
-    """A coordinator's state dir on its own machine; or the owner key, the charter and an address, anywhere."""
+    """A coordinator's state dir on its own machine, or the owner key, the charter and an address on any machine."""
 
     state_dir: Path | None = None
     """The state dir of a coordinator that runs, or ran, on this machine."""
 
     key: Path | None = None
-    """The owner key, or the identity of a coordinator; by default the identity in the state dir."""
+    """The owner key, or the identity file of a coordinator; by default the identity in the state dir."""
 
     charter: Path | None = None
     """The charter of the run; by default the one that the coordinator with this state dir serves."""
@@ -45,18 +45,18 @@ class PowerOptions:
     """Addresses of peers of the run; by default those of the coordinator with this state dir."""
 
     def ledger(self) -> Ledger:
-        """The accounts of the coordinator on this machine, if a state dir is named."""
+        """The accounts of the coordinator on this machine, or an empty ledger without a state dir."""
         if self.state_dir is not None and not self.state_dir.is_dir():
             raise ConfigError(
-                f"--state-dir {self.state_dir} is no folder; name the one of a coordinator on this machine"
+                f"--state-dir {self.state_dir} is not a folder; name the one of a coordinator on this machine"
             )
         return Ledger(self.state_dir)
 
     def signed_charter(self, ledger: Ledger) -> SignedCharter:
-        """The charter.
+        """The charter of the run.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: none was named or found.
         """
         charter = SignedCharter.load(self.charter) if self.charter is not None else ledger.load_charter()
         if charter is None:
@@ -70,7 +70,7 @@ class PowerOptions:
         """The key that signs.
 
         Raises:
-            ConfigError: it is missing, or the charter gives it no power.
+            ConfigError: the key is missing, or belongs to neither the owner nor a coordinator.
         """
         path = self.key or (self.state_dir / "identity.pem" if self.state_dir is not None else None)
         run = f"run {charter.run_id!r}"
@@ -100,19 +100,19 @@ class PowerOptions:
 
 def invite(
     *,
-    uses: Annotated[int, Parameter(help="So many peers can join with it.")] = 1,
-    expires: Annotated[str, Parameter(help="For how long it can be used: 90s, 30m, 12h or 7d.")] = "7d",
+    uses: Annotated[int, Parameter(help="Number of peers that can join with it.")] = 1,
+    expires: Annotated[str, Parameter(help="Lifetime of the ticket: 90s, 30m, 12h or 7d.")] = "7d",
     peer: Annotated[
         str, Parameter(name="--for", help="Peer id of the only peer that may use it; by default any.")
     ] = "",
     role: Annotated[
-        Role, Parameter(help="What the peers may do: an observer only downloads the state and measures.")
+        Role, Parameter(help="Role of the peers. An observer only downloads the state and measures.")
     ] = "trainer",
     power: PowerOptions | None = None,
 ) -> None:
     """Print a ticket that lets peers into a run by invitation.
 
-    A peer that has it can use it, so send it as you would a password. For example:
+    Any peer that has it can use it, so send it as you would a password. For example:
 
         manyhands invite --state-dir first-peer --uses 5 --expires 7d
     """
@@ -130,7 +130,7 @@ def invite(
     addresses, _ = split_tickets(power.initial_peers or ledger.addresses())
     if not addresses:
         raise ConfigError("the ticket needs the address of a peer of the run: --initial-peers HOST:PORT or a multiaddr")
-    # the owner need not be online: then the first coordinator counts the uses
+    # the owner need not be online, so the first coordinator counts the uses
     is_coordinator = identity.peer_id in charter.charter.coordinators
     counted_by = identity.peer_id if is_coordinator else charter.coordinators[0]
     invitation = Invitation(
@@ -146,7 +146,7 @@ def ban(
     *,
     power: PowerOptions | None = None,
 ) -> None:
-    """Ban a peer from a run, for good: within a minute no member averages with it, or gives it the state.
+    """Ban a peer from a run for good. Within a minute no member averages with it or gives it the state.
 
     On the machine of a coordinator, with its state dir, or with the owner key:
 
@@ -168,7 +168,7 @@ def ban(
 
 
 def members(*, power: PowerOptions | None = None) -> None:
-    """List the peers that have a lease of a run, and those that are banned."""
+    """List the peers that have a lease of a run, and the banned ones."""
     power = power or PowerOptions()
     ledger = power.ledger()
     charter = power.signed_charter(ledger)
@@ -180,7 +180,7 @@ def members(*, power: PowerOptions | None = None) -> None:
 
 
 def described(entry: MemberEntry, wall_now: float) -> str:
-    """How a member stands, in words."""
+    """The status of a member, for the terminal."""
     if entry.is_banned:
         return "banned"
     left_h = (entry.expires_at - wall_now) / 3600
@@ -190,7 +190,7 @@ def described(entry: MemberEntry, wall_now: float) -> str:
 def _ask(
     power: PowerOptions, identity: Identity, charter: SignedCharter, banned: list[PeerId] | None = None
 ) -> list[MemberEntry]:
-    """Ask the coordinators that run elsewhere."""
+    """Ask the coordinators of the run over the network."""
     if not power.initial_peers:
         raise ConfigError(
             "with a key alone the coordinators are asked over the network: name a peer of the run, --initial-peers "
@@ -203,10 +203,10 @@ def _ask(
 
 
 def seconds_of(text: str) -> int:
-    """A duration such as ``7d``.
+    """Seconds in a duration such as ``7d``.
 
     Raises:
-        ConfigError: it is none, or too long.
+        ConfigError: the text is not a duration, or too long a one.
     """
     match = re.fullmatch(r"(\d{1,9})([smhd])", text.strip())
     seconds = int(match[1]) * UNITS[match[2]] if match is not None else 0

@@ -1,4 +1,4 @@
-"""How the commands that welcome or join peers deal with runs that have a charter."""
+"""Charter options of the commands that start coordinators or join runs."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Options = TypeVar("Options", bound=PeerOptions)
 
 
 def checked_charter(path: Path | None, network: PeerOptions) -> SignedCharter | None:
-    """The charter that a command was given, before anything is started.
+    """Load the charter that was given to a command, before anything is started.
 
     Raises:
-        ConfigError: it is none, or the command has no state dir.
+        ConfigError: the file is not a charter, or the command has no state dir.
     """
     if path is None:
         return None
@@ -36,12 +36,12 @@ def checked_charter(path: Path | None, network: PeerOptions) -> SignedCharter | 
 
 
 def coordinate(peer: Peer, path: Path, charter: SignedCharter, network: PeerOptions) -> None:
-    """Serve a charter, and say what that means."""
+    """Serve a charter, and log how others can join the run."""
     is_coordinator = peer.coordinate(path)
     run = f"run {charter.run_id} (access {charter.charter.access})"
     if not is_coordinator:
         logger.warning(
-            "This peer publishes the charter of %s, and is no coordinator of it: the charter does not name peer %s. "
+            "This peer publishes the charter of %s, and is not a coordinator of it: the charter does not name peer %s. "
             "To make it one, sign a charter that does: manyhands run create --coordinator %s",
             run, peer.peer_id, peer.peer_id,
         )  # fmt: skip
@@ -57,7 +57,7 @@ def coordinate(peer: Peer, path: Path, charter: SignedCharter, network: PeerOpti
 
 
 def run_id_of(network: PeerOptions, given: str | None) -> str | None:
-    """The run that is meant: the one that was named, else that of a ticket among the initial peers.
+    """The id of the run: the given one, else that of a ticket among the initial peers.
 
     Raises:
         ConfigError: the two differ.
@@ -70,7 +70,7 @@ def run_id_of(network: PeerOptions, given: str | None) -> str | None:
 
 
 def with_charter(network: Options, run_id: str, charter: bytes) -> Options:
-    """The same, with a ticket that names the charter of the run, for a peer that was given addresses only."""
+    """The options, with a ticket that names the run's charter added to the initial peers if there is a charter."""
     addresses, _ = split_tickets(network.initial_peers or ())
     if not charter:
         return network

@@ -1,4 +1,4 @@
-"""``manyhands data``"""
+"""``manyhands data``: prepare, verify and serve training data."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ data = App(name="data", help="Prepare data for trainers, host it, and check it."
 
 @data.command
 def prepare(settings: Annotated[Preparation | None, Parameter(name="*")] = None) -> None:
-    """Make the samples that trainers learn from, once for all of them.
+    """Make training samples, once for all trainers.
 
     WikiText-103 by default, with the tokenizer of ALBERT. For text of your own,
     and without a download:
 
         manyhands data prepare --text book.txt --train-tokenizer
 
-    Trainers that are started in the same folder find what it makes.
+    Trainers that are started in the same folder find the samples.
     """
     settings = settings or Preparation()
     require_albert()
-    from manyhands.recipes.albert.prepare import prepare as make  # takes seconds: it imports torch
+    from manyhands.recipes.albert.prepare import prepare as make  # imports torch, which takes seconds
 
     result = make(settings)
     about = result.about
@@ -53,10 +53,10 @@ def prepare(settings: Annotated[Preparation | None, Parameter(name="*")] = None)
 def verify(
     place: Annotated[str, Parameter(help="Folder with an index.json or manyhands.json, or an address.")], /
 ) -> int:
-    """Compare shards with their index: sizes and SHA-256.
+    """Check the sizes and SHA-256 of shards against their index.
 
-    An address is downloaded for it. Prints a line for each problem; the exit
-    code is 1 if there is one. For example:
+    Shards at an address are downloaded first. Prints a line for each problem; the
+    exit code is 1 if there is one. For example:
 
         manyhands data verify data/shards
     """
@@ -64,14 +64,14 @@ def verify(
     from manyhands.recipes.albert.verify import problems_of
 
     num_problems = 0
-    columns = TextColumn("Looking at the data"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
+    columns = TextColumn("Checking the data"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
     with Progress(*columns, transient=True, disable=not sys.stdout.isatty()) as progress:
         task = progress.add_task("", total=None)
         for problem in problems_of(place, lambda done, total: progress.update(task, advance=done, total=total)):
             num_problems += 1
             progress.console.print(problem, markup=False, highlight=False, soft_wrap=True)
     if not num_problems:
-        print(f"{place}: all as it should be")  # noqa: T201
+        print(f"{place}: no problems")  # noqa: T201
     return 1 if num_problems else 0
 
 
@@ -82,9 +82,9 @@ def serve(
     *,
     listen: Annotated[str, Parameter(help="HOST:PORT; 8000 alone means all interfaces.")] = "8000",
 ) -> None:
-    """Serve shards to trainers over HTTP, and tell who fetches what.
+    """Serve shards to trainers over HTTP, and log each download.
 
-    Prints the option with which others fetch them. Stays until Ctrl-C. For
+    Prints the option that trainers need to fetch them. Runs until Ctrl-C. For
     example:
 
         manyhands data serve data/shards

@@ -1,4 +1,4 @@
-"""``manyhands doctor``"""
+"""``manyhands doctor``: find out why a peer does not join."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from manyhands.state_dir import StateDir
 EXIT_ALL_WELL, EXIT_BROKEN = 0, 1
 
 TIMEOUT_S = 20.0
-"""Each part of the examination has a bound of its own, 15 s in all."""
+"""Above the 15 s that the checks take in all; each has a timeout of its own."""
 
 
 def doctor(
@@ -37,23 +37,21 @@ def doctor(
     ] = ALL_INTERFACES,
     announce: Annotated[
         tuple[str, ...],
-        Parameter(help="What your peer tells others to dial, if it was told so: they try that instead."),
+        Parameter(help="The --announce of your peer, if it has one: the initial peers try that instead."),
     ] = (),
-    client_mode: Annotated[
-        bool, Parameter(help="Your peer only dials out: do not try whether it can be dialled.")
-    ] = False,
-    run_id: Annotated[str | None, Parameter(help="The run that your peer was told to join: is anybody in it?")] = None,
-    identity: Annotated[
-        Path | None, Parameter(help="File with a private key, to go about it as that peer; else a new identity.")
+    client_mode: Annotated[bool, Parameter(help="Your peer only dials out: skip the dial-back check.")] = False,
+    run_id: Annotated[
+        str | None, Parameter(help="The run that your peer joins; checks whether any peer is in it.")
     ] = None,
+    identity: Annotated[Path | None, Parameter(help="File with the private key to use; else a new identity.")] = None,
     state_dir: Annotated[
-        Path | None, Parameter(help="Folder of your peer, to go about it as that peer; stop your peer first.")
+        Path | None, Parameter(help="Folder of your peer, to use its identity. Stop your peer first.")
     ] = None,
     json: Annotated[bool, Parameter(help="Print one JSON object, for programs.")] = False,
 ) -> int:
-    """Find out why a peer does not join: checks the network step by step, and says what to repair.
+    """Find out why a peer does not join: check the network step by step, and print what to repair.
 
-    Give the options that your peer was started with. Takes 15 s at most; exit code 0 if all is well, 1 if not.
+    Give the options that your peer was started with. Takes at most 15 s; the exit code is 0 if all is well, else 1.
     """
     examination = Examination(
         initial_peers=split_tickets(initial_peers)[0],

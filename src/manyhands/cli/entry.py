@@ -1,4 +1,4 @@
-"""The ``manyhands`` command begins here, so that Ctrl-C is understood while the rest is still being imported."""
+"""Entry point of the ``manyhands`` command: handles Ctrl-C while the slow imports are still running."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ EXIT_INTERRUPTED = 130
 
 
 def main(*before: str) -> None:
-    """Run the command line; exits with its code.
+    """Run the command line and exit with its exit code.
 
     Args:
-        before: the name of a command, which the arguments of the program follow.
+        before: the name of a command, put before the arguments of the program.
     """
     try:
         from manyhands.cli.main import run

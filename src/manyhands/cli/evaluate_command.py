@@ -1,4 +1,4 @@
-"""``manyhands evaluate``"""
+"""``manyhands evaluate``: measure a run on held-out text."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class EvaluationOptions:
     """Addresses of an index.json of shards, or of an archive; several are mirrors."""
 
     cache_dir: Path | None = None
-    """Folder for what is fetched; by default ~/.cache/manyhands/data."""
+    """Cache folder for downloaded data; by default ~/.cache/manyhands/data."""
 
     cache_mb: int = AlbertRecipe.cache_mb
-    """What is fetched takes so many megabytes at most."""
+    """Largest size of the cache in megabytes."""
 
     tokenizer: Path | None = None
     """Folder with the tokenizer that the samples were made with; by default the folder tokenizer beside them."""
@@ -51,13 +51,13 @@ class EvaluationOptions:
     """Stop after this many measurements; without it, stay until Ctrl-C."""
 
     until_step: int | None = None
-    """Stop after a measurement at this global step, or a later one."""
+    """Stop after a measurement at this global step or a later one."""
 
     device: str = "auto"
-    """Where to compute, as torch names it: cpu, cuda, cuda:1, mps; auto is an NVIDIA GPU if there is one, else cpu."""
+    """Device in torch's notation: cpu, cuda, cuda:1, mps. auto is an NVIDIA GPU if there is one, else the CPU."""
 
     threads: int | None = None
-    """CPU threads that torch may use; by default as many as it likes."""
+    """CPU threads that torch may use; by default torch decides."""
 
     def __post_init__(self) -> None:
         for name, example in (("every", 5), ("max_evaluations", 10), ("until_step", 1000), ("threads", 4)):
@@ -73,14 +73,15 @@ def evaluate(
     network: NetworkOptions | None = None,
     output: OutputOptions | None = None,
 ) -> None:
-    """Measure how well a run does on held-out text: loss, and accuracy of both tasks.
+    """Measure a run on held-out text: loss, and accuracy of both tasks.
 
-    It takes part in nothing, and nobody waits for it: it downloads the state
-    every few global steps. Monitors draw what it measures. For example:
+    An evaluator downloads the state every few global steps. It is not part of any
+    averaging round, so trainers never wait for it. Monitors draw its measurements.
+    For example:
 
         manyhands evaluate --initial-peers 203.0.113.7:31337
 
-    Stays until Ctrl-C, --max-evaluations or --until-step.
+    Runs until Ctrl-C, --max-evaluations or --until-step.
     """
     network, output = network or NetworkOptions(), output or OutputOptions()
     evaluation = evaluation or EvaluationOptions()
@@ -93,7 +94,7 @@ def evaluate(
     own = {name: getattr(evaluation, name) for name in OWN_SETTINGS if hasattr(evaluation, name)}
     given = found_data(own | {"batch_size": 1}, output)
     if evaluation.text:
-        load_documents(evaluation.text)  # what cannot be read is said at once
+        load_documents(evaluation.text)  # report an unreadable file at once
     elif given.get("dataset_url"):
         from manyhands.recipes.albert.stream import fetch_index
 

@@ -1,4 +1,4 @@
-"""Events as JSON lines: one program writes them, another follows."""
+"""Event files of JSON lines: one process appends to them, another follows."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ logger = logging.getLogger(__name__)
 E = TypeVar("E")
 
 VERSION = 1
-"""Of the format (docs/reference/events.md): raised when a field goes or means something else, not when one is added."""
+"""Of the format (docs/reference/events.md): raised when a field is removed or redefined, not when one is added."""
 
 
 class EventWriter:
     """Appends events to a file, each with the time and the version of the format; without a path, drops them.
 
-    While the disk is full it drops them too, and says so once: the program goes on. The file is opened anew after
-    SIGHUP, as a program that rotates logs has moved it then.
+    While the disk is full, events are dropped, one warning is logged, and the program goes on. The file is opened anew
+    after SIGHUP, by which time a log rotator has moved it.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -62,9 +62,9 @@ class EventWriter:
             self.close()
             self._num_hangups = leaving.num_hangups
             self._file = self._path.open("ab", buffering=0)
-        begin = self._file.seek(0, os.SEEK_END) if self._file.seekable() else 0  # it may be a pipe
+        begin = self._file.seek(0, os.SEEK_END) if self._file.seekable() else 0  # a pipe cannot be sought
         if self._file.write(line) != len(line):
-            self._file.truncate(begin)  # readers get whole lines only
+            self._file.truncate(begin)  # readers get only whole lines
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def close(self) -> None:
@@ -74,7 +74,7 @@ class EventWriter:
 
 
 class EventFollower(Generic[E]):
-    """Reads the events that a writer appends, as they come."""
+    """Reads events from a file as another process appends them."""
 
     def __init__(self, path: Path, kinds: Any) -> None:
         self._path = path
@@ -82,7 +82,7 @@ class EventFollower(Generic[E]):
         self._offset = 0
 
     def new_events(self) -> Iterator[E]:
-        """What was appended since the last call."""
+        """Events appended since the last call."""
         if not self._path.exists():
             return
         with self._path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""``manyhands fill``"""
+"""``manyhands fill``: try a trained model."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ MODEL_FILE = "config.json"
 
 
 def fill(
-    folder: Annotated[Path, Parameter(help="Where a trainer keeps its checkpoints; or one of these.")],
-    text: Annotated[str, Parameter(help=f"A text with {MASK} in it, once or several times.")],
+    folder: Annotated[Path, Parameter(help="The checkpoint folder of a trainer, or one checkpoint in it.")],
+    text: Annotated[str, Parameter(help=f"A text with one or more {MASK}.")],
 ) -> None:
-    """Try a model that was trained: it fills the [MASK] in a text, and says how sure it is.
+    """Fill each [MASK] in a text with a trained model, and print the likeliest tokens.
 
     For example:
 
@@ -29,7 +29,7 @@ def fill(
     if MASK not in text:
         raise ConfigError(f'the text has no {MASK} for the model to fill; for example "The capital of {MASK} is ..."')
     require_albert()
-    from manyhands.recipes.albert.fill import fill_masks  # takes seconds: it imports torch
+    from manyhands.recipes.albert.fill import fill_masks  # imports torch, which takes seconds
 
     filled = fill_masks(path, text)
     print(filled.text)  # noqa: T201
@@ -44,11 +44,11 @@ def checkpoint_in(folder: Path) -> Path:
     """The newest checkpoint in a folder, or the folder itself if it is one.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no checkpoint.
     """
     if not folder.is_dir():
         raise ConfigError(
-            f"{folder} is no folder; name the one where a trainer keeps its checkpoints, for example manyhands-RUN_ID"
+            f"{folder} is not a folder; name the checkpoint folder of a trainer, for example manyhands-RUN_ID"
         )
     if (folder / MODEL_FILE).exists():
         return folder

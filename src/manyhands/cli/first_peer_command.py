@@ -1,4 +1,4 @@
-"""``manyhands first-peer``"""
+"""``manyhands first-peer``: a bootstrap peer that trains nothing."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ MB = 1e6
 
 
 class StandingBy(msgspec.Struct, tag="standing_by"):
-    """What a first peer sees and holds.
+    """Event: the status of a first peer.
 
     Attributes:
-        num_known_peers: nodes in its routing table, without those that have left; peers in client mode are none.
-        num_connected_peers: those in client mode too.
-        memory_bytes: None where the system does not tell.
+        num_known_peers: nodes in its routing table, except those that have left. Peers in client mode are not nodes.
+        num_connected_peers: including those in client mode.
+        memory_bytes: None on systems that do not report it.
     """
 
     num_known_peers: int
@@ -51,18 +51,18 @@ def first_peer(
     network: PeerOptions | None = None,
     output: OutputOptions | None = None,
 ) -> None:
-    """Welcome peers of any run, and hold records: a coordinator and nothing else.
+    """Welcome peers of any run and hold records, without training.
 
     Needs a machine that the others can reach; no GPU, no torch. For example:
 
         manyhands first-peer --listen /ip4/0.0.0.0/tcp/31337 --state-dir first-peer
 
-    Prints its addresses, which are the --initial-peers of everybody else, and
-    every 30 s how it stands. Stays until Ctrl-C.
+    Prints its addresses, which are the --initial-peers of everybody else, and its
+    status every 30 s. Runs until Ctrl-C.
 
     Several coordinators: give each the addresses of the others as
-    --initial-peers, and all addresses to everybody. They need not be started in
-    any order: it does not wait for the others, and dials them until they come.
+    --initial-peers, and all addresses to everybody. Start them in any order: a
+    first peer does not wait for the others, and dials them until they answer.
     """
     network, output = network or PeerOptions(), output or OutputOptions()
     signed = checked_charter(charter, network)
@@ -70,7 +70,7 @@ def first_peer(
     with network.connect(must_join=False) as peer:
         logger.info("Running a first peer as peer %s", peer.peer_id)
         if changing := what_changes(network):
-            logger.warning("%s; whoever has the old address cannot find this peer then", changing)
+            logger.warning("%s; peers that have the old address cannot find this peer then", changing)
         logger.info("Others can join through this peer with:")
         print(f"\n    --initial-peers {' '.join(peer.addresses)}")  # noqa: T201
         if charter is None or signed is None:
@@ -84,7 +84,7 @@ def first_peer(
 
 
 def what_changes(options: PeerOptions) -> str:
-    """What of this peer's address will be another after a restart, and what to do about it; empty if nothing."""
+    """What changes in this peer's address at each start, and the options that prevent it; empty if nothing changes."""
     advice: dict[str, str] = {}
     if options.identity is None and options.state_dir is None:
         advice["its id"] = "--state-dir (or --identity) keeps the id"
@@ -97,7 +97,7 @@ def what_changes(options: PeerOptions) -> str:
 
 
 def tell_standing(peer: Peer, emit: EventWriter) -> None:
-    """Say once how this peer stands; a machine that was asleep or is overloaded is no reason to end."""
+    """Log and emit the peer's status once. A timeout is logged: the machine may have been asleep or overloaded."""
     try:
         standing = standing_of(peer)
     except Timeout as error:
@@ -108,7 +108,7 @@ def tell_standing(peer: Peer, emit: EventWriter) -> None:
 
 
 def standing_of(peer: Peer) -> StandingBy:
-    """Look once."""
+    """The peer's current status."""
 
     async def look() -> StandingBy:
         return StandingBy(peer.dht.num_nodes, peer.endpoint.num_connected_peers, peer.dht.num_records, memory_bytes())
@@ -117,7 +117,7 @@ def standing_of(peer: Peer) -> StandingBy:
 
 
 def described(standing: StandingBy) -> str:
-    """A line for people."""
+    """The status as a log line."""
     memory = f", {standing.memory_bytes / MB:.0f} MB of memory" if standing.memory_bytes is not None else ""
     return (
         f"nodes in the table: {standing.num_known_peers}, peers connected: {standing.num_connected_peers}; "

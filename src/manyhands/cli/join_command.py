@@ -1,4 +1,4 @@
-"""``manyhands join``"""
+"""``manyhands join``: train in an existing run."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def join(
         tuple[str, ...], Parameter(help="Addresses of an index.json of shards, or of an archive; several are mirrors.")
     ] = (),
     cache_dir: Annotated[
-        Path | None, Parameter(help="Folder for what is fetched; by default ~/.cache/manyhands/data.")
+        Path | None, Parameter(help="Cache folder for downloaded data; by default ~/.cache/manyhands/data.")
     ] = None,
-    cache_mb: Annotated[int | None, Parameter(help="What is fetched takes so many megabytes; by default 4000.")] = None,
+    cache_mb: Annotated[int | None, Parameter(help="Largest size of the cache in megabytes; by default 4000.")] = None,
     tokenizer: Annotated[
         Path | None, Parameter(help="Folder with the tokenizer of the run; by default the run hands it out.")
     ] = None,
@@ -55,13 +55,13 @@ def join(
 ) -> None:
     """Join a run with one word, and train its model with this machine.
 
-    The model, its tokenizer, the optimizer and all that the peers of the run
-    must have alike come from the run. This machine chooses device, precision
-    and batch size. For example:
+    The model, its tokenizer, the optimizer and all other settings that peers must
+    share come from the run. This machine chooses device, precision and batch size.
+    For example:
 
         manyhands join 203.0.113.7:31337
 
-    Stays until Ctrl-C or --max-steps.
+    Runs until Ctrl-C or --max-steps.
     """
     network, output = network or NetworkOptions(), output or OutputOptions()
     training = training or TrainingSettings()
@@ -90,7 +90,7 @@ def join(
 
 
 def _chosen(network: NetworkOptions, run_id: str | None, ticket: Ticket) -> tuple[Run, bytes]:
-    """The run, and the digest of its charter if it has one."""
+    """The run to join, and the digest of its charter if it has one."""
     assert network.initial_peers
     with Scout(network.initial_peers) as scout:
         run = scout.choose(run_id, is_trained=True, expected=ticket.digest)

@@ -1,4 +1,4 @@
-"""Ctrl-C, a polite kill, and the end of the parent process all end a command the same way."""
+"""Ends a command in one way on Ctrl-C, SIGTERM, SIGHUP and the end of its parent process."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from manyhands.cli.entry import EXIT_INTERRUPTED
 from manyhands.runtime.finishing import finishing_for_s
 
 LEAVE_TIMEOUT_S = 4.5
-"""A command that was told to leave has so long to do it in good order, and again once it has saved what it must."""
+"""Time that a command has to shut down after a signal, and again after it has saved what it must."""
 
 HANGUP = [getattr(signal, name) for name in ("SIGHUP",) if hasattr(signal, name)]
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
 num_hangups = 0
-"""How often SIGHUP has come without a terminal: each time log files are to be opened anew."""
+"""Number of SIGHUPs received without a terminal; each is a request to reopen log files."""
 
 
 @contextmanager
 def leaving_on_signals() -> Iterator[None]:
-    """Within the block, a polite kill and a closed terminal raise KeyboardInterrupt in the main thread, as Ctrl-C does.
+    """Within the block, SIGTERM and a closed terminal raise KeyboardInterrupt in the main thread, as Ctrl-C does.
 
-    Ctrl-C too, where it was ignored: a background job of a shell starts like that. SIGHUP without a terminal, as
-    daemons get it, or under ``nohup``, ends nothing: it only counts as :data:`num_hangups`.
+    So does SIGINT where it was ignored, as in background jobs of a shell. A SIGHUP without a terminal, as sent to
+    daemons, or under ``nohup`` does not end the command: it only increments :data:`num_hangups`.
     """
     has_left = threading.Event()
     ends_on_hangup = _has_terminal() and not any(signal.getsignal(one) is signal.SIG_IGN for one in HANGUP)
@@ -41,7 +41,7 @@ def leaving_on_signals() -> Iterator[None]:
             global num_hangups
             num_hangups += 1
             return
-        for other in SIGNALS:  # leaving has begun: a second signal does not disturb it
+        for other in SIGNALS:  # shutdown has begun: ignore further signals
             signal.signal(other, signal.SIG_IGN)
         last_resort.start()
         raise KeyboardInterrupt
@@ -60,7 +60,7 @@ def _has_terminal() -> bool:
 
 
 def _end_unless(has_left: threading.Event) -> None:
-    """End the process when it has not left in time; what it still has to save is waited for."""
+    """End the process if it has not left in time, but let it finish saving first."""
     if has_left.wait(LEAVE_TIMEOUT_S):
         return
     if (left_s := finishing_for_s()) > 0:
@@ -72,13 +72,13 @@ def _end_unless(has_left: threading.Event) -> None:
 
 
 def leave_on_eof() -> None:
-    """When standard input ends, leave as on SIGTERM."""
+    """Leave, as on SIGTERM, when standard input ends."""
 
     def wait() -> None:
         while os.read(sys.stdin.fileno(), 4096):
             pass
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(LEAVE_TIMEOUT_S)  # the main thread may be in a long import, and hear nothing
+        time.sleep(LEAVE_TIMEOUT_S)  # the main thread may be in a long import and not run signal handlers
         os._exit(EXIT_INTERRUPTED)
 
     threading.Thread(target=wait, name="waiting for the end of stdin", daemon=True).start()

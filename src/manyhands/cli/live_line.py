@@ -1,4 +1,4 @@
-"""One line at the end of a terminal that is drawn again and again, while log lines scroll above it."""
+"""A status line at the bottom of the terminal, redrawn in place while log lines scroll above it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ PERIOD_S = 0.5
 
 
 class LiveLine:
-    """Within a ``with`` block of this, the line is there.
+    """Context manager that shows the status line.
 
-    Log lines marked as :data:`manyhands.optim.run.progress.SHOWN_LIVE` are left out meanwhile.
+    Log lines marked as :data:`manyhands.optim.run.progress.SHOWN_LIVE` are hidden meanwhile.
 
     Args:
         console: of standard output.
-        text: the line, for a width of the terminal in characters; called in a thread of its own.
+        text: returns the line for a terminal width in characters; called in a separate thread.
     """
 
     def __init__(self, console: Console, text: Callable[[int], str]) -> None:
@@ -36,12 +36,12 @@ class LiveLine:
 
     @property
     def is_possible(self) -> bool:
-        """Whether standard output is a terminal that can draw a line again, whatever FORCE_COLOR says."""
+        """Whether standard output is a terminal that can redraw a line, whatever FORCE_COLOR says."""
         return sys.stdout.isatty() and self._console.is_interactive
 
     def __enter__(self) -> LiveLine:
         self._live.start()
-        self._console.show_cursor(True)  # a process that is ended by force could not bring it back
+        self._console.show_cursor(True)  # a killed process could not show the cursor again
         root = logging.getLogger()
         self._handlers, above = root.handlers, _AboveTheLine(self._console)
         above.setFormatter(self._handlers[0].formatter if self._handlers else None)
@@ -75,5 +75,5 @@ class _AboveTheLine(logging.Handler):
         try:
             line = self.format(record)
             self._console.print(line, markup=False, highlight=False, emoji=False, soft_wrap=True)
-        except Exception:  # noqa: BLE001 (as all handlers do it: who logs does not fail)
+        except Exception:  # noqa: BLE001 (as in logging.Handler: a log call never raises)
             self.handleError(record)

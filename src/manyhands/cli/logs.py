@@ -1,4 +1,4 @@
-"""Log lines as the commands print them."""
+"""Log format of the commands."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ FORMAT = "%(asctime)s.%(msecs)03d [%(levelname)s] %(message)s"
 
 
 def log_to_stdout(*, verbose: bool) -> None:
-    """Print our log lines to standard output; ``verbose`` adds debug lines and their origin."""
+    """Print manyhands' log lines to standard output; ``verbose`` adds debug lines and their origin."""
     fmt = FORMAT.replace("] ", "] [%(name)s:%(lineno)d] ") if verbose else FORMAT
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(logging.Formatter(fmt, datefmt="%b %d %H:%M:%S"))

@@ -42,7 +42,7 @@ app.command(run_key)
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command; returns the exit code: 0 done, 1 failed, 2 wrong input, 130 interrupted."""
+    """Run one command and return its exit code: 0 done, 1 failed, 2 wrong input, 130 interrupted."""
     try:
         with leaving_on_signals():
             translation = Translation(arguments)
@@ -69,7 +69,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _with_dashes(argument: str) -> str:
-    """Options may be written with underscores, as in the tutorials of other libraries."""
+    """Allow underscores in options, as in the tutorials of other libraries."""
     name, separator, value = argument.partition("=")
     return name.replace("_", "-") + separator + value if name.startswith("--") else argument
 

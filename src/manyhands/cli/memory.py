@@ -1,4 +1,4 @@
-"""How much memory this process takes."""
+"""Memory use of this process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _STATM = Path("/proc/self/statm")
 
 
 def memory_bytes() -> int | None:
-    """Resident memory now; its highest value so far where the system does not tell; None on Windows."""
+    """Resident memory now, or the peak so far on systems that do not report it; None on Windows."""
     try:
         import resource
     except ImportError:
@@ -16,4 +16,4 @@ def memory_bytes() -> int | None:
     try:
         return int(_STATM.read_text().split()[1]) * resource.getpagesize()
     except OSError:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS counts in bytes
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS

@@ -1,4 +1,4 @@
-"""``manyhands monitor``"""
+"""``manyhands monitor``: follow a run without training."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ RETRY_PERIOD_S = 60.0
 @Parameter(name="*", group="Curves")
 @dataclass(frozen=True, kw_only=True)
 class CurveOptions:
-    """Where loss, alive peers, samples, performance and step are drawn, and what evaluators measure."""
+    """Where to draw loss, alive peers, samples, performance, step, and the measurements of evaluators."""
 
     wandb_project: str | None = None
     """Draw the curves at wandb.ai, in this project; needs the extra manyhands[wandb]."""
 
     wandb_mode: WandbMode | None = None
-    """Send them at once, keep them for "wandb sync", or neither; by default what WANDB_MODE says, else online."""
+    """Send the curves at once, keep them for "wandb sync", or neither; by default WANDB_MODE, else online."""
 
     tensorboard: Path | None = None
     """Write the curves into this folder, for TensorBoard; needs the extra manyhands[tensorboard]."""
@@ -61,7 +61,7 @@ class CurveOptions:
             raise ConfigError("--wandb-mode says how curves get to wandb; name a project too: --wandb-project NAME")
 
     def sinks(self, run_id: str) -> dict[str, Sink]:
-        """What draws them; nothing has begun yet.
+        """The sinks for the curves, not yet open.
 
         Raises:
             ConfigError: a package is not installed, or a folder cannot be written.
@@ -78,10 +78,10 @@ class CurveOptions:
 @Parameter(name="*", group="Checkpoints")
 @dataclass(frozen=True, kw_only=True)
 class KeepingOptions:
-    """Keeps the state of the run, so that it outlives its trainers."""
+    """Keeps the state of the run, so that it outlives the trainers."""
 
     checkpoint_dir: Path | None = None
-    """Download the run's state now and then and keep it here, as trainers do; needs torch: manyhands[albert]."""
+    """Folder in which to save the state of the run regularly; needs torch: manyhands[albert]."""
 
     checkpoint_every: int = 5
     """Global steps from one checkpoint to the next."""
@@ -106,7 +106,7 @@ class KeepingOptions:
             )
 
     def check(self) -> str | None:
-        """Make sure of what is needed before anything is started; returns the id of the repository, if there is one.
+        """Check packages and tokens before anything is started; returns the id of the repository, if one was named.
 
         Raises:
             ConfigError: a package is not installed, or there is no token.
@@ -117,10 +117,10 @@ class KeepingOptions:
 
 
 class Keeping:
-    """Keeps checkpoints on the thread that calls :meth:`run`.
+    """Keeps checkpoints, on the thread that calls :meth:`run`.
 
     Attributes:
-        last_step: as the monitor saw it, for the message of an upload.
+        last_step: last step that the monitor saw, for the message of an upload.
     """
 
     def __init__(self, options: KeepingOptions, run_id: str, repo: str | None) -> None:
@@ -132,7 +132,7 @@ class Keeping:
         self._uploads = HubUploads(repo, options.upload_interval) if repo is not None else None
 
     def run(self, peer: Peer) -> None:
-        """Keep them until it is interrupted, or the run turns out to be one that cannot be kept here."""
+        """Keep checkpoints until interrupted, or until it turns out that the run's state cannot be kept here."""
         while True:
             try:
                 self._keep(peer)
@@ -151,14 +151,14 @@ class Keeping:
         StateKeeper(peer, run.run_id, run.recipe, self._folder, self._saved).run(self._options.checkpoint_every)
 
     def close(self) -> None:
-        """Let others use the folder."""
+        """Stop uploading and release the folder."""
         if self._uploads is not None:
             self._uploads.close()
         self._folder.close()
 
     def _saved(self, path: Path, step: int) -> None:
         if self._uploads is not None:
-            made = self.last_step  # the metrics of a step may come after its state
+            made = self.last_step  # the metrics of a step may arrive after its state
             loss = "" if made is None else f", loss {made.loss:.5f}"
             loss += f" at step #{made.step}" if made is not None and made.step != step else ""
             self._uploads.offer(path, f"Step #{step}{loss}")
@@ -176,16 +176,16 @@ def monitor(
         Path | None, Parameter(help="Charter of the run (manyhands run create), to publish it and to coordinate.")
     ] = None,
     refresh_period: Annotated[
-        float, Parameter(help="Seconds between two looks at the run, at most; fewer shortly before a global step.")
+        float, Parameter(help="Longest time between two refreshes in seconds; shorter before a global step.")
     ] = MAX_REFRESH_S,
     curves: CurveOptions | None = None,
     keeping: KeepingOptions | None = None,
     network: NetworkOptions | None = None,
     output: OutputOptions | None = None,
 ) -> None:
-    """Welcome trainers and show how the run goes; trains nothing, needs no GPU and no torch.
+    """Welcome trainers and show how the run goes. Trains nothing, needs no GPU and no torch.
 
-    Prints the exact command for the trainers. Stays until Ctrl-C.
+    Prints the exact command for the trainers. Runs until Ctrl-C.
     """
     network, output = network or NetworkOptions(), output or OutputOptions()
     keeping = keeping or KeepingOptions()
@@ -222,18 +222,18 @@ def monitor(
         peer.run(watcher.start(), 5.0, "starting the monitor")
         if keeper is not None:
             keeper.run(peer)
-        while True:  # a wait without a bound cannot be interrupted on every platform
+        while True:  # an unbounded wait cannot be interrupted on every platform
             threading.Event().wait(3600.0)
 
 
 def end(curves: Curves) -> None:
-    """Close them; the end of the process waits for none that hangs: wandb's own part ends with its parent."""
+    """Close the curves. The process exits without waiting for a hanging sink: wandb's process ends with its parent."""
     if not curves.close():
-        atexit.register(os._exit, EXIT_INTERRUPTED)  # before what its library would wait for
+        atexit.register(os._exit, EXIT_INTERRUPTED)  # runs before the exit handlers of the sink's library
 
 
 def welcome(run_id: str, addresses: Sequence[str], initial_peers: Sequence[str]) -> None:
-    """Print how others join the run through this peer, in all the ways that tutorials have."""
+    """Log how others join the run through this peer, in all the ways that tutorials use."""
     places = parse_addresses(addresses)
     for place in places:
         logger.info("Running DHT root at %s", _host_port(place))

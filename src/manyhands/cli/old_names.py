@@ -1,7 +1,7 @@
-"""The options of the tutorials that our users come from, and what takes their place (docs/reference/old-names.md).
+"""Options of other libraries' tutorials, and their replacements here (docs/reference/old-names.md).
 
-Every row says what becomes of some options on some commands: another name, another way to write it, or nothing at all,
-with the reason. Options that are called alike need no row. Imports no torch.
+Each row of the table says what becomes of some options on some commands: another name, another way to write it, or
+nothing, with the reason. Options of the same name need no row. Imports no torch.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from manyhands.base.errors import ConfigError
 
 Values = list[str]
 Convert = Callable[[str, Values], Values]
-"""From an old option, as it was written, and its values to the words that stand for it."""
+"""Takes an old option, as it was written, and its values; returns the arguments that replace it."""
 
 TRAIN, MONITOR, FIRST_PEER, EVALUATE = "train", "monitor", "first-peer", "evaluate"
 ANY = (TRAIN, MONITOR, FIRST_PEER, EVALUATE)
 
 NOTHING = "None"
-"""Options that say so are as good as left out."""
+"""Options with this value are treated as not given."""
 _TRUE, _FALSE = ("true", "1", "yes", "y", "t"), ("false", "0", "no", "n", "f")
 
 
 @dataclass(frozen=True)
 class OldName:
-    """What becomes of some options.
+    """What becomes of some old options.
 
     Attributes:
-        old: as the tutorials write them, without dashes before them.
-        new: what is written now; empty for what does nothing here.
-        commands: those that take the old options in this way.
-        why: what a user should know who writes the old one; it is logged where ``new`` is empty.
-        convert: makes the words; by default the new name with the same values.
-        gives_way: what was given in another way counts instead of it, and is no contradiction.
+        old: the names in the tutorials, without leading dashes.
+        new: the option to write now; empty for options that do nothing here.
+        commands: the commands that this row applies to.
+        why: shown to users of the old option; it is logged where ``new`` is empty.
+        convert: makes the new arguments; by default the new name with the same values.
+        gives_way: an option given in another way overrides this one, instead of contradicting it.
     """
 
     old: tuple[str, ...]
@@ -47,10 +47,10 @@ class OldName:
     gives_way: bool = False
 
     def words(self, written: str, values: Values) -> Values:
-        """What stands in the place of the option.
+        """The arguments that replace the option.
 
         Raises:
-            ConfigError: its value means nothing here.
+            ConfigError: its value cannot be used here.
         """
         if self.convert is not None:
             return self.convert(written, values)
@@ -58,7 +58,7 @@ class OldName:
 
 
 def _switch(on: Sequence[str], off: Sequence[str] = ()) -> Convert:
-    """Of an option that is true by being there, or by its value."""
+    """Converts an option that is true when present, or by its value."""
 
     def convert(written: str, values: Values) -> Values:
         return list(on if _is_true(written, values) else off)
@@ -74,7 +74,7 @@ def _is_true(written: str, values: Values) -> bool:
 
 
 def _announced(written: str, values: Values) -> Values:
-    """The first tutorials announce a host, and have the port elsewhere."""
+    """Reject hosts without a port: the oldest tutorials give the port in another option."""
     for value in values:
         if "/" not in value and ":" not in value:
             raise ConfigError(
@@ -84,7 +84,7 @@ def _announced(written: str, values: Values) -> Values:
 
 
 def _curves(written: str, values: Values) -> Values:
-    """Their trainers write curves where the package is installed, and are silent where it is not."""
+    """Write curves only if the package is installed, as the trainers of the tutorials do."""
     if importlib.util.find_spec("tensorboardX") is not None:
         return ["--tensorboard", *values]
     return []
@@ -100,7 +100,7 @@ TABLE = (
     OldName(("averaging_expiration", "matchmaking_time"), "--matchmaking-time-s"),
     OldName(("averaging_timeout",), "--averaging-timeout-s"),
     OldName(("bandwidth",), "--bandwidth-mbit-s"),
-    OldName(("target_group_size",), "--max-group-size", why="of who begins the run; others take it from there"),
+    OldName(("target_group_size",), "--max-group-size", why="set by the peer that begins the run"),
     OldName(("statistics_expiration",), "--metrics-ttl-s"),
     OldName(("metadata_expiration",), "--progress-ttl-s"),
     OldName(("min_refresh_period",), "--min-refresh-s"),
@@ -131,10 +131,10 @@ TABLE = (
     OldName(("store_checkpoints",), "--checkpoint-dir", (MONITOR,), "in ./checkpoints; needs torch",
             _switch(["--checkpoint-dir", "checkpoints"]), gives_way=True),
     OldName(("repo_path",), "--checkpoint-dir", (MONITOR,)),
-    # what has no meaning here
+    # options that have no meaning here
     OldName(("use_ipfs",), "", ANY, "peers meet through --initial-peers alone"),
-    OldName(("use_google_dns",), "", (MONITOR, FIRST_PEER, EVALUATE), "--announce says what others shall dial"),
-    OldName(("backup_every_steps",), "", why="what is not finite never reaches the parameters"),
+    OldName(("use_google_dns",), "", (MONITOR, FIRST_PEER, EVALUATE), "--announce says what others should dial"),
+    OldName(("backup_every_steps",), "", why="values that are not finite never reach the parameters"),
     OldName(("dataloader_num_workers",), "", why="batches are made in the trainer's own process"),
     OldName(("per_device_eval_batch_size",), "", why="held-out samples are computed a few at a time"),
     OldName(("do_train", "do_eval"), "", (TRAIN, EVALUATE), "a trainer trains; manyhands evaluate evaluates"),
@@ -146,7 +146,7 @@ TABLE = (
          "config_path", "model_config_path", "backup_every_steps", "learning_rate", "total_steps", "warmup_steps",
          "seq_length", "per_device_train_batch_size", "per_device_eval_batch_size",
          "gradient_accumulation_steps", "fp16", "bf16", "logging_dir", "logging_steps", "logging_first_step"),
-        "", (MONITOR, FIRST_PEER, EVALUATE), "the trainers of a run say it",
+        "", (MONITOR, FIRST_PEER, EVALUATE), "set by the trainers of a run",
     ),
     OldName(("dataset_path", "cache_dir", "tokenizer", "tokenizer_path", "output_dir", "overwrite_output_dir"), "",
             (MONITOR, FIRST_PEER), "it trains nothing"),
@@ -157,22 +157,22 @@ TABLE = (
         "", (FIRST_PEER,), "manyhands monitor does that, for one run",
     ),
 )  # fmt: skip
-"""Every old option of every command."""
+"""All old options of all commands."""
 
 OLD_VARIABLES = {"HIVEMIND_THREADS": "the network has one thread, and needs no more"}
-"""Environment variables that do nothing here."""
+"""Environment variables that do nothing here, with the reason."""
 
 
 class Translation:
-    """A command line in the names of today.
+    """A command line with old options replaced by new ones.
 
     Args:
-        words: the command and what follows it.
+        words: the command and its arguments.
     Attributes:
         words: the same, with new names.
         notes: a line for each option and variable that does nothing here.
     Raises:
-        ConfigError: an option is given twice, by its old name and its new one; or its value means nothing.
+        ConfigError: an option is given by its old name and its new one, or its value cannot be used.
     """
 
     def __init__(self, words: Sequence[str]) -> None:
@@ -202,7 +202,7 @@ class Translation:
 
 
 class _Part(NamedTuple):
-    """An option, and what stands for it."""
+    """An option, and the arguments that replace it."""
 
     option: str
     words: list[str]
@@ -211,12 +211,12 @@ class _Part(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Of the option in its place; empty if there is none."""
+        """Name of the replacing option; empty if there is none."""
         return _plain(self.words[0]).partition("=")[0] if self.option and self.words else ""
 
     @property
     def is_given(self) -> bool:
-        """Whether a switch is on, or anything else was said."""
+        """Whether a switch is on, or any other value was given."""
         return not self.values or self.values[0].lower() not in _FALSE
 
     @property
@@ -229,7 +229,7 @@ def _plain(option: str) -> str:
 
 
 def _options(words: Sequence[str]) -> Iterator[tuple[str, Values, list[str]]]:
-    """Each option, its values, and all of it as written; what comes before the first option has none."""
+    """Yield each option, its values, and all its words as written; words before the first option have an empty name."""
     option, values, written = "", list[str](), list[str]()
     for word in words:
         if not word.startswith("--"):
@@ -245,13 +245,13 @@ def _options(words: Sequence[str]) -> Iterator[tuple[str, Values, list[str]]]:
 
 
 def help_of(command: str) -> str:
-    """What ``--help`` of a command says about old names; empty if it takes none."""
+    """The part of a command's ``--help`` about old names; empty if it takes none."""
     lines = [f"  --{', --'.join(row.old)}: {_meaning(row)}" for row in TABLE if command in row.commands]
     return "\n".join(["Names of other tutorials are understood as well:", *lines]) if lines else ""
 
 
 def as_markdown() -> str:
-    """The table, for the docs."""
+    """The table, for docs/reference/old-names.md."""
     rows = [
         f"| {' '.join(f'`--{name}`' for name in row.old)} | {', '.join(row.commands)} | {_meaning(row, '`')} |"
         for row in TABLE

@@ -1,4 +1,4 @@
-"""How many files, connections included, this process may open."""
+"""The limit of open files and connections of this process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ENOUGH = 1 << 16
 
 
 def raise_open_files_limit() -> None:
-    """Raise the soft limit to the hard one, which needs no rights: many systems begin with 1024 or 256."""
+    """Raise the soft limit to the hard one: many systems begin with 1024 or 256. This needs no privileges."""
     try:
         import resource
     except ImportError:  # Windows has no such limit
@@ -21,5 +21,5 @@ def raise_open_files_limit() -> None:
         return
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    except (OSError, ValueError) as error:  # macOS has a lower limit of its own
-        logger.debug("the limit of %d open files stays: %s", soft, error)
+    except (OSError, ValueError) as error:  # macOS has another, lower limit
+        logger.debug("the limit of %d open files could not be raised: %s", soft, error)

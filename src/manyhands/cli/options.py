@@ -18,30 +18,30 @@ from manyhands.rpc import RpcConfig
 from manyhands.state_dir import StateDir
 
 DEFAULT_RUN_ID = "albert"
-"""Of the tutorials: of a run that is begun without a name."""
+"""Name of a run that is begun without one, as in the tutorials."""
 
-Parameter(name="*", group="Tuning (each machine its own)")(TuningSettings)  # a part of TrainingSettings
+Parameter(name="*", group="Tuning (each machine its own)")(TuningSettings)  # nested in TrainingSettings
 
 
 @Parameter(name="*", group="Network")
 @dataclass(frozen=True, kw_only=True)
 class PeerOptions:
-    """How to reach the other peers, and how to be reached."""
+    """How to reach other peers, and how to be reached."""
 
     initial_peers: tuple[str, ...] | None = None
-    """Multiaddrs (or HOST:PORT) of any peers that are there already, or a ticket; one that answers is enough."""
+    """Bootstrap peers: multiaddrs or HOST:PORT of any running peers, or a ticket. One that answers is enough."""
 
     listen: tuple[str, ...] = ALL_INTERFACES
     """Where to accept connections; port 0 takes a free one. 31337 alone means all interfaces, with IPv4 and IPv6."""
 
     announce: tuple[str, ...] | None = None
-    """What others shall dial instead of what this machine finds out by itself, for example a tunnel's address."""
+    """Addresses that others dial, in place of those that this machine detects; for example that of a tunnel."""
 
     identity: Path | None = None
-    """File with the private key, made when it does not exist; by default in --state-dir, else a new key each time."""
+    """File with the private key, created if missing; by default in --state-dir, else a new key at each start."""
 
     state_dir: Path | None = None
-    """Folder of this peer's own: keeps its private key and the addresses of other peers, to come back by them."""
+    """Folder of this peer alone. Keeps its private key and the addresses of other peers for the next start."""
 
     def __post_init__(self) -> None:
         given = {"--initial-peers": self.initial_peers, "--listen": self.listen, "--announce": self.announce}
@@ -53,10 +53,10 @@ class PeerOptions:
                 )
 
     def connect(self, *, must_join: bool = True, own_dir: StateDir | None = None) -> Peer:
-        """A peer with these options; see :class:`manyhands.Peer`.
+        """Start a peer with these options; see :class:`manyhands.Peer`.
 
         Args:
-            own_dir: takes the place of ``state_dir`` if that was not given.
+            own_dir: used if ``state_dir`` was not given.
         """
         raise_open_files_limit()
         return self._new_peer(must_join, self.state_dir or own_dir)
@@ -75,10 +75,10 @@ class PeerOptions:
 @Parameter(name="*", group="Network")
 @dataclass(frozen=True, kw_only=True)
 class NetworkOptions(PeerOptions):
-    """The same, for peers that do more than to welcome others."""
+    """Network options of peers that do more than welcome others."""
 
     client_mode: bool = False
-    """Only dial out; for machines that nobody can dial, such as those behind a firewall."""
+    """Only dial out; for machines that cannot be dialled, for example behind a firewall."""
 
     max_upload_mbit_s: float | None = None
     """Send bulk data (averages, states) no faster than this many megabits per second in all; by default, no limit."""
@@ -99,7 +99,7 @@ class NetworkOptions(PeerOptions):
 @Parameter(name="*", group="Output")
 @dataclass(frozen=True, kw_only=True)
 class OutputOptions:
-    """What a command tells, and to whom."""
+    """Where to log, and what."""
 
     events: Path | None = None
     """Append one JSON object for each event to this file, for other programs."""
@@ -108,10 +108,10 @@ class OutputOptions:
     """Log in detail, with the origin of each line."""
 
     leave_on_eof: bool = False
-    """Leave when standard input ends: for programs that start this one, so that it never outlives them."""
+    """Exit when standard input ends, so that this process never outlives the program that started it."""
 
     def begin(self) -> EventWriter:
-        """Log from now on; returns where the events go."""
+        """Start logging; returns the writer for events."""
         log_to_stdout(verbose=self.verbose)
         if self.leave_on_eof:
             leave_on_eof()

@@ -1,4 +1,4 @@
-"""``manyhands run``: makes the key of a run."""
+"""``manyhands run create``: make the key and the charter of a run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from manyhands.base.errors import ConfigError
 from manyhands.base.identity import Identity, PeerId, public_key_of
 from manyhands.base.run_id import checked_run_id
 
-run_key = App(name="run", help="Make the key of a run, with which its owner decides who takes part.")
+run_key = App(name="run", help="Make the key of a run: its owner decides who takes part.")
 
 
 @run_key.command
@@ -26,7 +26,9 @@ def create(
     ),
     coordinator: Annotated[
         tuple[str, ...],
-        Parameter(help="Peer ids of first peers or monitors that invite and ban in your place; they print their ids."),
+        Parameter(
+            help="Peer ids of the first peers or monitors that may invite and ban for you. They print their ids."
+        ),
     ] = (),
     key: Annotated[
         Path | None, Parameter(help="File of the owner key; by default RUN_ID.key. Made if missing.")
@@ -35,9 +37,9 @@ def create(
 ) -> None:
     """Make a run key, and sign the charter of the run with it.
 
-    The key is yours alone: keep a copy where nobody else can read it. Lost, it
-    cannot be made again, and a stranger that has it owns the run. The charter is
-    no secret; give it to the coordinators. For example:
+    The key is yours alone: keep a copy where nobody else can read it. A lost key
+    cannot be made again, and a stranger who has it owns the run. The charter is
+    not secret; give it to the coordinators. For example:
 
         manyhands first-peer --state-dir first-peer     prints its peer id
         manyhands run create --run-id my-albert --coordinator 12D3KooW...

@@ -1,4 +1,4 @@
-"""Looks at the runs of a swarm before this peer joins one: what cannot work is said before anything is computed."""
+"""Looks up the runs of a swarm before a peer joins one, so that mistakes are reported before anything is computed."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from manyhands.runtime.retrying import until_reached
 
 LOOK_TIMEOUT_S = 5.0
 PATIENCE_S = 3.0
-"""Others may be starting just now."""
+"""How long to wait for a run: other peers may be starting just now."""
 
 PERIOD_S = 0.5
 
 
 class Scout:
-    """A peer for a moment, in nobody's table and without a name, that looks which runs are there.
+    """A short-lived anonymous client-mode peer that lists the runs of a swarm.
 
     Args:
-        addresses: of any peers, or tickets; with that of a run with a charter it sees the members of that run only.
+        addresses: of any peers, or tickets. With a ticket of a charted run it sees only the members of that run.
     Raises:
-        ConfigError: an address cannot be read.
+        ConfigError: an address cannot be parsed.
         JoinFailed: none of the addresses answers.
     """
 
@@ -51,14 +51,14 @@ class Scout:
         self._peer.close()
 
     def choose(self, run_id: str | None, *, is_trained: bool = False, expected: bytes = b"") -> Run:
-        """The run of this name; without a name the only one that is there. Waits a moment for it.
+        """The run of this name, or the only run if no name is given. Waits up to ``PATIENCE_S`` for it.
 
         Args:
-            is_trained: wait a moment also until somebody trains in it; it is returned in any case.
-            expected: the digest of a ticket for ``run_id``: no manifest counts that differs from it.
+            is_trained: also wait for a trainer in the run; without one the run is still returned at the end.
+            expected: the manifest digest of a ticket for ``run_id``; manifests that differ from it are ignored.
         Raises:
-            RunNotFound: it is not there.
-            ConfigError: there are several to choose from; it lists them.
+            RunNotFound: there is no such run.
+            ConfigError: there are several to choose from; the message lists them.
         """
         deadline = time.monotonic() + PATIENCE_S
         while True:
@@ -78,14 +78,14 @@ class Scout:
         raise RunNotFound(nobody_is_in(run_id, self._peer.dht.num_known_peers, runs))
 
     def charter_of(self, run_id: str) -> bytes:
-        """The digest of the charter of a run, as the ticket says, else one of the peers whose addresses were given.
+        """The digest of a run's charter, from the ticket or else from the peers whose addresses were given.
 
-        No other peer is asked: anybody could publish a charter for a run that has none.
+        Other peers are not asked: anybody could publish a charter for a run that has none.
 
         Returns:
             Empty if the run has none.
         Raises:
-            ConfigError: the run is by invitation, and there is no ticket; or the peers have different charters.
+            ConfigError: the run is by invitation and there is no ticket, or the peers have different charters.
         """
         charted = [ticket.charter for ticket in self._tickets if ticket.is_charted and ticket.run_id == run_id]
         if charted or any(ticket.run_id == run_id for ticket in self._tickets):
@@ -115,17 +115,17 @@ class Scout:
         return [entry.charter for entry in entries if entry.peer_id in named]
 
     def runs(self, wanted: str | None = None, expected: bytes = b"") -> list[Run]:
-        """The runs that are there, the largest first; ``wanted`` is looked up in any case."""
+        """All runs that are found, the largest first; ``wanted`` is looked up in any case."""
         finding = find_runs(self._peer.dht, wanted, expected)
         return self._peer.run(finding, LOOK_TIMEOUT_S, "looking which runs are there")
 
 
 def _alive(runs: list[Run]) -> list[Run]:
-    """Those in which somebody is; all if nobody is in any."""
+    """Runs with peers; all runs if none has any."""
     return [run for run in runs if run.peers] or runs
 
 
 def look_up(peer: Peer, run_id: str) -> Run:
-    """A run, as a peer that has joined the swarm sees it."""
+    """Look up a run through a peer that has joined the swarm."""
     what = f"looking up run {run_id!r}"
     return until_reached(lambda: peer.run(look_up_run(peer.dht, run_id), LOOK_TIMEOUT_S, what), peer.sleep, what)

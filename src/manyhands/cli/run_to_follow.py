@@ -1,4 +1,4 @@
-"""The run that an evaluator or a monitor follows, once somebody trains in it."""
+"""Waits for the run that an evaluator or a monitor follows."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ TELL_PERIOD_S = 60.0
 
 
 class RunToFollow(NamedTuple):
-    """A run that somebody trains in, and its recipe."""
+    """A run with trainers, and its recipe."""
 
     run_id: str
     recipe: RunRecipe
 
 
 def wait_for_run(peer: Peer, run_id: str | None, given: Mapping[str, Any]) -> RunToFollow:
-    """Wait until somebody trains in this run; without a name, in the only one that is there.
+    """Wait until a run has trainers; without a name, the only run there is.
 
     Args:
-        given: settings of the recipe that are this peer's own.
+        given: settings of the recipe that this peer chooses itself.
     Raises:
-        ConfigError: several are there; or the run's recipe cannot be used, or its model does not fit into the memory.
+        ConfigError: there are several runs, the recipe cannot be used, or its model does not fit into the memory.
     """
-    from manyhands.recipes.albert.memory import check_memory  # needs a package of the extra
+    from manyhands.recipes.albert.memory import check_memory  # needs a package of manyhands[albert]
 
     run = wait_for_trainers(peer, run_id)
     assert run.manifest is not None
@@ -43,10 +43,10 @@ def wait_for_run(peer: Peer, run_id: str | None, given: Mapping[str, Any]) -> Ru
 
 
 def wait_for_trainers(peer: Peer, run_id: str | None) -> Run:
-    """Wait until somebody trains in this run; without a name, in the only one that is there.
+    """Wait until a run has trainers; without a name, the only run there is.
 
     Raises:
-        ConfigError: several are there.
+        ConfigError: there are several.
     """
     tell_at = peer.time()
     while True:
@@ -54,7 +54,7 @@ def wait_for_trainers(peer: Peer, run_id: str | None) -> Run:
         try:
             runs = peer.run(find_runs(peer.dht, run_id), LOOK_TIMEOUT_S, "looking which runs are there")
         except Unavailable as error:
-            logger.warning("the runs cannot be seen: %s", error)
+            logger.warning("cannot read the records of the runs: %s; trying again", error)
         trained = [run for run in runs if run.is_trained and run_id in (None, run.run_id)]
         if len(trained) > 1:
             raise ConfigError(f"{len(trained)} runs are there: {listed(trained)}; choose one of them with --run-id")
@@ -64,5 +64,5 @@ def wait_for_trainers(peer: Peer, run_id: str | None) -> Run:
             tell_at = peer.time() + TELL_PERIOD_S
             others = [run for run in runs if run.run_id != run_id]
             seen = "" if run_id is None else f" ({nobody_is_in(run_id, peer.dht.num_known_peers, others)})"
-            logger.info("Waiting for somebody who trains%s", seen)
+            logger.info("Waiting for a trainer%s", seen)
         peer.sleep(LOOK_PERIOD_S)

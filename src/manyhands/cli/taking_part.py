@@ -1,4 +1,4 @@
-"""What ``manyhands train`` and ``manyhands join`` do once it is known which run is meant."""
+"""The common part of ``manyhands train`` and ``manyhands join``, once the run is known."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ NOTE_TIMEOUT_S = 5.0
 
 
 def check_before(network: NetworkOptions, training: TrainingSettings, given: Mapping[str, Any]) -> None:
-    """Make sure of all that can be told without a network.
+    """Check everything that can be checked without a network.
 
     Raises:
         MissingExtra: the packages of ``manyhands[albert]`` are not installed.
@@ -55,7 +55,7 @@ def check_before(network: NetworkOptions, training: TrainingSettings, given: Map
     if training.auxiliary and not network.initial_peers:
         raise ConfigError("--auxiliary helps a run that is there: name one of its peers, --initial-peers ADDRESS")
     require_albert()
-    if text := given.get("text"):  # Python's own can be read
+    if text := given.get("text"):  # Python's own documentation needs no check
         load_documents(text)
     _data_settings(given)
     if given.get("dataset_path") and not given.get("tokenizer") and not network.initial_peers:
@@ -66,15 +66,15 @@ def check_before(network: NetworkOptions, training: TrainingSettings, given: Map
 
 
 def with_data(training: TrainingSettings, given: Mapping[str, Any], output: OutputOptions) -> dict[str, Any]:
-    """The same as :func:`found_data`, but for an auxiliary peer, which needs none."""
+    """Like :func:`found_data`, but leaves the settings of an auxiliary peer alone: it needs no data."""
     return dict(given) if training.auxiliary else found_data(given, output)
 
 
 def found_data(given: Mapping[str, Any], output: OutputOptions) -> dict[str, Any]:
-    """What was given, with the prepared data that is found here if none was named; an archive is fetched.
+    """The given settings, plus prepared data found in this folder if no data was named. Archives are fetched.
 
     Raises:
-        ConfigError: several were named, or the archive cannot be used.
+        ConfigError: several sources were named, or the archive cannot be used.
     """
     named = [f"--{name}" for name in ("text", "dataset-path", "dataset-url") if given.get(name.replace("-", "_"))]
     if len(named) > 1:
@@ -85,16 +85,16 @@ def found_data(given: Mapping[str, Any], output: OutputOptions) -> dict[str, Any
         from manyhands.recipes.albert.archive import with_unpacked
 
         if own_rank() == 0:
-            log_to_stdout(verbose=output.verbose)  # an archive takes minutes
+            log_to_stdout(verbose=output.verbose)  # fetching an archive takes minutes
         given = with_unpacked(given)
     return found_here(given)
 
 
 def _data_settings(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a new run that its tokenizer and its data decide.
+    """The settings of a new run that follow from its tokenizer and data.
 
     Raises:
-        ConfigError: other ones were given.
+        ConfigError: a setting was given with another value.
     """
     settings: dict[str, Any] = {}
     if given.get("dataset_path") is not None:
@@ -121,10 +121,10 @@ def _data_settings(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_data(run_id: str, given: Mapping[str, Any], found: RunRecipe) -> None:
-    """Make sure that the data here is of use in a run.
+    """Check that the data on this machine fits the run.
 
     Raises:
-        ConfigError: it is not; it names the file that differs.
+        ConfigError: it does not; the message names the file that differs.
     """
     if given.get("dataset_path") is not None:
         from manyhands.recipes.albert.dataset import open_prepared
@@ -141,7 +141,7 @@ def _check_data(run_id: str, given: Mapping[str, Any], found: RunRecipe) -> None
 
 
 def require_albert() -> None:
-    """Say at once what is missing, without importing it.
+    """Check for the recipe's packages without importing them.
 
     Raises:
         MissingExtra: the packages of ``manyhands[albert]`` are not installed.
@@ -151,7 +151,7 @@ def require_albert() -> None:
 
 
 def is_further_rank(training: TrainingSettings) -> bool:
-    """Do what a rank other than 0 does, under ``torchrun``, until rank 0 ends; False on rank 0 and without it."""
+    """Under ``torchrun``, run a rank other than 0 until rank 0 ends, and return True; return False on rank 0."""
     if own_rank() == 0:
         return False
     from manyhands.recipes.albert.ranks import compute_along
@@ -161,7 +161,7 @@ def is_further_rank(training: TrainingSettings) -> bool:
 
 
 class OwnFolders(NamedTuple):
-    """What this peer keeps; both belong to this process until they are closed."""
+    """The folders of this peer, locked by this process until they are closed."""
 
     state_dir: StateDir | None
     checkpoint_dir: CheckpointDir | None
@@ -185,11 +185,11 @@ def take_part(
 
     Args:
         given: settings of the recipe that the user named.
-        run: as it was seen before this peer joined; None for one that it begins.
+        run: the run as found before this peer joined; None if this peer begins it.
     Raises:
-        ConfigError: this peer does not fit, or has too little memory.
+        ConfigError: this peer does not fit the run, or has too little memory.
     """
-    to_join = _run_to_join(run, given) if run is not None else None  # what does not fit leaves no trace
+    to_join = _run_to_join(run, given) if run is not None else None  # check before creating any files
     with ExitStack() as cleanup:
         events = output.begin()
         if training.device != "auto":
@@ -204,10 +204,10 @@ def take_part(
         logger.info("Joining run %s as peer %s", run_id, peer.peer_id)
         if peer.addresses:
             logger.info("Others can join through this peer: --initial-peers %s", " ".join(peer.addresses))
-        _declare(peer, run_id)  # loading torch takes seconds, and others may look for the run meanwhile
+        _declare(peer, run_id)  # before torch is loaded, which takes seconds: others may be looking for the run
         if to_join is None and training.auxiliary:
             run = wait_for_trainers(peer, run_id)
-        elif to_join is None and peer.dht.num_known_peers:  # they may be of an earlier start
+        elif to_join is None and peer.dht.num_known_peers:  # the known peers may be of an earlier start
             run = look_up(peer, run_id)
         if run is not None:
             to_join = to_join or _run_to_join(run, given)
@@ -221,11 +221,11 @@ def take_part(
 
 
 def told_to(events: EventWriter, training: TrainingSettings) -> Tell:
-    """Where the events of a trainer go.
+    """The function that takes the events of a trainer: event file, and curves if wanted.
 
     Raises:
         MissingExtra: the package for curves is not installed.
-        ConfigError: their folder cannot be written.
+        ConfigError: the folder for curves cannot be written.
     """
     if training.tensorboard is None:
         return events
@@ -274,20 +274,20 @@ def _train(
 
 
 def open_folders(run_id: str, network: NetworkOptions, training: TrainingSettings) -> OwnFolders:
-    """The folders that were named; else ``./manyhands-RUN_ID``, or the first of ``-2``, ``-3`` ... that is not in use.
+    """Open the named folders, or else ``./manyhands-RUN_ID``, or the first of ``-2``, ``-3`` ... that is not in use.
 
     Raises:
-        ConfigError: one cannot be used.
+        ConfigError: a folder cannot be used.
     """
     if training.no_checkpoints or training.auxiliary:
-        return OwnFolders(None, None)  # a state dir that was named is opened by the peer
+        return OwnFolders(None, None)  # the peer opens a named state dir itself
     if training.checkpoint_dir is not None:
         return _open_folder(training.checkpoint_dir, run_id, network, training)
     for number in range(1, MAX_FOLDERS + 1):
         name = f"manyhands-{run_id}" if number == 1 else f"manyhands-{run_id}-{number}"
         try:
             return _open_folder(Path(name), run_id, network, training)
-        except FolderInUse:  # by another trainer that was started here
+        except FolderInUse:  # another trainer was started here
             continue
         except ConfigError as error:
             raise ConfigError(f"{error}; --checkpoint-dir names one, --no-checkpoints needs none") from error
@@ -304,7 +304,7 @@ def _open_folder(path: Path, run_id: str, network: NetworkOptions, training: Tra
 
 
 def _run_to_join(run: Run, given: Mapping[str, Any]) -> RunToJoin | None:
-    """What this peer takes over from a run, which fits into its memory; None if nobody has signed its settings."""
+    """What this peer takes over from a run, checked against its data and memory; None without a run manifest."""
     if run.manifest is None:
         return None
     found = _checked(run.run_id, adopted(run.run_id, run.manifest.extra, given))
@@ -313,7 +313,7 @@ def _run_to_join(run: Run, given: Mapping[str, Any]) -> RunToJoin | None:
 
 
 def _recipe_to_begin(run_id: str, given: Mapping[str, Any], folders: OwnFolders) -> AlbertRecipe:
-    """That of this peer's newest checkpoint; else what was given."""
+    """The recipe of this peer's newest checkpoint, or else the given one."""
     facts = folders.checkpoint_dir.newest_facts() if folders.checkpoint_dir is not None else {}
     if not is_recipe(facts):
         recipe = AlbertRecipe(**_data_settings(given) | dict(given))
@@ -333,7 +333,7 @@ def _recipe_to_begin(run_id: str, given: Mapping[str, Any], folders: OwnFolders)
 
 
 def _checked(run_id: str, found: RunRecipe) -> RunRecipe:
-    """The same, if there is enough memory for it."""
+    """Return the recipe, after checking that there is enough memory for it."""
     check_memory(run_id, found.recipe, found.vocab_size)
     return found
 
@@ -350,7 +350,7 @@ def _declare(peer: Peer, run_id: str) -> None:
 
 
 def _learn_addresses(peer: Peer, run: Run) -> None:
-    """Where the peers of the run can be dialled, to ask them for the tokenizer."""
+    """Note the addresses of the run's peers, to ask them for the tokenizer."""
 
     async def learn() -> None:
         for peer_id, record in run.peers.items():

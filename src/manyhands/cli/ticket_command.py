@@ -1,4 +1,4 @@
-"""``manyhands ticket``, and the ticket that commands which can be joined print when they start."""
+"""``manyhands ticket``, and the ticket that other commands print when they start."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def ticket(
     *,
     run_id: Annotated[str | None, Parameter(help="Name of the run, if several are there.")] = None,
 ) -> None:
-    """Make a ticket: a run in one word, which others join with "manyhands join TICKET".
+    """Make a ticket: one word with which others join a run ("manyhands join TICKET").
 
-    It holds the name of the run, the addresses and a digest of the run's settings. It is no secret.
+    It holds the name of the run, the addresses and a digest of the run's settings. It is not secret.
     """
     if run_id is not None:
         checked_run_id(run_id)
@@ -46,15 +46,16 @@ def print_ticket(
     charter: bytes = b"",
     token: bytes = b"",
 ) -> None:
-    """Print how others join a run, or the run that is there if it has no name; once somebody trains in it.
+    """Print the command that joins a run; without ``run_id``, the only run that has trainers.
 
     Args:
         fingerprint: of the run manifest, if it is known.
-        charter, token: digest of the charter of the run, if it has one, and an invitation.
+        charter: digest of the charter of the run, if it has one.
+        token: an invitation.
     """
     ticket = str(Ticket(run_id, parse_addresses(addresses), fingerprint, charter, token))
     print(f"\n    manyhands join {ticket}\n", flush=True)  # noqa: T201
     if not sys.stdout.isatty():
         return
-    with suppress(UnicodeError):  # a terminal without block characters
+    with suppress(UnicodeError):  # the terminal has no block characters
         segno.make(ticket, error="l", micro=False).terminal(compact=True, border=1)

@@ -1,4 +1,4 @@
-"""``manyhands train``"""
+"""``manyhands train``: begin or join a run."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from manyhands.recipes.albert.settings import TrainingSettings
 
 @dataclass(frozen=True, kw_only=True, init=False)
 class GivenRecipe(AlbertRecipe):
-    """The settings of a recipe that were named on the command line; a run that is there has the others.
+    """The recipe settings that were named on the command line; an existing run has all others.
 
     Attributes:
-        given: by their names.
+        given: name -> value.
     """
 
     model: Annotated[str, Parameter(show_default=False)] = "small"
-    """albert-large-v2, small (the default), or a config.json: the sizes below that are not given are its own."""
+    """albert-large-v2, small (the default), or a config.json; it sets the sizes that are not given."""
 
     batch_size: Annotated[int, Parameter(show_default=False)] = AlbertRecipe.batch_size
     """Samples in one local step of this peer; by default as many as take 0.2 to 1 s, found by a short trial."""
@@ -43,23 +43,21 @@ def train(
     run_id: Annotated[
         str | None,
         Parameter(
-            help="Name of the run: 1 to 64 characters, without '.'. Not needed to join the only one there is; one that "
-            "is begun without a name is 'albert'."
+            help="Name of the run: 1 to 64 characters, without '.'. Not needed if only one run is there. A new run is "
+            "named albert by default."
         ),
     ] = None,
-    start_new: Annotated[
-        bool, Parameter(help="Begin the run although none of the peers that --initial-peers names knows it.")
-    ] = False,
+    start_new: Annotated[bool, Parameter(help="Begin the run even if no peer of --initial-peers knows it.")] = False,
     network: NetworkOptions | None = None,
     training: Annotated[TrainingSettings | None, Parameter(name="*", group="Training")] = None,
     recipe: Annotated[
-        GivenRecipe | None, Parameter(name="*", group="Recipe (of who begins a run; others take it from the run)")
+        GivenRecipe | None, Parameter(name="*", group="Recipe (set by the peer that begins a run)")
     ] = None,
     output: OutputOptions | None = None,
 ) -> None:
     """Join a run and train its ALBERT with this machine.
 
-    Without --initial-peers it begins a run of its own, which others can join. Stays until Ctrl-C or --max-steps.
+    Without --initial-peers it begins a run of its own, which others can join. Runs until Ctrl-C or --max-steps.
     """
     network, output = network or NetworkOptions(), output or OutputOptions()
     training = training or TrainingSettings()
@@ -86,16 +84,15 @@ def train(
 
 
 def look_for(network: NetworkOptions, run_id: str | None, *, start_new: bool) -> tuple[Run | None, NetworkOptions]:
-    """The run that is meant, if it is there; None for one that is to be begun.
+    """The existing run to join; None for one that is to be begun.
 
-    Without a name nothing can be mistyped: where no run is, one is begun. So it is by an invitation to a run that
-    nobody trains in yet.
+    A run is begun without --start-new if no name was given and no run is found, or if this peer was invited to a run
+    that has no trainers yet: in both cases no name can be mistyped.
 
     Returns:
-        Also the options to join with: they name the charter of the run, if it has one.
-
+        The run, and the options to join with, which name the charter of the run if it has one.
     Raises:
-        RunNotFound: the one that was named is not there, and shall not be begun.
+        RunNotFound: the named run does not exist, and ``start_new`` is false.
     """
     with Scout(network.initial_peers or ()) as scout:
         charter = scout.charter_of(run_id) if run_id is not None else b""

@@ -1,4 +1,4 @@
-"""The curves of one trainer, for TensorBoard. Those of the whole run are drawn by ``manyhands monitor``."""
+"""The TensorBoard curves of one trainer. ``manyhands monitor`` draws those of the whole run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from manyhands.recipes.albert.events import BatchDone, StepDone
 
 
 class TrainerCurves:
-    """Writes what a trainer tells of each global step into a folder.
+    """Writes the values of each global step of a trainer into a folder.
 
     Raises:
         MissingExtra: the package of ``manyhands[tensorboard]`` is not installed.

@@ -1,4 +1,4 @@
-"""What a volunteer sees of a trainer: one line in a terminal while it trains, and a card at its end."""
+"""The terminal output of a trainer: a status line while it trains, and a summary at its end."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from manyhands.recipes.albert.account import Account, Standing
 from manyhands.runtime.finishing import finishing
 
 ACCOUNT_TIMEOUT_S = 4.0
-"""A trainer that was told to leave may take so long to add up what it has done."""
+"""Time that a trainer has for its summary after it was told to leave."""
 SAMPLE_TEXT = "The capital of [MASK] is ..."
 MAX_BAR, MIN_BAR = 24, 6
 
 
 class Trainer(Protocol):
-    """See :class:`manyhands.recipes.albert.training.AlbertTrainer`."""
+    """The part of :class:`manyhands.recipes.albert.training.AlbertTrainer` that is shown."""
 
     def run(self) -> None: ...
 
@@ -31,7 +31,7 @@ class Trainer(Protocol):
 
 
 def run_in_view(trainer: Trainer) -> None:
-    """Run a trainer to its end, which may be Ctrl-C, and show how it goes and what it came to."""
+    """Run a trainer until it ends or Ctrl-C, with a status line, and print the summary."""
     console = Console(highlight=False)
     live_line = LiveLine(console, lambda width: line_of(trainer.standing(), width))
     try:
@@ -45,7 +45,7 @@ def run_in_view(trainer: Trainer) -> None:
 
 
 def line_of(standing: Standing, width: int) -> str:
-    """How a trainer and its run stand, in one line of at most ``width`` characters."""
+    """The status of a trainer and its run, in one line of at most ``width`` characters."""
     samples, target = standing.samples, standing.target_batch_size
     head = f"Step {standing.step + 1}: {samples}/{target} samples"
     eta = f"ETA {rough(standing.eta_s)}" if math.isfinite(standing.eta_s) else "ETA unknown"
@@ -58,7 +58,7 @@ def line_of(standing: Standing, width: int) -> str:
         parts.append(f"loss {standing.loss:.3f}")
     parts.append(f"{standing.samples_per_second:.1f} samples/s")
     tail = ", ".join(parts)
-    bar_width = min(width - len(head) - len(tail) - 5, MAX_BAR)  # two brackets, two spaces, and the last column
+    bar_width = min(width - len(head) - len(tail) - 5, MAX_BAR)  # two brackets, two spaces, last column
     if bar_width < MIN_BAR:
         return f"{head}, {tail}"[: width - 1]
     full = min(bar_width * samples // target, bar_width)
@@ -66,7 +66,7 @@ def line_of(standing: Standing, width: int) -> str:
 
 
 def card_of(account: Account) -> tuple[str, list[tuple[str, str]]]:
-    """The heading of a card, and its lines: what each is about, and what it says."""
+    """The heading of the summary, and its (label, text) lines."""
     share = account.samples_used / account.samples_of_all if account.samples_of_all else 0.0
     lines = [
         ("steps", f"{counted(account.num_steps, 'global step')} with you; the run is at step {account.step}"),
@@ -88,10 +88,10 @@ def card_of(account: Account) -> tuple[str, list[tuple[str, str]]]:
 
 
 def print_card(console: Console, account: Account) -> None:
-    """Print it, unless nobody is there to read it any more."""
+    """Print the summary; ignored if the terminal is gone."""
     heading, lines = card_of(account)
     width = max(len(name) for name, _ in lines)
-    with suppress(OSError, UnicodeError):  # the terminal was closed, or has no such characters
+    with suppress(OSError, UnicodeError):  # the terminal was closed or lacks the characters
         console.print()
         console.print(heading, style="bold", markup=False, soft_wrap=True)
         for name, text in lines:

@@ -1,6 +1,6 @@
-"""Curves of a run for people, drawn by Weights & Biases and by TensorBoard: beside the monitor, never in its way.
+"""Draws the curves of a run with Weights & Biases and TensorBoard, in threads that never block the monitor.
 
-Imports neither of them, nor torch, before they are asked for.
+Imports neither of them, nor torch, until they are needed.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ Point = Mapping[str, float]
 
 INIT_TIMEOUT_S = 30.0
 FINISH_TIMEOUT_S = 6.0
-"""What has not reached the server of wandb by then stays on the disk."""
+"""Points that have not reached wandb's server by then stay on the disk."""
 CLOSE_TIMEOUT_S = 8.0
 MAX_WAITING = 1000
-"""Points that a slow sink may be behind."""
+"""Largest backlog of a slow sink, in points."""
 
 
 def point_of(event: msgspec.Struct) -> Point | None:
-    """What the curves show of an event, under the names that the tutorials have; None if nothing."""
+    """The point for an event, with the names of the tutorials; None if the curves do not show the event."""
     if isinstance(event, StepMade):
         return {
             "loss": event.loss,
@@ -58,10 +58,10 @@ def point_of(event: msgspec.Struct) -> Point | None:
 
 
 class Sink(Protocol):
-    """Where points go. All calls come from one thread."""
+    """A destination of points. All calls come from one thread."""
 
     def open(self) -> None:
-        """Begin, and tell people where to look."""
+        """Start, and log where the curves are."""
 
     def add(self, point: Point) -> None: ...
 
@@ -69,27 +69,27 @@ class Sink(Protocol):
 
 
 class Curves:
-    """Hands each point to all sinks, each on a thread of its own.
+    """Sends each point to all sinks, each in its own thread.
 
-    A sink that fails or does not keep up is left behind with one warning.
+    A sink that fails or falls behind is dropped with one warning.
     """
 
     def __init__(self, sinks: Mapping[str, Sink]) -> None:
         self._writers = [_Writer(name, sink) for name, sink in sinks.items()]
 
     def add(self, event: msgspec.Struct) -> None:
-        """Draw what the event says, if it is for the curves; never blocks."""
+        """Draw an event, if the curves show it; never blocks."""
         if (point := point_of(event)) is not None:
             for writer in self._writers:
                 writer.put(point)
 
     def close(self) -> bool:
-        """Write what is waiting, within :data:`CLOSE_TIMEOUT_S`; returns whether all sinks have ended."""
+        """Write queued points, within :data:`CLOSE_TIMEOUT_S`; returns whether all sinks have ended."""
         with finishing(CLOSE_TIMEOUT_S):
             deadline = time.monotonic() + CLOSE_TIMEOUT_S
             for writer in self._writers:
                 writer.end()
-            ended = [writer.has_ended_by(deadline) for writer in self._writers]  # each says what it lacks
+            ended = [writer.has_ended_by(deadline) for writer in self._writers]  # each one logs what it lacks
         return all(ended)
 
 
@@ -142,12 +142,12 @@ class _Writer:
 
 
 class WandbSink:
-    """A run of its own in a project of Weights & Biases, in the group of the training run.
+    """A wandb run in a project, in the group of the training run.
 
-    Without an API key, or when its server does not answer, the run is written to the disk for ``wandb sync``.
+    Without an API key, or when the server does not answer, it is written to disk for ``wandb sync``.
 
     Args:
-        mode: None for what wandb's own environment says, else online.
+        mode: None for wandb's own environment variable, else online.
     Raises:
         MissingExtra: wandb is not installed.
     """
@@ -170,12 +170,12 @@ class WandbSink:
             mode = "offline"
         try:
             self._run = self._begin(mode)
-        except Exception as error:  # it has many; offline none of them matters
+        except Exception as error:  # wandb has many errors; offline none of them matters
             if mode == "offline":
                 raise
             logger.warning("wandb cannot be reached (%s): the curves are written offline", reason_of(error))
             self._run = self._begin("offline")
-        self._run.define_metric("*", step_metric="step")  # what evaluators tell comes later than its step
+        self._run.define_metric("*", step_metric="step")  # held-out losses arrive later than their step
         if mode == "disabled":
             logger.info("wandb is disabled: it gets no curves")
         elif url := (None if self._run.offline else self._run.url):
@@ -211,7 +211,7 @@ class WandbSink:
 
 
 class TensorBoardSink:
-    """A subfolder of its own with an event file.
+    """A separate subfolder with an event file.
 
     Args:
         folder: for all monitors together.
@@ -253,7 +253,7 @@ class TensorBoardSink:
 
 @contextmanager
 def _without_torch() -> Iterator[None]:
-    """tensorboardX imports torch where it is installed: seconds and memory that a monitor has no use for."""
+    """Keep tensorboardX from importing torch, which would cost a monitor seconds and memory."""
     modules: dict[str, Any] = sys.modules
     if "torch" in modules:
         yield

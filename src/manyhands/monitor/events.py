@@ -1,4 +1,4 @@
-"""What a monitor tells to programs."""
+"""Events of a monitor, for other programs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Listening(msgspec.Struct, tag="listening"):
 
 
 class ProgressMade(msgspec.Struct, tag="progress"):
-    """How far the run is; ``eta_s`` is None while nobody computes."""
+    """The progress of a run; ``eta_s`` is None while no peer computes."""
 
     step: int
     samples: int
@@ -24,7 +24,7 @@ class ProgressMade(msgspec.Struct, tag="progress"):
 
 
 class StepMade(msgspec.Struct, tag="step_seen"):
-    """A global step, as the metrics of its peers add up; ``loss`` is the mean over their micro-batches."""
+    """A global step, summed over the metrics of its peers; ``loss`` is the mean over their micro-batches."""
 
     step: int
     loss: float
@@ -34,7 +34,7 @@ class StepMade(msgspec.Struct, tag="step_seen"):
 
 
 class HeldoutSeen(msgspec.Struct, tag="heldout_seen"):
-    """What an evaluator has measured at a global step; see :class:`manyhands.optim.metrics.HeldoutRecord`."""
+    """The measurement of an evaluator at a global step; see :class:`manyhands.optim.metrics.HeldoutRecord`."""
 
     step: int
     heldout_loss: float

@@ -1,6 +1,6 @@
-"""Sends the newest checkpoint to the Hugging Face Hub, now and then.
+"""Uploads the newest checkpoint to the Hugging Face Hub at intervals.
 
-Uploads run in a process of their own: one that hangs can be ended, and none outlives the monitor.
+Each upload runs in a child process: a hanging one can be killed, and none outlives the monitor.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _REPO = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
 
 
 def checked_repo(name_or_url: str) -> str:
-    """The id of a repository of the Hub, if this machine may write to some.
+    """The id of a repository of the Hub, after checking that there is a token.
 
     Args:
         name_or_url: ``NAME``, ``OWNER/NAME``, or the address of its page.
     Raises:
         MissingExtra: the package of the Hub is not installed.
-        ConfigError: it is no name of a repository, or there is no token.
+        ConfigError: it is not the name of a repository, or there is no token.
     """
     if importlib.util.find_spec("huggingface_hub") is None:
         raise MissingExtra("--repo-url", "albert")
@@ -57,9 +57,9 @@ def checked_repo(name_or_url: str) -> str:
 
 
 class HubUploads:
-    """Uploads what :meth:`offer` named last: the first one at once, later ones every ``interval_s`` seconds.
+    """Uploads the last checkpoint given to :meth:`offer`: the first at once, later ones every ``interval_s`` seconds.
 
-    One that fails is logged, and tried again at the next interval.
+    A failed upload is logged and tried again at the next interval.
     """
 
     def __init__(self, repo: str, interval_s: float) -> None:
@@ -74,13 +74,13 @@ class HubUploads:
         self._thread.start()
 
     def offer(self, checkpoint: Path, message: str) -> None:
-        """This is the newest checkpoint, and the message of its commit."""
+        """Set the newest checkpoint and its commit message."""
         with self._stirred:
             self._offered = (checkpoint, message)
             self._stirred.notify()
 
     def close(self) -> None:
-        """Break off what is being uploaded: the Hub has the whole of it, or nothing."""
+        """Abort an upload in progress: the Hub then has all of it or nothing."""
         with self._stirred:
             self._is_closing = True
             if self._process is not None:
@@ -111,13 +111,13 @@ class HubUploads:
                 logger.info("Uploaded %s to %s", offered[0].name, url)
 
     def _upload(self, checkpoint: Path, message: str) -> str:
-        """Returns where it is.
+        """Upload a checkpoint and return its address.
 
         Raises:
             OSError, SubprocessError: it failed.
         """
         with tempfile.TemporaryDirectory(prefix="manyhands-upload-") as folder:
-            copy = Path(folder) / checkpoint.name  # a trainer or monitor keeps only the newest ones
+            copy = Path(folder) / checkpoint.name  # old checkpoints are deleted while the upload runs
             shutil.copytree(checkpoint, copy)
             with self._stirred:
                 if self._is_closing:
@@ -140,7 +140,7 @@ class HubUploads:
 
 
 def upload(repo: str, folder: str, message: str) -> str:
-    """Make the repository unless it is there, and commit a folder to it; returns its address."""
+    """Create the repository if it is missing, and commit a folder to it; returns its address."""
     from huggingface_hub import HfApi
 
     api = HfApi()
@@ -162,4 +162,4 @@ if __name__ == "__main__":
     except Exception as error:  # noqa: BLE001 (whatever it is, the monitor says it)
         print(reason_of(error), flush=True)  # noqa: T201
         code = 1
-    os._exit(code)  # waits for no thread of a library
+    os._exit(code)  # do not wait for threads of libraries

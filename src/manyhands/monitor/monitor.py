@@ -1,4 +1,4 @@
-"""Welcomes peers and watches a run, without training; never imports torch."""
+"""Watches a run without training; never imports torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 MAX_REFRESH_S = 3.0
 MIN_REFRESH_S = 0.5
 LONGEST_REFRESH_S = 600.0
-"""Metrics are forgotten after so long."""
+"""Lifetime of metrics."""
 
 
 class RunMonitor:
@@ -35,9 +35,9 @@ class RunMonitor:
 
     Args:
         on_event: called on the network thread with each :class:`manyhands.monitor.events.Event`; it must not block.
-        refresh_s: the longest pause between two looks; they come faster shortly before a global step.
+        refresh_s: longest time between two reads; reads are more frequent shortly before a global step.
     Raises:
-        ConfigError: an argument breaks its rule.
+        ConfigError: an argument is out of bounds.
     """
 
     def __init__(
@@ -52,14 +52,14 @@ class RunMonitor:
         self._is_watched = True
         self._notice = StrandedNotice(run_id)
         self._steps = CompleteSteps()
-        self._trainers_seen: dict[PeerId, float] = {}  # when, also of those that have left
+        self._trainers_seen: dict[PeerId, float] = {}  # when last seen, also of those that have left
         self._leading_step = -1
         self._heldout_step = -1
         self._last_progress: Progress | None = None
         self._log = ProgressLog()
 
     async def start(self) -> None:
-        """Begin to watch; ends when the peer is closed."""
+        """Start watching; ends when the peer is closed."""
         declare_run(self._peer.dht, self._run_id)
         self._reader = ProgressReader(self._peer.endpoint, self._peer.dht, self._run_id)
         self._tasks.spawn(self._watch_forever(), name="watching the run")
@@ -71,18 +71,18 @@ class RunMonitor:
             try:
                 delay_s = await self._look()
             except ManyhandsError as error:
-                logger.warning("the run cannot be seen: %s", error)
+                logger.warning("cannot read the records of the run: %s; trying again", error)
             await asyncio.sleep(delay_s)
 
     async def _look(self) -> float:
-        """Read and report once; returns when to look again, in seconds."""
+        """Read and report once; returns the seconds until the next read."""
         await self._reader.refresh()
         trainers = self._reader.trainers()
         if not trainers:
             if self._is_watched:
                 logger.info("Found no active peers")
             self._is_watched = False
-            await self._report_what_was_learnt(trainers)  # in the last steps, by peers that have left
+            await self._report_what_was_learnt(trainers)  # metrics of the last steps, also of peers that have left
             return 1.0
         self._is_watched = True
         self._tell_stranded()
@@ -93,14 +93,14 @@ class RunMonitor:
         if progress != self._last_progress:
             self._report_progress(leading.step, target, progress, delay_s)
             self._last_progress = progress
-        if leading.step + 1 < self._steps.newest_step:  # the run was begun anew, or goes on from a checkpoint
+        if leading.step + 1 < self._steps.newest_step:  # the run was begun anew, or resumed from a checkpoint
             self._steps, self._heldout_step = CompleteSteps(), -1
         self._leading_step = leading.step
         await self._report_what_was_learnt(trainers)
         return min(delay_s, SETTLED_S) if self._steps.is_waiting else delay_s
 
     def _tell_stranded(self) -> None:
-        """Say it if all who train are behind firewalls: this peer knows where another one can join."""
+        """Warn if all trainers are behind firewalls: newcomers can join only through other peers, such as this one."""
         num_trainers = len(self._reader.trainers()) if self._reader.is_stranded() else 0
         self._notice.look(num_trainers, self._peer.addresses, asyncio.get_running_loop().time())
 
@@ -118,7 +118,7 @@ class RunMonitor:
         )
 
     async def _report_what_was_learnt(self, trainers: Collection[PeerId]) -> None:
-        if self._leading_step >= 0:  # else nobody has been seen yet
+        if self._leading_step >= 0:  # otherwise no trainer has been seen yet
             await self._report_steps(trainers)
             await self._report_heldout()
 
@@ -137,7 +137,7 @@ class RunMonitor:
             self._on_event(made)
 
     async def _report_heldout(self) -> None:
-        """Tell what evaluators have measured; of several that measure the same step, the first one counts."""
+        """Report the measurements of evaluators; of several for one step, the first counts."""
         measured = await read_heldout(self._peer.dht, self._run_id)
         for record in sorted(measured.values(), key=lambda record: record.step):
             if self._heldout_step < record.step <= self._leading_step:
@@ -150,7 +150,7 @@ class RunMonitor:
 
 
 def checked_refresh_s(refresh_s: float) -> float:
-    """The longest pause between two looks at a run.
+    """Check the longest time between two reads of a run.
 
     Raises:
         ConfigError: it is out of bounds.

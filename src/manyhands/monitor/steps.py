@@ -1,4 +1,4 @@
-"""When the metrics of a global step are complete, so that they can be added up. Pure."""
+"""Decides when the metrics of a global step are complete and can be added up. Pure."""
 
 from __future__ import annotations
 
@@ -10,42 +10,42 @@ from manyhands.monitor.events import StepMade
 from manyhands.optim.metrics import MetricsRecord
 
 SETTLED_S = 1.0
-"""Peers publish their metrics right after a step: if none has come for so long, the others had no batch in it."""
+"""Peers publish metrics right after a step. After this time without a new one, the others had no batch in the step."""
 LONGEST_SILENCE_S = 30.0
-"""A step that was overtaken before it was complete is told all the same, if none was for so long."""
+"""A step that was overtaken before it was complete is reported anyway, if no step was for this long."""
 
 
 class CompleteSteps:
-    """Tells each global step at most once: as soon as all trainers have published their metrics of it.
+    """Reports each global step at most once: as soon as all trainers have published their metrics of it.
 
-    A peer has one record, and overwrites it at its next step. Steps that are made faster than they are looked at are
-    skipped: their sums would lack peers.
+    A peer has one record, which it overwrites at its next step. If steps are faster than the reads, some are skipped:
+    their sums would lack peers.
     """
 
     def __init__(self) -> None:
-        self._step = -1  # the newest one that was seen
+        self._step = -1  # newest step seen
         self._is_told = True
-        self._records: dict[PeerId, MetricsRecord] = {}  # of it
+        self._records: dict[PeerId, MetricsRecord] = {}  # of that step
         self._grown_at = -math.inf
         self._told_at = -math.inf
 
     @property
     def newest_step(self) -> int:
-        """The newest global step that was seen; -1 before the first one."""
+        """The newest global step seen; -1 before the first one."""
         return self._step
 
     @property
     def is_waiting(self) -> bool:
-        """Whether metrics of the newest step are still to come."""
+        """Whether metrics of the newest step are still missing."""
         return not self._is_told
 
     def look(self, metrics: Mapping[PeerId, MetricsRecord], trainers: Collection[PeerId], now: float) -> list[StepMade]:
-        """The steps that can be told now.
+        """The steps that can be reported now.
 
         Args:
             metrics: the last ones of each peer.
-            trainers: those who train now.
-            now: seconds of a clock that never goes back.
+            trainers: the current trainers.
+            now: seconds of a monotonic clock.
         """
         told = []
         step = max((record.step for record in metrics.values()), default=-1)
@@ -70,7 +70,7 @@ class CompleteSteps:
 
 
 def sum_up(step: int, records: Collection[MetricsRecord]) -> StepMade:
-    """Add up the metrics that peers have published of a step; the loss is the mean over their micro-batches."""
+    """Add up the published metrics of a step; the loss is the mean over the micro-batches."""
     mini_steps = sum(record.mini_steps for record in records)
     return StepMade(
         step=step,

@@ -1,6 +1,6 @@
-"""Blocking code on a virtual loop: a training loop as users write it, in a world where nothing may block.
+"""Runs blocking code, such as a user's training loop, on a virtual loop where nothing may block.
 
-The blocking function runs in a greenlet. Where it would wait, it hands an awaitable to the loop and goes on when that
+The blocking function runs in a greenlet. Where it would wait, it passes an awaitable to the loop and resumes when that
 is done, so the code under test is the code that users run, not an asynchronous copy of it.
 """
 
@@ -21,13 +21,13 @@ T = TypeVar("T")
 
 
 class _Blocking(greenlet.greenlet):  # type: ignore[misc]
-    """A greenlet that runs blocking code; its parent awaits what it hands over."""
+    """A greenlet that runs blocking code; its parent awaits the awaitables."""
 
 
 async def run_blocking(function: Callable[[], T]) -> T:
     """Run a function that waits by :func:`wait_for`; cancelling this raises ``CancelledError`` where it waits."""
     blocking = _Blocking(function)
-    blocking.gr_context = contextvars.copy_context()  # it belongs to the same host
+    blocking.gr_context = contextvars.copy_context()  # the context of the same host
     outcome: Any = blocking.switch()
     while not blocking.dead:
         try:
@@ -41,7 +41,7 @@ async def run_blocking(function: Callable[[], T]) -> T:
 
 
 def wait_for(awaitable: Awaitable[T]) -> T:
-    """Wait, from within a function that :func:`run_blocking` runs."""
+    """Wait for an awaitable, within a function that :func:`run_blocking` runs."""
     current = greenlet.getcurrent()
     if not isinstance(current, _Blocking) or current.parent is None:
         raise RuntimeError("this waits inside a simulated world only; start it with run_blocking(function)")
@@ -50,7 +50,7 @@ def wait_for(awaitable: Awaitable[T]) -> T:
 
 
 class SimPeer:
-    """Stands where a :class:`manyhands.Peer` stands, for blocking code in a simulated world."""
+    """Replaces :class:`manyhands.Peer` for blocking code in a simulated world."""
 
     def __init__(self, presence: Presence) -> None:
         self.presence = presence

@@ -1,4 +1,4 @@
-"""A language for faults, small enough to read in a test::
+"""A small language for fault schedules in tests::
 
     world.schedule(
         at(12.5).kill("c"),
@@ -29,10 +29,10 @@ class Fault:
     """One entry of a schedule.
 
     Attributes:
-        text: as it was written.
-        start_s, stop_s: when it begins, and when it is undone; no stop means never.
-        every_s: again after so many seconds.
-        begin, undo: what happens.
+        text: as written in the schedule.
+        start_s, stop_s: when it begins and when it is undone; no stop means never.
+        every_s: repetition period.
+        begin, undo: the actions.
     """
 
     text: str
@@ -48,7 +48,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class When:
-    """A time or a span, waiting to be told what happens then."""
+    """A time or a span, whose methods make faults."""
 
     text: str
     start_s: float
@@ -56,27 +56,27 @@ class When:
     every_s: float | None = None
 
     def kill(self, name: str) -> Fault:
-        """SIGKILL the process of a host."""
+        """Kill the process of a host, as SIGKILL does."""
         return self._fault(f"kill({name!r})", lambda world: world.kill(name))
 
     def crash(self, name: str) -> Fault:
-        """Take the power from a machine: nobody is told, its connections stay half-open at their other ends."""
+        """Cut the power of a machine: its connections stay half-open at their other ends."""
         return self._fault(f"crash({name!r})", lambda world: world.crash(name))
 
     def restart(self, name: str) -> Fault:
-        """Start a killed process again, by what the world was told about it."""
+        """Start a killed process again with the program of its host."""
         return self._fault(f"restart({name!r})", lambda world: world.restart(name))
 
     def freeze(self, name: str) -> Fault:
-        """Stop a process, as SIGSTOP does; its machine stays."""
+        """Stop a process, as SIGSTOP does; its machine keeps running."""
         return self._fault(f"freeze({name!r})", lambda world: world.freeze(name), lambda world: world.thaw(name))
 
     def thaw(self, name: str) -> Fault:
-        """Let a frozen process go on."""
+        """Resume a frozen process."""
         return self._fault(f"thaw({name!r})", lambda world: world.thaw(name))
 
     def partition(self, some: Iterable[str], others: Iterable[str]) -> Fault:
-        """Nothing passes between two sets of hosts, in either direction."""
+        """Block all traffic between two sets of hosts, in both directions."""
         left, right = sorted(some), sorted(others)
         pairs = [(a, b) for a in left for b in right]
         pairs += [(b, a) for a, b in pairs]
@@ -84,7 +84,7 @@ class When:
         return self._fault(text, lambda world: world.block(pairs), lambda world: world.unblock(pairs))
 
     def cut(self, source: str, destination: str) -> Fault:
-        """Nothing passes from one host to another; the way back stays open."""
+        """Block all traffic from one host to another; the other direction stays open."""
         pairs = [(source, destination)]
         text = f"cut({source!r}, {destination!r})"
         return self._fault(text, lambda world: world.block(pairs), lambda world: world.unblock(pairs))
@@ -94,11 +94,11 @@ class When:
         return self._fault(f"reset({one!r}, {other!r})", lambda world: world.network.reset(one, other))
 
     def half_open(self, one: str, other: str) -> Fault:
-        """All connections between two hosts go silent, and neither end is told."""
+        """Silence all connections between two hosts; neither end is notified."""
         return self._fault(f"half_open({one!r}, {other!r})", lambda world: world.network.half_open(one, other))
 
     def clock(self, name: str, seconds: float) -> Fault:
-        """A host's wall clock jumps by so many seconds, and back at the end of a ``between``; below 0 is backward."""
+        """Move a host's wall clock by ``seconds`` (backward if negative), and back at the end of a ``between``."""
         return self._fault(
             f"clock({name!r}, {seconds:g})",
             lambda world: world.move_clock(name, seconds),
@@ -106,7 +106,7 @@ class When:
         )
 
     def call(self, action: Callable[[], None]) -> Fault:
-        """Anything else."""
+        """Call a function."""
         return self._fault(f"call({getattr(action, '__name__', 'action')})", lambda world: action())
 
     def _fault(self, what: str, begin: Action, undo: Action | None = None) -> Fault:
@@ -128,14 +128,14 @@ def between(start_s: float, stop_s: float) -> When:
 
 
 def every(period_s: float) -> When:
-    """Again and again, first after one period."""
+    """Periodically, first after one period."""
     if not _checked(period_s) > 0:
         raise ConfigError(f"every({period_s:g}): the period must be above 0, as in every(30)")
     return When(f"every({period_s:g})", period_s, None, period_s)
 
 
 def set_text(names: Iterable[str]) -> str:
-    """A set as it is written in a schedule."""
+    """A set as written in a schedule."""
     return "{" + ", ".join(repr(name) for name in names) + "}"
 
 

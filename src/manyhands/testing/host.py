@@ -17,7 +17,7 @@ EPOCH_S = 1_800_000_000.0
 
 
 class HostLife:
-    """One process on a host: the callbacks of an earlier one never run, also after a restart.
+    """One process on a host. Its callbacks do not run after it is dead, even if the host restarts.
 
     Attributes:
         is_running: False while it is frozen, and once it is dead.
@@ -34,7 +34,7 @@ class HostLife:
         return self._name
 
     def hold(self, handle: VirtualHandle) -> None:
-        """Keep a callback until the host thaws; one of a dead process is dropped."""
+        """Keep a callback until the host thaws; callbacks of a dead process are dropped."""
         if self.is_alive:
             self.held.append(handle)
 
@@ -55,7 +55,7 @@ class Host:
         self.skew_s = 0.0
         self._loop = loop
         self._tasks: list[asyncio.Task[Any]] = []
-        self._buried: list[asyncio.Task[Any]] = []  # if the collector came to them, their clean-up would run
+        self._buried: list[asyncio.Task[Any]] = []  # kept from the garbage collector, which would run their clean-up
         self._begin_life()
 
     def _begin_life(self) -> None:
@@ -73,7 +73,7 @@ class Host:
 
     @property
     def is_frozen(self) -> bool:
-        """Its process does not run, and its machine still acknowledges packets."""
+        """Whether the process is stopped; its machine still acknowledges packets."""
         return self.life.is_alive and not self.life.is_running
 
     def spawn(self, coro: Coroutine[Any, Any, T], name: str = "") -> asyncio.Task[T]:
@@ -86,29 +86,29 @@ class Host:
         return task
 
     def wall_clock(self) -> float:
-        """What this host believes the time is, in seconds since 1970."""
+        """The wall clock of this host, in seconds since 1970."""
         return EPOCH_S + self._loop.time() + self.skew_s
 
     def freeze(self) -> None:
-        """Nothing of the process runs until :meth:`thaw`; a dead one stays as it is."""
+        """Stop all tasks of the process until :meth:`thaw`; has no effect on a dead one."""
         self.life.is_running = False
 
     def thaw(self) -> None:
-        """All that became due meanwhile runs now, in order."""
+        """Run everything that became due meanwhile, in order."""
         if self.is_frozen:
             self.life.is_running = True
             held, self.life.held = self.life.held, []
             self._loop.resume(held)
 
     def kill(self) -> None:
-        """SIGKILL: no task of the process ever runs again, not even its clean-up."""
+        """Kill the process, as SIGKILL does: no task of it runs again, not even its clean-up."""
         self.life.is_alive = self.life.is_running = False
         self._buried += self._loop.tasks_of(self.life)
         self._tasks.clear()
         self.life.held.clear()
 
     def restart(self) -> None:
-        """The machine is ready for a new process; nothing of the old one remains."""
+        """Prepare the machine for a new process; nothing of the old one remains."""
         self._begin_life()
 
     def tasks(self) -> list[asyncio.Task[Any]]:

@@ -1,4 +1,4 @@
-"""What a program leaves behind: tasks, streams, open ports, and bytes that nobody reads."""
+"""Finds leaks of a program: tasks, streams, open ports, and received bytes that are never read."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from manyhands.testing.numbered import where
 from manyhands.testing.virtual_loop import VirtualLoop
 
 UNREAD_FOR_S = 60.0
-"""Bytes that have waited for so long in an open stream are read by nobody."""
+"""Bytes that stay unread for this long in an open stream are reported."""
 
 
 def left_by(host: Host, loop: VirtualLoop, network: SimNetwork) -> list[str]:
-    """What still stands of a host's process, which has ended; each item names itself."""
+    """Leaks of a host's process that has ended, each with a description."""
     left = [f"task {task.get_name()!r} at {where(task)}" for task in loop.tasks_of(host.life)]
     for stream in network.streams:
         if stream.host is host and stream.is_handed_over:
@@ -25,7 +25,7 @@ def left_by(host: Host, loop: VirtualLoop, network: SimNetwork) -> list[str]:
 
 
 def unread_in(network: SimNetwork) -> list[str]:
-    """Streams of running hosts whose bytes have waited for a minute."""
+    """Streams of running hosts whose bytes have stayed unread for a minute."""
     now = network.loop.now
     return [
         f"{stream}: {stream.num_unread} bytes that nobody reads, the last since {now - stream.last_received:.0f} s"

@@ -1,4 +1,4 @@
-"""What is between two machines: delays of each direction, and bandwidths that streams share."""
+"""Simulated links between machines: the delay of each direction, and bandwidths that streams share."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Link:
 
     Attributes:
         latency_s: one way.
-        jitter_s: up to so much more, uniformly.
+        jitter_s: maximum additional delay, uniformly distributed.
         loss: probability that a chunk is lost and sent again.
-        num_blocks: faults that block it now; while there is one, nothing arrives.
+        num_blocks: number of active faults that block it; while there is one, nothing arrives.
     """
 
     latency_s: float = 0.0005
@@ -32,7 +32,7 @@ class Link:
     _held: list[tuple[Callable[..., None], tuple[Any, ...]]] = field(default_factory=list)
 
     def delay_s(self, rng: random.Random) -> float:
-        """How long the next chunk takes."""
+        """Delay of the next chunk."""
         delay_s = self.latency_s
         if self.jitter_s:
             delay_s += self.jitter_s * rng.random()
@@ -42,15 +42,15 @@ class Link:
 
     @property
     def is_passable(self) -> bool:
-        """Whether what comes to its end arrives."""
+        """Whether packets at its end are delivered."""
         return not self.num_blocks
 
     def hold(self, arrive: Callable[..., None], *args: Any) -> None:
-        """Keep what cannot arrive."""
+        """Keep a packet until the link is unblocked."""
         self._held.append((arrive, args))
 
     def unblock(self) -> list[tuple[Callable[..., None], tuple[Any, ...]]]:
-        """Undo one block; returns what was held, if it was the last."""
+        """Remove one block; returns the held packets if it was the last one."""
         self.num_blocks = max(0, self.num_blocks - 1)
         if self.num_blocks:
             return []
@@ -59,13 +59,13 @@ class Link:
 
 
 class Pipe:
-    """A bandwidth that streams share fairly: they take turns of 64 KiB, however much each has to send.
+    """A bandwidth that streams share fairly, in turns of 64 KiB, however much each has to send.
 
     Source: Shreedhar and Varghese, Efficient Fair Queuing Using Deficit Round-Robin (without carrying a deficit over).
 
     Attributes:
-        bytes_per_s: what passes.
-        is_limited: until it is, all passes at once, and need not :meth:`enter`.
+        bytes_per_s: the rate.
+        is_limited: False until a limit is set; then packets pass at once without :meth:`enter`.
     """
 
     def __init__(self, loop: VirtualLoop) -> None:
@@ -77,11 +77,11 @@ class Pipe:
         self._is_busy = False
 
     def limit(self, bytes_per_s: float) -> None:
-        """Let so much pass, from now on."""
+        """Set the rate."""
         self.bytes_per_s, self.is_limited = bytes_per_s, True
 
     def enter(self, stream: object, num_bytes: int, passed: Callable[[], None]) -> None:
-        """Call ``passed`` when ``num_bytes`` of a stream have gone through, after what it sent before."""
+        """Call ``passed`` when ``num_bytes`` of a stream have gone through, after its earlier bytes."""
         self._queues.setdefault(stream, deque()).append((num_bytes, passed))
         if not self._is_busy:
             self._transmit_next()
@@ -94,7 +94,7 @@ class Pipe:
             self._turn_bytes = TURN_BYTES
             del self._queues[stream]
             if queue:
-                self._queues[stream] = queue  # the last one now
+                self._queues[stream] = queue  # move it to the end
         self._is_busy = True
         self._loop.call_outside(self._loop.now + num_bytes / self.bytes_per_s, self._transmitted, passed)
 

@@ -1,9 +1,9 @@
 """A simulated network behind the transport interface: delays, bandwidths, partitions, resets, half-open links.
 
-What is modelled, for each direction between two hosts: latency, jitter, loss (as the delay of a retransmission, since
-TCP hides it otherwise), a partition (what was sent is kept and arrives after it, as TCP retransmits), and half-open
-streams (nothing arrives any more, and nobody is told). Bandwidth belongs to a host, up and down, and is shared fairly
-by its streams. All chance comes from one generator.
+Each direction between two hosts has latency, jitter, loss (modelled as the delay of a retransmission, since TCP hides
+it), partitions (sent bytes arrive afterwards, as TCP retransmits), and half-open streams (nothing arrives, and neither
+end is notified). Bandwidth belongs to a host, up and down, and its streams share it fairly. All randomness comes from
+one generator.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ HANDSHAKE_TRIPS = 3
 
 
 class SimNetwork:
-    """All hosts and what is between them.
+    """All hosts and the links between them.
 
     Attributes:
         hosts: by name.
         listeners: open ports, by address and number.
-        streams: both ends of all that are open, oldest first.
-        default_link: what a new link is like; set it before hosts talk.
+        streams: both ends of all open streams, oldest first.
+        default_link: the properties of new links; set it before hosts connect.
     """
 
     def __init__(self, loop: VirtualLoop, rng: random.Random, trace: Trace) -> None:
@@ -54,7 +54,7 @@ class SimNetwork:
         self._numbers = itertools.count(1)
 
     def add_host(self, name: str) -> Host:
-        """A new machine; names are unique."""
+        """Add a machine; names are unique."""
         if name in self.hosts:
             raise ConfigError(f"there is a host {name!r} already; choose another name")
         number = len(self.hosts) + 1
@@ -72,26 +72,26 @@ class SimNetwork:
         return self._links[key]
 
     def up(self, name: str) -> Pipe:
-        """The bandwidth by which a host sends."""
+        """The upload bandwidth of a host."""
         return self._up[name]
 
     def down(self, name: str) -> Pipe:
-        """The bandwidth by which a host receives."""
+        """The download bandwidth of a host."""
         return self._down[name]
 
     def set_bandwidth(self, name: str, *, up_mbit_s: float, down_mbit_s: float) -> None:
-        """Limit what a host sends and receives."""
+        """Limit the upload and download bandwidth of a host."""
         self._up[name].limit(up_mbit_s * 125_000)
         self._down[name].limit(down_mbit_s * 125_000)
 
     # faults
 
     def block(self, source: str, destination: str) -> None:
-        """Nothing that one host sends reaches the other until :meth:`unblock`, as often as it was blocked."""
+        """Block all traffic from one host to another, until :meth:`unblock` was called as often."""
         self.link(source, destination).num_blocks += 1
 
     def unblock(self, source: str, destination: str) -> None:
-        """What was held back arrives, as TCP sends it again."""
+        """Remove a block; the held bytes arrive, as TCP sends them again."""
         link = self.link(source, destination)
         for arrive, args in link.unblock():
             self.loop.call_outside(self.loop.now + link.latency_s, arrive, *args)
@@ -102,17 +102,17 @@ class SimNetwork:
             stream.abort()
 
     def half_open(self, one: str, other: str) -> None:
-        """All connections between two hosts go silent, and neither end is told; new ones work."""
+        """Silence all connections between two hosts, without notifying either end; new ones work."""
         for stream in self._between(one, other):
             stream.is_silent = stream.other.is_silent = True
 
     def died(self, host: Host) -> None:
-        """The machine of a killed process closes its connections and ports."""
+        """Close the connections and ports of a killed process, as its operating system does."""
         for stream in self._gone(host):
             stream.abort()
 
     def vanished(self, host: Host) -> None:
-        """A machine lost its power: its ports are closed, and nobody is told about its connections."""
+        """Remove a machine that lost its power: its ports are closed, and the other ends are not notified."""
         for stream in self._gone(host):
             stream.vanish()
 
@@ -125,7 +125,7 @@ class SimNetwork:
         ends = {one, other}
         return [stream for stream in self.streams if {stream.host.name, stream.other.host.name} == ends]
 
-    # what its parts use
+    # used by the other classes
 
     def host_at(self, ip: str) -> Host | None:
         return self._by_ip.get(ip)
@@ -143,11 +143,11 @@ class SimNetwork:
         return near, far
 
     def note(self, what: str) -> None:
-        """Something to remember in the trace."""
+        """Add an entry to the trace."""
         self.trace.add(self.loop.now, what)
 
     def carry(self, source: Host, destination: Host, arrive: Callable[[], None], trips: int = 1) -> None:
-        """Take a packet of a handshake across."""
+        """Deliver a packet of a handshake."""
         link = self.link(source.name, destination.name)
         delay_s = link.delay_s(self.rng) + (trips - 1) * link.latency_s
 
@@ -182,7 +182,7 @@ class SimListener:
         try:
             await self._on_stream(stream)
         except PeerLost:
-            pass  # whoever uses the stream has been told
+            pass  # the user of the stream has been notified
         finally:
             stream.abort()
 
@@ -258,7 +258,7 @@ class _Knock:
         self._target, self._address, self._answered = target, address, answered
 
     def knock(self) -> None:
-        """The machine is reached; a process that is frozen does not answer."""
+        """The first packet reaches the machine; a frozen process does not answer."""
         if self._target.is_alive and self._listener() is not None:
             self._network.loop.call_soon(self._accept, context=self._target.context)
         else:
@@ -290,5 +290,5 @@ class _Knock:
             outcome.is_handed_over = True
         if not self._answered.done():
             self._answered.set_result(outcome)
-        elif isinstance(outcome, SimStream):  # nobody waits for it any more
+        elif isinstance(outcome, SimStream):  # the dial was given up
             outcome.abort()

@@ -1,4 +1,4 @@
-"""Tasks and futures that are the same in every process, and know to whom they belong."""
+"""Tasks and futures with the same order in every process, and with a link to their host."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Life(Protocol):
     """Whether its callbacks run now."""
 
     def hold(self, handle: VirtualHandle) -> None:
-        """Keep a callback that may not run now; or drop it, if it never may."""
+        """Keep a callback until it may run, or drop it if the process is dead."""
 
     def __str__(self) -> str:
         """The name of the host."""
@@ -28,7 +28,7 @@ current_life: contextvars.ContextVar[Life | None] = contextvars.ContextVar("curr
 
 
 class NumberedFuture(asyncio.Future[Any]):
-    """Hashes by a number that it gets when it is first asked for: sets of futures have one order in all processes."""
+    """A future that hashes by a serial number instead of its address, so that sets have one order in all processes."""
 
     number: int | None = None
 
@@ -42,7 +42,7 @@ class NumberedFuture(asyncio.Future[Any]):
 
 
 class NumberedTask(asyncio.Task[Any]):
-    """Hashes by its number, like :class:`NumberedFuture`, and knows in which life it was started."""
+    """A task that hashes by its number, like :class:`NumberedFuture`, and belongs to the life that started it."""
 
     def __init__(self, coro: Coroutine[Any, Any, Any], number: int, **kwargs: Any) -> None:
         self.number = number
@@ -58,7 +58,7 @@ class NumberedTask(asyncio.Task[Any]):
 
 
 def where(task: asyncio.Task[Any]) -> str:
-    """What a task waits in: the innermost line that is not asyncio's own."""
+    """The line on which a task waits: the innermost one outside of asyncio."""
     coro: Any = task.get_coro()
     place = "its end"
     while coro is not None:

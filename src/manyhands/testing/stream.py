@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 BACKLOG_BYTES = 256 * 1024
 HEARD_BYTES = 64
-"""Larger chunks are no small messages."""
+"""Size limit of the small messages for :attr:`SimStream.hear`."""
 
 WINDOW_BYTES = 1 << 20
-"""What a stream has under way before its sender waits, as TCP's window is."""
+"""Bytes in flight before the sender waits, as with the window of TCP."""
 
 LONG_LATENCY_S = 0.005
-"""One way; on shorter links nothing is told of what a stream does, as with real ones."""
+"""One way; on shorter links :meth:`SimStream.delivery` reports nothing, as with real transports."""
 
 
 class SimStream(Piecewise):
@@ -39,11 +39,11 @@ class SimStream(Piecewise):
 
     Attributes:
         number: the same at both ends.
-        is_silent: half-open: what comes is lost, and nobody is told.
-        num_unread: bytes that have come, and that nobody has read.
-        hear: what takes small messages as they come, so that nobody must be woken for them; False for all others. Is
-            asked while the program waits for bytes, and runs outside of its context.
-        is_handed_over: whether the program of its host knows it; a dialler does once the handshake is over.
+        is_silent: half-open: received bytes are lost, and neither end is notified.
+        num_unread: received bytes that the program has not read.
+        hear: takes small messages as they arrive, so that no task must be woken for them; returns False for all others.
+            Called while the program waits for bytes, outside of its context.
+        is_handed_over: whether its host's program has it; a dialler gets it after the handshake.
     """
 
     def __init__(self, network: SimNetwork, host: Host, other_host: Host, remote: PeerId, number: int) -> None:
@@ -74,9 +74,9 @@ class SimStream(Piecewise):
         self._room: asyncio.Event | None = None
         self._end_reason = ""
         self._ended: asyncio.Event | None = None
-        self._in_flight: deque[bytes | None] = deque()  # the end of the stream is None
+        self._in_flight: deque[bytes | None] = deque()  # None is the end of the stream
         self._in_order_after = 0.0
-        self._busy_s = self._busy_since = 0.0  # something was under way
+        self._busy_s = self._busy_since = 0.0  # time with bytes in flight
         network.streams[self] = None
 
     def __repr__(self) -> str:
@@ -120,12 +120,12 @@ class SimStream(Piecewise):
                 self._room = self._room or asyncio.Event()
                 await self._room.wait()
         except asyncio.CancelledError:
-            if number > 0:  # in the middle of a message: nobody could tell where the next one begins
+            if number > 0:  # in the middle of a message: the next one could not be found
                 self.abort()
             raise
 
     def look_for_room(self) -> None:
-        """The other end has taken something."""
+        """The other end has read something."""
         if self._room is not None and (self._has_room() or self._end_reason):
             self._room.set()
             self._room = None
@@ -143,7 +143,7 @@ class SimStream(Piecewise):
                 piece = chunk[start : start + TURN_BYTES]
                 self._transfer(piece, len(piece))
 
-    # on the way: up, across, down; each arrival delivers the oldest
+    # in flight: up, across, down; each arrival delivers the oldest chunk
 
     def _transfer(self, chunk: bytes | None, num_bytes: int) -> None:
         self._in_flight.append(chunk)
@@ -177,7 +177,7 @@ class SimStream(Piecewise):
     # receiving
 
     def arrived(self, chunk: bytes | None) -> None:
-        """Bytes come in, or the end."""
+        """Receive bytes, or the end of the stream."""
         if self._end_reason:
             return
         now, other = self._loop.now, self.other
@@ -263,7 +263,7 @@ class SimStream(Piecewise):
         return Delivery(arrived, self.bytes_sent, 0, self._busy_s + under_way_s)
 
     def pace(self, bytes_per_s: float) -> None:
-        pass  # no queue overflows here
+        pass  # queues are unlimited here
 
     async def close(self, timeout_s: float = 1.0) -> None:
         self.abort()
@@ -279,7 +279,7 @@ class SimStream(Piecewise):
             self._transfer(None, 0)
 
     def vanish(self) -> None:
-        """The machine of this end is gone, and the other end is not told."""
+        """Handle the loss of this end's machine; the other end is not notified."""
         if not self._end_reason:
             self.is_silent = self.other.is_silent = True
             self._end("the machine is gone")

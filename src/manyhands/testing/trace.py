@@ -1,4 +1,4 @@
-"""What happened in a world, in order: as lines for people, and as one hash that tells two runs apart."""
+"""The events of a world in order: as text, and as a hash for comparing two runs."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import TextIO
 
 import msgspec
 
-REMEMBERED_LINES = 2000  # formatted when somebody looks
-FLUSH_AT = 1000  # events: hashing many at once costs half of one by one
+REMEMBERED_LINES = 2000  # formatted on demand
+FLUSH_AT = 1000  # events: hashing many at once takes half the time
 
 _HEADER_BYTES = (1, 3)
-"""What msgpack writes before up to 15 elements, and before up to 65,535."""
+"""Sizes of msgpack's array header for up to 15 elements, and up to 65,535."""
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -23,9 +23,9 @@ class Trace:
     """The events of one run.
 
     Attributes:
-        num_events: all of them.
-        log: a file that gets each line, if there is one.
-        flush_at: so many events are hashed, and written to the log, at once.
+        num_events: in all.
+        log: a file for all lines, or None.
+        flush_at: number of events that are hashed, and written to the log, at once.
     """
 
     def __init__(self) -> None:
@@ -37,11 +37,11 @@ class Trace:
         self._sha256 = hashlib.sha256()
 
     def add(self, now: float, what: str) -> None:
-        """Something happened at virtual time ``now``."""
+        """Add an event at virtual time ``now``."""
         self._add((now, what))
 
     def add_chunk(self, now: float, source: str, destination: str, stream: int, num_bytes: int, crc: int) -> None:
-        """Bytes arrived."""
+        """Add the arrival of bytes."""
         self._add((now, source, destination, stream, num_bytes, crc))
 
     def _add(self, event: Event) -> None:
@@ -62,18 +62,18 @@ class Trace:
         return self._sha256.copy().hexdigest()
 
     def flush(self) -> None:
-        """Hash what is new, and write it to the log."""
+        """Hash new events, and write them to the log."""
         if not self._new:
             return
         self._last.extend(self._new)
         encoded = _encoder.encode(self._new)
-        self._sha256.update(encoded[_HEADER_BYTES[len(self._new) > 15] :])  # the same, however often it is flushed
+        self._sha256.update(encoded[_HEADER_BYTES[len(self._new) > 15] :])  # independent of how often it is flushed
         if self.log is not None:
             self.log.write("".join(_line(event) + "\n" for event in self._new))
         self._new.clear()
 
     def close_log(self) -> None:
-        """Write the last lines to the log, and let it go."""
+        """Flush the log and close it."""
         self.flush()
         self.log = None
 

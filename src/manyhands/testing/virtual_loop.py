@@ -1,14 +1,14 @@
-"""An asyncio loop on which time is virtual: it jumps to the next timer when nothing is ready.
+"""An asyncio event loop with virtual time, which jumps to the next timer when nothing is ready.
 
-Nothing here waits, and nothing depends on memory addresses, so the same program with the same seed does the same things
-in the same order, in any process. Threads and sockets do not exist in this world: executor jobs run on the loop, and
-take the virtual time that a model says.
+Nothing waits, and nothing depends on memory addresses, so the same program with the same seed does the same things in
+the same order, in any process. There are no threads or sockets: executor jobs run on the loop, and take the virtual
+time that a model gives.
 
-One event at a time: a timer runs, then all that it made ready, then the next timer, also when both are due at the same
-instant. Between two events the loop is *settled*, which is when a world looks at its invariants.
+The loop handles one event at a time: a timer runs, then everything that it made ready, then the next timer, even if
+both are due at the same instant. Between two events the loop is *settled*; a world then checks its invariants.
 
-Callbacks belong to the *life* of a host in whose context they were scheduled (:data:`current_life`). A frozen host's
-callbacks wait until it thaws; those of a dead one never run.
+Callbacks belong to the *life* of the host in whose context they were scheduled (:data:`current_life`). Callbacks of a
+frozen host wait until it thaws; those of a dead one never run.
 """
 
 from __future__ import annotations
@@ -32,35 +32,35 @@ from manyhands.testing.numbered import Life, NumberedFuture, NumberedTask, curre
 T = TypeVar("T")
 
 PATIENCE = 1000
-"""Rounds of ready callbacks after which other timers of the same instant get their turn as well."""
+"""Rounds of ready callbacks after which other timers of the same instant run as well."""
 
 MAX_ROUNDS = 100_000
-"""Rounds of ready callbacks at one instant after which somebody spins for ever."""
+"""Rounds of ready callbacks at one instant after which the loop reports an endless loop."""
 
 COLLECT_EVERY = 1_000_000
-"""Callbacks between two collections of new garbage: at moments that depend on nothing else."""
+"""Callbacks between two garbage collections of the young generation, so that collections are deterministic."""
 
 COLLECT_ALL_EVERY = 8
-"""Collections of new garbage for each one of all."""
+"""Young collections for each full one."""
 
 MIN_CANCELLED = 100
-"""Cancelled timers are kept until there are so many, and they are more than half of all."""
+"""Cancelled timers are removed once there are more of them than this, and than half of all timers."""
 
 
 Timer = tuple[float, int, "VirtualHandle | None", Callable[..., Any], tuple[Any, ...]]
-"""When, a number that orders timers of one instant, and what: a handle, or without one what belongs to no host."""
+"""Time, a serial number that orders timers of one instant, and a handle; without one, a callback of no host."""
 
 
 class Deadlock(Exception):
-    """Everybody waits, and nothing will ever happen; names those who wait and where."""
+    """All tasks wait, and nothing can wake them; lists the tasks and where they wait."""
 
 
 class VirtualTimeout(Exception):
-    """The main coroutine was not done when its virtual time was over; names who waits and where."""
+    """The main coroutine did not finish within its virtual time; lists the waiting tasks and where they wait."""
 
 
 class VirtualHandle(msgspec.Struct, eq=False):
-    """A callback that waits for its turn; stands for asyncio's ``TimerHandle``, and is made in a third of the time."""
+    """A scheduled callback; replaces asyncio's ``TimerHandle``, and takes a third of the time to make."""
 
     loop: Any
     callback: Callable[..., Any]
@@ -89,17 +89,17 @@ class VirtualHandle(msgspec.Struct, eq=False):
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
-    """The loop. :meth:`run` is the way in.
+    """An event loop with virtual time; start it with :meth:`run`.
 
     Args:
         executor_cost_s: virtual seconds that a job of ``run_in_executor`` takes, by its function.
 
     Attributes:
         now: virtual seconds since the loop was made.
-        num_callbacks: that have run.
-        num_cancelled: timers that are cancelled and still queued.
-        last_timer: the event after which the loop settled.
-        on_settled: called after each event and all that it led to.
+        num_callbacks: callbacks run so far.
+        num_cancelled: cancelled timers that are still queued.
+        last_timer: the last event.
+        on_settled: called after each event and everything that it led to.
     """
 
     def __init__(self, executor_cost_s: Callable[[Callable[..., Any]], float] = lambda job: 0.001) -> None:
@@ -125,10 +125,10 @@ class VirtualLoop(asyncio.BaseEventLoop):
         """Run ``main`` to its end, and close the loop.
 
         Args:
-            limit_s: virtual seconds after which it is too late.
+            limit_s: virtual seconds that it may take.
         Raises:
             Deadlock: ``main`` waits for something that can never happen.
-            VirtualTimeout: ``main`` was not done in time.
+            VirtualTimeout: ``main`` did not finish in time.
         """
         try:
             return self.advance(main, limit_s)
@@ -136,7 +136,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
             self.end()
 
     def advance(self, main: Coroutine[Any, Any, T], limit_s: float) -> T:
-        """As :meth:`run`, and the loop can be used again; call :meth:`end` when it is not."""
+        """Like :meth:`run`, but keeps the loop open; call :meth:`end` after the last use."""
         asyncio.set_event_loop(self)
         was_collecting = gc.isenabled()
         gc.disable()
@@ -149,11 +149,11 @@ class VirtualLoop(asyncio.BaseEventLoop):
                 gc.enable()
 
     def end(self) -> None:
-        """Close the loop. What still waits never goes on; nor does its clean-up, when the collector comes to it."""
+        """Close the loop. Tasks that still wait never resume, and their clean-up does not run."""
         self.set_exception_handler(lambda loop, context: None)
         asyncio.set_event_loop(self)
         disabled = logging.root.manager.disable
-        logging.disable(logging.CRITICAL)  # clean-up without a loop fails, and says so
+        logging.disable(logging.CRITICAL)  # clean-up without a loop fails and logs errors
         for task in asyncio.all_tasks(self):
             task._log_destroy_pending = False  # type: ignore[attr-defined]  # noqa: SLF001
             coro = task.get_coro()
@@ -170,7 +170,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return [task for task in self._all_tasks() if task.life is life]
 
     def who_waits(self) -> str:
-        """All unfinished tasks that could go on, and the line on which each waits."""
+        """All unfinished tasks that could resume, and the line on which each waits."""
         tasks = [task for task in self._all_tasks() if task.life is None or task.life.is_running]
         return "waiting: " + "; ".join(f"{task.get_name()} at {where(task)}" for task in tasks)
 
@@ -181,7 +181,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     # events
 
     def _run_once(self) -> None:
-        """Run events until somebody stops the loop."""
+        """Run events until the loop is stopped."""
         queue = self._queue
         num_rounds = 0
         while not self._stopping:  # type: ignore[attr-defined]
@@ -210,7 +210,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
                     self._failed(handle.callback, error)
 
     def _begin_next_timer(self) -> None:
-        """Queue the handle of the next timer; what belongs to no host runs at once."""
+        """Queue the handle of the next timer; a callback of no host runs at once."""
         timers = self._timers
         while timers and (handle := timers[0][2]) is not None and handle.is_cancelled:
             heapq.heappop(timers)
@@ -245,7 +245,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         gc.collect(1 if self._num_collections % COLLECT_ALL_EVERY else 2)
 
     def _let_others_in(self, num_rounds: int) -> None:
-        """Somebody is ready again and again: he may wait for another timer of this instant."""
+        """Callbacks are ready again and again: they may be waiting for another timer of this instant."""
         if self._timers and self._timers[0][0] <= self.now:
             self._begin_next_timer()
         elif num_rounds >= MAX_ROUNDS:
@@ -286,13 +286,13 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return self._add_timer(VirtualHandle(self, callback, args, context, context.get(current_life), due, True))
 
     def call_outside(self, when: float, callback: Callable[..., Any], *args: Any) -> None:
-        """As ``call_at``, for what belongs to no host, whoever asks for it; it must not depend on its context."""
+        """Like ``call_at``, for a callback that belongs to no host; it must not depend on its context."""
         heapq.heappush(self._timers, (when, next(self._order), None, callback, args))
 
     def call_in(self, life: Life, callback: Callable[..., Any], *args: Any) -> None:
         """Call at once if a host runs, when it thaws if it is frozen, and never if it is dead.
 
-        What is called must not depend on its context: at once means in the caller's.
+        The callback must not depend on its context: at once means in the caller's.
         """
         if life.is_running:
             callback(*args)
@@ -300,7 +300,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
             life.hold(VirtualHandle(self, callback, args, self._outside, life, self.now))
 
     def resume(self, handles: Iterable[VirtualHandle]) -> None:
-        """Run callbacks that were held, in their order."""
+        """Run held callbacks in order."""
         self._queue.extend(handles)
 
     def _add_timer(self, handle: VirtualHandle) -> VirtualHandle:
@@ -312,10 +312,10 @@ class VirtualLoop(asyncio.BaseEventLoop):
             self.num_cancelled = 0
         return handle
 
-    # what would bring in chance or threads
+    # sources of randomness or threads
 
     def next_serial(self) -> int:
-        """A number that no other task or future of this loop has."""
+        """A serial number, unique among the tasks and futures of this loop."""
         return next(self._serial)
 
     def create_task(  # type: ignore[override]
@@ -333,7 +333,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
 
 def _nothing() -> None:
-    """What a cancelled callback does."""
+    """Replaces a cancelled callback."""
 
 
 def _run_job(future: asyncio.Future[T], func: Callable[..., T], args: tuple[Any, ...]) -> None:

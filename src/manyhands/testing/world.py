@@ -1,4 +1,4 @@
-"""A deterministic world: hosts, a network, faults and invariants, all from one seed."""
+"""A deterministic simulation: hosts, a network, faults and invariants, all from one seed."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from manyhands.testing.virtual_loop import Deadlock, VirtualLoop, VirtualTimeout
 T = TypeVar("T")
 
 Program = Callable[[Host], Coroutine[Any, Any, None]]
-"""What a host's process runs, from its start to its end."""
+"""The program of a host's process, from start to end."""
 
 
 class InvariantBroken(AssertionError):
-    """Something that must hold at all times did not."""
+    """An invariant of the world does not hold."""
 
 
 class Leaked(AssertionError):
-    """A program ended, and left something behind; or nobody reads what a stream has received."""
+    """A program ended and left something open, or received bytes are never read."""
 
 
 class World:
@@ -42,11 +42,11 @@ class World:
         world.schedule(at(12.5).kill("b"))
         world.run(60)
 
-    The same seed and the same programs give the same :attr:`trace`, in every process. A program that returns must have
-    closed all that it opened, else the world ends with :class:`Leaked`.
+    The same seed and the same programs give the same :attr:`trace`, in every process. A program must close everything
+    that it opens before it returns, otherwise the world ends with :class:`Leaked`.
 
     Args:
-        seed: of all chance.
+        seed: of all randomness.
         executor_cost_s: virtual seconds that a job of ``run_in_executor`` takes, by its function.
     """
 
@@ -65,7 +65,7 @@ class World:
         self.loop.set_exception_handler(self._on_loop_error)
 
     def rng(self, purpose: str) -> random.Random:
-        """A generator of its own for each purpose, from the world's seed."""
+        """A random generator for one purpose, derived from the world's seed."""
         return random.Random(f"{self.seed} {purpose}")
 
     def identity(self, name: str) -> Identity:
@@ -76,34 +76,34 @@ class World:
         """The transport of a host's peer."""
         return SimTransport(self.network, host, self.identity(host.name))
 
-    # before and while it runs
+    # before and during the run
 
     def host(self, name: str) -> Host:
-        """The host of this name; made when it is first asked for."""
+        """The host of this name; created on first use."""
         return self.network.hosts.get(name) or self.network.add_host(name)
 
     def start(self, name: str, program: Program) -> Host:
-        """Run a program on a host; what it raises ends the world."""
+        """Run a program on a host; an exception in it ends the world."""
         host = self.host(name)
         self._programs[name] = program
         self._launch(host)
         return host
 
     def schedule(self, *faults: Fault) -> None:
-        """Let faults happen at their times."""
+        """Add faults to the schedule."""
         for fault in faults:
             self._faults.append(fault)
             self.loop.call_at(fault.start_s, self._begin, fault)
 
     def schedule_text(self) -> str:
-        """The fault schedule as it was written."""
+        """The fault schedule as written."""
         return "; ".join(str(fault) for fault in self._faults) or "no faults"
 
     def invariant(self, name: str, holds: Callable[[], bool], details: Callable[[], object] = str) -> None:
-        """``holds()`` must be true after every event and all that it led to, and at the end.
+        """Require that ``holds()`` is true after every event and everything that it led to, and at the end.
 
-        An event is whatever happens at its own time: bytes that arrive, a stream that opens or closes, a fault, a
-        timer of a program. Make it cheap: there are many. When it is broken, what ``details()`` returns is shown.
+        Events are arriving bytes, streams that open or close, faults, and timers of programs. Make the check cheap, as
+        there are many. If the invariant is broken, the result of ``details()`` is shown.
         """
         self._invariants.append((name, holds, details))
         self.loop.on_settled = self.check
@@ -113,17 +113,16 @@ class World:
         self._conclusions.append(conclude)
 
     def run(self, duration_s: float, stop_within_s: float | None = None) -> None:
-        """Let the world go on for so many virtual seconds, or until all programs have ended; then it is over.
+        """Run the world for ``duration_s`` virtual seconds, or until all programs have ended; it cannot run again.
 
         Args:
-            stop_within_s: what still runs then is told to stop, as by SIGTERM: its program is cancelled, and must have
-                returned within so many seconds, leaving nothing behind. Hosts that are frozen or dead are excused.
-                None ends the world at once.
+            stop_within_s: programs that still run at the end are cancelled, as by SIGTERM, and must return within this
+                many seconds without leaks. Frozen and dead hosts are excused. None ends the world at once.
         Raises:
-            InvariantBroken: with its name, the virtual time, the event, and how to see it again.
-            Leaked: what a program left, or did not read.
-            Deadlock: programs wait for what can never happen; names them. One with an open port serves, and may wait.
-            Exception: what a program raised.
+            InvariantBroken: with its name, the virtual time, the event, and how to reproduce it.
+            Leaked: a program left something open, or did not read something.
+            Deadlock: programs wait for something that can never happen; lists them. One with an open port may wait.
+            Exception: an exception of a program.
         """
         with self._alive():
             self._go_on(self.loop.now + duration_s)
@@ -137,7 +136,7 @@ class World:
                 raise Leaked(self._explained("; ".join(unread)))
 
     def story(self, main: Coroutine[Any, Any, T], limit_s: float = 3600.0) -> T:
-        """Run a coroutine that stands outside of all hosts, and return its result; then the world is over."""
+        """Run a coroutine outside of all hosts, and return its result; the world cannot run again."""
         with self._alive():
             result = self.loop.advance(main, limit_s)
             self.check()
@@ -176,14 +175,14 @@ class World:
             raise Leaked(self._explained(f"told to stop: {names}; after {within_s:g} s: {error}")) from error
 
     async def _programs_end(self, tasks: Iterable[asyncio.Task[Any]] | None = None) -> None:
-        """Wait for the programs, those that faults start meanwhile too; or for some of them."""
+        """Wait for all programs, including those that faults start meanwhile, or for some of them."""
         while waiting := [task for host in self.network.hosts.values() for task in host.tasks()]:
             if tasks is not None and not (waiting := [task for task in tasks if not task.done()]):
                 break
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
 
     def check(self) -> None:
-        """Raise what went wrong so far."""
+        """Raise the first error so far."""
         if self._failures:
             raise self._failures[0]
         for name, holds, details in self._invariants:
@@ -196,7 +195,7 @@ class World:
             if host.life is life and life.is_alive and (left := left_by(host, self.loop, self.network)):
                 raise Leaked(self._explained(f"the program of {host.name} has ended and left: " + "; ".join(left)))
         if not self._invariants:
-            self.loop.on_settled = None  # a world without invariants pays nothing
+            self.loop.on_settled = None  # no cost without invariants
 
     def _explained(self, what: str) -> str:
         return f"{what}, at {self.loop.now:.6f} s with seed {self.seed} ({self.schedule_text()})"

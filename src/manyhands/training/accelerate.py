@@ -1,4 +1,4 @@
-"""A loop with ``accelerate`` in which every sample counts, however it is split into batches."""
+"""Counts samples exactly in a loop with ``accelerate``, however batches are split."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 def counted(loader: Iterable[T], optimizer: Any, accelerator: Accelerator) -> Iterator[T]:
-    """The batches of a loader; the optimizer counts as many samples for each as there are in it.
+    """Yield the batches of a loader; the optimizer counts for each the samples that are in it.
 
     Example::
 
@@ -37,11 +37,11 @@ def counted(loader: Iterable[T], optimizer: Any, accelerator: Accelerator) -> It
                 optimizer.step()
                 optimizer.zero_grad()
 
-    ``gradient_accumulation_steps`` of the accelerator becomes 1: the optimizer accumulates by itself, until all peers
+    ``gradient_accumulation_steps`` of the accelerator is set to 1: the optimizer accumulates by itself, until all peers
     together have ``target_batch_size`` samples.
 
     Args:
-        loader: as ``accelerator.prepare`` has returned it.
+        loader: returned by ``accelerator.prepare``.
         optimizer: a :class:`manyhands.Optimizer` or :class:`manyhands.ProcessGroupOptimizer`, prepared or not.
     """
     inner: OptimizerWrapper = optimizer if isinstance(optimizer, OptimizerWrapper) else optimizer.optimizer

@@ -1,4 +1,4 @@
-"""What a trainer says of each global step: to its log, and to the monitors of the run."""
+"""Reports each global step of a trainer to its log and to the monitors of the run."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def report_step(optimizer: Optimizer, losses: Sequence[float], mean_loss: float,
     """Log the global step that was reached, and publish the metrics of this peer.
 
     Args:
-        losses: of the batches since the last one; without any, nothing is published.
-        mean_loss: their mean, by samples.
-        ttl_s: monitors can read them for so long.
+        losses: of the batches since the last step; without any, nothing is published.
+        mean_loss: their mean, weighted by samples.
+        ttl_s: lifetime of the published metrics.
     """
     contribution, speed = optimizer.last_contribution, optimizer.samples_per_second
     logger.info("Step %d", optimizer.global_step, extra=SHOWN_LIVE)
@@ -36,5 +36,5 @@ def report_step(optimizer: Optimizer, losses: Sequence[float], mean_loss: float,
     publication = publish_metrics(presence.dht, presence.peer_id, run_id, record, ttl_s)
     try:
         optimizer.peer.run(publication, METRICS_TIMEOUT_S, "publishing metrics")
-    except Timeout as error:  # nothing depends on them
+    except Timeout as error:  # metrics are optional
         logger.warning("%s", error)

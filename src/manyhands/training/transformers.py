@@ -1,8 +1,8 @@
-"""A ``transformers.Trainer`` whose batch is the whole swarm, and whose steps are those of the run.
+"""Lets a ``transformers.Trainer`` train in a run, whose peers share each optimizer step.
 
-The Trainer goes on batch by batch; what it does once for each optimizer step it does once for each global step of the
-run, which may take many batches. So each batch is a step of its own to the Trainer, and the callback has it count the
-global steps instead.
+A global step of the run may take many batches, but the Trainer makes an optimizer step for each. So each batch is a
+step to the Trainer, and the callback replaces the Trainer's step count by that of the run: what the Trainer does once
+for each optimizer step, it then does once for each global step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ try:
     import transformers
     from accelerate.utils import broadcast_object_list, find_batch_size
 
-    _ = transformers.Trainer  # transformers imports its parts when they are first used
+    _ = transformers.Trainer  # transformers imports its parts lazily
 except ModuleNotFoundError as error:
     if str(error.name).split(".")[0] not in ("torch", "transformers", "accelerate"):
         raise
@@ -35,11 +35,11 @@ from manyhands.training.report import report_step
 logger = logging.getLogger(__name__)
 
 IGNORED_LABEL = -100
-"""Labels that a loss leaves out, by the custom of ``transformers``."""
+"""Label of positions that a loss leaves out, by the convention of ``transformers``."""
 
 
 class CollaborativeCallback(transformers.TrainerCallback):
-    """Has a ``transformers.Trainer``, of any subclass, train together with the other peers of a run.
+    """Makes a ``transformers.Trainer``, or a subclass, train together with the other peers of a run.
 
     Example::
 
@@ -47,20 +47,20 @@ class CollaborativeCallback(transformers.TrainerCallback):
         trainer.add_callback(CollaborativeCallback(trainer, peer=peer, run_id="my-run", target_batch_size=4096))
         trainer.train()
 
-    The ``TrainingArguments`` mean what they say, for the whole run: learning rate, schedule, weight decay and clipping
-    are those of its global steps, and so are ``max_steps``, ``logging_steps``, ``save_steps`` and ``eval_steps``. All
-    peers need the same ones, but for what concerns their own batches and files.
+    The ``TrainingArguments`` apply to the whole run: learning rate, schedule, weight decay and clipping are those of
+    its global steps, and so are ``max_steps``, ``logging_steps``, ``save_steps`` and ``eval_steps``. All peers need the
+    same ones, except for those about their own batches and files.
 
     With a :class:`manyhands.Optimizer` in ``Trainer(..., optimizers=(optimizer, None))`` leave the options out: its own
-    learning rate, schedule and clipping hold, and those of the arguments do not.
+    learning rate, schedule and clipping apply, and those of the arguments do not.
 
-    A batch counts by its labels other than -100, over which the loss is a mean (with one label each: by its samples);
-    see :meth:`weight_of`.
+    The weight of a batch is its number of labels other than -100, over which the loss is a mean (its samples, if each
+    has one label); see :meth:`weight_of`.
 
     Args:
         trainer: add the callback to this one, before ``trainer.train()``.
-        options: of :class:`manyhands.Optimizer`, to make one around the Trainer's own: at least ``peer``, ``run_id``
-            and ``target_batch_size``. Under ``torchrun`` it is a :class:`manyhands.ProcessGroupOptimizer`.
+        options: of :class:`manyhands.Optimizer`, to wrap the Trainer's own optimizer: at least ``peer``, ``run_id`` and
+            ``target_batch_size``. Under ``torchrun`` it becomes a :class:`manyhands.ProcessGroupOptimizer`.
 
     Attributes:
         optimizer: of the run.
@@ -74,9 +74,9 @@ class CollaborativeCallback(transformers.TrainerCallback):
         self.optimizer = self._optimizer_of(trainer, options)
         self._trainer = trainer
         self._has_begun = False
-        self._step = 0  # the global step that the Trainer was last told of
-        self._loss_of_steps = 0.0  # which the Trainer was not told yet
-        self._losses: list[tuple[torch.Tensor, float]] = []  # of the batches since then, with their weights
+        self._step = 0  # last global step reported to the Trainer
+        self._loss_of_steps = 0.0  # sum of losses not yet reported to the Trainer
+        self._losses: list[tuple[torch.Tensor, float]] = []  # losses and weights of the batches since then
         self._samples_before = 0
         self._shown_schedule = ShownSchedule(self.optimizer)
         self._loss_shifts_labels = getattr(trainer, "_loss_shifts_labels", False)
@@ -90,14 +90,14 @@ class CollaborativeCallback(transformers.TrainerCallback):
             "create_scheduler": self._create_scheduler,
             "get_batch_samples": self._get_batch_samples,
             "training_step": self._train_batch,
-            "_get_grad_norm": lambda *args, **kwargs: None,  # that of one batch says nothing of a step
+            "_get_grad_norm": lambda *args, **kwargs: None,  # the norm of one batch says nothing about a step
             "_maybe_log_save_evaluate": self._log_save_evaluate,
             "log": self._log,
         }
         for name, override in overrides.items():
             setattr(trainer, name, override)
 
-    # setting up
+    # setup
 
     @staticmethod
     def _optimizer_of(trainer: Any, options: dict[str, Any]) -> Any:
@@ -109,7 +109,7 @@ class CollaborativeCallback(transformers.TrainerCallback):
                     'run_id="my-run", target_batch_size=4096), or Trainer(optimizers=(manyhands.Optimizer(...), None))'
                 )
             facts = facts_of(trainer) | dict(options.pop("must_match", None) or {})
-            trainer.create_optimizer()  # as the arguments say, unless the Trainer was given one
+            trainer.create_optimizer()  # by the arguments, unless the Trainer was given one
             inner = trainer.optimizer
             trainer.create_scheduler(num_training_steps=args.max_steps, optimizer=inner)
             kind = ProcessGroupOptimizer if args.world_size > 1 else Optimizer
@@ -133,7 +133,7 @@ class CollaborativeCallback(transformers.TrainerCallback):
 
     def _switch_off_what_the_optimizer_does(self) -> None:
         trainer = self._trainer
-        trainer.args = args = copy.copy(trainer.args)  # the user may have other plans for the arguments
+        trainer.args = args = copy.copy(trainer.args)  # leave the user's arguments unchanged
         if args.gradient_accumulation_steps != 1:
             logger.info(
                 "gradient_accumulation_steps=%d is set to 1: the optimizer accumulates by itself, until all peers "
@@ -145,12 +145,12 @@ class CollaborativeCallback(transformers.TrainerCallback):
                 "each batch", args.max_grad_norm,
             )  # fmt: skip
         args.gradient_accumulation_steps, args.max_grad_norm = 1, 0.0
-        args.ignore_data_skip = True  # the batches of a checkpoint's steps are not known, as peers share the steps
-        trainer.model_accepts_loss_kwargs = False  # each loss is a mean over its own batch, whatever the model does
+        args.ignore_data_skip = True  # peers share the steps, so the batches before a checkpoint are unknown
+        trainer.model_accepts_loss_kwargs = False  # each loss is a mean over its own batch
         trainer.lr_scheduler = self._shown_schedule
 
     def _shuffle_unlike_others(self) -> None:
-        """Peers have the same ``seed``, as a rule: all would train on the same batches at the same time."""
+        """Change the seed of this peer: with the same ``seed``, all peers would train on the same batches."""
         trainer, leader = self._trainer, self._leader
         if trainer.args.data_seed is not None:
             return
@@ -165,10 +165,10 @@ class CollaborativeCallback(transformers.TrainerCallback):
         leader: Optimizer | None = optimizer.leader if isinstance(optimizer, ProcessGroupOptimizer) else optimizer
         return leader
 
-    # what the Trainer calls
+    # replacements of the Trainer's methods
 
     def _endless_epochs(self, args: Any, dataloader: Any) -> tuple[Any, ...]:
-        """The Trainer reckons how many epochs its steps take, with one batch for each: more are needed here."""
+        """The Trainer computes its number of epochs for one batch per step, which is too few here."""
         endless = copy.copy(args)
         endless.max_steps = sys.maxsize
         return (*self._original_values(endless, dataloader)[:-1], args.max_steps)
@@ -176,19 +176,20 @@ class CollaborativeCallback(transformers.TrainerCallback):
     def _create_scheduler(self, *args: Any, **kwargs: Any) -> ShownSchedule:
         trainer = self._trainer
         trainer.lr_scheduler = self._shown_schedule
-        trainer.state.global_step = max(trainer.state.global_step, self.optimizer.global_step)  # before it counts on
+        # the Trainer counts on from here
+        trainer.state.global_step = max(trainer.state.global_step, self.optimizer.global_step)
         return self._shown_schedule
 
     def _get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         batches, num_items = self._original[1](*args, **kwargs)
-        if not batches:  # where the length is not known, an epoch ends with its data
+        if not batches:  # with unknown length, an epoch ends with its data
             self._trainer.control.should_epoch_stop = True
         return batches, num_items
 
     def _train_batch(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         if not self._has_begun:
             raise ConfigError("the Trainer has no CollaborativeCallback: call trainer.add_callback(callback) first")
-        if self._trainer.control.should_training_stop:  # the run had all its steps at the begin
+        if self._trainer.control.should_training_stop:  # the run was complete from the start
             self.optimizer.next_batch(0)
             return torch.zeros((), device=self._trainer.args.device)
         samples, weight = find_batch_size(inputs), self.weight_of(inputs)
@@ -196,12 +197,12 @@ class CollaborativeCallback(transformers.TrainerCallback):
         loss: torch.Tensor = self._original[0](model, inputs, *args, **kwargs)
         self.optimizer.next_batch(samples, weight)
         self._losses.append((loss.detach(), samples if weight is None else weight))
-        return torch.zeros_like(loss)  # the Trainer would add up the batches of a step; see _log_save_evaluate
+        return torch.zeros_like(loss)  # the Trainer would sum the batches of a step; see _log_save_evaluate
 
     def weight_of(self, inputs: Any) -> float | None:
-        """How many labels the loss of a batch is a mean over; None for samples.
+        """The number of labels over which the loss of a batch is a mean; None for samples.
 
-        Override it where the loss is a mean over something else, on all peers alike.
+        Override it, on all peers alike, if the loss is a mean over something else.
         """
         labels, shifts = inputs.get("shift_labels"), False
         if labels is None:
@@ -218,7 +219,7 @@ class CollaborativeCallback(transformers.TrainerCallback):
     def _log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         if "loss" in logs:
             logs["num_peers"] = self.optimizer.num_peers
-        if "train_runtime" in logs:  # by the Trainer's reckoning of one batch for each step
+        if "train_runtime" in logs:  # computed by the Trainer for one batch per step
             samples = self.optimizer.statistics.samples_computed - self._samples_before
             logs["train_samples_per_second"] = round(samples / logs["train_runtime"], 3)
         self._original[2](logs, *args, **kwargs)
@@ -226,7 +227,7 @@ class CollaborativeCallback(transformers.TrainerCallback):
     # events
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Begin where the run is."""
+        """Start at the global step of the run."""
         self._has_begun = True
         self._step = state.global_step = self.optimizer.global_step
         self._samples_before = self.optimizer.statistics.samples_computed
@@ -235,8 +236,8 @@ class CollaborativeCallback(transformers.TrainerCallback):
             control.should_training_stop = True
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Count the steps of the run."""
-        state.global_step = self.optimizer.global_step - 1  # to which the Trainer adds one
+        """Count the global steps of the run."""
+        state.global_step = self.optimizer.global_step - 1  # the Trainer adds one
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Log, save and evaluate once for each global step."""
@@ -250,7 +251,7 @@ class CollaborativeCallback(transformers.TrainerCallback):
         if self._leader is not None:
             report_step(self._leader, losses, mean)
         if control.should_save:
-            self.optimizer.settle()  # model and optimizer are saved one after the other
+            self.optimizer.settle()  # so that model and optimizer are saved at one step
 
     def _mean_loss(self) -> tuple[list[float], float]:
         """The finite losses of the batches since the last step, and their mean by weight."""
@@ -267,14 +268,14 @@ class CollaborativeCallback(transformers.TrainerCallback):
 
 
 class ShownSchedule:
-    """Has the Trainer show the learning rate of each global step; it is the optimizer that steps the schedule."""
+    """Shows the learning rate of each global step to the Trainer; the optimizer steps the real schedule."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self.note()
 
     def note(self) -> None:
-        """Remember the rates before a step, which is made with them."""
+        """Save the rates before a step, which uses them."""
         self._rates = [float(group["lr"]) for group in self._optimizer.param_groups]
 
     def get_last_lr(self) -> list[float]:
@@ -282,18 +283,18 @@ class ShownSchedule:
         return self._rates
 
     def step(self, *args: Any) -> None:
-        """Change nothing."""
+        """Does nothing."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: the schedule is in the optimizer's state."""
+        """Empty: the schedule is in the optimizer's state."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load nothing."""
+        """Does nothing."""
 
 
 def facts_of(trainer: Any) -> dict[str, str]:
-    """What a Trainer's schedule is made of: its function cannot be compared with that of other peers, but this can."""
+    """The parameters of a Trainer's schedule, for comparison between peers: its function cannot be compared."""
     args = trainer.args
     facts = {"max_steps": str(args.max_steps)}
     if trainer.lr_scheduler is None:
@@ -305,7 +306,7 @@ def facts_of(trainer: Any) -> dict[str, str]:
 
 
 def check_arguments(trainer: Any) -> None:
-    """Make sure that a Trainer can take part in a run.
+    """Check that a Trainer can take part in a run.
 
     Raises:
         ConfigError: it cannot; says what to write instead.

@@ -103,7 +103,7 @@ def test_an_invitation_by_a_coordinator_and_by_the_owner(folder: Path, capsys: p
         (["invite", "--charter", "ours.charter", "--key", "ours.key"], "needs the address of a peer of the run"),
         (["invite", "--charter", "ours.key", "--key", "ours.key"], "ours.key is no charter, or was changed"),
         (["invite", "--charter", "none", "--key", "ours.key"], "charter none: No such file"),
-        (["invite", "--state-dir", "none"], "--state-dir none is no folder"),
+        (["invite", "--state-dir", "none"], "--state-dir none is not a folder"),
         (["invite", "--state-dir", "theirs"], "theirs/identity.pem does not exist: the coordinator was started"),
         (["invite", "--state-dir", "state", "--uses", "0"], "--uses is 0; from 1 to 100000 are possible"),
         (["invite", "--state-dir", "state", "--expires", "soon"], "--expires is 'soon'; write a number with s, m, h"),

@@ -15,7 +15,7 @@ USAGE = 2
 @pytest.mark.parametrize(
     ("folder", "text", "message"),
     [
-        ("missing", "a [MASK]", "missing is no folder"),
+        ("missing", "a [MASK]", "missing is not a folder"),
         ("empty", "a [MASK]", "there is no checkpoint in "),
         ("checkpoint-1", "a text", "the text has no [MASK]"),
         ("checkpoint-1", "a [MASK]", "cannot be loaded"),

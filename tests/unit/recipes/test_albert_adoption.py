@@ -43,7 +43,7 @@ def test_the_recipe_of_a_peer_that_adopted_it_is_the_same() -> None:
 @pytest.mark.parametrize(
     ("facts", "message"),
     [
-        ({}, "was begun by a program of its own"),
+        ({}, "was begun by another program"),
         ({**FACTS, "recipe": "albert 2"}, "trains recipe 'albert 2', which this version does not know"),
         ({**FACTS, "recipe": "\x1b[2J"}, "trains recipe '?[2J'"),
         ({**FACTS, "hidden_size": "many"}, "the recipe of run 'run' cannot be used"),

@@ -1,4 +1,4 @@
-"""The processes that the demo starts, and none of which may outlive it."""
+"""Processes that the demo starts; none outlives it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ REMEMBERED_LINES = 200
 
 
 class Child:
-    """One ``manyhands`` command as a process of its own.
+    """One ``manyhands`` command in a process.
 
-    It leaves when its standard input ends, so it ends with this process however that goes.
+    It exits when its standard input ends, so it ends with this process even if that is killed.
 
     Args:
-        folder: where it runs: prepared data in that of the user is not for the demo.
+        folder: working directory, not the user's: prepared data there must not affect the demo.
     """
 
     def __init__(self, name: str, arguments: Sequence[str], folder: Path) -> None:
@@ -37,7 +37,7 @@ class Child:
             text=True,
             encoding="utf-8",
             errors="replace",
-            start_new_session=True,  # so that Ctrl-C in a terminal reaches the demo alone, which ends the others
+            start_new_session=True,  # so that Ctrl-C in a terminal reaches only the demo, which ends the others
         )
         self._reader = threading.Thread(target=self._read, name=f"output of {name}", daemon=True)
         self._reader.start()
@@ -49,15 +49,15 @@ class Child:
             self._num_lines += 1
 
     def new_lines(self) -> list[str]:
-        """What it printed since the last call, the last :data:`REMEMBERED_LINES` at most."""
+        """Lines printed since the last call, at most the last :data:`REMEMBERED_LINES`."""
         num_new = min(self._num_lines - self._num_taken, len(self._lines))
         self._num_taken += num_new
         return list(self._lines)[len(self._lines) - num_new :]
 
     def last_line(self) -> str:
-        """The last line that says something."""
+        """The last line that is not empty."""
         self._reader.join(1.0)
-        return next((line for line in reversed(self._lines) if line.strip()), "it said nothing")
+        return next((line for line in reversed(self._lines) if line.strip()), "it printed nothing")
 
     @property
     def exit_code(self) -> int | None:
@@ -65,12 +65,12 @@ class Child:
         return self._process.poll()
 
     def kill(self) -> None:
-        """SIGKILL: no goodbye, as when a machine loses power."""
+        """Send SIGKILL, which gives no chance to say goodbye, as when a machine loses power."""
         self.is_killed = True
         self._process.kill()
 
     def ask_to_leave(self) -> None:
-        """SIGTERM, to which it says goodbye to the others and leaves."""
+        """Send SIGTERM, on which the process says goodbye to its peers and leaves."""
         if self.exit_code is None:
             self._process.terminate()
 
@@ -83,7 +83,7 @@ class Child:
         return True
 
     def close(self) -> None:
-        """End it at once if it still runs, and collect it."""
+        """Kill the process if it still runs, and reap it."""
         self._process.kill()
         self._process.wait()
         self._reader.join(1.0)
@@ -93,7 +93,7 @@ class Child:
 
 
 def end_all(children: Iterable[Child], timeout_s: float) -> None:
-    """Ask all to leave, and kill those that have not within ``timeout_s`` seconds."""
+    """Ask all to leave, and kill those that have not left within ``timeout_s`` seconds."""
     children = list(children)
     for child in children:
         child.ask_to_leave()

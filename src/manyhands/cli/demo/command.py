@@ -1,4 +1,4 @@
-"""``manyhands demo``"""
+"""``manyhands demo``: a whole run on one machine."""
 
 from __future__ import annotations
 
@@ -69,15 +69,15 @@ def demo(
 
 
 def check_text(text: tuple[Path, ...]) -> None:
-    """Make sure that a user's text is readable and long enough, before anything is started.
+    """Check that a user's text is readable and long enough, before anything is started.
 
     Raises:
         ConfigError: it is not.
     """
     documents = load_documents(text)
-    if not text:  # Python's own is long enough
+    if not text:  # Python's own documentation is long enough
         return
-    from manyhands.recipes.albert.samples import make_samples  # takes seconds: it imports torch
+    from manyhands.recipes.albert.samples import make_samples  # imports torch, which takes seconds
     from manyhands.recipes.albert.tokenizer import train_tokenizer
 
     recipe = AlbertRecipe(text=text)
@@ -85,7 +85,7 @@ def check_text(text: tuple[Path, ...]) -> None:
 
 
 class SummaryFile:
-    """Where the outcome goes; without a path, nowhere.
+    """Writes the summary as JSON; without a path, does nothing.
 
     Raises:
         ConfigError: the file cannot be written.

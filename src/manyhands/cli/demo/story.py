@@ -1,4 +1,4 @@
-"""The demo's story: peers train together, one is killed, a fresh one joins, and all end in the same state."""
+"""The script of the demo: peers train together, one is killed, a fresh one joins, and all end in the same state."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 POLL_S = 0.1
 START_TIMEOUT_S = 120.0
 STALL_TIMEOUT_S = 180.0
-"""Without a new global step or sample for so long, the run is stuck."""
+"""The run is considered stuck after this long without a new global step or sample."""
 
 NEWCOMER_TIMEOUT_S = 120.0
 FINISH_TIMEOUT_S = 90.0
 SLOW_DOWN = 2.0
 SAFE_DISTANCE = 2
-"""Global steps between deciding where to stop and stopping there: nobody can have passed it unheard."""
+"""Global steps between choosing the last step and making it, so that no trainer has passed it before it is told."""
 
 
 class Story:
     """Starts and watches the processes of one demo.
 
     Args:
-        children: every process that is started is appended here; who made the list ends them.
+        children: every started process is appended here; the owner of the list ends them.
         folder: for the event files.
     """
 
@@ -63,7 +63,7 @@ class Story:
         self._trainers: list[tuple[TrainerTally, Child, EventFollower[TrainerEvent]]] = []
 
     def run(self) -> None:
-        """Tell the story to its end; :attr:`tally` has the outcome.
+        """Run the demo to its end; :attr:`tally` has the outcome.
 
         Raises:
             ManyhandsError: a process failed, or something did not happen in time.
@@ -122,7 +122,7 @@ class Story:
         child.kill()
 
     def _let_newcomer_contribute(self) -> None:
-        """Until it has; it may take the run past the steps that were asked for."""
+        """Wait until the newcomer has contributed, past the planned number of steps if need be."""
         self._wait(
             lambda: self.tally.has_newcomer_contributed or self.tally.step >= self._num_steps,
             STALL_TIMEOUT_S,
@@ -150,10 +150,10 @@ class Story:
             time.sleep(POLL_S)
 
     def _look(self) -> None:
-        """Take in what the processes said and did."""
+        """Process new output and events of the processes."""
         for child in self._children:
             for line in child.new_lines():
-                if child is self._monitor or "Collaboration accumulated" not in line:  # the monitor says it for all
+                if child is self._monitor or "Collaboration accumulated" not in line:  # the monitor logs it for all
                     self._view.say(child.name, line)
         for monitor_event in self._monitor_events.new_events():
             self.tally.apply_monitor(monitor_event)
@@ -169,7 +169,7 @@ class Story:
 
 
 def _raise_failure(child: Child) -> None:
-    """A process ended that should not have: its last words, with the kind of error that they were."""
+    """Raise the error of a process that ended early, with its last line."""
     words = child.last_line().removeprefix("manyhands: ")
     if child.exit_code == 2:
         raise ConfigError(words)

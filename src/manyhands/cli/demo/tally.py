@@ -1,4 +1,4 @@
-"""What the demo knows of its run, added up from the events of its processes. Pure."""
+"""State of the demo's run, computed from the events of its processes. Pure."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ class Summary(msgspec.Struct):
 
     Attributes:
         steps: global steps at the end.
-        peers_seen: trainers that took part, with the killed one and the newcomer.
+        peers_seen: trainers that took part, including the killed one and the newcomer.
         heldout_loss_first, heldout_loss_last: on the same held-out batch, before the first and after the last step.
-        samples_computed, samples_used: by all trainers; used are those in committed global steps.
+        samples_computed, samples_used: by all trainers; used samples are those in committed global steps.
         samples_per_peer: peer id -> samples computed.
         rounds_committed: averaging rounds that changed the parameters.
-        rounds_aborted: attempts that failed, as counted by the trainer that saw most of them.
-        bytes_sent_per_peer: peer id -> bytes, as far as was reported.
-        state_digest_per_peer: peer id -> digest at the end, of the trainers that were alive.
+        rounds_aborted: failed attempts, as counted by the trainer that saw most of them.
+        bytes_sent_per_peer: peer id -> bytes, as far as reported.
+        state_digest_per_peer: peer id -> digest at the end, of the surviving trainers.
         joined_late_samples: samples of the newcomer that were used.
         wall_s: from the start of the first process to the end of the last.
-        problems: why the exit code is not 0; empty when all is well.
+        problems: reasons for an exit code other than 0; empty when all is well.
     """
 
     steps: int
@@ -50,7 +50,7 @@ class Summary(msgspec.Struct):
 
 @dataclass
 class TrainerTally:
-    """What one trainer has told."""
+    """State of one trainer, from its events."""
 
     name: str
     is_newcomer: bool = False
@@ -67,7 +67,7 @@ class TrainerTally:
         return self.joined.peer_id if self.joined is not None else ""
 
     def apply(self, event: TrainerEvent) -> None:
-        """Count one event in."""
+        """Update the state with one event."""
         if isinstance(event, Joined):
             self.joined = event
             self.step = event.step
@@ -81,7 +81,7 @@ class TrainerTally:
 
 @dataclass
 class Tally:
-    """What all processes have told."""
+    """State of the whole demo, from the events of all processes."""
 
     trainers: list[TrainerTally] = field(default_factory=list)
     addresses: list[str] = field(default_factory=list)
@@ -90,26 +90,26 @@ class Tally:
     rounds: set[str] = field(default_factory=set)
 
     def apply_monitor(self, event: MonitorEvent) -> None:
-        """Count an event of the monitor in."""
+        """Update the state with an event of the monitor."""
         if isinstance(event, Listening):
             self.addresses = event.addresses
         elif isinstance(event, ProgressMade):
             self.progress = event
 
     def apply_trainer(self, trainer: TrainerTally, event: TrainerEvent) -> None:
-        """Count an event of a trainer in."""
+        """Update the state with an event of a trainer."""
         trainer.apply(event)
         if isinstance(event, StepDone) and event.round_id:
             self.rounds.add(event.round_id)
 
     @property
     def step(self) -> int:
-        """The highest global step that a trainer has reached."""
+        """The highest global step that any trainer has reached."""
         return max((trainer.step for trainer in self.trainers), default=0)
 
     @property
     def num_steps(self) -> int:
-        """Global steps of the whole run, as far as is known: more than planned while it waits for the newcomer."""
+        """Expected global steps of the whole run; more than planned while the demo waits for the newcomer."""
         return max(self.planned_steps, self.step)
 
     @property
@@ -122,7 +122,7 @@ class Tally:
 
     @property
     def samples_computed(self) -> int:
-        """By all trainers so far."""
+        """Samples computed by all trainers so far."""
         return sum(trainer.counts.samples_computed for trainer in self.trainers)
 
     def alive(self) -> list[TrainerTally]:
@@ -130,7 +130,7 @@ class Tally:
         return [trainer for trainer in self.trainers if not trainer.is_killed]
 
     def summary(self, wall_s: float, problem: str = "") -> Summary:
-        """Add everything up; ``problem`` is what ended the story early, if something did."""
+        """The summary; ``problem`` is the error that ended the demo early, if any."""
         seen = [trainer for trainer in self.trainers if trainer.joined is not None]
         first = next((t.joined.heldout_loss for t in seen if t.joined is not None and t.joined.step == 0), None)
         finished = [(trainer, trainer.finished) for trainer in self.alive() if trainer.finished is not None]

@@ -1,4 +1,4 @@
-"""How the demo shows its run: a live picture in a terminal, plain lines elsewhere."""
+"""Output of the demo: a live display in a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ SHOWN_LINES = 8
 
 
 class View(Protocol):
-    """Where the demo shows what happens."""
+    """Output of the demo."""
 
     def say(self, who: str, line: str) -> None:
-        """A line of one process, or of the demo itself."""
+        """Show a line of one process, or of the demo itself."""
 
     def refresh(self, tally: Tally) -> None:
         """Show the state of the run."""
@@ -42,7 +42,7 @@ class PlainView:
         print(f"{who:>9} | {line}", flush=True)  # noqa: T201
 
     def refresh(self, tally: Tally) -> None:
-        """The lines say it all."""
+        """Does nothing: the lines are enough."""
 
     def __enter__(self) -> PlainView:
         return self
@@ -54,7 +54,7 @@ class PlainView:
 
 
 class LiveView:
-    """Draws progress bars, a table of the trainers and the last lines, again and again."""
+    """Redraws progress bars, a table of the trainers and the last lines."""
 
     def __init__(self, console: Console) -> None:
         self._lines: deque[str] = deque(maxlen=SHOWN_LINES)
@@ -124,7 +124,7 @@ def _status(trainer: TrainerTally) -> str:
 
 
 def print_summary(console: Console, summary: Summary) -> None:
-    """The end of the demo, for people."""
+    """Print the summary of the demo."""
     table = Table(title="The run", show_header=False, title_justify="left", box=None, padding=(0, 2))
     first, last = summary.heldout_loss_first, summary.heldout_loss_last
     if first is not None and last is not None:

@@ -1,4 +1,4 @@
-"""What a trainer can say of itself, for people. Imports no torch: the command line shows it."""
+"""What a trainer reports about itself to its user. Imports no torch, as the command line shows it."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True)
 class Standing:
-    """How one trainer and its run stand now.
+    """The current status of a trainer and its run.
 
     Attributes:
-        step: global steps that are made.
+        step: global steps made so far.
         samples: towards the next step, by all peers together.
-        eta_s: seconds until the target; infinite while nobody computes.
+        eta_s: seconds until the target; infinite while no peer computes.
         is_averaging: the target is reached, and this peer makes the step.
-        share: of this peer's samples in all of the steps that it took part in, with the one being made.
-        loss: mean over this peer's batches of the step; of the last one that it had batches in.
+        share: this peer's share of all samples in its steps, the current one included.
+        loss: mean over this peer's batches of the step; that of the last step in which it had any.
         samples_per_second: of this peer.
     """
 
@@ -33,7 +33,7 @@ class Standing:
 
 @dataclass(frozen=True, kw_only=True)
 class HeldoutLosses:
-    """Means over the same held-out samples, before the first step of this trainer and now."""
+    """Mean losses on the same held-out samples, before this trainer's first step and now."""
 
     before: float
     after: float
@@ -45,15 +45,15 @@ class Account:
     """What one trainer has done from its start to its end.
 
     Attributes:
-        seconds: that it has trained.
+        seconds: time spent training.
         step: global steps that the run has made.
-        num_steps: of these, with this peer.
+        num_steps: those that this peer took part in.
         samples_used: of this peer, in these steps.
         samples_of_all: of all peers, in these steps.
-        first_loss, last_loss: means over this peer's batches of the first and of the last step that it had any in.
+        first_loss, last_loss: means over this peer's batches of the first and the last step in which it had any.
         heldout: None if there was no time to compute it.
         folder: with the checkpoints; None if none are kept.
-        checkpoint: the newest one in it, if there is one.
+        checkpoint: the newest one in the folder, if any.
     """
 
     run_id: str

@@ -1,7 +1,7 @@
-"""The recipe of a run, as its manifest tells it, and what a newcomer takes over from there.
+"""Reads the recipe of a run from its manifest, for a newcomer to take over.
 
-All settings of a recipe that the peers of a run must share are facts of the manifest (``must_match`` of the optimizer),
-so a newcomer needs to name none of them. Imports no torch: a newcomer that does not fit is told so at once.
+All settings that the peers of a run must share are facts of the manifest (``must_match`` of the optimizer), so a
+newcomer needs to give none of them. Imports no torch: a newcomer that does not fit is rejected at once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from manyhands.recipes.albert.config import OWN_SETTINGS, AlbertRecipe
 from manyhands.rpc.frames import readable
 
 NAME = "albert 1"
-"""Of this recipe and its version, which counts up when its facts or their meaning change."""
+"""Name and version of this recipe; the version goes up when its facts or their meaning change."""
 
 MAX_NUMBER = 10**9
 
@@ -26,15 +26,15 @@ _KINDS: dict[str, Callable[[str], Any]] = {
     for field in fields(AlbertRecipe)
     if field.name not in OWN_SETTINGS
 }
-"""The settings that all peers of a run share, and what reads them."""
+"""The settings that all peers of a run share, and how to parse each."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecipe:
-    """What a run trains.
+    """The recipe that a run trains.
 
     Attributes:
-        tokenizer: digest of its tokenizer; see :func:`manyhands.recipes.albert.tokenizer.tokenizer_digest`.
+        tokenizer: its digest; see :func:`manyhands.recipes.albert.tokenizer.tokenizer_digest`.
         vocab_size: length of that tokenizer, which may be below ``recipe.vocab_size``.
     """
 
@@ -45,10 +45,10 @@ class RunRecipe:
 
 @dataclass(frozen=True)
 class RunToJoin:
-    """A run that others train in.
+    """An existing run that this peer joins.
 
     Attributes:
-        peers: some of them, to ask for what a newcomer needs.
+        peers: some of its peers, to ask for what a newcomer needs.
     """
 
     recipe: RunRecipe
@@ -56,29 +56,29 @@ class RunToJoin:
 
 
 def facts_of(run: RunRecipe) -> dict[str, str]:
-    """What all peers of a run must have alike, as text."""
+    """The settings that all peers of a run must share, as text."""
     shared = {name: str(getattr(run.recipe, name)) for name in _KINDS}
     return {_RECIPE: NAME, _TOKENIZER: run.tokenizer, _VOCABULARY: str(run.vocab_size), **shared}
 
 
 def is_recipe(facts: Mapping[str, str]) -> bool:
-    """Whether these are facts of a recipe, of whichever version."""
+    """Whether these are facts of this recipe, in any version."""
     return _RECIPE in facts
 
 
 def adopted(run_id: str, facts: Mapping[str, str], given: Mapping[str, Any]) -> RunRecipe:
-    """The recipe of a run, with what a newcomer has chosen for itself.
+    """The recipe of a run, with the settings that a newcomer chooses itself.
 
     Args:
-        facts: as :func:`facts_of` gave them: ``extra`` of the run manifest, or what a checkpoint was made with.
+        facts: from :func:`facts_of`: ``extra`` of the run manifest, or the facts of a checkpoint.
         given: settings that the newcomer named, by the names of :class:`AlbertRecipe`.
     Raises:
-        ManifestMismatch: one of them must be alike on all peers, and the run has another value; it names both.
+        ManifestMismatch: a given setting must be equal on all peers and differs from the run's; names both values.
         ConfigError: this version does not know the recipe of the run.
     """
     if not is_recipe(facts):
         raise ConfigError(
-            f"run {run_id!r} was begun by a program of its own, not by manyhands train; run that program to join it"
+            f"run {run_id!r} was begun by another program, not by manyhands train; run that program to join it"
         )
     if facts[_RECIPE] != NAME:
         raise ConfigError(

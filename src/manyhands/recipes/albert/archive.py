@@ -1,10 +1,10 @@
-"""An archive of prepared data at an address: fetched once, checked, and unpacked into the cache. Imports no torch.
+"""Fetches an archive of prepared data from an address, checks it and unpacks it into the cache. Imports no torch.
 
 ::
 
     cache_dir/archives/0123456789abcdef/unpacked/data/manyhands.json ...
 
-Everything that was fetched is named by its address, so a second start finds it without asking anybody.
+The folder is named by a hash of the address, so a second start finds the archive without a request.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ MB = 1_000_000
 
 
 def with_unpacked(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that were given, with a folder in place of the address of an archive.
+    """The given settings, with a folder in place of an archive's address.
 
     Raises:
-        ConfigError: it cannot be fetched or used, or the disk is too small; it says what to do.
+        ConfigError: the archive cannot be fetched or used, or the disk is too small.
     """
     urls = given["dataset_url"]
     if not any(is_archive(url) for url in urls):
@@ -68,12 +68,12 @@ def with_unpacked(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def unpacked(urls: Sequence[str], cache_dir: Path) -> Path:
-    """The folder with the samples of an archive, which is fetched unless that was done before.
+    """The folder with the samples of an archive, which is fetched unless it is in the cache.
 
     Args:
         urls: mirrors of the same archive.
     Raises:
-        ConfigError: it cannot be fetched or used, or the disk is too small.
+        ConfigError: the archive cannot be fetched or used, or the disk is too small.
     """
     folders = [cache_dir / FOLDER / hashlib.sha256(url.encode()).hexdigest()[:16] for url in urls]
     folder = next((folder for folder in folders if _samples_in(folder / UNPACKED)), folders[0])
@@ -90,7 +90,7 @@ def unpacked(urls: Sequence[str], cache_dir: Path) -> Path:
 
 
 def _locked(folder: Path) -> filelock.BaseFileLock:
-    """The folder, once no other process of this machine fetches the same archive."""
+    """Lock the folder, after waiting for other processes of this machine that fetch the same archive."""
     is_told = False
     while True:
         try:
@@ -124,7 +124,7 @@ def _fetch(urls: Sequence[str], folder: Path) -> None:
 
 
 def _digest_beside(urls: Sequence[str], scratch: Path, fetcher: Fetcher) -> str | None:
-    """The SHA-256 that is written in the file beside an archive, as ``sha256sum`` writes it; None without one."""
+    """The SHA-256 in the file beside an archive, in the format of ``sha256sum``; None if there is no such file."""
     places = [_digest_url(url) for url in urls]
     for number in range(len(places)):
         with contextlib.suppress(FetchFailed):
@@ -141,7 +141,7 @@ def _digest_url(url: str) -> str:
 
 
 class _Progress(Watcher):
-    """Tells how far a download is, and ends it before it begins if the disk is too small."""
+    """Logs the progress of a download, and ends it at once if the disk is too small."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -149,7 +149,7 @@ class _Progress(Watcher):
         self._since = self._told_at = time.monotonic()
         self._at_first = size_of(path.with_name(f"{path.name}.part"))
         if self._at_first:
-            logger.info("Going on after the %d MB that came before", self._at_first // MB)
+            logger.info("Resuming after the %d MB that were fetched before", self._at_first // MB)
 
     def size_is(self, num_bytes: int) -> None:
         self._total = num_bytes
@@ -183,14 +183,14 @@ def _check_disk(folder: Path, num_bytes: int, what: str) -> None:
 
 
 def _unpack(urls: Sequence[str], path: Path, folder: Path) -> None:
-    """Unpack it beside, and remove it; a member that would be written elsewhere, or is no file, is refused."""
+    """Unpack the archive beside it and remove it. Members outside the folder or of special types are refused."""
     if not hasattr(tarfile, "data_filter"):
         raise ConfigError(
             "this version of Python cannot unpack archives safely (3.10.12, 3.11.4 and later can); unpack it where the "
             f"trainer is started: tar xf {path}"
         )
     draft = folder / ".unfinished"
-    shutil.rmtree(draft, ignore_errors=True)  # of a process that was killed
+    shutil.rmtree(draft, ignore_errors=True)  # left by a killed process
     draft.mkdir()
     try:
         with tarfile.open(path) as archive:

@@ -1,4 +1,4 @@
-"""A peer of an ALBERT run that lends its bandwidth, and computes nothing: it needs no text, no GPU and no batches."""
+"""An auxiliary peer of an ALBERT run: lends bandwidth without computing, so it needs no text, GPU or batches."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ logger = logging.getLogger(__name__)
 
 
 class AlbertAuxiliary:
-    """One peer that averages with those who train the recipe's model, and makes their steps with them.
+    """A peer that averages with the trainers of the recipe's model, and makes their steps with them.
 
-    It hands out the tokenizer of the run as well: newcomers cannot ask trainers for it that nobody can dial.
+    It also hands out the run's tokenizer, since newcomers cannot dial trainers in client mode.
 
     Raises:
         ManifestMismatch: the run has changed meanwhile.
@@ -38,7 +38,7 @@ class AlbertAuxiliary:
         self._optimizer = join_run(model, run.recipe, peer, self._run_id, settings.tuning, auxiliary=True)
 
     def run(self) -> None:
-        """Help until the settings say stop."""
+        """Help until the settings say to stop."""
         optimizer = self._optimizer
         logger.info("Helping run %s to average, from global step %d on", self._run_id, optimizer.global_step)
         self._pass_tokenizer_on()
@@ -48,7 +48,7 @@ class AlbertAuxiliary:
             if optimizer.global_step != step:
                 step = optimizer.global_step
                 logger.info("Step %d", step)
-                if not self._has_tokenizer:  # trainers that nobody can dial have connected to this peer by now
+                if not self._has_tokenizer:  # by now, trainers in client mode have connected to this peer
                     self._pass_tokenizer_on()
         logger.info("Stopping at global step %d; waiting for peers that are behind", optimizer.global_step)
         optimizer.wait_for_others(self._settings.linger_s)

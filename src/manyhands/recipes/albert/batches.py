@@ -1,7 +1,7 @@
 """Batches for masked language modelling and sentence-order prediction.
 
-Every time that a sample is drawn it is masked afresh (dynamic masking); a sample of plain text is cut and perhaps
-swapped afresh as well, one of prepared data was when the data were made.
+A sample is masked anew each time it is drawn (dynamic masking). Samples of plain text are also cut and perhaps swapped
+anew; those of prepared data were cut and swapped when the data was made.
 
 A share of the ordinary tokens of *each sample* is masked, at least one: :func:`manyhands.recipes.albert.model.loss_of`
 takes the mean over them, and then over the samples. A batch is padded to its longest sample: most of WikiText's are far
@@ -24,29 +24,29 @@ from manyhands.recipes.albert.samples import Sample, Samples, Stream
 from manyhands.recipes.albert.tokenizer_file import Vocabulary
 
 IGNORED = -100
-"""The label of a token that is not to be guessed."""
+"""Label of a token that the model need not guess."""
 
 PAD_MULTIPLE = 8
-"""GPUs multiply matrices of such sizes faster."""
+"""GPUs multiply matrices whose sizes are multiples of this faster."""
 
 Batch = dict[str, torch.Tensor]
 """int64: ``input_ids``, ``attention_mask``, ``token_type_ids`` and ``labels`` [B, S]; ``sentence_order_label`` [B]."""
 
 
 class Batches(Iterator[Batch]):
-    """The endless training batches of one peer: every sample once in an order of its own, then again in another.
+    """The endless training batches of one peer: every sample once in an order of its own, then again in another order.
 
     Args:
         samples: :attr:`Samples.training` is used.
-        recipe: the one that made the samples; it gives ``batch_size`` (B), ``mask_probability``, and ``seq_length``,
-            which S is never above.
-        order: names the order: different ones give different orders of the samples and different masks, the same one
-            with the same ``recipe.seed`` the same batches again.
-        is_padded: make S always ``seq_length``, as if a sample of that length were in each batch.
+        recipe: the one that made the samples; gives ``batch_size`` (B), ``mask_probability``, and ``seq_length``, the
+            upper bound of S.
+        order: seeds the order of the samples and the masks; the same value with the same ``recipe.seed`` gives the same
+            batches.
+        is_padded: make S always ``seq_length``, as if each batch had a sample of that length.
     """
 
     def __init__(self, samples: Samples, recipe: AlbertRecipe, order: str, *, is_padded: bool = False) -> None:
-        self._rng = random.Random(f"batches {recipe.seed} {order}")  # text is hashed with SHA-512
+        self._rng = random.Random(f"batches {recipe.seed} {order}")  # random.Random hashes text with SHA-512
         self._recipe = recipe
         self._vocabulary = samples.vocabulary
         self._order = endless_order(samples.training, self._rng)
@@ -88,7 +88,7 @@ def _batch(
 
 
 def _stored(sample: Sample, seq_length: int, vocabulary: Vocabulary, rng: random.Random) -> StoredSample:
-    """The sample itself if it has been cut and swapped; else that is done now."""
+    """A stored sample as it is; any other is cut, perhaps swapped, and encoded."""
     if isinstance(sample, StoredSample):
         return sample
     pair = truncated(ordered_pair(sample, rng), seq_length)
@@ -101,14 +101,14 @@ def _stored(sample: Sample, seq_length: int, vocabulary: Vocabulary, rng: random
 def mask_tokens(
     ids: Sequence[int], ordinary: Sequence[int], probability: float, vocabulary: Vocabulary, rng: random.Random
 ) -> tuple[list[int], list[int]]:
-    """Choose the tokens that the model must guess: so many of the ordinary ones, rounded, but at least one.
+    """Choose the tokens that the model must guess: ``probability`` of the ordinary ones, rounded, but at least one.
 
     Of these 80% become ``[MASK]``, 10% a random ordinary token, and 10% stay as they are.
 
     Args:
         ordinary: positions of tokens that are not special.
     Returns:
-        What the model sees, and the labels: the true token where it must guess, ``IGNORED`` elsewhere.
+        The model's input, and the labels: the true token where the model must guess, ``IGNORED`` elsewhere.
     """
     seen, labels = list(ids), [IGNORED] * len(ids)
     for position in rng.sample(ordinary, min(len(ordinary), max(1, round(probability * len(ordinary))))):
@@ -129,9 +129,9 @@ def _random_token(vocabulary: Vocabulary, rng: random.Random) -> int:
 
 
 def endless_order(samples: Sequence[Sample] | Stream, rng: random.Random) -> Iterator[Sample]:
-    """Every sample once in an order that the generator gives, then again in another; takes 4 bytes for each.
+    """Every sample once in an order drawn from ``rng``, then again in another; takes 4 bytes per sample.
 
-    Those of a stream shard by shard.
+    Samples of a stream come shard by shard.
     """
     while True:
         here = samples if isinstance(samples, Sequence) else samples.samples

@@ -1,4 +1,4 @@
-"""The folder with the checkpoints of one run. Imports no torch: it is looked at before anything is started."""
+"""The folder with the checkpoints of one run. Imports no torch: it is checked before anything is started."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TOKENIZER = "tokenizer.json"
 
 
 class About(msgspec.Struct, frozen=True):
-    """What a checkpoint is of.
+    """Description of a checkpoint, stored with it.
 
     Attributes:
         facts: settings that must be the same when it is loaded.
@@ -39,7 +39,7 @@ class About(msgspec.Struct, frozen=True):
 
 
 class Checkpoint(NamedTuple):
-    """One whose files are what they were."""
+    """A checkpoint whose files match their digests."""
 
     path: Path
     global_step: int
@@ -48,13 +48,13 @@ class Checkpoint(NamedTuple):
 class CheckpointDir:
     """Finds, adds and removes checkpoints: folders ``checkpoint-STEP``, as the trainers of other libraries name them.
 
-    It belongs to this process until :meth:`close`.
+    The folder is locked by this process until :meth:`close`.
 
     Args:
-        num_kept: so many stay, the newest; if one is damaged there is another.
+        num_kept: number of checkpoints to keep; with more than one, a damaged one can be replaced by an older one.
     Raises:
-        FolderInUse: another process uses it.
-        ConfigError: it cannot be used, or what is in it is another run's.
+        FolderInUse: another process uses the folder.
+        ConfigError: the folder cannot be used, or its checkpoints are another run's.
     """
 
     def __init__(self, path: Path, run_id: str, num_kept: int = 2) -> None:
@@ -75,14 +75,14 @@ class CheckpointDir:
             raise
 
     def close(self) -> None:
-        """Let others use the folder. May be called twice."""
+        """Unlock the folder. May be called twice."""
         self._lock.release(force=True)
 
     def newest(self, facts: Mapping[str, str]) -> Iterator[Checkpoint]:
-        """Those that can be read, the highest global step first; of others it is said why not.
+        """Readable checkpoints, the highest global step first; a warning is logged for each unreadable one.
 
         Raises:
-            ConfigError: one was made with other settings; it names them.
+            ConfigError: a checkpoint was made with other settings; names them.
         """
         for step in reversed(self._steps()):
             path = self._of_step(step)
@@ -97,14 +97,14 @@ class CheckpointDir:
             yield Checkpoint(path, step)
 
     def newest_facts(self) -> Mapping[str, str]:
-        """The settings of the newest checkpoint whose description can be read; none without one."""
+        """The settings of the newest checkpoint with a readable description; empty without one."""
         for step in reversed(self._steps()):
             with suppress(OSError, msgspec.MsgspecError):
                 return _read(self._of_step(step)).facts
         return {}
 
     def newest_tokenizer(self) -> str | None:
-        """The tokenizer of the newest checkpoint, as JSON, if it is what was saved; None without one."""
+        """The tokenizer of the newest checkpoint, as JSON, if its file is intact; else None."""
         for step in reversed(self._steps()):
             path = self._of_step(step)
             with suppress(OSError, msgspec.MsgspecError, ValueError):
@@ -123,7 +123,7 @@ class CheckpointDir:
 
     @contextmanager
     def adding(self, global_step: int, facts: Mapping[str, str]) -> Iterator[Path]:
-        """Within the block, a folder to write a checkpoint into; it counts once the block ends without an error."""
+        """Yield a folder to write a checkpoint into; the checkpoint counts once the block ends without an error."""
         with self._unfinished(global_step) as draft:
             yield draft
             files = {file.name: sha256_of(file) for file in sorted(draft.iterdir())}
@@ -159,7 +159,7 @@ class CheckpointDir:
             shutil.rmtree(draft, ignore_errors=True)
 
     def _remove_unfinished(self) -> None:
-        for draft in self.path.glob(".unfinished-*"):  # of a process that was killed
+        for draft in self.path.glob(".unfinished-*"):  # left by a killed process
             shutil.rmtree(draft, ignore_errors=True)
 
     def _steps(self) -> list[int]:
@@ -170,9 +170,9 @@ class CheckpointDir:
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """The newest checkpoint in a folder whose files are what they were; of others it is said why not.
+    """The newest intact checkpoint in a folder; a warning is logged for each damaged one.
 
-    It locks nothing: a trainer may be at work there.
+    Takes no lock, so a trainer may be using the folder.
     """
     paths = (folder / f"checkpoint-{step}" for step in reversed(_steps_in(folder)))
     return next((path for path in paths if _read_whole(path) is not None), None)
@@ -184,7 +184,7 @@ def _steps_in(folder: Path) -> list[int]:
 
 
 def _read_whole(path: Path) -> About | None:
-    """What a checkpoint is of; None, and a warning, if it is damaged."""
+    """The description of a checkpoint; None, with a warning, if it is damaged."""
     try:
         about = _read(path)
         damaged = [name for name, digest in about.files.items() if sha256_of(path / name) != digest]
@@ -211,8 +211,8 @@ def _differences(there: Mapping[str, str], here: Mapping[str, str]) -> list[str]
 
 
 def _flush(path: Path) -> None:
-    """Have the disk hold a file, or the names in a folder, so that a machine that loses its power finds all or none."""
-    if path.is_dir() and os.name == "nt":  # its folders cannot be opened
+    """Flush a file, or the names in a folder, to disk, so that after a power loss there is all of it or nothing."""
+    if path.is_dir() and os.name == "nt":  # Windows cannot open folders
         return
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -1,4 +1,4 @@
-"""Saves what a trainer has reached, and begins again from there."""
+"""Saves the checkpoints of a trainer, and resumes from them."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from manyhands.runtime.interrupts import uninterrupted
 logger = logging.getLogger(__name__)
 
 SAVE_TIMEOUT_S = 120.0
-"""A program that was told to leave may take so long to save."""
+"""Time that a program has for saving after it was told to leave."""
 _OPTIMIZER = "optimizer.pt"
 
 
 class Checkpoints:
-    """Of one trainer: model and tokenizer as transformers loads them, and the optimizer beside them.
+    """Checkpoints of one trainer: model and tokenizer in the format of transformers, and the optimizer beside them.
 
     Args:
-        facts: settings that must be the same when one is loaded.
+        facts: settings that must be the same when a checkpoint is loaded.
         every: global steps from one to the next.
     """
 
@@ -46,14 +46,14 @@ class Checkpoints:
         self._optimizer = optimizer
         self._every = every
         self._saved_step = self._tried_step = optimizer.global_step
-        # each file would be a line in the log
+        # transformers would log a line for each file
         transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
     def resume(self) -> None:
-        """Go to the newest one that can be read, unless the run is at its step, or further.
+        """Load the newest readable checkpoint, unless the run is at its step or further.
 
         Raises:
-            ConfigError: it was made with other settings, or none of those that are there can be loaded.
+            ConfigError: the checkpoint was made with other settings, or none can be loaded.
         """
         here = self._optimizer.global_step
         for checkpoint in self._folder.newest(self._facts):
@@ -77,16 +77,16 @@ class Checkpoints:
             self._save()
 
     def close(self) -> None:
-        """Save what has changed since the last one, and let others use the folder."""
+        """Save if there are changes since the last checkpoint, and unlock the folder."""
         try:
             self._save()
         finally:
             self._folder.close()
 
     def _save(self) -> None:
-        """Training goes on if the disk does not take it: that is said."""
+        """Save; if the disk fails, log it and go on training."""
         with finishing(SAVE_TIMEOUT_S), uninterrupted():
-            state = self._optimizer.state_dict()  # first: it waits for a step that is being made
+            state = self._optimizer.state_dict()  # first, as it waits for a step in progress
             step = self._tried_step = self._optimizer.global_step
             if step <= self._saved_step:
                 return
@@ -109,7 +109,7 @@ def save_checkpoint(
     tokenizer: transformers.PreTrainedTokenizerFast,
     state: Mapping[str, Any],
 ) -> Path | None:
-    """Save a checkpoint; returns where it is, or None if the disk does not take it: that is said.
+    """Save a checkpoint; returns its path, or None after logging a disk error.
 
     Args:
         state: of the optimizer.

@@ -1,4 +1,4 @@
-"""Where a peer of the ALBERT recipe computes, and in what precision."""
+"""Device and precision in which a peer of the ALBERT recipe computes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from manyhands.recipes.albert.trial import OutOfMemory
 logger = logging.getLogger(__name__)
 
 _BFLOAT16_CAPABILITY = (8, 0)
-"""From Ampere on NVIDIA's GPUs have units for bfloat16; older ones emulate it, slowly."""
+"""From Ampere on, NVIDIA's GPUs have units for bfloat16; older ones emulate it slowly."""
 _FLOAT16_CAPABILITY = (7, 0)
 """From Volta on they have units for float16."""
 
@@ -28,14 +28,14 @@ SMALLER = "free some of it, or compute elsewhere, for example with --device cpu"
 class Compute:
     """A device and a precision that it can compute in.
 
-    Parameters, gradients and what other peers get are float32 in any case: peers with different devices and precisions
-    train together.
+    Parameters, gradients and everything that peers exchange are float32 in any case, so peers with different devices
+    and precisions train together.
 
     Args:
-        device: as torch names it, or ``auto`` for an NVIDIA GPU where there is one, else the CPU.
+        device: in torch's notation, or ``auto`` for an NVIDIA GPU if there is one, else the CPU.
         precision: of the products; ``auto`` for the half precision that the GPU has units for, else float32.
     Attributes:
-        scaler: of the loss, so that no gradient of float16 is lost; it does nothing for others.
+        scaler: scales the loss in float16, so that small gradients are not lost; does nothing in other precisions.
     Raises:
         ConfigError: the device cannot be used here.
     """
@@ -46,7 +46,7 @@ class Compute:
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self._dtype == torch.float16)
 
     def on_device(self, model: transformers.AlbertForPreTraining) -> transformers.AlbertForPreTraining:
-        """The model, moved there.
+        """Move the model to the device.
 
         Raises:
             OutOfMemory: it does not fit.
@@ -57,10 +57,10 @@ class Compute:
 
     @contextmanager
     def fitting(self, what: str, advice: str) -> Iterator[None]:
-        """Within it running out of memory is told in words.
+        """Within the block, turn torch's out-of-memory error into one with advice.
 
         Raises:
-            OutOfMemory: it happened.
+            OutOfMemory: the device ran out of memory.
         """
         try:
             yield
@@ -72,11 +72,11 @@ class Compute:
             raise OutOfMemory(f"{what} does not fit into the memory of {self}; {advice}") from error
 
     def num_idle_gpus(self) -> int:
-        """GPUs beside the one that computes; none if it is the CPU that does."""
+        """GPUs that this process does not use; none if it computes on the CPU."""
         return torch.cuda.device_count() - 1 if self.device.type == "cuda" else 0
 
     def autocast(self) -> AbstractContextManager[None]:
-        """Within it products are computed in the precision."""
+        """Context in which products are computed in the precision."""
         if self._dtype == torch.float32:
             return nullcontext()
         return torch.autocast(self.device.type, self._dtype)
@@ -87,13 +87,13 @@ class Compute:
 
 
 def _device_named(name: str) -> torch.device:
-    own_gpu = f"cuda:{os.environ['LOCAL_RANK']}" if "LOCAL_RANK" in os.environ else "cuda"  # of a rank under torchrun
+    own_gpu = f"cuda:{os.environ['LOCAL_RANK']}" if "LOCAL_RANK" in os.environ else "cuda"  # one per torchrun rank
     if name != "auto":
         return _checked(own_gpu if name == "cuda" else name)
     if torch.cuda.is_available():
         try:
             return _checked(own_gpu)
-        except ConfigError as error:  # it is full, say, or too old for this torch
+        except ConfigError as error:  # for example full, or too old for this torch
             logger.warning("computing on the CPU, as the GPU does not work: %s", error)
     return torch.device("cpu")
 
@@ -102,7 +102,7 @@ def _checked(name: str) -> torch.device:
     try:
         device = torch.device(name)
         torch.ones(1, device=device).add_(1).item()
-    except (RuntimeError, AssertionError, NotImplementedError) as error:  # it depends on how torch was built
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # depends on how torch was built
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(f"device {name!r} cannot be used here: {reason}; for example cpu") from error
     return device

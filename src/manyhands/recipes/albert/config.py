@@ -1,4 +1,4 @@
-"""The settings of the ALBERT recipe, checked once. Imports no torch: the command line is generated from here."""
+"""The settings of the ALBERT recipe. Imports no torch: the command line is generated from here."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ NUM_PAIR_TOKENS = 3
 """Special tokens around a pair of segments: ``[CLS] A [SEP] B [SEP]``."""
 
 OWN_SETTINGS = ("text", "dataset_path", "dataset_url", "cache_dir", "cache_mb", "tokenizer", "batch_size", "seed")
-"""Of a recipe, what each peer of a run may choose for itself."""
+"""Settings that each peer of a run may choose itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AlbertRecipe:
     """A small ALBERT, trained by masked language modelling and sentence-order prediction.
 
-    All peers of a run need the same values, those of :data:`OWN_SETTINGS` excepted.
+    All peers of a run need the same values, except for :data:`OWN_SETTINGS`.
 
     Raises:
-        ConfigError: a value breaks its rule.
+        ConfigError: a value is out of bounds.
     Source: Lan et al., ALBERT, arXiv:1909.11942. Small by default: about 1.5 million parameters.
     """
 
     target_batch_size: int = 256
-    """Samples of one global step, by all peers together; 4096 for weeks with many peers."""
+    """Samples of one global step, from all peers together. Use 4096 for long runs with many peers."""
 
     text: tuple[Path, ...] = ()
     """UTF-8 text files to train on; by default the English documentation that comes with Python."""
@@ -39,10 +39,10 @@ class AlbertRecipe:
     """Addresses of the index.json of shards, fetched while training, or of an archive; several are mirrors."""
 
     cache_dir: Path | None = None
-    """Folder for what is fetched; by default ~/.cache/manyhands/data."""
+    """Cache folder for downloaded data; by default ~/.cache/manyhands/data."""
 
     cache_mb: int = 4_000
-    """What is fetched takes so many megabytes at most; two shards are kept in any case."""
+    """Largest size of the cache in megabytes. Two shards are always kept."""
 
     tokenizer: Path | None = None
     """Folder with the tokenizer that the samples were made with; by default the folder tokenizer beside them."""
@@ -72,19 +72,19 @@ class AlbertRecipe:
     """Samples in one local step of this peer."""
 
     learning_rate: float = 0.01
-    """Learning rate of LAMB at the end of the warm-up; 0.00176 for weeks with a target batch size of 4096."""
+    """Learning rate of LAMB after the warm-up. Use 0.00176 for long runs with a target batch size of 4096."""
 
     weight_decay: float = 0.01
     """Decoupled weight decay; biases and LayerNorm weights have none."""
 
     adam_epsilon: float = 1e-6
-    """Added to the root of the second moment, so that nothing is divided by zero."""
+    """Epsilon of Adam, added to the root of the second moment."""
 
     clamp_value: float = 10_000.0
-    """The length of a tensor counts at most so much in the trust ratio of LAMB."""
+    """Upper bound of a tensor's norm in the trust ratio of LAMB."""
 
     max_grad_norm: float = 1.0
-    """The averaged gradient is clipped to this norm, of all parameters together."""
+    """Norm to which the averaged gradient is clipped, over all parameters."""
 
     warmup_steps: int = 6
     """Global steps until the learning rate is reached."""
@@ -93,10 +93,10 @@ class AlbertRecipe:
     """Global steps until the learning rate has fallen to zero."""
 
     max_group_size: int = 256
-    """A swarm of more peers than this averages in a grid of groups."""
+    """A run with more peers than this averages in a grid of groups."""
 
     mask_probability: float = 0.15
-    """Share of the tokens of each sample that the model must guess; at least one."""
+    """Share of the tokens of each sample that are masked; at least one token."""
 
     num_heldout: int = 64
     """Samples kept out of training, on which the held-out loss is measured."""
@@ -109,7 +109,7 @@ class AlbertRecipe:
         self._check_rates()
 
     def _check_sizes(self) -> None:
-        _at_least("vocab_size", self.vocab_size, 512)  # the 256 bytes and the special tokens, and some words
+        _at_least("vocab_size", self.vocab_size, 512)  # the 256 bytes, the special tokens and some words
         _at_least("seq_length", self.seq_length, 16)
         _at_least("cache_mb", self.cache_mb, 1)
         _at_least("max_group_size", self.max_group_size, 2)

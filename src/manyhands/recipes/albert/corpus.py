@@ -1,7 +1,7 @@
 """Text to train on, as documents: lists of sentences in their order.
 
-A document here is a stretch of one text that is long enough for several samples, and is either trained on or held out,
-never both. A paragraph that occurs twice is kept once, for the same reason.
+A document here is a stretch of one text that is long enough for several samples. It is either trained on or held out,
+never both. For the same reason, a repeated paragraph is kept only once.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ DOCUMENT_CHARS = 4_000
 """A document ends with the sentence that reaches this length: about 800 tokens of English."""
 
 SENTENCE_CHARS = 1_000
-"""What has no end by then (a text without punctuation) is cut between two words."""
+"""Longer sentences (text without punctuation) are cut between two words."""
 
 DIGEST_BYTES = 16
-"""By which paragraphs are told apart: the text itself may be larger than the memory."""
+"""Size of the digests that detect repeated paragraphs; the text itself may be larger than the memory."""
 
 Splitter = Callable[[str], list[str]]
 """Splits a paragraph into sentences."""
@@ -31,7 +31,7 @@ _INITIAL = r"(?<!\b[A-Z]\.)"
 _NO_ABBREVIATION = _INITIAL + "".join(rf"(?<!\b{re.escape(abbreviation)})" for abbreviation in _ABBREVIATIONS)
 _SENTENCE_END = re.compile(
     rf"(?:(?<=[.!?…]){_NO_ABBREVIATION}|(?<=[.!?…][\"'”’)\]]))"  # noqa: RUF001  # an end mark, perhaps a closing quote
-    r"\s+(?![a-z])"  # and what follows may begin a sentence
+    r"\s+(?![a-z])"  # the next word may begin a sentence
     r"|(?<=[。！？])"  # noqa: RUF001  # or one of the scripts written without spaces
 )
 
@@ -53,10 +53,10 @@ def load_documents(paths: Sequence[Path] = ()) -> list[list[str]]:
 
 
 def iter_documents(paths: Sequence[Path] = (), split: Splitter | None = None) -> Iterator[list[str]]:
-    """The documents of :func:`load_documents` one after the other, for text that is larger than the memory.
+    """Yield the documents of :func:`load_documents` one by one, for text that is larger than the memory.
 
     Args:
-        split: what splits a paragraph into sentences; by default :func:`split_sentences`.
+        split: splits a paragraph into sentences; by default :func:`split_sentences`.
     """
     texts: Iterable[Iterable[str]] = map(_paragraphs_of_file, paths) if paths else python_docs.texts()
     seen: set[bytes] = set()
@@ -67,8 +67,8 @@ def iter_documents(paths: Sequence[Path] = (), split: Splitter | None = None) ->
 def split_sentences(paragraph: str) -> list[str]:
     """Split one paragraph after end marks that are followed by white space and no lower-case letter.
 
-    A few abbreviations and initials are known. A rule this small errs now and then, which costs masked language
-    modelling nothing and sentence-order prediction little.
+    Some abbreviations and initials are recognized. The rules make mistakes; these do not affect masked language
+    modelling, and affect sentence-order prediction little.
     """
     sentences = (part.strip() for part in _SENTENCE_END.split(paragraph))
     return [piece for sentence in sentences if sentence for piece in _cut_between_words(sentence)]

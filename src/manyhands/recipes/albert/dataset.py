@@ -1,10 +1,10 @@
-"""A folder of prepared data, as ``manyhands data prepare`` and hivemind's own script leave it. Imports no torch.
+"""A folder of prepared data, as made by ``manyhands data prepare`` or by hivemind's own script. Imports no torch.
 
 ::
 
-    data/manyhands.json                    what it is; hivemind's own archives have none
-    data/tokenizer/tokenizer.json          what the samples were made with
-    data/albert_tokenized_wikitext/        samples for training and for validation, as ``datasets`` saves them
+    data/manyhands.json                    its description; hivemind's archives have none
+    data/tokenizer/tokenizer.json          the tokenizer that made the samples
+    data/albert_tokenized_wikitext/        samples for training and validation, in the format of ``datasets``
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from manyhands.recipes.albert.sample_files import SampleFiles
 from manyhands.recipes.albert.tokenizer_file import FILE, Vocabulary, digest_of_json, read_tokenizer, vocabulary_of
 
 FORMAT = 1
-"""Counts up when older versions cannot read the data any more."""
+"""Format version; goes up when older versions cannot read the data any more."""
 
 DEFAULT_FOLDER = Path("data")
 SAMPLES, TOKENIZER, ABOUT = "albert_tokenized_wikitext", "tokenizer", "manyhands.json"
@@ -33,15 +33,15 @@ TRAINING, VALIDATION = "train", "validation"
 
 PREPARE = "manyhands data prepare"
 NUM_LOOKED_AT = 64
-"""Samples that are looked at before any is trained on."""
+"""Number of samples to check before training."""
 
 
 class About(msgspec.Struct, frozen=True, kw_only=True):
-    """What prepared data is.
+    """Description of prepared data.
 
     Attributes:
         tokenizer: its digest.
-        source: where the text comes from.
+        source: origin of the text.
         num_samples: of each split.
     """
 
@@ -61,8 +61,8 @@ class Prepared:
 
     Attributes:
         tokenizer: None if it is to come from the run.
-        digest: of the tokenizer; None if nothing says it.
-        seq_length: of the settings that it was made with, or else the length of the longest sample.
+        digest: of the tokenizer; None if unknown.
+        seq_length: from the settings that made the data, else the length of the longest sample.
     """
 
     path: Path
@@ -75,12 +75,12 @@ class Prepared:
     is_described: bool
 
     def settings(self) -> dict[str, Any]:
-        """Those of a recipe that the data decide."""
+        """The recipe settings that follow from the data."""
         size = {"vocab_size": self.vocabulary.size} if self.vocabulary is not None else {}
         return {"seq_length": self.seq_length} | size
 
     def check_run(self, run_id: str, recipe: AlbertRecipe, digest: str) -> None:
-        """Make sure that the data is of use in a run.
+        """Check that the data fits a run.
 
         Raises:
             ConfigError: it was made with another tokenizer, or for samples of another length.
@@ -102,13 +102,13 @@ class Prepared:
             )
 
     def heldout(self, num_samples: int) -> list[StoredSample]:
-        """So many samples of the validation split, evenly spread; all if it has fewer."""
+        """``num_samples`` evenly spread samples of the validation split; all if it has fewer."""
         num_samples = min(num_samples, len(self.validation))
         return [self.validation[index * len(self.validation) // num_samples] for index in range(num_samples)]
 
 
 def found_here(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that were given, with the data at the default path if it is there and no other was named."""
+    """The given settings, with the data at the default path if it exists and no other data was named."""
     found = dict(given)
     is_named = given.get("text") or given.get("dataset_url") or given.get("dataset_path") is not None
     if not is_named and (DEFAULT_FOLDER / SAMPLES).is_dir():
@@ -124,7 +124,7 @@ def open_prepared(path: Path, tokenizer: Path | None) -> Prepared:
     """Open a folder with samples.
 
     Raises:
-        ConfigError: it is missing, damaged or cut off, or was made with another tokenizer; it says what to do.
+        ConfigError: it is missing, damaged or truncated, or was made with another tokenizer.
     """
     if not path.is_dir():
         raise ConfigError(f"there is no folder {path} (dataset_path); make the data with: {PREPARE}")
@@ -155,7 +155,7 @@ def open_prepared(path: Path, tokenizer: Path | None) -> Prepared:
 
 
 def check_samples(prepared: Prepared, vocabulary: Vocabulary) -> None:
-    """Look at some samples.
+    """Check some samples against the vocabulary.
 
     Raises:
         ConfigError: they were not made with this tokenizer.
@@ -187,7 +187,7 @@ def _check_about(path: Path, about: About, splits: Mapping[str, Sequence[StoredS
 
 
 def _read_about(path: Path) -> About | None:
-    """None where there is none."""
+    """The description of the data; None if there is none."""
     try:
         found = path.read_bytes()
     except FileNotFoundError:
@@ -205,7 +205,7 @@ def _read_about(path: Path) -> About | None:
 
 
 def _files(split: Path) -> Iterable[Path]:
-    """The files of one split, as ``datasets`` has written them down."""
+    """The files of one split, as listed by ``datasets``."""
     try:
         state = json.loads((split / "state.json").read_text(encoding="utf-8"))
         if state.get("_indices_data_files") or state.get("_indices_files"):

@@ -1,7 +1,7 @@
-"""Fetches one file from one address, from where an earlier attempt ended; every wait has a deadline. Imports no torch.
+"""Downloads a file from one address and resumes earlier attempts; every wait has a deadline. Imports no torch.
 
-http and https are spoken by aiohttp; every other address (s3, ftp, file) is opened by fsspec, whose calls have no
-deadline of their own, so each is waited for in a thread beside.
+aiohttp handles http and https. fsspec opens all other addresses (s3, ftp, file); its calls have no deadline, so each
+runs in a thread of its own.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ T = TypeVar("T")
 
 
 class FetchFailed(Unavailable):
-    """A file has not come, or not all of it; trying again may help."""
+    """A file has not arrived completely; a retry may help."""
 
 
 class Limits(NamedTuple):
-    """When a file is given up.
+    """When to give up a download.
 
     Attributes:
-        silence_s: nothing has come for so long.
-        total_s: it is not here after so long; None for a file of unknown size.
+        silence_s: longest time without data.
+        total_s: longest time for the whole file; None for a file of unknown size.
     """
 
     silence_s: float
@@ -51,20 +51,20 @@ class Limits(NamedTuple):
 
 
 class Watcher:
-    """Is told how a download goes on; what its methods raise ends the download."""
+    """Callbacks of a download; an exception from one of them ends the download."""
 
     def size_is(self, num_bytes: int) -> None:
-        """The whole file has so many bytes; told before any is written, where the server says it."""
+        """The size of the whole file; called before any is written, if the server reports it."""
 
     def have(self, num_bytes: int) -> None:
-        """So many bytes are in the file now."""
+        """The number of bytes in the file now."""
 
 
 def download(url: str, path: Path, limits: Limits, watcher: Watcher) -> None:
-    """Append to a file what it lacks, or write all of it anew where ranges are not known.
+    """Append the missing part to a file, or write it from the start if the server does not support ranges.
 
     Raises:
-        FetchFailed: the connection broke off, or a limit has passed; what has come is kept.
+        FetchFailed: the connection broke, or a limit was exceeded; the bytes received so far are kept.
         OSError: the file cannot be written.
     """
     try:
@@ -123,7 +123,7 @@ def _by_fsspec(url: str, path: Path, limits: Limits, watcher: Watcher) -> None:
 
 
 def _opened(url: str, silence_s: float) -> Any:
-    timeout_s = 2 * silence_s  # a thread that was left ends by it
+    timeout_s = 2 * silence_s  # also ends a thread that was abandoned
     options: dict[str, Any] = {}
     scheme = urlsplit(url).scheme
     if scheme == "ftp":
@@ -133,7 +133,7 @@ def _opened(url: str, silence_s: float) -> Any:
     try:
         return _opened_with(url, options)
     except Exception as error:
-        if scheme == "s3" and type(error).__name__ == "NoCredentialsError":  # what is public needs none
+        if scheme == "s3" and type(error).__name__ == "NoCredentialsError":  # public data needs no credentials
             return _opened_with(url, options | {"anon": True})
         raise
 
@@ -155,10 +155,10 @@ def _read(source: Any, offset: int) -> bytes:
 
 
 def _within(timeout_s: float, call: Callable[[], T]) -> T:
-    """The result of a call that has no deadline: it is left to a thread, which nobody waits for when it is late.
+    """Run a call that has no deadline in a thread; if it is late, the thread is abandoned.
 
     Raises:
-        FetchFailed: it is late, or it has failed: each kind of address has errors of its own.
+        FetchFailed: it is late or has failed; each kind of address has its own errors.
     """
     results: queue.SimpleQueue[tuple[T | None, Exception | None]] = queue.SimpleQueue()
 
@@ -181,7 +181,7 @@ def _within(timeout_s: float, call: Callable[[], T]) -> T:
 
 
 def size_of(path: Path) -> int:
-    """Of a file, in bytes; 0 if there is none."""
+    """Size of a file in bytes; 0 if there is none."""
     with contextlib.suppress(FileNotFoundError):
         return path.stat().st_size
     return 0

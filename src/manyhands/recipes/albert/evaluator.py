@@ -1,4 +1,4 @@
-"""Measures how well a run does on text that nobody trains on, without taking part in it."""
+"""Measures a run on held-out text, without taking part in it."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ PUBLISH_TIMEOUT_S = 10.0
 class AlbertEvaluator:
     """Loads the state of a run every few global steps, and measures it on the samples that trainers hold out.
 
-    The samples are those of the trainers if it has the same text or data.
+    With the text or data of the trainers, the samples are the same as theirs.
 
     Args:
         run: its recipe, with this evaluator's text or data.
         on_event: called with each measurement.
     Raises:
-        ConfigError: the text or the data cannot be used, or the device.
+        ConfigError: the text, the data or the device cannot be used.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class AlbertEvaluator:
         self._batch = heldout_batch(heldout_samples(run_id, run.recipe, self._follower.tokenizer), run.recipe)
 
     def run(self, every: int, max_evaluations: int | None = None, until_step: int | None = None) -> None:
-        """Measure every few global steps: so often, until a global step is reached, or for ever."""
+        """Measure every ``every`` global steps, ``max_evaluations`` times or until ``until_step``, else for ever."""
         num_done, step = 0, -1
         while num_done != max_evaluations and (until_step is None or step < until_step):
             step = self._follower.next_state(every)
@@ -72,11 +72,11 @@ class AlbertEvaluator:
         )  # fmt: skip
         self._on_event(Evaluated(step, scores.loss, scores.mlm_accuracy, scores.sop_accuracy, scores.num_samples))
         if not math.isfinite(scores.loss):
-            logger.warning("The model has diverged: its loss is no number, and does not get into the curves")
+            logger.warning("The model has diverged: its loss is not finite, and is left out of the curves")
             return
         record = HeldoutRecord(step, scores.loss, scores.mlm_accuracy, scores.sop_accuracy, scores.num_samples)
         publication = publish_heldout(self._peer.dht, self._peer.peer_id, self._run_id, record)
         try:
             self._peer.run(publication, PUBLISH_TIMEOUT_S, "publishing the held-out loss")
-        except Timeout as error:  # nothing depends on it
+        except Timeout as error:  # the record is optional
             logger.warning("%s", error)

@@ -1,4 +1,4 @@
-"""What trainers and evaluators tell to programs, one JSON object a line."""
+"""Events of trainers and evaluators for other programs, one JSON object a line."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import msgspec
 
 
 class Counts(msgspec.Struct, frozen=True):
-    """What a trainer has done so far; see :class:`manyhands.optim.optimizer.Statistics`."""
+    """Totals of a trainer; see :class:`manyhands.optim.optimizer.Statistics`."""
 
     samples_computed: int
     samples_used: int
@@ -17,7 +17,7 @@ class Counts(msgspec.Struct, frozen=True):
 
 
 class Joined(msgspec.Struct, tag="joined"):
-    """The trainer has joined the run at ``step``; ``heldout_loss`` is that of the state it begins with."""
+    """The trainer has joined the run at ``step``; ``heldout_loss`` is that of the state it starts from."""
 
     peer_id: str
     step: int
@@ -25,7 +25,7 @@ class Joined(msgspec.Struct, tag="joined"):
 
 
 class BatchDone(msgspec.Struct, tag="batch"):
-    """One local batch was computed; ``samples_per_second`` is the trainer's own speed."""
+    """The trainer has computed a local batch at its own speed of ``samples_per_second``."""
 
     step: int
     loss: float
@@ -34,7 +34,7 @@ class BatchDone(msgspec.Struct, tag="batch"):
 
 
 class StepDone(msgspec.Struct, tag="step"):
-    """A global step was reached; ``loss`` is the mean over this trainer's batches of the step, if it had any.
+    """The trainer has reached a global step; ``loss`` is the mean over its own batches of the step, if it had any.
 
     Attributes:
         round_id: hexadecimal id of the round; empty for a step made alone or loaded.
@@ -49,7 +49,7 @@ class StepDone(msgspec.Struct, tag="step"):
 
 
 class Finished(msgspec.Struct, tag="finished"):
-    """The trainer stopped at ``step``; ``state_digest`` is equal on all peers that hold the same state."""
+    """The trainer has stopped at ``step``; ``state_digest`` is equal on all peers that hold the same state."""
 
     step: int
     heldout_loss: float

@@ -1,7 +1,4 @@
-"""Fetches the files of prepared data from where they are hosted: mirrors, resumed, checked by digest.
-
-Imports no torch.
-"""
+"""Downloads the files of prepared data from several mirrors, with resume and checksums. Imports no torch."""
 
 from __future__ import annotations
 
@@ -21,11 +18,11 @@ from manyhands.recipes.albert.download import FetchFailed, Limits, Watcher, down
 from manyhands.recipes.albert.shards import INDEX, Index, Shard
 
 START_PATIENCE_S = 20.0
-"""At the start, when nothing has come for so long from any mirror, the data cannot be had."""
+"""Longest time at the start without data from any mirror; after it the data counts as unavailable."""
 SILENCE_S = 15.0
-"""A mirror that sends nothing for so long is left."""
+"""A mirror that sends nothing for this long is abandoned."""
 MIN_BYTES_PER_S = 20_000
-"""A slower mirror is left as well; what it sent is kept."""
+"""A slower mirror is abandoned as well; the bytes received are kept."""
 MAX_RESUMES = 8
 MAX_INDEX_BYTES = 16 << 20
 ARCHIVES = (".tar", ".tar.gz", ".tgz")
@@ -33,29 +30,29 @@ DIGEST = re.compile("[0-9a-f]{64}")
 
 
 class NoGoodCopy(FetchFailed):
-    """Every mirror has delivered the whole file, and it is another one than the index says."""
+    """Every mirror has delivered a whole file that differs from the index."""
 
 
 class Stopped(Exception):
-    """The file is not wanted any more."""
+    """The file is not needed any more."""
 
 
 class Wanted(NamedTuple):
-    """What a file must be; None where nothing says it."""
+    """Expected size and digest of a file; None where unknown."""
 
     num_bytes: int | None = None
     sha256: str | None = None
 
 
 class Patience:
-    """How long nothing may come, over all files and mirrors together."""
+    """How long nothing may arrive, over all files and mirrors together."""
 
     def __init__(self, limit_s: float = START_PATIENCE_S) -> None:
         self._limit_s = limit_s
         self.renew()
 
     def renew(self) -> None:
-        """Something has come."""
+        """Restart the timer, as data has arrived."""
         self._until = time.monotonic() + self._limit_s
 
     @property
@@ -64,7 +61,7 @@ class Patience:
 
 
 class _Bounds(Watcher):
-    """Ends the download of a file that is too long, and notes that something comes."""
+    """Ends the download of a file that is too long, and restarts the timer when data arrives."""
 
     def __init__(self, max_bytes: int | None, patience: Patience | None, watcher: Watcher) -> None:
         self._max_bytes, self._patience, self._watcher = max_bytes, patience, watcher
@@ -81,12 +78,12 @@ class _Bounds(Watcher):
 
 
 class Fetcher:
-    """Fetches files, each from the first of its mirrors that has it in order.
+    """Fetches files, each from the first of its mirrors that delivers it intact.
 
     Args:
-        watcher: told how each download goes on.
+        watcher: gets the progress of each download.
     Attributes:
-        patience: shared by all that is fetched at the start; None afterwards, when each mirror has ``SILENCE_S``.
+        patience: shared by all downloads at the start; None later, when each mirror has ``SILENCE_S``.
     """
 
     def __init__(self, watcher: Watcher | None = None, patience: Patience | None = None) -> None:
@@ -94,12 +91,12 @@ class Fetcher:
         self.patience = patience
 
     def read_small(self, urls: Sequence[str], number: int, scratch: Path, max_bytes: int) -> bytes:
-        """What is at one of the mirrors.
+        """The content of a small file from one of the mirrors.
 
         Args:
-            scratch: file that it passes through.
+            scratch: temporary file for the download.
         Raises:
-            FetchFailed: it has not come.
+            FetchFailed: no mirror has delivered it.
         """
         silence_s = self._silence_s(len(urls) - number)
         scratch.unlink(missing_ok=True)
@@ -112,15 +109,15 @@ class Fetcher:
             scratch.unlink(missing_ok=True)
 
     def fetch(self, urls: Sequence[str], wanted: Wanted, path: Path) -> int:
-        """Fetch one file; what was fetched before a failure is kept beside it, and the next call goes on from there.
+        """Fetch one file. After a failure the part received is kept beside it, and the next call resumes.
 
         Returns:
-            The number of the mirror that had it.
+            Index of the mirror that delivered it.
         Raises:
             FetchFailed: no mirror has delivered it.
-            NoGoodCopy: what they deliver is another file.
-            OSError: it cannot be written.
-            Stopped: it is not wanted any more.
+            NoGoodCopy: the mirrors deliver another file.
+            OSError: the file cannot be written.
+            Stopped: the file is not needed any more.
         """
         part = path.with_name(f"{path.name}.part")
         reasons, num_bad = [], 0
@@ -137,7 +134,7 @@ class Fetcher:
         raise kind("; ".join(reasons))
 
     def _has_fetched(self, url: str, wanted: Wanted, part: Path, num_left: int) -> bool:
-        """Whether the file has come, and is the right one."""
+        """Whether the whole file has arrived and is the right one."""
         total_s = SILENCE_S + wanted.num_bytes / MIN_BYTES_PER_S if wanted.num_bytes is not None else None
         bounds = _Bounds(wanted.num_bytes, self.patience, self._watcher)
         for _ in range(MAX_RESUMES):
@@ -154,11 +151,11 @@ class Fetcher:
             part.unlink(missing_ok=True)
             if not before:
                 return False
-            # a part of it came from elsewhere, so this mirror is asked for all of it
+            # the first part came from elsewhere, so fetch all of it from this mirror
         raise FetchFailed(f"the connection broke off {MAX_RESUMES} times")
 
     def _silence_s(self, num_left: int) -> float:
-        """How long a mirror may send nothing, when so many are to be asked, it included."""
+        """Longest silence of a mirror when ``num_left`` mirrors remain, itself included."""
         if self.patience is None:
             return SILENCE_S
         if not self.patience.left_s:
@@ -167,10 +164,10 @@ class Fetcher:
 
 
 class Mirrors:
-    """Several places that have the same shards.
+    """Several mirrors of the same shards.
 
     Args:
-        urls: of an ``index.json``, or of the folder that it is in.
+        urls: of an ``index.json``, or of its folder.
     """
 
     def __init__(self, urls: Sequence[str], fetcher: Fetcher) -> None:
@@ -178,12 +175,12 @@ class Mirrors:
         self._fetcher = fetcher
 
     def index(self, scratch: Path) -> Index:
-        """The index of the first mirror that has one.
+        """The index from the first mirror that has one.
 
         Args:
-            scratch: file that it passes through.
+            scratch: temporary file for the download.
         Raises:
-            ConfigError: none has; it names each address and its reason.
+            ConfigError: no mirror has one; names each address and its reason.
         """
         reasons = []
         for number, url in enumerate(self._indexes):
@@ -202,12 +199,12 @@ class Mirrors:
         self._ask_first(self._fetcher.fetch(urls, Wanted(shard.num_bytes, shard.sha256), path))
 
     def _ask_first(self, number: int) -> None:
-        """The mirror that has just delivered comes first: one that is down is not waited for each time."""
+        """Move the mirror that has just delivered to the front, so that a dead one does not delay each download."""
         self._indexes = self._indexes[number:] + self._indexes[:number]
 
 
 def no_data(reasons: object) -> ConfigError:
-    """What is said when no address has the data."""
+    """The error when no address has the data."""
     return ConfigError(
         f"the data cannot be fetched (--dataset-url): {reasons}. Check the address and whether it is "
         "served: manyhands data serve FOLDER prints the line"
@@ -215,12 +212,12 @@ def no_data(reasons: object) -> ConfigError:
 
 
 def is_archive(url: str) -> bool:
-    """Whether an address is that of an archive, not of an index."""
+    """Whether an address is that of an archive rather than an index."""
     return urlsplit(url).path.endswith(ARCHIVES)
 
 
 def index_url(url: str) -> str:
-    """The address of an index, where that of its folder may have been given."""
+    """The address of an index, from its own address or that of its folder."""
     parts = urlsplit(url)
     if not parts.scheme:
         raise ConfigError(f"dataset_url {url!r} is no address; for example http://203.0.113.7:8000/{INDEX}")
@@ -241,10 +238,10 @@ def beside(url: str, name: str) -> str:
 
 
 def read_index(found: bytes) -> Index:
-    """An index that somebody else wrote.
+    """Parse an index from an untrusted source.
 
     Raises:
-        ConfigError: it is none, or of another version.
+        ConfigError: it is not an index, or has another version.
     """
     try:
         index = msgspec.json.decode(found, type=Index)

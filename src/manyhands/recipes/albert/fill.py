@@ -1,4 +1,4 @@
-"""Fills the masks in a text with a model that was trained."""
+"""Fills the masks in a text with a trained model."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ NUM_GUESSES = 5
 
 
 class Guess(NamedTuple):
-    """A token, and how likely the model takes it to be."""
+    """A token and its probability."""
 
     token: str
     probability: float
 
 
 class Filled(NamedTuple):
-    """A text with the best guess in each mask, and the best guesses for each, the best first."""
+    """A text with the best guess in each mask, and the best guesses for each mask in order."""
 
     text: str
     guesses: list[list[Guess]]
@@ -32,7 +32,7 @@ def fill_masks(path: Path, text: str) -> Filled:
 
     Args:
         path: folder of a checkpoint, as ``save_pretrained`` writes it.
-        text: with the tokenizer's mask token in it.
+        text: contains the tokenizer's mask token.
     Raises:
         ConfigError: the model cannot be loaded, or the text is too long for it.
     """
@@ -60,7 +60,7 @@ def fill_masks(path: Path, text: str) -> Filled:
 def _shown(tokenizer: transformers.PreTrainedTokenizerBase, token: int) -> str:
     text = str(tokenizer.decode([token]))
     stripped = text.strip()
-    return stripped if stripped and stripped.isprintable() else repr(text)  # it may be the tokenizer of strangers
+    return stripped if stripped and stripped.isprintable() else repr(text)  # the tokenizer may come from strangers
 
 
 def _load(path: Path) -> tuple[transformers.AlbertForPreTraining, transformers.PreTrainedTokenizerBase]:

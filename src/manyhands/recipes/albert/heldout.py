@@ -1,4 +1,4 @@
-"""How well a model does on the held-out samples, which are computed in small parts to need little memory."""
+"""Measures a model on the held-out samples, in small parts to need little memory."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from manyhands.recipes.albert.model import compute, heldout_loss
 from manyhands.recipes.albert.packages import torch, transformers
 
 PART_SIZE = 8
-"""Samples that are computed at once, at most: an account that is made in a hurry looks at one part or more."""
+"""Most samples computed at once; a final comparison that is short of time computes at least one part."""
 PART_TOKENS = 1024
-"""And tokens: a part of two samples of 512 takes 200 MB beside ALBERT large, in float32 on a CPU."""
+"""Most tokens computed at once: two samples of 512 take 200 MB beside ALBERT large, in float32 on a CPU."""
 
 
 class Scores(NamedTuple):
     """Means over the held-out samples.
 
     Attributes:
-        mlm_accuracy: share of the masked tokens that the model guesses.
-        sop_accuracy: share of the samples whose sentence order it tells.
+        mlm_accuracy: share of the masked tokens that the model guesses correctly.
+        sop_accuracy: share of the samples whose sentence order it predicts correctly.
     """
 
     loss: float
@@ -56,7 +56,7 @@ def scores_of(model: transformers.AlbertForPreTraining, batch: Batch) -> Scores:
 
 
 def parts_of(batch: Batch, max_size: int) -> Iterator[Batch]:
-    """The batch in pieces of so many samples, or fewer if they are long."""
+    """Split a batch into parts of at most ``max_size`` samples, fewer if the samples are long."""
     num_samples, seq_length = batch["input_ids"].shape
     size = min(max_size, PART_SIZE, max(1, PART_TOKENS // seq_length))
     for start in range(0, num_samples, size):
@@ -69,12 +69,12 @@ class _Part(NamedTuple):
 
 
 class HeldoutComparison:
-    """Measures the held-out loss of a model in parts, so that it can be broken off when time is short.
+    """Measures the held-out loss of a model in parts, so that it can stop early when time is short.
 
     Args:
         batch: all held-out samples.
-        max_size: samples that are computed at once, at most: those of a training batch fit into the memory.
-        compute: the precision of the training.
+        max_size: most samples computed at once; a training batch is known to fit into the memory.
+        compute: gives the precision of the training.
     """
 
     def __init__(self, model: transformers.AlbertForPreTraining, batch: Batch, max_size: int, compute: Compute) -> None:
@@ -94,7 +94,7 @@ class HeldoutComparison:
         return _mean(self._measure(math.inf))
 
     def compare(self, limit_s: float) -> HeldoutLosses | None:
-        """Then and now, on as many samples as can be computed in so many seconds; None before :meth:`begin`."""
+        """The first and the current loss, on as many samples as ``limit_s`` allows; None before :meth:`begin`."""
         if not self._first:
             return None
         now = self._measure(limit_s)

@@ -1,4 +1,4 @@
-"""How much memory a model takes, told before anything is started. Imports no torch."""
+"""Estimates the memory that a model needs, before anything is started. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from manyhands.base.errors import ConfigError
 from manyhands.recipes.albert.config import AlbertRecipe
 
 BYTES_PER_PARAMETER = 28
-"""Parameter, gradient, LAMB's two averages, the accumulated and the averaged gradient, what the others send."""
+"""Parameter, gradient, LAMB's two moments, accumulated and averaged gradient, and data from other peers."""
 
 LIBRARY_BYTES = 500e6
-"""Of torch and transformers, once they are imported."""
+"""Memory of torch and transformers after import."""
 
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -19,42 +19,42 @@ _CGROUP = Path("/sys/fs/cgroup")
 def num_parameters(recipe: AlbertRecipe, vocab_size: int) -> int:
     """Parameters of the model."""
     embedding, hidden, inner = recipe.embedding_size, recipe.hidden_size, recipe.intermediate_size
-    embeddings = (vocab_size + recipe.seq_length + 2 + 2) * embedding  # words, positions, segments; a LayerNorm
+    embeddings = (vocab_size + recipe.seq_length + 2 + 2) * embedding  # words, positions, segments, LayerNorm
     layer = 4 * (hidden + 1) * hidden + (hidden + 1) * inner + (inner + 1) * hidden + 4 * hidden  # shared by all
     heads = (hidden + 1) * hidden + 2 * (hidden + 1) + vocab_size + (hidden + 3) * embedding
     return embeddings + (embedding + 1) * hidden + layer + heads
 
 
 def needed_bytes(recipe: AlbertRecipe, vocab_size: int) -> int:
-    """About what training takes with one sample at a time, in bytes."""
+    """Approximate memory for training with one sample at a time, in bytes."""
     tokens, hidden = recipe.seq_length, recipe.hidden_size
-    num_masked = int(tokens * recipe.mask_probability) + 1  # scores are computed for these alone
+    num_masked = int(tokens * recipe.mask_probability) + 1  # scores are computed for masked tokens only
     in_a_layer = tokens * (10 * hidden + 4 * recipe.intermediate_size + 3 * recipe.num_attention_heads * tokens)
     activations = 4 * (recipe.num_hidden_layers * in_a_layer + 3 * num_masked * vocab_size)
     return int(LIBRARY_BYTES) + BYTES_PER_PARAMETER * num_parameters(recipe, vocab_size) + activations
 
 
 def available_bytes() -> int:
-    """What this process may still take: of the machine, or of its container if that has less."""
-    import psutil  # of the extra, and the command line imports this module without it too
+    """Memory that this process may still take, limited by the machine and its container."""
+    import psutil  # in manyhands[albert]; the command line imports this module without it
 
     available: int = psutil.virtual_memory().available
     try:
         limit, used = ((_CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
         fields = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
-    except OSError:  # no container, or no Linux
+    except OSError:  # no container, or not Linux
         return available
     if limit == "max":
         return available
-    used_bytes = int(used) - int(fields.get("inactive_file", 0))  # of files that were read
+    used_bytes = int(used) - int(fields.get("inactive_file", 0))  # minus the file cache
     return min(available, max(int(limit) - used_bytes, 0))
 
 
 def check_memory(run_id: str, recipe: AlbertRecipe, vocab_size: int) -> None:
-    """Make sure that the model fits into this machine.
+    """Check that the model fits into this machine.
 
     Raises:
-        ConfigError: it does not; it says what is needed.
+        ConfigError: it does not; says how much memory is needed.
     """
     needed, available = needed_bytes(recipe, vocab_size), available_bytes()
     if needed > available:

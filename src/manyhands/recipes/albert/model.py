@@ -1,4 +1,4 @@
-"""The model of the ALBERT recipe, its loss, and what an optimizer needs to know about it."""
+"""The ALBERT model, its loss, and its parameter groups and learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from manyhands.recipes.albert.tokenizer import SPECIAL_TOKENS
 from manyhands.recipes.albert.tokenizer_file import Vocabulary
 
 PAD_ID, UNKNOWN_ID, CLS_ID, SEP_ID, MASK_ID = range(len(SPECIAL_TOKENS))
-"""Of ALBERT's published vocabularies, and of those that this recipe trains."""
+"""Token ids of ALBERT's published vocabularies, and of those that this recipe trains."""
 
 
 def build_model(
@@ -20,11 +20,11 @@ def build_model(
 ) -> transformers.AlbertForPreTraining:
     """A fresh model, float32, on the CPU, in training mode.
 
-    Its parameters depend on ``recipe`` and ``vocab_size``, the length of the tokenizer, alone; torch's global random
-    state is left as it was. There is no dropout, as in ALBERT v2: the loss is a function of parameters and batch.
+    Its parameters depend only on ``recipe`` and ``vocab_size``, the length of the tokenizer; torch's global random
+    state is not changed. There is no dropout, as in ALBERT v2: the loss is a function of parameters and batch.
 
     Args:
-        vocabulary: has the ids of the special tokens; without it they are ALBERT's.
+        vocabulary: has the ids of the special tokens; by default they are ALBERT's.
     """
     config = transformers.AlbertConfig(
         vocab_size=vocab_size,
@@ -47,12 +47,12 @@ def build_model(
 
 
 class Computed(NamedTuple):
-    """What a model makes of a batch.
+    """The outputs of a model for a batch.
 
     Attributes:
         loss: a scalar.
-        token_scores_MV: of the masked tokens, in the order of the batch, for each word.
-        order_scores_B2: of each sample, for both sentence orders.
+        token_scores_MV: for each masked token, in the order of the batch, a score for each word.
+        order_scores_B2: for each sample, a score for both sentence orders.
     """
 
     loss: torch.Tensor
@@ -63,12 +63,12 @@ class Computed(NamedTuple):
 def compute(model: transformers.AlbertForPreTraining, batch: Batch) -> Computed:
     """Masked-language-modelling loss plus sentence-order loss, both cross-entropies in nats, and the scores.
 
-    The loss is the mean over the masked tokens of each sample, then over the samples: so the loss of a batch is the
-    mean of the losses of its parts, weighted by their samples, however many tokens each has. A mean over all masked
-    tokens is another function: the weights of its parts are known only after the masking.
+    The loss is the mean over the masked tokens of each sample, then over the samples. So the loss of a batch is the
+    mean of the losses of its parts weighted by their samples, however many tokens each has. A mean over all masked
+    tokens would need weights that are known only after the masking.
 
-    Scores are computed for the masked tokens alone. With 30,000 tokens in the vocabulary those of all would take more
-    memory than the model.
+    Only masked tokens are scored: with a vocabulary of 30,000, the scores of all tokens would need more memory than
+    the model.
     """
     batch = {name: tensor.to(model.device) for name, tensor in batch.items()}
     labels_BS, order_B = batch.pop("labels"), batch.pop("sentence_order_label")  # noqa: N806
@@ -113,7 +113,7 @@ def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[s
         for name, parameter in module.named_parameters(recurse=False)
         if name == "bias" or isinstance(module, torch.nn.LayerNorm)
     }
-    named = list(model.named_parameters())  # with names, so that errors can tell which tensor they mean
+    named = list(model.named_parameters())  # names, for error messages
     return [
         {"params": [(name, p) for name, p in named if id(p) not in exempt], "weight_decay": weight_decay},
         {"params": [(name, p) for name, p in named if id(p) in exempt], "weight_decay": 0.0},
@@ -123,8 +123,8 @@ def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[s
 def warmup_linear(total_steps: int, warmup_steps: int) -> Callable[[int], float]:
     """The factor on the learning rate by global step, for ``torch.optim.lr_scheduler.LambdaLR``.
 
-    It rises in equal parts over the first ``warmup_steps`` steps, the first of which already moves the parameters, is 1
-    at the last of them, then falls in equal parts and is 0 from ``total_steps`` on.
+    It rises linearly over the first ``warmup_steps`` steps, the first of which already moves the parameters, is 1 at
+    the last of them, then falls linearly and is 0 from ``total_steps`` on.
     """
 
     def factor(step: int) -> float:

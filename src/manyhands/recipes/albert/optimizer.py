@@ -1,6 +1,6 @@
-"""The optimizer of the ALBERT recipe: LAMB, with the settings that collaborative ALBERT training is known by.
+"""The optimizer of the ALBERT recipe: LAMB, with the settings of known collaborative ALBERT runs.
 
-What all peers of a run must have alike, those with data and those without, is put together here.
+Peers with and without data build it here, so that all have equal settings.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def build_optimizer(model: torch.nn.Module, recipe: AlbertRecipe) -> Lamb:
 def join_run(
     model: torch.nn.Module, run: RunRecipe, peer: Peer, run_id: str, tuning: TuningSettings, **options: Any
 ) -> Optimizer:
-    """Join a run of this recipe, or begin it, with a model; while its peers cannot be reached, again and again.
+    """Join or begin a run of this recipe with a model; retries while its peers cannot be reached.
 
     Args:
         tuning: times and speeds of this peer.
@@ -61,7 +61,7 @@ def join_run(
 def join_run_as_rank(
     model: torch.nn.Module, run: RunRecipe, peer: Peer | None, run_id: str, tuning: TuningSettings, **options: Any
 ) -> ProcessGroupOptimizer:
-    """The same for each rank of a peer that has several; ``peer`` is None on ranks other than 0."""
+    """Like :func:`join_run`, for each rank of a peer that has several; ``peer`` is None on ranks other than 0."""
     return ProcessGroupOptimizer(
         build_optimizer(model, run.recipe), peer=peer, run_id=run_id, **_options(run, tuning), **options
     )
@@ -74,10 +74,10 @@ def _options(run: RunRecipe, tuning: TuningSettings) -> dict[str, Any]:
         "target_batch_size": recipe.target_batch_size,
         "max_grad_norm": recipe.max_grad_norm,
         "scheduler": lambda inner: torch.optim.lr_scheduler.LambdaLR(inner, schedule),
-        "start_new": True,  # the command line has looked for the run already
+        "start_new": True,  # the command line has already looked for the run
         "must_match": facts_of(run),
         "averaging": replace(tuning.averaging(), max_group_size=recipe.max_group_size),
         "progress": tuning.progress(),
-        # one that is meant for larger steps looks at once
+        # a lead above the target means to start matchmaking at once
         "batch_size_lead": min(lead, recipe.target_batch_size - 1) if lead is not None else None,
     }

@@ -1,4 +1,4 @@
-"""The packages of the ``albert`` extra, imported in this one place so that one message says what to install."""
+"""Imports the packages of ``manyhands[albert]`` in one place, so that one message says what to install."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ try:
     import torch
     import transformers
 
-    _ = transformers.AlbertForPreTraining  # transformers imports its parts when they are first used: seconds, too
+    _ = transformers.AlbertForPreTraining  # transformers is imported lazily, which takes seconds
 except ModuleNotFoundError as error:
-    if error.name not in _NEEDED:  # installed, but broken: its own message says more
+    if error.name not in _NEEDED:  # installed but broken: its own message says more
         raise
     raise MissingExtra("the ALBERT recipe", "albert") from error
 

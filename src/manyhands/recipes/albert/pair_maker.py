@@ -1,7 +1,7 @@
-"""What the processes of ``manyhands data prepare`` do: text becomes record batches of samples. Imports no torch.
+"""Worker processes of ``manyhands data prepare``: turn text into record batches of samples. Imports no torch.
 
-A pair is made of the token ids of its sentences, each encoded once, rather than of its text: the tokenizers that are
-let in (:func:`manyhands.recipes.albert.prepare.check_tokenizer`) give the same ids for a text as for its sentences.
+Pairs are made of the token ids of sentences, each encoded once, rather than of text. The tokenizers that
+:func:`manyhands.recipes.albert.prepare.check_tokenizer` accepts give the same ids for a text as for its sentences.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from manyhands.recipes.albert.tokenizer_file import backend_from_json, vocabular
 SplitterName = Literal["rules", "punkt"]
 
 Document = str | list[str]
-"""Text that is to be split into sentences, or the sentences."""
+"""Text to be split into sentences, or the sentences."""
 
 
 class Chunk(NamedTuple):
-    """Some documents of one split, and the number of the first of them in it."""
+    """Some documents of one split, and the number of the first one."""
 
     split: str
     first: int
@@ -38,7 +38,7 @@ class Chunk(NamedTuple):
 
 
 class PairMaker:
-    """Makes the samples of documents; those of a document depend on the seed, its split and its number alone.
+    """Makes the samples of documents; those of a document depend only on the seed, its split and its number.
 
     Args:
         tokenizer: as JSON.
@@ -46,21 +46,21 @@ class PairMaker:
 
     def __init__(self, tokenizer: str, splitter: SplitterName, seq_length: int, seed: int) -> None:
         self._backend = backend_from_json(tokenizer)
-        self._backend.encode_special_tokens = True  # text that spells [MASK] is text
+        self._backend.encode_special_tokens = True  # encode a literal [MASK] in the text as text
         self._vocabulary = vocabulary_of(self._backend)
         self._split = splitter_named(splitter)
         self._seq_length = seq_length
         self._seed = seed
 
     def __call__(self, chunk: Chunk) -> Any:
-        """A record batch, as :data:`manyhands.recipes.albert.sample_files.SCHEMA` has it."""
+        """A record batch with the columns of :data:`manyhands.recipes.albert.sample_files.SCHEMA`."""
         documents = [self._split(text) if isinstance(text, str) else text for text in chunk.documents]
         sentences = [sentence for document in documents for sentence in document]
         ids = iter(self._backend.encode_batch_fast(sentences, add_special_tokens=False))
         rows: list[Encoded] = []
         labels: list[int] = []
         for number, document in enumerate(documents, start=chunk.first):
-            rng = random.Random(f"pairs {self._seed} {chunk.split} {number}")  # text is hashed with SHA-512
+            rng = random.Random(f"pairs {self._seed} {chunk.split} {number}")  # random.Random hashes text with SHA-512
             for pair in pairs_of([next(ids).ids for _ in document], self._seq_length, rng):
                 rows.append(encoded(pair, self._vocabulary))
                 labels.append(pair.label)
@@ -87,10 +87,10 @@ def _record_batch(rows: Sequence[Encoded], labels: Sequence[int]) -> Any:
 
 
 def splitter_named(name: SplitterName) -> Splitter:
-    """What splits a text into sentences.
+    """The function that splits a text into sentences.
 
     Raises:
-        ConfigError: nltk or its data are missing.
+        ConfigError: nltk or its data is missing.
     """
     if name == "rules":
         return split_sentences
@@ -111,9 +111,9 @@ _maker: PairMaker | None = None
 
 
 def begin_process(*settings: Any) -> None:
-    """Of a process that makes pairs, which ends with the one that started it, also when that was killed."""
+    """Initialize a worker process, which exits with its parent, even if that is killed."""
     global _maker
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the one that started it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     parent = parent_process()
     assert parent is not None
@@ -127,6 +127,6 @@ def begin_process(*settings: Any) -> None:
 
 
 def make(chunk: Chunk) -> Any:
-    """:meth:`PairMaker.__call__` in a process of its own."""
+    """:meth:`PairMaker.__call__` in a worker process."""
     assert _maker is not None
     return _maker(chunk)

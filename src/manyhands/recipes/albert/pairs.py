@@ -1,8 +1,7 @@
-"""Sentence-order pairs, from the sentences of a document. Imports no torch: every process that prepares data has it.
+"""Sentence-order pairs, from the sentences of a document. Imports no torch: each worker that prepares data imports it.
 
-Sentences are gathered until they have ``seq_length`` tokens or the document ends; what is gathered is cut between two
-of them, swapped half of the time, and shortened. A single sentence makes no pair, and no pair has parts of two
-documents.
+Sentences are collected until they have ``seq_length`` tokens or the document ends, then cut between two of them,
+swapped half of the time, and truncated. A single sentence makes no pair, and no pair has parts of two documents.
 
 Source: Lan et al., ALBERT, arXiv:1909.11942, 3.1; the same as the preprocessing of hivemind's ALBERT example.
 """
@@ -27,7 +26,7 @@ IN_ORDER, SWAPPED = 0, 1
 
 
 class Pair(NamedTuple):
-    """Two segments, without special tokens; ``label`` is ``SWAPPED`` if the text has them the other way round."""
+    """Two segments, without special tokens; ``label`` is ``SWAPPED`` if the text has them in reverse order."""
 
     first: Sentence
     second: Sentence
@@ -57,9 +56,9 @@ def ordered_pair(sentences: Sequence[Sentence], rng: random.Random) -> Pair:
 
 
 def truncated(pair: Pair, seq_length: int) -> Pair:
-    """Shorten the segments at their ends until they fit with the special tokens, the longer one first.
+    """Truncate the segments at their ends, the longer one first, until they fit with the special tokens.
 
-    The longer one keeps an odd token, as where ``tokenizers`` truncates a pair (``longest_first``).
+    The longer one keeps an odd token, as in ``longest_first`` of ``tokenizers``.
     """
     max_tokens = seq_length - NUM_PAIR_TOKENS
     shorter = min(len(pair.first), len(pair.second))
@@ -72,7 +71,7 @@ def truncated(pair: Pair, seq_length: int) -> Pair:
 
 
 class Encoded(NamedTuple):
-    """A pair between its special tokens, as BERT and ALBERT read it: ``[CLS] A [SEP] B [SEP]``."""
+    """A pair with its special tokens, in the format of BERT and ALBERT: ``[CLS] A [SEP] B [SEP]``."""
 
     input_ids: list[int]
     token_type_ids: list[int]
@@ -80,7 +79,7 @@ class Encoded(NamedTuple):
 
 
 def encoded(pair: Pair, vocabulary: Vocabulary) -> Encoded:
-    """Put the special tokens around a pair."""
+    """Add the special tokens to a pair."""
     num_first, num_second = len(pair.first), len(pair.second)
     return Encoded(
         input_ids=[vocabulary.cls, *pair.first, vocabulary.sep, *pair.second, vocabulary.sep],
@@ -90,10 +89,10 @@ def encoded(pair: Pair, vocabulary: Vocabulary) -> Encoded:
 
 
 class StoredSample(NamedTuple):
-    """One row: token ids with their special tokens, without padding.
+    """One row: token ids with special tokens, without padding.
 
     Attributes:
-        special_tokens_mask: 1 where a token is not to be guessed.
+        special_tokens_mask: 1 where a token need not be guessed.
         label: ``SWAPPED`` or ``IN_ORDER``.
     """
 

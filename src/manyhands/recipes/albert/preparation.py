@@ -1,4 +1,4 @@
-"""What ``manyhands data prepare`` is told. Imports no torch: the command line is generated from here."""
+"""Settings of ``manyhands data prepare``. Imports no torch: the command line is generated from here."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ ARCHIVES = (".tar", ".tar.gz", ".tgz")
 
 @dataclass(frozen=True, kw_only=True)
 class Preparation:
-    """What text becomes samples, and how.
+    """The text that becomes samples, and how.
 
     Raises:
-        ConfigError: a value breaks its rule.
+        ConfigError: a value is out of bounds.
     """
 
     dataset: str = WIKITEXT
@@ -38,7 +38,7 @@ class Preparation:
     """Tokens in a vocabulary that is trained, at most."""
 
     splitter: Literal["rules", "punkt"] = "rules"
-    """What splits text into sentences: the rules of manyhands, or punkt of nltk where that is installed."""
+    """Sentence splitter: the rules of manyhands, or punkt of nltk if that is installed."""
 
     seq_length: int = 512
     """Tokens in one sample at most, special tokens included."""
@@ -47,7 +47,7 @@ class Preparation:
     """Rows of the data set that make one document; for BookCorpus, whose rows are single sentences, for example 64."""
 
     seed: int = 0
-    """Seed of where pairs are cut and which are swapped: the same text and seed give the same samples everywhere."""
+    """Seed of where sentence pairs are cut and which are swapped: the same text and seed give the same samples."""
 
     num_proc: int | None = None
     """Processes that split and encode; by default one for each CPU core."""
@@ -56,10 +56,10 @@ class Preparation:
     """Folder for the samples, the tokenizer and manyhands.json."""
 
     archive: Path | None = None
-    """File .tar or .tar.gz to host: unpacked beside a trainer, its data is found."""
+    """Also write a .tar or .tar.gz to host. A trainer finds its data if it is unpacked in the trainer's folder."""
 
     shards: int | None = None
-    """Write the samples to so many files of about equal size as well, with an index.json: OUTPUT/shards."""
+    """Also write the samples to this many files of about equal size, with an index.json, in OUTPUT/shards."""
 
     def __post_init__(self) -> None:
         examples = {"vocab_size": 30_000, "seq_length": 512, "rows_per_document": 64, "num_proc": 2, "shards": 8}
@@ -78,12 +78,12 @@ class Preparation:
 
     @property
     def num_processes(self) -> int:
-        """As given, or one for each core that this process may use."""
+        """The given number, or the number of CPU cores that this process may use."""
         if self.num_proc is not None:
             return self.num_proc
         return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
     @property
     def source(self) -> str:
-        """Where the text comes from, for people."""
+        """The origin of the text, for people."""
         return ", ".join(path.name for path in self.text) if self.text else self.dataset

@@ -1,7 +1,7 @@
-"""Makes prepared data: text is split into sentences, encoded, and cut into sentence-order pairs by several processes.
+"""Makes prepared data: several processes split text into sentences, encode it and make sentence-order pairs.
 
-The samples, and the files of shards byte by byte, depend on the text, the tokenizer and the seed alone, never on the
-number of processes. Text passes through: no more of it is in memory than the processes work on.
+The samples, and the bytes of shard files, depend only on the text, the tokenizer and the seed, never on the number of
+processes. Text is streamed: only the chunks that the processes work on are in memory.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ from manyhands.recipes.albert.tokenizer import tokenizer_digest, tokenizer_json,
 from manyhands.recipes.albert.tokenizer_file import FILE, backend_from_json, read_tokenizer, vocabulary_of
 
 VALIDATION_PERIOD = 50
-"""Where the text has no split for validation, one document of so many is kept for it, the second of the first 50 on."""
+"""If the text has no validation split, one document of this many is kept for it, starting with the second."""
 CHUNK_CHARS = 200_000
-"""Text of one call of a process: about a third of a second."""
+"""Characters in the chunk of one call: about a third of a second."""
 CHUNKS_AHEAD = 2
-"""For each process, so that none waits."""
+"""Queued chunks per process, so that none is idle."""
 SHARDS = "shards"
 
 
 @dataclass(frozen=True)
 class Result:
-    """What was made.
+    """The files that were made.
 
     Attributes:
         sha256: of the archive, if there is one.
@@ -72,13 +72,13 @@ class Result:
 
 
 def prepare(settings: Preparation) -> Result:
-    """Make prepared data; what is interrupted leaves nothing behind.
+    """Make prepared data; an interrupted call leaves nothing behind.
 
     Raises:
         ConfigError: the text, the tokenizer or a folder cannot be used.
     """
     splitter_named(settings.splitter)
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it would tell of each attempt
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it logs each attempt
     targets = [SAMPLES, TOKENIZER, ABOUT] + [SHARDS] * (settings.shards is not None)
     for path in [settings.output / name for name in targets] + ([settings.archive] if settings.archive else []):
         if path.exists():
@@ -87,7 +87,7 @@ def prepare(settings: Preparation) -> Result:
         raise ConfigError(f"there is no folder {settings.archive.parent} for the archive; make it first")
     source = _text_source(settings) if settings.text else _dataset_source(settings)
     with contextlib.suppress(OSError):
-        settings.output.mkdir(parents=True, exist_ok=True)  # for others to read
+        settings.output.mkdir(parents=True, exist_ok=True)  # readable by others
     try:
         lock = locked_folder(settings.output, "output", ".prepare.lock")
     except FolderInUse:
@@ -95,14 +95,14 @@ def prepare(settings: Preparation) -> Result:
     draft = settings.output / ".unfinished"
     archive = settings.archive.with_name(f".unfinished-{settings.archive.name}") if settings.archive else None
     try:
-        shutil.rmtree(draft, ignore_errors=True)  # of a process that was killed
+        shutil.rmtree(draft, ignore_errors=True)  # left by a killed process
         draft.mkdir()
         result = _make(settings, source, draft, archive)
         for name in targets:
             (draft / name).replace(settings.output / name)
         if archive is not None and settings.archive is not None:
             archive.replace(settings.archive)
-            line = f"{result.sha256}  {settings.archive.name}\n"  # as sha256sum writes it, and trainers look for it
+            line = f"{result.sha256}  {settings.archive.name}\n"  # the format of sha256sum; trainers look for this file
             settings.archive.with_name(f"{settings.archive.name}.sha256").write_text(line, encoding="utf-8")
     finally:
         shutil.rmtree(draft, ignore_errors=True)
@@ -151,7 +151,7 @@ def _make(settings: Preparation, source: Source, draft: Path, archive: Path | No
 
 @dataclass(frozen=True)
 class Source:
-    """Where documents come from; it can be read several times.
+    """A source of documents that can be read several times.
 
     Attributes:
         documents: each with its split.
@@ -243,7 +243,7 @@ def _tokenizer_for(settings: Preparation, source: Source, progress: Progress) ->
     from transformers.utils import hub
 
     try:
-        # as it is published: the classes of transformers may build the tokenizer anew, by rules of their version
+        # the published file: transformers' classes may rebuild the tokenizer by rules of their version
         file = hub.cached_file(settings.tokenizer, FILE)
         return wrapped(backend_from_json(Path(str(file)).read_text(encoding="utf-8")))
     except Exception as error:
@@ -258,10 +258,10 @@ def _reason(error: Exception) -> str:
 
 
 def check_tokenizer(tokenizer: transformers.PreTrainedTokenizerFast) -> None:
-    """Make sure that a text has the token ids of its sentences, and a pair the form that ALBERT knows.
+    """Check that a text has the token ids of its sentences, and that a pair has ALBERT's format.
 
     Raises:
-        ConfigError: it is otherwise.
+        ConfigError: the tokenizer fails the check.
     """
     sentences = ["The first one (of 3), it's short.", '"And" the second?', "Here they end - at last!"]
     options = {"return_token_type_ids": True, "return_special_tokens_mask": True}
@@ -310,13 +310,13 @@ def _chunks(documents: Iterator[tuple[str, Document]]) -> Iterator[Chunk]:
 def _by_processes(
     chunks: Iterator[Chunk], num_processes: int, options: tuple[Any, ...]
 ) -> Generator[tuple[str, Any], None, None]:
-    """What the chunks become, in their order."""
-    context = multiprocessing.get_context("spawn")  # threads of torch and rich are not to be forked
+    """The results for the chunks, in order, computed by several processes."""
+    context = multiprocessing.get_context("spawn")  # threads of torch and rich must not be forked
     pool = ProcessPoolExecutor(num_processes, context, begin_process, options)
     waiting: deque[tuple[str, Future[Any]]] = deque()
     try:
         for chunk in chunks:
-            with _signals_held():  # a process that is being started would die of Ctrl-C with a traceback
+            with _signals_held():  # Ctrl-C would kill a starting process with a traceback
                 waiting.append((chunk.split, pool.submit(make, chunk)))
             if len(waiting) >= num_processes * CHUNKS_AHEAD:
                 split, future = waiting.popleft()
@@ -326,7 +326,7 @@ def _by_processes(
             yield split, future.result()
     except BrokenProcessPool as error:
         raise ConfigError(
-            f"one of {num_processes} processes was ended, perhaps for want of memory; try fewer: --num-proc 1"
+            f"one of {num_processes} processes was killed, perhaps for lack of memory; try fewer: --num-proc 1"
         ) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
@@ -334,7 +334,7 @@ def _by_processes(
 
 @contextlib.contextmanager
 def _signals_held() -> Iterator[None]:
-    """Ctrl-C is delivered to this process after the block, and never to processes that are started in it."""
+    """Delay Ctrl-C until after the block, and block it in processes that are started within."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
@@ -366,7 +366,7 @@ def _save_to_disk(files: dict[str, Path], folder: Path) -> None:
 
 
 def _write_archive(path: Path, folder: Path) -> None:
-    """What a trainer finds at its default paths once it is unpacked; the same files give the same archive."""
+    """Pack the files that a trainer finds at its default paths; the same files give the same archive."""
 
     def anonymous(info: tarfile.TarInfo) -> tarfile.TarInfo:
         info.uid = info.gid = info.mtime = 0

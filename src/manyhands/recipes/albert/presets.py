@@ -1,4 +1,4 @@
-"""Models by name, and those of a ``config.json``. Imports no torch: the command line asks before it loads anything."""
+"""Model sizes by name or from a ``config.json``. Imports no torch: the command line checks them first."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 from manyhands.base.errors import ConfigError
 
 PRESETS: Mapping[str, Mapping[str, int]] = {
-    "small": {},  # the defaults of the recipe
+    "small": {},  # the recipe's defaults
     "albert-large-v2": {
         "vocab_size": 30_000,
         "embedding_size": 128,
@@ -21,7 +21,7 @@ PRESETS: Mapping[str, Mapping[str, int]] = {
         "intermediate_size": 4096,
     },
 }
-"""Settings of a recipe by the name of a model. Source: the ``config.json`` of ``albert/albert-large-v2``."""
+"""Recipe settings by model name. Source: the ``config.json`` of ``albert/albert-large-v2``."""
 
 _SIZES = tuple(PRESETS["albert-large-v2"])
 _FIXED: Mapping[str, tuple[Any, ...]] = {
@@ -33,15 +33,15 @@ _FIXED: Mapping[str, tuple[Any, ...]] = {
     "hidden_dropout_prob": (0, 0.0),
     "attention_probs_dropout_prob": (0, 0.0),
 }
-"""What else a ``config.json`` may say, and what it must be: the model of the recipe has no other."""
+"""Other entries of a ``config.json`` with the values that this recipe supports."""
 
 
 def model_settings(model: str) -> dict[str, int]:
-    """The settings of a recipe that make up a model.
+    """The recipe settings that define a model.
 
     Args:
-        model: a name of :data:`PRESETS`, as the Hub has it too (``albert/albert-large-v2``), or the path of a
-            ``config.json`` or of its folder.
+        model: a name of :data:`PRESETS`, also as on the Hub (``albert/albert-large-v2``), or the path of a
+            ``config.json`` or its folder.
     Raises:
         ConfigError: there is no such model, or this recipe cannot build it.
     """

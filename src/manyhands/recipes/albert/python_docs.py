@@ -1,7 +1,7 @@
-"""Real English text that needs no download: the prose in the documentation that comes with Python.
+"""English text that needs no download: the prose in the documentation that comes with Python.
 
-The topics of ``help()`` and the docstrings of some modules, about 540,000 characters after code, tables and markup are
-left out. The words differ a little between versions of Python.
+The topics of ``help()`` and the docstrings of some modules: about 540,000 characters without code, tables and markup.
+The words differ a little between versions of Python.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ DOCUMENTED_MODULES = (
 _PARAGRAPH_END = re.compile(r"\n\s*\n")
 _HYPHEN_AT_LINE_END = re.compile(r"(?<=\w)-\n\s*")
 _MARKUP = re.compile(
-    r"^(?:[*-]|\d+\.|\[\d+\])\s+"  # the mark of a list item or a footnote
-    r"|\s*\[\d+\]_?"  # a reference to a footnote
-    r"|:[a-z]+:(?=`)"  # the role before a `name`
+    r"^(?:[*-]|\d+\.|\[\d+\])\s+"  # list item or footnote mark
+    r"|\s*\[\d+\]_?"  # footnote reference
+    r"|:[a-z]+:(?=`)"  # role before a `name`
     r"|[\"“”`]|(?<!\w)\*{1,2}(?=\w)|(?<=\w)\*{1,2}(?!\w)"  # quotes around names, *emphasis*
 )
 _PLAIN_WORD = re.compile(r"[(\"“'`*]*[A-Za-z’'-]+[)\"”'`*]*[.,;:?!]*[)\"”]?")  # noqa: RUF001
 _CO_HAS_DOCSTRING = 0x4000000
-"""Flag of a function's code, from Python 3.14 on; before, the first constant is the docstring or None."""
+"""Flag of a function's code from Python 3.14 on; before, the first constant is the docstring or None."""
 
 _DOCSTRING_WITHIN = 16
-"""Instructions of a class or a module; its docstring is set before anything else."""
+"""A class or a module sets its docstring within this many instructions."""
 
 _MIN_WORDS = 8
 _MIN_PLAIN_SHARE = 0.8
@@ -61,7 +61,7 @@ def texts() -> Iterator[list[str]]:
 
 
 def prose_paragraphs(text: str) -> list[str]:
-    """The paragraphs of ``text`` that are prose rather than code, tables or headings, without reST markup."""
+    """The paragraphs of ``text`` that are prose, not code, tables or headings, without reST markup."""
     return [_without_markup(paragraph) for paragraph in _PARAGRAPH_END.split(text) if _is_prose(paragraph)]
 
 
@@ -78,9 +78,9 @@ def _without_markup(paragraph: str) -> str:
 
 
 def _docstrings(module: str) -> Iterator[str]:
-    """All docstrings of a module, without importing it; none where Python comes without its library's sources.
+    """All docstrings of a module, without importing it; none if the library's sources are missing.
 
-    They are read from the compiled module, which takes a tenth of the time that parsing takes.
+    They are read from the compiled module, in a tenth of the time that parsing takes.
     """
     spec = importlib.util.find_spec(module)
     loader = spec.loader if spec else None
@@ -97,9 +97,9 @@ def _docstrings_in(code: CodeType) -> Iterator[str]:
 
 
 def _docstring_of(code: CodeType) -> str:
-    if code.co_name.startswith("<") and code.co_name != "<module>":  # a lambda, say
+    if code.co_name.startswith("<") and code.co_name != "<module>":  # for example a lambda
         return ""
-    if code.co_flags & inspect.CO_OPTIMIZED:  # of a function
+    if code.co_flags & inspect.CO_OPTIMIZED:  # a function
         first = code.co_consts[0] if code.co_consts else None
         has_one = sys.version_info < (3, 14) or code.co_flags & _CO_HAS_DOCSTRING
         return first if isinstance(first, str) and has_one else ""

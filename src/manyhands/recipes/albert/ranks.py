@@ -1,7 +1,7 @@
-"""One trainer on several GPUs: the processes that ``torchrun`` starts are one peer together.
+"""One trainer on several GPUs: the processes that ``torchrun`` starts are together one peer.
 
-Rank 0 is the peer, and does all that a trainer of one process does. The other ranks compute gradients on samples of
-their own, and follow it.
+Rank 0 is the peer, and does everything that a trainer of one process does. The other ranks compute gradients on their
+own samples, and follow rank 0.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from manyhands.recipes.albert.tokenizer import tokenizer_from_json
 
 @dataclass(frozen=True)
 class Task:
-    """What rank 0 tells the others once: all that they need to build the same model and samples.
+    """What rank 0 sends to the others once, so that they build the same model and samples.
 
     Attributes:
         tokenizer: as JSON.
-        order: names the order of the samples, of which each rank has its own.
-        state_path: folder that this peer keeps.
+        order: seeds the order of the samples; each rank has its own.
+        state_path: the peer's folder.
     """
 
     run_id: str
@@ -42,7 +42,7 @@ class Task:
 
 
 class LossModule(torch.nn.Module):
-    """Has the loss of a batch as its output, as ``DistributedDataParallel`` wants it."""
+    """Returns the loss of a batch from ``forward``, as ``DistributedDataParallel`` requires."""
 
     def __init__(self, model: transformers.AlbertForPreTraining) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class LossModule(torch.nn.Module):
 
 
 def begin(task: Task | None) -> Task:
-    """Meet the other ranks; ``task`` is that of rank 0, and what all ranks get."""
+    """Join the process group; ``task`` is given on rank 0 and returned on all ranks."""
     distributed.init_process_group()
     told = [task]
     distributed.broadcast_object_list(told, src=0)
@@ -62,12 +62,12 @@ def begin(task: Task | None) -> Task:
 
 
 def together(loss_module: LossModule, device: torch.device) -> torch.nn.Module:
-    """The same, with gradients averaged over the ranks; all have the parameters of rank 0 from now on."""
+    """Wrap the module so that gradients are averaged over the ranks; all ranks get the parameters of rank 0."""
     return DistributedDataParallel(loss_module, device_ids=[device.index] if device.type == "cuda" else None)
 
 
 def compute_along(settings: TrainingSettings) -> None:
-    """What ranks other than 0 do, until rank 0 ends."""
+    """Run a rank other than 0, until rank 0 ends."""
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     compute = Compute(settings.device, settings.precision)
@@ -92,5 +92,5 @@ def compute_along(settings: TrainingSettings) -> None:
         compute.scaler.step(optimizer)
         compute.scaler.update()
         optimizer.zero_grad()
-    optimizer.wait_for_others(settings.linger_s)  # as rank 0 does: they call alike
+    optimizer.wait_for_others(settings.linger_s)  # a collective call: rank 0 makes it too
     optimizer.state_digest()

@@ -1,7 +1,7 @@
-"""Samples in files: Arrow streams, as ``datasets`` saves them, read through the memory map. Imports no torch.
+"""Files of samples: Arrow streams in the format of ``datasets``, memory-mapped. Imports no torch.
 
-What is read stays with the operating system, which drops it when memory is short: this process keeps a few bytes for
-each sample, however large the files are.
+The operating system caches what is read and drops it when memory is short: this process keeps a few bytes per sample,
+however large the files are.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ except ModuleNotFoundError as error:
     raise MissingExtra("prepared data", "albert") from error
 
 ROWS_PER_BATCH = 1_000
-"""As ``datasets`` has it."""
+"""The value of ``datasets``."""
 
 SCHEMA = pa.schema(
     [
@@ -38,10 +38,10 @@ SCHEMA = pa.schema(
 
 
 class SampleFiles(Sequence[StoredSample]):
-    """All samples of some files, in their order.
+    """All samples of some files, in order.
 
     Raises:
-        ConfigError: a file is missing, cut off or damaged, or has other columns.
+        ConfigError: a file is missing, truncated or damaged, or has other columns.
     """
 
     def __init__(self, paths: Iterable[Path]) -> None:
@@ -92,7 +92,7 @@ class SampleFiles(Sequence[StoredSample]):
             found: np.ndarray[Any, Any] = column.values[start:end].to_numpy()
             return found
 
-        length = int(values("attention_mask").sum())  # without padding, which others may have saved
+        length = int(values("attention_mask").sum())  # without padding, which other programs may have saved
         return StoredSample(
             values("input_ids")[:length],
             values("token_type_ids")[:length],
@@ -106,7 +106,7 @@ class SampleFiles(Sequence[StoredSample]):
         return max((int(np.diff(of_batch).max()) for of_batch in offsets), default=0)
 
     def batches(self, start: int, end: int) -> Iterator[Any]:
-        """Record batches with the samples from ``start`` to before ``end``, to copy them."""
+        """Record batches with the samples ``start`` to ``end`` (exclusive), for copying."""
         for batch, batch_end in zip(self._batches, self._ends, strict=True):
             batch_start = batch_end - batch.num_rows
             first, last = max(start, batch_start), min(end, batch_end)
@@ -115,10 +115,10 @@ class SampleFiles(Sequence[StoredSample]):
 
 
 class SampleWriter:
-    """Writes one file, in batches of ``ROWS_PER_BATCH``: the same samples give the same bytes, however they come.
+    """Writes one file, in batches of ``ROWS_PER_BATCH``: the same samples give the same bytes, however they are added.
 
     Attributes:
-        num_samples: so far.
+        num_samples: written so far.
     """
 
     def __init__(self, path: Path) -> None:

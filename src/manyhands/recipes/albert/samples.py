@@ -1,4 +1,4 @@
-"""From documents to samples: stretches of consecutive sentences, as token ids, and which of them are held out."""
+"""Turns documents into samples of consecutive sentences, as token ids, and holds some documents out."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from manyhands.recipes.albert.pairs import Sentence, StoredSample
 from manyhands.recipes.albert.tokenizer_file import Vocabulary, vocabulary_of
 
 TextSample = list[Sentence]
-"""Consecutive sentences of one document, two or more, with about ``seq_length`` tokens: cut and swapped when drawn."""
+"""Two or more consecutive sentences of one document, with about ``seq_length`` tokens; cut and swapped when drawn."""
 
 Sample = TextSample | StoredSample
-"""Prepared data has been cut and swapped before."""
+"""A stored sample of prepared data is already cut and swapped."""
 
 
 class Stream(Protocol):
-    """Samples of which a part is here at a time."""
+    """Samples of which only a part is on this machine at a time."""
 
     def __len__(self) -> int: ...
 
     @property
     def samples(self) -> Sequence[Sample]:
-        """The part that is here."""
+        """The current part."""
         ...
 
     def advance(self) -> None:
@@ -39,11 +39,11 @@ class Stream(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Samples:
-    """What a peer trains on, and what it keeps out.
+    """The samples of a peer for training and for validation.
 
     Attributes:
-        training: in the order of the text; of prepared data they are in a file, or come from elsewhere.
-        heldout: ``num_heldout`` samples, or all that prepared data has; of documents that ``training`` has nothing of.
+        training: in the order of the text; samples of prepared data are read from files or streamed.
+        heldout: ``num_heldout`` samples, or all that prepared data has; from documents that ``training`` does not use.
         vocabulary: of the tokenizer that made them.
     """
 
@@ -52,7 +52,7 @@ class Samples:
     vocabulary: Vocabulary
 
     def close(self) -> None:
-        """Fetch nothing more."""
+        """Stop fetching."""
         if not isinstance(self.training, Sequence):
             self.training.close()
 
@@ -84,10 +84,10 @@ def make_samples(
 
 
 def cut_samples(sentences: Sequence[Sentence], seq_length: int) -> Iterator[TextSample]:
-    """Gather sentences until they have ``seq_length`` tokens together; then the next sample begins.
+    """Collect sentences until they have ``seq_length`` tokens together, then begin the next sample.
 
-    A sentence of over half that length is cut in pieces first, so that every full sample has two parts to put in order.
-    What is left at the end of the document is a sample if it has two parts and at least half the tokens.
+    A sentence longer than half of that is cut in pieces first, so that every full sample has two parts to put in order.
+    The rest at the end of the document is a sample if it has two parts and at least half the tokens.
     """
     sample: TextSample = []
     num_tokens = 0
@@ -116,7 +116,7 @@ def _encode(
 
 
 def _choose_heldout(by_document: Sequence[Sequence[TextSample]], recipe: AlbertRecipe) -> list[int]:
-    """Indices of documents, drawn alike on all peers until they have ``num_heldout`` samples."""
+    """Indices of random documents, the same on all peers, with ``num_heldout`` samples together."""
     order = list(range(len(by_document)))
     random.Random("held-out documents").shuffle(order)
     chosen, num_samples = [], 0

@@ -25,7 +25,7 @@ ALL_INTERFACES = ("::", "0.0.0.0")
 
 
 def application(folder: Path) -> web.Application:
-    """Serves the index and what it names, whole or in ranges, and nothing else.
+    """A web application that serves the index and the files in it, whole or in ranges, and nothing else.
 
     Raises:
         ConfigError: the folder has no shards, or one of them is missing.
@@ -81,7 +81,7 @@ def serve(folder: Path, listen: str) -> None:
 
 
 def _own_host() -> str:
-    """The address of this machine in its network; nothing is sent."""
+    """The address of this machine in its network; sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))

@@ -1,4 +1,4 @@
-"""How one peer takes part in an ALBERT run. Imports no torch: the command line is generated from here."""
+"""Settings of one peer in an ALBERT run. Imports no torch: the command line is generated from here."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ MAX_TTL_S = DhtConfig.max_ttl_s
 
 
 def own_rank() -> int:
-    """Of this process, among those of one trainer that ``torchrun`` has started; 0 without it."""
+    """Rank of this process in its trainer under ``torchrun``; 0 without it."""
     return _of_torchrun("RANK", 0)
 
 
 def num_ranks() -> int:
-    """Processes of this trainer; 1 without ``torchrun``."""
+    """Number of processes of this trainer; 1 without ``torchrun``."""
     return _of_torchrun("WORLD_SIZE", 1)
 
 
 def _of_torchrun(name: str, otherwise: int) -> int:
-    """Schedulers of clusters set such variables too; only those of ``torchrun`` come with an address to meet at."""
+    """Read a variable of ``torchrun``. Cluster schedulers set the same names, but no address to meet at."""
     if not all(os.environ.get(needed, "").isdecimal() for needed in ("RANK", "WORLD_SIZE", "MASTER_PORT")):
         return otherwise
     return int(os.environ[name])
@@ -40,41 +40,41 @@ class TuningSettings:
     """Times and speeds of one peer; the defaults suit most machines and links.
 
     Raises:
-        ConfigError: a value breaks its rule.
+        ConfigError: a value is out of bounds.
     """
 
     matchmaking_time_s: float = AveragingConfig.matchmaking_time_s
-    """How long a round waits for peers that are expected; it starts at once when all are there."""
+    """Seconds that a round waits for expected peers. It starts at once when all are there."""
 
     averaging_timeout_s: float = AveragingConfig.averaging_timeout_s
-    """A round that takes longer is given up, and its gradients count in the next one."""
+    """Seconds after which a round is aborted. Its gradients count in the next one."""
 
     bandwidth_mbit_s: float | None = None
-    """What this machine can send, in megabits per second: a first guess, until rounds have shown it."""
+    """First estimate of the uplink in megabits per second; rounds then measure it."""
 
     batch_size_lead: int | None = None
-    """Look for the group of a step so many samples before the target; by default 6 s before it."""
+    """Start matchmaking this many samples before the target; by default 6 s before it."""
 
     min_refresh_s: float = ProgressConfig.min_refresh_s
-    """Tell and ask how far the run is at most this often."""
+    """Shortest time between two progress refreshes, in seconds."""
 
     max_refresh_s: float = ProgressConfig.max_refresh_s
-    """And at least this often."""
+    """Longest time between two progress refreshes, in seconds."""
 
     default_refresh_s: float = ProgressConfig.default_refresh_s
-    """And this often while nobody's speed is known."""
+    """Time between two refreshes while no speed is known, in seconds."""
 
     expected_drift_peers: float = ProgressConfig.expected_drift_peers
-    """So many newcomers may appear before the next look ..."""
+    """Number of newcomers to allow for before the next refresh."""
 
     expected_drift_rate: float = ProgressConfig.expected_drift_rate
-    """... or this share of the peers."""
+    """The same, as a share of the peers; the larger of the two counts."""
 
     progress_ttl_s: float = ProgressConfig.ttl_s
-    """A peer that has died counts for so long."""
+    """Lifetime of a progress record in seconds: a dead peer is counted for at most this long."""
 
     metrics_ttl_s: float = TTL_S
-    """Monitors see what this peer has told of its last step for so long."""
+    """Lifetime of the metrics of a step in seconds, for monitors."""
 
     def __post_init__(self) -> None:
         if not self.min_refresh_s <= self.max_refresh_s < self.progress_ttl_s:
@@ -94,7 +94,7 @@ class TuningSettings:
         self.averaging()
 
     def averaging(self) -> AveragingConfig:
-        """Of the rounds."""
+        """The settings for rounds."""
         return AveragingConfig(
             matchmaking_time_s=self.matchmaking_time_s,
             averaging_timeout_s=self.averaging_timeout_s,
@@ -102,7 +102,7 @@ class TuningSettings:
         )
 
     def progress(self) -> ProgressConfig:
-        """Of the progress records."""
+        """The settings for progress records."""
         return ProgressConfig(
             min_refresh_s=self.min_refresh_s,
             max_refresh_s=self.max_refresh_s,
@@ -115,10 +115,10 @@ class TuningSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSettings:
-    """What a trainer does besides the recipe.
+    """Settings of a trainer besides the recipe.
 
     Raises:
-        ConfigError: a value breaks its rule.
+        ConfigError: a value is out of bounds.
     """
 
     max_steps: int | None = None
@@ -128,22 +128,22 @@ class TrainingSettings:
     """Stop at the global step whose number another program writes into this file."""
 
     checkpoint_dir: Path | None = None
-    """Keep model, optimizer and this peer's identity here, and go on from there; by default ./manyhands-RUN_ID."""
+    """Folder for model, optimizer and identity of this peer, for restarts. By default ./manyhands-RUN_ID."""
 
     no_checkpoints: bool = False
-    """Keep nothing: no model, and no identity but that of --state-dir or --identity."""
+    """Save nothing: no model, and no identity except that of --state-dir or --identity."""
 
     checkpoint_every: int = 100
     """Global steps from one checkpoint to the next; one more is saved at the end."""
 
     keep_checkpoints: int = 2
-    """So many of them, the newest, stay in the folder."""
+    """Number of checkpoints to keep; older ones are deleted."""
 
     gradient_accumulation_steps: int = 1
-    """Batches between two looks at the run: more save time where one batch is very short."""
+    """Batches between two checks of the progress of the run. A higher value saves time if one batch is very short."""
 
     log_every: int | None = None
-    """Log the loss of this machine every so many batches; it is logged at each global step in any case."""
+    """Log the loss of this machine every N batches. It is always logged at each global step."""
 
     log_first_batch: bool = False
     """Log the loss of the first batch as well."""
@@ -155,22 +155,22 @@ class TrainingSettings:
     """At the end, stay at most this many seconds for peers that still need to load the state."""
 
     allow_solo: bool = False
-    """Go on alone when other peers are seen, but no round with them succeeds; the run may split."""
+    """Continue alone when other peers are visible but no round with them succeeds. The run may split."""
 
     auxiliary: bool = False
-    """Lend bandwidth without data: help those to average who cannot be dialled or have slow links; computes nothing."""
+    """Lend bandwidth without data or computing: helps peers with slow links, and peers that cannot be dialled."""
 
     device: str = "auto"
-    """Where to compute, as torch names it: cpu, cuda, cuda:1, mps; auto is an NVIDIA GPU if there is one, else cpu."""
+    """Device in torch's notation: cpu, cuda, cuda:1, mps. auto is an NVIDIA GPU if there is one, else the CPU."""
 
     precision: Precision = "auto"
-    """What to compute products in; auto is the half precision that the GPU is fast in, and float32 on others."""
+    """Precision of matrix products. auto is the half precision in which the GPU is fast, and float32 elsewhere."""
 
     threads: int | None = None
-    """CPU threads that torch may use; by default as many as it likes."""
+    """CPU threads that torch may use; by default torch decides."""
 
     slow_down: float = 1.0
-    """Take this many times as long for each batch, by sleeping: to see how unequal machines train together."""
+    """Slow each batch down by this factor, by sleeping; to try how unequal machines train together."""
 
     tuning: TuningSettings = field(default_factory=TuningSettings)
     """Times and speeds of this peer."""
@@ -197,7 +197,7 @@ class TrainingSettings:
             raise ConfigError(f"linger_s is {self.linger_s}; it must be from 0 to 3600 seconds, for example 30")
 
     def stop_step(self) -> int | None:
-        """The global step at which to stop, as far as is known now."""
+        """The global step at which to stop, as far as it is known."""
         steps = [self.max_steps] if self.max_steps is not None else []
         if self.stop_file is not None and self.stop_file.exists():
             text = self.stop_file.read_text(errors="replace").strip()

@@ -1,4 +1,4 @@
-"""Prepared data in files of about equal size, for those who fetch them one by one, and the index of them.
+"""Prepared data in files of about equal size with an index, so that peers can fetch them one by one.
 
 ::
 
@@ -7,7 +7,7 @@
     shards/train-00000-of-00008.arrow ...
     shards/validation-00000-of-00001.arrow
 
-Each file is what :class:`manyhands.recipes.albert.sample_files.SampleFiles` reads.
+:class:`manyhands.recipes.albert.sample_files.SampleFiles` reads each file.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Index(msgspec.Struct, frozen=True, kw_only=True):
-    """What is in a folder of shards; ``about`` is the manyhands.json of the data that they were cut from."""
+    """The content of a folder of shards; ``about`` is the manyhands.json of the data that was split."""
 
     about: About
     tokenizer: Shard
@@ -44,7 +44,7 @@ class Index(msgspec.Struct, frozen=True, kw_only=True):
 
 def write_shards(folder: Path, about: About, tokenizer: str, training: SampleFiles, validation: SampleFiles,
                  num_shards: int) -> Index:  # fmt: skip
-    """Cut the samples into files; those of one document stay side by side.
+    """Split the samples into files; samples of one document stay together.
 
     Args:
         tokenizer: as JSON.

@@ -1,4 +1,4 @@
-"""What a trainer learns from: the tokenizer of the run, and samples that it made."""
+"""The training data of a peer: the tokenizer of the run, and samples made with it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class Source(NamedTuple):
-    """The tokenizer, which is handed out to newcomers from now on, and the samples."""
+    """The tokenizer, already served to newcomers, and the samples."""
 
     tokenizer: transformers.PreTrainedTokenizerFast
     samples: Samples
@@ -53,7 +53,7 @@ def open_source(
 
 
 def position_in(state_path: Path | None, rank: int = 0) -> Path | None:
-    """The file, in the folder that a peer keeps, with the number of shards that one of its ranks has begun."""
+    """File in a peer's folder that counts the shards that one of its ranks has begun."""
     if state_path is None:
         return None
     return state_path / (f"stream-rank-{rank}.json" if rank else "stream.json")
@@ -67,12 +67,12 @@ def samples_for(
     position: Path | None = None,
     documents: Sequence[Sequence[str]] | None = None,
 ) -> Samples:
-    """The samples of the data, or of the text, that the recipe names.
+    """The samples of the recipe's data or text.
 
     Args:
-        order: names the order of shards that are fetched.
-        position: file that keeps the place in it.
-        documents: of the text, if it was read already.
+        order: seeds the order of fetched shards.
+        position: file that keeps the position in that order.
+        documents: of the text, if it was already read.
     Raises:
         ConfigError: they cannot be used in this run.
     """
@@ -84,7 +84,7 @@ def samples_for(
 
 
 def heldout_samples(run_id: str, recipe: AlbertRecipe, tokenizer: transformers.PreTrainedTokenizerFast) -> Samples:
-    """The same, for those who do not train: of data that is hosted only the validation shard is fetched.
+    """The held-out samples, for peers that do not train; of hosted data only the validation shard is fetched.
 
     Raises:
         ConfigError: they cannot be used in this run.
@@ -99,13 +99,13 @@ def heldout_samples(run_id: str, recipe: AlbertRecipe, tokenizer: transformers.P
 
 
 def open_stream(recipe: AlbertRecipe, order: str, position: Path | None) -> ShardStream:
-    """The shards that the recipe names, once the first one is here.
+    """The shards that the recipe names, once the first one has arrived.
 
     Args:
-        order: names the order of the shards, together with the seed.
-        position: file that keeps the place in it.
+        order: seeds the order of the shards, together with the recipe's seed.
+        position: file that keeps the position in that order.
     Raises:
-        ConfigError: none can be fetched.
+        ConfigError: no shard can be fetched.
     """
     from manyhands.recipes.albert.stream import ShardStream
 
@@ -115,10 +115,10 @@ def open_stream(recipe: AlbertRecipe, order: str, position: Path | None) -> Shar
 def streamed_samples(
     run_id: str, recipe: AlbertRecipe, tokenizer: transformers.PreTrainedTokenizerFast, stream: ShardStream
 ) -> Samples:
-    """The samples of a stream that fits the run.
+    """The samples of a stream, checked against the run.
 
     Raises:
-        ConfigError: it was made with another tokenizer, or for samples of another length.
+        ConfigError: they were made with another tokenizer, or for samples of another length.
     """
     try:
         samples = _samples_of(run_id, recipe, tokenizer, stream.data, stream)
@@ -179,7 +179,7 @@ def _tokenizer_for(
     documents: Sequence[Sequence[str]],
     stream: ShardStream | None,
 ) -> transformers.PreTrainedTokenizerFast:
-    """Of the folder that was named, of the own checkpoint, or from a peer of the run; or trained on the text."""
+    """The tokenizer: from the named folder, the own checkpoint, or a peer of the run, or trained on the text."""
     if recipe.tokenizer is not None:
         if run is not None:
             check_run(recipe.tokenizer, run_id, run.recipe.tokenizer)
@@ -202,8 +202,8 @@ def _tokenizer_for(
     tokenizer = train_tokenizer(documents, recipe.vocab_size)
     if run is not None and tokenizer_digest(tokenizer) != run.recipe.tokenizer:
         raise Unavailable(
-            f"the tokenizer of run {run_id!r} cannot be had: none of its peers that were asked "
-            "hands it out, and the text here gives another one. Try again; or give the same --text as the "
-            "others (without it, the same version of Python)"
+            f"cannot get the tokenizer of run {run_id!r}: none of the peers that were asked has it, and the text here "
+            "gives another one. Try again, or give the same --text as the others (without it, use the same version "
+            "of Python)"
         )
     return tokenizer

@@ -1,4 +1,4 @@
-"""Has the state of a run without taking part in it: for evaluators, and for monitors that keep checkpoints."""
+"""Downloads the state of a run without taking part in it, for evaluators and monitors that keep checkpoints."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ logger = logging.getLogger(__name__)
 LOOK_TIMEOUT_S = 15.0
 LOOK_PERIOD_S = 1.0
 RETRY_PERIOD_S = 10.0
-"""After no peer could hand something out."""
+"""Pause after no peer could provide a state or tokenizer."""
 TELL_PERIOD_S = 60.0
 MAX_POSITIONS = 4
-"""So many positions are tried, from the highest."""
+"""Most positions to try, from the highest."""
 
 
 class StateFollower:
-    """Loads the state of a run now and then from one of its peers.
+    """Loads the state of a run at intervals from one of its peers.
 
-    It publishes nothing, so nobody in the run waits for it or counts it.
+    It publishes nothing, so no peer waits for it or counts it.
 
     Args:
-        compute: where the model is to be.
+        compute: device for the model.
     Attributes:
-        model: with the parameters of the state that was loaded last.
+        model: with the parameters of the last loaded state.
         tokenizer: of the run.
     Raises:
-        ConfigError: the model does not fit there.
+        ConfigError: the model does not fit on the device.
     """
 
     def __init__(self, peer: Peer, run_id: str, run: RunRecipe, compute: Compute) -> None:
@@ -64,19 +64,19 @@ class StateFollower:
         self._manifest = manifest_of(
             self._replica, run_id, run.recipe.target_batch_size, AveragingConfig(), facts_of(run)
         )
-        self._step: int | None = None  # of the state that was loaded last
+        self._step: int | None = None  # of the last loaded state
         self._tell_at = peer.time() + TELL_PERIOD_S
         self._run_coroutine(self._start(), "beginning to watch the run")
         self.tokenizer = self._fetch_tokenizer()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the optimizer, and where in the run it is: as a trainer saves it."""
+        """The state of the optimizer and the position in the run, as a trainer saves it."""
         return {**self._optimizer.state_dict(), PLACE: self._replica.place()}
 
     def next_state(self, every: int) -> int:
         """Wait until the run is ``every`` global steps further, and load its state; returns its global step.
 
-        The first time, and after the run has gone back, it does not wait.
+        Does not wait the first time, or after the run has gone back.
         """
         while True:
             if (step := self._load_if_due(every)) is not None:
@@ -103,7 +103,7 @@ class StateFollower:
         for _ in range(MAX_POSITIONS):
             records = believed_by_a_newcomer(looked)
             if not records:
-                self._tell("Waiting for trainers in run %s whose state can be had")
+                self._tell("Waiting for a peer of run %s from which the state can be downloaded")
                 break
             position = max(records.values(), key=rank_of).position
             if here is not None and here <= position.step < here + every:
@@ -116,7 +116,7 @@ class StateFollower:
             else:
                 self._step = self._replica.position.step
                 return self._step
-            has_failed = True  # none of them could prove the position by its state: decide again without them
+            has_failed = True  # no state proved this position: decide again without it
             looked = {peer_id: record for peer_id, record in looked.items() if peer_id not in donors}
         if has_failed:
             self._peer.sleep(RETRY_PERIOD_S)
@@ -125,11 +125,11 @@ class StateFollower:
     def _donors_at(self, position: Position, records: Mapping[PeerId, ProgressRecord]) -> list[PeerId]:
         donors = [peer_id for peer_id, record in records.items() if record.position == position]
         self._peer.presence.rng.shuffle(donors)
-        donors.sort(key=lambda peer_id: not records[peer_id].is_auxiliary)  # the others' links are for what they learn
+        donors.sort(key=lambda peer_id: not records[peer_id].is_auxiliary)  # trainers need their links themselves
         return donors
 
     def _look(self) -> dict[PeerId, ProgressRecord]:
-        """The peers whose state can be had: of those in client mode only the ones that are connected to this peer."""
+        """Progress of the peers that can provide the state; those in client mode must be connected to this peer."""
 
         async def look() -> dict[PeerId, ProgressRecord]:
             await self._reader.refresh()
@@ -142,7 +142,7 @@ class StateFollower:
         try:
             return self._run_coroutine(look(), "looking at the run")
         except Unavailable as error:
-            logger.warning("the run cannot be seen: %s", error)
+            logger.warning("cannot read the records of the run: %s; trying again", error)
             return {}
 
     def _download(self, donors: list[PeerId], leading: Position) -> State:
@@ -150,7 +150,7 @@ class StateFollower:
         return self._run_coroutine(downloading, "downloading the state", MAX_DOWNLOAD_S)
 
     def _tell(self, words: str) -> None:
-        """Say once a minute what is waited for."""
+        """Log once a minute what this peer is waiting for."""
         if self._peer.time() >= self._tell_at:
             self._tell_at = self._peer.time() + TELL_PERIOD_S
             logger.info(words, self._run_id)

@@ -20,12 +20,12 @@ logger = logging.getLogger(__name__)
 
 
 class StateKeeper:
-    """Downloads the state of a run every few global steps, and saves it as its trainers do.
+    """Downloads the state of a run every few global steps, and saves it as trainers do.
 
     Args:
         on_saved: called with each checkpoint and its global step.
     Raises:
-        ConfigError: what is in the folder was made with other settings.
+        ConfigError: the checkpoints in the folder were made with other settings.
     """
 
     def __init__(
@@ -37,11 +37,11 @@ class StateKeeper:
         newest = next(folder.newest(self._facts), None)
         self._saved_step = newest.global_step if newest is not None else 0
         self._follower = StateFollower(peer, run_id, run, Compute("cpu", "float32"))
-        # each file would be a line in the log
+        # transformers would log a line for each file
         transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
     def run(self, every: int) -> None:
-        """Do so until it is interrupted."""
+        """Keep checkpoints until interrupted."""
         while True:
             step = self._follower.next_state(every)
             if step > self._saved_step:

@@ -1,7 +1,7 @@
-"""Samples from shards that are hosted elsewhere: one is trained on while the next one is fetched. Imports no torch.
+"""Streams samples from hosted shards: trains on one while it fetches the next. Imports no torch.
 
-Each peer goes through the shards in an order of its own, then again in another. A thread fetches the next one; a shard
-that no mirror has in order is skipped. Where the next one has not come, the peer trains on one that it has.
+Each peer goes through the shards in its own order, then again in another. A thread fetches the next shard and skips
+those that no mirror has intact. If the next shard is late, the peer trains on a cached one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 TELL_PERIOD_S = 25.0
 PATIENCE_S = 60.0
-"""A shard that comes slowly is waited for so long; then a cached one is taken."""
+"""Longest wait for a slow shard; then a cached one is used."""
 WARN_PERIOD_S = 60.0
 MAX_PAUSE_S = 30.0
 MAX_CACHES = 64
@@ -41,11 +41,11 @@ STOP_TIMEOUT_S = 2.0
 
 
 class Cache:
-    """A folder with fetched files that this process has for itself, named by their digests.
+    """A folder of fetched files, named by their digests and locked by this process.
 
     Args:
-        folder: its parent; trainers that run beside each other take ``1``, ``2`` ... in it.
-        max_bytes: what is in use and what comes next is kept in any case.
+        folder: its parent; trainers that run beside each other use ``1``, ``2`` ... in it.
+        max_bytes: size limit; the current shard and the next one are kept in any case.
     """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
@@ -61,7 +61,7 @@ class Cache:
         return self.folder / f"{shard.sha256}{Path(shard.name).suffix}"
 
     def has(self, shard: Shard) -> bool:
-        """Whether the file is here, and as it should be."""
+        """Whether the file is here and intact."""
         path = self.path_of(shard)
         if not path.exists():
             return False
@@ -72,11 +72,11 @@ class Cache:
         return False
 
     def shards(self) -> list[Path]:
-        """Those that are whole, the one that was used last at the end."""
+        """The complete shards, least recently used first."""
         return sorted(self.folder.glob("*.arrow"), key=lambda path: path.stat().st_mtime_ns)
 
     def make_room(self, num_bytes: int, kept: Sequence[Path]) -> None:
-        """Remove what was not used for longest until so many bytes fit below the limit."""
+        """Remove the least recently used files until ``num_bytes`` fit below the limit."""
         for path in self.shards():
             if self._used() + num_bytes <= self._max_bytes:
                 return
@@ -84,7 +84,7 @@ class Cache:
                 path.unlink()
 
     def shrink(self, kept: Sequence[Path]) -> bool:
-        """The disk is full: remove something, and keep less from now on; False if there is nothing to remove."""
+        """The disk is full: remove a file and lower the limit; False if there is nothing to remove."""
         removable = [path for path in self.shards() if path not in kept]
         if not removable:
             return False
@@ -107,14 +107,14 @@ class Cache:
 
 
 class HostedData:
-    """What is fetched before the first shard: the index, the tokenizer and the samples to hold out.
+    """What is fetched before the first shard: the index, the tokenizer and the held-out samples.
 
     Args:
-        max_bytes: what the cache keeps at most.
+        max_bytes: size limit of the cache.
     Attributes:
         tokenizer: as JSON.
     Raises:
-        ConfigError: it cannot be fetched; it names each address and its reason.
+        ConfigError: it cannot be fetched; names each address and its reason.
     """
 
     def __init__(self, urls: Sequence[str], cache_dir: Path, max_bytes: int) -> None:
@@ -131,12 +131,12 @@ class HostedData:
             raise
 
     def heldout(self, num_samples: int) -> list[StoredSample]:
-        """So many samples to hold out, evenly spread; all if there are fewer."""
+        """``num_samples`` evenly spread samples to hold out; all if there are fewer."""
         num_samples = min(num_samples, len(self.validation))
         return [self.validation[index * len(self.validation) // num_samples] for index in range(num_samples)]
 
     def close(self) -> None:
-        """Let others use the cache."""
+        """Unlock the cache."""
         self.is_stopped.set()
         self.cache.close()
 
@@ -166,10 +166,10 @@ class ShardStream:
 
     Args:
         data: closed at the end of the stream.
-        order: names the order of the shards; other peers have others.
-        position_file: keeps how many shards were begun, for the next start.
+        order: seeds the order of the shards; it differs between peers.
+        position_file: keeps the number of shards begun, for the next start.
     Raises:
-        ConfigError: no shard can be fetched; it names each address and its reason.
+        ConfigError: no shard can be fetched; names each address and its reason.
     """
 
     def __init__(self, data: HostedData, order: str, position_file: Path | None = None) -> None:
@@ -181,7 +181,7 @@ class ShardStream:
         self._why_not: Exception | None = None
         self._failure: BaseException | None = None
         self._path = self._cache.folder / "none"
-        self._bad: set[str] = set()  # names of shards that are of no use
+        self._bad: set[str] = set()  # names of shards that cannot be used
         self._warn_at = 0.0
         self._thread = threading.Thread(target=self._run, name="shards", daemon=True)
         try:
@@ -196,11 +196,11 @@ class ShardStream:
 
     @property
     def samples(self) -> SampleFiles:
-        """Those of the shard that is being trained on."""
+        """The samples of the current shard."""
         return self._samples
 
     def advance(self) -> None:
-        """Go on to the next shard, or to one of the cache if that has not come."""
+        """Go on to the next shard, or to a cached one if that has not arrived."""
         with self._changed:
             self._changed.wait_for(lambda: self._next or self._why_not or self._failure, PATIENCE_S)
             if self._failure is not None:
@@ -213,7 +213,7 @@ class ShardStream:
         self._use(self._cached()[0])
 
     def _cached(self) -> list[Path]:
-        """The shards for training that are here, the one that was used last at the end: others' files may be, too."""
+        """Cached shards for training, least recently used first; the cache may also hold other files."""
         usable = {self._cache.path_of(shard) for shard in self.index.train if shard.name not in self._bad}
         return [path for path in self._cache.shards() if path in usable]
 
@@ -232,7 +232,7 @@ class ShardStream:
                 if self._changed.wait_for(lambda: self._next or self._failure, TELL_PERIOD_S):
                     if self._failure is not None:
                         raise self._failure
-                    self.data.fetcher.patience = None  # there is something to train on from now on
+                    self.data.fetcher.patience = None  # from now on there is something to train on
                     self._take()
                     return self._samples
             logger.info("Waiting for the first shard, which comes slowly")
@@ -244,7 +244,7 @@ class ShardStream:
         self._next = None
         self._changed.notify_all()
         if self._position_file is not None:
-            with contextlib.suppress(OSError):  # the next start begins elsewhere, and nothing else is lost
+            with contextlib.suppress(OSError):  # without the file, the next start begins at another shard
                 self._position_file.write_text(json.dumps({"shards_begun": position + 1}))
 
     def _use(self, path: Path) -> None:
@@ -268,7 +268,7 @@ class ShardStream:
                 self._changed.notify_all()
 
     def _shards(self) -> Iterator[tuple[int, Shard]]:
-        """Endless, from where the last start ended."""
+        """The endless sequence of shards, from the saved position."""
         position, shards = self._begun(), self.index.train
         bad = self._bad
         while True:
@@ -293,7 +293,7 @@ class ShardStream:
         return 0
 
     def _has_come(self, shard: Shard) -> bool:
-        """Whether a shard is here now; it is tried again until it comes. False if no mirror has it in order."""
+        """Fetch a shard, with retries until it arrives; False if no mirror has it intact."""
         path, pause_s = self._cache.path_of(shard), 1.0
         while not self._is_stopped.is_set():
             try:
@@ -331,7 +331,7 @@ class ShardStream:
 
 
 def check_index(index: Index, run_id: str, recipe: AlbertRecipe, digest: str) -> None:
-    """Make sure that the shards are of use in a run.
+    """Check that the shards fit a run.
 
     Raises:
         ConfigError: they were made with another tokenizer, or for samples of another length.
@@ -349,9 +349,9 @@ def check_index(index: Index, run_id: str, recipe: AlbertRecipe, digest: str) ->
         )
 
 
-@functools.lru_cache(maxsize=1)  # looked at before and after a run was found
+@functools.lru_cache(maxsize=1)  # called before and after a run is found
 def fetch_index(urls: tuple[str, ...]) -> Index:
-    """What the shards are, before any is fetched; asked for once.
+    """The index of the shards, downloaded once, before any shard.
 
     Raises:
         ConfigError: no address has an index.

@@ -1,8 +1,8 @@
 """A tokenizer trained on the corpus: identical text gives the identical tokenizer on every machine.
 
-The model is byte-level BPE over lower-cased text. ALBERT's own is SentencePiece unigram, but of the trainers in
-``tokenizers`` 0.23, unigram and those with a ``##`` prefix (WordPiece too) gave another vocabulary in each process,
-byte-level BPE always the same. It knows every byte, so that no text is unknown to it.
+The model is byte-level BPE over lower-cased text, so no text is unknown to it. ALBERT's own is SentencePiece unigram,
+but in ``tokenizers`` 0.23 the trainers of unigram and of models with a ``##`` prefix (such as WordPiece) gave another
+vocabulary in each process, and byte-level BPE always the same.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ SPECIAL_TOKENS = ("<pad>", "<unk>", "[CLS]", "[SEP]", "[MASK]")
 
 
 def train_tokenizer(documents: Iterable[Iterable[str]], vocab_size: int) -> transformers.PreTrainedTokenizerFast:
-    """Train a tokenizer; the result depends on the text and ``vocab_size`` alone.
+    """Train a tokenizer; the result depends only on the text and ``vocab_size``.
 
     Args:
         documents: sentences of each document.
-        vocab_size: tokens at most, special tokens included; a short text gives fewer.
+        vocab_size: most tokens, special tokens included; a short text gives fewer.
     """
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>"))
     backend.normalizer = tokenizers.normalizers.Sequence(
@@ -45,7 +45,7 @@ def train_tokenizer(documents: Iterable[Iterable[str]], vocab_size: int) -> tran
 
 
 def tokenizer_digest(tokenizer: transformers.PreTrainedTokenizerFast) -> str:
-    """SHA-256 of everything that decides how text becomes token ids, in hex; equal digests mean equal ids."""
+    """SHA-256 of everything that determines the token ids of a text, in hex; equal digests mean equal ids."""
     return digest_of_json(tokenizer_json(tokenizer))
 
 
@@ -56,7 +56,7 @@ def tokenizer_json(tokenizer: transformers.PreTrainedTokenizerFast) -> str:
 
 
 def tokenizer_from_json(text: str) -> transformers.PreTrainedTokenizerFast:
-    """A tokenizer that another peer trained, or that is published.
+    """A tokenizer from JSON, from another peer or published.
 
     Raises:
         ValueError: it cannot be read, or ALBERT cannot use it.
@@ -65,7 +65,7 @@ def tokenizer_from_json(text: str) -> transformers.PreTrainedTokenizerFast:
 
 
 def wrapped(backend: tokenizers.Tokenizer) -> transformers.PreTrainedTokenizerFast:
-    """The same for transformers, which must be told the roles of the special tokens."""
+    """Wrap a tokenizer for transformers, which must be told the roles of the special tokens."""
     typed: Callable[..., transformers.PreTrainedTokenizerFast] = transformers.PreTrainedTokenizerFast
     return typed(
         tokenizer_object=backend,

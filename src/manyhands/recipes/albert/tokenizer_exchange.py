@@ -1,6 +1,6 @@
 """Peers hand out the tokenizer of their run, so that a newcomer needs neither the same text nor the same Python.
 
-A newcomer asks for it by its digest, which is in the run manifest, and believes nothing that has another one.
+A newcomer requests it by its digest from the run manifest, and rejects a tokenizer with any other digest.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ MAX_BYTES = 16 << 20
 MAX_JSON_BYTES = 32 << 20
 PART_TIMEOUT_S = 2.0
 TIMEOUT_S = 10.0
-"""For all of it; the tokenizer of 30,000 tokens has 600 KB, compressed."""
+"""For the whole transfer; a tokenizer of 30,000 tokens has 600 KB, compressed."""
 
 FETCH_TIMEOUT_S = TIMEOUT_S + 5.0
-"""For a caller of :func:`fetch_tokenizer` in another thread."""
+"""For callers of :func:`fetch_tokenizer` in another thread."""
 
 
 class TokenizerRequest(msgspec.Struct, frozen=True):
-    """Which part of the tokenizer is wanted: what comes after ``offset`` bytes of its compressed JSON."""
+    """Requests the part of the tokenizer after ``offset`` bytes of its compressed JSON."""
 
     digest: Annotated[str, msgspec.Meta(max_length=64)]
     offset: Annotated[int, msgspec.Meta(ge=0, le=MAX_BYTES)]
 
 
 class TokenizerPart(msgspec.Struct, frozen=True):
-    """At most :data:`PART_BYTES` of it, and how many there are in all."""
+    """At most :data:`PART_BYTES` of the compressed JSON, and its total size."""
 
     part: Annotated[bytes, msgspec.Meta(max_length=PART_BYTES)]
     num_bytes: Annotated[int, msgspec.Meta(ge=1, le=MAX_BYTES)]
@@ -53,7 +53,7 @@ TOKENIZER = Method("albert.tokenizer", TokenizerRequest, TokenizerPart)
 
 
 async def serve_tokenizer(endpoint: Endpoint, tokenizer: transformers.PreTrainedTokenizerFast) -> None:
-    """Hand out a tokenizer from now on, until the endpoint is closed."""
+    """Serve a tokenizer until the endpoint is closed."""
     digest = tokenizer_digest(tokenizer)
     packed = zlib.compress(tokenizer_json(tokenizer).encode())
 
@@ -68,7 +68,7 @@ async def serve_tokenizer(endpoint: Endpoint, tokenizer: transformers.PreTrained
 async def fetch_tokenizer(
     endpoint: Endpoint, donors: Sequence[PeerId], digest: str
 ) -> transformers.PreTrainedTokenizerFast | None:
-    """Get the tokenizer with this digest from one of the peers of its run; None if none of them hands it out."""
+    """Get the tokenizer with this digest from one of the peers of its run; None if none of them has it."""
     try:
         async with time_limit(TIMEOUT_S, "waiting for the tokenizer of the run"):
             for donor in donors:
@@ -76,7 +76,7 @@ async def fetch_tokenizer(
                     packed = await _fetch(endpoint, donor, digest)
                     return await asyncio.to_thread(_unpacked, donor, packed, digest)
                 except (Unavailable, PeerError) as error:
-                    logger.info("The tokenizer of the run could not be had from a peer: %s", error)
+                    logger.info("Could not get the tokenizer of the run from a peer: %s", error)
     except ManyhandsError as error:
         logger.info("%s", error)
     return None
@@ -100,7 +100,7 @@ def _unpacked(donor: PeerId, packed: bytes, digest: str) -> transformers.PreTrai
         if not decompressor.eof:
             raise ValueError("it is too large, or cut off")
         text = raw.decode()
-        if digest_of_json(text) == digest:  # before it is made: only what the run's own peers made is
+        if digest_of_json(text) == digest:  # before parsing: only what the run's own peers made is parsed
             return tokenizer_from_json(text)
     except (zlib.error, ValueError, RecursionError) as error:
         why = readable(str(error))

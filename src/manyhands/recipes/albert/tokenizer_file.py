@@ -1,4 +1,4 @@
-"""A tokenizer as the file ``tokenizer.json``, and what samples must know of it. Imports no torch."""
+"""Reads ``tokenizer.json`` files and their special tokens. Imports no torch."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ _NAMES = {
     "sep_token": ("[SEP]",),
     "mask_token": ("[MASK]",),
 }
-"""How ALBERT and BERT write the tokens of each role; the file itself does not say which token has which role."""
+"""Names of the special tokens by role in ALBERT and BERT; the file itself does not record the roles."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Vocabulary:
-    """The ids that samples and models must know.
+    """The token ids that samples and models need.
 
     Attributes:
-        size: ids are below it.
+        size: all ids are below it.
     """
 
     size: int
@@ -46,12 +46,12 @@ class Vocabulary:
 
     @property
     def special(self) -> frozenset[int]:
-        """Ids that are never guessed."""
+        """Ids of tokens that are never guessed."""
         return frozenset((self.pad, self.unknown, self.cls, self.sep, self.mask))
 
 
 def special_tokens(backend: tokenizers.Tokenizer) -> dict[str, str]:
-    """The tokens of each role, by the names that transformers has for the roles.
+    """The special tokens by role, with the role names of transformers.
 
     Raises:
         ValueError: one is missing.
@@ -66,10 +66,10 @@ def special_tokens(backend: tokenizers.Tokenizer) -> dict[str, str]:
 
 
 def vocabulary_of(backend: tokenizers.Tokenizer) -> Vocabulary:
-    """What samples must know of a tokenizer.
+    """The token ids of a tokenizer that samples need.
 
     Raises:
-        ValueError: it has no such special tokens as ALBERT needs.
+        ValueError: it lacks the special tokens that ALBERT needs.
     """
     everything = backend.get_vocab(with_added_tokens=True)
     ids = {role: everything[token] for role, token in special_tokens(backend).items()}
@@ -84,10 +84,10 @@ def vocabulary_of(backend: tokenizers.Tokenizer) -> Vocabulary:
 
 
 def digest_of_json(text: str) -> str:
-    """SHA-256 of everything that decides how text becomes token ids, in hex; equal digests mean equal ids.
+    """SHA-256 of everything that determines the token ids of a text, in hex; equal digests mean equal ids.
 
     Raises:
-        ValueError: it is no JSON of a tokenizer.
+        ValueError: the text is not the JSON of a tokenizer.
     """
     description = json.loads(text)
     if not isinstance(description, dict):
@@ -98,7 +98,7 @@ def digest_of_json(text: str) -> str:
 
 
 def backend_from_json(text: str) -> tokenizers.Tokenizer:
-    """The tokenizer that a file describes; it neither pads nor truncates.
+    """The tokenizer in a JSON text, without padding or truncation.
 
     Raises:
         ValueError: it cannot be read, or ALBERT cannot use it.
@@ -106,18 +106,18 @@ def backend_from_json(text: str) -> tokenizers.Tokenizer:
     try:
         backend = tokenizers.Tokenizer.from_str(text)
     except Exception as error:
-        # the reader of tokenizers raises Exception itself
+        # tokenizers raises a plain Exception
         raise ValueError(reason_of(error)) from error
     backend.no_padding()
     backend.no_truncation()
     registered = {token.content for token in backend.get_added_tokens_decoder().values()}
-    # transformers would register the others, and give the tokenizer another digest
+    # transformers would add the missing ones, and change the digest
     backend.add_special_tokens([token for token in special_tokens(backend).values() if token not in registered])
     return backend
 
 
 def check_run(folder: Path, run_id: str, digest: str) -> None:
-    """Make sure that a folder has the tokenizer of a run, whose digest is given.
+    """Check that the tokenizer in a folder has the given digest, that of a run.
 
     Raises:
         ConfigError: it has another one.

@@ -1,4 +1,4 @@
-"""The training loop of the ALBERT recipe: plain PyTorch, but for the optimizer."""
+"""The training loop of the ALBERT recipe: plain PyTorch, except for the optimizer."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ from manyhands.training.report import report_step
 logger = logging.getLogger(__name__)
 
 LAST_LOOK_S = 1.0
-"""So long may the held-out loss of the account take: a trainer that was told to leave has few seconds."""
+"""Time for the held-out loss in the final account: a trainer that was told to leave has a few seconds in all."""
 TRIAL_SHARE = 4
-"""A batch that the trial finds is at most this part of the target: peers come to a step a batch apart."""
+"""The trial finds batches of at most this fraction of the target: peers reach a step within one batch of each other."""
 
 
 class AlbertTrainer:
@@ -46,12 +46,12 @@ class AlbertTrainer:
 
     Args:
         on_event: called with each :data:`manyhands.recipes.albert.events.Event`.
-        run: the run to join, if somebody trains in it already; ``recipe`` is its recipe then.
+        run: the run to join, if it has trainers already; ``recipe`` is then its recipe.
         is_batch_size_chosen: False to find ``recipe.batch_size`` by a short trial.
         checkpoint_dir: where to keep the model; it is closed at the end of :meth:`run`.
     Raises:
         ConfigError: the text or the data cannot be used, or this peer does not fit the run.
-        Unavailable: the tokenizer of the run, or its state, could not be loaded.
+        Unavailable: the tokenizer or the state of the run could not be loaded.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class AlbertTrainer:
         chosen = RunRecipe(recipe=recipe, tokenizer=tokenizer_digest(tokenizer), vocab_size=len(tokenizer))
         steps = {"batch_size_per_step": recipe.batch_size * settings.gradient_accumulation_steps}
         self._stepping: Optimizer | ProcessGroupOptimizer
-        """What all ranks of this peer call alike, to step and at the end; the one of this process otherwise."""
+        """The optimizer for steps and the final wait: calls that all ranks make together under ``torchrun``."""
         if num_ranks() > 1:
             ranks.begin(ranks.Task(run_id, chosen, tokenizer_json(tokenizer), peer.peer_id, peer.state_path))
             self._stepping = join_run_as_rank(
@@ -121,7 +121,7 @@ class AlbertTrainer:
         self._batches = Batches(samples, recipe, order)
 
     def _try_batch_sizes(self, samples: Samples, recipe: AlbertRecipe) -> int:
-        """The batch size that suits this machine."""
+        """Measure the batch size that suits this machine."""
 
         def seconds_for(size: int) -> float:
             batch = next(Batches(samples, replace(recipe, batch_size=size), "trial", is_padded=True))
@@ -141,7 +141,7 @@ class AlbertTrainer:
         share = recipe.target_batch_size // (TRIAL_SHARE * self._settings.gradient_accumulation_steps)
         limit = min(max(1, share), len(samples.training))
         size = fitting_batch_size(seconds_for, limit)
-        logger.info("A short trial chose %d samples for each batch (--batch-size says otherwise)", size)
+        logger.info("A short trial chose %d samples for each batch (--batch-size overrides it)", size)
         return size
 
     @property
@@ -150,7 +150,7 @@ class AlbertTrainer:
         return self._optimizer.manifest
 
     def run(self) -> None:
-        """Train until the settings say stop, then stay a little for peers that are behind."""
+        """Train until the settings say to stop, then stay a little for peers that are behind."""
         optimizer = self._optimizer
         self._began = time.monotonic()
         self._on_event(Joined(self._peer.peer_id, optimizer.global_step, self._heldout.begin()))
@@ -162,7 +162,7 @@ class AlbertTrainer:
                     self._report_step()
                     if self._checkpoints is not None:
                         self._checkpoints.save_if_due()
-        finally:  # also when it is interrupted, by Ctrl-C say
+        finally:  # also after Ctrl-C
             self._samples.close()
             if self._checkpoints is not None:
                 self._checkpoints.close()
@@ -173,7 +173,7 @@ class AlbertTrainer:
         self._on_event(Finished(optimizer.global_step, loss, self._stepping.state_digest(), self._counts()))
 
     def standing(self) -> Standing:
-        """How this peer and the run stand now; safe to call from any thread."""
+        """The current status of this peer and the run; safe to call from any thread."""
         optimizer, losses = self._optimizer, self._losses
         counts, progress, waiting = optimizer.statistics, optimizer.progress, optimizer.samples_accumulated
         samples_of_all = counts.samples_of_all + max(progress.samples, waiting)
@@ -190,9 +190,9 @@ class AlbertTrainer:
         )
 
     def account(self) -> Account:
-        """What this peer has done, once :meth:`run` is over; it takes :data:`LAST_LOOK_S`, or a little longer."""
+        """What this peer has done; call it after :meth:`run`. Takes :data:`LAST_LOOK_S` or a little longer."""
         counts, folder = self._optimizer.statistics, self._checkpoint_dir
-        losses = self._losses if self._last_loss is None else []  # a step that was begun says little beside whole ones
+        losses = self._losses if self._last_loss is None else []  # an unfinished step says little beside complete ones
         return Account(
             run_id=self._run_id,
             seconds=time.monotonic() - self._began,
@@ -210,7 +210,7 @@ class AlbertTrainer:
     def _compare_heldout(self) -> HeldoutLosses | None:
         try:
             return self._heldout.compare(LAST_LOOK_S)
-        except RuntimeError as error:  # a batch that was broken off may still have the memory of the GPU
+        except RuntimeError as error:  # an interrupted batch may still hold the memory of the GPU
             logger.warning("the held-out loss cannot be computed now: %s", error)
             return None
 

@@ -1,4 +1,4 @@
-"""Finds by a short trial how many samples a peer should compute at once."""
+"""Finds the batch size of a peer by a short trial."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from collections.abc import Callable
 from manyhands.base.errors import ConfigError
 
 LEAST_BATCH_S = 0.2
-"""Shorter batches spend too much of their time between them."""
+"""In shorter batches the overhead between batches is too large."""
 
 MOST_BATCH_S = 1.0
-"""Longer ones keep the others waiting at the end of each global step."""
+"""Longer batches make the other peers wait at the end of each global step."""
 
 NUM_TIMED = 2
-"""The faster one counts: this machine may do something else for a moment."""
+"""The faster run counts: this machine may be busy for a moment."""
 
 
 class OutOfMemory(ConfigError):
-    """The device cannot hold such a batch, or the model."""
+    """The model or a batch does not fit on the device."""
 
 
 def fitting_batch_size(seconds_for: Callable[[int], float], limit: int) -> int:
-    """The smallest power of two that takes ``LEAST_BATCH_S``, but no longer than ``MOST_BATCH_S``; 1 at least.
+    """The smallest power of two that takes ``LEAST_BATCH_S``, but no longer than ``MOST_BATCH_S``; at least 1.
 
     Takes about as long as four such batches.
 
     Args:
-        seconds_for: computes so many samples, and says how long that took; or raises :class:`OutOfMemory`.
-        limit: no more samples than this.
+        seconds_for: computes a batch of this many samples and returns the seconds, or raises :class:`OutOfMemory`.
+        limit: most samples.
     Raises:
         OutOfMemory: not even one sample fits.
     """
@@ -50,7 +50,7 @@ def fitting_batch_size(seconds_for: Callable[[int], float], limit: int) -> int:
 
 
 def timed(compute: Callable[[], None]) -> float:
-    """How many seconds a computation takes."""
+    """Seconds that a computation takes."""
     started = time.perf_counter()
     compute()
     return time.perf_counter() - started

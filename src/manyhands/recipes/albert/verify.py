@@ -1,4 +1,4 @@
-"""Compares prepared data with what its index says of it. Imports no torch."""
+"""Compares prepared data with its index. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from manyhands.recipes.albert.shards import INDEX, Index
 
 
 def problems_of(place: str, advance: Callable[[int, int], None]) -> Iterator[str]:
-    """A line for each thing that is wrong with a folder, or with an address.
+    """A line for each problem of a folder, or of an address.
 
     Args:
-        advance: told the bytes that were looked at since, and those of all.
+        advance: called with the bytes checked since the last call, and the total.
     Raises:
         ConfigError: there is no prepared data.
     """
