@@ -128,7 +128,8 @@ class RoundRunner:
 
         :meth:`average` comes to that group then, with the values and their weight.
         """
-        await self._matchmaker.hold_place()
+        async with self._streams.warm.kept(self._roster.expected):
+            await self._matchmaker.hold_place()
 
     @property
     def group_stands(self) -> bool:
@@ -182,8 +183,9 @@ class RoundRunner:
         """
         if not 0 <= weight <= MAX_SUM_WEIGHT:
             raise ConfigError(f"weight={weight} must be from 0 to {MAX_SUM_WEIGHT:.0f}; for example 32.0")
-        meter = meter if meter is not None else RoundMeter()
-        return await self._round(flat_N, refill, weight, timeout_s, gather_s, meter)
+        with self._streams.warm.in_use():
+            meter = meter if meter is not None else RoundMeter()
+            return await self._round(flat_N, refill, weight, timeout_s, gather_s, meter)
 
     async def _round(
         self,
