@@ -124,7 +124,8 @@ class RoundRunner:
 
         :meth:`average` comes to that group then, with the values and their weight.
         """
-        await self._matchmaker.hold_place()
+        async with self._streams.warm.kept(self._roster.expected):
+            await self._matchmaker.hold_place()
 
     @property
     def group_stands(self) -> bool:
@@ -184,15 +185,16 @@ class RoundRunner:
         self._meter = meter if meter is not None else RoundMeter()
         started = self._now()
         self._deadline = started + min(timeout_s, self._config.averaging_timeout_s)
-        group = await self._find_group(weight, gather_s)
-        matchmaking_s = self._now() - started
-        try:
-            async with self._keeping_errors():
-                committed = await self._commit(group, flat_N, shapes, refill)
-        except RoundAborted as error:
-            if self._endpoint.peer_id in error.blamed and (advice := self._bandwidth.lose_round()):
-                raise RoundAborted(f"{error.reason}; {advice}", error.blamed) from error
-            raise
+        with self._streams.warm.in_use():
+            group = await self._find_group(weight, gather_s)
+            matchmaking_s = self._now() - started
+            try:
+                async with self._keeping_errors():
+                    committed = await self._commit(group, flat_N, shapes, refill)
+            except RoundAborted as error:
+                if self._endpoint.peer_id in error.blamed and (advice := self._bandwidth.lose_round()):
+                    raise RoundAborted(f"{error.reason}; {advice}", error.blamed) from error
+                raise
         reason, seconds = committed.reason, self._now() - started
         if self._endpoint.peer_id in committed.blamed:
             reason = "; ".join(filter(None, [reason, self._bandwidth.lose_round()]))

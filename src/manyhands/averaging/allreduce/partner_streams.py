@@ -1,9 +1,4 @@
-"""The streams between a member of a round and its partners: who dials whom, and how both know that the other lives.
-
-Dialling a stream takes several round trips, and much CPU. So both ends keep it after a round, and the next round sends
-its name on it first. A stream that no round uses for a while is closed, and so is one to a peer whose control
-connection was lost: nobody knows then whether it still carries anything.
-"""
+"""The streams between a member of a round and its partners: who dials whom, and how both know that the other lives."""
 
 from __future__ import annotations
 
@@ -13,17 +8,9 @@ from weakref import WeakKeyDictionary
 import msgspec
 
 from manyhands.averaging.allreduce.stream_inbox import StreamInbox
+from manyhands.averaging.allreduce.warm_streams import MAX_WARM, WarmStreams
 from manyhands.averaging.config import AveragingConfig
-from manyhands.averaging.messages import (
-    ASK_VERDICT,
-    NAME_BYTES,
-    NOBODY,
-    STREAM_KIND,
-    Group,
-    Member,
-    StreamHeader,
-    VerdictQuery,
-)
+from manyhands.averaging.messages import ASK_VERDICT, NOBODY, STREAM_KIND, Group, Member, StreamHeader, VerdictQuery
 from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.base.errors import PeerError, RoundAborted, Unavailable
 from manyhands.base.identity import PeerId
@@ -33,11 +20,6 @@ from manyhands.transport.api import Stream
 PROBE_AFTER_S = 0.3
 """A partner that has not opened its stream by then is looked for."""
 
-MAX_KEPT = 16
-"""Streams are kept in groups of up to so many others: in larger ones each member meets others in each round."""
-KEPT_S = 60.0
-"""A stream that was not used for so long is closed; the other end waits for longer."""
-
 
 class PartnerStreams:
     """Opens, awaits and closes the streams of one peer's rounds.
@@ -45,6 +27,9 @@ class PartnerStreams:
     Args:
         inbox: gets those that partners open.
         tasks: close streams in the background.
+
+    Attributes:
+        warm: streams that were opened before the round.
     """
 
     def __init__(self, endpoint: RunEndpoint, inbox: StreamInbox, config: AveragingConfig, tasks: TaskOwner) -> None:
@@ -52,17 +37,16 @@ class PartnerStreams:
         self._inbox = inbox
         self._config = config
         self._tasks = tasks
-        self._kept: dict[PeerId, tuple[Stream, asyncio.TimerHandle]] = {}  # that this peer has dialled, and their ends
+        self.warm = WarmStreams(endpoint, config, self.make_sure_of)
         self._dialled: set[Stream] = set()  # of those that rounds use now
         self._moved: WeakKeyDictionary[Stream, tuple[int, int]] = WeakKeyDictionary()
-        endpoint.on_lost.append(self._drop)
+        endpoint.on_lost.append(self.warm.on_lost)
 
     def close(self) -> None:
         """No round uses any stream any more."""
-        for peer_id in list(self._kept):
-            self._drop(peer_id)
-        if self._drop in self._endpoint.on_lost:
-            self._endpoint.on_lost.remove(self._drop)
+        self.warm.drop_all()
+        if self.warm.on_lost in self._endpoint.on_lost:
+            self._endpoint.on_lost.remove(self.warm.on_lost)
 
     async def connect(self, group: Group, rank: int, other: int, num_bytes: int, stream_id: bytes) -> Stream:
         """Open or await the stream to a partner: a client dials, else the lower rank."""
@@ -72,7 +56,8 @@ class PartnerStreams:
             if not is_dialler:
                 return await self._await_stream(member, stream_id)
             await self.make_sure_of(member.peer_id)
-            if (stream := await self._take_kept(member.peer_id, stream_id)) is None:
+            self.warm.size_bytes = num_bytes
+            if (stream := await self.warm.take(member.peer_id, stream_id)) is None:
                 header = msgspec.msgpack.encode(StreamHeader(stream_id))
                 stream = await self._endpoint.open_bulk(
                     member.peer_id, STREAM_KIND, header, self._config.stream_timeout_s, size_bytes=num_bytes
@@ -103,44 +88,13 @@ class PartnerStreams:
 
     def keep(self, group: Group, stream: Stream) -> bool:
         """Have a stream for the next round: nothing more travels on it in this one. False if it is to be let go."""
-        if len(group.members) > MAX_KEPT + 1 or self._tasks.is_closed:
+        if len(group.members) > MAX_WARM + 1 or self._tasks.is_closed:
             return False
-        is_kept = self._keep_dialled(stream) if stream in self._dialled else self._inbox.keep(stream)
+        is_kept = self.warm.keep(stream) if stream in self._dialled else self._inbox.keep(stream)
         if is_kept:
             self._dialled.discard(stream)
             self._moved[stream] = stream.bytes_sent, stream.bytes_received
         return is_kept
-
-    def _keep_dialled(self, stream: Stream) -> bool:
-        peer_id = stream.remote
-        if len(self._kept) >= MAX_KEPT or peer_id in self._kept or not self._endpoint.is_connected(peer_id):
-            return False
-        self._kept[peer_id] = stream, asyncio.get_running_loop().call_later(KEPT_S, self._drop, peer_id)
-        return True
-
-    async def _take_kept(self, peer_id: PeerId, name: bytes) -> Stream | None:
-        """The stream to a peer from an earlier round, for the round of this name; None if there is none that lives."""
-        if len(name) != NAME_BYTES or (stream := self._pop(peer_id)) is None:
-            return None
-        try:
-            await stream.send(name)
-        except BaseException as error:
-            self._endpoint.release(stream)
-            if isinstance(error, (Unavailable, PeerError)):
-                return None
-            raise
-        return stream
-
-    def _pop(self, peer_id: PeerId) -> Stream | None:
-        if peer_id not in self._kept:
-            return None
-        stream, timer = self._kept.pop(peer_id)
-        timer.cancel()
-        return stream
-
-    def _drop(self, peer_id: PeerId) -> None:
-        if (stream := self._pop(peer_id)) is not None:
-            self._endpoint.release(stream)
 
     def moved_before(self, stream: Stream) -> tuple[int, int]:
         """Bytes that earlier rounds sent and received on a stream."""

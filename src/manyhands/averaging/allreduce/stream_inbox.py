@@ -17,10 +17,10 @@ from manyhands.rpc.frames import UNREADABLE
 from manyhands.transport.api import Stream
 
 REMEMBERED_GROUPS = 16
-MAX_KEPT = 64
-"""Streams that were kept from the last round; one of each peer."""
-KEPT_S = 120.0
-"""A kept stream that no round uses for so long is closed: later than the end that dialled it does that."""
+MAX_UNNAMED = 64
+"""Streams that were opened ahead and say no round yet; one of each peer."""
+"""And as many that were kept from the last round."""
+UNNAMED_S = 120.0
 
 
 class StreamInbox:
@@ -30,6 +30,7 @@ class StreamInbox:
         self._endpoint = endpoint
         self._config = config
         self._waiting: dict[tuple[bytes, PeerId], asyncio.Future[Stream]] = {}
+        self._unnamed: dict[PeerId, Stream] = {}  # opened ahead
         self._kept: dict[PeerId, Stream] = {}  # from the last round
         self._in_round: dict[Stream, asyncio.Future[None]] = {}  # done when it was used up to its end, and is kept
         self._ended: deque[bytes] = deque(maxlen=REMEMBERED_GROUPS)
@@ -72,7 +73,7 @@ class StreamInbox:
     def keep(self, stream: Stream) -> bool:
         """Have a stream that a round has used up to its end for the next one; whether it is kept."""
         used = self._in_round.get(stream)
-        if used is None or used.done() or len(self._kept) >= MAX_KEPT:
+        if used is None or used.done() or len(self._kept) >= MAX_UNNAMED:
             return False
         used.set_result(None)
         return True
@@ -97,6 +98,19 @@ class StreamInbox:
             if awaited == key[1] and not future.done():
                 future.set_exception(ProtocolViolation(awaited, "it opened a stream for another round"))
 
+    async def _name_of(self, remote: PeerId, stream: Stream) -> bytes:
+        """What a stream that was opened ahead is for, as soon as its owner knows."""
+        if (former := self._unnamed.pop(remote, None)) is not None:
+            former.abort()
+        if len(self._unnamed) >= MAX_UNNAMED:
+            raise ProtocolViolation(remote, "a stream ahead of its round, and there are too many of them")
+        self._unnamed[remote] = stream
+        try:
+            return await _read_name(stream)
+        finally:
+            if self._unnamed.get(remote) is stream:
+                del self._unnamed[remote]
+
     def _future(self, key: tuple[bytes, PeerId]) -> asyncio.Future[Stream]:
         if key not in self._waiting:
             self._waiting[key] = asyncio.get_running_loop().create_future()
@@ -107,6 +121,7 @@ class StreamInbox:
             name = msgspec.msgpack.decode(header, type=StreamHeader).group_id
         except UNREADABLE as error:
             raise ProtocolViolation(remote, "a stream header that cannot be read") from error
+        name = name or await self._name_of(remote, stream)
         while await self._is_kept_after(name, remote, stream):
             if (former := self._kept.get(remote)) is not None:
                 former.abort()
@@ -152,6 +167,6 @@ def _too_late(remote: PeerId, future: asyncio.Future[Stream]) -> ProtocolViolati
 
 async def _read_name(stream: Stream) -> bytes:
     name = bytearray(NAME_BYTES)
-    async with time_limit(KEPT_S, "learning what a stream is for"):
+    async with time_limit(UNNAMED_S, "learning what a stream is for"):
         await stream.receive_into(memoryview(name))
     return bytes(name)
