@@ -6,7 +6,7 @@ import msgspec
 
 from manyhands.base.address import Address
 from manyhands.base.errors import ConfigError, ProtocolViolation
-from manyhands.doctor import words
+from manyhands.doctor import findings
 from manyhands.doctor.checks import Finding
 from manyhands.reach.messages import (
     DIAL_BACK,
@@ -27,10 +27,10 @@ DIALLED = [Address.parse(text) for text in ADDRESSES]
 
 def _examine_response(data: bytes) -> None:
     seen = decoded(data, ExamineResponse)
-    if host := words.ip_address(seen.host):
+    if host := findings.ip_address(seen.host):
         Address.of(host, 1)
-    _printable(words.answers(seen))
-    _printable(words.clock(1.8e9 - seen.wall_time_s, 0.1, 60.0, None))
+    _printable(findings.answers(seen))
+    _printable(findings.clock(1.8e9 - seen.wall_time_s, 0.1, 60.0, None))
 
 
 def _dial_back_request(data: bytes) -> None:
@@ -46,7 +46,7 @@ def _dial_back_request(data: bytes) -> None:
 def _dial_back_response(data: bytes) -> None:
     outcomes = list(zip(DIALLED, decoded(data, DialBackResponse).outcomes, strict=False))
     for are_announced in (False, True):
-        _printable(words.dialled_back(outcomes, are_announced=are_announced, port_was_chosen=True))
+        _printable(findings.dialled_back(outcomes, are_announced=are_announced, port_was_chosen=True))
 
 
 def _printable(finding: Finding) -> None:

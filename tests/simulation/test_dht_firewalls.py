@@ -9,10 +9,10 @@ from typing import Any
 from manyhands.base.address import Address
 from manyhands.base.identity import PeerId
 from manyhands.dht import DhtConfig, DhtNode
+from manyhands.dht.dial_back import DOUBTED_AFTER_S
 from manyhands.dht.holder import Holder
 from manyhands.dht.ids import distance, key_id, node_id
 from manyhands.dht.messages import FIND, PING, STORE
-from manyhands.dht.proving import DOUBTED_AFTER_S
 from manyhands.rpc import Endpoint
 from manyhands.testing import Host, World, at, between
 from manyhands.testing.network import SimListener

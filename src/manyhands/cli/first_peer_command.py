@@ -12,7 +12,7 @@ from cyclopts import Parameter
 
 from manyhands.base.address import parse_listen_addresses
 from manyhands.base.errors import Timeout
-from manyhands.base.words import counted
+from manyhands.base.text import counted
 from manyhands.cli.charter_options import checked_charter, coordinate
 from manyhands.cli.event_file import EventWriter
 from manyhands.cli.memory import memory_bytes

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 from manyhands.cli.entry import EXIT_INTERRUPTED
-from manyhands.runtime.finishing import finishing_for_s
+from manyhands.runtime.exit_delay import exit_delay_s
 
 LEAVE_TIMEOUT_S = 4.5
 """Time that a command has to shut down after a signal, and again after it has saved what it must."""
@@ -63,9 +63,9 @@ def _end_unless(has_left: threading.Event) -> None:
     """End the process if it has not left in time, but let it finish saving first."""
     if has_left.wait(LEAVE_TIMEOUT_S):
         return
-    if (left_s := finishing_for_s()) > 0:
+    if (left_s := exit_delay_s()) > 0:
         while left_s > 0 and not has_left.wait(min(left_s, 0.1)):
-            left_s = finishing_for_s()
+            left_s = exit_delay_s()
         if has_left.wait(LEAVE_TIMEOUT_S):
             return
     os._exit(EXIT_INTERRUPTED)

@@ -9,10 +9,10 @@ from typing import Protocol
 
 from rich.console import Console
 
-from manyhands.base.words import counted, rough
+from manyhands.base.text import counted, rough
 from manyhands.cli.live_line import LiveLine
 from manyhands.recipes.albert.account import Account, Standing
-from manyhands.runtime.finishing import finishing
+from manyhands.runtime.exit_delay import delay_exit
 
 ACCOUNT_TIMEOUT_S = 4.0
 """Time that a trainer has for its summary after it was told to leave."""
@@ -38,7 +38,7 @@ def run_in_view(trainer: Trainer) -> None:
         with live_line if live_line.is_possible else nullcontext():
             trainer.run()
     except KeyboardInterrupt:
-        with finishing(ACCOUNT_TIMEOUT_S):
+        with delay_exit(ACCOUNT_TIMEOUT_S):
             print_card(console, trainer.account())
         raise
     print_card(console, trainer.account())

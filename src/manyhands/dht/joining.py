@@ -22,12 +22,12 @@ from collections.abc import Callable, Iterable, Sequence
 from manyhands.base.address import Address
 from manyhands.base.errors import DialFailed, DialReason, JoinFailed, PeerError, Unavailable
 from manyhands.base.identity import PeerId
-from manyhands.base.words import counted
+from manyhands.base.text import counted
 from manyhands.dht.config import DhtConfig
 from manyhands.dht.ids import node_id
 from manyhands.dht.known_peers import MAX_PEERS, KnownPeers
 from manyhands.dht.messages import PING
-from manyhands.dht.news import tell_news
+from manyhands.dht.neighbours import unknown_neighbours
 from manyhands.dht.overlay import Overlay
 from manyhands.dht.routing import Contact
 from manyhands.rpc.endpoint import Endpoint
@@ -191,7 +191,7 @@ class InitialPeers:
             contact = self._overlay.contact_of(peer_id)
             if contact is None or asyncio.get_running_loop().time() >= deadline:
                 continue
-            if await tell_news(self._overlay, own_id, k, [peer_id]):
+            if await unknown_neighbours(self._overlay, own_id, k, [peer_id]):
                 timeout_s = deadline - asyncio.get_running_loop().time()
                 await self._overlay.lookup(node_id(own_id), timeout_s, k, seeds=[contact])
             self._looked_through.add(peer_id)

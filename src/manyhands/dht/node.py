@@ -13,23 +13,23 @@ from manyhands.base.address import Address
 from manyhands.base.errors import PeerError, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.dht.config import DhtConfig
-from manyhands.dht.findings import StoredValue
 from manyhands.dht.holder import Holder
 from manyhands.dht.issuing import Issuer, check_key
 from manyhands.dht.joining import InitialPeers
 from manyhands.dht.known_peers import KnownPeers
 from manyhands.dht.messages import TOPICS, TopicsRequest
 from manyhands.dht.overlay import Overlay
+from manyhands.dht.read_result import StoredValue
 from manyhands.dht.reader import Reader
 from manyhands.dht.records import Reason
 from manyhands.dht.replicas import Replicas
 from manyhands.dht.routing import Contact
 from manyhands.dht.schema import Schema
 from manyhands.dht.storage import Storage
-from manyhands.dht.together import all_of
 from manyhands.dht.upkeep import Upkeep
 from manyhands.dht.writer import KEYS_AT_ONCE, Entry, Writer
 from manyhands.rpc.endpoint import Endpoint
+from manyhands.runtime.concurrently import gathered
 from manyhands.runtime.tasks import TaskOwner
 
 logger = logging.getLogger(__name__)
@@ -214,7 +214,7 @@ class DhtNode:
                 key = left.pop()
                 found[key] = await self.get(key, quickly=quickly)
 
-        await all_of(*(read_next() for _ in range(min(KEYS_AT_ONCE, len(left)))))
+        await gathered(*(read_next() for _ in range(min(KEYS_AT_ONCE, len(left)))))
         return found
 
     async def topics(self, kind: str) -> set[str]:

@@ -17,11 +17,11 @@ from manyhands.base.address import Address
 from manyhands.base.errors import ConfigError, PeerError, Refused, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.dht.config import DhtConfig
+from manyhands.dht.dial_back import DialBack
 from manyhands.dht.ids import ID_BITS, digest_of_distances, distance, id_to_bytes, node_id
 from manyhands.dht.lookup import Lookup
 from manyhands.dht.messages import FIND, PING, TOO_MANY_REQUESTS, FindRequest, FindResponse, Nearest, PingRequest
 from manyhands.dht.networks import network_of
-from manyhands.dht.proving import Prover
 from manyhands.dht.routing import MAX_ADDRESSES, Contact, RoutingTable
 from manyhands.rpc.endpoint import Endpoint
 from manyhands.rpc.method import Method
@@ -65,13 +65,13 @@ class Overlay:
         self._own_point = node_id(endpoint.peer_id)
         self._filled_at: dict[int, float] = {}  # loop time, by bucket
         table = self.table
-        self._prover = Prover(endpoint, self.seen, table.failed, table.drop, config.request_timeout_s)
+        self._dial_back = DialBack(endpoint, self.seen, table.failed, table.drop, config.request_timeout_s)
         self._answered_at: float | None = None  # loop time of the first answer
         self._is_told = False
 
     async def close(self) -> None:
         """Stop dialling peers in the background."""
-        await self._prover.close()
+        await self._dial_back.close()
 
     def is_client(self) -> bool:
         """Whether other peers omit this node from their tables: it is in client mode, or none of them could dial it."""
@@ -99,13 +99,13 @@ class Overlay:
         if not is_reached and not self.table.has_room(peer_id):
             return
         contact = self.contact_of(peer_id)
-        if contact is not None and (is_reached or self._prover.meet(peer_id)):
+        if contact is not None and (is_reached or self._dial_back.meet(peer_id)):
             self.table.seen(contact, now, network)
 
     def doubt(self, peer_id: PeerId) -> None:
         """Dial a peer that no other has reached since it began, even if this node reached it before that."""
         if self.contact_of(peer_id) is not None:
-            self._prover.meet(peer_id)
+            self._dial_back.meet(peer_id)
 
     def contact_of(self, peer_id: PeerId) -> Contact | None:
         """Return a peer as it is named to others; None if it cannot be dialled, as far as is known."""

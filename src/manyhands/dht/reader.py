@@ -9,16 +9,16 @@ from collections.abc import Callable, Mapping
 
 from manyhands.base.identity import PeerId
 from manyhands.dht.config import DhtConfig
-from manyhands.dht.findings import Findings, Found
 from manyhands.dht.holder import Holder
 from manyhands.dht.ids import id_to_bytes, key_id
 from manyhands.dht.messages import FIND, FindRequest, FindResponse
 from manyhands.dht.overlay import Overlay
+from manyhands.dht.read_result import Found, ReadResult
 from manyhands.dht.records import AgedRecord, Reason, Record, digest_of
 from manyhands.dht.replicas import Replicas
 from manyhands.dht.schema import Schema
 from manyhands.dht.storage import Storage
-from manyhands.dht.together import all_of
+from manyhands.runtime.concurrently import gathered
 
 PASSED = (Reason.ACCEPTED, Reason.UNCHANGED, Reason.STALE)
 """Outcomes for a valid record."""
@@ -64,11 +64,11 @@ class Reader:
         self._wall_clock = wall_clock
         self._read: OrderedDict[str, dict[str, Found]] = OrderedDict()  # by key and subkey
 
-    async def read(self, key: str, quickly: bool) -> Findings:
+    async def read(self, key: str, quickly: bool) -> ReadResult:
         """See :meth:`manyhands.dht.DhtNode.get`."""
         now = asyncio.get_running_loop().time()
         schema = self._schemas.get(key)
-        found = Findings(key, self._config, self._read.get(key), schema)
+        found = ReadResult(key, self._config, self._read.get(key), schema)
         own = self._storage.get(key, now)
         for held in own:
             found.add(held.record, held.expires_at, held.num_bytes)
@@ -85,13 +85,13 @@ class Reader:
         """Verify all records of a key again at its next read."""
         self._read.pop(key, None)
 
-    def _remember(self, key: str, found: Findings) -> None:
+    def _remember(self, key: str, found: ReadResult) -> None:
         self._read[key] = found.found
         self._read.move_to_end(key)
         while len(self._read) > REMEMBERED_KEYS or sum(map(len, self._read.values())) > REMEMBERED_RECORDS:
             self._read.popitem(last=False)
 
-    async def _read_at_all(self, key: str, found: Findings) -> None:
+    async def _read_at_all(self, key: str, found: ReadResult) -> None:
         """Look up the holders of the key, and read from all peers asked on the way."""
         first_pages: dict[PeerId, FindResponse] = {}
 
@@ -103,11 +103,11 @@ class Reader:
         contacts = await self._overlay.lookup(key_id(key), config.lookup_timeout_s, config.replicas, key, take)
         holders = self._replicas.among(key, (contact.peer_id for contact in contacts))
         asked = [peer_id for peer_id in holders if peer_id in first_pages]
-        await all_of(*(self._read_on(peer_id, key, found, first_pages[peer_id]) for peer_id in asked))
+        await gathered(*(self._read_on(peer_id, key, found, first_pages[peer_id]) for peer_id in asked))
         now, are_complete = asyncio.get_running_loop().time(), found.are_complete(holders)
         self._replicas.remember(key, holders, now, are_complete)
 
-    async def _read_at_some(self, key: str, found: Findings, quickly: bool) -> bool:
+    async def _read_at_some(self, key: str, found: ReadResult, quickly: bool) -> bool:
         """Read from one or a majority of the remembered holders; return whether the result is complete."""
         replicas = list(self._replicas.recall_complete(key, asyncio.get_running_loop().time()))
         if not replicas:
@@ -115,7 +115,7 @@ class Reader:
         self._rng.shuffle(replicas)
         replicas.sort(key=lambda peer_id: peer_id != self._own_id)  # reading from this node costs nothing
         first, *others = replicas[: 1 if quickly else len(replicas) // 2 + 1]
-        answers = await all_of(
+        answers = await gathered(
             self._ask(first, key, wants_records=True),
             *(self._ask(peer_id, key, wants_records=False) for peer_id in others),
         )
@@ -130,20 +130,20 @@ class Reader:
             return True
         digest = digest_of(passed)
         differing = [peer_id for peer_id, answer in zip(others, digests, strict=True) if answer.digest != digest]
-        await all_of(*(self._read_whole(peer_id, key, found) for peer_id in differing))
+        await gathered(*(self._read_whole(peer_id, key, found) for peer_id in differing))
         if differing and not found.are_complete([first, *differing]):
             self._replicas.forget(key)
             return False
         return True
 
-    async def _read_whole(self, peer_id: PeerId, key: str, found: Findings) -> None:
+    async def _read_whole(self, peer_id: PeerId, key: str, found: ReadResult) -> None:
         """Read all pages of one holder."""
         answer = await self._ask(peer_id, key, wants_records=True)
         if answer is not None:
             found.note_shown(peer_id, len(self._merge(found, peer_id, answer.records)))
             await self._read_on(peer_id, key, found, answer)
 
-    async def _read_on(self, peer_id: PeerId, key: str, found: Findings, page: FindResponse) -> list[Record]:
+    async def _read_on(self, peer_id: PeerId, key: str, found: ReadResult, page: FindResponse) -> list[Record]:
         """Read the pages after this one and return the valid records; stop at a page without progress."""
         passed: list[Record] = []
         num_left = self._config.max_records_per_key - len(page.records)
@@ -169,7 +169,7 @@ class Reader:
             return self._holder.answer(peer_id, request)
         return await self._overlay.ask(peer_id, FIND, request)
 
-    def _merge(self, found: Findings, source: PeerId, records: list[AgedRecord]) -> list[Record]:
+    def _merge(self, found: ReadResult, source: PeerId, records: list[AgedRecord]) -> list[Record]:
         """Add the records that a peer sent; return the valid ones."""
         now, wall_now = asyncio.get_running_loop().time(), self._wall_clock()
         passed: list[Record] = []

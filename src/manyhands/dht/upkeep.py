@@ -11,7 +11,7 @@ from manyhands.dht.config import MAX_STORED_RECORDS, DhtConfig
 from manyhands.dht.handover import Handover
 from manyhands.dht.holder import Holder
 from manyhands.dht.ids import ID_BITS, node_id
-from manyhands.dht.news import tell_news
+from manyhands.dht.neighbours import unknown_neighbours
 from manyhands.dht.overlay import Overlay
 from manyhands.dht.replicas import Replicas
 from manyhands.dht.routing import Contact
@@ -84,7 +84,7 @@ class Upkeep:
         news: list[Contact] = []
         if not is_time:
             newcomers = [peer_id for peer_id in self._neighbours_seen if peer_id not in before][:NEWCOMERS_ASKED]
-            news = await tell_news(overlay, self._own_id, self._num_partners, newcomers) if newcomers else []
+            news = await unknown_neighbours(overlay, self._own_id, self._num_partners, newcomers) if newcomers else []
         if is_time or news:
             seeds = [*overlay.table.nearest(own_point, config.k), *news]
             await overlay.lookup(own_point, config.lookup_timeout_s, self._num_partners, seeds=seeds)

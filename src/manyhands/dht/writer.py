@@ -20,7 +20,7 @@ from manyhands.dht.messages import STORE, Nearest, StoreOutcome, StoreRequest, S
 from manyhands.dht.overlay import Overlay
 from manyhands.dht.records import AgedRecord, Reason, Record
 from manyhands.dht.replicas import Replicas
-from manyhands.dht.together import all_of, those_within
+from manyhands.runtime.concurrently import gathered, gathered_within
 
 KEYS_AT_ONCE = 8
 """Keys of one bulk call that are looked up concurrently; later lookups use what earlier ones found."""
@@ -112,7 +112,7 @@ class Writer:
                     outcomes[number] = outcome
 
         keys = list(numbers)[::-1]
-        await all_of(*(write_next() for _ in range(min(KEYS_AT_ONCE, len(keys)))))
+        await gathered(*(write_next() for _ in range(min(KEYS_AT_ONCE, len(keys)))))
         return outcomes
 
     async def _write_key(self, key: str, records: Sequence[Record]) -> list[Outcomes]:
@@ -163,7 +163,7 @@ class Writer:
             timeout_s: for all peers together; by default each has the timeout of a request.
         """
         sending = (self._send_all(peer_id, records, nearest) for peer_id in peers)
-        answers = await (all_of(*sending) if timeout_s is None else those_within(timeout_s, *sending))
+        answers = await (gathered(*sending) if timeout_s is None else gathered_within(timeout_s, *sending))
         return {peer_id: answer for peer_id, answer in zip(peers, answers, strict=True) if answer is not None}
 
     async def _send_all(self, peer_id: PeerId, records: Sequence[Record], nearest: Nearest | None) -> _Answer | None:

@@ -14,8 +14,8 @@ from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ConfigError, PeerError, Unavailable
 from manyhands.base.identity import Identity
 from manyhands.dht import DhtConfig
-from manyhands.dht.sight import leads_to
-from manyhands.doctor import words
+from manyhands.dht.reachability import can_find
+from manyhands.doctor import findings
 from manyhands.doctor.checks import Check, Finding, Kind, Report, report_of
 from manyhands.doctor.probe import OnCheck, Probe, Probed
 from manyhands.optim.run.listing import find_runs, nobody_is_in
@@ -149,9 +149,9 @@ class _Examiner:
             try:
                 self._listeners.append(await self._transport.listen(address, hang_up))
             except ConfigError as error:
-                self._note("listen", words.cannot_listen(error))
+                self._note("listen", findings.cannot_listen(error))
         if bound := self._bound():
-            self._note("listen", words.listens(bound))
+            self._note("listen", findings.listens(bound))
 
     def _bound(self) -> list[Address]:
         return [address for listener in self._listeners for address in listener.addresses]
@@ -162,31 +162,31 @@ class _Examiner:
         offsets = {peer.peer_id: peer.clock_offset_s for peer in joined if peer.clock_offset_s is not None}
         for peer in joined:
             if peer.clock_offset_s is None:
-                self._note("clock", words.no_clock(peer.examine_error), peer)
+                self._note("clock", findings.no_clock(peer.examine_error), peer)
                 continue
             others = [abs(offset_s) for peer_id, offset_s in offsets.items() if peer_id != peer.peer_id]
             others_agree = statistics.median_low(others) <= limit_s if others else None
-            self._note("clock", words.clock(peer.clock_offset_s, peer.clock_error_s, limit_s, others_agree), peer)
+            self._note("clock", findings.clock(peer.clock_offset_s, peer.clock_error_s, limit_s, others_agree), peer)
 
     async def _be_dialled(self, peer: Probed) -> None:
         """Ask a peer to dial this machine."""
         began = asyncio.get_running_loop().time()
         if self._examination.client_mode:
-            self._note("dial_back", words.not_tried("--client-mode: nobody needs to dial this machine"), peer)
+            self._note("dial_back", findings.not_tried("--client-mode: nobody needs to dial this machine"), peer)
             return
         bound = self._bound()
         addresses = self._addresses_for(peer, bound) if bound else []
         if not addresses:
-            self._note("dial_back", words.nothing_to_dial(bound), peer)
+            self._note("dial_back", findings.nothing_to_dial(bound), peer)
             return
         assert peer.peer_id is not None
         request = DialBackRequest([str(address) for address in addresses])
         try:
             response = await self._presence.endpoint.call(peer.peer_id, DIAL_BACK, request, DIAL_BACK_TIMEOUT_S)
         except (Unavailable, PeerError) as error:
-            self._note("dial_back", words.no_dial_back(error), peer, began)
+            self._note("dial_back", findings.no_dial_back(error), peer, began)
             return
-        finding = words.dialled_back(
+        finding = findings.dialled_back(
             list(zip(addresses, response.outcomes, strict=False)),
             are_announced=bool(self._examination.announce),
             port_was_chosen=all(address.port for address in self._examination.listen),
@@ -209,17 +209,17 @@ class _Examiner:
     async def _join(self, joined: Sequence[Probed]) -> None:
         began = asyncio.get_running_loop().time()
         if not joined:
-            self._note("peers", words.not_tried("no initial peer can be joined"))
+            self._note("peers", findings.not_tried("no initial peer can be joined"))
             return
         addresses = [peer.address.with_peer(peer.peer_id) for peer in joined if peer.peer_id is not None]
         try:
             async with time_limit(SWARM_TIMEOUT_S, "joining the swarm"):
                 await self._presence.dht.join(addresses)
         except (Unavailable, PeerError) as error:
-            self._note("peers", words.no_peers_seen(error), None, began)
+            self._note("peers", findings.no_peers_seen(error), None, began)
             return
         seen = {contact.peer_id for contact in self._presence.dht.contacts()} | {peer.peer_id for peer in joined}
-        finding = words.peers_seen(len(seen), len(joined), is_part=len(seen) >= DHT_CONFIG.k)
+        finding = findings.peers_seen(len(seen), len(joined), is_part=len(seen) >= DHT_CONFIG.k)
         self._note("peers", finding, None, began)
         await self._look_for_run()
 
@@ -229,17 +229,17 @@ class _Examiner:
             async with time_limit(SWARM_TIMEOUT_S, "looking which runs are there"):
                 runs = await find_runs(self._presence.dht, run_id)
         except (Unavailable, PeerError) as error:
-            self._note("run", words.no_runs_seen(error), None, began)
+            self._note("run", findings.no_runs_seen(error), None, began)
             return
         if run_id is None:
-            self._note("run", words.runs_seen(runs), None, began)
+            self._note("run", findings.runs_seen(runs), None, began)
             return
         run = next((run for run in runs if run.run_id == run_id), None)
         if run is None:
             nobody = nobody_is_in(run_id, self._presence.dht.num_known_peers, runs)
-            self._note("run", words.run_not_there(nobody), None, began)
+            self._note("run", findings.run_not_there(nobody), None, began)
         else:
-            self._note("run", words.run_is_there(run), None, began)
+            self._note("run", findings.run_is_there(run), None, began)
 
     async def _look_at_pairs(self, joined: Sequence[Probed]) -> None:
         """Check in a ring that each initial peer finds the next; this shows any split, whichever peers are in it."""
@@ -247,18 +247,18 @@ class _Examiner:
         if len(joined) < 2:
             is_alone = len(set(self._examination.initial_peers)) == 1
             because = "there is one only" if is_alone else "fewer than two can be joined"
-            self._note("coordinators", words.not_tried(because))
+            self._note("coordinators", findings.not_tried(because))
             return
         pairs = list(zip(joined, [*joined[1:], joined[0]], strict=True))[: len(joined) if len(joined) > 2 else 1]
         sights = await asyncio.gather(*(self._see_each_other(first, second) for first, second in pairs))
         for (first, second), (first_sees, second_sees) in zip(pairs, sights, strict=True):
             if not (first_sees and second_sees):
-                finding = words.do_not_see(
+                finding = findings.do_not_see(
                     first.address, second.address, first_sees=first_sees, second_sees=second_sees
                 )
                 self._note("coordinators", finding, None, began)
         if all(itertools.chain.from_iterable(sights)):
-            self._note("coordinators", words.all_see_each_other(len(joined)), None, began)
+            self._note("coordinators", findings.all_see_each_other(len(joined)), None, began)
 
     async def _see_each_other(self, first: Probed, second: Probed) -> tuple[bool, bool]:
         return await asyncio.gather(self._sees(first, second), self._sees(second, first))
@@ -267,4 +267,4 @@ class _Examiner:
         assert first.peer_id is not None
         assert second.peer_id is not None
         start, wanted = first.peer_id, second.peer_id
-        return await leads_to(self._presence.endpoint, DHT_CONFIG, start, wanted, DHT_CONFIG.lookup_timeout_s)
+        return await can_find(self._presence.endpoint, DHT_CONFIG, start, wanted, DHT_CONFIG.lookup_timeout_s)

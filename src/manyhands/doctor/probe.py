@@ -11,7 +11,7 @@ from manyhands.base.address import Address
 from manyhands.base.errors import DialFailed, DialReason, ManyhandsError, PeerError, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.dht.messages import PING, PingRequest
-from manyhands.doctor import words
+from manyhands.doctor import findings
 from manyhands.doctor.checks import NAMES, STEPS, Check, Finding, Kind
 from manyhands.reach.messages import EXAMINE, ExamineRequest, ExamineResponse
 from manyhands.rpc.endpoint import Endpoint
@@ -103,7 +103,7 @@ class Probe:
         self._begin()
         for kind in STEPS:
             if kind not in done:
-                self._note(kind, words.not_tried(f"{NAMES[done[-1]]} comes first"))
+                self._note(kind, findings.not_tried(f"{NAMES[done[-1]]} comes first"))
 
     async def _connect(self) -> socket.socket:
         address = self._address
@@ -111,14 +111,14 @@ class Probe:
         try:
             places = await tcp.look_up(address, self._timeout_s())
         except DialFailed as failure:
-            raise self._failed("dns", words.name_not_found(address, failure)) from failure
-        self._note("dns", words.name_found(address, list(dict.fromkeys(str(place[4][0]) for place in places))))
+            raise self._failed("dns", findings.name_not_found(address, failure)) from failure
+        self._note("dns", findings.name_found(address, list(dict.fromkeys(str(place[4][0]) for place in places))))
         began = self._begin()
         try:
             sock = await tcp.connect_to(address, places, self._timeout_s())
         except DialFailed as failure:
-            raise self._failed("tcp", words.not_connected(address, failure)) from failure
-        self._note("tcp", words.connected(address, asyncio.get_running_loop().time() - began))
+            raise self._failed("tcp", findings.not_connected(address, failure)) from failure
+        self._note("tcp", findings.connected(address, asyncio.get_running_loop().time() - began))
         return sock
 
     async def _shake_hands(self, sock: socket.socket) -> PeerId:
@@ -129,21 +129,21 @@ class Probe:
             stream = await self._transport.dial_over(sock, anybody, self._timeout_s())
         except DialFailed as failure:
             if failure.reason is DialReason.ITSELF:
-                self._note("tls", words.tls_done())
-                raise self._failed("identity", words.itself()) from failure
+                self._note("tls", findings.tls_done())
+                raise self._failed("identity", findings.itself()) from failure
             if failure.reason is DialReason.PROTOCOL_VERSION:
-                self._note("tls", words.tls_done())
-                raise self._failed("protocol", words.other_version()) from failure
-            raise self._failed("tls", words.tls_failed(anybody, failure)) from failure
+                self._note("tls", findings.tls_done())
+                raise self._failed("protocol", findings.other_version()) from failure
+            raise self._failed("tls", findings.tls_failed(anybody, failure)) from failure
         stream.abort()
         self._probed.dialled_host = stream.remote_host
         self._peer_id = stream.remote
-        self._note("tls", words.tls_done())
+        self._note("tls", findings.tls_done())
         return stream.remote
 
     def _identify(self, remote: PeerId) -> None:
         self._begin()
-        finding = words.identified(self._address, remote)
+        finding = findings.identified(self._address, remote)
         if finding.ok is False:
             raise self._failed("identity", finding)
         self._note("identity", finding)
@@ -153,21 +153,21 @@ class Probe:
         try:
             await self._endpoint.connect(address, self._timeout_s())
         except (Unavailable, PeerError) as error:
-            raise self._failed("protocol", words.not_welcomed(error)) from error
-        self._note("protocol", words.welcomed())
+            raise self._failed("protocol", findings.not_welcomed(error)) from error
+        self._note("protocol", findings.welcomed())
 
     async def _ask(self, remote: PeerId) -> None:
         self._begin()
         try:
             await self._endpoint.call(remote, PING, PingRequest(), self._timeout_s())
         except (Unavailable, PeerError) as error:
-            raise self._failed("dht", words.does_not_answer(error)) from error
+            raise self._failed("dht", findings.does_not_answer(error)) from error
         seen: ExamineResponse | None = None
         try:
             seen = await self._examine(remote)
         except (Unavailable, PeerError) as error:
             self._probed.examine_error = error
-        self._note("dht", words.answers(seen))
+        self._note("dht", findings.answers(seen))
 
     async def _examine(self, remote: PeerId) -> ExamineResponse:
         loop = asyncio.get_running_loop()
@@ -176,7 +176,7 @@ class Probe:
         round_trip_s = loop.time() - asked_at
         self._probed.clock_offset_s = self._wall_clock() - round_trip_s / 2 - seen.wall_time_s
         self._probed.clock_error_s = round_trip_s / 2
-        self._probed.seen_host = words.ip_address(seen.host)
+        self._probed.seen_host = findings.ip_address(seen.host)
         return seen
 
     def _timeout_s(self) -> float:

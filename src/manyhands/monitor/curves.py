@@ -20,9 +20,9 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from manyhands.base.errors import ConfigError, MissingExtra
-from manyhands.base.words import reason_of
+from manyhands.base.text import reason_of
 from manyhands.monitor.events import HeldoutSeen, StepMade
-from manyhands.runtime.finishing import finishing
+from manyhands.runtime.exit_delay import delay_exit
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class Curves:
 
     def close(self) -> bool:
         """Write queued points, within :data:`CLOSE_TIMEOUT_S`; returns whether all sinks have ended."""
-        with finishing(CLOSE_TIMEOUT_S):
+        with delay_exit(CLOSE_TIMEOUT_S):
             deadline = time.monotonic() + CLOSE_TIMEOUT_S
             for writer in self._writers:
                 writer.end()

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 from manyhands.base.errors import ConfigError, MissingExtra
-from manyhands.base.words import reason_of
+from manyhands.base.text import reason_of
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from manyhands.averaging.codecs import prepare_kernels
 from manyhands.averaging.config import AveragingConfig, averaging_of
 from manyhands.averaging.messages import RoundManifest
 from manyhands.base.errors import ConfigError, ManyhandsError, RoundAborted, Timeout, Unavailable
-from manyhands.base.forgetting import without_frames
+from manyhands.base.tracebacks import clear_tracebacks
 from manyhands.optim.blocking_client import BlockingRunClient
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.flat import GradientLayout
@@ -338,7 +338,7 @@ class Optimizer(OptimizerWrapper):
             try:
                 step.committed(self._membership.average(step.contribution))
             except (RoundAborted, Unavailable) as error:
-                step.error = without_frames(error)
+                step.error = clear_tracebacks(error)
                 self._end_step(step)
             else:
                 self._make(step)

@@ -13,7 +13,7 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from manyhands.base.errors import ManyhandsError, Timeout
-from manyhands.runtime.turns import TURNS
+from manyhands.runtime.switch_interval import SWITCH_INTERVAL
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -34,12 +34,12 @@ class LoopThread:
 
     def _main(self) -> None:
         asyncio.set_event_loop(self._loop)
-        TURNS.shorten()
+        SWITCH_INTERVAL.shorten()
         try:
             self._loop.run_forever()
         finally:
             self._finish()
-            TURNS.restore()
+            SWITCH_INTERVAL.restore()
 
     def _finish(self) -> None:
         tasks = asyncio.all_tasks(self._loop)

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 
 from manyhands.base.errors import Timeout
-from manyhands.base.words import counted
+from manyhands.base.text import counted
 from manyhands.optim.metrics import TTL_S, MetricsRecord, publish_metrics
 from manyhands.optim.optimizer import Optimizer
 from manyhands.optim.run.progress import SHOWN_LIVE

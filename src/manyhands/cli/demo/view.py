@@ -13,7 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from manyhands.base.words import counted
+from manyhands.base.text import counted
 from manyhands.cli.demo.tally import Summary, Tally, TrainerTally
 
 SHOWN_LINES = 8

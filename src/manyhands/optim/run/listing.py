@@ -12,7 +12,7 @@ from manyhands.averaging.peer_records import GOODBYE
 from manyhands.base.errors import ConfigError
 from manyhands.base.identity import PeerId
 from manyhands.base.run_id import checked_run_id
-from manyhands.base.words import counted
+from manyhands.base.text import counted
 from manyhands.dht import DhtNode
 from manyhands.optim.manifest import MANIFEST_KIND, RunManifest, read_manifest
 from manyhands.optim.run.progress import ProgressRecord

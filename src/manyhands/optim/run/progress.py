@@ -30,7 +30,7 @@ from manyhands.averaging.grid.seats import NO_SEAT, Seat
 from manyhands.averaging.messages import Count, Position, RecentRounds
 from manyhands.averaging.peer_records import KEEP_ALIVES
 from manyhands.averaging.sketch import MAX_SKETCH_BYTES
-from manyhands.base.words import counted
+from manyhands.base.text import counted
 from manyhands.optim.config import ProgressConfig
 
 logger = logging.getLogger(__name__)

@@ -11,9 +11,9 @@ import torch
 
 from manyhands.averaging.messages import Position
 from manyhands.base.errors import ManyhandsError, RoundAborted, Unavailable
-from manyhands.base.forgetting import without_frames
 from manyhands.base.identity import PeerId
-from manyhands.base.words import counted
+from manyhands.base.text import counted
+from manyhands.base.tracebacks import clear_tracebacks
 from manyhands.optim.accumulator import Contribution
 from manyhands.optim.run.drift import Sketch
 from manyhands.optim.run.progress import sum_of_samples
@@ -137,7 +137,7 @@ class GlobalStep:
                 self.applied_N = None
             self.announce(collaboration)
         except (RoundAborted, Unavailable) as error:
-            self.error = without_frames(error)
+            self.error = clear_tracebacks(error)
         except Exception as error:  # noqa: BLE001 (it is the training thread's, which raises it)
             self.error = error
         else:

@@ -26,7 +26,7 @@ import filelock
 
 from manyhands.base.errors import ConfigError
 from manyhands.base.folder_lock import FolderInUse, locked_folder
-from manyhands.base.words import rough
+from manyhands.base.text import rough
 from manyhands.recipes.albert.dataset import SAMPLES
 from manyhands.recipes.albert.download import FetchFailed, Watcher, size_of
 from manyhands.recipes.albert.fetching import (

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from manyhands.base.errors import ConfigError
-from manyhands.base.words import reason_of
+from manyhands.base.text import reason_of
 from manyhands.optim.optimizer import Optimizer
 from manyhands.recipes.albert.checkpoint_dir import CheckpointDir
 from manyhands.recipes.albert.packages import torch, transformers
-from manyhands.runtime.finishing import finishing
+from manyhands.runtime.exit_delay import delay_exit
 from manyhands.runtime.interrupts import uninterrupted
 
 logger = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ class Checkpoints:
 
     def _save(self) -> None:
         """Save; if the disk fails, log it and go on training."""
-        with finishing(SAVE_TIMEOUT_S), uninterrupted():
+        with delay_exit(SAVE_TIMEOUT_S), uninterrupted():
             state = self._optimizer.state_dict()  # first, as it waits for a step in progress
             step = self._tried_step = self._optimizer.global_step
             if step <= self._saved_step:

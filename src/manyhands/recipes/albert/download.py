@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from manyhands.base.digests import READ_BYTES
 from manyhands.base.errors import MissingExtra, Unavailable
-from manyhands.base.words import reason_of
+from manyhands.base.text import reason_of
 
 try:
     import aiohttp

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from manyhands.base.errors import ConfigError
-from manyhands.base.words import reason_of
+from manyhands.base.text import reason_of
 from manyhands.recipes.albert.packages import torch, transformers
 
 NUM_GUESSES = 5

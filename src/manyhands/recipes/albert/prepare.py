@@ -28,7 +28,7 @@ from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextC
 from manyhands.base.digests import sha256_of
 from manyhands.base.errors import ConfigError, MissingExtra
 from manyhands.base.folder_lock import FolderInUse, locked_folder
-from manyhands.base.words import reason_of
+from manyhands.base.text import reason_of
 from manyhands.recipes.albert.corpus import iter_documents
 from manyhands.recipes.albert.dataset import (
     ABOUT,

@@ -12,7 +12,7 @@ from pathlib import Path
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
-from manyhands.base.words import counted
+from manyhands.base.text import counted
 from manyhands.recipes.albert.adoption import RunRecipe
 from manyhands.recipes.albert.batches import Batch, Batches
 from manyhands.recipes.albert.compute import SMALLER_BATCH, Compute

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from manyhands.base.errors import ConfigError, Unavailable
-from manyhands.base.words import counted
+from manyhands.base.text import counted
 from manyhands.peer import Peer
 from manyhands.recipes.albert.adoption import RunToJoin
 from manyhands.recipes.albert.checkpoint_dir import CheckpointDir

@@ -13,7 +13,7 @@ from manyhands.recipes.albert.checkpoints import SAVE_TIMEOUT_S, save_checkpoint
 from manyhands.recipes.albert.compute import Compute
 from manyhands.recipes.albert.packages import transformers
 from manyhands.recipes.albert.state_follower import StateFollower
-from manyhands.runtime.finishing import finishing
+from manyhands.runtime.exit_delay import delay_exit
 from manyhands.runtime.interrupts import uninterrupted
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class StateKeeper:
 
     def _save(self, step: int) -> None:
         follower = self._follower
-        with finishing(SAVE_TIMEOUT_S), uninterrupted():
+        with delay_exit(SAVE_TIMEOUT_S), uninterrupted():
             path = save_checkpoint(
                 self._folder, step, self._facts, follower.model, follower.tokenizer, follower.state_dict()
             )

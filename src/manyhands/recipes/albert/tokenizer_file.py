@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from manyhands.base.errors import ConfigError, MissingExtra
-from manyhands.base.words import reason_of
+from manyhands.base.text import reason_of
 
 try:
     import tokenizers

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from manyhands.base.run_id import checked_run_id
-from manyhands.base.words import counted
+from manyhands.base.text import counted
 from manyhands.optim.manifest import RunManifest
 from manyhands.optim.optimizer import Optimizer
 from manyhands.optim.process_group import ProcessGroupOptimizer

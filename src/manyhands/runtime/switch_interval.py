@@ -11,10 +11,10 @@ from __future__ import annotations
 import sys
 import threading
 
-TURN_S = 0.0005
+INTERVAL_S = 0.0005
 
 
-class Turns:
+class SwitchInterval:
     """Shortens the switch interval of the process on request, and restores it at the end."""
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Turns:
         with self._lock:
             if self._num_wanted == 0:
                 self._before_s = sys.getswitchinterval()
-                sys.setswitchinterval(min(self._before_s, TURN_S))
+                sys.setswitchinterval(min(self._before_s, INTERVAL_S))
                 self._set_s = sys.getswitchinterval()
             self._num_wanted += 1
 
@@ -40,5 +40,5 @@ class Turns:
                 sys.setswitchinterval(self._before_s)
 
 
-TURNS = Turns()
+SWITCH_INTERVAL = SwitchInterval()
 """The instance of this process."""

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from manyhands.base.errors import Unavailable
 from manyhands.base.identity import PeerId
-from manyhands.dht.proving import AT_ONCE, DOUBTED_AFTER_S, FIRST_WAIT_S, MAX_STRANGERS, MOST_WAIT_S, Prover
+from manyhands.dht.dial_back import AT_ONCE, DOUBTED_AFTER_S, FIRST_WAIT_S, MAX_STRANGERS, MOST_WAIT_S, DialBack
 from manyhands.rpc import Endpoint
 from manyhands.testing import VirtualLoop
 
@@ -52,29 +52,29 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def story(dials: Dials, tell: Callable[[Prover], Coroutine[Any, Any, None]]) -> list[tuple[float, str, PeerId]]:
-    """What a prover said of whom, and when."""
+def story(dials: Dials, tell: Callable[[DialBack], Coroutine[Any, Any, None]]) -> list[tuple[float, str, PeerId]]:
+    """What a dial_back said of whom, and when."""
     said: list[tuple[float, str, PeerId]] = []
 
     async def run() -> None:
-        prover = Prover(
+        dial_back = DialBack(
             cast(Endpoint, dials),
             lambda peer_id: said.append((now(), "reached", peer_id)),
             lambda peer_id: said.append((now(), "failed", peer_id)),
             lambda peer_id: said.append((now(), "doubted", peer_id)),
             3.0,
         )
-        await tell(prover)
-        await prover.close()
+        await tell(dial_back)
+        await dial_back.close()
 
     VirtualLoop().run(run(), math.inf)
     return said
 
 
 def test_a_stranger_is_trusted_until_its_dial_takes_long_and_again_when_it_was_reached() -> None:
-    async def tell(prover: Prover) -> None:
-        assert prover.meet(PeerId("near"))
-        assert not prover.meet(PeerId("near")), "it is dialled already"
+    async def tell(dial_back: DialBack) -> None:
+        assert dial_back.meet(PeerId("near"))
+        assert not dial_back.meet(PeerId("near")), "it is dialled already"
         await asyncio.sleep(10.0)
 
     assert story(Dials(0.3, is_reached=True), tell) == [(0.3, "reached", "near")]
@@ -89,17 +89,17 @@ def test_a_stranger_is_trusted_until_its_dial_takes_long_and_again_when_it_was_r
 def test_who_was_dialled_in_vain_is_trusted_no_more_and_dialled_ever_more_seldom() -> None:
     dials = Dials(0.0, is_reached=False)
 
-    async def tell(prover: Prover) -> None:
+    async def tell(dial_back: DialBack) -> None:
         trusted = []
         for _ in range(2000):
-            trusted.append(prover.meet(PeerId("far")))
+            trusted.append(dial_back.meet(PeerId("far")))
             await asyncio.sleep(1.0)
         assert trusted == [True] + [False] * 1999
         dials.is_reached = True
         await asyncio.sleep(MOST_WAIT_S)
-        assert not prover.meet(PeerId("far"))
+        assert not dial_back.meet(PeerId("far"))
         await asyncio.sleep(1.0)
-        assert prover.meet(PeerId("far")), "it was reached since"
+        assert dial_back.meet(PeerId("far")), "it was reached since"
         await asyncio.sleep(1.0)
 
     said = story(dials, tell)
@@ -112,9 +112,9 @@ def test_who_left_meanwhile_is_trusted_when_it_comes_back() -> None:
     dials = Dials(0.5, is_reached=False)
     dials.is_here = False
 
-    async def tell(prover: Prover) -> None:
+    async def tell(dial_back: DialBack) -> None:
         for _ in range(2):
-            assert prover.meet(PeerId("restarted"))
+            assert dial_back.meet(PeerId("restarted"))
             await asyncio.sleep(5.0)
 
     assert story(dials, tell) == [(0.5, "failed", "restarted"), (5.5, "failed", "restarted")]
@@ -123,13 +123,13 @@ def test_who_left_meanwhile_is_trusted_when_it_comes_back() -> None:
 def test_so_many_are_dialled_at_a_time_and_so_many_wait() -> None:
     dials = Dials(0.5, is_reached=True)
 
-    async def tell(prover: Prover) -> None:
-        met = [prover.meet(PeerId(f"peer {number}")) for number in range(MAX_STRANGERS + 1)]
+    async def tell(dial_back: DialBack) -> None:
+        met = [dial_back.meet(PeerId(f"peer {number}")) for number in range(MAX_STRANGERS + 1)]
         assert met == [True] * MAX_STRANGERS + [False]
         await asyncio.sleep(0.1)
         assert dials.most == AT_ONCE
         await asyncio.sleep(100.0)
-        assert prover.meet(PeerId("the last one")), "there is room again"
+        assert dial_back.meet(PeerId("the last one")), "there is room again"
 
     said = story(dials, tell)
     assert dials.most == AT_ONCE
@@ -140,11 +140,11 @@ def test_so_many_are_dialled_at_a_time_and_so_many_wait() -> None:
 def test_nobody_is_dialled_after_the_end() -> None:
     dials = Dials(2.0, is_reached=True)
 
-    async def tell(prover: Prover) -> None:
-        prover.meet(PeerId("a"))
+    async def tell(dial_back: DialBack) -> None:
+        dial_back.meet(PeerId("a"))
         await asyncio.sleep(0.1)
-        await prover.close()
-        assert not prover.meet(PeerId("b"))
+        await dial_back.close()
+        assert not dial_back.meet(PeerId("b"))
         await asyncio.sleep(10.0)
 
     assert story(dials, tell) == []

@@ -48,7 +48,7 @@ class _InVain:
     until: float  # loop time
 
 
-class Prover:
+class DialBack:
     """Dials back peers in the background, a few at a time.
 
     Args:

@@ -9,7 +9,7 @@ from manyhands.dht.overlay import Overlay
 from manyhands.rpc.endpoint import Endpoint
 
 
-async def leads_to(endpoint: Endpoint, config: DhtConfig, start: PeerId, wanted: PeerId, timeout_s: float) -> bool:
+async def can_find(endpoint: Endpoint, config: DhtConfig, start: PeerId, wanted: PeerId, timeout_s: float) -> bool:
     """Whether a lookup that begins at one peer, and knows no other, finds another one.
 
     The routing tables cannot tell: in a large swarm two peers need not be in each other's, and an entry may be of a

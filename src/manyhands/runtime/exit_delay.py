@@ -10,7 +10,7 @@ _ends_at: list[float] = []  # monotonic deadlines of the running blocks
 
 
 @contextmanager
-def finishing(limit_s: float) -> Iterator[None]:
+def delay_exit(limit_s: float) -> Iterator[None]:
     """Delay a forced exit of the program until the end of this block, but at most for ``limit_s`` seconds."""
     ends_at = time.monotonic() + limit_s
     _ends_at.append(ends_at)
@@ -20,6 +20,6 @@ def finishing(limit_s: float) -> Iterator[None]:
         _ends_at.remove(ends_at)
 
 
-def finishing_for_s() -> float:
+def exit_delay_s() -> float:
     """Return the longest time that any running block may still take; 0 without one."""
     return max((ends_at - time.monotonic() for ends_at in list(_ends_at)), default=0.0)

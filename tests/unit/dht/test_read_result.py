@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from manyhands.base.identity import PeerId
 from manyhands.dht.config import DhtConfig
-from manyhands.dht.findings import Findings
+from manyhands.dht.read_result import ReadResult
 from manyhands.dht.records import TOMBSTONE, AgedRecord, Reason
 from manyhands.dht.storage import Storage
 from tests.unit.dht.examples import ALICE, BOB, MALLORY, WALL_NOW, open_record, owned_record
@@ -25,7 +25,7 @@ ONE, OTHER = PeerId("one"), PeerId("other")
     )
 )
 def test_it_takes_what_a_storage_would_take(shown: list[tuple[int, str, int, float]]) -> None:
-    findings, storage = Findings("key", CONFIG), Storage(CONFIG)
+    findings, storage = ReadResult("key", CONFIG), Storage(CONFIG)
     for value, subkey, sequence, age_s in shown:
         if subkey == "alice":
             record = owned_record(value or None, sequence=sequence)
@@ -43,7 +43,7 @@ def test_it_takes_what_a_storage_would_take(shown: list[tuple[int, str, int, flo
 
 
 def test_what_was_not_asked_for_or_is_forged_is_refused() -> None:
-    findings = Findings("key", CONFIG)
+    findings = ReadResult("key", CONFIG)
     forged = msgspec.structs.replace(owned_record(), signature=b"forged")
     for record, reason in ((open_record(key="another"), Reason.MALFORMED), (forged, Reason.BAD_SIGNATURE)):
         assert findings.offer(AgedRecord(record, 0.0), NOW, WALL_NOW) is reason
@@ -51,25 +51,25 @@ def test_what_was_not_asked_for_or_is_forged_is_refused() -> None:
 
 
 def test_a_key_has_only_so_much_room() -> None:
-    findings = Findings("key", CONFIG)
+    findings = ReadResult("key", CONFIG)
     reasons = [findings.add(open_record(subkey=str(number)), NOW + 1) for number in range(3)]
     assert reasons == [Reason.ACCEPTED] * 2 + [Reason.KEY_FULL], "half of it is for signed ones"
     assert findings.add(open_record(subkey="0", sequence=2), NOW + 1) is Reason.ACCEPTED
     reasons = [findings.add(owned_record(owner=owner), NOW + 1) for owner in (ALICE, BOB, MALLORY)]
     assert reasons == [Reason.ACCEPTED] * 2 + [Reason.KEY_FULL]
-    large = Findings("key", DhtConfig(max_bytes_per_key=1000))
+    large = ReadResult("key", DhtConfig(max_bytes_per_key=1000))
     assert large.add(open_record(b"x" * 1000), NOW + 1) is Reason.KEY_FULL
 
 
 def test_values_expire() -> None:
-    findings = Findings("key", CONFIG)
+    findings = ReadResult("key", CONFIG)
     findings.add(open_record(), NOW + 1)
     assert findings.values(NOW + 0.5)[""].remaining_s == 0.5
     assert findings.values(NOW + 1) == {}
 
 
 def test_holders_that_lack_records_are_not_complete() -> None:
-    findings = Findings("key", DhtConfig())
+    findings = ReadResult("key", DhtConfig())
     assert findings.are_complete([ONE]), "nobody lacks what is not"
     for number in range(20):
         findings.add(open_record(subkey=str(number)), NOW + 1)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from manyhands.base.address import Address
 from manyhands.base.errors import DialFailed, DialReason, ManyhandsError, Refused, Unavailable
 from manyhands.base.identity import PeerId
-from manyhands.base.words import counted
+from manyhands.base.text import counted
 from manyhands.doctor.checks import Finding
 from manyhands.optim.run.listing import Run, listed
 from manyhands.reach.messages import NOT_ALLOWED, DialOutcome, ExamineResponse

@@ -44,7 +44,7 @@ class StoredValue(msgspec.Struct, frozen=True, gc=False):
         return msgspec.msgpack.decode(self.raw)
 
 
-class Findings:
+class ReadResult:
     """The records of one key that one reader has found. ``now`` is always the same monotonic clock.
 
     Attributes:

@@ -7,7 +7,7 @@ from typing import TypeVar
 E = TypeVar("E", bound=BaseException)
 
 
-def without_frames(error: E) -> E:
+def clear_tracebacks(error: E) -> E:
     """Remove the tracebacks of an error and of its causes, and return it.
 
     A traceback keeps the local variables of its frames alive, such as vectors as large as the model, and often the

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from manyhands.runtime import LoopThread
-from manyhands.runtime.turns import TURN_S, Turns
+from manyhands.runtime.switch_interval import INTERVAL_S, SwitchInterval
 
 
 @pytest.fixture(autouse=True)
@@ -26,16 +26,16 @@ def test_while_a_network_thread_is_there() -> None:
     sys.setswitchinterval(0.005)
     one, other = LoopThread(), LoopThread()
     for thread in (one, other):
-        assert thread.run(interval(), 5.0, "looking") == pytest.approx(TURN_S, abs=3e-6)
+        assert thread.run(interval(), 5.0, "looking") == pytest.approx(INTERVAL_S, abs=3e-6)
     one.close()
-    assert sys.getswitchinterval() == pytest.approx(TURN_S, abs=3e-6)
+    assert sys.getswitchinterval() == pytest.approx(INTERVAL_S, abs=3e-6)
     other.close()
     assert sys.getswitchinterval() == pytest.approx(0.005, abs=3e-6)
 
 
 @pytest.mark.parametrize("shorter_s", [0.0001, 0.002])
 def test_what_the_program_has_chosen_meanwhile_stays(shorter_s: float) -> None:
-    turns = Turns()
+    turns = SwitchInterval()
     turns.shorten()
     sys.setswitchinterval(shorter_s)
     turns.restore()
@@ -44,7 +44,7 @@ def test_what_the_program_has_chosen_meanwhile_stays(shorter_s: float) -> None:
 
 def test_turns_that_are_shorter_already_stay() -> None:
     sys.setswitchinterval(0.0001)
-    turns = Turns()
+    turns = SwitchInterval()
     turns.shorten()
     assert sys.getswitchinterval() == pytest.approx(0.0001, abs=3e-6)
     turns.restore()

@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 
-from manyhands.base.forgetting import without_frames
+from manyhands.base.tracebacks import clear_tracebacks
 
 
 class Large:
@@ -39,7 +39,7 @@ class Keeper:
         try:
             self.work()
         except ValueError as error:
-            self.error = without_frames(error)
+            self.error = clear_tracebacks(error)
 
 
 def test_frames_go_and_words_stay() -> None:
@@ -65,4 +65,4 @@ def test_errors_that_lead_to_each_other() -> None:
     one, other = ValueError("one"), ValueError("other")
     one.__context__, other.__context__ = other, one
     with pytest.raises(ValueError, match="one"):
-        raise without_frames(one)
+        raise clear_tracebacks(one)

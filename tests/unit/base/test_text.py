@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from manyhands.base.words import counted, rough
+from manyhands.base.text import counted, rough
 
 
 def test_one_peer_is_no_peers() -> None:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-async def all_of(*coros: Coroutine[Any, Any, T]) -> list[T]:
+async def gathered(*coros: Coroutine[Any, Any, T]) -> list[T]:
     """Run coroutines and return their results in order; like ``asyncio.gather``, with half of its callbacks."""
     if len(coros) == 1:
         return [await coros[0]]
@@ -21,8 +21,8 @@ async def all_of(*coros: Coroutine[Any, Any, T]) -> list[T]:
         raise
 
 
-async def those_within(timeout_s: float, *coros: Coroutine[Any, Any, T | None]) -> list[T | None]:
-    """Like :func:`all_of`, with a timeout; a coroutine that exceeds it is cancelled, and its result is None."""
+async def gathered_within(timeout_s: float, *coros: Coroutine[Any, Any, T | None]) -> list[T | None]:
+    """Like :func:`gathered`, with a timeout; a coroutine that exceeds it is cancelled, and its result is None."""
     tasks = [asyncio.get_running_loop().create_task(coro) for coro in coros]
     try:
         done, late = await asyncio.wait(tasks, timeout=timeout_s)
