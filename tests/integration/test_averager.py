@@ -410,7 +410,7 @@ async def test_a_tensor_that_is_resized_or_freed_in_mid_round_is_not_written(
     lists = [[torch.ones(300), torch.full((5,), float(i))] for i in range(2)]
     averagers = [await join(peer, lists[i]) for i, peer in enumerate(pair)]
     runner = averagers[0]._averager_loop._rounds
-    reduce = runner._average
+    reduce = runner._unless_decided
 
     async def change_then_reduce(*args: object) -> object:
         if is_before:
@@ -420,7 +420,7 @@ async def test_a_tensor_that_is_resized_or_freed_in_mid_round_is_not_written(
             change(lists[0][1])
         return outcome
 
-    runner._average = change_then_reduce  # type: ignore[assignment, method-assign]
+    runner._unless_decided = change_then_reduce  # type: ignore[assignment, method-assign]
     lists[1][0].fill_(3.0)
     outcomes = await asyncio.gather(*(step(averager) for averager in averagers), return_exceptions=True)
     assert isinstance(outcomes[0], manyhands.ManyhandsError), outcomes

@@ -141,7 +141,7 @@ async def test_few_are_served_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         asking = [asyncio.ensure_future(dialled(caller, caller.addresses[0])) for _ in range(MAX_UNDER_WAY)]
         for _ in range(MAX_UNDER_WAY):
             await asyncio.wait_for(begun.acquire(), 5.0)
-        with pytest.raises(Refused, match="just now"):
+        with pytest.raises(Refused, match="ask again in a few seconds"):
             await dialled(caller, caller.addresses[0])
         go_on.set()
         assert len(await asyncio.gather(*asking)) == MAX_UNDER_WAY

@@ -26,7 +26,7 @@ class AveragingConfig:
             for a leader that began later: it has as much time of its own.
         stream_timeout_s: bound of opening the streams between the members of a formed group, and what a member that is
             late may still take when the others are done.
-        in_doubt_timeout_s: how long a member that voted and lost its leader asks for the verdict.
+        in_doubt_timeout_s: how long a member that lost its leader asks the others for the verdict.
         chunk_bytes: at most so much of float32 values is encoded, reduced and sent on in one go, in groups that this
             peer leads.
         codec: how values travel: ``none`` (as they are), ``fp16``, ``bf16``, ``int8``, ``int4``, or ``auto``: ``int8``

@@ -75,12 +75,12 @@ class Int8(Codec):
 
     def largest_square(self, encoded: torch.Tensor, numel: int) -> float:
         """As of :class:`Codec`: each value of a row is between its first and its last step."""
-        num_rows, rest = divmod(numel, ROW_NUMEL)
+        num_rows = numel // ROW_NUMEL
         whole = num_rows * (ROW_NUMEL + HEADER_BYTES)
-        headers = encoded[:whole].numpy().reshape(num_rows, -1)[:, ROW_NUMEL:].copy().view(np.float32)
-        if rest:
-            last = encoded[-HEADER_BYTES:].numpy().copy().view(np.float32)
-            headers = np.concatenate([headers, last[None]])
+        headers = encoded[:whole].numpy().reshape(num_rows, ROW_NUMEL + HEADER_BYTES)[:, ROW_NUMEL:].copy()
+        if numel % ROW_NUMEL:
+            headers = np.concatenate([headers, encoded[None, -HEADER_BYTES:].numpy()])
+        headers = headers.view(np.float32)
         low = headers[:, 1].astype(np.float64)
         largest = np.maximum(np.abs(low), np.abs(low + LEVELS * headers[:, 0]))
         return float(np.dot(largest, largest)) * ROW_NUMEL
