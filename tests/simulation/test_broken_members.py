@@ -332,7 +332,8 @@ def test_strangers_neither_hold_up_steps_nor_have_them_made_too_early(
         assert "and too few others do: it is not followed" in caplog.text
 
 
-@pytest.mark.parametrize("names_grid", few_of([False, True], 2))
+@pytest.mark.long
+@pytest.mark.parametrize("names_grid", [False, True])
 def test_three_hundred_false_identities_make_no_grid_of_a_run(names_grid: bool) -> None:
     """Groups have up to 256 members. The identities name a network each, and nobody answers there."""
     identities = [Identity.from_seed(number.to_bytes(32, "big")) for number in range(300)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from manyhands.averaging.messages import Position
 from manyhands.base.identity import PeerId
-from manyhands.optim.run.branches import OUTVOTED_S, Belief, believed_by_a_newcomer, network_of
+from manyhands.optim.run.branches import OUTVOTED_S, Belief, BranchChoice, believed_by_a_newcomer, network_of
 from manyhands.optim.run.progress import ProgressRecord
 
 ANN, BOB, CAROL, DAVE, EVE = (PeerId(name) for name in ("ann", "bob", "carol", "dave", "eve"))
@@ -88,3 +88,12 @@ def test_a_smaller_part_that_is_ahead_goes_back_after_a_while() -> None:
 def test_those_who_lag_behind_are_not_elsewhere() -> None:
     belief = member_of(ANN, BOB)
     assert belief.other_majority(at(10), {ANN: at(8), BOB: at(9)}, 1e9) is None
+
+
+def test_a_peer_does_not_go_back_to_where_it_has_been() -> None:
+    """However long the others stay there: it may make steps without them, as with ``allow_solo``."""
+    choice = BranchChoice(EVE, at(9), lambda _: True)
+    choice.belief.met([ANN, BOB])
+    for step in range(9, 20):
+        choice.look(at(step), {ANN: at(9), BOB: at(9)}, {}, now=OUTVOTED_S * step)
+        assert choice.leading(()).position == at(step).position

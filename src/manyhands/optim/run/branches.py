@@ -233,7 +233,6 @@ class BranchChoice:
 
     def __init__(self, own_id: PeerId, own: ProgressRecord, is_connected: Callable[[PeerId], bool]) -> None:
         self.belief = Belief()
-        self.belief.been_at(own.position)
         self.believed: Records = {}
         self._own_id = own_id
         self._own = own
@@ -254,6 +253,7 @@ class BranchChoice:
             peer_id for peer_id in self._doubted_since.keys() & old.keys() if records.get(peer_id) is old[peer_id]
         }
         self._own, self._records, self._strangers = own, records, strangers
+        self.belief.been_at(own.position)
         self._majority = self.belief.other_majority(own, records, now)
         self._doubted = self.belief.doubted(own, records)
         since = self._doubted_since  # one whose record this peer has caught up with may say more in its next one
