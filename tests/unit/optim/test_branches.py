@@ -92,8 +92,9 @@ def test_those_who_lag_behind_are_not_elsewhere() -> None:
 
 def test_a_peer_does_not_go_back_to_where_it_has_been() -> None:
     """However long the others stay there: it may make steps without them, as with ``allow_solo``."""
-    choice = BranchChoice(EVE, at(9), lambda _: True)
+    choice = BranchChoice(EVE, at(5), lambda _: True)
     choice.belief.met([ANN, BOB])
-    for step in range(9, 20):
-        choice.look(at(step), {ANN: at(9), BOB: at(9)}, {}, now=OUTVOTED_S * step)
+    for step in range(5, 20):
+        others = at(min(step, 9))
+        choice.look(at(step), {ANN: others, BOB: others}, {}, now=OUTVOTED_S * step)
         assert choice.leading(()).position == at(step).position
