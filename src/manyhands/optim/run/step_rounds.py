@@ -13,6 +13,7 @@ import torch
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.grid.step import GridSteps, StepOutcome
 from manyhands.averaging.messages import Position, RoundManifest
+from manyhands.averaging.round_outcome import CommittedRound
 from manyhands.averaging.rounds import RoundRunner
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ManyhandsError, RoundAborted
@@ -29,6 +30,8 @@ logger = logging.getLogger(__name__)
 PARAMETERS_EVERY = 8
 """Global steps: in a grid the parameters are averaged so often, before the step is made from them."""
 LOOK_TIMEOUT_S = 1.0
+SLACK_S = 10.0
+"""Beyond what a round bounds itself to, with a leader that began it later: only a defect takes longer."""
 
 
 @dataclass
@@ -124,28 +127,19 @@ class StepRounds:
         position, tracker, self._attempt = self._local.position, self._tracker, asyncio.current_task()
         tracker.answer_call()
         try:
-            await self._look_ahead.end()
-            self._assignment.position()
-            if not self._assignment.is_settled:
-                await self._look()
-            if self._assignment.begin_step():
-                averaged = await self._average_in_grid(position, mean_N, weight)
-            else:
-                with tracker.in_round():
-                    committed = await self._rounds.average(mean_N, weight, shapes=self._shapes)
-                manifest, shares = committed.manifest, committed.manifest.contributors()
-                averaged = Averaged(
-                    committed.averaged_N,
-                    position.after(manifest).lineage,
-                    sum_of_samples(manifest.weights),
-                    manifest,
-                    manifest.members,
-                    contributors=list(shares),
-                    averaging_s=committed.seconds - committed.matchmaking_s,
-                    is_left_out=weight > 0 and self._own_id not in shares,
-                    is_outsized=committed.is_outsized,
-                    disagreement=self._drift.disagreement(),
-                )
+            config = self._config
+            bound_s = 2 * config.averaging_timeout_s + config.in_doubt_timeout_s + SLACK_S
+            async with time_limit(bound_s, "averaging with the others"):
+                await self._look_ahead.end()
+                self._assignment.position()
+                if not self._assignment.is_settled:
+                    await self._look()
+                if self._assignment.begin_step():
+                    averaged = await self._average_in_grid(position, mean_N, weight)
+                else:
+                    with tracker.in_round():
+                        committed = await self._rounds.average(mean_N, weight, shapes=self._shapes)
+                    averaged = self._averaged_in_one_group(committed, position, weight)
         except BaseException as error:
             self._look_ahead.resume()
             self._assignment.end_step()
@@ -158,6 +152,21 @@ class StepRounds:
         if averaged.mean_N is not None:
             tracker.expect_move()
         return averaged
+
+    def _averaged_in_one_group(self, committed: CommittedRound, position: Position, weight: float) -> Averaged:
+        manifest, shares = committed.manifest, committed.manifest.contributors()
+        return Averaged(
+            committed.averaged_N,
+            position.after(manifest).lineage,
+            sum_of_samples(manifest.weights),
+            manifest,
+            manifest.members,
+            contributors=list(shares),
+            averaging_s=committed.seconds - committed.matchmaking_s,
+            is_left_out=weight > 0 and self._own_id not in shares,
+            is_outsized=committed.is_outsized,
+            disagreement=self._drift.disagreement(),
+        )
 
     async def _average_in_grid(self, position: Position, mean_N: torch.Tensor, weight: float) -> Averaged:
         """Average along each axis of the grid; every few steps the parameters too, which lie behind the gradient.
