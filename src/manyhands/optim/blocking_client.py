@@ -30,7 +30,7 @@ JOIN_ATTEMPTS = 3
 CALLED_WITHIN_S = 40.0
 """A peer in client mode that has the state connects to a newcomer by then, or its record has expired.
 
-Shorter than :data:`manyhands.optim.run.branches.CLIENT_PATIENCE_S`, after which a trainer would go on without the state.
+Shorter than :data:`manyhands.optim.run.branches.CLIENT_PATIENCE_S`, after which a trainer goes on without the state.
 """
 NEWS_PERIOD_S = 1.0
 WAIT_PERIOD_S = 0.25
