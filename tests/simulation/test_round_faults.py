@@ -214,7 +214,7 @@ def test_clocks_that_differ_by_a_minute_change_nothing(skew_s: float) -> None:
 
 @pytest.mark.parametrize("seed", few_of(range(24), 3))
 def test_two_faults_at_once(seed: int) -> None:
-    """Of eight, two die in phases of their own: the leader and the next coordinator, in a third of the cases."""
+    """Of eight, two die in phases of their own: the leader and the next rank, in a third of the cases."""
     world = RoundWorld(8, seed, max_attempts=3)
     rng = world.world.rng("two faults")
     victims = world.names[:2] if seed % 3 == 0 else rng.sample(world.names, 2)

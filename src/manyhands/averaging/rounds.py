@@ -232,14 +232,14 @@ class RoundRunner:
             await held.enter_async_context(self._agreement.of(group))
             recovery = self._recovery(group, rank, flat_N, shapes, refill)
             held.enter_context(self._fetching.of(group, recovery))
-            order, left_s = recovery.everything(), self._left_s()
+            order, limit_s = recovery.everything(), self._left_s()
             while True:
-                outcome = await self._unless_decided(group, recovery.average(order, left_s))
-                left_s = max(self._left_s(), MIN_VOTING_S)
-                verdict = await self._vote(group, outcome, left_s) if isinstance(outcome, Vote) else outcome
+                outcome = await self._unless_decided(group, recovery.average(order, limit_s))
+                voting_s = max(self._left_s(), MIN_VOTING_S)
+                verdict = await self._vote(group, outcome, voting_s) if isinstance(outcome, Vote) else outcome
                 if verdict.order is None:
                     break
-                order = verdict.order
+                order, limit_s = verdict.order, max(self._left_s(), MIN_VOTING_S)
             self._enter(Phase.CONCLUDED)
             struck = {group.members[number].peer_id for number in recovery.struck} & set(verdict.blamed)
             self._matchmaker.note_round(group, verdict, struck - {self._endpoint.peer_id})

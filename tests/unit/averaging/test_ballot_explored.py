@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from dataclasses import dataclass
 
 import msgspec
@@ -57,6 +58,7 @@ class Swarm:
         self.votes: list[tuple[int, Vote]] = []
         self.answers: list[tuple[int, Verdict]] = []
         self.committed: dict[bytes, RoundManifest] = {}
+        self.cast: defaultdict[tuple[int, bytes, bytes], set[int]] = defaultdict(set)  # who voted for what, by ballot
         self.num_deaths = 0
         self.max_deaths = rng.choice([0, 0, 1, 1, 2])
         self.loss = rng.choice([0.0, 0.0, 0.05, 0.3])
@@ -98,6 +100,7 @@ class Swarm:
         else:
             vote.digest = b"means of %d" % node.ballot + (b"!" if self.rng.random() < self.spoilt else b"")
             vote.parts = [SpanResult(0, NUMEL, 0, [1])] if node.ballot else []
+        self.cast[node.ballot, vote.digest, msgspec.msgpack.encode(vote.parts)].add(node.rank)
         self.send_vote(node)
         return True
 
@@ -128,11 +131,20 @@ class Swarm:
         if isinstance(decision, Order):
             self.answers += [(rank, Verdict(False, order=decision)) for rank in before | set(decision.members)]
         elif decision is not None:
+            if decision.manifest is not None:
+                self.check_is_held_by_most(decision.manifest)
             self.learn(leader, decision)
             if decision.manifest is not None and self.rng.random() < self.silence:
                 leader.is_cut, leader.is_alive = True, self.rng.random() < 0.5
             else:
                 self.answers += [(rank, decision) for rank in range(len(self.nodes))]
+
+    def check_is_held_by_most(self, manifest: RoundManifest) -> None:
+        """More than half of the group have voted for it, in the last ballot, and none that was left out counts."""
+        held = self.cast[self.count.ballot, manifest.digest, msgspec.msgpack.encode(manifest.parts)]
+        order = self.count.order
+        counted = held if order is None else held & set(order.members)
+        assert 2 * len(counted) > len(self.nodes), f"{sorted(held)} hold it, of {len(self.nodes)}"
 
     def answer(self) -> bool:
         """A member hears from the leader."""

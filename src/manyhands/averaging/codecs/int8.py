@@ -80,8 +80,8 @@ class Int8(Codec):
         headers = encoded[:whole].numpy().reshape(num_rows, ROW_NUMEL + HEADER_BYTES)[:, ROW_NUMEL:].copy()
         if numel % ROW_NUMEL:
             headers = np.concatenate([headers, encoded[None, -HEADER_BYTES:].numpy()])
-        headers = headers.view(np.float32)
-        low = headers[:, 1].astype(np.float64)
+        headers = headers.view(np.float32).astype(np.float64)
+        low = headers[:, 1]
         largest = np.maximum(np.abs(low), np.abs(low + LEVELS * headers[:, 0]))
         return float(np.dot(largest, largest)) * ROW_NUMEL
 

@@ -211,7 +211,9 @@ class Agreement:
             answer = await self._call_leader(state, ASK_VERDICT, query, timeout_s)
             if answer.is_known:
                 return answer
-            if not answer.is_open:  # the leader has not come to this round yet
+            if (
+                not answer.is_open or len(answer.blamed) <= num_lost
+            ):  # it has not come yet, or has no news
                 await asyncio.sleep(ASK_PERIOD_S)
             for peer_id in answer.blamed:
                 on_lost(peer_id)
@@ -243,8 +245,11 @@ class Agreement:
     ) -> Verdict:
         """What the leader says; if it is lost, the verdict that other members know, or that the round is aborted."""
         vote = request if isinstance(request, Vote) else None
+        deadline, reason = self._now() + timeout_s, "no answer"
         for _ in range(CALLS_TO_LEADER):
-            calling = self._endpoint.call(state.group.leader, method, request, timeout_s)
+            if (left_s := deadline - self._now()) <= 0:
+                break
+            calling = self._endpoint.call(state.group.leader, method, request, left_s)
             try:
                 answer = await (self._while_it_answers(state, calling) if vote is not None else calling)
                 answer = checked(state.group, answer, vote, state.rank)
@@ -384,6 +389,8 @@ class Agreement:
         return answer
 
     def _on_lost(self, peer_id: PeerId) -> None:
+        if self._last_led is not None:
+            self._last_led.wake()  # close() waits for members that are connected only
         for state in list(self._rounds.values()):
             rank = state.group.rank_of(peer_id)
             if rank is not None:

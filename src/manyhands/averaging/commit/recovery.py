@@ -97,6 +97,8 @@ class Recovery:
             members=order.members, region=region, averaged_N=self._mean_N, memory=self._memory,
             feedbacks=self._feedbacks, is_measured=self._limits is not None,
         )  # fmt: skip
+        if order.ballot == 0:
+            self._first = butterfly.means()  # also if the others decide while this member still averages
         reason, own_fault = "", []
         try:
             if not any(self._group.members[rank].weight > 0 for rank in order.members):
@@ -107,9 +109,7 @@ class Recovery:
             reason = (error.reason if isinstance(error, RoundAborted) else str(error))[:MAX_REASON_LENGTH]
             if isinstance(error, InvalidContribution):  # its own values: no stream carries them
                 own_fault = [Accusation(self._rank, reason, is_violation=True)]
-        means = butterfly.means() if order.ballot == 0 else again(self._mean_N)
-        if order.ballot == 0:
-            self._first = means
+        means = self._first if order.ballot == 0 and self._first is not None else again(self._mean_N)
         for chunk, reducer, present in butterfly.held():
             self._contributions.add(chunk.start, chunk.stop, reducer, present)
         outsized = self._find_outsized(butterfly, order.members)

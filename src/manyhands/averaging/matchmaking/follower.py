@@ -273,7 +273,7 @@ class Matchmaker:
                 self._view.report_missing(leader)
                 raise RoundAborted(fault, [leader])
             leader = await self._redirected(response, unreachable)
-        raise RoundAborted("no leader was found: the peers send this one in circles")
+        raise RoundAborted(f"no group found after {MAX_REDIRECTS} redirects")
 
     def _first_leader(self) -> PeerId | None:
         """Where this peer has had a place, unless a better leader has called meanwhile; None if there is neither."""

@@ -370,7 +370,6 @@ class GroupLeader:
         except Unavailable as error:
             logger.info("peer %s does not answer and is not waited for: %s", peer_id, error)
             self._view.report_missing(peer_id)
-            pending.leave_out(peer_id)  # whatever it publishes meanwhile; it may still come by itself
         except Refused as error:
             logger.info("peer %s does not come to this round: %s", peer_id, error)
             await self._refused(peer_id, error, pending)
