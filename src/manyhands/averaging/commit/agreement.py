@@ -211,9 +211,7 @@ class Agreement:
             answer = await self._call_leader(state, ASK_VERDICT, query, timeout_s)
             if answer.is_known:
                 return answer
-            if (
-                not answer.is_open or len(answer.blamed) <= num_lost
-            ):  # it has not come yet, or has no news
+            if not answer.is_open or len(answer.blamed) <= num_lost:  # it has not come yet, or has no news
                 await asyncio.sleep(ASK_PERIOD_S)
             for peer_id in answer.blamed:
                 on_lost(peer_id)

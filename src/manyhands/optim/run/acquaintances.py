@@ -132,13 +132,15 @@ class Departures:
         self._tasks = tasks
         self._refused: set[tuple[PeerId, int]] = set()  # when it was looked last; and the record that the peer had then
         self._looked_at = -math.inf  # loop time
+        self._looking: asyncio.Task[None] | None = None
 
     def look(self) -> None:
-        """Dial the peers that no round meets, in the background; at most once in a period."""
+        """Dial the peers that no round meets, in the background; at most once in a period, and one look at a time."""
         now = asyncio.get_running_loop().time()
-        if now - self._looked_at >= LOOK_PERIOD_S:
+        is_looking = self._looking is not None and not self._looking.done()
+        if now - self._looked_at >= LOOK_PERIOD_S and not is_looking:
             self._looked_at = now
-            self._tasks.spawn(self._look_for_all(), name="looking for those who do not come")
+            self._looking = self._tasks.spawn(self._look_for_all(), name="looking for those who do not come")
 
     async def _look_for_all(self) -> None:
         refused = {

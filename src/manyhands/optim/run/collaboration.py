@@ -235,17 +235,23 @@ class Collaboration:
             self.tracker.start()
         return is_wanted
 
+    def _donors(self) -> list[PeerId]:
+        """Peers that can hand out the state of the leading branch."""
+        records, can_hand_out = self.tracker.reader.records(), self.tracker.branches.can_hand_out
+        holders = self.tracker.leading_branch().holders
+        return [peer_id for peer_id in holders if peer_id in records and can_hand_out(peer_id)]
+
     async def download(self) -> State:
         """The state of the leading branch, from one of its holders.
 
         Raises:
             Unavailable: nobody could hand it out.
         """
-        branch = self.tracker.leading_branch()
-        records = self.tracker.reader.records()
-        donors = [
-            peer_id for peer_id in branch.holders if peer_id in records and self.tracker.branches.can_hand_out(peer_id)
-        ]
+        donors = self._donors()
+        if not donors:  # their records have expired since they were read
+            await self.decisions.look()
+            donors = self._donors()
+        branch, records = self.tracker.leading_branch(), self.tracker.reader.records()
         if not donors and self.tracker.branches.waits_for_clients():
             where = ", ".join(map(str, self._presence.endpoint.addresses))
             raise Unavailable(

@@ -145,6 +145,7 @@ class Drift:
         self._tried_at: Position | None = None  # to reload
         self._has_reloaded = False
         self._has_warned = False  # that there is no majority
+        self._compared: tuple[int, Position] | None = None  # at which records, and where
 
     def moved(self, position: Position, sketch: Sketch, *, is_in_grid: bool) -> None:
         """This peer has made a step; in a grid groups may differ by more than rounding, and nobody is judged."""
@@ -177,8 +178,9 @@ class Drift:
 
     def should_load(self) -> bool:
         """Whether this peer must load the state of the majority now. Names each peer that differs, once."""
-        if self._position is None or self._is_in_grid:
+        if self._position is None or self._is_in_grid or self._compared == (self._reader.version, self._position):
             return False
+        self._compared = (self._reader.version, self._position)
         apart = self._distances_at(self._position)
         if not apart:
             self._warn_without_majority()
@@ -197,7 +199,9 @@ class Drift:
                     "changes them again (code beside the optimizer, another precision, bad memory). It goes on with "
                     "its own; remove the cause and restart it", what
                 )  # fmt: skip
-        self._named |= differing
+        self._named = self._named & (self._reader.observed().keys() | {self._own_id}) | differing
+        if apart and self._own_id not in differing:
+            self._tried_at = None  # a state that is loaded from now on is loaded for another reason
         if self._own_id not in differing or self._has_reloaded or self._tried_at == self._position:
             return False
         self._tried_at = self._position

@@ -77,6 +77,7 @@ class UnlikeOptions:
         self._standard = numbers_of(standard)
         self._own: Numbers = {}
         self._named: set[PeerId] = set()
+        self._looked_at: tuple[int, Position] | None = None  # at which records, and where
 
     def moved(self, options: Sequence[Mapping[str, Any]]) -> Numbers:
         """This peer steps with these options now; returns those that a schedule has changed, which it publishes."""
@@ -87,9 +88,13 @@ class UnlikeOptions:
 
     def look(self, position: Position) -> None:
         """Log which peers have other options at this peer's position; each counts once."""
+        if self._looked_at == (basis := (self._reader.version, position)):
+            return
+        self._looked_at, observed = basis, self._reader.observed()
+        self._named &= observed.keys()
         found = {
             peer_id: difference
-            for peer_id, seen in self._reader.observed().items()
+            for peer_id, seen in observed.items()
             if peer_id not in self._named and seen.said == position and seen.record.options is not None
             and (difference := self._difference(seen.record.options))
         }  # fmt: skip

@@ -16,7 +16,7 @@ from manyhands.averaging.messages import Position, RoundManifest
 from manyhands.averaging.round_outcome import CommittedRound
 from manyhands.averaging.rounds import RoundRunner
 from manyhands.base.deadline import time_limit
-from manyhands.base.errors import ManyhandsError, RoundAborted
+from manyhands.base.errors import ManyhandsError, RoundAborted, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.optim.run.drift import Drift
 from manyhands.optim.run.grid_assignment import GridAssignment
@@ -122,7 +122,7 @@ class StepRounds:
             mean_N: this peer's gradient; not changed.
             weight: behind it.
         Raises:
-            RoundAborted: nothing was changed, and the gradient counts in the next attempt.
+            RoundAborted, Unavailable: nothing was changed, and the gradient counts in the next attempt.
         """
         position, tracker, self._attempt = self._local.position, self._tracker, asyncio.current_task()
         tracker.answer_call()
@@ -143,7 +143,7 @@ class StepRounds:
         except BaseException as error:
             self._look_ahead.resume()
             self._assignment.end_step()
-            if isinstance(error, RoundAborted):
+            if isinstance(error, (RoundAborted, Unavailable)):
                 tracker.refresh_soon()  # the run may have gone on without this peer
             raise
         finally:

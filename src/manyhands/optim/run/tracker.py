@@ -279,6 +279,8 @@ class ProgressTracker:
 
     def shun(self, peer_id: PeerId) -> None:
         """A peer has handed out a state that cannot be used: what it says of a better branch does not count."""
+        if peer_id == self._donor:
+            self._donor = None
         self.branches.shun(peer_id, asyncio.get_running_loop().time())
         self._judge()
 

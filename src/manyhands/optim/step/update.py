@@ -97,10 +97,17 @@ def _is_surely_finite(
     options = [value for group in groups for value in group.values() if isinstance(value, float | int | torch.Tensor)]
     if type(optimizer) not in KNOWN_OPTIMIZERS or any(parameter.dtype == torch.float16 for parameter in parameters):
         return False  # the largest value of float16 is 65504
-    norms = [torch.linalg.vector_norm(tensor.detach()) for tensor in (*parameters, *_tensors_of(optimizer))]
-    return all(abs(size) < LARGE for size in (gradient_norm, *map(float, options), *map(float, norms))) and all(
-        group.get("eps", 1.0) >= SMALLEST_EPS for group in groups
-    )
+    sizes = (gradient_norm, *map(float, options), *_largest_norms([*parameters, *_tensors_of(optimizer)]))
+    return all(abs(size) < LARGE for size in sizes) and all(group.get("eps", 1.0) >= SMALLEST_EPS for group in groups)
+
+
+def _largest_norms(tensors: Sequence[torch.Tensor]) -> list[float]:
+    """The largest Euclidean norm of each kind of tensor, NaN if there is one: a kernel for a kind, and one wait."""
+    by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            by_kind.setdefault((tensor.device, tensor.dtype), []).append(tensor.detach())
+    return [torch.stack(torch._foreach_norm(kind)).float().max().item() for kind in by_kind.values()]  # noqa: SLF001
 
 
 def _tensors_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
