@@ -265,9 +265,7 @@ class RoundRunner:
         deciding = loop.create_task(self._agreement.decided(group, self._inbox.lose))
         try:
             await asyncio.wait([working, deciding], return_when=asyncio.FIRST_COMPLETED)
-            if (
-                not working.done() and deciding.result().manifest is not None
-            ):  # this member is late, perhaps only a little
+            if not working.done() and deciding.result().manifest is not None:  # this member is a little late
                 await asyncio.wait([working], timeout=self._late_s())
             if working.done():
                 vote = working.result()  # raises what the refill raised
@@ -305,9 +303,7 @@ class RoundRunner:
             self._feedbacks = None
         elif plan.is_exact(0, plan.numel):
             pass  # no error to add or record: the feedback waits for the next lossy round
-        elif (
-            self._feedbacks is None or self._feedbacks.plan.segments != plan.segments
-        ):  # the first round, or another codec
+        elif self._feedbacks is None or self._feedbacks.plan.segments != plan.segments:  # first, or another codec
             self._feedbacks = feedbacks = Feedbacks.of(plan)
         else:
             feedbacks = self._feedbacks

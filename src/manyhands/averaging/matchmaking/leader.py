@@ -93,9 +93,7 @@ class GroupLeader:
         self._tasks = tasks
         self.pending: PendingGroup | None = None
         self._former: PendingGroup | None = None
-        self._called: tuple[Position, float] | None = (
-            None  # the position where others wait for this peer, and since when
-        )
+        self._called: tuple[Position, float] | None = None  # where others wait for this peer, and since when
         self._looked_again_at = -math.inf  # loop time
         self._looking: asyncio.Task[None] | None = None
         self.shunned: Collection[PeerId] = ()

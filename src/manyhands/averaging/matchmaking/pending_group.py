@@ -50,9 +50,7 @@ class PendingGroup:
         self._let_go_on: set[PeerId] = set()  # members that stopped waiting for the leader
         self.changed = asyncio.Event()
         self.answer: asyncio.Future[JoinResponse] = asyncio.get_running_loop().create_future()
-        self.answer.add_done_callback(
-            lambda answer: answer.exception()
-        )  # waiting members get it; perhaps there is none
+        self.answer.add_done_callback(lambda answer: answer.exception())  # waiting members get it, if any
 
     def add(self, member: Member) -> None:
         self.joined[member.peer_id] = member
