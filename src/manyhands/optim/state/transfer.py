@@ -45,7 +45,7 @@ MAX_DOWNLOAD_S = 86400.0
 
 MAX_HEADER_BYTES = 1 << 24
 MAX_STEPS_AHEAD = 64
-"""Steps by which a state may precede the requested position: a run goes on while records and requests travel."""
+"""How many steps a state may be ahead of the requested position: a run goes on while records and requests travel."""
 MAX_DOWNLOADS = 8
 """Simultaneous downloads from this peer, one for each peer. Further peers must ask another donor, or again."""
 MIN_BYTES_PER_S = 32_000
