@@ -51,8 +51,7 @@ not have read those of the peers that came; but no peer can force steps without 
 
 
 class ProgressTracker:
-    """Tracks the progress of this peer and the others. Lives on the network thread; :attr:`progress` may be read from
-    any.
+    """Tracks the progress of all peers of a run. Lives on the network thread; any thread may read :attr:`progress`.
 
     Args:
         began_at: when this process began, by the wall clock.
