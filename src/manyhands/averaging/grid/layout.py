@@ -68,7 +68,7 @@ class Layout(msgspec.Struct, frozen=True):
 
     @property
     def num_random_groups(self) -> int:
-        """The number of groups at which half of the cells fill them as all cells fill rows."""
+        """The number of random groups: half of the cells then give groups as large as rows."""
         return max(1, self.num_cells // (2 * max(self.sides)))
 
     def __str__(self) -> str:
