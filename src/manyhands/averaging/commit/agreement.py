@@ -329,7 +329,7 @@ class Agreement:
             if now - stalled_at >= STALLED_S:  # this leader may be one of them
                 for rank in stalled:
                     state.lose(rank, f"{state.group.members[rank].peer_id} answers, but does not vote")
-            elif now - asked_at >= PROBE_S:  # nobody else may need anything from a member that never came to this round
+            elif now - asked_at >= PROBE_S:  # no other member may need one that never came to this round
                 silent, asked_at = count.missing(), now
             await asyncio.gather(*(self._miss(state, rank) for rank in silent - {state.rank}))
 
