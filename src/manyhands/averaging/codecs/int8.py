@@ -74,7 +74,7 @@ class Int8(Codec):
             out[-HEADER_BYTES:].copy_(packed[-HEADER_BYTES:])
 
     def largest_square(self, encoded: torch.Tensor, numel: int) -> float:
-        """As of :class:`Codec`: each value of a row is between its first and its last step."""
+        """Like :meth:`Codec.largest_square`: each value of a row is between its first and its last step."""
         num_rows = numel // ROW_NUMEL
         whole = num_rows * (ROW_NUMEL + HEADER_BYTES)
         headers = encoded[:whole].numpy().reshape(num_rows, ROW_NUMEL + HEADER_BYTES)[:, ROW_NUMEL:].copy()
@@ -99,7 +99,7 @@ class Int8(Codec):
 
 
 def _encode_rows(rows: torch.Tensor) -> torch.Tensor:
-    """R rows of V values each, V a multiple of 4, to uint8, shape [R, V + HEADER_BYTES]."""
+    """Encode R rows of V values each, V a multiple of 4, to uint8, shape [R, V + HEADER_BYTES]."""
     packed = _pack(rows)
     scales = _headers(packed)[:, 0]
     low, high = torch.aminmax(scales)
@@ -122,7 +122,7 @@ def _encode_rows(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _decode_rows(packed: torch.Tensor, out_rows: torch.Tensor) -> None:
-    """The inverse of ``_encode_rows``; refuses what it would not write."""
+    """The inverse of ``_encode_rows``; refuses bytes that it would not write."""
     headers = _headers(packed)
     highest_scale, highest_bias = headers.abs().amax(0).tolist()
     if not (math.isfinite(highest_scale) and math.isfinite(highest_bias)):
@@ -157,7 +157,7 @@ def _unpack(packed: torch.Tensor, headers: torch.Tensor) -> torch.Tensor:
 
 
 def pack_without_kernel(rows: torch.Tensor) -> torch.Tensor:
-    """What fbgemm's kernel writes, on any device."""
+    """The encoding of fbgemm's kernel, on any device."""
     smallest = rows.amin(1, keepdim=True)
     ranges = rows.amax(1, keepdim=True) - smallest
     steps = (rows - smallest).mul_(LEVELS / (ranges + KERNEL_EPSILON)).round_().clamp_(0, LEVELS)
@@ -166,5 +166,5 @@ def pack_without_kernel(rows: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_without_kernel(packed: torch.Tensor, headers: torch.Tensor) -> torch.Tensor:
-    """What fbgemm's kernel reads, on any device."""
+    """The decoding of fbgemm's kernel, on any device."""
     return packed[:, :-HEADER_BYTES].float().mul_(headers[:, :1]).add_(headers[:, 1:])
