@@ -68,7 +68,7 @@ class Contributions:
     # what a reducer tells with its means
 
     def record_bytes(self, num_chunks: int) -> int:
-        """Bytes of the record of a span with so many chunks."""
+        """Bytes of the record of a span with ``num_chunks`` chunks."""
         return num_chunks * _bytes_for(self._num_members)
 
     def record(self, presents: Sequence[Iterable[int]]) -> bytes:

@@ -109,8 +109,8 @@ class Group(msgspec.Struct, frozen=True):
         return next((rank for rank, member in enumerate(self.members) if member.peer_id == peer_id), None)
 
     def bandwidths(self) -> list[int]:
-        """Bytes per second, by rank: 0 for clients, which never reduce; the median for members that do not know
-        theirs."""
+        """Bytes per second, by rank: 0 for clients, which never reduce; the median for members with unknown
+        bandwidth."""
         known = [member.bandwidth for member in self.members if member.bandwidth > 0 and not member.is_client]
         usual = statistics.median_low(known) if known else 1
         return [0 if member.is_client else member.bandwidth or usual for member in self.members]

@@ -258,8 +258,7 @@ class RoundRunner:
             return CommittedRound(averaged_N, manifest, 0.0, 0.0, verdict.reason, tuple(verdict.blamed), is_outsized)
 
     async def _unless_decided(self, group: Group, averaging: Coroutine[Any, Any, Vote]) -> Vote | Verdict:
-        """Average until done or until the round is decided, so that this peer does not wait for values that never
-        come."""
+        """Average until done or until the round is decided; a decided round needs no further values."""
         loop, began = asyncio.get_running_loop(), self._now()
         working = loop.create_task(averaging)
         deciding = loop.create_task(self._agreement.decided(group, self._inbox.lose))

@@ -125,7 +125,7 @@ class GradientAccumulator:
     def _add_in(
         self, mean: FlatGradients, gradients: list[torch.Tensor | None], grad_scale: float, share: float | None
     ) -> None:
-        """Move the mean by a share towards the gradients; a None gradient counts as zero."""
+        """Move the mean by a share towards the gradients; all the way if the share is None."""
         plain, means = [self._used([gradient is not None for gradient in gradients])], [mean.shares]
         for gradient, value in zip(gradients, mean.values, strict=True):
             if gradient is None:

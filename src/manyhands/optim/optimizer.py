@@ -353,8 +353,7 @@ class Optimizer(OptimizerWrapper):
 
     @contextmanager
     def _begun(self) -> Iterator[GlobalStep]:
-        """Conclude a step that ends with an error or an interrupt: it was made, or its samples count in the next
-        one."""
+        """Conclude a step after an error or an interrupt: it was made, or its samples count in the next one."""
         step = None
         try:
             with uninterrupted():

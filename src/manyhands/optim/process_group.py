@@ -118,8 +118,7 @@ class ProcessGroupOptimizer(OptimizerWrapper):
     ) -> Any:
         """Add the current gradients; when the run is due for it, make a global step with the other peers.
 
-        Afterwards rank 0 has the ``.grad`` that :meth:`manyhands.Optimizer.step` describes; on the others it is
-        unchanged.
+        Rank 0's ``.grad`` afterwards is as for :meth:`manyhands.Optimizer.step`; the others' is unchanged.
 
         Args:
             closure: computes the loss and its gradients again, and returns the loss.

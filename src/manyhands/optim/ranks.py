@@ -133,8 +133,7 @@ class Call(enum.IntEnum):
 
 
 class RankState(NamedTuple):
-    """The figures that all ranks show; see the properties of
-    :class:`manyhands.optim.process_group.ProcessGroupOptimizer`."""
+    """The figures of all ranks; see :class:`manyhands.optim.process_group.ProcessGroupOptimizer`."""
 
     global_step: int = 0
     num_peers: int = 1

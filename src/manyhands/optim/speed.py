@@ -18,8 +18,7 @@ NUM_IN_A_ROW = 3
 class SpeedMeter:
     """Exponential moving average of seconds per sample, without the time spent in rounds.
 
-    The average is corrected for its start, as in Adam (Kingma and Ba, arXiv:1412.6980): the first value has full
-    weight.
+    Corrected for its start, as in Adam (Kingma and Ba, arXiv:1412.6980): the first value has full weight.
     """
 
     def __init__(self) -> None:

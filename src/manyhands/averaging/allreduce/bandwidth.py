@@ -36,8 +36,7 @@ WINDOW_S = 0.02
 MIN_COUNTED_S = 0.1
 """Total time with most streams busy from which a round shows the rate."""
 MIN_BYTES = 1 << 20
-"""Below this, a round says nothing about a peer whose uplink was not the bottleneck: it took as long as its
-messages."""
+"""Below this, a round says nothing about a peer with spare uplink: it took as long as its messages."""
 MIN_BYTES_TO_ONE = 1 << 21
 """Below this per member, everything may fit into the buffers, and a round shows no rate."""
 UNTESTED = 1.5

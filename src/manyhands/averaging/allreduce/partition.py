@@ -199,11 +199,10 @@ def balanced_shares(
     Args:
         bandwidths: of all members, shape [P], in any unit.
         candidates: ranks that may reduce, at least one; their bandwidths are > 0.
-        min_fraction: smallest span as a fraction of the vector; the slowest members leave less to the others. One
-            always reduces.
+        min_fraction: smallest span as a fraction of the vector; a single reducer may have less.
     """
     num_others = len(bandwidths) - 2
-    if num_others < 1:  # all send the same, whoever reduces
+    if num_others < 1:  # all send the same
         bandwidths, num_others = [1] * len(bandwidths), 1
     fastest = sorted(candidates, key=lambda rank: (-bandwidths[rank], rank))
     sums = list(itertools.accumulate(bandwidths[rank] for rank in fastest))

@@ -1,5 +1,4 @@
-"""The streams between a member of a round and its partners: which side dials, and how both see that the other is
-alive."""
+"""The streams between a member and its partners: which side dials, and how both see that the other is alive."""
 
 from __future__ import annotations
 

@@ -35,10 +35,7 @@ MARGIN = 1.5
 """it may take this factor longer, in proportion to its span."""
 
 Probe = Callable[[int, float], Awaitable[Moved]]
-"""Asks the member of a rank for its progress, with a timeout in seconds.
-
-Raises ``Unavailable`` or ``PeerError`` if it does not answer.
-"""
+"""Asks the member of a rank for its progress, with a timeout in seconds; raises ``Unavailable`` or ``PeerError``."""
 
 
 @dataclass

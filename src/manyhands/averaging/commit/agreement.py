@@ -280,8 +280,7 @@ class Agreement:
         await self._endpoint.call(state.group.leader, ASK_VERDICT, VerdictQuery(NOBODY), timeout_s)
 
     async def _in_doubt(self, state: VotingState, reason: str) -> Verdict:
-        """After the loss of the leader, ask all other members until one knows the verdict or none can learn it any
-        more."""
+        """After the loss of the leader, ask all other members until one knows the verdict or none can get it."""
         logger.info("in doubt whether the round committed, asking its other members: %s", reason)
         others = [rank for rank in range(len(state.group.members)) if rank not in (state.rank, state.leader)]
         state.is_in_doubt = True

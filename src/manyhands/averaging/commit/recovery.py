@@ -127,8 +127,7 @@ class Recovery:
         return vote
 
     def _find_outsized(self, butterfly: Butterfly, here: Collection[int]) -> list[Accusation]:
-        """Members with too large values. These are in the means of every span, so everything is averaged without
-        them."""
+        """Members whose values are too large; as these are in the means of every span, all is averaged again."""
         told, members = butterfly.norms(), self._group.members
         if self._limits is None or not told:
             return []

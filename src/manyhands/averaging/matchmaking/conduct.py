@@ -64,8 +64,7 @@ class Conduct:
         _set(self._in_vain, peer_id, (num_before + 1, now + longer_s))
 
     def strike(self, peer_id: PeerId, now: float) -> float:
-        """Count a round in which a peer's values were too large; returns how many seconds it is refused for, possibly
-        0."""
+        """Count a round in which a peer's values were too large; returns how many seconds it is now refused."""
         strikes = self._strikes.pop(peer_id, 0.0) + 1.0
         if strikes <= STRIKES - 1:
             _set(self._strikes, peer_id, strikes)

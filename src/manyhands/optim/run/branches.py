@@ -114,8 +114,7 @@ class _Electorate(NamedTuple):
         return num > 0 and (2 * num > self.num_votes or (self.is_half_enough and 2 * num == self.num_votes))
 
     def most_voted(self, positions: Mapping[PeerId, Position]) -> Position:
-        """The position with the most votes; the lowest of several, so that one peer cannot lift itself above the
-        others."""
+        """The position with the most votes; of several the lowest, so that no peer alone can lift itself up."""
         told = {(position, self.voters[peer_id]) for peer_id, position in positions.items() if peer_id in self.voters}
         votes = Counter(position for position, _ in told)
         return min(votes, key=lambda position: (-votes[position], position.step, position.lineage))

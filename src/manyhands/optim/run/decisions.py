@@ -56,7 +56,7 @@ class Decision(enum.Enum):
 
 @dataclass(frozen=True)
 class Lull:
-    """Nothing is due before this time, nor before this peer has so many samples."""
+    """Nothing is due before this time and this number of own samples."""
 
     until: float  # loop time
     samples: int
@@ -242,8 +242,8 @@ class StepDecisions:
     def _holds_for_latecomers(self) -> bool:
         """Whether to let a peer catch up whose last download took longer than a step; the others wait for this one.
 
-        Otherwise it would load one state after another and never take part. The limit is that of any wait for a peer
-        that computes.
+        Otherwise it would load one state after another and never take part. The wait is limited as for any computing
+        peer.
         """
         return self._waits_for_followers(self._averaging.matchmaking_time_s / 2, by_latecomers=True)
 

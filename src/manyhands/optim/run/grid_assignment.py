@@ -143,7 +143,7 @@ class GridAssignment:
         """Whether others have made the step."""
         return self._tracker.leading_branch().position.step > self._tracker.position().step
 
-    # who is where
+    # places of the peers
 
     def _current(self) -> Step | None:
         """The current step, or the next one by what is known now."""

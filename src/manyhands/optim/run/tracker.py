@@ -140,8 +140,7 @@ class ProgressTracker:
         return self.own.seat_round, self.own.seat
 
     def report(self, samples: int, samples_per_second: float, batch_s: float = 0.0) -> None:
-        """Record that this peer has ``samples`` since the last global step, and takes ``batch_s`` seconds for a
-        batch."""
+        """Report ``samples`` accumulated since the last global step, and the seconds for a batch."""
         self._update(samples=samples, samples_per_second=samples_per_second, batch_s=batch_s)
         self.branches.name_doubted(asyncio.get_running_loop().time())
 
@@ -314,7 +313,7 @@ class ProgressTracker:
             self._view = View(observed, own.position, self.reader.strangers(), missing, needs_host=needs_host)
         return self._view
 
-    # who is here, and whether a step is due
+    # peers at this position, and whether a step is due
 
     def num_peers_here(self) -> int:
         """Number of peers that train at this position, this one included, reachable or not."""
@@ -333,7 +332,7 @@ class ProgressTracker:
         return self.is_called and self.outlook.samples >= CALLED_SHARE * self.target_batch_size
 
     async def wait_until_due(self, timeout_s: float) -> None:
-        """Wait until :meth:`is_due`, or for so many seconds."""
+        """Wait until :meth:`is_due`, or for the timeout."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         while not self.is_due() and (left_s := deadline - loop.time()) > 0:
@@ -355,7 +354,7 @@ class ProgressTracker:
         return own_samples + view.arriving_samples(asyncio.get_running_loop().time()) >= self.target_batch_size
 
     def seconds_until(self, samples: int) -> float:
-        """Predicted seconds until the peers together have so many samples; infinite if no peer computes."""
+        """Predicted seconds until the peers together have ``samples``; infinite if no peer computes."""
         missing, speed = samples - self.outlook.samples, self.outlook.samples_per_second
         return 0.0 if missing <= 0 else missing / speed if speed > 0 else math.inf
 
@@ -442,8 +441,7 @@ class ProgressTracker:
             await self._rest(delay_s)
 
     def _may_read_quickly(self) -> bool:
-        """Whether to read one holder only. In a small run that is mostly this peer, which would never see its twin
-        there."""
+        """Whether to read one holder only; in a small run that is mostly this peer, which would not find its twin."""
         is_recent = asyncio.get_running_loop().time() - self._wholly_read_at < WHOLE_READ_PERIOD_S
         return is_recent or crowd_factor(self.outlook.num_peers) > 1.0
 

@@ -153,7 +153,7 @@ def _fault_of_a_step(state: State, optimizer: torch.optim.Optimizer) -> str:
     """Try a step of an unknown optimizer with the state, on a copy, with zero gradients."""
     try:
         rehearsed = copy.deepcopy(optimizer)
-    except Exception:  # noqa: BLE001 (of somebody's own, which cannot be copied: then nothing can be rehearsed)
+    except Exception:  # noqa: BLE001 (a user's own optimizer that cannot be copied is not tried)
         return ""
     try:
         restore(state, rehearsed)
