@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 CALL_TIMEOUT_S = 15.0
 JOIN_ATTEMPTS = 3
 CALLED_WITHIN_S = 40.0
-"""How long a newcomer waits for a client with the state to connect; by then its record has expired otherwise.
+"""A client with the state connects to a newcomer within this time, or its record has expired.
 
 Shorter than :data:`manyhands.optim.run.branches.CLIENT_PATIENCE_S`, after which a trainer goes on without the state.
 """

@@ -127,7 +127,7 @@ class Recovery:
         return vote
 
     def _find_outsized(self, butterfly: Butterfly, here: Collection[int]) -> list[Accusation]:
-        """Members whose values are too large; as these are in the means of every span, all is averaged again."""
+        """Members with too large values; these are in every span's means, so all is averaged without them."""
         told, members = butterfly.norms(), self._group.members
         if self._limits is None or not told:
             return []

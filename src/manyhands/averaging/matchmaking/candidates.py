@@ -56,7 +56,7 @@ class Candidates:
     def expected(self) -> Mapping[PeerId, bool]:
         """The roster's peers, without those that claim that the run went on while no record shows it.
 
-        Peers that :class:`~manyhands.averaging.matchmaking.conduct.Conduct` excludes are left out, too.
+        Peers excluded by :mod:`manyhands.averaging.matchmaking.conduct` are left out, too.
         """
         expected = self.roster.expected()
         awaited = self.conduct.awaited(expected, asyncio.get_running_loop().time())

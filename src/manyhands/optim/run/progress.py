@@ -50,8 +50,7 @@ MAX_TTL_S = 86400.0
 MAX_SPEED = 1e9
 """The most samples per second that are believed: sums of strangers' numbers stay exact."""
 MAX_OPTIONS = 8
-"""Limit of published options of the optimizer, as its schedule has changed them; with names of this many characters
-..."""
+"""The most options changed by a schedule that a peer publishes; with names of this many characters ..."""
 MAX_OPTION_NAME = 32
 MAX_OPTION_NUMBERS = 16
 """... and this many numbers each: one for each parameter group, or two for ``betas``."""

@@ -28,7 +28,7 @@ from manyhands.optim.run.tracker import ProgressTracker
 logger = logging.getLogger(__name__)
 
 PARAMETERS_EVERY = 8
-"""Global steps between two averages of the parameters in a grid, made before the step from them."""
+"""In a grid the parameters are averaged once in this many global steps, before the step from them."""
 LOOK_TIMEOUT_S = 1.0
 SLACK_S = 10.0
 """Margin beyond a round's own limit, for a leader that began it later: only a defect takes longer."""
