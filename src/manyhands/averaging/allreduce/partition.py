@@ -1,23 +1,22 @@
-"""Divides the vector: which member reduces which span, and in which chunks. Pure; the same on all members.
+"""Divides the vector among the reducers: their spans, and the chunks of these. Pure; the same on all members.
 
 The spans are chosen so that the slowest member is done as early as possible. Let n members average a vector, of which
-member i reduces the fraction w_i, and count in vectors. In the reduce-scatter member i sends its values of all spans
-but its own, ``1 - w_i``, and receives those of the n - 1 others for its own, ``(n - 1) w_i``. In the all-gather it is
-the other way round. So it sends ``(1 - w_i) + (n - 1) w_i = 1 + (n - 2) w_i``, and receives as much; with bandwidth b_i
-in each direction that takes
+member i reduces the fraction w_i, and count in vectors. In the reduce-scatter member i sends its values of all other
+spans, ``1 - w_i``, and receives those of the n - 1 others for its own, ``(n - 1) w_i``. In the all-gather the
+directions are reversed. So it sends ``(1 - w_i) + (n - 1) w_i = 1 + (n - 2) w_i``, and receives as much; with bandwidth
+b_i in each direction that takes
 
     t_i = (1 + (n - 2) w_i) / b_i.
 
-The best w minimises max t_i over w >= 0, sum w = 1. All reducers finish at the same time 1 / x: if one finished later,
-it would do better to hand a part of its span to another. So ``w_i = (x b_i - 1) / (n - 2)``, and 0 for each member that
-needs longer than that to send its own values, x b_i <= 1. These are the slowest members. When the k fastest reduce, and
-S is the sum of their bandwidths, ``sum w = 1`` gives ``x = (n - 2 + k) / S``; the right k is the largest for which all
-k fractions are positive. (If a member that reduces nothing needs longer than 1 / x, other w are as good; this one lets
+The best w minimises max t_i over w >= 0, sum w = 1. All reducers finish at the same time 1 / x: one that finished later
+would gain by giving a part of its span to another. So ``w_i = (x b_i - 1) / (n - 2)``, and 0 for each member that needs
+longer than that to send its own values, x b_i <= 1. These are the slowest members. If the k fastest reduce, and S is
+the sum of their bandwidths, ``sum w = 1`` gives ``x = (n - 2 + k) / S``; the right k is the largest for which all k
+fractions are positive. (If a member that reduces nothing needs longer than 1 / x, other w are as good; this one lets
 all others finish first.) With n = 2 both send one vector, whichever of them reduces it: each takes a half, because the
 addition is work too.
 
-A client cannot be dialled, so it reduces nothing, but it counts in n. A member without samples sends less than this
-says.
+A client cannot be dialled, so it reduces nothing, but it counts in n. A member without samples sends less than this.
 
 All numbers are integers, so all members compute the same spans on any machine.
 

@@ -60,7 +60,7 @@ class StreamInbox:
             self._waiting.pop(key, None)
 
     def end(self, group_id: bytes) -> None:
-        """Close a round's streams, so that no member waits for this peer on them."""
+        """Release a round's streams, so that no member waits for this peer on them."""
         self._ended.append(group_id)
         for key, future in list(self._waiting.items()):
             if key[0] == group_id:

@@ -1,21 +1,21 @@
 """Eight bits for each value, between the smallest and the largest of its row of 216: 8.30 bits with the rows' headers.
 
 The rows are those of fbgemm's "fused 8-bit rowwise" embeddings, whose kernels torch has: the values as uint8, then
-scale and bias as float32; a value is ``scale * q + bias``. Four things are added to what the kernel writes:
+scale and bias as float32; a value is ``scale * q + bias``. There are four differences from the kernel's output:
 
 - The lower 8 bits of each scale are zero. With 16 significant bits, the product with 8 bits is exact, and all machines
-  decode the same, whether or not they fuse it with the addition.
+decode the same, whether or not they fuse it with the addition.
 - The kernel divides by ``range + 1e-8`` and writes a scale for ``range``. The scale is corrected, and rows of a very
-  small range are encoded again, multiplied by 2^120.
-- Rows whose range is near the largest float32 or above are encoded again, multiplied by 2^-8; such scales and biases
-  are decoded in float64, and what goes beyond the largest float32 is set to that.
-- NaN, which the kernel does not see, is refused.
+small range are encoded again, multiplied by 2^120.
+- Rows whose range is near the largest float32 or above are encoded again, multiplied by 2^-8. Such scales and biases
+are decoded in float64, and clamped to the largest float32.
+- NaN, which the kernel does not detect, is refused.
 
-Where torch lacks the kernels, or the values are not on a CPU, the same is done with plain operations. Headers are the
-same then in every bit; a value in the middle between two steps may go to either of them.
+Where torch lacks the kernels, or the values are not on a CPU, plain operations do the same. The headers are then the
+same in every bit; a value in the middle between two steps may go to either of them.
 
-Sources: Guan et al., Post-training 4-bit quantization on embedding tables, arXiv:1911.02079 (the rows);
-pytorch/FBGEMM, ``FloatOrHalfToFused8BitRowwiseQuantizedSBFloat`` (the kernel).
+Sources: Guan et al., Post-training 4-bit quantization on embedding tables, arXiv:1911.02079 (the rows); pytorch/FBGEMM,
+``FloatOrHalfToFused8BitRowwiseQuantizedSBFloat`` (the kernel).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Bounds what one member can do to the mean of its group. Pure.
 
 All members compute the limits from the same numbers, in the group and in the records sent with the means, so all get
-the same. Groups of two have no majority: these bounds do not apply there.
+the same. Groups of two have no majority: there, neither member is bounded.
 """
 
 from __future__ import annotations
