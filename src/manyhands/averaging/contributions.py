@@ -65,7 +65,7 @@ class Contributions:
         """The parts for the manifest; empty if all members contributed to everything."""
         return [] if all(not part.absent for part in self._parts) else list(self._parts)
 
-    # what a reducer tells with its means
+    # the record that a reducer sends with its means
 
     def record_bytes(self, num_chunks: int) -> int:
         """Bytes of the record of a span with ``num_chunks`` chunks."""

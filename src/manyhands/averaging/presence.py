@@ -265,7 +265,7 @@ class PresenceTracker:
     def is_overruled(self) -> bool:
         return False
 
-    # where this peer goes
+    # this peer's position
 
     def begin_step(self) -> None:
         """Begin this peer's next step at the leading position."""

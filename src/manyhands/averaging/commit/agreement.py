@@ -342,7 +342,7 @@ class Agreement:
             if moved.is_gone:
                 state.lose(rank, f"{peer_id} is in another round, or in none")
 
-    # what others ask
+    # requests of other members
 
     async def _on_vote(self, remote: PeerId, vote: Vote) -> Verdict:
         if vote.group_id in self._verdicts:

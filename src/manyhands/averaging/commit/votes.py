@@ -176,7 +176,7 @@ class VoteCount:
         start, stop = min(start for start, _ in gaps), max(stop for _, stop in gaps)
         return Order(self.ballot + 1, sorted(here), start, stop)
 
-    # what the votes say
+    # evaluation of the votes
 
     def _by_result(self) -> dict[bytes, list[int]]:
         """Ranks by the result that they hold."""
@@ -240,7 +240,7 @@ def _can_average(group: Group, ranks: Iterable[int]) -> bool:
     return any(not member.is_client for member in members) and any(member.weight > 0 for member in members)
 
 
-# what a member believes of what it is told
+# checks of received verdicts
 
 
 def checked(group: Group, verdict: Verdict, vote: Vote | None = None, rank: int = 0) -> Verdict:

@@ -130,7 +130,7 @@ class ProgressTracker:
         if self._is_started and not self.twin.is_older:
             await self.publisher.say_goodbye()
 
-    # where this peer stands
+    # this peer's position
 
     def position(self) -> Position:
         return self.own.position
@@ -235,7 +235,7 @@ class ProgressTracker:
     def _ttl_s(self) -> float:
         return self._config.ttl_s * crowd_factor(self.outlook.num_peers)
 
-    # what the others have said
+    # records of the others
 
     async def refresh(self, *, quickly: bool = False) -> None:
         """Read the records of the others now.
@@ -408,7 +408,7 @@ class ProgressTracker:
         observed = self.reader.observed()
         return {peer_id: observed[peer_id] for peer_id in self._missing.peers() | self._without_state.peers()}
 
-    # which branch to be on
+    # choice of the branch
 
     def leading_branch(self) -> Branch:
         """The branch of the run that this peer should be on, among those whose state is available."""
