@@ -109,14 +109,13 @@ class Group(msgspec.Struct, frozen=True):
         return next((rank for rank, member in enumerate(self.members) if member.peer_id == peer_id), None)
 
     def bandwidths(self) -> list[int]:
-        """Bytes per second, by rank: 0 for clients, which never reduce; the median for members with unknown
-        bandwidth."""
+        """Bytes per second, by rank: 0 for clients, which never reduce; the median where unknown."""
         known = [member.bandwidth for member in self.members if member.bandwidth > 0 and not member.is_client]
         usual = statistics.median_low(known) if known else 1
         return [0 if member.is_client else member.bandwidth or usual for member in self.members]
 
     def link_rates(self, rank: int) -> list[int]:
-        """Bytes per second of the link from one member to each, as far as both know; 0 if neither knows."""
+        """Bytes per second of the link from one member to each: the lower known bandwidth of both; 0 if unknown."""
         own = self.members[rank].bandwidth
         return [min(filter(None, (own, member.bandwidth)), default=0) for member in self.members]
 

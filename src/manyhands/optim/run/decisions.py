@@ -56,7 +56,7 @@ class Decision(enum.Enum):
 
 @dataclass(frozen=True)
 class Lull:
-    """Nothing is due before this time and this number of own samples."""
+    """Nothing is due before this time, nor before this number of own samples."""
 
     until: float  # loop time
     samples: int
@@ -242,8 +242,7 @@ class StepDecisions:
     def _holds_for_latecomers(self) -> bool:
         """Whether to let a peer catch up whose last download took longer than a step; the others wait for this one.
 
-        Otherwise it would load one state after another and never take part. The wait is limited as for any computing
-        peer.
+        Otherwise it would load one state after another and never take part. Limited as a wait for a computing peer.
         """
         return self._waits_for_followers(self._averaging.matchmaking_time_s / 2, by_latecomers=True)
 

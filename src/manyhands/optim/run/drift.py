@@ -1,4 +1,4 @@
-"""Detects a peer whose parameters differ from the majority's, names it in the log, and reloads it once.
+"""Detects a peer whose parameters differ from the majority's, names it in the log, and has it reload once.
 
 All peers make a step from the same bits, so their parameters differ by rounding at most, unless something else changes
 them: a user's code, say, or faulty memory. After each step a peer publishes 16 sums of its parameters, with random

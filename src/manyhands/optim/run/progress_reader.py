@@ -40,7 +40,7 @@ class Observed(SeenRecord[ProgressRecord], frozen=True, gc=False):
     Attributes:
         reckoning: predicts its samples.
         said: the position that the peer itself has published; the rest of its record belongs to that.
-        learnt_at: when this was learnt directly (loop time), from a round or from the peer itself; None otherwise.
+        learnt_at: when this was learnt directly (loop time), from a round or from the peer itself; -inf otherwise.
             Earlier records that say less are out of date.
     """
 
@@ -172,7 +172,7 @@ class ProgressReader(RecordReader[ProgressRecord, Observed]):
 
 
 class View:
-    """The other peers at one position, as last read. Immutable: news lead to another view.
+    """The other peers at one position, as last read. Immutable: any news gives another view.
 
     Args:
         observed: the records of all other peers.
