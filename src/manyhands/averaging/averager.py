@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 START_TIMEOUT_S = 30.0
 CLOSE_TIMEOUT_S = 5.0
 GRACE_S = 5.0
-"""A step bounds itself; so much later it is given up if the network thread is held up."""
+"""A step that exceeds its own limit by this much is given up: the network thread is blocked."""
 MAX_TIMEOUT_S = 86400.0
 
 
@@ -42,15 +42,15 @@ class RoundResult:
         round_id: of the committed round, the same for all its members; empty without one.
         group: peer ids of the members, in the order of ranks; empty without a committed round.
         contributors: weight of each member that gave values.
-        cut: of these, whose values count in some parts only, as it was lost or left out in mid-round: start and stop of
-            each part, in elements of the vector in which all tensors lie end to end.
-        num_bytes_sent, num_bytes_received: values on the way from and to the other members, all attempts together.
+        cut: contributors whose values count in some parts only, as they were lost or left out during the round: start
+            and stop of each part, in elements of the vector of all tensors in order.
+        num_bytes_sent, num_bytes_received: values exchanged with the other members, all attempts together.
         seconds: spent in each phase, all attempts together: ``matchmaking``, ``averaging`` and ``vote``.
         num_rounds: of the step: 1, but in a swarm larger than ``max_group_size`` one for each axis of the grid. There
             ``round_id`` and ``group`` are those of the last round that committed, and ``contributors`` its members.
         num_rounds_committed: of these; with fewer the tensors hold the mean of a part of the swarm.
-        disagreement: in a grid, how far apart the peers were after the step before: the root mean square distance from
-            their mean, as a fraction of its size, by what they published. Else None, or when it is not known.
+        disagreement: in a grid, the distance between the peers after the step before: the root mean square distance
+            from their mean, as a fraction of its size, by what they published. None if unknown, or without a grid.
     """
 
     committed: bool
@@ -68,7 +68,7 @@ class RoundResult:
 
 
 class Averager(FromHivemind):
-    """Averages a fixed list of tensors with whoever else does so under the same run id.
+    """Averages a fixed list of tensors with the other peers under the same run id.
 
     ::
 
@@ -90,10 +90,10 @@ class Averager(FromHivemind):
         run_id: name of the run, 1 to 64 characters without ``.``
         auxiliary: reduce for others and get the mean, but contribute nothing.
         averaging: times and sizes of the rounds.
-        matchmaking_time_s: as in ``averaging``: how long a step waits for peers that are expected.
+        matchmaking_time_s: as in ``averaging``: how long a step waits for expected peers.
     Raises:
         ConfigError: an argument breaks a rule, or the peer averages under this run id already.
-        ManifestMismatch: the tensors of the others differ; it says whose, and how.
+        ManifestMismatch: the tensors of the others differ; says whose, and how.
         Unavailable: the DHT does not answer in time.
     """
 
@@ -121,19 +121,19 @@ class Averager(FromHivemind):
 
     @property
     def num_peers(self) -> int:
-        """Peers that average with fitting tensors under this run id, with this one, as last read."""
+        """Peers with matching tensors under this run id, this one included, as last read."""
         return self._averager_loop.tracker.num_peers()
 
     def step(self, weight: float = 1.0, timeout_s: float = 30.0) -> RoundResult:
         """Take part in the next round, and write the weighted mean into the tensors.
 
-        Waits for those who are expected, at most ``matchmaking_time_s`` and half of the time; tries again when a member
-        is lost, as long as there is time. Each attempt is bounded by ``averaging_timeout_s`` as well. The tensors must
-        not be changed by other threads meanwhile.
+        Waits for expected peers, at most ``matchmaking_time_s`` and half of the time. If a member is lost, tries again
+        while there is time. Each attempt is also limited by ``averaging_timeout_s``. Other threads must not change the
+        tensors meanwhile.
 
         Args:
             weight: of this peer's values, such as the number of samples behind them; 0 takes part without contributing.
-            timeout_s: seconds, for all of it. Members should give about the same.
+            timeout_s: seconds for the whole step. Members should use about the same.
         Raises:
             ConfigError: an argument breaks its rule, a value is not finite (it was not sent), or a tensor has been
                 resized or freed; no tensor was written.
@@ -159,7 +159,7 @@ class Averager(FromHivemind):
             outcome = self._peer.run(
                 self._averager_loop.step(flat_N, weight, timeout_s), timeout_s + GRACE_S, "averaging"
             )
-        except Timeout as error:  # the network thread was held up
+        except Timeout as error:  # the network thread was blocked
             outcome = StepOutcome(reason=str(error))
         result = _result_of(outcome)
         if result.committed:
@@ -171,9 +171,9 @@ class Averager(FromHivemind):
         return result
 
     def wait_for_others(self, timeout_s: float = 10.0) -> bool:
-        """Stay until the other members of the last round hold its mean too; call it before this peer leaves.
+        """Wait until the other members of the last round hold its mean; call it before this peer leaves.
 
-        A member may still need this peer for the mean that this one holds already, and loses it if this peer leaves.
+        A member may still need to fetch the mean from this peer, and loses it if this peer leaves.
 
         Returns:
             Whether all of them hold it, or have left, in time; True if no round has committed.
@@ -186,18 +186,18 @@ class Averager(FromHivemind):
         waiting = self._averager_loop.wait_for_others(float(timeout_s))
         try:
             return self._peer.run(waiting, timeout_s + GRACE_S, "waiting for the others of the last round")
-        except Timeout as error:  # the network thread was held up
+        except Timeout as error:  # the network thread was blocked
             logger.warning("%s", error)
             return False
 
     def close(self) -> None:
-        """Leave; the peer stays. A step that runs in another thread ends and says so. May be called twice."""
+        """Leave the run; the peer stays. A step in another thread ends and says so. May be called twice."""
         if self._is_closed:
             return
         self._is_closed = True
         try:
             self._peer.run(self._averager_loop.close(), CLOSE_TIMEOUT_S, "leaving the averaging")
-        except ManyhandsError as error:  # the peer was closed before, or its thread is held up
+        except ManyhandsError as error:  # the peer was closed before, or its thread is blocked
             logger.debug("%s", error)
 
     def __enter__(self) -> Averager:
@@ -217,7 +217,7 @@ def _check_timeout(timeout_s: object) -> None:
 
 
 def _number(value: object) -> float:
-    """A number, whoever's type it has; NaN if it is none."""
+    """Convert any number type to float; NaN for anything else."""
     try:
         return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""One averager's part in its run, on the network thread: it looks for others, and tries rounds until one commits."""
+"""One averager's part in its run, on the network thread: finds other peers, and tries rounds until one commits."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ LAST_LOOK_S = 2.0
 LOOK_GROWTH = 1.5
 LOOK_TIMEOUT_S = 3.0
 LOOK_SHARE = 0.25
-"""Of a step, the most to wait for the records of the others; those that were read before do, too."""
+"""Share of a step to wait at most for the others' records; else earlier ones are used."""
 ALONE_SHARE = 0.8
-"""Of a step, the most to wait for anybody at all."""
+"""Share of a step to wait at most for any other peer."""
 CLOSED = "this averager was closed"
 
 
 class AveragerLoop:
-    """Its rounds and its presence. May be closed twice."""
+    """The rounds and the presence of one averager. May be closed twice."""
 
     def __init__(self, presence: Presence, run_id: str, tensors: TensorList, config: AveragingConfig) -> None:
         self._presence = presence
@@ -48,7 +48,7 @@ class AveragerLoop:
         self._last_group: Sequence[PeerId] = ()  # of the last round that committed
 
     async def start(self) -> None:
-        """Join those who average under the run id.
+        """Join the averagers under the run id.
 
         Raises:
             ConfigError: this peer averages under this run id already.
@@ -82,11 +82,11 @@ class AveragerLoop:
         presence.on_close.append(self.close)
 
     def give_back(self, averaged_N: torch.Tensor) -> None:
-        """A result in memory of its own is not needed any more: that is used again."""
+        """Return a result that has memory of its own, for reuse."""
         self._rounds.give_back(averaged_N)
 
     async def close(self) -> None:
-        """Leave; a step that runs ends, and says so."""
+        """Leave the run; a running step ends, and says so."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -104,9 +104,9 @@ class AveragerLoop:
         """Try rounds until one commits or the time is over.
 
         Args:
-            flat_N: the values of the tensors; where one group is enough, the means are written over them.
+            flat_N: the values of the tensors; the means overwrite them where one group is enough.
         Raises:
-            ConfigError: a tensor was resized or freed when its values were needed once more.
+            ConfigError: a tensor was resized or freed when its values were needed again.
             NothingToAverage: all members gave a weight of 0.
         """
         outcome = StepOutcome()
@@ -134,9 +134,9 @@ class AveragerLoop:
         return outcome
 
     async def wait_for_others(self, timeout_s: float) -> bool:
-        """Stay until the others of the last round have its result, or have left; returns whether they have in time.
+        """Wait until the others of the last round have its result or have left; returns whether they have in time.
 
-        A peer publishes where it is once it holds the result.
+        A peer publishes its new position once it holds the result.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
@@ -207,7 +207,7 @@ class AveragerLoop:
             tracker.begin_step()
 
     async def _attempt(self, outcome: StepOutcome, flat_N: torch.Tensor, weight: float, left_s: float) -> bool:
-        """One round; whether it committed."""
+        """Run one round; returns whether it committed."""
         gather_s = min(self._config.matchmaking_time_s, left_s * GATHER_SHARE)
         meter = outcome.meter
         try:
@@ -239,7 +239,7 @@ class AveragerLoop:
             logger.info("who is there cannot be read: %s", error)
 
     def _nobody(self) -> str:
-        """Why there was nobody to average with."""
+        """Why there was no peer to average with."""
         if misfits := self.tracker.misfits():
             return misfits[0]
         return f"no other peer averages under run id {self._run_id!r}"

@@ -1,4 +1,4 @@
-"""Which codec a round takes, unless the user chose one: exact where links are fast, 8 bits where they are not. Pure."""
+"""Chooses the codec of a round, unless the user did: exact where links are fast, else 8 bits. Pure."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ WIDE_AREA_RTT_S = 0.01
 """Round trip; within one site it is shorter."""
 
 SLOW_BYTES_PER_S = 25_000_000
-"""Below it, sending a quarter of the bytes saves far more time than encoding takes."""
+"""Below this rate, sending a quarter of the bytes saves far more time than encoding takes."""
 
 
 def chosen_codec(setting: str, bandwidths: Iterable[int], rtts_s: Iterable[float]) -> Codec:
-    """The codec of a round, as its leader chooses.
+    """The codec of a round, as its leader chooses it.
 
     Args:
-        bandwidths: bytes per second of the members; 0 where it is not known.
-        rtts_s: round trips between the leader and the others; infinite where it is not known.
+        bandwidths: bytes per second of the members; 0 if unknown.
+        rtts_s: round trips between the leader and the others; infinite if unknown.
     """
     if setting != AUTO:
         return codec_named(setting)

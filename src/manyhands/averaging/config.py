@@ -13,7 +13,7 @@ from manyhands.base.errors import ConfigError
 MAX_BANDWIDTH_MBIT_S = 8_000_000
 AUTO = "auto"
 CODEC_NAMES = ("none", "fp16", "bf16", "int8", "int4")
-"""Those of :mod:`manyhands.averaging.codecs`, which needs torch."""
+"""The names in :mod:`manyhands.averaging.codecs`, which needs torch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,24 +21,24 @@ class AveragingConfig:
     """How groups form and rounds run.
 
     Attributes:
-        matchmaking_time_s: how long a round waits for those who are expected; it starts at once when all are there.
-        averaging_timeout_s: bound of a round, from the search for a group to the vote. The verdict follows at once, but
-            for a leader that began later: it has as much time of its own.
-        stream_timeout_s: bound of opening the streams between the members of a formed group, and what a member that is
-            late may still take when the others are done.
+        matchmaking_time_s: how long a round waits for expected peers; it starts at once when all are there.
+        averaging_timeout_s: limit of a round, from the search for a group to the vote. The verdict follows at once,
+            unless the leader began later: it has as much time of its own.
+        stream_timeout_s: limit of opening the streams between the members of a formed group, and the extra time of a
+            late member once the others are done.
         in_doubt_timeout_s: how long a member that lost its leader asks the others for the verdict.
-        chunk_bytes: at most so much of float32 values is encoded, reduced and sent on in one go, in groups that this
-            peer leads.
-        codec: how values travel: ``none`` (as they are), ``fp16``, ``bf16``, ``int8``, ``int4``, or ``auto``: ``int8``
-            when a member is far away or its uplink slow, else ``none``. Norms, biases and other small tensors always
-            travel as they are. All peers of a run must have the same setting.
-        error_feedback: add what a lossy codec lost in one round to the values of the next, so that nothing is lost in
-            the long run; for gradients and the like. It takes memory of four vectors, half of it only during a round.
-            Each peer may have its own setting.
-        min_span_bytes: in groups that this peer leads, no member reduces less; a small vector is averaged by few.
-            Below it, opening a stream takes longer than what is sent over it.
-        bandwidth_mbit_s: what this machine can send, in megabits per second: a first guess, until rounds have shown it.
-            Who has more reduces more. By default, as much as the others.
+        chunk_bytes: the most float32 bytes that are encoded, reduced and sent on at once, in groups that this peer
+            leads.
+        codec: how values are encoded: ``none`` (exact), ``fp16``, ``bf16``, ``int8``, ``int4``, or ``auto``: ``int8``
+            when a member is far away or its uplink slow, else ``none``. Norms, biases and other small tensors are
+            always exact. All peers of a run must have the same setting.
+        error_feedback: add the error of a lossy codec in one round to the values of the next, so that nothing is lost
+            in the long run; for gradients and the like. It takes memory of four vectors, half of it only during a
+            round. Each peer may have its own setting.
+        min_span_bytes: in groups that this peer leads, no member reduces less; a small vector is averaged by few. Below
+            it, opening a stream takes longer than sending the span.
+        bandwidth_mbit_s: this machine's uplink in megabits per second: a first guess, until rounds have shown it. A
+            peer with more bandwidth reduces more. By default, as much as the others.
         max_group_size: a swarm of more peers than this averages in a grid of groups. All peers of a run must have the
             same setting.
     """
@@ -79,7 +79,7 @@ class AveragingConfig:
 def averaging_of(
     config: AveragingConfig | None, matchmaking_time_s: float | None = None, averaging_timeout_s: float | None = None
 ) -> AveragingConfig:
-    """The settings of the rounds: the two times may be given by themselves.
+    """The settings of the rounds; the two times may also be given separately.
 
     Raises:
         ConfigError: they do not fit together, or are given twice.

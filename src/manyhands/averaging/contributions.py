@@ -1,4 +1,4 @@
-"""Who contributed to which part of a vector, as one member knows it. Pure."""
+"""Records which members contributed to which part of a vector, as one member knows it. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from manyhands.averaging.messages import SpanResult
 
 
 class BadContribution(Exception):
-    """A reducer says something about its contributors that cannot be."""
+    """A reducer's record of its contributors is impossible."""
 
 
 class Contributions:
@@ -27,7 +27,7 @@ class Contributions:
         self._parts: list[SpanResult] = []
 
     def add(self, start: int, stop: int, reducer: int, present: Iterable[int]) -> None:
-        """``flat_N[start:stop]`` is there, in place of what was there before."""
+        """Add ``flat_N[start:stop]``, in place of any former content."""
         if start >= stop:
             return
         self.drop(start, stop)
@@ -36,7 +36,7 @@ class Contributions:
         self._parts = _joined(sorted(parts, key=lambda part: part.start))
 
     def drop(self, start: int, stop: int) -> None:
-        """What was in ``flat_N[start:stop]`` is not there any more."""
+        """Remove ``flat_N[start:stop]``."""
         kept: list[SpanResult] = []
         for part in self._parts:
             if part.start < start:
@@ -46,12 +46,12 @@ class Contributions:
         self._parts = kept
 
     def _silent(self, present: Iterable[int]) -> set[int]:
-        """Members without a weight are not absent where everybody else is there."""
+        """Members without a weight; they do not count as absent where all others are present."""
         everybody = set(range(self._num_members))
         return everybody - self._contributors if self._contributors <= set(present) else set()
 
     def missing(self) -> tuple[int, int]:
-        """Start and stop of the shortest slice that has all that is not there; equal if nothing is missing."""
+        """Start and stop of the shortest slice that covers all missing parts; equal if nothing is missing."""
         gaps, at = [], 0
         for part in self._parts:
             if part.start > at:
@@ -62,17 +62,17 @@ class Contributions:
         return (gaps[0][0], gaps[-1][1]) if gaps else (0, 0)
 
     def parts(self) -> list[SpanResult]:
-        """For the manifest: empty if everybody contributed to everything."""
+        """The parts for the manifest; empty if all members contributed to everything."""
         return [] if all(not part.absent for part in self._parts) else list(self._parts)
 
-    # what a reducer tells with its means
+    # the record that a reducer sends with its means
 
     def record_bytes(self, num_chunks: int) -> int:
-        """Bytes of the record of a span with so many chunks."""
+        """Bytes of the record of a span with ``num_chunks`` chunks."""
         return num_chunks * _bytes_for(self._num_members)
 
     def record(self, presents: Sequence[Iterable[int]]) -> bytes:
-        """Who contributed to each chunk of a span: for each one a bit of each rank, the first of a byte the lowest."""
+        """Encode the contributors to each chunk of a span: one bit for each rank, the lowest bit of a byte first."""
         size = _bytes_for(self._num_members)
         return b"".join(sum(1 << rank for rank in present).to_bytes(size, "little") for present in presents)
 
@@ -80,7 +80,7 @@ class Contributions:
         """Ranks by chunk.
 
         Raises:
-            BadContribution: nobody contributed to a chunk, or somebody who has no weight or does not exist.
+            BadContribution: no member contributed to a chunk, or one without a weight or outside the group did.
         """
         size = _bytes_for(self._num_members)
         presents = []
@@ -100,7 +100,7 @@ def _bytes_for(num_members: int) -> int:
 
 
 def _joined(parts: Sequence[SpanResult]) -> list[SpanResult]:
-    """Neighbours with the same reducer and contributors as one, so that all members write the same thing."""
+    """Merge neighbours with the same reducer and contributors, so that all members write the same."""
     joined: list[SpanResult] = []
     for part in parts:
         if joined and joined[-1].stop == part.start and _same(joined[-1], part):

@@ -1,7 +1,7 @@
-"""Memory for large vectors that each round needs.
+"""Reusable memory for large vectors that each round needs.
 
-The system gives new memory page by page as it is first written. With pages of 4 KiB that cost more than half a second
-for each GB here, as much as sending it; with huge pages a sixth (docs/dev/log.md).
+The system maps new memory page by page on the first write. With pages of 4 KiB that took more than half a second for
+each GB here, as long as sending it; with huge pages a sixth (docs/dev/log.md).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LINE_BYTES = 64
 
 
 def empty_vector(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor of shape [numel] on the CPU with any values, on huge pages where the system has them."""
+    """An uninitialised CPU tensor of shape [numel], on huge pages where the system has them."""
     num_bytes = numel * dtype.itemsize
     if num_bytes < 2 * HUGE_PAGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(numel, dtype=dtype)
@@ -31,17 +31,17 @@ def empty_vector(numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 class Memory:
-    """Gives vectors in memory that earlier ones do not need any more.
+    """Allocates vectors in memory that earlier ones have released.
 
-    A vector's memory comes back when the last tensor that lies in it is gone, so nobody who still holds a part of it
-    ever sees something else there.
+    A vector's memory is free when the last tensor in it is gone, so a tensor that shares a part of it never changes
+    unexpectedly.
     """
 
     def __init__(self) -> None:
         self._idle: deque[mmap.mmap] = deque()
 
     def vector(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """As :func:`empty_vector`; any thread may call it."""
+        """Like :func:`empty_vector`; any thread may call it."""
         num_bytes = numel * dtype.itemsize
         if num_bytes < HUGE_PAGE_BYTES:
             return torch.empty(numel, dtype=dtype)
@@ -54,11 +54,11 @@ class Memory:
         return _begin_of(whole, num_bytes).view(dtype)
 
     def free_idle(self) -> None:
-        """Give the system back what no vector needs now; any thread may call it."""
+        """Free the memory that no vector uses; any thread may call it."""
         self._idle.clear()
 
     def _take(self, num_bytes: int) -> mmap.mmap | None:
-        """Idle memory with room for so many bytes, and not for many more."""
+        """Idle memory of at least this size, and not much more."""
         for memory in list(self._idle):
             if num_bytes <= len(memory) - HUGE_PAGE_BYTES <= 2 * num_bytes:
                 with suppress(ValueError):  # another thread was faster
@@ -73,7 +73,7 @@ def whole_lines(num_bytes: int) -> int:
 
 
 def _huge_pages(num_bytes: int) -> mmap.mmap:
-    """Memory in which a huge page begins early enough for so many bytes after it."""
+    """Memory that contains a huge page boundary with this many bytes after it."""
     flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
     memory = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, **flags)
     with suppress(OSError, AttributeError):  # a kernel without them
@@ -82,6 +82,6 @@ def _huge_pages(num_bytes: int) -> mmap.mmap:
 
 
 def _begin_of(memory: npt.NDArray[np.uint8], num_bytes: int) -> torch.Tensor:
-    """The first bytes that begin with a huge page."""
+    """The first bytes from a huge page boundary on."""
     offset = -memory.ctypes.data % HUGE_PAGE_BYTES
     return torch.from_numpy(memory[offset : offset + num_bytes])

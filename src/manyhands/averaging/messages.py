@@ -1,4 +1,4 @@
-"""What the members of a round tell each other; on the wire each run has methods of its own."""
+"""The messages between the members of a round; on the wire each run has methods of its own."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from manyhands.rpc import Method
 MAX_WEIGHT = 2.0**32
 """Samples behind the vector of one peer: sums of many stay finite, and whole numbers stay exact."""
 MAX_SUM_WEIGHT = 2.0**52
-"""And behind the mean of many, in a grid of groups."""
+"""The same for the mean of many, in a grid of groups."""
 MAX_BANDWIDTH = 10**12
 """Bytes per second; far above any link."""
 DEFAULT_CHUNK_NUMEL = 864 * 1024  # whole rows of all codecs
@@ -29,17 +29,17 @@ MAX_REASON_LENGTH = 500
 SHORT_ID_BYTES = 8
 MAX_ROUND_S = 1e6
 NAME_BYTES = 16
-"""Of what names a round on a stream."""
+"""Length of a round's name on a stream."""
 MAX_EXPECTED = 4096
 NUM_RECENT_STEPS = 4
-"""Fewer see a cut sooner; but records of others that are so many steps old must not look like one."""
+"""Fewer would show a split sooner; but others' records of this age must not look like one."""
 ROUND_NAME_BYTES = 8
-"""Of the digest of a round's manifest, where rounds are only told apart."""
+"""Length of the digest of a round's manifest where it only tells rounds apart."""
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Weight = Annotated[float, msgspec.Meta(ge=0, le=MAX_SUM_WEIGHT)]
 Bandwidth = Annotated[int, msgspec.Meta(ge=0, le=MAX_BANDWIDTH)]
-AddressText = Annotated[str, msgspec.Meta(max_length=400)]  # a host name of 253 characters, a port and a peer id fit
+AddressText = Annotated[str, msgspec.Meta(max_length=400)]  # fits a host name of 253 characters, a port and a peer id
 PeerIdText = Annotated[PeerId, msgspec.Meta(max_length=64)]
 Digest = Annotated[bytes, msgspec.Meta(max_length=64)]
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=2**16)]
@@ -49,16 +49,16 @@ RecentRounds = Annotated[
     list[Annotated[bytes, msgspec.Meta(max_length=ROUND_NAME_BYTES * MAX_AXES)]],
     msgspec.Meta(max_length=NUM_RECENT_STEPS),
 ]
-"""For each of a peer's last steps in a grid, the newest last, the rounds that committed there, end to end."""
+"""For each of a peer's last steps in a grid, the newest last, the concatenated rounds that committed there."""
 
 
 class Position(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Where a peer stands in the run: peers average together only at the same position.
+    """A peer's position in the run: peers average together only at the same position.
 
     Attributes:
         step: global step, the number of optimizer steps made so far.
-        lineage: digest of all committed rounds that led here, so that a split is seen at the next meeting.
-        group_key: which group of the grid, in swarms that are too large for one; see docs/explanation/averaging.md.
+        lineage: digest of all committed rounds that led here, which reveals a split at the next meeting.
+        group_key: group of the grid, in swarms that are too large for one; see docs/explanation/averaging.md.
     """
 
     step: Count
@@ -66,7 +66,7 @@ class Position(msgspec.Struct, frozen=True, omit_defaults=True):
     group_key: Annotated[str, msgspec.Meta(max_length=100)] = ""
 
     def after(self, manifest: RoundManifest) -> Position:
-        """Where a committed round leads from here."""
+        """The position after a committed round from here."""
         return Position(self.step + 1, hashlib.sha256(self.lineage + manifest.fingerprint()).digest())
 
 
@@ -75,8 +75,7 @@ class Member(msgspec.Struct, frozen=True):
 
     Attributes:
         weight: the number of samples behind its vector.
-        bandwidth: bytes per second, by its own word; it decides only who reduces how much. 0: it does not know yet, or
-            is a client.
+        bandwidth: bytes per second, as it says; it only decides which members reduce how much. 0: unknown, or a client.
     """
 
     peer_id: PeerIdText
@@ -90,9 +89,9 @@ class Group(msgspec.Struct, frozen=True):
     """A formed group; a member's rank is its index in ``members``.
 
     Attributes:
-        min_span_numel: elements; of a vector with few of them not all members reduce a part.
-        chunk_numel: elements that are encoded and reduced in one go, at most.
-        codec: the code of how values are encoded; see docs/reference/wire.md.
+        min_span_numel: smallest span in elements; a short vector is not reduced by all members.
+        chunk_numel: the most elements that are encoded and reduced at once.
+        codec: code of the encoding of values; see docs/reference/wire.md.
         time_left_s: until the end of the leader's round, when it closed the group; 0 if it does not say.
     """
 
@@ -110,18 +109,18 @@ class Group(msgspec.Struct, frozen=True):
         return next((rank for rank, member in enumerate(self.members) if member.peer_id == peer_id), None)
 
     def bandwidths(self) -> list[int]:
-        """Bytes per second, by rank: 0 for clients, which never reduce; the median for who does not know its own."""
+        """Bytes per second, by rank: 0 for clients, which never reduce; the median where unknown."""
         known = [member.bandwidth for member in self.members if member.bandwidth > 0 and not member.is_client]
         usual = statistics.median_low(known) if known else 1
         return [0 if member.is_client else member.bandwidth or usual for member in self.members]
 
     def link_rates(self, rank: int) -> list[int]:
-        """Bytes per second that the link from one member to each carries, by what both know; 0 if neither knows."""
+        """Bytes per second of the link from one member to each: the lower known bandwidth of both; 0 if unknown."""
         own = self.members[rank].bandwidth
         return [min(filter(None, (own, member.bandwidth)), default=0) for member in self.members]
 
     def manifest(self, digest: bytes, parts: Sequence[SpanResult] = ()) -> RoundManifest:
-        """What this group commits, if it commits the vector with this digest."""
+        """The manifest with which this group commits a vector."""
         absent = set.intersection(*(set(part.absent) for part in parts)) if parts else set()
         return RoundManifest(
             self.group_id,
@@ -134,7 +133,7 @@ class Group(msgspec.Struct, frozen=True):
 
 
 class SpanResult(msgspec.Struct, frozen=True):
-    """Who contributed to ``flat_N[start:stop]``: all members with a weight but those who are absent.
+    """The contributors to ``flat_N[start:stop]``: all members with a weight except the absent ones.
 
     Attributes:
         reducer: the rank that averaged it.
@@ -148,12 +147,12 @@ class SpanResult(msgspec.Struct, frozen=True):
 
 
 class RoundManifest(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a group committed: whose vectors, by which weights, with which result.
+    """What a group committed: the members whose vectors count, their weights, and the result.
 
     Attributes:
         members, weights: by rank; a weight of 0 means that the member contributed nothing.
-        digest: BLAKE3 of the means as they travelled, or of the vector after a recovery; see docs/reference/wire.md.
-        parts: of the whole vector, in order, if not all who have a weight contributed to all of it; else empty.
+        digest: BLAKE3 of the means as sent, or of the vector after a recovery; see docs/reference/wire.md.
+        parts: of the whole vector, in order, unless all members with a weight contributed to all of it; else empty.
     """
 
     group_id: Digest
@@ -164,11 +163,11 @@ class RoundManifest(msgspec.Struct, frozen=True, omit_defaults=True):
     parts: Annotated[list[SpanResult], msgspec.Meta(max_length=MAX_PARTS)] = []
 
     def contributors(self) -> dict[PeerId, float]:
-        """The members whose values count, and by which weights."""
+        """The members whose values count, with their weights."""
         return {member: weight for member, weight in zip(self.members, self.weights, strict=True) if weight > 0}
 
     def cut(self) -> dict[PeerId, list[tuple[int, int]]]:
-        """Whose values count in some parts only: start and stop of each, in elements of the vector."""
+        """Members whose values count in some parts only: start and stop of each, in elements of the vector."""
         spans: dict[PeerId, list[tuple[int, int]]] = {}
         for rank, (peer_id, weight) in enumerate(zip(self.members, self.weights, strict=True)):
             if weight > 0 and any(rank in part.absent for part in self.parts):
@@ -181,7 +180,7 @@ class RoundManifest(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def _joined(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Neighbours as one."""
+    """Merge neighbours."""
     joined: list[tuple[int, int]] = []
     for start, stop in spans:
         joined.append((joined.pop()[0] if joined and joined[-1][1] == start else start, stop))
@@ -192,13 +191,13 @@ class JoinRequest(msgspec.Struct, omit_defaults=True):
     """Asks the supposed leader for a place in its group; answered when the group closes.
 
     Attributes:
-        expects: whom the asking peer expects, by the first bytes of the SHA-256 of each peer id, end to end.
-        clients: likewise, peers in client mode that are connected to it, as only such a peer knows that they are there.
+        expects: short ids of the peers that the asking one expects: first bytes of the SHA-256 of each peer id, joined.
+        clients: likewise, clients that are connected to it, as only such a peer knows that they are there.
         is_early: only hold a place: another request follows once the values, and so the weight, are there. Answered
             when there is news of whether the group stands.
-        knows_it_stands: what the asking peer has heard of that.
-        gather_s: for so long it waits for a leader that has not come itself; 0 if it does not say.
-        recent_rounds: its last steps, by which a peer of another part of the run is told apart.
+        knows_it_stands: the last such news that the asking peer got.
+        gather_s: how long it waits for a leader that has not come itself; 0 if it does not say.
+        recent_rounds: its last steps, which identify its part of the run.
     """
 
     run_fingerprint: Digest
@@ -216,7 +215,7 @@ class JoinResponse(msgspec.Struct, omit_defaults=True):
     """The formed group, or the leader that the asked peer itself follows.
 
     Attributes:
-        stands: to an early request: all who are expected have a place.
+        stands: to an early request: all expected peers have a place.
     """
 
     group: Group | None = None
@@ -226,7 +225,7 @@ class JoinResponse(msgspec.Struct, omit_defaults=True):
 
 
 class LeaveRequest(msgspec.Struct):
-    """Gives a place in the group that forms at a leader up: the asking peer goes to a better one."""
+    """Gives up a place in a leader's group: the asking peer goes to a better leader."""
 
     position: Position
 
@@ -235,7 +234,7 @@ class LeaveResponse(msgspec.Struct):
     """Whether the place is free again.
 
     Attributes:
-        is_too_late: the group has closed, and the answer to the asking peer is on its way: it is a member.
+        is_too_late: the group has closed with the asking peer as a member; the answer is on its way.
     """
 
     is_too_late: bool = False
@@ -245,7 +244,7 @@ class InviteRequest(msgspec.Struct, omit_defaults=True):
     """Tells an expected peer that a round has begun at its position.
 
     Attributes:
-        is_early: not yet, but its group forms.
+        is_early: the round has not begun, but its group forms.
         recent_rounds: as in :class:`JoinRequest`.
     """
 
@@ -256,10 +255,10 @@ class InviteRequest(msgspec.Struct, omit_defaults=True):
 
 
 class InviteResponse(msgspec.Struct):
-    """The invitation was heard.
+    """Confirms an invitation.
 
     Attributes:
-        leader: whom the invited peer follows, if it is not the one that invited it; the lower of the two leads on.
+        leader: the leader of the invited peer, if not the inviting one; the lower of the two stays leader.
     """
 
     leader: PeerIdText = PeerId("")
@@ -267,10 +266,10 @@ class InviteResponse(msgspec.Struct):
 
 
 class Accusation(msgspec.Struct, frozen=True):
-    """What a member says of another one, by rank, or of itself.
+    """What a member reports about another one, by rank, or about itself.
 
     Attributes:
-        is_violation: it sent what it must not, rather than too little.
+        is_violation: it sent forbidden data, rather than too little.
         is_stalled: it sent nothing although the connection stood; else it may have been the one that was given up.
     """
 
@@ -281,13 +280,13 @@ class Accusation(msgspec.Struct, frozen=True):
 
 
 class Vote(msgspec.Struct):
-    """A member's report to the leader of its round: what it holds, or empty and what it lacks.
+    """A member's report to the leader of its round: the result that it holds, or empty and what it lacks.
 
     Attributes:
         digest, parts: of the result that it holds; see :class:`RoundManifest`.
-        ballot: that it votes in; see :mod:`manyhands.averaging.commit.votes`.
+        ballot: in which it votes; see :mod:`manyhands.averaging.commit.votes`.
         missing: start and stop of what it lacks.
-        accusations: members that it did not get values from, or means, and why.
+        accusations: members whose values or means did not come, and why.
         numel: of its vector.
     """
 
@@ -304,10 +303,10 @@ class Vote(msgspec.Struct):
 
 
 class Order(msgspec.Struct, frozen=True):
-    """What the leader of a round has its members do next, before they vote in its next ballot.
+    """The leader's order to its members before they vote in its next ballot.
 
     Attributes:
-        members: ranks of those who take part.
+        members: ranks that take part.
         start, stop: the part of the vector that they reduce again among themselves.
     """
 
@@ -326,7 +325,7 @@ class VerdictQuery(msgspec.Struct):
     """Asks a member how a round ended; the leader answers when it knows, the others at once.
 
     Attributes:
-        num_lost: members that the asking one knows to be lost; a leader that has lost more says so at once.
+        num_lost: lost members known to the asking one; a leader that has lost more says so at once.
     """
 
     group_id: Digest
@@ -334,13 +333,13 @@ class VerdictQuery(msgspec.Struct):
 
 
 class Verdict(msgspec.Struct):
-    """How a round ended; ``manifest`` is there when it committed. ``is_known`` is False while in doubt.
+    """How a round ended; ``manifest`` is set if it committed. ``is_known`` is False while in doubt.
 
     Attributes:
         reason: why it was aborted; if it committed, what went wrong, member by member, or empty.
-        order: what to do next, as long as nothing is known.
-        is_open: the one that says so is in this round, and does not know yet. A leader blames the members that it has
-            lost so far; another member blames the leader when it has lost that.
+        order: what to do next, as long as there is no verdict.
+        is_open: the sender is in this round and has no verdict yet. A leader then blames the members lost so far;
+            another member blames the leader if it has lost that.
     """
 
     is_known: bool
@@ -355,14 +354,14 @@ class StreamHeader(msgspec.Struct):
     """Opens a bulk stream between two members.
 
     Attributes:
-        group_id: of the round; empty for a stream that is opened ahead, whose first ``NAME_BYTES`` bytes say it.
+        group_id: of the round; empty for a stream that is opened ahead, whose first ``NAME_BYTES`` bytes contain it.
     """
 
     group_id: Digest
 
 
 def readable_addresses(texts: Sequence[str]) -> list[Address]:
-    """The addresses of a peer that can be read; a newer version may send others too."""
+    """The addresses of a peer that can be parsed; a newer version may send others too."""
     return [address for text in texts[:MAX_ADDRESSES] if (address := _address_in(text)) is not None]
 
 

@@ -1,9 +1,9 @@
-"""The record that each peer of a run publishes of itself in the DHT, and those of the other peers as it reads them.
+"""The DHT record of each peer of a run: publishes this peer's, and reads those of the others.
 
 Averagers and optimizers publish different records (:class:`manyhands.averaging.presence.PresenceRecord`,
-:class:`manyhands.optim.run.progress.ProgressRecord`). Both are signed and expire, and both are published and read in
-the same way: a record is published when it changes, and again before it expires. It counts until it expires, until a
-later one replaces it, or until its peer says goodbye.
+:class:`manyhands.optim.run.progress.ProgressRecord`), but in the same way. Records are signed and expire. A record is
+published when it changes, and again before it expires. It counts until it expires, a later one replaces it, or its peer
+says goodbye.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ logger = logging.getLogger(__name__)
 GOODBYE = "goodbye"
 """Published instead of a record by a peer that leaves on purpose."""
 KEEP_ALIVES = 3
-"""Records published in the lifetime of one: two may get lost before the others take the peer for gone."""
+"""Records published in the lifetime of one: two may get lost before the others consider the peer gone."""
 GOODBYE_TIMEOUT_S = 1.0
-"""A goodbye that is lost costs the others the lifetime of a record; closing the peer must not wait for it."""
+"""A lost goodbye costs the others the lifetime of a record; closing the peer must not wait for it."""
 
 
 class PeerRecord(Protocol):
@@ -82,7 +82,7 @@ class RecordReader(ABC, Generic[R, S]):
 
     @abstractmethod
     def _seen_as(self, known: S | None, record: R, stored: StoredValue, now: float) -> S | None:
-        """What to keep of a record that was read; None if what is known of its peer counts for more."""
+        """The version of a record to keep; None if what is known of its peer takes precedence."""
 
     def _look_at_own(self, record: R, stored: StoredValue, now: float) -> None:
         """A record under this peer's own id was read."""
@@ -98,7 +98,7 @@ class RecordReader(ABC, Generic[R, S]):
 
     @property
     def version(self) -> int:
-        """Another number for each mapping that :meth:`observed` returns."""
+        """A number that changes with each mapping that :meth:`observed` returns."""
         self.observed()
         return self._version
 
@@ -106,9 +106,9 @@ class RecordReader(ABC, Generic[R, S]):
         """Read the records of all peers.
 
         Args:
-            quickly: from one holder, which may have missed some; what was read of these before counts.
+            quickly: from one holder, which may have missed some; earlier reads of these still count.
         Raises:
-            Unavailable: the DHT does not answer; what was read before counts until it expires.
+            Unavailable: the DHT does not answer; earlier reads count until they expire.
         """
         answer = await self._dht.get(self._key, quickly=quickly)
         now, own_id, sequences = asyncio.get_running_loop().time(), self._endpoint.peer_id, self._sequences
@@ -146,7 +146,7 @@ class RecordReader(ABC, Generic[R, S]):
                 self._endpoint.learn(peer_id, readable_addresses(record.addresses))
 
     def forget(self, peer_id: PeerId, sequence: int) -> None:
-        """What a peer has said so far, up to this record, does not count any more."""
+        """Drop a peer's records up to this one."""
         seen = self._seen.get(peer_id)
         if seen is not None and seen.sequence <= sequence:
             del self._seen[peer_id]
@@ -157,7 +157,7 @@ class RecordReader(ABC, Generic[R, S]):
         self._note_change()
 
     def _note_change(self) -> None:
-        """Have :meth:`observed` return another mapping."""
+        """Make :meth:`observed` return a new mapping."""
         self._observed_until = -math.inf
 
 
@@ -182,7 +182,7 @@ class UntilFresh:
             self._sequences[peer_id] = observed[peer_id].sequence
 
     def discard(self, peer_id: PeerId) -> None:
-        """Take the mark away."""
+        """Remove the mark."""
         self._sequences.pop(peer_id, None)
 
 
@@ -192,11 +192,11 @@ class RecordPublisher(Generic[R]):
     Args:
         own_record: what to publish now; None to publish nothing.
         ttl_s: the lifetime of the record.
-        min_period_s: from one record to the next; what changes meanwhile is in the next one.
+        min_period_s: from one record to the next, which contains all changes since.
 
     Attributes:
-        published: the last record, and when it was published (loop time); None if it reached nobody.
-        num_failures: times in a row that the record could not be published.
+        published: the last record, and when it was published (loop time); None if no holder stored it.
+        num_failures: consecutive failures to publish the record.
     """
 
     def __init__(
@@ -220,13 +220,13 @@ class RecordPublisher(Generic[R]):
         self.num_failures = 0
 
     def publish_soon(self, *, urgently: bool = False) -> None:
-        """The record has changed; urgently does not wait for the end of the period."""
+        """Publish a changed record; with ``urgently`` before the end of the period."""
         self._changed.set()
         if urgently:
             self._is_urgent.set()
 
     async def publish_forever(self) -> None:
-        """Publish changes and signs of life."""
+        """Publish changes, and renew the record before it expires."""
         while True:
             await wait_at_most(self._is_urgent, self._min_period_s)
             await wait_at_most(self._changed, self._ttl_s() / KEEP_ALIVES)

@@ -1,20 +1,19 @@
-"""Where the averagers of a run meet: the round that each of them is at, and in a large swarm its place in the grid.
+"""The presence of the averagers of a run: each one's current round, and in a large swarm its place in the grid.
 
-Every peer publishes a signed record in the DHT, and reads those of the others when it steps. There is no state to
-load, so a peer's position is only where the peers meet: a peer that missed a round, or is new, goes to the leading
-position, the highest (round number, lineage) that a peer with the same tensors has published. Two parts of a swarm that
-was split find each other again by the same rule.
+Every peer publishes a signed record in the DHT, and reads those of the others when it steps. There is no state to load,
+so a position is only a meeting point. A peer that missed a round, or is new, goes to the leading position: the highest
+(round number, lineage) that a peer with the same tensors has published. Two parts of a split swarm find each other
+again by the same rule.
 
-A peer may publish whatever round number it likes, and the others then meet there: that changes no value. Round numbers
-that would not leave room for the next one are not believed, and after ``LAST_ROUND`` the count begins again at 0, so
-nobody can use them up.
+A peer may publish any round number, and the others then meet there: that changes no value. Round numbers without room
+for the next one are ignored, and after ``LAST_ROUND`` the count begins again at 0, so no peer can use them up.
 
-A swarm of more than ``max_group_size`` stands in a grid (:mod:`manyhands.averaging.grid.seats`), where several groups
+A swarm of more than ``max_group_size`` forms a grid (:mod:`manyhands.averaging.grid.seats`), where several groups
 average in each round. A step is then several rounds, and begins at a multiple of their number. Whatever its groups
 commit, a peer goes on to the next round, so all have one lineage there.
 
-A peer that was expected and did not come is waited for only ``GRACE_S``, and leads nobody, until it says that it has
-begun another step. One whose connection was lost is not waited for before a fresh record of it.
+An expected peer that did not come is waited for only ``GRACE_S`` and leads no group, until it publishes that it has
+begun another step. A peer whose connection broke is not waited for before its next record.
 """
 
 from __future__ import annotations
@@ -55,21 +54,21 @@ TTL_S = 30.0
 MIN_PERIOD_S = 0.1
 """Between two records: what happens meanwhile is in the second one."""
 GRACE_S = 1.0
-"""From the begin of a step, for those who did not come the last time: they may have begun theirs in this moment."""
+"""Wait, from the beginning of a step, for peers that missed the last one: they may just have begun theirs."""
 
 
 class PresenceRecord(msgspec.Struct, frozen=True):
-    """What one peer says of itself; published under its own signature.
+    """What a peer publishes about itself, under its own signature.
 
     Attributes:
-        position: where it is; ``step`` is the round number.
+        position: of the peer; ``step`` is the round number.
         tensors: fingerprint of its list.
         summary: the list in words.
         num_steps: how many steps it has begun.
         is_client: it cannot be dialled.
-        addresses: where it can be.
+        addresses: where it can be dialled.
         seat: its place among the groups of a swarm that is too large for one, as of its position.
-        sketch: some of the values that it held after its last step in a grid, as float32.
+        sketch: some of its values after its last step in a grid, as float32.
         sketch_round: the round number that the step ended with; 0 without one.
     """
 
@@ -102,12 +101,12 @@ def presence_key(run_id: str) -> str:
 
 
 def first_position(run_id: str) -> Position:
-    """Where everybody begins."""
+    """The first position of all peers."""
     return Position(0, hashlib.sha256(f"averaging {run_id}".encode()).digest())
 
 
 def next_position(position: Position, manifest: RoundManifest) -> Position:
-    """Where a committed round leads; after the last round number comes 0."""
+    """The position after a committed round; after the last round number comes 0."""
     after = position.after(manifest)
     return after if after.step <= LAST_ROUND else Position(0, after.lineage)
 
@@ -130,7 +129,7 @@ class PresenceReader(RecordReader[PresenceRecord, Seen]):
 
 
 class PresenceTracker:
-    """Where this averager and the others of its run are. Lives on the network thread.
+    """The positions of this averager and the others of its run. Lives on the network thread.
 
     It is the :class:`manyhands.averaging.matchmaking.roster.Roster` of the rounds, and in a grid the
     :class:`manyhands.averaging.grid.step.GridPlace`.
@@ -138,7 +137,7 @@ class PresenceTracker:
     Args:
         tensors: fingerprint of this peer's list.
         summary: the list in words.
-        max_group_size: larger swarms stand in a grid.
+        max_group_size: larger swarms form a grid.
 
     Attributes:
         called: set when another peer begins a round here, or wants to join one.
@@ -179,7 +178,7 @@ class PresenceTracker:
         """Join the averagers of the run.
 
         Raises:
-            ManifestMismatch: their tensors differ; it says whose, and how.
+            ManifestMismatch: their tensors differ; says whose, and how.
         """
         self._dht.declare(self._key, PRESENCE)
         await self.refresh()
@@ -196,7 +195,7 @@ class PresenceTracker:
         self._tasks.spawn(self._publisher.publish_forever(), name="publishing")
 
     async def close(self) -> None:
-        """Tell the others that this peer does not come any more."""
+        """Tell the others that this peer has left."""
         await self._tasks.close()
         await self._publisher.say_goodbye()
 
@@ -236,7 +235,7 @@ class PresenceTracker:
         return self._mates[2]
 
     def is_known(self, peer_id: PeerId) -> bool:
-        """Whether a peer has published where it is, with fitting tensors."""
+        """Whether a peer has published its position, with matching tensors."""
         seen = self.reader.observed().get(peer_id)
         return seen is not None and seen.record.tensors == self._own.tensors
 
@@ -266,10 +265,10 @@ class PresenceTracker:
     def is_overruled(self) -> bool:
         return False
 
-    # where this peer goes
+    # this peer's position
 
     def begin_step(self) -> None:
-        """Begin the next step of this peer, where the others are."""
+        """Begin this peer's next step at the leading position."""
         self._update(num_steps=self._own.num_steps + 1)
         self._grace_until = asyncio.get_running_loop().time() + GRACE_S
         self._take_seat()
@@ -291,16 +290,16 @@ class PresenceTracker:
         self._go_to(Position(step.first_round, grid_lineage(self._run_id)), Seat(step.layout, step.cell))
 
     def _published_seats(self) -> dict[str, PublishedSeat]:
-        """What the others have published of their places."""
+        """The places that the others have published."""
         return {peer_id: record.published_seat() for peer_id, record in self._fitting().items()}
 
     def catch_up(self) -> None:
-        """Go to the leading position, unless this peer stands in a grid: there a step begins at its own place."""
+        """Go to the leading position, unless this peer is in a grid, where a step begins at its own place."""
         if self._step is None:
             self._go_to(self.leading())
 
     def move(self, manifest: RoundManifest) -> None:
-        """A round of this peer committed."""
+        """Go on from a committed round of this peer."""
         if self._step is None:
             self._go_to(next_position(self._own.position, manifest))
 
@@ -315,7 +314,7 @@ class PresenceTracker:
         return None if self._step is None else self._step.end - self._own.position.step
 
     def next_round(self) -> None:
-        """In a grid: a round is over for this peer, whether or not it committed."""
+        """In a grid: end a round for this peer, whether or not it committed."""
         assert self._step is not None
         number = min(self._own.position.step + 1, self._step.end)
         seat = Seat(self._step.layout, self._step.own_cell(number))
@@ -326,17 +325,17 @@ class PresenceTracker:
         return self.leading().step > self._own.position.step
 
     def tell(self, sketch: bytes) -> None:
-        """In a grid: these are some of the values that this peer holds after its step."""
+        """In a grid: set the published sample of this peer's values after its step."""
         self._update(sketch=sketch, sketch_round=self._own.position.step)
 
     def disagreement(self) -> float | None:
-        """How far apart the peers were after this peer's last step, as far as they have said."""
+        """The distance between the peers after this peer's last step, by what they published."""
         own, fitting = self._own, self._fitting().values()
         others = [record.sketch for record in fitting if record.sketch_round == own.sketch_round]
         return disagreement_of([own.sketch, *others])
 
     def leading(self) -> Position:
-        """The highest position of the peers whose tensors fit."""
+        """The highest position of the peers whose tensors match."""
         positions = [record.position for record in self._fitting().values()]
         return max([self._own.position, *positions], key=rank_of)
 
@@ -350,7 +349,7 @@ class PresenceTracker:
         )
 
     def num_peers(self) -> int:
-        """Peers with fitting tensors, with this one, as last read."""
+        """Peers with matching tensors, with this one, as last read."""
         return len(self._fitting()) + 1
 
     def misfits(self) -> list[str]:
@@ -373,7 +372,7 @@ class PresenceTracker:
         self._publisher.publish_soon()
 
     def _fitting(self) -> dict[PeerId, PresenceRecord]:
-        """The records of the peers whose tensors fit."""
+        """The records of the peers whose tensors match."""
         observed = self.reader.observed().items()
         return {peer_id: seen.record for peer_id, seen in observed if seen.record.tensors == self._own.tensors}
 
@@ -382,7 +381,7 @@ class PresenceTracker:
         return self._absent.get(peer_id) == record.num_steps
 
     def _check_fits(self, *, is_published: bool) -> None:
-        """The tensors that most peers have are the run's; of equally many, those of the lowest peer id."""
+        """Check this peer's tensors against the most common ones; of equally common, those of the lowest peer id."""
         owners: dict[bytes, list[PeerId]] = defaultdict(list)
         for peer_id, seen in self.reader.observed().items():
             owners[seen.record.tensors].append(peer_id)

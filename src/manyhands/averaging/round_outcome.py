@@ -1,4 +1,4 @@
-"""What a round tells on its way, and how it ended."""
+"""Reports of a round: its phases, its costs, and how it ended."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from manyhands.base.identity import PeerId
 
 
 class Phase(enum.Enum):
-    """Where a member is in its round."""
+    """The phase of a member's round."""
 
     JOINING = "joining"
     FORMED = "formed"
@@ -22,7 +22,7 @@ class Phase(enum.Enum):
 
 @dataclass
 class RoundMeter:
-    """What a peer's attempts at a round cost; it adds up.
+    """Adds up the costs of a peer's attempts at a round.
 
     Attributes:
         num_bytes_sent, num_bytes_received: on the streams between the members, before encryption.
@@ -41,13 +41,13 @@ class CommittedRound:
     """A committed round.
 
     Attributes:
-        averaged_N: the weighted mean, on the CPU, in the dtype of the vectors, bit-identical on all members. None when
-            most members hold it and this one does not: it was left out, or could not fetch what it lacks. To follow the
-            others it must load their state.
-        manifest: who contributed, by which weights.
+        averaged_N: the weighted mean, on the CPU, in the dtype of the vectors, bit-identical on all members. None if
+            this member lacks what most hold: it was left out, or could not fetch a part. It must load the others' state
+            to follow them.
+        manifest: the contributors and their weights.
         seconds: from the call to the verdict.
         matchmaking_s: the part of it that was spent looking for the group.
-        reason, blamed: what went wrong on the way, and because of whom; empty if nothing did.
+        reason, blamed: what went wrong on the way, and because of which members; empty if nothing did.
         is_outsized: the others left out this peer's values, as they were too large beside theirs.
     """
 

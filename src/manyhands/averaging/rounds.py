@@ -1,4 +1,4 @@
-"""One averaging round from end to end: group, all-reduce, verdict."""
+"""One averaging round from start to finish: find a group, all-reduce, vote."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ class RoundRunner:
 
     Args:
         run_id: one endpoint has one runner for each run.
-        run_fingerprint: digest of what all peers of the run agreed on; who has another one is refused.
-        roster: where this peer stands, and who else is expected.
-        limits: of what one member can do to the mean, the same on all peers of the run; None to believe everybody.
+        run_fingerprint: digest of the settings that all peers of the run share; a peer with another one is refused.
+        roster: this peer's position, and the peers expected there.
+        limits: bounds on what one member can do to the mean, the same on all peers of the run; None for no bounds.
 
     Raises:
         ConfigError: this endpoint has a runner for this run.
@@ -77,7 +77,7 @@ class RoundRunner:
         self._limits = limits
         try:
             self._matchmaker = Matchmaker(own, run_fingerprint, roster, config, rng)
-        except ConfigError as error:  # the methods of this run are served
+        except ConfigError as error:  # the endpoint already serves this run's methods
             raise ConfigError(
                 f"this peer averages under run id {run_id!r} already, for an Optimizer or another Averager; close that "
                 "one first, or take another run id, or a Peer of its own"
@@ -89,8 +89,8 @@ class RoundRunner:
         declared = config.bandwidth_mbit_s
         self._bandwidth = RoundBandwidth(declared * BYTES_PER_MBIT if declared is not None else None)
         self._meter = RoundMeter()
-        self._deadline = 0.0  # of the round that is under way
-        self._ends_at = 0.0  # when that is over for this peer or for the leader
+        self._deadline = 0.0  # of the current round
+        self._ends_at = 0.0  # when the current round is over for this peer or for the leader
         self._spare_N: torch.Tensor | None = None
         self._memory = Memory()
         self._feedbacks: Feedbacks | None = None
@@ -100,7 +100,7 @@ class RoundRunner:
         self.on_phase: list[Callable[[Phase], None]] = []
 
     def _may_be_in(self, group_id: bytes, leader: PeerId) -> bool:
-        """Whether this peer is in the round of a group, or the leader's answer may still send it there."""
+        """Whether this peer is in a group's round, or may still be placed there by the leader's answer."""
         return self._agreement.is_in(group_id) or self._matchmaker.follows(leader)
 
     def _enter(self, phase: Phase) -> None:
@@ -108,37 +108,37 @@ class RoundRunner:
             notify(phase)
 
     def give_back(self, averaged_N: torch.Tensor) -> None:
-        """A result is not needed any more: the next round writes into its memory."""
+        """Return the memory of a result; the next round writes into it."""
         self._spare_N = averaged_N
 
     def free_buffers(self) -> None:
-        """Give the system back the memory that only rounds need; the next one takes some anew."""
+        """Free the memory that only rounds need; the next round allocates it again."""
         self._memory.free_idle()
 
     def forget_errors(self) -> None:
-        """What codecs lost so far belongs to values that this peer does not have any more."""
+        """Drop the error feedback: this peer no longer has the values that it belongs to."""
         self._feedbacks = None
 
     async def hold_place(self) -> None:
-        """Have a place in the group of the next round, until this is cancelled or this peer goes elsewhere.
+        """Hold a place in the next round's group until this is cancelled or the peer's lineage changes.
 
-        :meth:`average` comes to that group then, with the values and their weight.
+        :meth:`average` then joins that group with the values and their weight.
         """
         async with self._streams.warm.kept(self._roster.expected):
             await self._matchmaker.hold_place()
 
     @property
     def group_stands(self) -> bool:
-        """Whether all who are expected in the next round hold places, and this peer too."""
+        """Whether this peer and all expected peers hold places for the next round."""
         return self._matchmaker.group_stands
 
     @property
     def on_called_ahead(self) -> list[Callable[[], None]]:
-        """Called when another peer begins to form the group of a round that has not begun."""
+        """Callbacks for when another peer begins to form the group of a future round."""
         return self._matchmaker.on_called_ahead
 
     def is_refused(self, peer_id: PeerId) -> bool:
-        """Whether a peer gets no place here for what it did in earlier rounds."""
+        """Whether this peer refuses another one a place because of earlier rounds."""
         return self._matchmaker.is_refused(peer_id)
 
     async def close(self) -> None:
@@ -164,20 +164,20 @@ class RoundRunner:
         """Average ``flat_N`` over the group of the next round.
 
         Args:
-            flat_N: finite float32 (or float64, on all members) on the CPU, contiguous; not to be changed before this
-                returns, and not written unless there is a ``refill``.
+            flat_N: finite float32 (or float64, on all members) on the CPU, contiguous. The caller must not change it
+                before this returns. It is written only if there is a ``refill``.
             weight: samples behind the vector; a peer with weight 0 contributes nothing and gets the result.
-            shapes: of the tensors that lie end to end in the vector: small ones are never encoded with a loss. By
-                default it is one tensor of one dimension, and nothing is.
-            timeout_s: bound of this round, where it is less than ``averaging_timeout_s``.
-            gather_s: how long to wait for those who are expected, instead of ``matchmaking_time_s``.
+            shapes: of the tensors in the vector, in order; small ones are never encoded with loss. Default: one tensor
+                of one dimension, encoded without loss.
+            timeout_s: limit of this round, if less than ``averaging_timeout_s``.
+            gather_s: how long to wait for the expected peers, instead of ``matchmaking_time_s``.
             meter: counts what the round costs, also if it is aborted.
-            refill: gives the values once more. The means are written over ``flat_N`` then, which is in no good state if
-                the round is aborted: memory for a second vector is needed only after a member was lost. What it raises
-                ends the round for this peer.
+            refill: writes the values again. The means then overwrite ``flat_N``, which is undefined if the round is
+                aborted; a second vector is allocated only after a member was lost. An exception from it ends the round
+                for this peer.
         Raises:
             RoundAborted: no value was changed; the vector counts in the next attempt.
-            NothingToAverage: likewise, as all members gave a weight of 0.
+            NothingToAverage: likewise, because all members gave a weight of 0.
             ConfigError: the weight breaks its rule.
         """
         if not 0 <= weight <= MAX_SUM_WEIGHT:
@@ -220,10 +220,10 @@ class RoundRunner:
     async def _commit(
         self, group: Group, flat_N: torch.Tensor, shapes: Sequence[Sequence[int]] | None, refill: Refill | None
     ) -> CommittedRound:
-        """Average and vote in a group that has formed, again if its leader orders that, until the round is decided.
+        """Average and vote in a formed group, again whenever its leader orders that, until the round is decided.
 
         Raises:
-            RoundAborted: it did not commit.
+            RoundAborted: the round did not commit.
         """
         rank = group.rank_of(self._endpoint.peer_id)
         assert rank is not None
@@ -258,16 +258,16 @@ class RoundRunner:
             return CommittedRound(averaged_N, manifest, 0.0, 0.0, verdict.reason, tuple(verdict.blamed), is_outsized)
 
     async def _unless_decided(self, group: Group, averaging: Coroutine[Any, Any, Vote]) -> Vote | Verdict:
-        """Average until it is done, or until the round is decided: nobody waits for what will not come."""
+        """Average until done or until the round is decided; a decided round needs no further values."""
         loop, began = asyncio.get_running_loop(), self._now()
         working = loop.create_task(averaging)
         deciding = loop.create_task(self._agreement.decided(group, self._inbox.lose))
         try:
             await asyncio.wait([working, deciding], return_when=asyncio.FIRST_COMPLETED)
-            if not working.done() and deciding.result().manifest is not None:  # this member is late, perhaps a little
+            if not working.done() and deciding.result().manifest is not None:  # this member is a little late
                 await asyncio.wait([working], timeout=self._late_s())
             if working.done():
-                vote = working.result()  # raises what the refill has raised
+                vote = working.result()  # raises what the refill raised
             return deciding.result() if deciding.done() else vote
         finally:
             self._meter.averaging_s += self._now() - began
@@ -301,8 +301,8 @@ class RoundRunner:
         if not self._config.error_feedback:
             self._feedbacks = None
         elif plan.is_exact(0, plan.numel):
-            pass  # nothing is lost, and nothing is added: what was lost before waits for the next lossy round
-        elif self._feedbacks is None or self._feedbacks.plan.segments != plan.segments:  # the first, or another codec
+            pass  # no error to add or record: the feedback waits for the next lossy round
+        elif self._feedbacks is None or self._feedbacks.plan.segments != plan.segments:  # first, or another codec
             self._feedbacks = feedbacks = Feedbacks.of(plan)
         else:
             feedbacks = self._feedbacks
@@ -315,7 +315,7 @@ class RoundRunner:
 
     @asynccontextmanager
     async def _keeping_errors(self) -> AsyncIterator[None]:
-        """What the codec lost in the block is added in the next round, unless it ends with an error."""
+        """Keep the codec's error in the block as feedback for the next round; discard it on an exception."""
         try:
             yield
             if self._feedbacks is not None:
@@ -325,18 +325,18 @@ class RoundRunner:
                 self._feedbacks.abort()
 
     def _left_s(self) -> float:
-        """Until the round's time is over, in seconds."""
+        """Seconds left in this round."""
         return self._deadline - self._now()
 
     def _late_s(self) -> float:
-        """What a member that is late may still take when the others are done, in seconds."""
+        """Seconds a late member may still take once the others are done."""
         return max(self._left_s(), self._config.stream_timeout_s)
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
 
     async def _exchange(self, group: Group, rank: int, butterfly: Butterfly, stream_id: bytes) -> torch.Tensor:
-        """Run the all-reduce; a member whose control connection is lost (frozen, cut off) is lost to it."""
+        """Run the all-reduce; a member whose control connection breaks counts as lost."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         streams: dict[int, MeteredStream] = {}

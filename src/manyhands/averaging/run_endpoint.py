@@ -1,4 +1,4 @@
-"""What the averaging of one run sees of its peer's endpoint: methods and bulk streams that are that run's alone."""
+"""One run's view of the peer's endpoint: methods and bulk streams that belong to that run alone."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from manyhands.transport.api import Stream
 
 
 class RunEndpoint:
-    """An endpoint, on which whatever is served or called goes by a run.
+    """An endpoint whose methods and streams belong to one run.
 
-    The name of each method and of each kind of stream begins with the run id on the wire (it has no ``.`` in it), so
-    one peer averages for several runs at once, and none of them hears of another's groups.
+    On the wire, the name of each method and kind of stream begins with the run id (it has no ``.`` in it). So one peer
+    averages for several runs at once, and each run sees only its own groups.
 
     In a run with a charter each call and each stream passes its gate, at both ends: see :mod:`manyhands.access`.
 
@@ -41,7 +41,7 @@ class RunEndpoint:
     # of this run
 
     def name_of(self, name: str) -> str:
-        """How a method or a kind of stream of this run is called on the wire."""
+        """The name on the wire of a method or a kind of stream of this run."""
         return f"{self.run_id}.{name}"
 
     def method(self, method: Method[Request, Response]) -> Method[Request, Response]:

@@ -1,7 +1,7 @@
-"""The few numbers that each peer publishes of its values, and how far apart peers are by them. Pure.
+"""The numbers that each peer publishes to compare its values with others', and the distance computed from them. Pure.
 
-An averager publishes some of its values, the same ones as all others; the optimizer publishes sums of its parameters
-(:mod:`manyhands.optim.run.drift`).
+An averager publishes a sample of its values, the same ones as all others; the optimizer publishes sums of its
+parameters (:mod:`manyhands.optim.run.drift`).
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import math
 import struct
 from collections.abc import Sequence
 
-NUM_VALUES = 16  # a distance is estimated within a fifth or so, and a record stays small
+NUM_VALUES = 16  # estimates a distance within a fifth or so, and a record stays small
 MAX_SKETCH_BYTES = 4 * NUM_VALUES
 
 
 def sketched_indices(numel: int, round_number: int) -> list[int]:
-    """The places of the values that all peers publish after a round; drawn anew for each round."""
+    """The indices of the values that all peers publish after a round; drawn anew for each round."""
     seed = hashlib.sha512(f"sketch after round {round_number}".encode()).digest()
     return [number % numel for number in struct.unpack(f"<{NUM_VALUES}I", seed)] if numel else []
 
@@ -38,8 +38,8 @@ def unpacked(sketch: bytes) -> tuple[float, ...] | None:
 def disagreement_of(sketches: Sequence[bytes]) -> float | None:
     """The root mean square distance of the peers' numbers from their mean, as a fraction of the size of the mean.
 
-    Sketches of another length than the first, and numbers that are not finite, are left out. Returns None if fewer than
-    two sketches are left, or their mean is 0.
+    Sketches of another length than the first, and numbers that are not finite, are left out. None if fewer than two
+    sketches are left, or their mean is 0.
     """
     rows = [row for sketch in sketches if len(sketch) == len(sketches[0]) and (row := unpacked(sketch)) is not None]
     means = [math.fsum(column) / len(rows) for column in zip(*rows, strict=True)]

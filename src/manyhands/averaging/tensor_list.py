@@ -21,7 +21,7 @@ MAX_SUMMARY_LENGTH = 200
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
-    """What a tensor must have in common with that of the other members.
+    """The properties of a tensor that must be equal on all members.
 
     Attributes:
         dtype: as in ``float32``.
@@ -42,7 +42,7 @@ class TensorList:
     Args:
         tensors: dense, of float16, bfloat16, float32 or float64, on any device, contiguous or not.
     Raises:
-        ConfigError: the list is empty, or one of the tensors cannot be averaged; it names which and why.
+        ConfigError: the list is empty, or one of the tensors cannot be averaged; names it and the reason.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -66,7 +66,7 @@ class TensorList:
 
     @property
     def shapes(self) -> list[torch.Size]:
-        """In the order in which the tensors lie in the vector."""
+        """In the order of the tensors in the vector."""
         return [tensor.shape for tensor in self._tensors]
 
     def fingerprint(self) -> bytes:
@@ -74,7 +74,7 @@ class TensorList:
         return hashlib.sha256(msgspec.msgpack.encode(self.specs)).digest()
 
     def summary(self) -> str:
-        """The list in a few words, for those whose list differs."""
+        """The list in a few words, for peers whose list differs."""
         text = f"{len(self.specs)} with {self.numel} values: " + ", ".join(str(spec) for spec in self.specs[:8])
         is_cut = len(text) > MAX_SUMMARY_LENGTH or len(self.specs) > 8
         return text[: MAX_SUMMARY_LENGTH - 3] + "..." if is_cut else text
@@ -82,11 +82,10 @@ class TensorList:
     def values(self) -> torch.Tensor:
         """All values as one vector on the CPU, shape [numel]: float64 if one of the tensors is, else float32.
 
-        It is a copy: if another thread frees or resizes a tensor while the values are sent, that memory is gone. It
-        lies in memory that earlier ones do not need any more.
+        It is a copy, in memory of released vectors, because another thread may free or resize a tensor during a send.
 
         Raises:
-            ConfigError: a tensor is not any more what it was.
+            ConfigError: a tensor has changed.
         """
         self.check_unchanged()
         flat_N = self._memory.vector(self.numel, self._dtype)
@@ -96,10 +95,10 @@ class TensorList:
         return flat_N
 
     def check_finite(self, flat_N: torch.Tensor) -> None:
-        """Check what is to be sent to others.
+        """Check values before they are sent.
 
         Raises:
-            ConfigError: a value is infinite or NaN; it names the tensor.
+            ConfigError: a value is infinite or NaN; names the tensor.
         """
         if is_finite(flat_N):
             return
@@ -110,10 +109,10 @@ class TensorList:
         )
 
     def assign(self, flat_N: torch.Tensor) -> None:
-        """Write new values into the tensors, also when Ctrl-C comes meanwhile; their dtypes and devices stay.
+        """Write new values into the tensors, also during Ctrl-C; their dtypes and devices stay.
 
         Raises:
-            ConfigError: a tensor is not any more what it was; nothing is written.
+            ConfigError: a tensor has changed; nothing is written.
         """
         self.check_unchanged()
         try:
@@ -168,7 +167,7 @@ def _check_apart(tensors: list[torch.Tensor]) -> None:
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Whether two values may have the same address; never said of what slicing and transposing make."""
+    """Whether two values may share an address; never true for tensors made by slicing and transposing."""
     if not tensor.numel():
         return False
     reach = 0
@@ -181,13 +180,13 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
 
 
 def end_of(tensor: torch.Tensor) -> int:
-    """Where the last value ends, in bytes from the begin of the storage; the tensor is not empty."""
+    """End of the last value, in bytes from the beginning of the storage; the tensor is not empty."""
     reach = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
     return int(tensor.storage_offset() + reach + 1) * tensor.element_size()
 
 
 def overlapping(tensors: Sequence[torch.Tensor]) -> tuple[int, int] | None:
-    """The numbers of two dense tensors that share memory, or lie across each other in it; None if there are none."""
+    """The indices of two dense tensors that share memory or interleave in it; None if there are none."""
     ranges = []
     for number, tensor in enumerate(tensors):
         if tensor.numel():

@@ -17,6 +17,9 @@ from manyhands.runtime.exit_delay import exit_delay_s
 LEAVE_TIMEOUT_S = 4.5
 """Time that a command has to shut down after a signal, and again after it has saved what it must."""
 
+AGAIN_AFTER_S = 0.01
+"""Time for a finalizer to end before KeyboardInterrupt is raised again."""
+
 HANGUP = [getattr(signal, name) for name in ("SIGHUP",) if hasattr(signal, name)]
 SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
@@ -31,6 +34,9 @@ def leaving_on_signals() -> Iterator[None]:
 
     So does SIGINT where it was ignored, as in background jobs of a shell. A SIGHUP without a terminal, as sent to
     daemons, or under ``nohup`` does not end the command: it only increments :data:`num_hangups`.
+
+    Python discards an exception that is raised in a finalizer, such as ``__del__`` or the callback of a weak reference.
+    If that happens to KeyboardInterrupt, it is raised again soon after.
     """
     has_left = threading.Event()
     ends_on_hangup = _has_terminal() and not any(signal.getsignal(one) is signal.SIG_IGN for one in HANGUP)
@@ -46,17 +52,39 @@ def leaving_on_signals() -> Iterator[None]:
         last_resort.start()
         raise KeyboardInterrupt
 
+    def interrupt_again(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    def unraisable(event: sys.UnraisableHookArgs) -> None:
+        if not isinstance(event.exc_value, KeyboardInterrupt):
+            report(event)
+            return
+        signal.signal(signal.SIGINT, interrupt_again)
+        threading.Timer(AGAIN_AFTER_S, _interrupt_main_thread, [has_left]).start()
+
     before = {number: signal.signal(number, interrupt) for number in SIGNALS}
+    report, sys.unraisablehook = sys.unraisablehook, unraisable
     try:
         yield
     finally:
         has_left.set()
+        sys.unraisablehook = report
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
 def _has_terminal() -> bool:
     return any(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr))
+
+
+def _interrupt_main_thread(has_left: threading.Event) -> None:
+    if has_left.is_set():
+        return
+    if sys.platform == "win32":
+        signal.raise_signal(signal.SIGINT)
+    else:
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # type: ignore[arg-type] # it has begun
 
 
 def _end_unless(has_left: threading.Event) -> None:

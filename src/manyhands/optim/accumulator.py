@@ -14,14 +14,14 @@ HOST = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Contribution:
-    """What a peer brings to one global step.
+    """A peer's contribution to one global step.
 
     Attributes:
         mean_N: the gradient of the mean loss, as :class:`manyhands.optim.flat.GradientLayout` says; float32, on the
             host.
         samples: behind it.
         weight: of the vector, in the unit over which the loss is a mean: samples, unless the caller says otherwise.
-        since_step: the global step of the parameters that the oldest of it was computed on.
+        since_step: the global step of the parameters behind its oldest samples.
     """
 
     mean_N: torch.Tensor
@@ -36,9 +36,9 @@ class GradientSum:
 
     Attributes:
         samples, weight: behind them.
-        since_step: the global step of the parameters that the oldest of them was computed on.
-        was_out: something of it was handed out before, for a step that failed.
-        mean: of the loss; means nothing while the weight is 0.
+        since_step: the global step of the parameters behind the oldest samples.
+        was_out: some of it was handed out before, for a step that failed.
+        mean: of the loss; undefined while the weight is 0.
     """
 
     samples: int = 0
@@ -48,8 +48,8 @@ class GradientSum:
     mean: FlatGradients | None = field(default=None, repr=False)
 
     def count(self, samples: int, weight: float, since_step: int) -> None:
-        """So many more are in it."""
-        is_first = not self.samples or (self.weight == 0 and weight > 0)  # those without weight brought no gradient
+        """Add to the counts."""
+        is_first = not self.samples or (self.weight == 0 and weight > 0)  # samples without weight brought no gradient
         self.since_step = since_step if is_first else min(self.since_step, since_step)
         self.samples += samples
         self.weight += weight
@@ -60,9 +60,9 @@ class GradientAccumulator:
 
     Holds the gradient of the mean loss over all samples so far, so batches of different sizes count by their weight.
 
-    Memory: one vector of the size of the parameters, in float32, on their device; and while a contribution is out and
-    more is added, another one on the host. So with a delay there are two. On the host the second one serves meanwhile
-    to keep the gradients of later parameters apart from those of earlier ones, which may become too old first.
+    Memory: one float32 vector of the size of the parameters, on their device. A second one, on the host, is needed when
+    more is added while a contribution is out, so with a delay there are two. Otherwise a second vector on the host
+    keeps gradients of later parameters apart from earlier ones, which may become too old first.
 
     Args:
         is_delayed: more is added while a contribution is out.
@@ -75,18 +75,18 @@ class GradientAccumulator:
         self._device = HOST  # of the latest part
         self._earlier: GradientSum | None = None
         self._latest = GradientSum()
-        self._spare_N: torch.Tensor | None = None  # its values mean nothing
+        self._spare_N: torch.Tensor | None = None  # its values are undefined
         self._last_used: tuple[list[bool], torch.Tensor] | None = None
         self._follow_model()
 
     @property
     def parts(self) -> list[GradientSum]:
-        """What waits, the oldest first."""
+        """The waiting parts, the oldest first."""
         return [part for part in (self._earlier, self._latest) if part is not None and part.samples]
 
     @property
     def samples(self) -> int:
-        """Added so far."""
+        """Number of samples added so far."""
         return sum(part.samples for part in self.parts)
 
     @torch.no_grad()
@@ -96,7 +96,7 @@ class GradientAccumulator:
         Returns False, and adds nothing, when a gradient is not finite.
 
         Args:
-            grad_scale: by which the loss was multiplied.
+            grad_scale: factor of the loss.
             at_step: global step of the parameters that it was computed on.
         """
         weight = float(samples) if weight is None else weight
@@ -118,14 +118,14 @@ class GradientAccumulator:
         return True
 
     def _begin_part(self, at_step: int) -> None:
-        """Keep what waits apart from a batch of later parameters."""
+        """Keep the waiting gradients apart from a batch on later parameters."""
         if self._has_two and self._earlier is None and self._latest.weight > 0 and at_step > self._latest.since_step:
             self._earlier, self._latest = self._latest, GradientSum()
 
     def _add_in(
         self, mean: FlatGradients, gradients: list[torch.Tensor | None], grad_scale: float, share: float | None
     ) -> None:
-        """Move the mean by a share towards the gradients; None for all of it."""
+        """Move the mean by a share towards the gradients; all the way if the share is None."""
         plain, means = [self._used([gradient is not None for gradient in gradients])], [mean.shares]
         for gradient, value in zip(gradients, mean.values, strict=True):
             if gradient is None:
@@ -148,7 +148,7 @@ class GradientAccumulator:
         return self._last_used[1]
 
     def freeze(self) -> Contribution:
-        """Hand out what was added so far, and begin anew."""
+        """Return the gradients added so far as a contribution, and begin anew."""
         self._merge()
         part, mean_N = self._latest, self._buffer().flat_N
         if part.weight == 0:
@@ -162,7 +162,7 @@ class GradientAccumulator:
         return contribution
 
     def take_back(self, contribution: Contribution) -> None:
-        """The step was not made: what was handed out counts in the next attempt."""
+        """Add back a contribution whose step was not made; it counts in the next attempt."""
         self._merge()
         part = GradientSum(was_out=contribution.samples > 0, mean=FlatGradients(self.layout, contribution.mean_N))
         part.count(contribution.samples, contribution.weight, contribution.since_step)
@@ -171,7 +171,7 @@ class GradientAccumulator:
             self._merge()
 
     def _merge(self) -> None:
-        """Make one part of all that waits."""
+        """Merge all waiting parts into one."""
         earlier, self._earlier = self._earlier, None
         if earlier is None:
             return
@@ -190,18 +190,18 @@ class GradientAccumulator:
             self._spare_N = earlier.mean.flat_N
 
     def recycle(self, contribution: Contribution) -> None:
-        """The step was made: the memory is free."""
+        """Reuse the memory of a contribution whose step was made."""
         self._spare_N = contribution.mean_N
 
     def drop(self, part: GradientSum) -> None:
-        """Forget one of the parts."""
+        """Drop one of the parts."""
         if part is self._latest:
             self._latest = GradientSum(mean=part.mean)
         elif part is self._earlier and part.mean is not None:
             self._earlier, self._spare_N = None, part.mean.flat_N
 
     def _follow_model(self) -> None:
-        """Be where the parameters are now: a model may be moved to a GPU after its optimizer was made."""
+        """Move to the parameters' device: a model may move to a GPU after its optimizer was made."""
         devices = {parameter.device for parameter in self._parameters}
         device = devices.pop() if len(devices) == 1 else HOST
         if device != self._device:

@@ -1,4 +1,4 @@
-"""What the training thread asks of the network thread, and how long it waits for the answers."""
+"""The training thread's blocking calls to the network thread, and their timeouts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 CALL_TIMEOUT_S = 15.0
 JOIN_ATTEMPTS = 3
 CALLED_WITHIN_S = 40.0
-"""A peer in client mode that has the state connects to a newcomer by then, or its record has expired.
+"""A client with the state connects to a newcomer within this time, or its record has expired.
 
 Shorter than :data:`manyhands.optim.run.branches.CLIENT_PATIENCE_S`, after which a trainer goes on without the state.
 """
@@ -41,7 +41,7 @@ class BlockingRunClient:
     """One peer's place in a run, for blocking code.
 
     Args:
-        replica: what the peer trains.
+        replica: this peer's parameters, optimizer and schedule.
     """
 
     def __init__(
@@ -55,11 +55,11 @@ class BlockingRunClient:
         self._report_at = 0.0  # beside a step in the background
 
     def join(self) -> bool:
-        """Join the run, with its state; returns whether that had to be loaded.
+        """Join the run with its state; returns whether that had to be loaded.
 
         Raises:
             ManifestMismatch: this peer does not fit the run.
-            Unavailable: the DHT, or every peer that could hand out the state, does not answer.
+            Unavailable: the DHT, or every peer that could send the state, does not answer.
         """
         self._run(self._collaboration.start(), "joining the run", CALL_TIMEOUT_S * 2)
         try:
@@ -83,7 +83,7 @@ class BlockingRunClient:
             else:
                 return True
             if len(failures) >= JOIN_ATTEMPTS and not (must_be_called_on and self._peer.time() < called_by):
-                raise failures[0]  # it names all who were asked; later attempts skip those without news
+                raise failures[0]  # it names all peers that were asked; later attempts skip those without news
             self._peer.sleep(NEWS_PERIOD_S)  # the others may publish something new
             self._run(collaboration.decisions.look(), phase)
         return False
@@ -93,11 +93,11 @@ class BlockingRunClient:
         self._run(self._collaboration.close(), "leaving the run")
 
     def health(self) -> Health:
-        """How this peer does."""
+        """This peer's health report."""
         return self._call("looking how this peer does", self._collaboration.health)
 
     def wait_for_others(self, timeout_s: float) -> bool:
-        """Stay until all peers have reached this step; returns whether they have in time."""
+        """Wait until all peers have reached this step; returns whether they have in time."""
         self.tell()
         collaboration, phase = self._collaboration, "looking at the others"
         deadline = self._peer.time() + timeout_s
@@ -118,19 +118,19 @@ class BlockingRunClient:
                 return Decision.ACCUMULATE
             deciding = decisions.decide(samples, speed.samples_per_second, speed.batch_s, may_wait=may_wait)
             return self._run(deciding, "deciding", CALL_TIMEOUT_S + self._averaging.matchmaking_time_s)
-        except Timeout as error:  # this machine was held up; training goes on
+        except Timeout as error:  # this machine was blocked; training goes on
             logger.warning("%s; going on with the next batch", error)
             return Decision.ACCUMULATE
 
     def rest(self, seconds: float) -> None:
-        """Do nothing for so long; a step that becomes due ends it."""
+        """Rest for this time, or until a step becomes due."""
         try:
             self._run(self._collaboration.decisions.rest(seconds), "resting")
-        except Timeout as error:  # this machine was held up
+        except Timeout as error:  # this machine was blocked
             logger.warning("%s; going on", error)
 
     def report(self, samples: int, speed: SpeedMeter, step: GlobalStep) -> None:
-        """Report what this peer has accumulated beside a step that is made in the background; not too often."""
+        """Report what this peer has accumulated during a background step; at a limited rate."""
         if self._peer.time() < self._report_at:
             return
         self._report_at = self._peer.time() + LULL_S
@@ -149,7 +149,7 @@ class BlockingRunClient:
         Raises:
             RoundAborted, Unavailable: it failed; nothing has changed.
         """
-        config = self._averaging  # the round bounds itself; this is for a network thread that is held up
+        config = self._averaging  # the round bounds itself; this is for a blocked network thread
         timeout_s = 2 * config.averaging_timeout_s + config.in_doubt_timeout_s + CALL_TIMEOUT_S
         averaging = self._collaboration.step_rounds.average(contribution.mean_N, contribution.weight)
         return self._peer.run(averaging, timeout_s, "averaging")
@@ -160,22 +160,22 @@ class BlockingRunClient:
         self._tell(step.begin, self._collaboration)
 
     def moved(self, step: GlobalStep) -> None:
-        """The network thread is to know what became of a step; see :meth:`tell`."""
+        """Queue a step's result for the network thread; see :meth:`tell`."""
         self._untold = partial(step.announce, self._collaboration)
 
     def moved_elsewhere(self) -> None:
-        """The network thread is to know where this peer is now, other than by a step; see :meth:`tell`."""
+        """Queue this peer's position, reached other than by a step, for the network thread; see :meth:`tell`."""
         replica = self._replica
         self._untold = partial(self._collaboration.move_elsewhere, replica.position, replica.lineage_samples)
 
     def tell(self) -> None:
-        """Tell it to the network thread; what an interrupt keeps from it, the next :meth:`decide` tells."""
+        """Send what is queued to the network thread; after an interrupt the next :meth:`decide` does so."""
         if self._untold is not None:
             self._tell(self._untold)
             self._untold = None
 
     def downloaded(self) -> State | None:
-        """The state of the leading branch of the run; None if it could not be had."""
+        """Download the state of the leading branch of the run; None if it is not available."""
         logger.info("Peer is out of sync.")
         try:
             return self._download()
@@ -184,7 +184,7 @@ class BlockingRunClient:
             return None
 
     def load(self, state: State) -> bool:
-        """Go to a state; returns whether it fits."""
+        """Load a state; returns whether it fits."""
         try:
             self._restore(state)
         except Unavailable as error:
@@ -209,7 +209,7 @@ class BlockingRunClient:
             raise Unavailable(f"{reason}; it is not asked again for a while") from error
 
     def _tell(self, note: Callable[..., None], *args: Any) -> None:
-        """Have the network thread note something that has happened already; if it is held up, again."""
+        """Notify the network thread of something that has happened; retry if it is blocked."""
         for attempt in range(TELL_ATTEMPTS):
             try:
                 self._call("moving on", note, *args)

@@ -9,15 +9,15 @@ from manyhands.base.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class ProgressConfig:
-    """How often a peer tells and asks how far the collaboration is.
+    """How often a peer publishes and reads progress.
 
     Attributes:
         min_refresh_s: records are published and read at most this often.
         max_refresh_s: and read at least this often.
-        default_refresh_s: how often to read while nobody's speed is known.
+        default_refresh_s: how often to read while no peer's speed is known.
         expected_drift_peers: so many newcomers may appear before the next reading ...
         expected_drift_rate: ... or this share of the peers, which makes the target come sooner than predicted.
-        ttl_s: a record counts for so long after its last renewal; a peer that died is forgotten then.
+        ttl_s: lifetime of a record after its last renewal; then a dead peer is forgotten.
     """
 
     min_refresh_s: float = 0.5

@@ -11,21 +11,21 @@ import torch
 from manyhands.averaging.tensor_list import overlaps_itself
 
 PIECE = 1 << 20
-"""Values that are looked at together, where that needs memory."""
+"""Values that are checked together, where that needs memory."""
 
 
 class GradientLayout:
-    """How gradients lie in a flat vector: the parameters end to end, then one number for each of them.
+    """The layout of gradients in a flat vector: the parameters in order, then one number for each of them.
 
     That number is the share of the weight whose loss used the parameter. So all peers agree on which parameters have a
-    gradient at all, which is not the same as a gradient of zero.
+    gradient at all, as opposed to a gradient of zero.
 
     Args:
-        parameters: those that are trained.
+        parameters: the trained ones.
 
     Attributes:
         numel: N, the length of the vector.
-        num_values: of these, gradients; the rest are the shares.
+        num_values: number of gradient values; the rest are the shares.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -40,13 +40,13 @@ class GradientLayout:
         return [piece.view(shape) for piece, shape in zip(pieces, self._shapes, strict=True)], shares
 
     def empty(self, device: torch.device) -> FlatGradients:
-        """A new vector, whose values mean nothing."""
+        """A new uninitialised vector."""
         return FlatGradients(self, torch.empty(self.numel, dtype=torch.float32, device=device))
 
     @torch.no_grad()
     def show(self, parameters: Sequence[torch.Tensor], flat_N: torch.Tensor) -> None:
-        """Write a flat vector into those ``.grad`` that there are; one that cannot hold its values is made anew."""
-        taken: set[int] = set()  # autograd gives two parameters one memory now and then
+        """Write a flat vector into the existing ``.grad`` tensors; one that cannot hold its values is replaced."""
+        taken: set[int] = set()  # autograd may give two parameters the same memory
         for parameter, value in zip(parameters, self.views(flat_N)[0], strict=True):
             if (gradient := parameter.grad) is None:
                 continue
@@ -62,9 +62,9 @@ class GradientLayout:
     def installed(
         self, parameters: Sequence[torch.Tensor], flat_N: torch.Tensor, others: Sequence[torch.Tensor] = ()
     ) -> Iterator[None]:
-        """Within the block, the ``.grad`` of all parameters is that of a flat vector; after it, what it was before.
+        """Within the block, use a flat vector as the ``.grad`` of all parameters; restore them after it.
 
-        A parameter that no sample used gets None, as plain PyTorch does; and so do others, which are not in the vector.
+        A parameter that no sample used gets None, as in plain PyTorch; so do others that are not in the vector.
         """
         before = [(parameter, parameter.grad) for parameter in (*parameters, *others)]
         values, shares = self.views(flat_N)
@@ -80,7 +80,7 @@ class GradientLayout:
 
 
 class FlatGradients:
-    """A flat vector, and its parts, which are found once.
+    """A flat vector with views of its parts.
 
     Attributes:
         flat_N: all of it.
@@ -94,23 +94,23 @@ class FlatGradients:
 
 
 def flattened(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """All values end to end, in float32 on the host, copied."""
+    """A copy of all values in order, in float32 on the host."""
     return torch.cat([tensor.detach().reshape(-1).to("cpu", torch.float32) for tensor in tensors])
 
 
 @torch.no_grad()
 def assign_flat(tensors: Sequence[torch.Tensor], flat_N: torch.Tensor) -> None:
-    """Write what :func:`flattened` has read, or the like."""
+    """Write a vector in the layout of :func:`flattened`."""
     for tensor, values in zip(tensors, torch.split(flat_N, [tensor.numel() for tensor in tensors]), strict=True):
         tensor.copy_(values.view(tensor.shape))
 
 
 @torch.no_grad()
 def are_finite(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether all values are, as float32; asks each device once.
+    """Whether all values are finite as float32; synchronizes with each device once.
 
-    On the host it adds them up, which reads them once and keeps nothing; elsewhere it looks for the largest of each,
-    with one kernel for all of a kind. If that is finite, so are they; else they are looked at one by one.
+    On the host it adds them up, which reads them once and keeps nothing. Elsewhere it computes the largest of each,
+    with one kernel for all of a kind. If the result is not finite, the tensors are checked one by one.
     """
     on_host, by_kind = 0.0, dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]()
     for tensor in tensors:

@@ -1,4 +1,4 @@
-"""How one peer of a run does, as far as it can tell itself: its counts, and whether it is heard, seen and on time."""
+"""The health of one peer of a run: its counts, whether others can read its records, and its clock."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from manyhands.reach.messages import EXAMINE, ExamineRequest
 logger = logging.getLogger(__name__)
 
 FIRST_LOOK_S = 20.0
-"""After joining: the others have been read of by then."""
+"""After joining: by then the others' records have been read."""
 LOOK_PERIOD_S = 60.0
 CLOCKS_ASKED = 3  # one that is wrong itself is outvoted
 ASK_TIMEOUT_S = 5.0
 MAX_FAILURES = 3
-"""To publish, in a row; one or two happen on any link."""
+"""Consecutive failures to publish; one or two happen on any link."""
 ALONE_S = 120.0
-"""Four times as long as a record of a peer counts."""
+"""Four times the lifetime of a peer's record."""
 CLOCK_S = 30.0
-"""Half of what has records refused."""
+"""Half of the difference at which records are refused."""
 
 
 @dataclass
@@ -35,20 +35,19 @@ class Statistics:
     """Counts since an optimizer was made.
 
     Attributes:
-        samples_computed: went through ``step`` on this peer.
+        samples_computed: passed to ``step`` on this peer.
         samples_used: of these, in committed global steps.
-        samples_of_all: in those steps that this peer made, of all peers together; by weight where that is not samples.
-        samples_dropped: of these, thrown away: an overflow, a refused update, or the state of another branch was
-            loaded.
-        samples_carried: how many were left out of a step that the others made, and went on to the next one.
+        samples_of_all: of all peers, in the steps that this peer made; by weight where that is not samples.
+        samples_dropped: of ``samples_computed``: after an overflow, a refused update, or a load of another branch's
+            state.
+        samples_carried: left out of a step that the others made, and moved to the next one.
         rounds_committed, rounds_aborted: averaging rounds that this peer took part in.
-        steps_alone: global steps made while nobody else was there.
-        updates_refused: global steps that left the parameters as they were, since the update was not finite.
+        steps_alone: global steps made while no other peer was there.
+        updates_refused: global steps that left the parameters unchanged, since the update was not finite.
         states_loaded: how often the state was downloaded.
-        parameters_reloaded: of these, because the majority held other parameters at the same place in the run.
-        disagreement: how far apart the parameters of this peer and the majority (in a grid, or without one, of all
-            peers) were before the last step, as a fraction of their size, by what they published; None if that is not
-            known.
+        parameters_reloaded: of these, because the majority held other parameters at the same position.
+        disagreement: distance between the parameters of this peer and the majority (in a grid, or without one, of all
+            peers) before the last step, as a fraction of their size, by what they published; None if unknown.
     """
 
     samples_computed: int = 0
@@ -77,13 +76,13 @@ class Statistics:
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether a peer is heard and seen by the others, and on time.
+    """Whether others can read a peer's records, it sees other peers, and its clock is right.
 
     Attributes:
         step: the last global step that it has made or loaded.
-        publish_failures: times in a row that its progress could not be published.
+        publish_failures: consecutive failures to publish its progress.
         alone_s: seconds since another peer of the run was seen; None if one is there.
-        clock_offset_s: how far its clock is ahead of the median of some others; None if no peer has told.
+        clock_offset_s: how far its clock is ahead of the median of some others; None if no peer has answered.
     """
 
     step: int
@@ -92,7 +91,7 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     clock_offset_s: float | None = None
 
     def faults(self) -> dict[str, str]:
-        """What is wrong and what to do, by the field that shows it."""
+        """Faults and what to do about each, by the field that shows it."""
         faults = {}
         if self.publish_failures >= MAX_FAILURES:
             faults["publish_failures"] = (

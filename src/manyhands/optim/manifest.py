@@ -1,4 +1,4 @@
-"""What all peers of a run must agree on, written down and signed by those who take part."""
+"""The settings that all peers of a run must share, signed by its peers."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from manyhands.runtime import TaskOwner
 logger = logging.getLogger(__name__)
 
 MANIFEST_KIND = "manifest"
-"""Of the DHT keys under which manifests are."""
+"""Of the DHT keys of manifests."""
 
 TTL_S = 300.0
 WITHDRAW_TIMEOUT_S = 0.5
 MAX_BYTES = 256 << 10
-"""Of a manifest before it is compressed: room for some thousands of tensors."""
+"""Of a manifest before compression: room for some thousands of tensors."""
 
 MAX_HYPER_PARAMETERS_BYTES = 64 << 10
 DECODED_IN_A_TURN = 8
-"""Manifests that are decoded while the connections of this peer wait: 1 ms each at most."""
+"""Manifests decoded before the event loop runs other tasks: 1 ms each at most."""
 
 OPTION_NAMES = {"lr": "learning_rate"}
 """Hyper-parameters that have a longer name on the command line."""
 
 SHOWN_DIFFERENCES = 5
 SHOWN_CHARACTERS = 1000
-"""Of one value in a difference: what others published has to fit on a screen."""
+"""Limit for one value in a difference: others' values have to fit on a screen."""
 
 
 class ParameterSpec(msgspec.Struct, frozen=True):
@@ -88,7 +88,7 @@ make_ready(RunManifest)
 
 
 def differences(own: RunManifest, run: RunManifest) -> list[str]:
-    """What differs between a peer's settings and those of the run, one line each; one for all of its tensors."""
+    """Differences between a peer's settings and those of the run, one line each; one for all of its tensors."""
     lines = []
     for name in ("protocol", "target_batch_size", "optimizer", "scheduler", "codec", "frozen"):
         here, there = getattr(own, name), getattr(run, name)
@@ -101,7 +101,7 @@ def differences(own: RunManifest, run: RunManifest) -> list[str]:
     ]
     lines += _option_differences(own.hyper_parameters, run.hyper_parameters)
     lines += _tensor_differences(own.tensors, run.tensors)
-    lines = list(dict.fromkeys(lines))  # several parameter groups differ alike, or a fact tells the same
+    lines = list(dict.fromkeys(lines))  # several parameter groups may differ alike, or facts repeat a line
     if len(lines) > SHOWN_DIFFERENCES:
         lines[SHOWN_DIFFERENCES:] = [f"and {len(lines) - SHOWN_DIFFERENCES} more"]
     return lines
@@ -148,7 +148,7 @@ class ManifestKeeper:
     """Compares this peer's manifest with that of the run at join, then keeps it alive in the DHT.
 
     Args:
-        may_begin: called before a run that nobody has signed is begun; it raises if this peer shall not.
+        may_begin: called before a run without signatures is begun; raises if this peer must not.
         expected: as for :func:`read_manifest`.
     Raises:
         ConfigError: the manifest is too long for others to read.
@@ -179,7 +179,7 @@ class ManifestKeeper:
         """Join the run, or begin it.
 
         Raises:
-            ManifestMismatch: this peer's settings differ from those of the run; it names both.
+            ManifestMismatch: this peer's settings differ from those of the run; names both.
             Unavailable: the DHT does not answer.
         """
         if not await self._compare() and self._may_begin is not None:
@@ -193,12 +193,12 @@ class ManifestKeeper:
         self._tasks.spawn(self._keep_alive(), name="keeping it alive")
 
     async def close(self) -> None:
-        """Sign no longer, so that the settings of a run that nobody trains any more are forgotten."""
+        """Stop signing, so that the settings of a run without trainers expire."""
         await self._tasks.close()
         await self._withdraw()
 
     async def _compare(self) -> bool:
-        """Whether anybody has signed a manifest; this peer's is equal to it then."""
+        """Whether a peer has signed a manifest; this peer's is then equal to it."""
         run = await read_manifest(self._dht, self._manifest.run_id, self._expected)
         if run is not None and run.manifest.fingerprint() != self._manifest.fingerprint():
             raise ManifestMismatch(self._manifest.run_id, differences(self._manifest, run.manifest))
@@ -236,15 +236,15 @@ class SignedManifest(NamedTuple):
 
 
 async def read_manifest(dht: DhtNode, run_id: str, expected: bytes = b"") -> SignedManifest | None:
-    """The manifest that most peers signed; what cannot be read is skipped.
+    """The manifest that most peers signed; unreadable ones are skipped.
 
-    Strangers may publish many, so one at a time is decoded: first each that differs, for its fingerprint, and then the
-    one that is returned.
+    Strangers may publish many, so they are decoded one at a time: first each different one, for its fingerprint, then
+    the one that is returned.
 
     Args:
         expected: the run's fingerprint or its beginning, from a ticket: no other manifest counts then.
     Returns:
-        None if nobody has signed one.
+        None if no peer has signed one.
     Raises:
         Unavailable: the DHT does not answer.
     """
@@ -272,7 +272,7 @@ async def read_manifest(dht: DhtNode, run_id: str, expected: bytes = b"") -> Sig
 
 
 def most_signed(signers: Mapping[bytes, Sequence[PeerId]]) -> bytes:
-    """Of the fingerprints the one that most peers signed; of equally many, that of the lowest peer id."""
+    """The fingerprint that most peers signed; of equally many, that of the lowest peer id."""
     return min(signers, key=lambda fingerprint: (-len(signers[fingerprint]), min(signers[fingerprint])))
 
 

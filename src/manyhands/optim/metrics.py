@@ -1,4 +1,4 @@
-"""What peers publish about the learning, for monitors: trainers once for each global step, evaluators now and then."""
+"""Metrics that peers publish for monitors: trainers once for each global step, evaluators now and then."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class MetricsRecord(msgspec.Struct, frozen=True):
 
 
 class HeldoutRecord(msgspec.Struct, frozen=True):
-    """How well the model does at one global step on text that nobody trains on, as one evaluator has measured it.
+    """An evaluator's metrics of the model at one global step, on held-out text.
 
     Attributes:
         loss: mean over the samples, masked language modelling and sentence order together.
@@ -71,24 +71,24 @@ def metrics_key(run_id: str) -> str:
 
 
 def heldout_key(run_id: str) -> str:
-    """The DHT key of what the evaluators of a run have measured."""
+    """The DHT key of the held-out metrics of a run."""
     return f"{run_id}.heldout"
 
 
 async def publish_metrics(
     dht: DhtNode, own_id: PeerId, run_id: str, record: MetricsRecord, ttl_s: float = TTL_S
 ) -> None:
-    """Publish this peer's metrics; what goes wrong is logged, since nothing depends on them."""
+    """Publish this peer's metrics; errors are only logged, since nothing depends on them."""
     await _publish(dht, own_id, metrics_key(run_id), record, f"the metrics of step {record.step}", ttl_s)
 
 
 async def publish_heldout(dht: DhtNode, own_id: PeerId, run_id: str, record: HeldoutRecord) -> None:
-    """Publish what this peer has measured; what goes wrong is logged, since nothing depends on it."""
+    """Publish held-out metrics; errors are only logged, since nothing depends on them."""
     await _publish(dht, own_id, heldout_key(run_id), record, f"the held-out loss of step {record.step}")
 
 
 async def read_metrics(dht: DhtNode, run_id: str) -> Mapping[PeerId, MetricsRecord]:
-    """The last metrics of each peer; what cannot be read is skipped.
+    """The last metrics of each peer; unreadable ones are skipped.
 
     Raises:
         Unavailable: the DHT does not answer.
@@ -97,7 +97,7 @@ async def read_metrics(dht: DhtNode, run_id: str) -> Mapping[PeerId, MetricsReco
 
 
 async def read_heldout(dht: DhtNode, run_id: str) -> Mapping[PeerId, HeldoutRecord]:
-    """What each evaluator has measured last; what cannot be read is skipped.
+    """The last metrics of each evaluator; unreadable ones are skipped.
 
     Raises:
         Unavailable: the DHT does not answer.

@@ -17,11 +17,11 @@ from manyhands.base.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 NUM_WATCHED = 8
-"""Parameters that have a hook: not each is in every backward pass, and a hook on each costs time."""
+"""Parameters with a hook: not all are in every backward pass, and a hook on each costs time."""
 
 
 class HeldBatches:
-    """Notices batches that accelerate keeps from ``step()``, so that they would not count.
+    """Detects batches that accelerate keeps from ``step()``, so that they would not count.
 
     The wrapper of ``accelerator.prepare``, and so ``transformers.Trainer``, calls ``step()`` once for several backward
     passes when it accumulates gradients itself.
@@ -31,7 +31,7 @@ class HeldBatches:
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        self._held: set[int] = set()  # the watched ones with a gradient that accelerate has kept from step() so far
+        self._held: set[int] = set()  # watched parameters whose gradient accelerate has kept from step() so far
         self._has_lost = False
         self._handles = [
             parameter.register_post_accumulate_grad_hook(functools.partial(self._note, index))  # type: ignore[no-untyped-call]
@@ -48,10 +48,10 @@ class HeldBatches:
             self._held.add(index)
 
     def check(self) -> None:
-        """Make sure that there were none since the last call.
+        """Check that there were none since the last call.
 
         Raises:
-            ConfigError: there were; it says what to write.
+            ConfigError: there were; says what to write.
         """
         self._held.clear()
         if self._has_lost:
@@ -72,18 +72,18 @@ class HeldBatches:
 
 
 class RunningStatistics:
-    """Warns once if the model has BatchNorm layers: their running mean and variance do not travel.
+    """Warns once if the model has BatchNorm layers: their running mean and variance are not shared.
 
-    An optimizer is given parameters, which do not know of their modules. So each module that is called is looked at
-    until all parameters are found: where a whole model is called, at its first call only.
+    An optimizer gets parameters, which do not know their modules. So each module that is called is searched until all
+    parameters are found: where a whole model is called, at its first call only.
 
     Args:
-        parameters: that are trained.
+        parameters: the trained ones.
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         self._sought = {id(parameter): parameter for parameter in parameters}
-        # torch.compile says so of any such hook; this one is gone before it compiles
+        # torch.compile warns about any such hook; this one is gone before it compiles
         warnings.filterwarnings("ignore", "Using `torch.compile", UserWarning)
         self._handle = register_module_forward_pre_hook(self._look)
 

@@ -52,11 +52,11 @@ class Optimizer(OptimizerWrapper):
     Micro-batches are accumulated. Each time the peers together have reached ``target_batch_size`` samples, their
     gradients are averaged, weighted by samples, and every peer makes the same step.
 
-    The loss must be a mean over the samples of a batch, or over what ``step(weight=...)`` counts; then any split over
+    The loss must be a mean over the samples of a batch, or over what ``step(weight=...)`` counts. Then any split over
     peers and batches gives the update of one process that saw them as one batch.
 
     Args:
-        optimizer: any torch optimizer over the model's parameters, or a function that makes it of ``params``.
+        optimizer: any torch optimizer over the model's parameters, or a function that makes it from ``params``.
         params: parameters or groups, for a function.
         peer: this machine's presence in the swarm; the optimizer leaves the run when it is closed.
         run_id: name of the run, 1 to 64 characters without ``.``
@@ -64,16 +64,16 @@ class Optimizer(OptimizerWrapper):
         batch_size_per_step: samples behind each call of :meth:`step`; or give ``batch_size`` to each call.
         scheduler: a torch scheduler of ``optimizer``, or a function that makes one; stepped once for each global step.
         max_grad_norm: the averaged gradient is clipped to this norm, of all parameters together.
-        batch_size_lead: look for the group of a step so many samples before the target, while the next batches are
-            computed; 0: only once the target is reached. By default 6 s before the predicted time of the target.
+        batch_size_lead: begin to look for a step's group this many samples before the target, while the next batches
+            are computed; 0: only once the target is reached. By default 6 s before the predicted time of the target.
         matchmaking_time_s, averaging_timeout_s: as in ``averaging``.
         delay: ``"optimizer"`` to make the update in the background, ``"gradients"`` to average there too, while the
             next batches are computed on parameters that are one step old. None for exact, synchronous steps.
-        offload: keep optimizer state and float32 parameters on the host; the model's own may be of half precision.
-            By default only where ``delay`` needs it.
+        offload: keep optimizer state and float32 parameters on the host; the model's own may be of half precision. By
+            default only where ``delay`` needs it.
         auxiliary: this peer has no data, and helps to average.
         allow_solo: when other peers are seen, but several rounds with them have failed in a row, go on alone instead of
-            waiting; the run may split, and what the branch with fewer steps has done is lost when they meet again.
+            waiting. The run may split; the work of the branch with fewer steps is lost when they meet again.
         start_new: whether to begin the run if none of the peers that ``peer`` has joined is in it. False refuses: the
             name may be mistyped. None begins it with a warning.
         must_match: further facts that all peers must agree on, such as ``{"tokenizer": digest}``.
@@ -81,13 +81,13 @@ class Optimizer(OptimizerWrapper):
         progress: periods of the progress records.
     Raises:
         ConfigError: an argument breaks a rule, or a parameter cannot be trained.
-        ManifestMismatch: the model or the settings differ from those of the run; it names both.
+        ManifestMismatch: the model or the settings differ from those of the run; names both.
         RunNotFound: see ``start_new``.
-        Unavailable: the DHT, or every peer that could hand out the state of the run, does not answer.
+        Unavailable: the DHT, or every peer that could send the run's state, does not answer.
     """
 
     _step_supports_amp_scaling = True
-    """``torch.amp.GradScaler`` leaves it to :meth:`step` to divide by the scale, and to drop what overflowed."""
+    """``torch.amp.GradScaler`` leaves it to :meth:`step` to divide by the scale, and to drop overflowed gradients."""
 
     def __init__(
         self,
@@ -131,8 +131,8 @@ class Optimizer(OptimizerWrapper):
         """As given."""
         self._samples = SampleCounter(peer.peer_id, self._replica, is_delayed=delay is not None)
         self._layout = GradientLayout(self._replica.model_parameters)
-        self._is_counted = False  # what is in the .grad, by this call of step()
-        self._current: GlobalStep | None = None  # that is being made; between calls of step(), in the background
+        self._is_counted = False  # the .grad of this call of step()
+        self._current: GlobalStep | None = None  # the one being made; between calls of step(), in the background
         self._speed = SpeedMeter()
         self._advice = Advice(target_batch_size)
         self._failures = Failures(allow_solo=allow_solo)
@@ -156,12 +156,12 @@ class Optimizer(OptimizerWrapper):
 
     @property
     def global_step(self) -> int:
-        """Optimizer steps that the run has made, as far as the model here has followed."""
+        """Optimizer steps of the run that the model here has followed."""
         return self._shown_step
 
     @property
     def statistics(self) -> Statistics:
-        """What it has done so far."""
+        """Counts of this peer so far."""
         return self._samples.statistics
 
     @property
@@ -171,7 +171,7 @@ class Optimizer(OptimizerWrapper):
 
     @property
     def health(self) -> Health:
-        """How this peer does, for people: its last step, whether it is heard, seen, and right about the time."""
+        """This peer's health report, for people: its last step, whether others can read its records, and its clock."""
         return self._membership.health()
 
     @property
@@ -188,7 +188,7 @@ class Optimizer(OptimizerWrapper):
 
     @property
     def progress(self) -> Progress:
-        """Of all peers at this peer's global step towards the next one, as reckoned; may be read from any thread."""
+        """Predicted progress of all peers at this peer's global step towards the next; may be read from any thread."""
         return self._collaboration.tracker.outlook
 
     @property
@@ -203,15 +203,15 @@ class Optimizer(OptimizerWrapper):
     def step(
         self, closure: Callable[[], Any] | None = None, *, batch_size: int | None = None, weight: float | None = None
     ) -> Any:
-        """Count the current gradients in; when the run is due for it, make a global step together with the others.
+        """Add the current gradients; when the run is due for it, make a global step together with the others.
 
         Returns at once unless a global step is due. A failed attempt changes nothing: the gradients count in the next.
-        When it has waited for a step, ``.grad`` is the averaged gradient afterwards, else what it was.
+        After a call that waited for a step, ``.grad`` is the averaged gradient; else it is unchanged.
 
         Args:
             closure: computes the loss and its gradients again, and returns the loss.
             batch_size: samples behind the current gradients, instead of ``batch_size_per_step``; 0 adds nothing.
-            weight: what the loss is a mean over, where that is not samples: tokens, say.
+            weight: the number of items that the loss is a mean over, if these are not samples: tokens, say.
         Raises:
             ConfigError: no batch size was given; a parameter that was frozen when this was made requires grad;
                 something other than ``scheduler`` has changed an option of the groups, such as the learning rate; or
@@ -251,7 +251,7 @@ class Optimizer(OptimizerWrapper):
                 self.peer.sleep(SETTLE_PERIOD_S)
 
     def wait_for_others(self, timeout_s: float = 30.0) -> bool:
-        """Stay until all peers of the run have reached this step, so that those behind can still load the state.
+        """Wait until all peers of the run have reached this step, so that those behind can still load the state.
 
         Returns whether they have, within ``timeout_s`` seconds.
         """
@@ -270,7 +270,7 @@ class Optimizer(OptimizerWrapper):
         self._stop_looking()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the wrapped optimizer, and under ``manyhands`` where in the run it is, and the schedule.
+        """The state of the wrapped optimizer; under ``manyhands`` its position in the run, and the schedule.
 
         It waits for a step in the background, so save the model's parameters after it.
         """
@@ -280,8 +280,8 @@ class Optimizer(OptimizerWrapper):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the wrapped optimizer's state on this peer, after the parameters were loaded into the model.
 
-        With the state of a :class:`manyhands.Optimizer` the peer goes to where in the run that was taken. If the run
-        is further than that, its state is loaded from the others at the next :meth:`step`, as always.
+        With the state of a :class:`manyhands.Optimizer` the peer also moves to the position of that state in the run.
+        If the run is further, its state is loaded from the others at the next :meth:`step`, as always.
         """
         self.settle()
         with uninterrupted():
@@ -294,7 +294,7 @@ class Optimizer(OptimizerWrapper):
     # micro-batches
 
     def _accumulate(self, batch_size: int | None, weight: float | None, at_step: int) -> bool:
-        """Count the current ``.grad`` in; returns whether nothing needs what is in them any more."""
+        """Add the current ``.grad``; returns whether these tensors may be overwritten."""
         if self._options.auxiliary:
             if batch_size or weight:
                 raise ConfigError("an auxiliary peer has no batches: call step() without a batch size")
@@ -353,7 +353,7 @@ class Optimizer(OptimizerWrapper):
 
     @contextmanager
     def _begun(self) -> Iterator[GlobalStep]:
-        """A step that ends with an error or an interrupt is over: it was made, or its samples count in the next one."""
+        """Conclude a step after an error or an interrupt: it was made, or its samples count in the next one."""
         step = None
         try:
             with uninterrupted():
@@ -386,12 +386,12 @@ class Optimizer(OptimizerWrapper):
             self._membership.moved(step)
         try:
             self._membership.tell()
-        finally:  # it was made, whoever knows of it
+        finally:  # it was made, whether or not the network thread knows
             self._end_step(step)
 
     @uninterrupted()
     def _end_step(self, step: GlobalStep) -> None:
-        """Count what became of a step, and have the model use its parameters."""
+        """Count the outcome of a step, and have the model use its parameters."""
         error = step.error
         if error is not None and not step.has_moved:
             self._give_up(step)
@@ -417,14 +417,14 @@ class Optimizer(OptimizerWrapper):
             computing_s = self._options.target_batch_size / speed
             if advice := self._advice.after_step(computing_s, outcome.averaging_s):
                 logger.warning("%s", advice)
-        if error is not None:  # in the midst of a step in the background, or in telling of it
+        if error is not None:  # during a background step, or while reporting it
             self._membership.moved(step)
             if not isinstance(error, ManyhandsError):
                 raise error
 
     @uninterrupted()
     def _go_to(self, state: State, *, is_reload: bool) -> None:
-        """Go to a state of others, if it fits."""
+        """Load a state of others, if it fits."""
         before = self._replica.position
         if self._membership.load(state):
             self.statistics.states_loaded += 1
@@ -432,7 +432,7 @@ class Optimizer(OptimizerWrapper):
             self._moved_elsewhere()
 
     def _moved_elsewhere(self) -> None:
-        """The parameters are not those after a step that this peer has made."""
+        """Reset what describes the last own step: the parameters now come from elsewhere."""
         self.last_round, self.last_contribution = None, 0
         self._show()
 

@@ -1,4 +1,4 @@
-"""What a user gives to the optimizer, checked: options, the wrapped optimizer, its parameters, and each batch."""
+"""Checks the user's input to the optimizer: options, the wrapped optimizer, its parameters, and each batch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OptimizerMaker = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """What a user chose; see :class:`manyhands.optim.optimizer.Optimizer`.
+    """The user's choices; see :class:`manyhands.optim.optimizer.Optimizer`.
 
     Raises:
         ConfigError: a value breaks its rule.
@@ -66,12 +66,12 @@ class Options:
         return bool(self.offload) or self.delay is not None
 
     def facts(self) -> dict[str, str]:
-        """What all peers of a run must have alike."""
+        """Settings that must be equal on all peers of a run."""
         return {"max_grad_norm": str(float(self.max_grad_norm))} if self.max_grad_norm is not None else {}
 
 
 def made_optimizer(optimizer: OptimizerMaker, params: Iterable[Any] | None) -> torch.optim.Optimizer:
-    """The optimizer to wrap: as given, or made of ``params``.
+    """The optimizer to wrap: as given, or made from ``params``.
 
     Raises:
         ConfigError: a function without parameters, parameters without a function, or an optimizer that computes the
@@ -111,10 +111,10 @@ def checked_batch(batch_size: int | None, weight: float | None) -> int:
 
 
 def checked_parameters(optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]:
-    """All parameters of an optimizer with their names, if they can be trained with others, or handed to a newcomer.
+    """All parameters of an optimizer with their names, if peers can train them together or send them to a newcomer.
 
     Raises:
-        ConfigError: one of them cannot, or there is nothing to train; it names the parameter and says why.
+        ConfigError: one of them cannot, or there is nothing to train; names the parameter and the reason.
     """
     seen: set[int] = set()
     named = list(zip(names_of(optimizer), parameters_of(optimizer), strict=True))
@@ -152,12 +152,12 @@ def _check(name: str, parameter: torch.Tensor) -> None:
 
 
 def check_frozen(frozen: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Make sure that parameters that were frozen when the run was joined are frozen still: it does not average them.
+    """Check that parameters that were frozen at join are still frozen: the run does not average them.
 
     One that is frozen later is like one that some batches do not use, and may be trained again.
 
     Raises:
-        ConfigError: one is not; it names the parameter.
+        ConfigError: one is not; names the parameter.
     """
     for name, parameter in frozen:
         if parameter.requires_grad:

@@ -1,4 +1,4 @@
-"""One peer of several processes: the ranks of a ``torch.distributed`` job, each with a GPU of its own, say."""
+"""One peer made of several processes: the ranks of a ``torch.distributed`` job, for example one for each GPU."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ logger = logging.getLogger(__name__)
 
 
 class ProcessGroupOptimizer(OptimizerWrapper):
-    """:class:`manyhands.Optimizer` for a job of several processes, which are one peer together.
+    """:class:`manyhands.Optimizer` for a job of several processes, which together are one peer.
 
     ``DistributedDataParallel`` averages the gradients over the ranks of the job. Rank 0 is the peer: it takes part in
     the run with the samples of all ranks, and makes the updates; after each the others get its parameters. All ranks
     show the same figures after each call, so they leave a loop together.
 
-    All ranks call it alike, as they do with DDP, but for :meth:`state_dict` and :meth:`close`. What fails on rank 0 is
-    raised by all of them.
+    All ranks make the same calls, as with DDP, except :meth:`state_dict` and :meth:`close`. All raise what fails on
+    rank 0.
 
     Args:
         optimizer: as for :class:`manyhands.Optimizer`; on ranks other than 0 it never has a state.
@@ -47,11 +47,11 @@ class ProcessGroupOptimizer(OptimizerWrapper):
         ConfigError: an argument breaks a rule, or the ranks do not fit together.
         ManifestMismatch: the model or the settings differ from those of the run; other ranks raise ConfigError.
         Unavailable: as for :class:`manyhands.Optimizer`.
-        RankLost: another rank is gone, or failed; so do all other methods.
+        RankLost: another rank is gone, or failed; all other methods raise it, too.
     """
 
     _step_supports_amp_scaling = True
-    """As :class:`manyhands.Optimizer` has it: DDP has given all ranks the same gradients, so the same overflows."""
+    """As in :class:`manyhands.Optimizer`: DDP has given all ranks the same gradients, so the same overflows."""
 
     def __init__(
         self,
@@ -80,12 +80,12 @@ class ProcessGroupOptimizer(OptimizerWrapper):
 
     @property
     def global_step(self) -> int:
-        """Optimizer steps that the run has made, as far as the model here has followed."""
+        """Optimizer steps of the run that the model here has followed."""
         return self._standing.global_step
 
     @property
     def statistics(self) -> Statistics:
-        """What the peer has done so far, with the samples of all ranks; a copy."""
+        """A copy of the peer's counts so far, with the samples of all ranks."""
         return self._standing.statistics
 
     @property
@@ -116,14 +116,14 @@ class ProcessGroupOptimizer(OptimizerWrapper):
     def step(
         self, closure: Callable[[], Any] | None = None, *, batch_size: int | None = None, weight: float | None = None
     ) -> Any:
-        """Count the current gradients in; when the run is due for it, make a global step with the other peers.
+        """Add the current gradients; when the run is due for it, make a global step with the other peers.
 
-        Afterwards rank 0 has the ``.grad`` that :meth:`manyhands.Optimizer.step` says, the others what they had.
+        Rank 0's ``.grad`` afterwards is as for :meth:`manyhands.Optimizer.step`; the others' is unchanged.
 
         Args:
             closure: computes the loss and its gradients again, and returns the loss.
             batch_size: samples of this rank behind the current gradients; each rank may have another number.
-            weight: what the loss of this rank is a mean over, where that is not samples; on all ranks or on none.
+            weight: the number of items that this rank's loss is a mean over, if not samples; on all ranks or on none.
         Raises:
             ConfigError: no batch size was given.
         """
@@ -144,7 +144,7 @@ class ProcessGroupOptimizer(OptimizerWrapper):
         self._together(Call.SETTLE, lambda _: self._own_leader.settle(timeout_s))
 
     def wait_for_others(self, timeout_s: float = 30.0) -> bool:
-        """Stay until all peers of the run have reached this step, so that those behind can still load the state.
+        """Wait until all peers of the run have reached this step, so that those behind can still load the state.
 
         Returns whether they have, within ``timeout_s`` seconds.
         """
@@ -160,14 +160,14 @@ class ProcessGroupOptimizer(OptimizerWrapper):
             self.leader.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """On rank 0, which may call it alone, as of :class:`manyhands.Optimizer`; on the others there is no state.
+        """On rank 0, which may call it alone, as in :class:`manyhands.Optimizer`; on the others there is no state.
 
         With ``delay`` call :meth:`settle` before it on all ranks.
         """
         return self.inner.state_dict() if self.leader is None else self.leader.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state that rank 0 is given, after the parameters were loaded into the model there.
+        """Load the state given to rank 0, after the parameters were loaded into the model there.
 
         The others get these parameters.
         """
@@ -207,7 +207,7 @@ class ProcessGroupOptimizer(OptimizerWrapper):
                 result = action(batches)
             word = self._word(self._own_leader, result)
         except BaseException as error:
-            self._shared = None  # nobody knows how far it came
+            self._shared = None  # the state of the ranks is unknown
             self._tell_of(error)
             raise
         self._ranks.tell(word)
@@ -233,7 +233,7 @@ class ProcessGroupOptimizer(OptimizerWrapper):
     # on all ranks
 
     def _together(self, call: Call, action: Callable[[Sequence[Batch]], Any], own: Batch | None = None) -> Any:
-        """Have rank 0 do something; all ranks have what comes of it, and its parameters."""
+        """Have rank 0 act; all ranks get the result and rank 0's parameters."""
         own = own or Batch(None, None)
         if self._ranks.rank == 0:
             word = self._lead(call, action, own)
@@ -258,7 +258,7 @@ class ProcessGroupOptimizer(OptimizerWrapper):
     def _fitting(
         self, peer: BlockingPeer | None, optimizer: OptimizerMaker, params: Iterable[Any] | None
     ) -> torch.optim.Optimizer:
-        """The optimizer to wrap, once it is sure on all ranks that they fit together."""
+        """The optimizer to wrap, once all ranks know that they fit together."""
         rank, inner = self._ranks.rank, None
         problem = problem_of(rank, peer)
         try:
@@ -283,7 +283,7 @@ class ProcessGroupOptimizer(OptimizerWrapper):
 
 
 def problem_of(rank: int, peer: BlockingPeer | None) -> str:
-    """What is wrong with the peer of one rank; nothing if all is well."""
+    """The problem with one rank's peer; empty if there is none."""
     if rank == 0 and peer is None:
         return "rank 0 is the peer: give it peer=manyhands.Peer(...)"
     if rank != 0 and peer is not None:

@@ -1,8 +1,8 @@
 """Messages between the ranks of a ``torch.distributed`` job that are one peer together.
 
-All ranks make each call of the optimizer. Rank 0 gathers their batches, acts, and broadcasts the result; while that
-takes long, it tells the others now and then that it is still at it. The messages have a gloo group of their own: they
-wait for no GPU, and when a rank dies its sockets close, which all others notice at once.
+All ranks make each call of the optimizer. Rank 0 gathers their batches, acts, and broadcasts the result; if that takes
+long, it sends periodic signs of life. The messages have a gloo group of their own: they wait for no GPU, and when a
+rank dies its sockets close, which all others notice at once.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from manyhands.optim.health import Statistics
 logger = logging.getLogger(__name__)
 
 PATIENCE_S = 1800.0
-"""A rank waits so long for another one, which may be evaluating, say: as torch does by default."""
+"""Timeout of a wait for another rank, which may be evaluating, say; torch's default."""
 AT_WORK_S = 60.0
 """The period of rank 0's sign of life, which is None, while it downloads the state of a run, say."""
 
 
 class Ranks:
-    """The ranks of the default process group, as one of them sees them.
+    """The ranks of the default process group, as seen by one of them.
 
     Attributes:
-        rank, num_ranks: of this process, and how many there are.
+        rank, num_ranks: of this process, and their number.
     Raises:
         ConfigError: there is no process group.
         RankLost: another rank does not come.
@@ -52,14 +52,14 @@ class Ranks:
         self._turn = threading.Lock()  # one word at a time
 
     def compare(self, own: Any) -> list[Any]:
-        """One value of each rank, by rank, on all of them."""
+        """Exchange one value of each rank; returns all of them by rank, on all ranks."""
         said: list[Any] = [None] * self.num_ranks
         with self._lost("to begin"):
             dist.all_gather_object(said, own, group=self._words)
         return said
 
     def gather(self, numbers: Sequence[float | None]) -> list[list[float | None]]:
-        """Equally many numbers of each rank, by rank, on rank 0; the other ranks get nothing and go on at once."""
+        """Gather equally many numbers of each rank, by rank, on rank 0; the others get nothing and go on at once."""
         own = torch.tensor([[number is not None, number or 0] for number in numbers], dtype=torch.float64, device="cpu")
         said = [torch.empty_like(own) for _ in range(self.num_ranks)] if self.rank == 0 else None
         with self._lost("to come to the same call"):
@@ -81,7 +81,7 @@ class Ranks:
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
-        """Within the block, rank 0 tells the others now and then that it is still at work."""
+        """Within the block, rank 0 sends periodic signs of life to the others."""
         over = threading.Event()
 
         def reassure() -> None:
@@ -100,7 +100,7 @@ class Ranks:
         try:
             yield
         finally:
-            over.set()  # it says nothing more from here on, unless it has begun to
+            over.set()  # it sends nothing more from here on, unless it has begun to
             thread.join(PATIENCE_S)
 
     @torch.no_grad()
@@ -133,7 +133,7 @@ class Call(enum.IntEnum):
 
 
 class RankState(NamedTuple):
-    """What all ranks show; see the properties of :class:`manyhands.optim.process_group.ProcessGroupOptimizer`."""
+    """The figures of all ranks; see :class:`manyhands.optim.process_group.ProcessGroupOptimizer`."""
 
     global_step: int = 0
     num_peers: int = 1
@@ -146,11 +146,11 @@ class RankState(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Word:
-    """What rank 0 tells the others at the end of a call.
+    """Rank 0's message to the others at the end of a call.
 
     Attributes:
         result: of the call.
-        error: why there is none; the other fields mean nothing then.
+        error: why there is none; the other fields are then undefined.
         has_moved: the parameters have changed; they follow by :meth:`Ranks.share`.
         options: of the parameter groups after a change, such as the learning rate.
     """
@@ -163,17 +163,17 @@ class Word:
 
 
 class Batch(NamedTuple):
-    """What one rank passes to ``step``."""
+    """One rank's arguments to ``step``."""
 
     samples: float | None
     weight: float | None
 
 
 def added_up(batches: Sequence[Batch]) -> tuple[int | None, float | None]:
-    """The batch of all ranks together; what breaks a rule on one of them breaks it for all.
+    """The batch of all ranks together; a broken rule on one of them breaks it for all.
 
     Raises:
-        ConfigError: some ranks gave a weight, or a batch size, and others did not.
+        ConfigError: only some ranks gave a weight, or a batch size.
     """
     sums: list[float | None] = []
     for name, numbers in zip(("a batch size", "weight"), zip(*batches, strict=True), strict=True):
@@ -187,7 +187,7 @@ def added_up(batches: Sequence[Batch]) -> tuple[int | None, float | None]:
 
 
 def unequal(batches: Sequence[Batch]) -> str:
-    """A hint if the ranks' batches differ, as the mean of their gradients is not the mean over all samples then."""
+    """A hint if the ranks' batches differ: the mean of their gradients is then not the mean over all samples."""
     sizes = [batch.samples if batch.weight is None else batch.weight for batch in batches]
     if len(set(sizes)) == 1:
         return ""

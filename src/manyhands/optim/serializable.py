@@ -1,15 +1,15 @@
-"""Values that travel as they are: numbers, strings, and lists and dicts of them. Pure."""
+"""Plain serializable values: numbers, strings, and lists and dicts of them. Pure."""
 
 from __future__ import annotations
 
 from typing import Any
 
 MAX_DEPTH = 32
-"""Lists and dicts within each other that travel; a stranger's value must not exhaust a reader's stack."""
+"""Depth limit of nested lists and dicts; a stranger's value must not exhaust a reader's stack."""
 
 
 def is_plain(value: object, max_depth: int = MAX_DEPTH) -> bool:
-    """Whether the whole value travels."""
+    """Whether the whole value is serializable."""
     if isinstance(value, (list, tuple)):
         return max_depth > 0 and all(is_plain(item, max_depth - 1) for item in value)
     if type(value) is dict:  # a Counter, say, is more than its items
@@ -19,7 +19,7 @@ def is_plain(value: object, max_depth: int = MAX_DEPTH) -> bool:
 
 
 def plain_part(value: Any) -> Any:
-    """What travels of a value: of a dict the items that do, and None in place of what does not."""
+    """The serializable part of a value: of a dict the items that are; None in place of anything else."""
     if type(value) is dict:
         return {key: plain_part(item) for key, item in value.items() if isinstance(key, str)}
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""How fast a peer computes, and what to advise a user whose settings do not suit the machine or the swarm. Pure."""
+"""Measures a peer's speed, and advises users whose settings do not suit the machine or the swarm. Pure."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ LONGEST_BATCH_S = 2.0
 WARM_UP_BATCHES = 3
 """The first batches take longer than the others."""
 NUM_IN_A_ROW = 3
-"""Batches or steps alike, before anything is said about them."""
+"""Similar batches or steps in a row before advice is given."""
 
 
 class SpeedMeter:
     """Exponential moving average of seconds per sample, without the time spent in rounds.
 
-    The average is corrected for its start, as in Adam (Kingma and Ba, arXiv:1412.6980): the first value counts whole.
+    Corrected for its start, as in Adam (Kingma and Ba, arXiv:1412.6980): the first value has full weight.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class SpeedMeter:
         return self._weight / self._seconds_per_sample if self._seconds_per_sample > 0 else 0.0
 
     def count(self, samples: int, now: float) -> None:
-        """``samples`` were computed since :meth:`resume`; before its first call nothing is known of their time."""
+        """Count ``samples`` computed since :meth:`resume`; their time is unknown before its first call."""
         if self._since is not None:
             self.batch_s = now - self._since
             seconds = self.batch_s / samples
@@ -47,7 +47,7 @@ class SpeedMeter:
 
 
 class Advice:
-    """Looks at batches and steps, and says each thing once; an empty string is nothing to say."""
+    """Checks batches and steps, and gives each advice once; an empty string means none."""
 
     def __init__(self, target_batch_size: int) -> None:
         self._target_batch_size = target_batch_size
@@ -55,13 +55,13 @@ class Advice:
         self._unsuitable_batches, self._short_steps = _Habit(), _Habit()
 
     def after_batch(self, batch_s: float, samples: int) -> str:
-        """Look at the time of one micro-batch."""
+        """Check the time of one micro-batch."""
         self._num_batches += 1
         is_suitable = self._num_batches <= WARM_UP_BATCHES or SHORTEST_BATCH_S <= batch_s <= LONGEST_BATCH_S
         return describe_batch(batch_s, samples) if self._unsuitable_batches.is_new(not is_suitable) else ""
 
     def after_step(self, computing_s: float, averaging_s: float) -> str:
-        """Look at one global step: seconds from the last one to the round, and of averaging without the search."""
+        """Check one global step: seconds from the last one to the round, and of averaging without the search."""
         if not self._short_steps.is_new(computing_s < averaging_s):
             return ""
         target = working_target(computing_s, averaging_s, self._target_batch_size)
@@ -73,7 +73,7 @@ class Advice:
 
 
 class _Habit:
-    """Something that is worth a word, once, when it was so ``NUM_IN_A_ROW`` times in a row."""
+    """Something to report once, when it occurred ``NUM_IN_A_ROW`` times in a row."""
 
     def __init__(self) -> None:
         self._in_a_row = 0
@@ -103,10 +103,10 @@ def describe_batch(batch_s: float, samples: int) -> str:
 
 
 def describe_late_states(num_loads: int, download_s: float, computing_s: float, target_batch_size: int) -> str:
-    """The words for a peer whose downloads take longer than steps.
+    """The advice for a peer whose downloads take longer than steps.
 
     Args:
-        computing_s: the run takes so long for the samples of a step; 0 if that is not known.
+        computing_s: the run's time for the samples of a step; 0 if unknown.
     """
     if 0 < computing_s < download_s:
         target = working_target(computing_s, download_s, target_batch_size)
@@ -120,7 +120,7 @@ def describe_late_states(num_loads: int, download_s: float, computing_s: float, 
 
 
 def working_target(computing_s: float, longer_s: float, target_batch_size: int) -> int:
-    """The target, rounded up to two digits, at which computing takes as long as something that takes longer now."""
+    """The target, rounded up to two digits, at which computing takes as long as an operation that now takes longer."""
     needed = target_batch_size * longer_s / max(computing_s, 1e-3)
     digits = int(10 ** max(math.floor(math.log10(needed)) - 1, 0))
     return math.ceil(needed / digits) * digits

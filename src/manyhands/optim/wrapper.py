@@ -1,4 +1,4 @@
-"""What torch expects of an optimizer, for one that wraps another."""
+"""The torch optimizer interface of an optimizer that wraps another."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from manyhands.base.from_hivemind import FromHivemind
 from manyhands.optim.step.replica import Replica
 
 PLACE = "manyhands"
-"""Key of a checkpoint's place in the run."""
+"""Key of a checkpoint's position in the run."""
 PARTS = ("state", "param_groups")
 PLACE_PARTS = ("step", "lineage", "lineage_samples", "scheduler")
 
@@ -20,7 +20,7 @@ PLACE_PARTS = ("step", "lineage", "lineage_samples", "scheduler")
 class OptimizerWrapper(FromHivemind, torch.optim.Optimizer):
     """Shows the groups and the state of another optimizer as its own.
 
-    With a copy on the host the groups have the model's parameters all the same, for ``zero_grad`` and gradient scalers.
+    With a copy on the host the groups still have the model's parameters, for ``zero_grad`` and gradient scalers.
 
     Attributes:
         inner: the wrapped optimizer.
@@ -33,17 +33,17 @@ class OptimizerWrapper(FromHivemind, torch.optim.Optimizer):
         self._next_batch: tuple[int, float | None] | None = None
 
     def wrap(self, replica: Replica) -> None:
-        """From now on show what the replica has."""
+        """Show the groups and state of a replica from now on."""
         self._replica = replica
         self.scheduler = replica.scheduler
         self.share()
 
     def share(self) -> None:
-        """Have the same groups and state as the wrapped optimizer, which replaces its own when it loads a state."""
+        """Share the groups and state of the wrapped optimizer, which replaces its own when it loads a state."""
         self.param_groups, self.state = self._replica.shown_groups, self.inner.state
 
     def next_batch(self, batch_size: int, weight: float | None = None) -> None:
-        """Say what is behind the next call of ``step()``, where a library makes that call, without a batch size.
+        """Set the batch size of the next ``step()``, where a library makes that call without one.
 
         Args:
             batch_size, weight: as for ``step()``.
@@ -53,7 +53,7 @@ class OptimizerWrapper(FromHivemind, torch.optim.Optimizer):
     def _batch_of(
         self, batch_size: int | None, weight: float | None, batch_size_per_step: int | None
     ) -> tuple[int | None, float | None]:
-        """What a call of ``step()`` counts."""
+        """The batch that a call of ``step()`` counts."""
         told, self._next_batch = self._next_batch, None
         if batch_size is None and weight is None and told is not None:
             return told
@@ -66,11 +66,11 @@ class OptimizerWrapper(FromHivemind, torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the wrapped optimizer, and under ``manyhands`` where in the run it is, and the schedule."""
+        """The state of the wrapped optimizer; under ``manyhands`` its position in the run, and the schedule."""
         return {**self.inner.state_dict(), PLACE: self._replica.place()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` gave, or the state of an optimizer like the wrapped one.
+        """Load the result of :meth:`state_dict`, or the state of an optimizer like the wrapped one.
 
         Raises:
             ConfigError: a part of it is missing; nothing was loaded.

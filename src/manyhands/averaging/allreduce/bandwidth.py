@@ -1,21 +1,21 @@
 """Estimates this peer's upload bandwidth from what it sent in its last rounds. Pure.
 
 The estimate counts only the time in which this peer's own uplink is the bottleneck. On long links the operating system
-tells when that is (:mod:`manyhands.rpc.backlog`). Elsewhere it is guessed from the duration of sends: the uplink is
-taken for the bottleneck while sends to most members are in progress. While only a few are, these wait for the other
-end, and the rate says little. The first megabytes go into the system's buffers at memory speed; the median over short
-windows ignores them. Where everything fits into the buffers, nothing is measured.
+reports that time (:mod:`manyhands.rpc.backlog`). Elsewhere it is inferred from the duration of sends: the uplink counts
+as the bottleneck while sends to most members are in progress. While only a few are, these wait for the other end, and
+the rate says little. The first megabytes go into the system's buffers at memory speed; the median over short windows
+ignores them. Where everything fits into the buffers, nothing is measured.
 
 The estimate is the median of the last rounds: one odd round changes nothing, and a line that became faster or slower is
-found in the second round. The estimate must not feed its own errors back: a peer that is taken for slow gets less to
-send, and must not look slow because of that.
+found in the second round. Errors must not feed back: a peer that seems slow gets less to send, and must not look slow
+because of that.
 
-A peer whose uplink is hardly ever the bottleneck could send more than it did, but nobody knows how much. It counts as
-somewhat faster. So a peer that was wrongly taken for slow has its full part again after a few rounds; and where no
-uplink is a bottleneck, all peers are judged by the same round, and the spans stay as they are.
+A peer whose uplink is hardly ever the bottleneck could have sent more, by an unknown amount. It counts as somewhat
+faster. So a peer that wrongly seemed slow has its full part again after a few rounds. Where no uplink is a bottleneck,
+all peers are judged by the same round, and the spans stay as they are.
 
-A peer that was too slow for a round does not know at what pace its values left, because they wait in the system's
-buffers. But the peers that waited for it say that its values would not have arrived in the time of the round: that
+A peer that was too slow for a round does not know the rate at which its values left, because they wait in the system's
+buffers. But the peers that waited for it report that its values would not have arrived in the time of the round: that
 bounds its bandwidth from above. In the next round it reduces nothing.
 """
 
@@ -34,15 +34,15 @@ from manyhands.transport.passing import PassingStream
 
 WINDOW_S = 0.02
 MIN_COUNTED_S = 0.1
-"""A round shows the rate if it had most streams busy for so long in all."""
+"""Total time with most streams busy from which a round shows the rate."""
 MIN_BYTES = 1 << 20
-"""A round in which less was sent says nothing about a peer that was not held up: it took as long as its messages."""
+"""Below this, a round says nothing about a peer with spare uplink: it took as long as its messages."""
 MIN_BYTES_TO_ONE = 1 << 21
-"""A round in which less was sent to each member may be all in the buffers, and shows no rate."""
+"""Below this per member, everything may fit into the buffers, and a round shows no rate."""
 UNTESTED = 1.5
-"""What a peer that was not held up can send, over what it did send."""
+"""Factor from the bytes that a peer sent with spare uplink to those that it is assumed able to send."""
 SHORTEST_S = 1e-6
-"""What a send takes at least, also by a clock that did not move meanwhile."""
+"""Minimum duration of a send, also by a clock that did not move meanwhile."""
 NUM_ROUNDS = 3
 """Rounds that count. Of two the better one: an estimate that is too high costs a round, one too low all later ones."""
 
@@ -62,10 +62,10 @@ class Send(NamedTuple):
 
 
 class BandwidthMeter:
-    """An estimate that follows what was measured, round by round.
+    """An estimate that follows the measurements, round by round.
 
     Args:
-        declared: bytes per second, the first guess, as good as one round; None if there is none.
+        declared: bytes per second, the first guess, which counts as one round; None if there is none.
     """
 
     def __init__(self, declared: float | None = None) -> None:
@@ -73,19 +73,19 @@ class BandwidthMeter:
 
     @property
     def bandwidth(self) -> int:
-        """Bytes per second; 0 as long as nothing is known."""
+        """Bytes per second; 0 if unknown."""
         return min(max(1, round(self._estimate())), MAX_BANDWIDTH) if self._latest else 0
 
     def _estimate(self) -> float:
         return statistics.median_high(self._latest)
 
     def add_round(self, measured: float | None, num_bytes: int, seconds: float) -> None:
-        """Count what one round showed.
+        """Add the measurements of one round.
 
         Args:
-            measured: bytes per second, > 0, while this peer's uplink held it up; None if it hardly did.
-            num_bytes: what was sent in all.
-            seconds: until all that was sent had arrived.
+            measured: bytes per second, > 0, while this peer's uplink was the bottleneck; None if it hardly was.
+            num_bytes: bytes sent in all.
+            seconds: until all of them had arrived.
         """
         if measured is not None:
             self._latest.append(measured)
@@ -93,13 +93,13 @@ class BandwidthMeter:
             self.add_at_least(num_bytes, seconds)
 
     def add_at_least(self, num_bytes: int, seconds: float) -> None:
-        """Count that so much was sent while others held this peer up."""
+        """Add a round in which this peer sent this much while others held it up."""
         least = UNTESTED * num_bytes / max(seconds, SHORTEST_S)
         if not self._latest or self._estimate() < least:
             self._restart(least)
 
     def add_at_most(self, bytes_per_s: float) -> None:
-        """Count that this peer held the others up."""
+        """Add a round in which this peer held the others up."""
         if not self._latest or self._estimate() > bytes_per_s:
             self._restart(bytes_per_s)
 
@@ -109,14 +109,14 @@ class BandwidthMeter:
 
 
 def backlogged_rate(sends: Sequence[Send]) -> float | None:
-    """Bytes per second, > 0, over the time in which sends to more than half of the members were under way.
+    """Bytes per second, > 0, over the time in which sends to more than half of the members were in progress.
 
-    None when that is too little to say anything.
+    None if that is too little for an estimate.
     """
     num_receivers = len({send.receiver for send in sends})
     if sum(send.num_bytes for send in sends) < MIN_BYTES_TO_ONE * num_receivers:
         return None
-    changes: list[tuple[float, int, float]] = []  # time, streams more under way, bytes per second more
+    changes: list[tuple[float, int, float]] = []  # time, change of streams in progress, change of bytes per second
     for send in sends:
         seconds = max(send.ended - send.began, SHORTEST_S)
         rate = send.num_bytes / seconds
@@ -132,13 +132,13 @@ def backlogged_rate(sends: Sequence[Send]) -> float | None:
             windows.append((window_bytes / window_s, window_s))
             window_bytes = window_s = 0.0
         num_sending += num_more
-        rate = rate + rate_more if num_sending else 0.0  # what rounding left over ends here
+        rate = rate + rate_more if num_sending else 0.0  # rounding errors end here
         before = now
     return _median(windows)
 
 
 def _median(windows: list[tuple[float, float]]) -> float | None:
-    """Of the rates, weighted by their seconds."""
+    """Median of the rates, weighted by their seconds."""
     counted_s = math.fsum(seconds for _, seconds in windows)
     if counted_s < MIN_COUNTED_S:
         return None
@@ -151,10 +151,10 @@ def _median(windows: list[tuple[float, float]]) -> float | None:
 
 
 JUDGED_SHARE = 0.45
-"""Of a round's time: who was too slow was not given up sooner. It is half of it, but the members begin at slightly
-different moments."""
+"""Share of a round's time before which no slow member is given up: half of it, less the difference of the members'
+starts."""
 OWN_VALUES = 1.05
-"""Of the vector: who had no more than this to send, reduced nothing to speak of."""
+"""A peer that had to send no more than this multiple of the vector reduced practically nothing."""
 
 
 class RoundBandwidth:
@@ -164,7 +164,7 @@ class RoundBandwidth:
         declared: bytes per second, the first guess; None if there is none.
 
     Attributes:
-        sends: of the round that is under way.
+        sends: of the current round.
     """
 
     def __init__(self, declared: float | None) -> None:
@@ -173,11 +173,11 @@ class RoundBandwidth:
 
     @property
     def bandwidth(self) -> int:
-        """Bytes per second; 0 as long as nothing is known."""
+        """Bytes per second; 0 if unknown."""
         return self._meter.bandwidth
 
     def begin_round(self, round_s: float) -> None:
-        """A group has formed, which has so much time; infinite if there is no bound."""
+        """Begin a round with this time limit, as its group has formed; infinite for no limit."""
         self.sends: list[Send] = []
         self._is_told = False
         self._told_rate: float | None = None
@@ -186,28 +186,28 @@ class RoundBandwidth:
         self._exchange_s = 0.0
 
     def tell_rate(self, rate: float | None) -> None:
-        """The system tells what all streams of the round carried, so nobody has to guess it from the sends.
+        """Set the rate of all streams in the round as the system reports it, in place of an estimate from the sends.
 
         Args:
-            rate: bytes per second while only the line held them up; None if that was too short a time to tell.
+            rate: bytes per second while only the line held them up; None if that time was too short to tell.
         """
         self._is_told, self._told_rate = True, rate
 
     def add_exchange(self, vector_bytes: int, num_due: int, num_sent: int, seconds: float) -> None:
-        """Values were exchanged; of a round the first time counts, as it is that of the whole vector.
+        """Add an exchange. Of a round only the first counts, as it is that of the whole vector.
 
         Args:
-            vector_bytes: of all that is averaged, as it travels.
+            vector_bytes: size of the encoded vector.
             num_due: bytes that this peer had to send.
             num_sent: bytes that it sent.
-            seconds: until all was done, or nobody listened any more.
+            seconds: until all was done, or no member listened any more.
         """
         if not self._vector_bytes:
             self._vector_bytes, self._num_due, self._num_sent = vector_bytes, num_due, num_sent
             self._exchange_s = seconds
 
     def end_round(self, seconds: float, *, is_whole: bool) -> None:
-        """A round of so many seconds has given this peer the mean; ``is_whole`` if nobody was lost on the way."""
+        """End a round that gave this peer the mean; ``is_whole`` if no member was lost on the way."""
         if is_whole:
             measured = self._told_rate if self._is_told else backlogged_rate(self.sends)
             self._meter.add_round(measured, sum(send.num_bytes for send in self.sends), seconds)
@@ -215,7 +215,7 @@ class RoundBandwidth:
             self._meter.add_at_least(self._num_sent, self._exchange_s)
 
     def lose_round(self) -> str:
-        """This peer is to blame in a round. Says what would help if that is because its own values are too much."""
+        """End a round in which this peer is to blame; returns advice if its own values are too much for the time."""
         if not self._num_due or not self._was_judged():
             return ""
         self._meter.add_at_most(min(self._num_due / self._round_s, self._num_sent / self._exchange_s))
@@ -231,11 +231,11 @@ class RoundBandwidth:
 
 
 class MeteredStream(PassingStream):
-    """Passes everything on, counts from 0 on, and notes when it sent how much.
+    """Passes everything through, counts bytes from 0, and records its sends.
 
     Args:
         receiver: the rank at the other end.
-        sends: gets what was sent, when it has been sent.
+        sends: gets each send once it is complete.
         before: bytes that earlier rounds sent and received on it.
     """
 

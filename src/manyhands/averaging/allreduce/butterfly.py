@@ -1,16 +1,16 @@
-"""Butterfly all-reduce of one formed group: reduce-scatter, then all-gather, over one stream for each pair.
+"""Butterfly all-reduce within one group: reduce-scatter, then all-gather, over one stream for each pair of members.
 
-Each reducer owns a span of the vector; two members that own none have no stream. On the stream between two members,
-each sends its part of the other's span, then the averaged chunks of its own span as they get ready, and in the end a
-record of who contributed to each, and of how large their values were. Both sides know all sizes; each says what it is
-about to send, so that a member with another vector is found out before its values count. A reducer adds in the order of
-ranks, so the result does not depend on who is faster. What it sends, encoded once, is what everybody applies, the
-reducer included: all decode the same bytes.
+Each reducer owns a span of the vector; two members without spans have no stream. On its stream to a partner, a member
+sends its part of the partner's span. It then sends the averaged chunks of its own span as they become ready. At the end
+it sends, for each chunk, the contributors and the size of their values. Both sides know all sizes, and each announces
+what it sends, so that a member with a different vector is detected before its values count. A reducer adds in the order
+of ranks, so the result does not depend on timing. It encodes each mean once, and all members, the reducer included,
+decode the same bytes.
 
-A member that is lost ends nothing: the chunks that it had delivered count, the later ones are the mean of the others,
-and its own span is missing. What is missing is reduced again (:mod:`manyhands.averaging.commit.recovery`).
+A lost member does not end the all-reduce. Chunks that it had delivered count, later chunks are the mean of the others,
+and its own span is missing. Missing spans are reduced again (:mod:`manyhands.averaging.commit.recovery`).
 
-Arithmetic on more than a few values runs beside the loop: the others' calls must not wait for it.
+Arithmetic on more than a few values runs off the event loop, so that calls from other peers need not wait for it.
 
 Source: Ryabinin et al., Moshpit SGD, arXiv:2103.03239, section 3.2.
 """
@@ -40,16 +40,16 @@ from manyhands.base.errors import PeerLost, RoundAborted
 from manyhands.transport.api import Stream
 
 _LABEL = struct.Struct("<QQ")
-"""Goes before the values, and before the means, of a span: elements of the vector, and bytes that follow."""
+"""Sent before the values and before the means of a span: number of elements, and number of bytes that follow."""
 
 
 PIECE_NUMEL = 1023 * 64
-"""Values that travel as they are are looked at in pieces of so many, while they are in the processor's cache. As
-float32 they are one record on a short link (:mod:`manyhands.transport.sealed_stream`)."""
+"""Unencoded values are checked in pieces of this size, while they are in the processor's cache. As float32, a piece is
+one record on a short link (:mod:`manyhands.transport.sealed_stream`)."""
 
 
 class Wanted(enum.Enum):
-    """What a partner is to send."""
+    """What a partner still has to send."""
 
     VALUES = "values"
     MEANS = "means"
@@ -63,18 +63,18 @@ class Butterfly:
         rank: of this member.
         flat_N: this member's values, of the plan's dtype, on the CPU.
         plan: how the vector is encoded; the same on all members.
-        members: ranks of those that take part; all by default.
-        region: what is averaged; all of the vector by default.
-        averaged_N: where the means go; only ``region`` is written. If it is ``flat_N``, the means of a chunk are
-            written over the values once its reducer has these.
-        memory: where what is encoded goes, for one round after the other.
-        feedbacks: what earlier rounds lost of this member's values and means; None to do without.
-        is_measured: whether the reducers tell how large the values of each member are; the same on all members.
+        members: ranks that take part; all by default.
+        region: the part to average; the whole vector by default.
+        averaged_N: receives the means; only ``region`` is written. If it is ``flat_N``, the means of a chunk overwrite
+            the values once its reducer has these.
+        memory: buffers for encoded data, reused from round to round.
+        feedbacks: the codec error of this member's values and means in earlier rounds; None for no error feedback.
+        is_measured: whether the reducers report how large each member's values are; the same on all members.
 
     Attributes:
-        faults: what each member that was lost on the way did, by rank.
-        wanted: what is waited for, by rank.
-        done_with: members with whom all was exchanged; nothing more travels on their streams.
+        faults: what each lost member did wrong, by rank.
+        wanted: what is still to come, by rank.
+        done_with: members with which all was exchanged; nothing more travels on their streams.
     """
 
     def __init__(
@@ -118,20 +118,20 @@ class Butterfly:
         )  # fmt: skip
         self._hashers = {other: blake3(max_threads=1) for other in range(len(group.members))}
         self._hashers[rank] = self._reducer.hasher
-        self._has_given: set[int] = set()  # of whom no values come any more
+        self._has_given: set[int] = set()  # members that send no more values
         self._told: dict[int, list[list[int]]] = {}  # by reducer, of all its chunks
         self._conversations: dict[int, asyncio.Task[None]] = {}
 
     def digest(self) -> bytes:
-        """BLAKE3 of the digests of all spans, by rank, of the means as they travelled; once nothing is missing."""
+        """BLAKE3 of the digests of all spans, in order of ranks, of the means as sent. Nothing may be missing."""
         return digest_of_all(False, [self._hashers[rank].digest() for rank in sorted(self._hashers)])
 
     def means(self) -> Means:
-        """The means as they travelled, by reducer, as far as they are there; for a butterfly that has ended."""
+        """The means as sent, by reducer, as far as they have come; call it once the butterfly has ended."""
         return Means(self.averaged_N, False, self._encoded, self._decode_all)
 
     def partners(self) -> list[int]:
-        """Ranks with which values are exchanged; two members that own no span have nothing to say to each other."""
+        """Ranks with which values are exchanged; two members without spans exchange nothing."""
         return [
             rank
             for rank in sorted(self._here)
@@ -139,7 +139,7 @@ class Butterfly:
         ]
 
     def held(self) -> list[tuple[slice, int, list[int]]]:
-        """What is averaged now: chunks, with who reduced each and who contributed; of a span all chunks or none."""
+        """The averaged chunks, each with its reducer and contributors; all chunks of a span or none."""
         told = dict(self._told)
         if len(self._reducer.presents) == len(self._reducer.chunks):
             told[self._rank] = self._reducer.presents
@@ -150,7 +150,7 @@ class Butterfly:
         ]
 
     def norms(self) -> list[list[float]]:
-        """By each reducer that has told all, and this member, the norm of the values of each member in its span."""
+        """Each member's norm by span, from this member and each reducer that has reported in full."""
         told = dict(self._told_norms)
         if self._norms is not None and self._reducer.chunks:
             told[self._rank] = self._norms.told()
@@ -158,33 +158,33 @@ class Butterfly:
 
     @property
     def num_averaged(self) -> int:
-        """Chunks that this member has averaged."""
+        """Number of chunks that this member has averaged."""
         return len(self._reducer.presents)
 
     def num_bytes_with(self, rank: int) -> int:
-        """About what each way of the stream to a partner carries, in bytes."""
+        """Approximate bytes in each direction of the stream to a partner."""
         return self.num_bytes_of(rank) + self.num_bytes_of(self._rank)
 
     def num_bytes_of(self, rank: int) -> int:
-        """The span of a member, encoded, in bytes."""
+        """Encoded size of a member's span in bytes."""
         return self._partition.num_bytes(rank)
 
     async def run(self, connect: Callable[[int], Awaitable[Stream]]) -> torch.Tensor:
         """Exchange values with all partners; returns the weighted mean, of the plan's dtype, shape [N].
 
-        Not all of it is there if members were lost: see :meth:`held` and ``faults``.
+        If members were lost, parts are missing: see :meth:`held` and ``faults``.
 
         Args:
-            connect: gives the stream to the partner of this rank; each is used as soon as it is there.
+            connect: returns the stream to the partner of this rank; each is used as soon as it is open.
         Raises:
-            RoundAborted: this member's own values are not finite, or all who would contribute to its span were lost.
+            RoundAborted: this member's own values are not finite, or all contributors to its span were lost.
         """
         reducing = self._reducer.run(lambda rank, reason: self.lose(rank, reason, is_violation=True))
         await _all_or_none([reducing, *(self._exchange_with(rank, connect) for rank in self.partners())])
         return self.averaged_N
 
     def lose(self, rank: int, reason: str, *, is_violation: bool = False, is_stalled: bool = False) -> None:
-        """Go on without a member; what it has delivered counts, unless that was the fault."""
+        """Continue without a member; chunks that it has delivered count, unless they were the fault."""
         if rank in self.faults or rank not in self._conversations:
             return
         self.faults[rank] = Accusation(rank, reason[:MAX_REASON_LENGTH], is_violation, is_stalled)
@@ -210,14 +210,14 @@ class Butterfly:
         try:
             await _all_or_none([self._send_to(rank, stream), self._receive_from(rank, stream)])
         except BaseException:
-            stream.abort()  # the other end shall not wait for this one
+            stream.abort()  # the other end must not wait for this one
             raise
         self.done_with.add(rank)
 
     # sending
 
     async def _send_to(self, rank: int, stream: Stream) -> None:
-        """This member's values of a partner's span, and then the means of its own, as they get ready."""
+        """Send this member's values of a partner's span, then the means of its own as they become ready."""
         if not (self._owes_values_to(rank) or self._reducer.chunks):
             return
         pieces = Pausing(self._outgoing(rank), self._reducer.progress)
@@ -242,13 +242,13 @@ class Butterfly:
         yield from self._own_values(reducer) if self._codec.is_exact else self._encoded_values(reducer)
 
     def _own_values(self, reducer: int) -> Iterator[memoryview]:
-        """As they are; each piece is looked at just before it is sent, which brings it into the cache."""
+        """Unencoded values; each piece is checked just before it is sent, which brings it into the cache."""
         for piece in chunks_of(self._partition.spans[reducer], PIECE_NUMEL):
             self._codec.check_finite(self._rank, self._flat_N[piece])
             yield bytes_of(self._flat_N[piece])
 
     def _encoded_values(self, reducer: int) -> Iterator[memoryview]:
-        """Chunk by chunk; each of a large span is valid until the next one is asked for."""
+        """Encoded chunks; one of a large span is valid until the next is requested."""
         buffer = torch.empty(0, dtype=torch.uint8)
         for chunk, place in zip(self._partition.chunks[reducer], self._partition.places[reducer], strict=True):
             num_bytes = place.stop - place.start
@@ -259,7 +259,7 @@ class Butterfly:
             yield bytes_of(encoded)
 
     def _means(self) -> Iterator[memoryview | Condition]:
-        """The means of this member's span, as they get ready, and who contributed to them."""
+        """The means of this member's span as they become ready, then their contributors."""
         yield memoryview(self._label_of(self._rank))
         num_sent = 0
         while num_sent < len(self._reducer.chunks):
@@ -271,13 +271,13 @@ class Butterfly:
             yield memoryview(self._norms_record.pack(*self._norms.told()))
 
     def _label_of(self, reducer: int) -> bytes:
-        """What goes before the values or the means of a span."""
+        """The header of a span's values or means."""
         return _LABEL.pack(self._flat_N.numel(), self._partition.num_bytes(reducer))
 
     # receiving
 
     async def _receive_from(self, rank: int, stream: Stream) -> None:
-        """A partner's values of this member's span, and then the means of its own."""
+        """Receive a partner's values of this member's span, then the means of its own."""
         if rank not in self._reducer.inboxes and not self._partition.is_reducer(rank):
             return
         rooms = Pausing(self._rooms(rank), self._reducer.progress)
@@ -292,7 +292,7 @@ class Butterfly:
             self.wanted.pop(rank, None)
 
     def _rooms(self, rank: int) -> Iterator[memoryview | Condition]:
-        """Memory for all that a partner sends."""
+        """Buffers for all that a partner sends."""
         inbox = self._reducer.inboxes.get(rank)
         if inbox is not None:
             yield from self._rooms_for_values(rank, inbox)
@@ -302,7 +302,7 @@ class Butterfly:
             yield from self._rooms_for_means(rank)
 
     def _rooms_for_values(self, rank: int, inbox: Inbox) -> Iterator[memoryview | Condition]:
-        """Memory for one chunk of a member's values after the other; averaged with the others' as soon as it can be."""
+        """One buffer for each chunk of a member's values; averages a chunk as soon as all values are there."""
         label = bytearray(_LABEL.size)
         yield memoryview(label)
         self._check_label(label, rank, self._rank, Wanted.VALUES)
@@ -314,7 +314,7 @@ class Butterfly:
             self._reducer.put(rank, encoded)
 
     def _rooms_for_means(self, rank: int) -> Iterator[memoryview]:
-        """Memory for one averaged chunk after the other, which is taken over as soon as it has come."""
+        """One buffer for each averaged chunk; takes a chunk over as soon as it has come."""
         label = bytearray(_LABEL.size)
         yield memoryview(label)
         self._check_label(label, rank, rank, Wanted.MEANS)
@@ -371,7 +371,7 @@ class Butterfly:
     # memory
 
     def _memory_of_means(self) -> list[torch.Tensor]:
-        """Of the means as they travel, by reducer, uint8: their own, unless they are encoded."""
+        """Memory for the means as sent, by reducer, uint8; the means' own memory if they are not encoded."""
         if self._codec.is_exact:
             return [self.averaged_N[span].view(torch.uint8) for span in self._partition.spans]
         sizes = [self._partition.num_bytes(rank) for rank in range(len(self._members))]
@@ -380,7 +380,7 @@ class Butterfly:
         return [means[start : start + size] for start, size in zip(starts, sizes, strict=False)]
 
     def _encoded_chunks(self, rank: int) -> Iterator[tuple[slice, torch.Tensor]]:
-        """The chunks of a reducer's span, each with the memory for its means as they travel."""
+        """The chunks of a reducer's span, each with memory for its means as sent."""
         for chunk, place in zip(self._partition.chunks[rank], self._partition.places[rank], strict=True):
             yield chunk, self._encoded[rank][place]
 
@@ -391,7 +391,7 @@ class Butterfly:
                     self._codec.decode(rank, encoded, chunk, self.averaged_N[chunk])
 
     def _is_small(self, rank: int) -> bool:
-        """Whether what goes between a partner and this member is worked on at once, on the loop."""
+        """Whether the exchange with a partner is small enough to work on in the event loop."""
         return max(self._partition.numel(rank), self._partition.numel(self._rank)) < INLINE_NUMEL
 
     def _contributors(self) -> list[int]:
@@ -399,7 +399,7 @@ class Butterfly:
 
 
 async def _all_or_none(parts: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """Run all parts; when one fails, cancel the others and raise what it met."""
+    """Run all parts; if one fails, cancel the others and raise its exception."""
     tasks = [asyncio.get_running_loop().create_task(part) for part in parts]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)

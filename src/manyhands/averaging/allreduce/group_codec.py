@@ -1,7 +1,6 @@
-"""Encodes and decodes what the members of a group send each other, and blames a member whose values break the rules.
+"""Encodes and decodes what the members of a group send each other, and blames members whose values break the rules.
 
-:class:`Means` is the result of a round in the form that its digest is computed over: pieces that can be verified one by
-one.
+:class:`Means` is the result of a round in the form that its digest covers: pieces that can be verified separately.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from manyhands.base.errors import RoundAborted
 
 
 class InvalidContribution(RoundAborted):
-    """A member has sent what it must not; it is blamed."""
+    """A member sent invalid data; it is blamed."""
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -29,23 +28,23 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 def is_finite(values: torch.Tensor) -> bool:
     """Whether no value is infinite or NaN.
 
-    A sum is the fastest pass over memory that there is, and not finite if one of the values is not. Only when it has
-    overflowed are they looked at again.
+    A sum is the fastest pass over memory, and not finite if one of the values is not. Only if the sum has overflowed
+    are the values checked again.
     """
     return math.isfinite(values.sum().item()) or math.isfinite(largest_magnitude(values))
 
 
 class GroupCodec:
-    """Encodes and decodes chunks of the vector of a group.
+    """Encodes and decodes chunks of a group's vector.
 
     Args:
         plan: how the vector is encoded.
         members: of the group, by rank.
         rank: of this member.
-        region: of the vector that is averaged.
+        region: the part of the vector that is averaged.
 
     Attributes:
-        is_exact: whether values in the region travel as they are.
+        is_exact: whether values in the region are sent unencoded.
         unit_numel: chunks of a multiple of it are whole rows or pieces of all codecs.
     """
 
@@ -57,7 +56,7 @@ class GroupCodec:
         self._rank = rank
 
     def num_bytes(self, part: slice) -> int:
-        """Bytes of a part of the vector, encoded."""
+        """Encoded size of a part of the vector in bytes."""
         return self._plan.num_bytes(part.start, part.stop)
 
     def encode(self, values: torch.Tensor, chunk: slice, out: torch.Tensor, feedback: ErrorFeedback | None) -> None:
@@ -75,7 +74,7 @@ class GroupCodec:
             raise self._spoiled(self._rank, f"are not finite: {error}") from error
 
     def decode(self, rank: int, encoded: torch.Tensor, chunk: slice, out: torch.Tensor) -> None:
-        """Decode what a member has sent.
+        """Decode a member's values.
 
         Raises:
             InvalidContribution: no member that follows the rules sends this.
@@ -86,7 +85,7 @@ class GroupCodec:
             raise self._spoiled(rank, f"cannot be decoded: {error}") from error
 
     def requantize(self, values: torch.Tensor, chunk: slice, out: torch.Tensor, feedback: ErrorFeedback | None) -> None:
-        """Encode values of this member, and replace them with what everybody decodes.
+        """Encode values of this member, and replace them with what all members decode.
 
         Raises:
             InvalidContribution: they are not finite.
@@ -111,7 +110,7 @@ class GroupCodec:
         mean: torch.Tensor,
         out: torch.Tensor,
     ) -> int:
-        """Average and requantize the first values of a chunk in one pass, as far as that goes; returns how many.
+        """Average and requantize the first values of a chunk in one pass, as many as possible; returns how many.
 
         Args: as those of :meth:`manyhands.averaging.codecs.Codec.average`.
         """
@@ -120,7 +119,7 @@ class GroupCodec:
     def add(
         self, rank: int, encoded: torch.Tensor, chunk: slice, weight: float, total: torch.Tensor, *, is_first: bool
     ) -> None:
-        """Add what a member has sent, times a weight, to ``total``, or write it if it is the first.
+        """Add a member's encoded values, times a weight, to ``total``; the first ones overwrite it.
 
         Raises:
             InvalidContribution: no member that follows the rules sends this.
@@ -131,7 +130,7 @@ class GroupCodec:
             raise self._spoiled(rank, f"cannot be decoded: {error}") from error
 
     def square(self, values: torch.Tensor, part: slice) -> float:
-        """The sum of the squares of values as they are, or as they travel (uint8)."""
+        """The sum of the squares of values, unencoded or encoded (uint8)."""
         if values.dtype == torch.uint8:
             plain = torch.empty(part.stop - part.start, dtype=self._plan.dtype)
             self._plan.decode(values, part.start, plain)
@@ -139,11 +138,11 @@ class GroupCodec:
         return square_of(values)
 
     def largest_square(self, part: slice, encoded: torch.Tensor) -> float:
-        """A bound of the sum of the squares of a mean as it travels; infinite if it has to be computed."""
+        """A bound of the sum of the squares of an encoded mean; infinite if it has to be computed."""
         return self._plan.largest_square(part.start, part.stop, encoded)
 
     def sampled_square(self, values: torch.Tensor, part: slice, at: int) -> float:
-        """About as much, from some of the values: those at a place that is said by ``at``, any number."""
+        """An estimate of it from some of the values, at a place derived from any number ``at``."""
         total = 0.0
         for sample in self._plan.sampled(part.start, part.stop, at):
             if values.dtype == torch.uint8:
@@ -167,16 +166,16 @@ class GroupCodec:
 PIECE_BYTES = 1 << 20
 MAX_PIECES = 1 << 12
 AGAIN = b"averaged again"
-"""Before the digests of the pieces of a vector that was averaged in more than one ballot."""
+"""Precedes the digests of the pieces of a vector that was averaged in more than one ballot."""
 
 
 class Means:
-    """One result, or what a member has of it.
+    """A result, or the part of it that a member has.
 
     Args:
         averaged_N: the vector.
-        is_again: whether parts of it came in different ballots. Then a piece is a part of the vector as it is, else the
-            means of one reducer as they travelled.
+        is_again: whether parts of it came in different ballots. Then a piece is a plain part of the vector, else the
+            means of one reducer as sent.
         pieces: their memory, uint8.
         decode: writes the vector from the pieces, where they are encoded.
     """
@@ -190,12 +189,12 @@ class Means:
         self.decode = decode
 
     def copy(self) -> Means:
-        """The pieces in memory of their own, to send from."""
+        """A copy of the pieces, to send from."""
         pieces = [torch.empty_like(piece).copy_(piece) for piece in self.pieces]
         return Means(torch.empty(0), self.is_again, pieces, lambda: None)
 
     def digests(self) -> list[bytes]:
-        """BLAKE3 of each piece as it is now; reads all memory, so it is for a thread of its own."""
+        """BLAKE3 of each piece as it is now; reads all memory, so call it on a thread of its own."""
         return [digest_of(piece) for piece in self.pieces]
 
 
@@ -213,5 +212,5 @@ def digest_of(piece: torch.Tensor) -> bytes:
 
 
 def digest_of_all(is_again: bool, digests: Sequence[bytes]) -> bytes:
-    """What members vote for: over the digests of all pieces."""
+    """The digest that members vote for, over the digests of all pieces."""
     return blake3((AGAIN if is_again else b"") + b"".join(digests)).digest()

@@ -1,8 +1,8 @@
-"""How large the values of each member are, as their reducer sees them: for a fiftieth of what averaging them costs.
+"""Measures the size of each member's values at their reducer, at a fiftieth of the cost of averaging them.
 
-Of each chunk a sample is measured, in the same places for all members. That misses a few values that are very large,
-but these show in the mean: its norm is at most the mean of the members' norms. Where it is far above what the samples
-allow, all values of the chunk are measured.
+A sample of each chunk is measured, in the same places for all members. That misses a few very large values, but these
+show in the mean: its norm is at most the mean of the members' norms. If it is far above what the samples allow, all
+values of the chunk are measured.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from manyhands.averaging.codecs import square_of
 
 LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 SUSPICIOUS = 4.0
-"""The norm of a mean is that of what was sampled, times less than this; else the samples have missed something."""
+"""If a mean's norm exceeds the sampled one by this factor, the samples have missed something."""
 
 
 class Norms:
     """The norms of the members' values in one span.
 
     Args:
-        codec: how they travel.
+        codec: how they are encoded.
         num_members: of the group.
-        seed: of the round; it says where samples are taken.
+        seed: of the round; determines where samples are taken.
     """
 
     def __init__(self, codec: GroupCodec, num_members: int, seed: bytes) -> None:
@@ -44,12 +44,12 @@ class Norms:
         received: Mapping[int, torch.Tensor],
         own: torch.Tensor,
     ) -> None:
-        """A chunk has been averaged.
+        """Add an averaged chunk.
 
         Args:
             largest_square: the sum of the squares of its mean, or a bound of that.
             shares: of those in the mean, by rank.
-            received: as it travelled, by rank; for the rank that is not in it, the values are ``own``.
+            received: encoded chunks by rank; for the missing rank, the values are ``own``.
         """
         at = self._seed + chunk.start
         values = {rank: received.get(rank, own) for rank in shares}
@@ -61,10 +61,10 @@ class Norms:
             self._squares[rank] += square
 
     def spoil(self, rank: int) -> None:
-        """A member has sent what is not finite, or cannot be decoded."""
+        """Mark a member that sent values that are not finite or cannot be decoded."""
         self._squares[rank] = math.inf
 
     def told(self) -> list[float]:
-        """By rank, as float32: all members reckon with the same numbers."""
+        """By rank, as float32: all members compute with the same numbers."""
         norms = [math.sqrt(square) for square in self._squares]
         return [float(np.float32(norm)) if norm <= LARGEST_FLOAT32 else math.inf for norm in norms]

@@ -1,23 +1,22 @@
-"""Divides the vector: which member reduces which span, and in which chunks. Pure; the same on all members.
+"""Divides the vector among the reducers: their spans, and the chunks of these. Pure; the same on all members.
 
 The spans are chosen so that the slowest member is done as early as possible. Let n members average a vector, of which
-member i reduces the fraction w_i, and count in vectors. In the reduce-scatter member i sends its values of all spans
-but its own, ``1 - w_i``, and receives those of the n - 1 others for its own, ``(n - 1) w_i``. In the all-gather it is
-the other way round. So it sends ``(1 - w_i) + (n - 1) w_i = 1 + (n - 2) w_i``, and receives as much; with bandwidth b_i
-in each direction that takes
+member i reduces the fraction w_i, and count in vectors. In the reduce-scatter member i sends its values of all other
+spans, ``1 - w_i``, and receives those of the n - 1 others for its own, ``(n - 1) w_i``. In the all-gather the
+directions are reversed. So it sends ``(1 - w_i) + (n - 1) w_i = 1 + (n - 2) w_i``, and receives as much; with bandwidth
+b_i in each direction that takes
 
     t_i = (1 + (n - 2) w_i) / b_i.
 
-The best w minimises max t_i over w >= 0, sum w = 1. All reducers finish at the same time 1 / x: if one finished later,
-it would do better to hand a part of its span to another. So ``w_i = (x b_i - 1) / (n - 2)``, and 0 for each member that
-needs longer than that to send its own values, x b_i <= 1. These are the slowest members. When the k fastest reduce, and
-S is the sum of their bandwidths, ``sum w = 1`` gives ``x = (n - 2 + k) / S``; the right k is the largest for which all
-k fractions are positive. (If a member that reduces nothing needs longer than 1 / x, other w are as good; this one lets
+The best w minimises max t_i over w >= 0, sum w = 1. All reducers finish at the same time 1 / x: one that finished later
+would gain by giving a part of its span to another. So ``w_i = (x b_i - 1) / (n - 2)``, and 0 for each member that needs
+longer than that to send its own values, x b_i <= 1. These are the slowest members. If the k fastest reduce, and S is
+the sum of their bandwidths, ``sum w = 1`` gives ``x = (n - 2 + k) / S``; the right k is the largest for which all k
+fractions are positive. (If a member that reduces nothing needs longer than 1 / x, other w are as good; this one lets
 all others finish first.) With n = 2 both send one vector, whichever of them reduces it: each takes a half, because the
 addition is work too.
 
-A client cannot be dialled, so it reduces nothing, but it counts in n. A member without samples sends less than this
-says.
+A client cannot be dialled, so it reduces nothing, but it counts in n. A member without samples sends less than this.
 
 All numbers are integers, so all members compute the same spans on any machine.
 
@@ -39,29 +38,29 @@ from manyhands.averaging.messages import Group
 from manyhands.base.errors import ConfigError
 
 MAX_CHUNKS = 1 << 14
-"""Of one vector; a leader that wants smaller chunks does not get them."""
+"""Limit for one vector, whatever smaller chunks a leader asks for."""
 
 CHUNKS_OF_VECTOR = 16
 MIN_CHUNKS_OF_SPAN = 3
-"""About as many chunks has a vector, unless they would be small: while one is reduced, others come and go. More of them
-cost more calls, fewer leave too little to do meanwhile."""
+"""Approximate number of chunks of a vector, unless they would be small: while one is reduced, others are on the way.
+More cost more calls; fewer leave too little to overlap."""
 
 MIN_CHUNK_NUMEL = 1 << 18
-"""Less is not worth the calls."""
+"""Smaller chunks are not worth the calls."""
 
 
 class Partition:
     """The spans of the reducers, and their chunks.
 
     Args:
-        members: ranks of those that take part.
-        region: of the vector that is averaged.
-        codec: how values travel.
+        members: ranks that take part.
+        region: the part of the vector that is averaged.
+        codec: how values are encoded.
 
     Attributes:
-        spans: by rank; that of a member which reduces nothing is empty.
+        spans: by rank; empty for a member that reduces nothing.
         chunks: of each span, in order.
-        places: where each chunk lies in its span, in bytes, encoded.
+        places: the position of each encoded chunk in its span, in bytes.
     """
 
     def __init__(self, group: Group, members: Collection[int], region: slice, codec: GroupCodec) -> None:
@@ -80,11 +79,11 @@ class Partition:
         return self.numel(rank) > 0
 
     def numel(self, rank: int) -> int:
-        """Elements of the span of a member."""
+        """Number of elements in a member's span."""
         return int(self.spans[rank].stop - self.spans[rank].start)
 
     def num_bytes(self, rank: int) -> int:
-        """Of the span of a member, encoded."""
+        """Encoded size of a member's span in bytes."""
         return int(self.places[rank][-1].stop) if self.places[rank] else 0
 
 
@@ -94,20 +93,20 @@ def _one_after_the_other(sizes: list[int]) -> list[slice]:
 
 
 LEAST_UNITS = 16
-"""A span of fewer units of the codec is not rounded to them: it would be a sixteenth longer or shorter, or more."""
+"""A span of fewer codec units is not rounded to them: that would change its length by a sixteenth or more."""
 
 
 def owned_spans(numel: int, bandwidths: Sequence[int], min_span_numel: int, seed: bytes) -> list[slice]:
     """Split a flat vector among the reducers of one group; see :mod:`manyhands.averaging.allreduce.partition`.
 
-    Reducer ``i`` averages ``flat_N[spans[i]]``. Rounding: largest remainder, ties to the lower rank. All in whole
-    numbers, so that every member computes the same answer.
+    Reducer ``i`` averages ``flat_N[spans[i]]``. Rounding: largest remainder, ties to the lower rank. All numbers are
+    integers, so that every member computes the same answer.
 
     Args:
         numel: N, in elements (not bytes).
-        bandwidths: bytes per second, shape [P], not all zero; who has 0 never reduces.
-        min_span_numel: elements, at least 1; nobody reduces less, unless it is the only one.
-        seed: bytes that all members know, and nobody chooses.
+        bandwidths: bytes per second, shape [P], not all zero; a member with 0 never reduces.
+        min_span_numel: smallest span in elements, at least 1; a single reducer may have less.
+        seed: bytes that all members know, and none chooses.
     Raises:
         ConfigError: the bandwidths break the rule above.
     """
@@ -130,10 +129,10 @@ def owned_spans(numel: int, bandwidths: Sequence[int], min_span_numel: int, seed
 
 
 def _drawn(bandwidths: Sequence[int], num_worth: int, seed: bytes) -> list[int]:
-    """Ranks of those that may reduce: only as many as there are spans worth a stream.
+    """Ranks that may reduce: only as many as there are spans worth a stream.
 
-    A vector of a few kilobytes is averaged fastest by one member: each further one costs a stream to everybody. Who
-    it is changes from round to round, so that the load is spread, but the slower half comes last.
+    One member averages a vector of a few kilobytes fastest: each further one costs every member a stream. The choice
+    changes from round to round to spread the load; the slower half comes last.
     """
     able = [rank for rank, bandwidth in enumerate(bandwidths) if bandwidth > 0]
     if num_worth >= len(able):
@@ -152,14 +151,14 @@ def chunks_of(span: slice, chunk_numel: int) -> list[slice]:
 
 
 def whole_units(numel: int, unit: int, most: int) -> int:
-    """The next multiple of a unit, or the one before if that is more than ``most``; ``numel`` if there is neither."""
+    """The next multiple of a unit, or the one before if that is more than ``most``; ``numel`` if neither fits."""
     return next((up for up in (-(-numel // unit) * unit, numel // unit * unit) if 0 < up <= most), numel)
 
 
 def in_whole_units(spans: Sequence[slice], unit: int) -> list[slice]:
-    """The spans of a vector, with bounds at multiples of a unit, if that changes none of them by much.
+    """The spans of a vector, with bounds at multiples of a unit, unless that changes one of them much.
 
-    What is not a whole unit is worked on by slower code, and at its end the vector has that once in any case.
+    Slower code handles partial units, and the end of the vector has one in any case.
     """
     if any(0 < span.stop - span.start < LEAST_UNITS * unit for span in spans):
         return list(spans)
@@ -171,14 +170,14 @@ def in_whole_units(spans: Sequence[slice], unit: int) -> list[slice]:
 NO_MINIMUM = Fraction(0)
 
 SAME = Fraction(1, 4)
-"""Who is faster than another member by no more than this counts as no faster."""
+"""A member that is faster than another one by no more than this share counts as equally fast."""
 
 
 def leveled(bandwidths: Sequence[int]) -> list[int]:
-    """Bandwidths of which those that hardly differ are the same, by rank: measurements differ by as much.
+    """Bandwidths by rank, made equal where they hardly differ: measurements vary by as much.
 
-    Members get on together, so one that was taken for somewhat slower than it is and has less to send cannot show
-    that it is faster; and what a few percent of difference would save is less than what as much of an error costs.
+    Members advance together, so one that was underestimated and has less to send cannot show that it is faster. A
+    difference of a few percent would save less than an error of that size costs.
     """
     levels = list(bandwidths)
     ascending = sorted((rank for rank, bandwidth in enumerate(bandwidths) if bandwidth > 0), key=bandwidths.__getitem__)
@@ -198,11 +197,11 @@ def balanced_shares(
 
     Args:
         bandwidths: of all members, shape [P], in any unit.
-        candidates: ranks of those that may reduce, at least one; their bandwidths are > 0.
-        min_fraction: of the vector. Nobody reduces less: the slowest leave it to the others. One always reduces.
+        candidates: ranks that may reduce, at least one; their bandwidths are > 0.
+        min_fraction: smallest span as a fraction of the vector; a single reducer may have less.
     """
     num_others = len(bandwidths) - 2
-    if num_others < 1:  # all send the same, whoever reduces
+    if num_others < 1:  # all send the same
         bandwidths, num_others = [1] * len(bandwidths), 1
     fastest = sorted(candidates, key=lambda rank: (-bandwidths[rank], rank))
     sums = list(itertools.accumulate(bandwidths[rank] for rank in fastest))

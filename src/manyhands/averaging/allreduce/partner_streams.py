@@ -1,4 +1,4 @@
-"""The streams between a member of a round and its partners: who dials whom, and how both know that the other lives."""
+"""The streams between a member and its partners: which side dials, and how both see that the other is alive."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from manyhands.runtime import TaskOwner
 from manyhands.transport.api import Stream
 
 PROBE_AFTER_S = 0.3
-"""A partner that has not opened its stream by then is looked for."""
+"""After this time without a stream from a partner, check that the partner is alive."""
 
 
 class PartnerStreams:
     """Opens, awaits and closes the streams of one peer's rounds.
 
     Args:
-        inbox: gets those that partners open.
+        inbox: holds the streams that partners open.
         tasks: close streams in the background.
 
     Attributes:
@@ -43,7 +43,7 @@ class PartnerStreams:
         endpoint.on_lost.append(self.warm.on_lost)
 
     def close(self) -> None:
-        """No round uses any stream any more."""
+        """Drop all streams; no round uses them any more."""
         self.warm.drop_all()
         if self.warm.on_lost in self._endpoint.on_lost:
             self._endpoint.on_lost.remove(self.warm.on_lost)
@@ -68,7 +68,7 @@ class PartnerStreams:
         return stream
 
     async def _await_stream(self, member: Member, stream_id: bytes) -> Stream:
-        """The stream that a partner opens; one that died before it did so has perhaps never been connected."""
+        """Await a partner's stream; a partner that died first may never have had a connection."""
         loop = asyncio.get_running_loop()
         taking = loop.create_task(self._inbox.take(stream_id, member.peer_id))
         try:
@@ -81,13 +81,13 @@ class PartnerStreams:
             await asyncio.gather(taking, return_exceptions=True)
 
     async def make_sure_of(self, peer_id: PeerId) -> None:
-        """Have a control connection to a partner: its heartbeats show both ends whether the other is alive."""
+        """Open a control connection to a partner: its heartbeats show both ends whether the other is alive."""
         if not self._endpoint.is_connected(peer_id):
             query = VerdictQuery(NOBODY)
             await self._endpoint.call(peer_id, ASK_VERDICT, query, self._config.stream_timeout_s)
 
     def keep(self, group: Group, stream: Stream) -> bool:
-        """Have a stream for the next round: nothing more travels on it in this one. False if it is to be let go."""
+        """Keep a stream that this round is done with for the next one; False if it should be closed."""
         if len(group.members) > MAX_WARM + 1 or self._tasks.is_closed:
             return False
         is_kept = self.warm.keep(stream) if stream in self._dialled else self._inbox.keep(stream)
@@ -101,7 +101,7 @@ class PartnerStreams:
         return self._moved.get(stream, (0, 0))
 
     def let_go(self, stream: Stream, within_s: float) -> None:
-        """Close a stream in the background, so that what was sent still arrives."""
+        """Close a stream in the background, so that bytes already sent still arrive."""
         self._dialled.discard(stream)
         closing = self._close(stream, within_s)
         try:

@@ -1,4 +1,4 @@
-"""Pieces of a stream that are not all there when the first of them move."""
+"""Iterates over pieces of a stream that become available one after the other."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from manyhands.runtime.waker import Waker
 Condition = Callable[[], bool]
 
 SOON_S = 0.02
-"""A thread waits for so long: starting another one later costs more."""
+"""How long a thread waits: starting another one later costs more."""
 
 
 class Pausing(Iterator[memoryview]):
-    """Ends where its source gives a condition that does not hold soon, and goes on there when it is asked again.
+    """Stops when its source yields a condition that does not hold soon; a later call continues there.
 
-    So no thread waits for what may never come: it ends, and the loop waits until the condition holds.
+    So no thread waits indefinitely: it ends, and the event loop waits for the condition.
 
     Args:
-        source: gives pieces and conditions.
+        source: yields pieces and conditions.
         waker: wakes when a condition may have begun to hold.
         begins_when: the first condition.
 
@@ -36,7 +36,7 @@ class Pausing(Iterator[memoryview]):
         self._condition = begins_when
 
     async def wait(self) -> None:
-        """Wait until it can go on. No bound: put one around it."""
+        """Wait until it can continue. Unbounded: use a timeout."""
         await self._waker.wait_until(self._condition)
 
     def __next__(self) -> memoryview:

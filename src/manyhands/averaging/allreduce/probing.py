@@ -1,4 +1,4 @@
-"""Asking a member of a round whether it is there, and whether it gets on."""
+"""Asks a member of a round whether it is there and makes progress."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from manyhands.base.identity import PeerId
 from manyhands.rpc import Method
 
 PROBE_S = 2.0
-"""Who does not answer a question for so long is not there,"""
+"""A member that does not answer for this long is considered gone,"""
 MAX_PROBE_S = 8.0
-"""or for so long on a slow link: then heartbeats end the connection anyway."""
+"""or for this long on a slow link: then heartbeats end the connection anyway."""
 QUEUED_BYTES = 16 * 1024
-"""So much of a round may be on its way before an answer."""
+"""Bytes of a round that may be queued before an answer."""
 
 
 def answer_time_s(*bytes_per_s: float) -> float:
-    """How long an answer may take beside a round, over a link that carries at least so much; 0 if that is unknown."""
+    """Timeout of an answer during a round, over a link that carries at least this much; 0 if unknown."""
     slowest = min((rate for rate in bytes_per_s if rate > 0), default=float("inf"))
     return min(max(PROBE_S, QUEUED_BYTES / slowest), MAX_PROBE_S)
 
 
 class MovedQuery(msgspec.Struct):
-    """Asks a member how far its exchange is.
+    """Asks a member for the progress of its exchange.
 
     Attributes:
         leader: of the group.
@@ -38,10 +38,10 @@ class MovedQuery(msgspec.Struct):
 
 
 class Moved(msgspec.Struct):
-    """How far a member is.
+    """A member's progress.
 
     Attributes:
-        amount: grows as long as it gets on: bytes that it has sent and received in this exchange, and chunks averaged.
+        amount: grows with progress: bytes sent and received in this exchange, and chunks averaged.
         is_gone: it is not in this round, and waits for no group of that leader.
     """
 
@@ -53,10 +53,10 @@ ASK_MOVED = Method("averaging.ask_moved", MovedQuery, Moved)
 
 
 class Probing:
-    """Asks others how far they are, and tells them how far this peer is.
+    """Asks others for their progress, and reports this peer's.
 
     Args:
-        is_here: whether this peer is in the round of a group that a leader has formed, or may come to it still.
+        is_here: whether this peer is in the round of a leader's group, or may still come to it.
     """
 
     def __init__(self, endpoint: RunEndpoint, is_here: Callable[[bytes, PeerId], bool]) -> None:
@@ -70,7 +70,7 @@ class Probing:
 
     @contextmanager
     def of(self, group: Group, amount: Callable[[], int]) -> Iterator[None]:
-        """Tell the members of a group what ``amount`` says, while the block runs."""
+        """Report ``amount`` to the members of a group within the block."""
         self._amounts[group.group_id] = amount
         try:
             yield
@@ -78,7 +78,7 @@ class Probing:
             del self._amounts[group.group_id]
 
     async def ask(self, group: Group, rank: int, timeout_s: float) -> Moved:
-        """How far a member is.
+        """Ask a member for its progress.
 
         Raises:
             Unavailable, PeerError: it does not answer.

@@ -23,7 +23,7 @@ from manyhands.runtime.executor import run_to_end
 from manyhands.runtime.waker import Waker
 
 INLINE_NUMEL = 1 << 14
-"""Work on fewer elements is done sooner than another thread could be asked to."""
+"""Below this number of elements, the work takes less time than a switch to another thread."""
 
 NO_VALUES = "nobody's values came for a chunk"
 
@@ -31,27 +31,27 @@ NO_VALUES = "nobody's values came for a chunk"
 class SpanReducer:
     """Averages the chunks of the span that this member owns.
 
-    Whoever brings the last that was missing for a chunk averages it, on the thread on which it came: nobody else has to
-    be woken for it. One thread does so at a time, chunk after chunk.
+    The thread that delivers the last missing part of a chunk also averages it, so no other thread has to wake up. Only
+    one thread averages at a time, chunk after chunk.
 
     Args:
-        codec: how they travel.
+        codec: how chunks are encoded.
         rank: of this member.
-        partition: of the vector; the span of this member has chunks there.
-        weights: by rank; 0 for those that do not take part.
+        partition: of the vector; this member's span has chunks there.
+        weights: by rank; 0 for members that do not take part.
         flat_N: this member's values.
-        averaged_N: where the means go; may be the same memory.
-        encoded: memory for the means as they travel, uint8; with an exact codec that of the means themselves.
-        memory: for what comes.
-        feedback: what earlier rounds lost of the means that this member reduced.
-        norms: measures the members' values on the way.
+        averaged_N: receives the means; may be the same memory.
+        encoded: memory for the means as sent, uint8; with an exact codec that of the means themselves.
+        memory: buffers for incoming chunks.
+        feedback: the codec error of this member's means in earlier rounds.
+        norms: measures the members' values as they arrive.
 
     Attributes:
         chunks: of the span, in order.
-        inboxes: what comes from each other member with a weight, by rank.
-        presents: ranks that contributed, for each chunk that is averaged.
-        hasher: of the means as they travel.
-        progress: wakes when something was averaged, and there is room for more.
+        inboxes: incoming chunks of each other member with a weight, by rank.
+        presents: ranks that contributed, for each averaged chunk.
+        hasher: of the means as sent.
+        progress: wakes when a chunk was averaged, which makes room for more.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class SpanReducer:
         self._encoded = encoded
         self._feedback = feedback
         self._norms = norms
-        self._square = 0.0  # of the last mean, where it travels as it is
+        self._square = 0.0  # of the last mean, if it is sent unencoded
         self._places = partition.places[rank]
         senders = [other for other, weight in enumerate(weights) if other != rank and weight > 0 and self.chunks]
         room = whole_lines(max((place.stop - place.start for place in self._places), default=0))
@@ -93,19 +93,19 @@ class SpanReducer:
         self._kept_N = memory.vector(kept_numel, flat_N.dtype)  # own values of a chunk while its mean is written
         self._lock = threading.Lock()
         self._may_reduce = self._is_reducing = False
-        self._spoilt: dict[int, str] = {}  # whose values cannot be averaged, and why; not told yet
+        self._spoilt: dict[int, str] = {}  # members whose values cannot be averaged, and why; not reported yet
         self._error: Exception | None = None
         self._to_look = Waker()  # for run()
 
     def put(self, rank: int, encoded: torch.Tensor) -> None:
-        """A chunk of a member has come, into the room of its inbox; averages what there is to average now."""
+        """Take a chunk that has come into a member's inbox; averages all that is complete."""
         inbox = self.inboxes.get(rank)
         if inbox is not None:
             inbox.put(encoded)
             self._reduce_all()
 
     def lose(self, rank: int, *, is_violation: bool) -> None:
-        """Nothing more comes from a member; what it has delivered counts, unless that was the fault."""
+        """Expect nothing more from a member; chunks that it delivered count, unless they were the fault."""
         inbox = self.inboxes.get(rank)
         if inbox is None:
             return
@@ -116,23 +116,23 @@ class SpanReducer:
         self._to_look.wake()
 
     def done(self, num_before: int) -> tuple[int, memoryview]:
-        """How many chunks are averaged, and as they travel those after the first ``num_before``."""
+        """The number of averaged chunks, and the bytes to send of those after the first ``num_before``."""
         num_done = len(self.presents)
         start = self._places[num_before].start if num_before < len(self.chunks) else 0
         ready = slice(start, self._places[num_done - 1].stop if num_done > num_before else start)
         return num_done, bytes_of(self._encoded[ready])
 
     def has_more_than(self, num_chunks: int) -> Callable[[], bool]:
-        """Asks whether more chunks than these are averaged."""
+        """A condition: more chunks than these are averaged."""
         return lambda: len(self.presents) > num_chunks
 
     async def run(self, blame: Callable[[int, str], None]) -> None:
         """Average all chunks.
 
         Args:
-            blame: told who has sent values that cannot be averaged, and why.
+            blame: called with each member whose values cannot be averaged, and why.
         Raises:
-            RoundAborted: nobody's values came for a chunk, or this member's own are not finite.
+            RoundAborted: no member's values came for a chunk, or this member's own are not finite.
         """
         self._may_reduce = True
         while len(self.presents) < len(self.chunks):
@@ -147,7 +147,7 @@ class SpanReducer:
                 raise self._error
 
     def _is_due(self) -> bool:
-        """Whether there is a chunk to average that nobody averages."""
+        """Whether a chunk is ready to average and no thread averages it."""
         with self._lock:
             return not self._is_reducing and self._is_next_ready()
 
@@ -160,7 +160,7 @@ class SpanReducer:
         return is_possible and all(inbox.is_ready for inbox in self.inboxes.values())
 
     def _reduce_all(self) -> None:
-        """Average what has come, unless somebody does so already, who will not overlook it."""
+        """Average what has come, unless another thread does so already and will see it."""
         while (received := self._begin()) is not None:
             spoilt: dict[int, str] = {}
             try:
@@ -182,7 +182,7 @@ class SpanReducer:
                 self._to_look.wake()
 
     def _begin(self) -> dict[int, torch.Tensor] | None:
-        """What has come for the next chunk, by rank, if it is due; it is the caller's to average then."""
+        """Claim the next chunk if it is complete; returns the received parts by rank."""
         with self._lock:
             if self._is_reducing or not self._is_next_ready():
                 return None
@@ -194,7 +194,7 @@ class SpanReducer:
             return {rank: encoded for rank, encoded in taken.items() if encoded is not None}
 
     def _reduce(self, number: int, received: Mapping[int, torch.Tensor]) -> tuple[list[int], dict[int, str]]:
-        """The weighted mean, in the order of ranks, as everybody will decode it; returns who is in it, and who not."""
+        """Average a chunk in the order of ranks, as all members will decode it; returns its contributors and faults."""
         chunk, encoded = self.chunks[number], self._encoded[self._places[number]]
         present = sorted([*received, *([self._rank] if self._weights[self._rank] > 0 else [])])
         spoilt: dict[int, str] = {}
@@ -225,11 +225,11 @@ class SpanReducer:
         chunk: slice,
         encoded: torch.Tensor,
     ) -> tuple[int, str] | None:
-        """Write the mean of the members' chunks, and encode it; returns who spoils it, and how, or None.
+        """Write the mean of the members' chunks and encode it; returns the member that spoils it, and how, or None.
 
-        This is the place for another way to combine the chunks, such as one that withstands clever liars.
+        Another way to combine the chunks, such as a robust mean, would go here.
 
-        The mean may go where ``own`` is: that is written to ``kept`` then, unless that is empty.
+        The mean may overwrite ``own``, which is saved to ``kept`` first, unless that is empty.
         """
         done = self._average_at_once(present, own, kept, received, chunk, encoded)
         rest, at = slice(chunk.start + done, chunk.stop), self._codec.num_bytes(slice(chunk.start, chunk.start + done))
@@ -253,7 +253,7 @@ class SpanReducer:
         chunk: slice,
         encoded: torch.Tensor,
     ) -> int:
-        """The same in one pass, for as many of the first values as that can be done with."""
+        """The same in one pass, for as many of the first values as the kernel supports."""
         if self._codec.is_exact or self._feedback is not None or not received or not present:
             return 0
         memory, room = self._rooms.data_ptr(), self._rooms.stride(0)
@@ -295,14 +295,14 @@ class SpanReducer:
         return None
 
     def _is_finite(self, mean: torch.Tensor) -> bool:
-        """Whether all values of a mean are finite; its square, which the norms need anyway, tells as much."""
+        """Whether all values of a mean are finite, judged by its square, which the norms need anyway."""
         if self._norms is None:
             return is_finite(mean)
         self._square = square_of(mean)
         return math.isfinite(self._square)
 
     def _plain_values_of(self, rank: int, received: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
-        """What another member gave for a chunk, unless it is encoded."""
+        """Another member's values of a chunk, unless they are encoded."""
         return received[rank].view(self._flat_N.dtype) if self._codec.is_exact else None
 
 
@@ -311,20 +311,20 @@ def _numel(part: slice) -> int:
 
 
 QUEUED_CHUNKS = 3
-"""Chunks of one sender in memory: one that comes in, one that is reduced, and one between them."""
+"""Chunks of one sender in memory: one arriving, one being reduced, and one between them."""
 
 
 class Inbox:
-    """The chunks of one sender on their way to the reducer, in memory that is used again and again.
+    """The chunks of one sender on their way to the reducer, in reused memory.
 
-    One thread puts, another may take.
+    One thread puts; another may take.
 
     Args:
         rooms: uint8, shape [``QUEUED_CHUNKS``, bytes of the largest chunk].
 
     Attributes:
-        num_received: chunks that have come in.
-        is_ended: whether nothing comes after those.
+        num_received: number of chunks that have arrived.
+        is_ended: whether no further chunks will arrive.
     """
 
     def __init__(self, rooms: torch.Tensor) -> None:
@@ -336,22 +336,22 @@ class Inbox:
 
     @property
     def has_room(self) -> bool:
-        """Whether the sender is not too far ahead."""
+        """Whether the sender may send another chunk."""
         return bool(self._free)
 
     def room(self, num_bytes: int) -> torch.Tensor:
-        """Memory for the next chunk, uint8, shape [num_bytes]; call it when there is room."""
-        self._lent.append(self._free.pop())  # what was used last is in the processor's cache
+        """Memory for the next chunk, uint8, shape [num_bytes]; requires :meth:`has_room`."""
+        self._lent.append(self._free.pop())  # the memory used last is in the processor's cache
         return self._lent[-1][:num_bytes]
 
     def put(self, encoded: torch.Tensor) -> None:
-        """A chunk has come in."""
+        """A chunk has arrived."""
         self._full.append(encoded)
         self.num_received += 1
 
     @property
     def is_ready(self) -> bool:
-        """Whether it is known what the next chunk is: it has come, or never will."""
+        """Whether the next chunk has come or is known never to come."""
         return bool(self._full) or self.is_ended
 
     def take(self) -> torch.Tensor | None:
@@ -359,5 +359,5 @@ class Inbox:
         return self._full.popleft() if self._full else None
 
     def give_back(self) -> None:
-        """The chunk that was taken last is not needed any more."""
+        """Free the memory of the chunk that was taken last."""
         self._free.append(self._lent.popleft())

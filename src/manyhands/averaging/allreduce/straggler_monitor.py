@@ -1,4 +1,4 @@
-"""Who is waited for, and how long: a slow member that gets on, until the end of the round; a silent one, seconds."""
+"""Decides how long a round waits for each member: for a slow one to the end, for a silent one seconds."""
 
 from __future__ import annotations
 
@@ -16,37 +16,35 @@ from manyhands.transport.api import Stream
 
 LOOK_PERIOD_S = 0.5
 SILENT_S = 1.5
-"""A member from which nothing came for so long is asked how far it is."""
+"""A member that sent nothing for this long is asked for its progress."""
 STILL_S = {Wanted.VALUES: 5.0, Wanted.MEANS: 10.0}
-"""One that answers, but moves nothing in this round for so long, is not waited for. One that owes means may itself wait
-for somebody's values: it must have had the time to find out that these do not come."""
+"""A member that answers but makes no progress in this round for this long is given up. A member that owes means may be
+waiting for another's values, so it gets time to find out that those do not come."""
 STUCK_S = 15.0
-"""One that sends none of its own values for so long is not waited for, whatever it says."""
+"""A member that sends none of its own values for this long is given up, whatever it reports."""
 
 JUDGED_SHARE = 0.5
 JUDGED_S = 5.0
-"""After this part of a round's time, and so long at least, the pace of who owes values is known. One that would not be
-done by the end is not waited for: there must be time to go on without it."""
+"""After this share of a round's time, and at least ``JUDGED_S``, the pace of a member that owes values is known. One
+that would miss the end is given up, so that time is left to go on without it."""
 
 LAST_SHARE = 0.65
-"""After this part of a round's time a reducer that sends no means is not waited for, whatever it says, if all values
-have come to another one, and must have come to it as well:"""
+"""After this share of a round's time a reducer that sends no means is given up, whatever it reports, if another reducer
+has all values, so that this one must have them as well:"""
 MARGIN = 1.5
-"""it may take so much longer, in proportion to its span."""
+"""it may take this factor longer, in proportion to its span."""
 
 Probe = Callable[[int, float], Awaitable[Moved]]
-"""How far a member is, by rank, asked with a timeout in seconds.
-
-Raises ``Unavailable`` or ``PeerError`` if it does not answer."""
+"""Asks the member of a rank for its progress, with a timeout in seconds; raises ``Unavailable`` or ``PeerError``."""
 
 
 @dataclass
 class MemberProgress:
-    """What a silent member owes, and how far it was when it was asked.
+    """What a silent member owes, and its progress when it was asked.
 
     Attributes:
         wanted, since: what it owes, and since when (loop time).
-        amount, moved_at: how far it was, and when it last was not further than before.
+        amount, moved_at: its progress, and when that last changed.
     """
 
     wanted: Wanted
@@ -56,18 +54,18 @@ class MemberProgress:
 
 
 class StragglerMonitor:
-    """Watches the streams of one exchange, and gives up those whose other end is silent.
+    """Watches the streams of one exchange, and gives up those with a silent other end.
 
-    What counts is the time since the last bytes, not how many there were: a member on a line twenty times slower than
-    the others' is never silent. Only one that would need more time than the round has is not waited for to the end.
+    The time since the last bytes counts, not their number: a member on a line twenty times slower than the others' is
+    never silent. Only a member that needs more time than the round has is given up earlier.
 
     Args:
         rank: of this member.
-        streams: of the exchange, by rank; more may come.
-        bytes_per_s: what the link to each member carries, by what it and this one know of themselves; 0 if unknown.
-        probe: asks how far a member is.
+        streams: of the exchange, by rank; more may be added.
+        bytes_per_s: rate of the link to each member, as far as it and this one know their own; 0 if unknown.
+        probe: asks a member for its progress.
         ends_at: when the round is over (loop time).
-        has_values: this member has values of its own to send.
+        has_values: whether this member has values of its own to send.
     """
 
     def __init__(
@@ -88,18 +86,18 @@ class StragglerMonitor:
         self._probe = probe
         self._ends_at = ends_at
         self._since = asyncio.get_running_loop().time()
-        self._come_at = {rank: self._since}  # when all values had come to this member, or to another one, at the latest
+        self._come_at = {rank: self._since}  # upper bound of when this member, or another one, had all values
         self._has_values = has_values
         self._owed_s: defaultdict[int, float] = defaultdict(
             float
-        )  # how long each has owed values, without being held up by others
+        )  # how long each has owed values without being held up by others
         self._progress: dict[int, MemberProgress] = {}
         self._began: dict[int, float] = {}  # when each stream was first seen here, loop time
         self._probing: dict[int, asyncio.Task[None]] = {}
         self._tasks = TaskOwner("patience")
 
     async def watch(self) -> None:
-        """Look again and again, until it is cancelled."""
+        """Check the streams periodically, until cancelled."""
         try:
             while True:
                 await asyncio.sleep(LOOK_PERIOD_S)
@@ -137,7 +135,7 @@ class StragglerMonitor:
             self._probing[rank] = self._tasks.spawn(asking, name=f"asking {stream.remote}")
 
     def _too_slow(self, rank: int, stream: Stream) -> float | None:
-        """What a member that owes values needs for all at its pace, in seconds, if it is more than the round has."""
+        """Seconds that a member needs for its values at its pace, if that is more than the round has."""
         now, owed_s = asyncio.get_running_loop().time(), self._owed_s[rank]
         passed_s = now - self._since
         if passed_s < max(JUDGED_S, JUDGED_SHARE * (self._ends_at - self._since)) or owed_s < passed_s / 2:
@@ -147,13 +145,13 @@ class StragglerMonitor:
         return passed_s + left_s if left_s > self._ends_at - now else None
 
     def _is_overdue(self, rank: int, silent_s: float) -> bool:
-        """Whether a member that owes means and says that it gets on should have sent them, by what has come here."""
+        """Whether a member that owes means and reports progress should have sent them, by what has come here."""
         passed_s = asyncio.get_running_loop().time() - self._since
         if passed_s < LAST_SHARE * (self._ends_at - self._since) or silent_s < STILL_S[Wanted.MEANS]:
             return False
         num_bytes, come_at = self._butterfly.num_bytes_of, dict(self._come_at)
         if self._has_values and any(num_bytes(other) for other in self._streams if other != rank):
-            del come_at[self._rank]  # it may wait for the values of this very member; if so, the third one does, too
+            del come_at[self._rank]  # it may wait for this member's values; if so, the third reducer does, too
         return any(
             passed_s > MARGIN * (at - self._since) * max(1.0, num_bytes(rank) / num_bytes(other))
             for other, at in come_at.items()
@@ -183,6 +181,6 @@ class StragglerMonitor:
         self._butterfly.lose(rank, reason, is_stalled=True)
 
     def _rate_of(self, rank: int, stream: Stream) -> float:
-        """What has come from a member, in bytes per second; 0 if nothing has."""
+        """Bytes per second received from a member; 0 if nothing has come."""
         moving_s = stream.last_received - self._began[rank]
         return stream.bytes_received / moving_s if stream.bytes_received and moving_s > 0 else 0.0

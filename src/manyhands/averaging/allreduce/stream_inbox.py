@@ -1,4 +1,4 @@
-"""The streams that other members open for a round, or for one round after the other."""
+"""Streams that other members open, for one round or for several in a row."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from manyhands.transport.api import Stream
 
 REMEMBERED_GROUPS = 16
 MAX_UNNAMED = 64
-"""Streams that were opened ahead and say no round yet; one of each peer."""
-"""And as many that were kept from the last round."""
+"""Limit of streams that were opened ahead and name no round yet; one for each peer."""
+"""The same limit for streams kept from the last round."""
 UNNAMED_S = 120.0
 
 
 class StreamInbox:
-    """Bulk streams that other members opened, until the round takes them; they may come before the group is known."""
+    """Holds bulk streams from other members until a round takes them; they may come before the group is known."""
 
     def __init__(self, endpoint: RunEndpoint, config: AveragingConfig) -> None:
         self._endpoint = endpoint
@@ -32,7 +32,7 @@ class StreamInbox:
         self._waiting: dict[tuple[bytes, PeerId], asyncio.Future[Stream]] = {}
         self._unnamed: dict[PeerId, Stream] = {}  # opened ahead
         self._kept: dict[PeerId, Stream] = {}  # from the last round
-        self._in_round: dict[Stream, asyncio.Future[None]] = {}  # done when it was used up to its end, and is kept
+        self._in_round: dict[Stream, asyncio.Future[None]] = {}  # done when it was used to its end and is kept
         self._ended: deque[bytes] = deque(maxlen=REMEMBERED_GROUPS)
         endpoint.accept_bulk(STREAM_KIND, self._on_stream)
         endpoint.on_lost.append(self._on_lost)
@@ -43,7 +43,7 @@ class StreamInbox:
             self._endpoint.on_lost.remove(self._on_lost)
 
     async def take(self, group_id: bytes, peer_id: PeerId) -> Stream:
-        """The stream of a member for a round, when it comes.
+        """Wait for a member's stream for a round.
 
         Raises:
             Timeout, PeerLost: it did not come.
@@ -60,7 +60,7 @@ class StreamInbox:
             self._waiting.pop(key, None)
 
     def end(self, group_id: bytes) -> None:
-        """A round is over here: whoever waits for this peer on a stream of it shall not wait any more."""
+        """Release a round's streams, so that no member waits for this peer on them."""
         self._ended.append(group_id)
         for key, future in list(self._waiting.items()):
             if key[0] == group_id:
@@ -71,7 +71,7 @@ class StreamInbox:
             self._endpoint.release(future.result())
 
     def keep(self, stream: Stream) -> bool:
-        """Have a stream that a round has used up to its end for the next one; whether it is kept."""
+        """Keep a stream that a round has used up to its end for the next one; False if it is not kept."""
         used = self._in_round.get(stream)
         if used is None or used.done() or len(self._kept) >= MAX_UNNAMED:
             return False
@@ -79,7 +79,7 @@ class StreamInbox:
         return True
 
     def lose(self, peer_id: PeerId) -> None:
-        """Another member has lost a peer; here nothing is known of one that is not connected."""
+        """Another member has lost a peer: without a connection to that peer, stop waiting for its stream."""
         if not self._endpoint.is_connected(peer_id):
             self._on_lost(peer_id)
 
@@ -91,7 +91,7 @@ class StreamInbox:
                 future.set_exception(PeerLost(peer_id, "it was lost before it opened its stream"))
 
     def _check_is_awaited(self, key: tuple[bytes, PeerId]) -> None:
-        """A member that has gone to another round does not come to this one any more."""
+        """Stop waiting for a member's stream when it has opened one for another round."""
         if key in self._waiting:
             return
         for (_, awaited), future in self._waiting.items():
@@ -99,7 +99,7 @@ class StreamInbox:
                 future.set_exception(ProtocolViolation(awaited, "it opened a stream for another round"))
 
     async def _name_of(self, remote: PeerId, stream: Stream) -> bytes:
-        """What a stream that was opened ahead is for, as soon as its owner knows."""
+        """Read the round's name from a stream that was opened ahead."""
         if (former := self._unnamed.pop(remote, None)) is not None:
             former.abort()
         if len(self._unnamed) >= MAX_UNNAMED:
@@ -133,7 +133,7 @@ class StreamInbox:
                     del self._kept[remote]
 
     async def _is_kept_after(self, name: bytes, remote: PeerId, stream: Stream) -> bool:
-        """Have a round use a stream; whether there may be another one."""
+        """Give a stream to a round; returns whether another round may follow on it."""
         key = (name, remote)
         if name in self._ended:
             return False
@@ -144,7 +144,7 @@ class StreamInbox:
         future.set_result(stream)
         used = self._in_round[stream] = asyncio.get_running_loop().create_future()
         closing = asyncio.get_running_loop().create_task(stream.wait_closed())
-        try:  # from here on the stream is the round's, which closes or keeps it
+        try:  # from here on the round owns the stream, and closes or keeps it
             async with time_limit(self._config.averaging_timeout_s, "for a round to end"):
                 await asyncio.wait([used, closing], return_when=asyncio.FIRST_COMPLETED)
             return used.done()
@@ -157,7 +157,7 @@ class StreamInbox:
 
 
 def _too_late(remote: PeerId, future: asyncio.Future[Stream]) -> ProtocolViolation | PeerLost:
-    """Why a stream is not taken, after its round has one of its sender, or has just given that up."""
+    """Why a stream is refused: its round has one from the sender already, or has just given up waiting."""
     if future.cancelled():
         return PeerLost(remote, "its stream came after the round was over here")
     if (error := future.exception()) is not None:

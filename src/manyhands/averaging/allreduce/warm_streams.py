@@ -1,9 +1,8 @@
-"""Bulk streams that are there before the round that uses them: dialling one takes several round trips, and much CPU.
+"""Keeps bulk streams open ahead of the round that uses them: a dial takes several round trips and much CPU.
 
-They are opened ahead, or kept from the round before. Nobody knows yet what the group will be, so the header of a stream
-that is opened ahead names no round. Its next bytes do, once there is one; so it is with each further round. A stream
-that is not used in the end is closed, and so is one to a peer whose control connection was lost: nobody knows then
-whether it still carries anything.
+Streams are opened ahead, or kept from the last round. The group is not known yet, so the header of a stream that is
+opened ahead names no round. Its next bytes name one, and each further round is named in the same way. A stream that
+stays unused is closed. So is one to a peer whose control connection broke: it may not carry anything any more.
 """
 
 from __future__ import annotations
@@ -25,23 +24,23 @@ from manyhands.transport.api import Stream
 logger = logging.getLogger(__name__)
 
 MAX_WARM = 16
-"""With more peers than that nobody knows with whom each will exchange values."""
+"""Above this number of peers, a peer cannot predict its partners."""
 PERIOD_S = 1.0
-"""Who has come since is dialled then."""
+"""New peers are dialled at this period."""
 UNUSED_S = 1.0
-"""After the search the streams are kept for so long, unless a round has begun."""
+"""How long the streams are kept after the search, unless a round has begun."""
 KEPT_S = 60.0
-"""A stream that was not used for so long is closed; the other end waits for longer."""
+"""A stream that is unused for this long is closed; the other end waits longer."""
 
 
 class WarmStreams:
-    """The streams that this peer has dialled, one for each partner, and that no round uses now.
+    """The idle streams that this peer has dialled, one for each partner.
 
     Args:
-        prepare: makes sure of a control connection to a peer, which tells whether it lives.
+        prepare: opens a control connection to a peer, which shows whether it is alive.
 
     Attributes:
-        size_bytes: about what one of them will carry each way.
+        size_bytes: approximate bytes that one of them will carry in each direction.
     """
 
     def __init__(
@@ -57,10 +56,10 @@ class WarmStreams:
 
     @asynccontextmanager
     async def kept(self, expected: Callable[[], Mapping[PeerId, bool]]) -> AsyncIterator[None]:
-        """Within the block, and a moment longer, have streams to those that this peer would dial in a round.
+        """Within the block, and a moment longer, keep streams open to the peers that this peer would dial in a round.
 
         Args:
-            expected: who should come to it, and whether each is in client mode.
+            expected: the peers that should come, and whether each is in client mode.
         """
         loop = asyncio.get_running_loop()
         self._num_users += 1
@@ -71,13 +70,13 @@ class WarmStreams:
             self._num_users -= 1
             opening.cancel()
             [outcome] = await asyncio.gather(opening, return_exceptions=True)
-            if isinstance(outcome, Exception):  # rounds dial for themselves then, but somebody should know
+            if isinstance(outcome, Exception):  # rounds dial for themselves then, but log it
                 logger.error("no streams were opened ahead of a round", exc_info=outcome)
             loop.call_later(UNUSED_S, self._drop_unused)
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """A round takes streams within the block; those that it has not taken are closed then."""
+        """Let a round take streams within the block; those that it leaves are closed after it."""
         self._num_users += 1
         try:
             yield
@@ -101,7 +100,7 @@ class WarmStreams:
             await asyncio.sleep(PERIOD_S)
 
     async def _open_to(self, peer_ids: Iterable[PeerId]) -> None:
-        """Dial those to whom there is no stream; who cannot be dialled is left to the round."""
+        """Dial the peers without a stream; one that cannot be dialled is left to the round."""
         now = asyncio.get_running_loop().time()
         for peer_id, (_, since) in list(self._open.items()):
             if now - since > KEPT_S:
@@ -110,7 +109,7 @@ class WarmStreams:
         await asyncio.gather(*(self._dial(peer_id) for peer_id in peer_ids if peer_id not in known))
 
     async def take(self, peer_id: PeerId, name: bytes) -> Stream | None:
-        """The stream to a peer, for the round of this name; None if there is none that lives."""
+        """The stream to a peer, for the round of this name; None if no open one exists."""
         while len(name) == NAME_BYTES and (stream := self._pop(peer_id)) is not None:
             try:
                 await stream.send(name)
@@ -130,7 +129,7 @@ class WarmStreams:
         return self._open.pop(peer_id)[0] if peer_id in self._open else None
 
     def keep(self, stream: Stream) -> bool:
-        """Have a stream that a round has used up to its end for the next one; whether there is room for it."""
+        """Keep a stream that a round has used up to its end for the next one; False if there is no room."""
         peer_id = stream.remote
         if len(self._kept) >= MAX_WARM or peer_id in self._kept or not self._endpoint.is_connected(peer_id):
             return False
@@ -143,7 +142,7 @@ class WarmStreams:
         self._drop(peer_id)
 
     def drop_all(self) -> None:
-        """No round uses them any more."""
+        """Close all streams; no round uses them any more."""
         for peer_id in [*self._open, *self._kept]:
             self._drop(peer_id)
 

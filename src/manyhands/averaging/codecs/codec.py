@@ -1,15 +1,15 @@
-"""What a codec is: float values to bytes and back, in a number of bytes that follows from the number of values.
+"""The base class of codecs: float values to bytes and back, in a size that depends only on the number of values.
 
 The rules that all codecs keep, and that their tests check:
 
-- Values go piece by piece: a piece is worked on while it is in the processor's cache, and the encoding of a vector is
-  that of its pieces, one after the other. The last piece may be shorter.
-- Little-endian, laid out as docs/reference/wire.md says. The hosts are little-endian, too: x86-64 and AArch64.
-- What was decoded is the same in every bit on every machine: each product in it is exact, so that it does not matter
-  whether the processor rounds between a multiplication and an addition. A round's vote relies on it: it compares what
-  travelled, not what came of it. (Who switches ``torch.set_flush_denormal`` on gets zeros where others have values
-  below 2^-126, and nobody notices.)
-- Nothing that is not finite is encoded, or comes out of a decoder, whatever a stranger sent.
+- Values are encoded in pieces: a piece is processed while it is in the processor's cache, and the encoding of a vector
+is that of its pieces in order. The last piece may be shorter.
+- Little-endian, in the layout of docs/reference/wire.md. The hosts are little-endian, too: x86-64 and AArch64.
+- Decoded values are bit-identical on all machines: each product in them is exact, so it does not matter whether the
+processor rounds between a multiplication and an addition. A round's vote relies on it: it compares the encoded means,
+not the decoded ones. (With ``torch.set_flush_denormal`` a peer gets zeros where others have values below 2^-126, and
+this is not detected.)
+- Only finite values are encoded, or come out of a decoder, whatever a stranger sent.
 - No state: one codec may be used from many threads. The kernels of torch release Python's lock.
 """
 
@@ -33,7 +33,7 @@ PRODUCT_NUMEL = 4096
 
 
 class NotFinite(ManyhandsError, ValueError):
-    """Values that are to be encoded hold NaN or infinity."""
+    """Values to encode contain NaN or infinity."""
 
 
 class BadEncoding(ManyhandsError, ValueError):
@@ -44,12 +44,12 @@ class Codec(abc.ABC):
     """Turns values into bytes and back.
 
     Attributes:
-        name: as users choose it.
-        code: as peers say it on the wire; never used again for another layout.
+        name: for users.
+        code: on the wire; never used again for another layout.
         dtype: of the values that are encoded and decoded.
         piece_numel: values in a piece; the last piece of a slice may have fewer.
-        num_at_once: pieces that are worked on in one go.
-        unit_numel: values of a row, say, that a compiled kernel takes as a whole.
+        num_at_once: pieces that are processed at once.
+        unit_numel: values that a compiled kernel takes as a whole, such as a row.
         cut_numel: encoded values can be cut at multiples of it, counted from where their encoding begins.
     """
 
@@ -62,7 +62,7 @@ class Codec(abc.ABC):
     cut_numel: ClassVar[int] = 1
 
     def num_bytes(self, numel: int) -> int:
-        """How many bytes ``numel`` values take, whatever they are."""
+        """Encoded size of ``numel`` values in bytes."""
         num_pieces, rest = divmod(numel, self.piece_numel)
         return num_pieces * self._piece_bytes(self.piece_numel) + self._piece_bytes(rest)
 
@@ -73,9 +73,9 @@ class Codec(abc.ABC):
             values_N: of any floating dtype, which is rounded to that of the codec; on any device.
             out: uint8, shape [num_bytes(N)], contiguous; any alignment, on any device.
         Raises:
-            NotFinite: a value is NaN, infinite, or too large for the dtype of the codec; what ``out`` holds then is
-                undefined, and not to be sent.
-            ConfigError: a shape or a dtype is another one.
+            NotFinite: a value is NaN, infinite, or too large for the codec's dtype; ``out`` is then undefined, and must
+                not be sent.
+            ConfigError: a shape or a dtype is wrong.
         """
         if values_N.dim() != 1 or not values_N.is_floating_point():
             raise ConfigError(f"values are {_named(values_N)}, but have to be floats in one dimension")
@@ -91,15 +91,15 @@ class Codec(abc.ABC):
             self._encode_piece(values_N[start:stop].detach().to(self.dtype).contiguous(), place)
 
     def decode(self, encoded: torch.Tensor, out_N: torch.Tensor) -> None:
-        """Write the values to ``out_N``.
+        """Write the decoded values to ``out_N``.
 
         Args:
             encoded: uint8, in one dimension; any alignment, on any device; never written. May come from a stranger.
             out_N: of the dtype of the codec, contiguous, on any device.
         Raises:
-            BadEncoding: the length is not ``num_bytes(N)``, or a value would not be finite; what ``out_N`` holds then
-                is undefined, and not to be used.
-            ConfigError: the shape or the dtype of ``out_N`` is another one.
+            BadEncoding: the length is not ``num_bytes(N)``, or a value would not be finite; ``out_N`` is then
+                undefined, and must not be used.
+            ConfigError: the shape or the dtype of ``out_N`` is wrong.
         """
         if out_N.dim() != 1 or out_N.dtype != self.dtype or not out_N.is_contiguous():
             raise ConfigError(
@@ -119,13 +119,13 @@ class Codec(abc.ABC):
             self._decode_piece(place, out_N[start:stop])
 
     def requantize(self, values_N: torch.Tensor, out: torch.Tensor) -> None:
-        """Encode values, and replace them with what is decoded of them.
+        """Encode values, and replace them with the decoded ones.
 
         Args:
             values_N: of the dtype of the codec, contiguous.
             out: as in :meth:`encode`.
         Raises:
-            NotFinite, ConfigError: as there; what ``values_N`` holds then is undefined, too.
+            NotFinite, ConfigError: as there; ``values_N`` is then undefined, too.
         """
         values_N, out = self._after_kernel("requantize", values_N, out)
         if values_N.numel():
@@ -133,12 +133,12 @@ class Codec(abc.ABC):
             self.decode(out, values_N)
 
     def add(self, encoded: torch.Tensor, weight: float, total_N: torch.Tensor, *, is_first: bool) -> None:
-        """Decode, and add the values times ``weight`` to ``total_N``, or write them there if they are the first.
+        """Decode, and add the values times ``weight`` to ``total_N``; the first ones overwrite it.
 
         Args:
             encoded, total_N: as in :meth:`decode`.
         Raises:
-            BadEncoding, ConfigError: as there; what ``total_N`` holds then is undefined.
+            BadEncoding, ConfigError: as there; ``total_N`` is then undefined.
         """
         total_N, encoded = self._after_kernel("add", total_N, encoded, weight, is_first)
         if not total_N.numel():
@@ -151,7 +151,7 @@ class Codec(abc.ABC):
             total_N.add_(values, alpha=weight)
 
     def largest_square(self, encoded: torch.Tensor, numel: int) -> float:
-        """An upper bound of the sum of the squares of ``numel`` encoded values, which are not decoded for it.
+        """An upper bound of the sum of the squares of ``numel`` encoded values, without decoding them.
 
         Infinite if the encoding does not show one.
         """
@@ -169,13 +169,13 @@ class Codec(abc.ABC):
     ) -> int:
         """Do what :meth:`add` for each contribution and then :meth:`requantize` do, in one pass over the memory.
 
-        Only as far as a compiled kernel can, and all that it meets follows the rules; the rest is left to those two.
+        Stops where a compiled kernel cannot go on, or values break the rules; the rest is left to those two.
 
         Args:
-            own_N: values as they are; may be ``mean_N``.
-            kept_N: if it is not empty, those of them that were averaged are kept there.
-            rooms: what others have sent, uint8, shape [rooms, bytes of a room], of which only the first are used.
-            which: in the order in which they are added, the room of each, or -1 for ``own_N``.
+            own_N: own values, unencoded; may be ``mean_N``.
+            kept_N: if not empty, receives a copy of the own values that were averaged.
+            rooms: the others' encoded values, uint8, shape [rooms, bytes of a room], of which only the first are used.
+            which: in the order of addition, the room of each contribution, or -1 for ``own_N``.
             weights: of each.
             mean_N, out: as the arguments of :meth:`requantize`.
         Returns:
@@ -194,7 +194,7 @@ class Codec(abc.ABC):
     def _after_kernel(
         self, name: str, values_N: torch.Tensor, encoded: torch.Tensor, *more: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Have a compiled kernel do what it can; the values and the bytes that are left to torch: all, or a few."""
+        """Let a compiled kernel do what it can; returns the values and bytes left to torch: all, or a few."""
         num_units = values_N.numel() // self.unit_numel
         numel = num_units * self.unit_numel
         whole_N, whole_encoded = values_N[:numel], encoded[: self.num_bytes(numel)]
@@ -252,15 +252,15 @@ def square_of(values: torch.Tensor) -> float:
 def check_finite(values: torch.Tensor) -> None:
     """Raises NotFinite if a value is not finite.
 
-    A sum is the fastest pass over the values that there is, and not finite if one of them is not. Only when it has
-    overflowed is each of them looked at.
+    A sum is the fastest pass over the values, and not finite if one of them is not. Only if the sum has overflowed is
+    each value checked.
     """
     if not math.isfinite(values.sum().item()) and not bool(torch.isfinite(values).all()):
         raise NotFinite("NaN or infinite values cannot be averaged")
 
 
 def viewed_as(encoded: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Bytes as numbers, without a copy where they lie at an address that is right for such numbers."""
+    """Reinterpret bytes as numbers, without a copy if the address is aligned for them."""
     return (encoded if _is_aligned(encoded, dtype) else encoded.clone()).view(dtype)
 
 

@@ -1,10 +1,10 @@
-"""Error feedback: what a lossy codec lost of this peer's values in one round is added to them in the next.
+"""Error feedback: adds the error of a lossy codec in one round to this peer's values in the next.
 
-With it the sum of the means over many rounds is that of exact ones, but for the residuals of the last one (if no member
-is lost on the way, and rounds that this peer did not see committed do not count); so training with it converges as fast
-as without a codec (up to constants), and without it need not converge at all. What is lost of a vector is lost to the
-mean by the share that the vector has in it, so it is added by that share too: twice as much of it when the share of the
-next vector is half as large.
+With it the sum of the means over many rounds is that of exact ones, up to the residuals of the last round. (This
+assumes that no member is lost, and does not count rounds that this peer did not see committed.) So training converges
+as fast as without a codec, up to constants; without feedback it need not converge at all. An error in a vector reaches
+the mean by the vector's share in it, so it is added by that share: twice as much if the share of the next vector is
+half as large.
 
 Sources: Seide et al., 1-bit stochastic gradient descent, Interspeech 2014; Karimireddy et al., Error feedback fixes
 SignSGD, arXiv:1901.09847; Tang et al., DoubleSqueeze, arXiv:1905.05957 (feedback at the reducer as well).
@@ -19,17 +19,17 @@ import torch
 from manyhands.averaging.codecs.plan import Plan
 
 MAX_SCALE = 1024.0
-"""Residuals are enlarged by no more than this, so that what a tiny share sends stays finite. The rest is lost."""
+"""The largest factor of residuals, so that the values of a tiny share stay finite. The rest is lost."""
 
 
 class ErrorFeedback:
-    """The residuals of one stream of vectors: of what a peer sends, or of the means that it reduced; not of both.
+    """The residuals of one series of vectors: of a peer's own values, or of the means that it reduced; not of both.
 
-    In each round: ``encode`` each slice that is sent, then ``commit`` if the others used it, else ``abort``. Slices may
-    be encoded from several threads at once; ``commit`` and ``abort`` come when all of these are done. Values that were
-    not encoded in a round (a peer's own span) keep their residual.
+    In each round: ``encode`` each slice that is sent, then ``commit`` if the others used it, else ``abort``. Several
+    threads may encode slices at once; call ``commit`` and ``abort`` when all are done. Values that were not encoded in
+    a round (a peer's own span) keep their residual.
 
-    Memory: one vector, and during a round one more for what was encoded.
+    Memory: one vector, and during a round one more for encoded values.
 
     Args:
         plan: of the vector.
@@ -50,10 +50,10 @@ class ErrorFeedback:
         """Encode ``values``, which is ``flat_N[start : start + len(values)]``, with the residual of its last round.
 
         Returns:
-            What the receivers will decode, of the plan's dtype.
+            The values that receivers will decode, of the plan's dtype.
         Raises:
             NotFinite: a value is not finite, or its sum with the residual.
-            ConfigError: a shape or a dtype is another one.
+            ConfigError: a shape or a dtype is wrong.
         """
         part = slice(start, start + values.numel())
         corrected = torch.add(values, self._residual_N[part], alpha=min(self._kept_share / self.share, MAX_SCALE))
@@ -64,7 +64,7 @@ class ErrorFeedback:
         return decoded
 
     def commit(self) -> None:
-        """The round counts: what it lost is added in the next one."""
+        """Count the round: its errors are added in the next one."""
         if self._pending and self.share != self._kept_share:
             self._residual_N.mul_(min(self._kept_share / self.share, MAX_SCALE))  # also of what was not encoded
             self._kept_share = self.share
@@ -73,13 +73,13 @@ class ErrorFeedback:
         self._pending.clear()
 
     def abort(self) -> None:
-        """The round does not count: the residuals are those from before it."""
+        """Discard the round: restore the residuals from before it."""
         self._pending.clear()
 
 
 @dataclass(frozen=True)
 class Feedbacks:
-    """Those of a peer in the rounds of one codec.
+    """A peer's error feedback in the rounds of one codec.
 
     Attributes:
         sent: of its values that others reduce.
@@ -96,11 +96,11 @@ class Feedbacks:
         return cls(plan, ErrorFeedback(plan), ErrorFeedback(plan))
 
     def commit(self) -> None:
-        """The round counts."""
+        """Count the round."""
         self.sent.commit()
         self.reduced.commit()
 
     def abort(self) -> None:
-        """The round does not count; nothing happens if it was committed."""
+        """Discard the round; no effect after a commit."""
         self.sent.abort()
         self.reduced.abort()

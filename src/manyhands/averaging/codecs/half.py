@@ -1,7 +1,7 @@
 """Sixteen bits for each value: fp16 with a scale for each piece, and bf16.
 
-Float16 has 11 significant bits, but an exponent from -24 to 15 only. So each piece of 65,536 values is multiplied with
-a power of two that brings its largest magnitude to [2^14, 2^15): gradients of 1e-8 and values of 1e38 keep 11 bits.
+Float16 has 11 significant bits, but only exponents from -24 to 15. So each piece of 65,536 values is multiplied by a
+power of two that brings its largest magnitude to [2^14, 2^15): gradients of 1e-8 and values of 1e38 keep 11 bits.
 """
 
 from __future__ import annotations

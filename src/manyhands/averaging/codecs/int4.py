@@ -1,14 +1,14 @@
 """Four bits for each value, in blocks of 32 with a scale of 16 bits: 4.5 bits in all.
 
-A block is divided by its value of the largest magnitude, sign included, so that this one is at -8 of the 16 levels from
--8 to 7: the scale is that value by -8, rounded to bfloat16. With 8 significant bits in the scale, each decoded value is
-exact, so the same everywhere; and zero is zero.
+A block is divided by its value of the largest magnitude, sign included, which gets level -8 of the 16 levels from -8 to
+7: the scale is that value divided by -8, rounded to bfloat16. With 8 significant bits in the scale, each decoded value
+is exact, so the same on all machines; and zero stays zero.
 
 Layout of a piece of up to 131,072 values: the scales of all blocks, then the levels plus 8, two in a byte: byte ``i``
 has value ``i`` in its lower half, and value ``i + ceil(n / 2)`` in its upper half, or 8 where there is none.
 
-torch has a kernel for 4 bits as well (fbgemm's), four times as fast. It is not used: its scale and bias are float16,
-too coarse for gradients below 1e-6 and too small for values above 65504.
+torch also has a kernel for 4 bits (fbgemm's), four times as fast. It is not used: its scale and bias are float16, too
+coarse for gradients below 1e-6 and too small for values above 65504.
 
 Source: ggml's ``Q4_0`` (scale of 32 values from the signed largest one); Dettmers et al., 8-bit optimizers via
 block-wise quantization, arXiv:2110.02861.

@@ -1,21 +1,21 @@
 """Eight bits for each value, between the smallest and the largest of its row of 216: 8.30 bits with the rows' headers.
 
 The rows are those of fbgemm's "fused 8-bit rowwise" embeddings, whose kernels torch has: the values as uint8, then
-scale and bias as float32; a value is ``scale * q + bias``. Four things are added to what the kernel writes:
+scale and bias as float32; a value is ``scale * q + bias``. There are four differences from the kernel's output:
 
 - The lower 8 bits of each scale are zero. With 16 significant bits, the product with 8 bits is exact, and all machines
-  decode the same, whether or not they fuse it with the addition.
+decode the same, whether or not they fuse it with the addition.
 - The kernel divides by ``range + 1e-8`` and writes a scale for ``range``. The scale is corrected, and rows of a very
-  small range are encoded again, multiplied by 2^120.
-- Rows whose range is near the largest float32 or above are encoded again, multiplied by 2^-8; such scales and biases
-  are decoded in float64, and what goes beyond the largest float32 is set to that.
-- NaN, which the kernel does not see, is refused.
+small range are encoded again, multiplied by 2^120.
+- Rows whose range is near the largest float32 or above are encoded again, multiplied by 2^-8. Such scales and biases
+are decoded in float64, and clamped to the largest float32.
+- NaN, which the kernel does not detect, is refused.
 
-Where torch lacks the kernels, or the values are not on a CPU, the same is done with plain operations. Headers are the
-same then in every bit; a value in the middle between two steps may go to either of them.
+Where torch lacks the kernels, or the values are not on a CPU, plain operations do the same. The headers are then the
+same in every bit; a value in the middle between two steps may go to either of them.
 
-Sources: Guan et al., Post-training 4-bit quantization on embedding tables, arXiv:1911.02079 (the rows);
-pytorch/FBGEMM, ``FloatOrHalfToFused8BitRowwiseQuantizedSBFloat`` (the kernel).
+Sources: Guan et al., Post-training 4-bit quantization on embedding tables, arXiv:1911.02079 (the rows); pytorch/FBGEMM,
+``FloatOrHalfToFused8BitRowwiseQuantizedSBFloat`` (the kernel).
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Int8(Codec):
             out[-HEADER_BYTES:].copy_(packed[-HEADER_BYTES:])
 
     def largest_square(self, encoded: torch.Tensor, numel: int) -> float:
-        """As of :class:`Codec`: each value of a row is between its first and its last step."""
+        """Like :meth:`Codec.largest_square`: each value of a row is between its first and its last step."""
         num_rows = numel // ROW_NUMEL
         whole = num_rows * (ROW_NUMEL + HEADER_BYTES)
         headers = encoded[:whole].numpy().reshape(num_rows, ROW_NUMEL + HEADER_BYTES)[:, ROW_NUMEL:].copy()
@@ -99,7 +99,7 @@ class Int8(Codec):
 
 
 def _encode_rows(rows: torch.Tensor) -> torch.Tensor:
-    """R rows of V values each, V a multiple of 4, to uint8, shape [R, V + HEADER_BYTES]."""
+    """Encode R rows of V values each, V a multiple of 4, to uint8, shape [R, V + HEADER_BYTES]."""
     packed = _pack(rows)
     scales = _headers(packed)[:, 0]
     low, high = torch.aminmax(scales)
@@ -122,7 +122,7 @@ def _encode_rows(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _decode_rows(packed: torch.Tensor, out_rows: torch.Tensor) -> None:
-    """The inverse of ``_encode_rows``; refuses what it would not write."""
+    """The inverse of ``_encode_rows``; refuses bytes that it would not write."""
     headers = _headers(packed)
     highest_scale, highest_bias = headers.abs().amax(0).tolist()
     if not (math.isfinite(highest_scale) and math.isfinite(highest_bias)):
@@ -157,7 +157,7 @@ def _unpack(packed: torch.Tensor, headers: torch.Tensor) -> torch.Tensor:
 
 
 def pack_without_kernel(rows: torch.Tensor) -> torch.Tensor:
-    """What fbgemm's kernel writes, on any device."""
+    """The encoding of fbgemm's kernel, on any device."""
     smallest = rows.amin(1, keepdim=True)
     ranges = rows.amax(1, keepdim=True) - smallest
     steps = (rows - smallest).mul_(LEVELS / (ranges + KERNEL_EPSILON)).round_().clamp_(0, LEVELS)
@@ -166,5 +166,5 @@ def pack_without_kernel(rows: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_without_kernel(packed: torch.Tensor, headers: torch.Tensor) -> torch.Tensor:
-    """What fbgemm's kernel reads, on any device."""
+    """The decoding of fbgemm's kernel, on any device."""
     return packed[:, :-HEADER_BYTES].float().mul_(headers[:, :1]).add_(headers[:, 1:])

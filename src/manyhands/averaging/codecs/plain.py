@@ -1,7 +1,7 @@
-"""Values as they are: exact, 4 or 8 bytes each.
+"""Unencoded values: exact, 4 or 8 bytes each.
 
-Who has the values in memory need not copy them: the encoding of a contiguous tensor is its own memory,
-``values_N.view(torch.uint8)``, and what was received into such a view has only to be checked with ``check_finite``.
+They need not be copied: the encoding of a contiguous tensor is its own memory, ``values_N.view(torch.uint8)``, and
+bytes received into such a view only have to be checked with ``check_finite``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from manyhands.averaging.codecs.codec import BadEncoding, Codec, NotFinite, chec
 
 
 class Plain(Codec):
-    """float32 as it is."""
+    """Unencoded float32."""
 
     name = "none"
     code = 0
@@ -36,7 +36,7 @@ class Plain(Codec):
 
 
 class PlainFloat64(Plain):
-    """float64 as it is, for vectors of float64, which are reduced in float64."""
+    """Unencoded float64, for vectors of float64, which are reduced in float64."""
 
     name = "none_float64"
     code = 1

@@ -1,6 +1,6 @@
-"""Which part of the flat vector goes through which codec.
+"""Assigns a codec to each part of the flat vector.
 
-Norms and biases are small, and training reacts strongly to errors in them: they stay exact. The rest takes the chosen
+Norms and biases are small, and training reacts strongly to errors in them: they stay exact. The rest uses the chosen
 codec. All members compute the same plan from the shapes in the run's manifest, so that a slice of the vector has the
 same number of bytes for the sender and the receiver.
 """
@@ -20,13 +20,13 @@ from manyhands.base.errors import ConfigError
 
 EXACT_BELOW_NUMEL = 4096
 SAMPLED_OF = 64
-"""Of so many values of a slice one is looked at, to tell how large they are; more of a small slice."""
+"""One of this many values of a slice is sampled for its size; more in a small slice."""
 LEAST_SAMPLE_NUMEL = 4096
 
 
 @dataclass(frozen=True)
 class Segment:
-    """``flat_N[start:stop]`` goes through one codec."""
+    """``flat_N[start:stop]`` uses one codec."""
 
     start: int
     stop: int
@@ -38,8 +38,8 @@ class Sample:
     """A run of the values of a slice.
 
     Attributes:
-        values: where they are in the slice.
-        encoded: where they are in its encoding, by itself the encoding of these values.
+        values: their place in the slice.
+        encoded: their place in its encoding, a valid encoding of these values alone.
         stands_for: so many values for each.
     """
 
@@ -50,7 +50,7 @@ class Sample:
 
 
 class Plan:
-    """The segments of a flat vector, in order and without gaps; those beside each other with one codec are joined.
+    """The segments of a flat vector, in order and without gaps; adjacent ones with the same codec are joined.
 
     Args:
         segments: the first one starts at 0.
@@ -97,16 +97,16 @@ class Plan:
         return parts if start < stop else []
 
     def num_bytes(self, start: int, stop: int) -> int:
-        """Bytes that ``flat_N[start:stop]`` takes, encoded as one slice.
+        """Encoded size of ``flat_N[start:stop]`` as one slice, in bytes.
 
-        It is cut at the segments, then at the pieces and blocks of each codec, counted from the start of the part; so
+        It is cut at the segments, then at the pieces and blocks of each codec, counted from the start of the part. So
         two slices may take a few bytes more than one of both, and decode to other values within the same bounds. Slices
         of a multiple of 864 values fit the rows of int8 and the blocks of int4; a shorter last row costs time.
         """
         return sum(part.codec.num_bytes(part.stop - part.start) for part in self.cut(start, stop))
 
     def is_exact(self, start: int, stop: int) -> bool:
-        """Whether the encoding of ``flat_N[start:stop]`` is its memory as it is, which then need not be copied."""
+        """Whether the encoding of ``flat_N[start:stop]`` is its own memory, which then need not be copied."""
         return all(part.codec in (NONE, NONE_FLOAT64) for part in self.cut(start, stop))
 
     def encode(self, values: torch.Tensor, start: int, out: torch.Tensor) -> None:
@@ -116,7 +116,7 @@ class Plan:
             out: uint8, shape [num_bytes(start, start + len(values))], contiguous.
         Raises:
             NotFinite: a value is NaN or infinite.
-            ConfigError: a shape or a dtype is another one.
+            ConfigError: a shape or a dtype is wrong.
         """
         stop = start + values.numel()
         if out.shape != (self.num_bytes(start, stop),):
@@ -134,8 +134,8 @@ class Plan:
             encoded: uint8, in one dimension. May come from a stranger.
             out: of the plan's dtype, contiguous.
         Raises:
-            BadEncoding: its length is another one, or a value would not be finite; ``out`` is not to be used then.
-            ConfigError: a dtype or the slice is another one.
+            BadEncoding: its length is wrong, or a value would not be finite; ``out`` must then not be used.
+            ConfigError: a dtype or the slice is wrong.
         """
         stop = start + out.numel()
         if encoded.shape != (self.num_bytes(start, stop),):
@@ -147,15 +147,15 @@ class Plan:
             codec.decode(place, some_values)
 
     def requantize(self, values: torch.Tensor, start: int, out: torch.Tensor) -> None:
-        """As :meth:`encode`, and ``values`` become what is decoded of them; contiguous, of the plan's dtype."""
+        """Like :meth:`encode`, and replace ``values`` with the decoded ones; contiguous, of the plan's dtype."""
         for codec, some_values, place in self._parts(values, start, out):
             codec.requantize(some_values, place)
 
     def add(self, encoded: torch.Tensor, start: int, weight: float, total: torch.Tensor, *, is_first: bool) -> None:
-        """As :meth:`decode`, but the values times ``weight`` are added to ``total``, or written if they are the first.
+        """Like :meth:`decode`, but add the values times ``weight`` to ``total``; the first ones overwrite it.
 
         Raises:
-            BadEncoding, ConfigError: as there; what ``total`` holds then is undefined.
+            BadEncoding, ConfigError: as there; ``total`` is then undefined.
         """
         if encoded.shape != (self.num_bytes(start, start + total.numel()),):
             raise BadEncoding(f"{total.numel()} values from {start} on are not {encoded.numel()} bytes")
@@ -173,7 +173,7 @@ class Plan:
         mean: torch.Tensor,
         out: torch.Tensor,
     ) -> int:
-        """As :meth:`Codec.average`, from ``start`` on in the vector; nothing is done where there are several codecs."""
+        """Like :meth:`Codec.average`, from ``start`` on in the vector; does nothing where there are several codecs."""
         parts = self.cut(start, start + mean.numel())
         return parts[0].codec.average(own, kept, rooms, which, weights, mean, out) if len(parts) == 1 else 0
 
@@ -191,7 +191,7 @@ class Plan:
         """Some of ``flat_N[start:stop]``: a run of values in each part.
 
         Args:
-            at: any number; it says where the runs begin.
+            at: any number; determines where the runs begin.
         """
         samples, offset = [], 0
         for part in self.cut(start, stop):
@@ -208,7 +208,7 @@ class Plan:
     def _parts(
         self, values: torch.Tensor, start: int, encoded: torch.Tensor
     ) -> Iterator[tuple[Codec, torch.Tensor, torch.Tensor]]:
-        """The codec of each part of a slice, its values, and where they are encoded."""
+        """The codec, the values and the place in the encoding of each part of a slice."""
         offset = 0
         for part in self.cut(start, start + values.numel()):
             end = offset + part.codec.num_bytes(part.stop - part.start)
@@ -227,13 +227,13 @@ def plan_of(
     dtype: torch.dtype = torch.float32,
     exact_below_numel: int = EXACT_BELOW_NUMEL,
 ) -> Plan:
-    """The plan of the vector in which tensors of these shapes lie end to end.
+    """The plan of a vector of tensors with these shapes, in order.
 
-    Exact are tensors with fewer than two dimensions, and those of fewer than ``exact_below_numel`` elements.
+    Tensors with fewer than two dimensions or fewer than ``exact_below_numel`` elements are exact.
 
     Args:
         codec: of the others.
-        dtype: of the flat vector: float32, or float64, which is never encoded otherwise than exactly.
+        dtype: of the flat vector: float32, or float64, which is always encoded exactly.
         exact_below_numel: elements; 0 encodes everything with ``codec``, one dimension or not.
     Raises:
         ConfigError: the vector has another dtype.

@@ -1,4 +1,4 @@
-"""The codecs by the name that users choose and by the code that peers say."""
+"""The codecs by name, for users, and by code, for the wire."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ INT8 = Int8()
 INT4 = Int4()
 
 CODECS: dict[str, Codec] = {codec.name: codec for codec in (NONE, FP16, BF16, INT8, INT4)}
-"""Those that a user may choose; ``none`` stands for float64 as well where the vector is float64."""
+"""Codecs that a user may choose; ``none`` also stands for float64 where the vector is float64."""
 _BY_CODE: dict[int, Codec] = {codec.code: codec for codec in (*CODECS.values(), NONE_FLOAT64)}
 
 
@@ -25,7 +25,7 @@ def codec_named(name: str) -> Codec:
     """The codec that a user chose.
 
     Raises:
-        ConfigError: there is none of this name.
+        ConfigError: no codec has this name.
     """
     if (codec := CODECS.get(name)) is None:
         raise ConfigError(f"codec {name!r} is unknown; one of {', '.join(CODECS)}, for example {INT8.name!r}")
@@ -36,7 +36,7 @@ def codec_of_code(code: int) -> Codec:
     """The codec that a peer named.
 
     Raises:
-        BadEncoding: there is none of this code.
+        BadEncoding: no codec has this code.
     """
     if (codec := _BY_CODE.get(code)) is None:
         raise BadEncoding(f"no codec has code {code}; perhaps that peer is of a later version")

@@ -1,1 +1,1 @@
-"""One verdict for all members of a round, and what they do when some are lost."""
+"""Commit by vote: all members of a round reach one verdict, also after some are lost."""

@@ -1,4 +1,4 @@
-"""How the members of a round learn whether it committed: carries the votes of :mod:`manyhands.averaging.commit.votes`.
+"""How members learn whether their round committed: carries the votes of :mod:`manyhands.averaging.commit.votes`.
 
 ::
 
@@ -10,10 +10,10 @@
     waits     <── verdict ─────────────────────────────────────┴── no majority is possible ──────> ABORTED
        └─ the leader is lost: asks all other members; if none of them knows the verdict: aborted here
 
-Only the leader decides. If it dies before that, the round is aborted and its members form again. If it had told a
-member, the others hear the verdict from that one. A member that aborts in doubt while others committed is behind: the
-lineage in the progress records shows it, and the member loads the others' state. It never tells others what it believed
-in doubt. docs/explanation/rounds.md has the whole protocol.
+Only the leader decides. If it dies before that, the round is aborted and its members form a new group. If it had told a
+member its verdict, the others get it from that member. A member that aborts in doubt while others committed is behind:
+the lineage in the progress records shows this, and the member loads the others' state. It never passes on what it
+assumed in doubt. docs/explanation/rounds.md has the whole protocol.
 """
 
 from __future__ import annotations
@@ -51,30 +51,30 @@ from manyhands.runtime import TaskOwner
 logger = logging.getLogger(__name__)
 
 REMEMBERED_VERDICTS = 16
-"""A member asks within its round's time: in so many later rounds that is over."""
+"""A member asks within its round's time, which ends within this many later rounds."""
 ASK_PERIOD_S = 0.3
 """A tenth of the default ``in_doubt_timeout_s``."""
 MIN_VOTING_S = 1.0
-"""A leader whose round's time is over waits at least so long for the votes of the others."""
+"""The least time that a leader waits for votes after its round's time is over."""
 LATENCY_S = 2.0
 """What a verdict may take to arrive."""
 STALLED_S = 3.0
-"""A member that answers, but from which others got nothing, has so long to vote when all others have voted."""
+"""How long a member that answers but sent nothing may take to vote after all others have voted."""
 CALLS_TO_LEADER = 3
-"""A leader on which so many calls in a row break is lost, although it can be dialled."""
+"""After this many failed calls in a row a leader counts as lost, although it can be dialled."""
 
 
 class VotingState:
-    """What a peer knows of how a round is decided.
+    """One peer's knowledge of the vote in a round.
 
     Attributes:
         count: of the votes, if this peer leads the group: only then does it decide.
-        lost: members that cannot be heard any more, by rank, with the reason.
-        verdict: as soon as it is known here.
+        lost: members that can no longer be reached, by rank, with the reason.
+        verdict: set as soon as it is known here.
         is_in_doubt: this peer has lost the leader, and asks the other members.
-        untold: the other members, but for those that have heard the verdict from this leader.
+        untold: the other members, without those that have the verdict from this leader.
         decided_at: when the verdict was known (loop time).
-        changed: done when there is something new; then it is replaced.
+        changed: done when there is news, and then replaced.
     """
 
     def __init__(self, group: Group, rank: int) -> None:
@@ -97,29 +97,29 @@ class VotingState:
         self._decide()
 
     def lose(self, rank: int, reason: str) -> None:
-        """A member cannot be heard any more."""
+        """A member can no longer be reached."""
         self.lost.setdefault(rank, reason)
         self.count.lose(rank, reason)
         self._decide()
 
     def close(self, reason: str) -> None:
-        """Decide with the votes that are there, if this peer is the one that decides."""
+        """Decide with the votes received so far, if this peer is the leader."""
         self.count.close(reason)
         self._decide()
 
     def know(self, verdict: Verdict) -> None:
-        """The end of the round is known; only the first word counts."""
+        """Set the verdict; only the first one counts."""
         if not self.verdict.done():
             self.verdict.set_result(verdict)
             self.decided_at = self._loop.time()
 
     def wake(self) -> None:
-        """Tell those who wait that there is something new."""
+        """Wake the tasks that wait for news."""
         changed, self.changed = self.changed, self._loop.create_future()
         changed.set_result(None)
 
     async def answer(self, rank: int, vote: Vote) -> Verdict:
-        """What to tell a member that has voted, as soon as there is something. No bound: put one around it."""
+        """The answer to a member's vote, as soon as there is one. Unbounded: use a timeout."""
         while not self.verdict.done():
             order = self.count.order
             if order is not None and vote.ballot < order.ballot and rank in order.members:
@@ -153,7 +153,7 @@ class Agreement:
         endpoint.on_lost.append(self._on_lost)
 
     async def close(self) -> None:
-        """Leave the run: a leader first decides its round, and hands the verdict out to the members that wait."""
+        """Leave the run: a leader first decides its round, and sends the verdict to the waiting members."""
         for state in self._rounds.values():
             state.close("the leader leaves the run")
         if (last := self._last_led) is not None:
@@ -167,7 +167,7 @@ class Agreement:
 
     @asynccontextmanager
     async def of(self, group: Group) -> AsyncIterator[None]:
-        """Take part in how a group decides while the block runs; a leader that leaves it decides at once."""
+        """Take part in a group's vote within the block; a leader that leaves the block decides at once."""
         rank = group.rank_of(self._endpoint.peer_id)
         assert rank is not None
         state = self._rounds[group.group_id] = VotingState(group, rank)
@@ -193,11 +193,11 @@ class Agreement:
         return group_id in self._rounds
 
     def has_lost(self, group: Group) -> bool:
-        """Whether a member of a round that is open here cannot be heard any more."""
+        """Whether a member of an open round can no longer be reached."""
         return bool(self._rounds[group.group_id].lost)
 
     async def decided(self, group: Group, on_lost: Callable[[PeerId], None]) -> Verdict:
-        """Wait for the verdict, for a member that still averages. No bound: put one around it.
+        """Wait for the verdict, for a member that still averages. Unbounded: use a timeout.
 
         Args:
             on_lost: called with the members that the leader has lost.
@@ -218,11 +218,11 @@ class Agreement:
             num_lost = len(answer.blamed)
 
     async def conclude(self, group: Group, vote: Vote, voting_s: float) -> Verdict:
-        """Vote, and wait for what follows: the verdict, or an order to average again.
+        """Vote, and wait for the outcome: the verdict, or an order to average again.
 
         Args:
-            voting_s: how long a leader waits for the votes of the others. They wait longer, for a leader that began its
-                round later than they did.
+            voting_s: how long a leader waits for the others' votes. The others wait longer, for a leader that began its
+                round later.
         """
         state = self._rounds[group.group_id]
         if not state.is_leader:
@@ -241,7 +241,7 @@ class Agreement:
     async def _call_leader(
         self, state: VotingState, method: Method[Any, Verdict], request: VerdictQuery | Vote, timeout_s: float
     ) -> Verdict:
-        """What the leader says; if it is lost, the verdict that other members know, or that the round is aborted."""
+        """The leader's answer; if the leader is lost, the verdict from other members, or an abort."""
         vote = request if isinstance(request, Vote) else None
         deadline, reason = self._now() + timeout_s, "no answer"
         for _ in range(CALLS_TO_LEADER):
@@ -268,7 +268,7 @@ class Agreement:
         return await self._in_doubt(state, f"{said}the leader was lost ({reason})")
 
     async def _while_it_answers(self, state: VotingState, call: Coroutine[Any, Any, Verdict]) -> Verdict:
-        """Wait for a verdict, which may take as long as the round; but not from a leader that has fallen silent."""
+        """Wait for a verdict, possibly as long as the round, unless the leader falls silent."""
         calling = asyncio.get_running_loop().create_task(call)
         try:
             while not (await asyncio.wait([calling], timeout=PROBE_S))[0]:
@@ -283,7 +283,7 @@ class Agreement:
         await self._endpoint.call(state.group.leader, ASK_VERDICT, VerdictQuery(NOBODY), timeout_s)
 
     async def _in_doubt(self, state: VotingState, reason: str) -> Verdict:
-        """The leader is lost: ask all other members, until one knows the verdict or none can learn it any more."""
+        """After the loss of the leader, ask all other members until one knows the verdict or none can get it."""
         logger.info("in doubt whether the round committed, asking its other members: %s", reason)
         others = [rank for rank in range(len(state.group.members)) if rank not in (state.rank, state.leader)]
         state.is_in_doubt = True
@@ -301,7 +301,7 @@ class Agreement:
         return Verdict(True, None, f"nobody who is left knows the verdict: {reason}", [state.group.leader])
 
     async def _ask(self, state: VotingState, rank: int) -> None:
-        """Ask a member again and again, until it tells the verdict or cannot learn it from the leader any more."""
+        """Ask a member repeatedly, until it has the verdict or can no longer get it from the leader."""
         group, peer_id = state.group, state.group.members[rank].peer_id
         query, timeout_s = VerdictQuery(group.group_id), self._answer_time_s(state, rank)
         while True:
@@ -319,7 +319,7 @@ class Agreement:
     # the leader
 
     async def _watch(self, state: VotingState) -> None:
-        """Find out which members will not vote, once others have: those that are gone, and those that only answer."""
+        """Once others have voted, find the members that will not: those that are gone, and those that only answer."""
         count, asked_at, stalled_at = state.count, self._now(), self._now()
         while not state.verdict.done():
             await asyncio.sleep(ASK_PERIOD_S)
@@ -331,7 +331,7 @@ class Agreement:
             if now - stalled_at >= STALLED_S:  # this leader may be one of them
                 for rank in stalled:
                     state.lose(rank, f"{state.group.members[rank].peer_id} answers, but does not vote")
-            elif now - asked_at >= PROBE_S:  # nobody else may need anything from a member that never came to this round
+            elif now - asked_at >= PROBE_S:  # no other member may need one that never came to this round
                 silent, asked_at = count.missing(), now
             await asyncio.gather(*(self._miss(state, rank) for rank in silent - {state.rank}))
 
@@ -345,7 +345,7 @@ class Agreement:
             if moved.is_gone:
                 state.lose(rank, f"{peer_id} is in another round, or in none")
 
-    # what others ask
+    # requests of other members
 
     async def _on_vote(self, remote: PeerId, vote: Vote) -> Verdict:
         if vote.group_id in self._verdicts:
@@ -379,7 +379,7 @@ class Agreement:
         return Verdict(False, blamed=[state.group.members[rank].peer_id for rank in lost], is_open=True)
 
     def _told(self, remote: PeerId, group_id: bytes, answer: Verdict) -> Verdict:
-        """Note that a member hears a verdict from this leader."""
+        """Note that a member gets the verdict from this leader."""
         last = self._last_led
         if answer.is_known and last is not None and last.group.group_id == group_id:
             last.untold.discard(remote)

@@ -9,8 +9,8 @@
     which pieces     ──>
                      <──  those pieces
 
-The digests of the pieces are checked against the one that the ballot committed, and each piece against its own, so it
-does not matter whom they come from.
+The digests of the pieces are checked against the one that the ballot committed, and each piece against its own digest,
+so any member may send them.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ logger = logging.getLogger(__name__)
 
 MEANS_KIND = "averaging.means"
 OPENING_S = 2.0
-"""A holder that cannot be reached in so long is passed over."""
+"""Time to reach a holder before the next one is asked."""
 STALLED_S = 3.0
-"""A holder that sends nothing for so long is not waited for: there are others."""
+"""A holder that sends nothing for this long is given up: there are others."""
 DIGEST_BYTES = 32  # of BLAKE3
 
 
@@ -73,7 +73,7 @@ class Fetching:
 
     @contextmanager
     def of(self, group: Group, recovery: Recovery) -> Iterator[Recovery]:
-        """Serve what this round comes to while the block runs, and afterwards what is kept of it."""
+        """Serve this round's results within the block, and afterwards those that are kept."""
         self._forget()
         self._group, self._results = group, recovery.means_of
         try:
@@ -83,7 +83,7 @@ class Fetching:
                 self._results = no_result
 
     async def keep(self, recovery: Recovery, manifest: RoundManifest) -> None:
-        """Keep a copy of a result, for as long as another member may still come for it: the vector is its owner's."""
+        """Copy a result for members that may still fetch it: the vector itself belongs to the caller."""
         means = recovery.means_of(manifest.digest)
         assert means is not None
         copy = await run_to_end(means.copy)
@@ -99,7 +99,7 @@ class Fetching:
     async def fetch(
         self, group: Group, manifest: RoundManifest, recovery: Recovery, doubtful: Sequence[PeerId], timeout_s: float
     ) -> Means | None:
-        """What was committed, if a member sends the part of it that this one lacks, else None.
+        """Fetch the parts of the committed result that this member lacks; None if no member sends them.
 
         Args:
             doubtful: members that are asked last.
@@ -122,7 +122,7 @@ class Fetching:
         return None
 
     def _holders(self, group: Group, doubtful: Sequence[PeerId]) -> list[PeerId]:
-        """Members that can be asked, the next rank first, so that not all ask the same one."""
+        """Members to ask, beginning with the next rank, so that not all ask the same one."""
         rank = group.rank_of(self._endpoint.peer_id)
         assert rank is not None
         others = [*group.members[rank + 1 :], *group.members[:rank]]
@@ -199,7 +199,7 @@ class Fetching:
 
 
 def no_result(digest: bytes) -> None:
-    """There is none with this digest."""
+    """No result is held under this digest."""
 
 
 async def _receive_all(stream: Stream, view: memoryview) -> None:

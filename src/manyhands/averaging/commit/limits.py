@@ -1,7 +1,7 @@
-"""How much one member can do to the mean of its group. Pure.
+"""Bounds what one member can do to the mean of its group. Pure.
 
-All members reckon with the same numbers, from the group and from the records that go with the means, so all come to the
-same limits. Groups of two have no majority: nothing here bounds one of two members.
+All members compute the limits from the same numbers, in the group and in the records sent with the means, so all get
+the same. Groups of two have no majority: there, neither member is bounded.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from manyhands.base.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class MemberLimits:
-    """Bounds for each member of a group; all peers of a run have the same.
+    """Bounds for each member of a group; the same on all peers of a run.
 
     Attributes:
-        max_weight_ratio: a weight counts for at most so many times the median weight of the group.
-        max_weight_share: and for at most this share of the group, where there are enough members for that.
-        max_norm_ratio: values whose norm is more than so many times the median of the group are left out.
+        max_weight_ratio: bound of a weight, as a multiple of the group's median weight.
+        max_weight_share: bound of a weight's share of the group, where there are enough members for that.
+        max_norm_ratio: values with a norm above this multiple of the group's median are left out.
     """
 
     max_weight_ratio: float = 3.0
@@ -43,7 +43,7 @@ class MemberLimits:
 
 
 OPEN_LIMITS = MemberLimits(max_weight_ratio=100.0, max_weight_share=1.0)
-"""Of runs without an owner: a GPU beside laptops counts for all that it computes (docs/adr/0018)."""
+"""For runs without an owner: a GPU beside laptops counts for all that it computes (docs/adr/0018)."""
 
 
 def limited(group: Group, limits: MemberLimits) -> Group:
@@ -57,7 +57,7 @@ def limited(group: Group, limits: MemberLimits) -> Group:
 
 
 def capped_weights(weights: Sequence[float], limits: MemberLimits) -> list[float]:
-    """What each weight counts for; weights of 0 stay, and are not in the median.
+    """Each weight capped to the limits; weights of 0 stay, and are not in the median.
 
     The share is bounded only where equal weights would keep to it: with a quarter, in groups of 5 and more.
     """
@@ -72,7 +72,7 @@ def capped_weights(weights: Sequence[float], limits: MemberLimits) -> list[float
 
 
 def _cap_for_share(ascending: Sequence[float], share: float) -> float:
-    """The weight that is just this share of all, when those above it count for no more."""
+    """The weight that has exactly this share of all, if larger weights are cut down to it."""
     for num_above in itertools.count():
         rest = ascending[: len(ascending) - num_above]
         cap = share * math.fsum(rest) / (1.0 - num_above * share)
@@ -82,10 +82,10 @@ def _cap_for_share(ascending: Sequence[float], share: float) -> float:
 
 
 def outsized(norms: Sequence[float], weights: Sequence[float], limits: MemberLimits) -> set[int]:
-    """Ranks whose values are too large, or not finite, beside those of the others.
+    """Ranks whose values are not finite, or too large beside those of the others.
 
-    The gradient of a small batch is noisier than that of a large one: its norm is larger by up to the root of how much
-    less the batch weighs. So much more is allowed to those below the median weight; what they bring weighs less.
+    The gradient of a small batch is noisier than that of a large one: its norm is larger by up to the root of the ratio
+    of the weights. Below the median weight the bound is raised by that factor; such values weigh less.
 
     Args:
         norms: of the values of each member; infinite for those that are not finite.
@@ -108,7 +108,7 @@ def outsized(norms: Sequence[float], weights: Sequence[float], limits: MemberLim
 def witnessed(
     told: Sequence[Sequence[float]], weights: Sequence[float], limits: MemberLimits
 ) -> tuple[set[int], set[int]]:
-    """Ranks that are outsized, and of these the ones that more than one reducer finds so.
+    """Outsized ranks, and those of them that at least two reducers find outsized.
 
     Args:
         told: by each reducer, the norms of the values of all members in its span.

@@ -1,4 +1,4 @@
-"""The averaging of one round at one member: what it holds of the means, who contributed, and what is reduced again."""
+"""One member's averaging in one round: the means it holds, their contributors, and what is reduced again."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ from manyhands.base.errors import RoundAborted, Timeout
 from manyhands.runtime.executor import run_to_end
 
 Refill = Callable[[], torch.Tensor]
-"""Gives this member's values once more, in memory of their own; may take a while."""
+"""Returns this member's values again, in memory of their own; may take a while."""
 Exchange = Callable[[Group, int, Butterfly, bytes], Awaitable[object]]
-"""Runs the butterfly of a group's member of this rank over streams of its own, which go by these bytes."""
+"""Runs the butterfly of a group's member of this rank over its own streams, which these bytes identify."""
 
 OUTSIZED = "are too large, or not finite, beside those of the others"
 NO_WEIGHT = "no member has any samples"
 
 
 class Recovery:
-    """Averages all of the vector first, and then what the leader orders; each time it makes the vote that follows.
+    """Averages the whole vector first, then the parts that the leader orders; makes the vote after each.
 
     Args:
         rank: of this member.
         flat_N: its values.
         exchange: connects a butterfly with the other members, and runs it.
-        refill: gives the values once more, if the means are to be written over them; else they are never written.
+        refill: returns the values again, if the means may overwrite them; without it they are never written.
         mean_N: memory for the means, as that of the values.
-        memory: for what is encoded.
-        feedbacks: what earlier rounds lost of this member's values and means.
-        limits: members that exceed them are left out; None to believe everybody.
+        memory: buffers for encoded data.
+        feedbacks: the codec error of this member's values and means in earlier rounds.
+        limits: members that exceed them are left out; None for no limits.
 
     Attributes:
         outsized: ranks of members whose values are too large beside those of the others.
-        struck: of these, the ones that more than one reducer has found too large.
+        struck: those of them that at least two reducers have found too large.
     """
 
     def __init__(
@@ -81,11 +81,11 @@ class Recovery:
         self._results: dict[bytes, Means] = {}
 
     def everything(self) -> Order:
-        """The first ballot: all members average all of the vector."""
+        """The first ballot's order: all members average the whole vector."""
         return Order(0, list(range(len(self._group.members))), 0, self._flat_N.numel())
 
     async def average(self, order: Order, timeout_s: float) -> Vote:
-        """Average a part of the vector among the members that are left; returns the vote on what came of it."""
+        """Average a part of the vector among the remaining members; returns the vote on the result."""
         if any(self._mean_N is means.averaged_N for means in self._results.values()):
             self._mean_N = self._mean_N.clone()  # that result may still be the one that is committed
         if order.ballot > 0 and self._refill is not None:
@@ -127,7 +127,7 @@ class Recovery:
         return vote
 
     def _find_outsized(self, butterfly: Butterfly, here: Collection[int]) -> list[Accusation]:
-        """Members whose values are too large: they are in the means of every span, so all is averaged without them."""
+        """Members with too large values; these are in every span's means, so all is averaged without them."""
         told, members = butterfly.norms(), self._group.members
         if self._limits is None or not told:
             return []
@@ -145,7 +145,7 @@ class Recovery:
         return self._results.get(digest)
 
     def incomplete(self, is_again: bool) -> Means | None:
-        """What this member has of a result that it does not hold.
+        """The parts that this member has of a result that it does not hold.
 
         Args:
             is_again: whether it was averaged in more than one ballot.
@@ -153,12 +153,12 @@ class Recovery:
         return again(self._mean_N) if is_again else self._first
 
     def complete(self, digest: bytes, means: Means) -> None:
-        """What this member lacked of a committed result has come."""
+        """Take over the fetched parts of a committed result."""
         self._results[digest] = means
 
 
 def stream_id(group: Group, ballot: int) -> bytes:
-    """By what the streams of a ballot go; those of the first one go by the group."""
+    """The id of a ballot's streams; for the first ballot it is the group's."""
     if ballot == 0:
         return group.group_id
     return blake3(msgspec.msgpack.encode((group.group_id, ballot))).digest(16)

@@ -1,15 +1,15 @@
 """How the leader of a group decides a round: votes go in, a verdict or an order comes out. Pure.
 
 A round has *ballots*, numbered from 0. In each, every member averages a part of the vector (in ballot 0 all of it) and
-votes: it says what it holds, or what it lacks, and which members it could not hear. Only the leader counts votes, so
-only one peer can decide (docs/explanation/rounds.md). It does one of these, once for each ballot:
+votes: it reports what it holds or lacks, and which members it could not hear. Only the leader counts votes, so only one
+peer can decide (docs/explanation/rounds.md). It decides once for each ballot:
 
 ======================================================  ===========================================================
 votes of the ballot                                     decision
 ======================================================  ===========================================================
 more than half of the group hold the same result,       commit that result
-no voter lacks anything, and nobody was lost while a
-vote is outstanding
+no voter lacks anything, and no member was lost while
+a vote is outstanding
 all members that live have voted, and one of them       order: the members that hear each other reduce the lacking
 lacks a part                                            part again, and vote in the next ballot
 no result can be held by more than half any more,       abort
@@ -17,7 +17,7 @@ and no more than half live to reduce it again
 anything else                                           none yet
 ======================================================  ===========================================================
 
-Nobody is blamed for the words of one other member alone, where both can be wrong: see :func:`dropped`.
+No member is blamed on the word of one other member alone where both can be wrong: see :func:`dropped`.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ from manyhands.base.identity import PeerId
 from manyhands.rpc.frames import readable
 
 MAX_BALLOTS = 8
-"""A death costs one ballot, and few members die in one round: averaging that fails more often will not succeed."""
+"""A death costs one ballot, and few members die in one round: more ballots would not succeed either."""
 SHOWN_REASONS = 3
-"""A reason with more members in it cannot be read in a log line."""
+"""More members in a reason would make a log line unreadable."""
 DIFFERENT = "the members hold different results"
 
 
 def dropped(accusations: Iterable[tuple[int, Accusation]], leader: int) -> dict[int, str]:
-    """Choose the members that are left out, so that no accuser and accused are both left.
+    """Choose the members to leave out, so that of each accuser and accused at most one stays.
 
-    The member in most of the quarrels goes first. Of two, it is the one that sent something forbidden, then the one
-    that sent nothing, then the one that does not lead, then the higher rank. One that accuses itself goes.
+    The member with the most quarrels goes first. Of two, it is the one that sent something forbidden, then the one that
+    sent nothing, then the one that does not lead, then the higher rank. A member that accuses itself goes.
 
     Returns:
         The reason, by the rank of each member that goes.
@@ -80,7 +80,7 @@ class VoteCount:
     """The leader's count of the votes of one round.
 
     Attributes:
-        ballot: whose votes count now.
+        ballot: the one whose votes count now.
         order: that led to it; None in the first ballot.
         votes: of this ballot, by rank; the first vote of a member counts.
         lost: members that cannot vote any more, by rank, with the reason.
@@ -115,7 +115,7 @@ class VoteCount:
         self.lost.setdefault(rank, reason)
 
     def close(self, reason: str) -> None:
-        """Expect no further vote from anybody, and order nothing more: the next decision is the verdict."""
+        """Expect no further votes, and give no more orders: the next decision is the verdict."""
         self._is_closed = True
         for rank in self.missing():
             self.lose(rank, f"{self.group.members[rank].peer_id}: {reason}")
@@ -129,12 +129,12 @@ class VoteCount:
         return {said.accused for vote in self.votes.values() for said in vote.accusations} & self.missing()
 
     def only_stalled(self) -> set[int]:
-        """The members that have not voted, if others got nothing from any of these although they answer."""
+        """The members without a vote, if all of them answer but sent the others nothing."""
         stalled = {said.accused for vote in self.votes.values() for said in vote.accusations if said.is_stalled}
         return self.missing() if self.missing() <= stalled else set()
 
     def decide(self) -> Verdict | Order | None:
-        """What follows from the votes, or None while more are needed; an order begins the next ballot."""
+        """Decide by the votes, or return None while more are needed; an order begins the next ballot."""
         if self.verdict is not None:
             return self.verdict
         decision = self._decision()
@@ -167,7 +167,7 @@ class VoteCount:
         return self._abort(DIFFERENT if is_split and self._can_average(here) else "")
 
     def _again(self, here: set[int]) -> Order | None:
-        """Have the shortest slice reduced again that holds everything that somebody lacks."""
+        """Order the shortest slice to be reduced again that contains all parts that voters lack."""
         votes = [self.votes[rank] for rank in here]
         numel = Counter(vote.numel for vote in votes).most_common(1)[0][0]
         gaps = [vote.missing for vote in votes if vote.missing[0] < vote.missing[1] <= numel]
@@ -176,7 +176,7 @@ class VoteCount:
         start, stop = min(start for start, _ in gaps), max(stop for _, stop in gaps)
         return Order(self.ballot + 1, sorted(here), start, stop)
 
-    # what the votes say
+    # evaluation of the votes
 
     def _by_result(self) -> dict[bytes, list[int]]:
         """Ranks by the result that they hold."""
@@ -197,7 +197,7 @@ class VoteCount:
         return here - gone.keys()
 
     def _misfits(self, here: set[int]) -> dict[int, str]:
-        """Members whose vector is not as long as that of most, by rank, with the reason."""
+        """Members whose vector has another length than most, by rank, with the reason."""
         numels = {rank: self.votes[rank].numel for rank in sorted(here)}
         usual = max(Counter(numels.values()).items(), key=lambda pair: pair[1], default=(0, 0))[0]
         return {
@@ -235,16 +235,16 @@ class VoteCount:
 
 
 def _can_average(group: Group, ranks: Iterable[int]) -> bool:
-    """Whether there is a reducer among some members, and somebody with values."""
+    """Whether some members include a reducer and one with values."""
     members = [group.members[rank] for rank in ranks]
     return any(not member.is_client for member in members) and any(member.weight > 0 for member in members)
 
 
-# what a member believes of what it is told
+# checks of received verdicts
 
 
 def checked(group: Group, verdict: Verdict, vote: Vote | None = None, rank: int = 0) -> Verdict:
-    """Check what another peer says of a round: it must be about this group.
+    """Check a verdict from another peer: it must be about this group.
 
     Args:
         vote: of the member of this rank, if the verdict answers that. Only then may it be an order, which the member

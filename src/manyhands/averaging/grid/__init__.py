@@ -1,1 +1,1 @@
-"""Groups of a swarm that is larger than one group."""
+"""The groups of a swarm that is larger than one group."""

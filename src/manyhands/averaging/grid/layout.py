@@ -1,18 +1,18 @@
-"""Which peers of a large swarm average together, round by round. Pure.
+"""Determines which peers of a large swarm average together, round by round. Pure.
 
-Up to ``max_group_size`` peers are one group. Above it they stand in a grid, each in a cell of its own, and d rounds,
-one along each of its d axes, are one step: those who differ only in the coordinate along the axis of the round are a
-group. If all cells are taken and nobody fails, all hold the mean of all after d rounds. The members of a group differ
-in one coordinate, so each brings what the group has found to another group of the next round.
+Up to ``max_group_size`` peers are one group. A larger swarm forms a grid with a cell for each peer. A step has d
+rounds, one along each of the grid's d axes: peers whose coordinates differ only along the axis of the round are a
+group. If all cells are taken and no peer fails, all hold the mean of all after d rounds. The members of a group differ
+in one coordinate, so each brings the group's result to another group of the next round.
 
 After each round every group gets new coordinates along its axis: the old ones, shifted by an amount drawn from the
-round number and the group. So they stay distinct, nobody meets the same peers for ever, and everybody can reckon where
-everybody will be, from the cell that each has named once: nothing is sent for it.
+round number and the group. So coordinates stay distinct, and groups change. All peers can compute all later positions
+from the cell that each peer has published once: no further messages are needed.
 
-While half of the cells or fewer are taken, the rows of a grid are too short, and groups drawn at random from all cells
-mix faster; ``benchmarks/mixing_sim.py`` shows it.
+While at most half of the cells are taken, the rows of a grid are too short, and groups drawn at random from all cells
+mix faster; see ``benchmarks/mixing_sim.py``.
 
-Source: Ryabinin et al., Moshpit SGD, arXiv:2103.03239, where the new coordinates are dealt by the leader of each group.
+Source: Ryabinin et al., Moshpit SGD, arXiv:2103.03239, where the leader of each group deals the new coordinates.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ MAX_AXES = 16
 MAX_SIDE = 4096
 MAX_CELLS = 2**20
 SHRINK_BELOW = 0.25
-"""Of the cells taken: a grid with fewer is made anew."""
+"""Share of the cells taken below which a new grid is made."""
 RANDOM_UP_TO = 0.5
-"""Of the cells taken: up to here groups are drawn at random."""
+"""Share of the cells taken up to which groups are drawn at random."""
 GRID_ABOVE = 0.625
-"""Of the cells taken: above it they are rows again; between the two they stay what they are."""
+"""Share of the cells taken above which groups are rows again; between the two they stay as they are."""
 ONE_GROUP_UP_TO = 0.75
-"""Of ``max_group_size``: a grid with fewer peers becomes one group; above 1 one group becomes a grid."""
+"""Share of ``max_group_size`` below which a grid becomes one group; above 1 one group becomes a grid."""
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """How the groups of a swarm follow from the cells of its peers; without sides all are one group.
+    """Maps the cells of a swarm's peers to groups; without sides all are one group.
 
     Attributes:
         sides: number of cells along each axis.
@@ -68,7 +68,7 @@ class Layout(msgspec.Struct, frozen=True):
 
     @property
     def num_random_groups(self) -> int:
-        """So many that half of the cells would fill them as rows are filled."""
+        """The number of random groups: half of the cells then give groups as large as rows."""
         return max(1, self.num_cells // (2 * max(self.sides)))
 
     def __str__(self) -> str:
@@ -90,12 +90,12 @@ def group_of(layout: Layout, cell: int, round_number: int) -> int:
 
 
 def next_cell(layout: Layout, cell: int, round_number: int) -> int:
-    """Where whoever was in a cell is after a round, whether or not its group has committed."""
+    """The cell of a peer after a round, whether or not its group has committed."""
     return _shifted(layout, cell, round_number, 1)
 
 
 def previous_cell(layout: Layout, cell: int, round_number: int) -> int:
-    """Where whoever is in a cell after a round was in it."""
+    """The cell before a round of a peer that is in ``cell`` after it."""
     return _shifted(layout, cell, round_number, -1)
 
 
@@ -109,7 +109,7 @@ def _shifted(layout: Layout, cell: int, round_number: int, times: int) -> int:
 
 
 def layout_for(num_peers: int, max_group_size: int) -> Layout:
-    """The smallest layout in which all have a cell: as few rounds as can be, and rows about equally long.
+    """The smallest layout with a cell for each peer: as few rounds as possible, and rows of similar length.
 
     Args:
         max_group_size: at least 2.
@@ -147,15 +147,15 @@ def next_layout(current: Layout, num_peers: int, max_group_size: int) -> Layout:
 
 
 def agreed_layout(named: Iterable[Layout]) -> Layout:
-    """What most peers say; of equally many, the larger one."""
+    """The layout named most often; of equally many, the larger one."""
     votes = Counter(named)
     return max(votes, key=lambda layout: (votes[layout], layout.num_cells, layout.sides, layout.is_random))
 
 
 def dealt_cells(layout: Layout, peers: Collection[str], round_number: int) -> dict[str, int]:
-    """A cell for each of those who lay out a new grid together; distinct as long as there are enough.
+    """A cell for each of the peers that lay out a new grid together; distinct as long as there are enough.
 
-    Whoever knows the same peers finds the same cells.
+    The same set of peers gives the same cells.
     """
     seed = f"{layout} {round_number} "
     order = sorted(peers, key=lambda peer: hashlib.sha256((seed + peer).encode()).digest())
@@ -164,13 +164,13 @@ def dealt_cells(layout: Layout, peers: Collection[str], round_number: int) -> di
 
 
 def free_cell(layout: Layout, taken: Collection[int], rng: random.Random) -> int:
-    """A cell for a newcomer: one that nobody has, else any."""
+    """A cell for a newcomer: a free one, or any if none is free."""
     free = sorted(set(range(layout.num_cells)) - set(taken))
     return rng.choice(free) if free else rng.randrange(layout.num_cells)
 
 
 def _axis(sides: tuple[int, ...], round_number: int) -> tuple[int, int]:
-    """How far apart neighbours along the axis of a round are, and how many they are."""
+    """Distance between neighbours along the axis of a round, and their number."""
     axis = round_number % len(sides)
     return math.prod(sides[axis + 1 :]), sides[axis]
 

@@ -1,14 +1,13 @@
-"""Where each peer of a large swarm stands in the grid, as far as one of them knows. Pure.
+"""The places of the peers in the grid of a large swarm, as far as one of them knows. Pure.
 
-Each peer publishes its seat: the layout that it goes by, and the cell that it has there at its position. From that the
-others reckon where it is at any later round (:func:`manyhands.averaging.grid.layout.next_cell`), so they know whom to
-expect.
+Each peer publishes its seat: its layout, and its cell there at its position. From that the others compute its cell at
+any later round (:func:`manyhands.averaging.grid.layout.next_cell`), so they know which peers to expect.
 
-At the begin of a step a peer goes by the layout that most peers name, unless this does not fit their number; then all
-who find that deal the cells of a new one, in an order that follows from what they know. If they know different peers,
-some share a cell or wait for each other in vain for this step; at the next one they read what the others have
-published. Of two peers in one cell the one with the higher id takes a free one; a newcomer takes a free one anyway, and
-says so before its first step (:func:`first_seat`).
+At the beginning of a step a peer uses the layout that most peers name, unless this does not fit their number. Then all
+peers that find so deal the cells of a new layout, in an order computed from what they know. If they know different
+peers, some share a cell or wait for each other in vain in this step; before the next one they read what the others have
+published. Of two peers in one cell the one with the higher id moves to a free one. A newcomer takes a free cell, too,
+and publishes it before its first step (:func:`first_seat`).
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ from manyhands.averaging.grid.layout import (
 )
 
 MAX_ROUNDS_AGO = 64
-"""Nobody reckons further: who was silent for so many rounds takes a new cell."""
+"""Limit of the computation: a peer that was silent for more rounds takes a new cell."""
 
 
 class Seat(msgspec.Struct, frozen=True):
-    """A peer's place in a layout; as of a round number that is told with it."""
+    """A peer's place in a layout, as of a round number that is sent with it."""
 
     layout: Layout = ONE_GROUP
     cell: Annotated[int, msgspec.Meta(ge=0, lt=MAX_CELLS)] = 0
@@ -54,10 +53,10 @@ NO_SEAT = Seat()
 
 @dataclass(frozen=True)
 class PublishedSeat:
-    """What another peer has published of itself.
+    """What another peer has published about its seat.
 
     Attributes:
-        has_begun: it has begun a step; a newcomer that has not takes no part in one that is under way.
+        has_begun: it has begun a step; a newcomer that has not takes no part in a step under way.
     """
 
     round_number: int
@@ -71,7 +70,7 @@ class Step:
 
     Attributes:
         cell: of this peer at the first round.
-        dealt: cells at the first round of those who go by another layout yet, and must find what this peer has found.
+        dealt: cells at the first round of peers that still have another layout, and must come to the same result.
     """
 
     first_round: int
@@ -85,7 +84,7 @@ class Step:
         return self.first_round + self.layout.num_rounds
 
     def own_cell(self, round_number: int) -> int:
-        """Where this peer is at a round of the step, or at its end."""
+        """This peer's cell at a round of the step, or at its end."""
         return _moved(self.layout, self.cell, self.first_round, round_number)
 
     def key(self, round_number: int) -> str:
@@ -98,7 +97,7 @@ class Step:
         return cell is not None and _key(self.layout, cell, round_number) == self.key(round_number)
 
     def _cell_of(self, peer_id: str, said: PublishedSeat, round_number: int) -> int | None:
-        """Where another peer is at a round, if it takes part in the step."""
+        """Another peer's cell at a round, if it takes part in the step."""
         if said.round_number > (round_number if said.has_begun else self.first_round):
             return None
         if said.round_number >= self.first_round and said.seat.layout == self.layout:
@@ -119,10 +118,10 @@ def next_step(
     leading_round: int,
     rng: random.Random,
 ) -> Step:
-    """What a peer does next, from what it knows.
+    """The next step of a peer, from what it knows.
 
     Args:
-        others: who is alive, but for this peer.
+        others: the other peers that are alive.
         leading_round: the highest round number of all.
     """
     named, layout = chosen_layouts(own, others, max_group_size)
@@ -136,7 +135,7 @@ def next_step(
 def first_seat(
     own_id: str, others: Mapping[str, PublishedSeat], max_group_size: int, leading_round: int, rng: random.Random
 ) -> Seat:
-    """Where a newcomer will stand, as of the leading round; none if the others stand in no grid that fits."""
+    """The place of a newcomer as of the leading round; none if the others are in no grid that fits."""
     own = PublishedSeat(leading_round, NO_SEAT)
     named, layout = chosen_layouts(own, others, max_group_size)
     if not layout.sides or layout.sides != named.sides:
@@ -148,7 +147,7 @@ def first_seat(
 def chosen_layouts(
     own: PublishedSeat, others: Mapping[str, PublishedSeat], max_group_size: int
 ) -> tuple[Layout, Layout]:
-    """What most peers name, and what fits their number."""
+    """The layout that most peers name, and the one that fits their number."""
     named = agreed_layout([own.seat.layout, *(said.seat.layout for said in others.values())])
     return named, next_layout(named, len(others) + 1, max_group_size)
 
@@ -162,7 +161,7 @@ def step_from(
     first_round: int,
     rng: random.Random,
 ) -> Step:
-    """The step that begins at a round, in a layout; ``named`` is what most go by so far."""
+    """The step that begins at a round in a layout; ``named`` is the one that most peers have so far."""
     if not layout.sides:
         return Step(first_round)
     if layout.sides != named.sides and own.seat.layout.sides != layout.sides:
@@ -175,7 +174,7 @@ def step_from(
         if said.seat.layout.sides == layout.sides and (place := cell_at(said, first_round)) is not None
     }
     is_new = cell is None
-    if cell is None:  # what those have found for this peer who laid the grid out a moment ago
+    if cell is None:  # as dealt for this peer by those that laid the grid out a moment ago
         cell = dealt_cells(layout, [own_id, *others], first_round)[own_id]
     if any(place == cell and (is_new or peer_id < own_id) for peer_id, place in taken.items()):
         cell = free_cell(layout, set(taken.values()), rng)
@@ -183,7 +182,7 @@ def step_from(
 
 
 def cell_at(said: PublishedSeat, round_number: int) -> int | None:
-    """Where a peer is at a later round, or was at an earlier one, if that can be reckoned."""
+    """A peer's cell at a later or earlier round, if it can be computed."""
     if abs(round_number - said.round_number) > MAX_ROUNDS_AGO:
         return None
     return _moved(said.seat.layout, said.seat.cell, said.round_number, round_number)

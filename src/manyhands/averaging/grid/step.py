@@ -1,9 +1,9 @@
 """One step of a peer whose swarm is too large for one group: a round along each axis of the grid.
 
-Each round is a weighted mean, and its result stands for all the weight behind it: a group of the next round weighs what
-its members bring by that. In a full grid all then hold the weighted mean of all peers, whatever their weights are and
-however long the rows. A round that does not commit leaves a peer with what it had, and it goes on with the next one; it
-then holds the mean of fewer peers.
+Each round is a weighted mean, and its result counts with all the weight behind it: the weights in a group of the next
+round are what its members bring. In a full grid all then hold the weighted mean of all peers, whatever their weights
+and the lengths of the rows. After a round that does not commit a peer goes on with the values it had; it then holds the
+mean of fewer peers.
 
 Source: Ryabinin et al., Moshpit SGD, arXiv:2103.03239.
 """
@@ -29,20 +29,20 @@ from manyhands.base.identity import PeerId
 logger = logging.getLogger(__name__)
 
 MIN_ATTEMPT_S = 0.5
-"""With less time than this nothing new is begun."""
+"""With less time than this no new attempt begins."""
 GATHER_SHARE = 0.5
-"""Of what is left of a round, the most to wait for those who are expected: the rest is for the values."""
+"""The largest share of a round's remaining time to wait for expected peers; the rest is for the values."""
 ALONE_S = 1.0
-"""The most to wait in a group in which nobody else is expected, or all others have gone on."""
+"""The longest wait in a group in which no other peer is expected, or all others have gone on."""
 LOOK_S = 0.2
 NO_SAMPLES = "no peer whose values have come here has any samples"
 
 
 class GridPlace(Protocol):
-    """A peer's place among the groups, in the step that it takes.
+    """A peer's place among the groups, in its current step.
 
     Attributes:
-        called: set when somebody begins a round here, or wants to join one.
+        called: set when another peer begins a round here, or wants to join one.
     """
 
     called: asyncio.Event
@@ -56,21 +56,21 @@ class GridPlace(Protocol):
         """Of the step, in a grid; None if all are one group."""
 
     def position(self) -> Position:
-        """Of the round that comes next."""
+        """Of the next round."""
 
     def expected(self) -> Mapping[PeerId, bool]:
-        """Who should come to it, and whether each is in client mode."""
+        """The peers that should come to it, and whether each is in client mode."""
 
     def is_left_behind(self) -> bool:
-        """Whether others are done with the round that comes next."""
+        """Whether others are done with the next round."""
 
     def next_round(self) -> None:
-        """A round is over for this peer, whether or not it committed."""
+        """End a round for this peer, whether or not it committed."""
 
 
 @dataclass
 class StepOutcome:
-    """What came of one step, in one group or in a grid.
+    """The outcome of one step, in one group or in a grid.
 
     Attributes:
         committed: the last round that committed, with the mean that this peer now holds; None if none did.
@@ -79,7 +79,7 @@ class StepOutcome:
         meter: what the rounds cost.
         weight: behind the mean, in a grid.
         manifests: of all rounds of a grid that committed here.
-        is_left_out: a group of the grid has committed without what this peer brought to it.
+        is_left_out: a group of the grid has committed without this peer's values.
         disagreement: in a grid, of the step before; see
             :meth:`manyhands.averaging.presence.PresenceTracker.disagreement`.
     """
@@ -96,7 +96,7 @@ class StepOutcome:
 
 
 class GridSteps:
-    """Takes the steps of one peer.
+    """Makes the steps of one peer.
 
     Args:
         look: reads the records of the others.
@@ -120,12 +120,12 @@ class GridSteps:
         self._shapes = shapes
 
     async def take(self, outcome: StepOutcome, flat_N: torch.Tensor, weight: float, deadline: float) -> None:
-        """All rounds of the step that has begun; what it comes to is in ``outcome``.
+        """Run all rounds of the step that has begun, and write the result to ``outcome``.
 
         Args:
             deadline: loop time, of all rounds together.
         Raises:
-            NothingToAverage: nobody whose values have come here gave a weight.
+            NothingToAverage: no peer whose values have come here gave a weight.
         """
         place, loop = self._place, asyncio.get_running_loop()
         mean_N, num_empty = flat_N, 0
@@ -158,7 +158,7 @@ class GridSteps:
         outcome.num_rounds_committed += 1
 
     async def _round(self, outcome: StepOutcome, mean_N: torch.Tensor, deadline: float) -> CommittedRound | None:
-        """Try until one commits, or the time for it is over.
+        """Try until a round commits or its time is over.
 
         Raises:
             NothingToAverage: no member has any samples.
@@ -166,7 +166,7 @@ class GridSteps:
         place, loop = self._place, asyncio.get_running_loop()
         number = place.position().step
         alone_until = min(loop.time() + ALONE_S, deadline)
-        elsewhere: set[PeerId] = set()  # they are done with this round, perhaps without this peer
+        elsewhere: set[PeerId] = set()  # peers that are done with this round, perhaps without this peer
         reason = "nobody else was there"
         while (left_s := deadline - loop.time()) >= MIN_ATTEMPT_S:
             expected = place.expected().keys()
@@ -200,6 +200,6 @@ class GridSteps:
         return None
 
     def _patience_s(self) -> float:
-        """How long to wait for those who are expected: longer in each round, as they may have waited in the last."""
+        """How long to wait for expected peers: longer in each round, as they may have waited in the last."""
         num_left, num_rounds = self._place.num_rounds_left or 1, self._place.num_rounds
         return self._config.matchmaking_time_s * (num_rounds - num_left + 1) / num_rounds

@@ -1,4 +1,4 @@
-"""Who may join whose group, and which group a member believes. Pure."""
+"""Rules for admission: which peers may join a group, and which groups a member accepts. Pure."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from manyhands.base.errors import Refused
 from manyhands.base.identity import PeerId
 
 BEHIND = "behind"
-"""Code of a refusal: the asked peer has made steps that the asking one has not."""
+"""Refusal code: the asked peer has made steps that the asking one has not."""
 TOLD_BEHIND = "told_behind"
-"""Likewise, but the asked peer has only heard so from one that it has invited."""
+"""Likewise, but the asked peer only heard so from a peer that it invited."""
 OTHER_MANIFEST = "other_manifest"
-"""Code of a refusal: the asking peer has another model or other settings."""
+"""Refusal code: the asking peer has another model or other settings."""
 OTHER_POSITION = "other_position"
-"""Code of a refusal: the asking peer is elsewhere in the run."""
+"""Refusal code: the asking peer is at another position in the run."""
 OTHER_PART = "other_part"
-"""Code of a refusal: the position has the same name, but the two peers have made their last steps apart."""
+"""Refusal code: the position has the same name, but the two peers made their last steps apart."""
 UNKNOWN = "unknown"
-"""Code of a refusal: there is no record of the asking peer."""
+"""Refusal code: there is no record of the asking peer."""
 REFUSED = "refused"
-"""Code of a refusal: the asking peer has spoilt rounds."""
+"""Refusal code: the asking peer has spoilt rounds."""
 FULL = "full"
-"""Code of a refusal: all places of the group are taken."""
+"""Refusal code: all places of the group are taken."""
 
 
 def check_ahead(me: PeerId, here: Position, position: Position) -> None:
-    """Tell who is left behind, so that nobody begins a branch of the run without knowing.
+    """Refuse a peer that is behind, so that it does not begin a branch of the run unknowingly.
 
     Raises:
         Refused: ``position`` is behind this peer's.
@@ -38,14 +38,14 @@ def check_ahead(me: PeerId, here: Position, position: Position) -> None:
 
 
 def strange_part(me: PeerId) -> Refused:
-    """What to tell a peer of another part of the run."""
+    """The refusal for a peer of another part of the run."""
     return Refused(me, OTHER_PART, "this peer is of another part of the run; the better one of the two goes on")
 
 
 def check_join(
     me: PeerId, is_client: bool, run_fingerprint: bytes, here: Position, remote: PeerId, request: JoinRequest
 ) -> None:
-    """Whether a peer may have a place in the group that this one leads, or would lead.
+    """Check that a peer may have a place in the group that this one leads or would lead.
 
     Raises:
         Refused: why not.
@@ -63,7 +63,7 @@ def check_join(
 
 
 def fault_of(group: Group, leader: PeerId, own: Member, here: Position, codec: str) -> str | None:
-    """Why a group is not what its leader should have sent to this peer, in words; None if it is."""
+    """Why a group is not a valid answer of its leader to this peer, in words; None if it is valid."""
     rank = group.rank_of(own.peer_id)
     ids = {member.peer_id for member in group.members}
     if (
@@ -84,6 +84,6 @@ def fault_of(group: Group, leader: PeerId, own: Member, here: Position, codec: s
 
 
 def is_later_round(position: Position, here: Position) -> bool:
-    """Whether a peer that is ``here`` in a grid comes to ``position`` by itself."""
+    """Whether a peer that is ``here`` in a grid reaches ``position`` without loading a state."""
     is_same_grid = bool(here.group_key) and position.lineage == here.lineage
     return is_same_grid and here.step < position.step <= here.step + MAX_AXES

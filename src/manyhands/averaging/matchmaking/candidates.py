@@ -1,4 +1,4 @@
-"""What one peer goes by when it looks for a group: the roster, and what it has learnt since from the others."""
+"""The peers that could form a group with this one: the roster, corrected by what this peer learnt since."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from manyhands.base.identity import PeerId
 logger = logging.getLogger(__name__)
 
 BELIEVE_BEHIND_S = 3.0
-"""For so long a peer that says that the run went on is believed although no record shows it: records take a moment."""
+"""How long a claim that the run went on is believed without a record that shows it: records take a moment."""
 MAX_MET = 4096
 MAX_SHOWN_REFUSALS = 3
 
 
 @functools.lru_cache(maxsize=MAX_MET)
 def short_id(peer_id: PeerId) -> bytes:
-    """Names a peer in few bytes, for those who may know it."""
+    """A few bytes that name a peer, for peers that may know it."""
     return hashlib.sha256(peer_id.encode()).digest()[:SHORT_ID_BYTES]
 
 
 def short_ids(peer_ids: Iterable[PeerId]) -> bytes:
-    """End to end."""
+    """The short ids of some peers, concatenated."""
     return b"".join(short_id(peer_id) for peer_id in peer_ids)
 
 
 def split_ids(ids: bytes) -> set[bytes]:
-    """What :func:`short_ids` has put together."""
+    """The inverse of :func:`short_ids`."""
     return {ids[start : start + SHORT_ID_BYTES] for start in range(0, len(ids) - SHORT_ID_BYTES + 1, SHORT_ID_BYTES)}
 
 
 class Candidates:
-    """Who should come to the next round, as this peer sees it.
+    """The peers that should come to the next round, as this peer knows them.
 
     Attributes:
-        refusals: who will not average with this peer, and why, in words; of one search for a group.
+        refusals: peers that refused to average with this one in the current search, and why.
         conduct: how the others behaved so far.
     """
 
@@ -54,9 +54,9 @@ class Candidates:
         self.refusals: dict[PeerId, str] = {}
 
     def expected(self) -> Mapping[PeerId, bool]:
-        """As the roster says; without those who say that the run has gone on, where nobody knows of it.
+        """The roster's peers, without those that claim that the run went on while no record shows it.
 
-        Nor those who have spoilt rounds, or were waited for in vain (:mod:`manyhands.averaging.matchmaking.conduct`).
+        Peers excluded by :mod:`manyhands.averaging.matchmaking.conduct` are left out, too.
         """
         expected = self.roster.expected()
         awaited = self.conduct.awaited(expected, asyncio.get_running_loop().time())
@@ -74,7 +74,7 @@ class Candidates:
         }
 
     def report_missing(self, peer_id: PeerId) -> None:
-        """A peer does not come; others may expect it still."""
+        """A peer does not come; others may still expect it."""
         self._met.add(short_id(peer_id))
         self.roster.report_missing(peer_id)
 
@@ -85,9 +85,9 @@ class Candidates:
         *,
         is_committed: bool,
     ) -> None:
-        """A round is over: who is to blame in it is not expected before a fresh record; the next time, longer.
+        """Record a round: a peer to blame is expected again only after a fresh record, and later each time.
 
-        But if the others cannot do without it, they shall find each other as soon as they can.
+        If the others depend on it, they find each other as soon as they can.
         """
         members = list(members)
         for peer_id in members:
@@ -97,41 +97,41 @@ class Candidates:
             self.conduct.note_round(members, blamed, asyncio.get_running_loop().time())
 
     def note_in_vain(self, peer_ids: Iterable[PeerId]) -> None:
-        """These peers, or the groups that they led, were waited for as long as anybody may be."""
+        """These peers, or the groups they led, did not come within the longest wait."""
         for peer_id in peer_ids:
             logger.info("peer %s was waited for in vain", peer_id)
             self.conduct.note_in_vain(peer_id, asyncio.get_running_loop().time())
 
     def strike(self, peer_id: PeerId) -> None:
-        """The values of a peer were too large, as more than one other found."""
+        """At least two other members found a peer's values too large."""
         refused_s = self.conduct.strike(peer_id, asyncio.get_running_loop().time())
         if refused_s:
             logger.warning("The values of peer %s were too large in %d rounds: it gets no place here for %.0f min",
                            peer_id, STRIKES, refused_s / 60)  # fmt: skip
 
     def is_heeded(self, peer_id: PeerId) -> bool:
-        """Whether this peer goes where another one calls it."""
+        """Whether this peer follows a call of another one."""
         return self.conduct.is_heeded(peer_id, asyncio.get_running_loop().time())
 
     def note_refusal(self, peer_id: PeerId, refusal: Refused) -> None:
-        """A peer of another model or other settings is not asked again before a fresh record of it."""
+        """Do not ask a peer of another model or with other settings again before its next record."""
         self.refusals[peer_id] = str(refusal)
         self.report_missing(peer_id)
 
     def with_refusals(self, reason: str) -> str:
-        """Why there is no group, and who has said no."""
+        """Why there is no group, with the refusals of other peers."""
         return "; ".join([reason, *list(self.refusals.values())[:MAX_SHOWN_REFUSALS]])
 
     def note_ahead(self, peer_id: PeerId) -> None:
-        """A peer says that the run has gone on. The first time counts, as long as this peer stays where it is."""
+        """A peer says that the run went on. Its first claim counts until this peer moves."""
         position, now = self.roster.position(), asyncio.get_running_loop().time()
         self._ahead = {other: said for other, said in self._ahead.items() if said[0] == position}
         self._ahead.setdefault(peer_id, (position, now))
 
     def unheard_of(self, expects: bytes, own_id: PeerId) -> set[bytes]:
-        """Of those whom another peer expects, the ones that this peer has never heard of; each is told once.
+        """The peers in another peer's list that this one has never heard of; each is returned once.
 
-        About the others it has an opinion of its own: it may know that one is gone.
+        Peers already known are skipped: some may have left.
         """
         if len(self._met) > MAX_MET:
             self._met.clear()

@@ -1,16 +1,16 @@
-"""What a peer remembers of how the others behaved, and what follows. Pure; times are those of the loop.
+"""What a peer remembers of the others' behaviour, and the consequences. Pure; times are loop times.
 
 =============================================================  ======================================================
 what another peer did                                          what follows here
 =============================================================  ======================================================
 it was to blame in two committed rounds in a row               it is not expected for 2 s, then 4 s, ... 60 s
-it was waited for in vain, or its group was, for as long as    it is not waited for, and its calls are not heeded, for
-anybody may be: the second time in a row                       30 s, then 60 s, ... 10 min
+it, or the group it led, did not come within the longest       it is not waited for, and its calls are ignored, for
+wait: the second time in a row                                 30 s, then 60 s, ... 10 min
 its values were too large in three rounds                      it gets no place for 10 min, then 20 min, ...
 =============================================================  ======================================================
 
-A peer that is not waited for has a place all the same if it comes by itself. A round without blame ends the first two,
-and ten of them make up for one in which the values were too large.
+A peer that is not waited for still gets a place if it comes by itself. A round without blame ends the first two
+penalties. Ten such rounds cancel one round with values that were too large.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ REFUSED_S = 600.0
 MAX_REFUSED_S = 86400.0
 STRIKES = 3
 GOOD_ROUNDS = 10
-"""They make up for one strike."""
+"""Rounds that cancel one strike."""
 MAX_KNOWN = 4096
 
 T = TypeVar("T")
 
 
 class Conduct:
-    """The record of the other peers, as this one has seen them."""
+    """How the other peers behaved towards this one."""
 
     def __init__(self) -> None:
-        self._offences: dict[PeerId, tuple[int, float]] = {}  # how often in a row; until when it is not expected
+        self._offences: dict[PeerId, tuple[int, float]] = {}  # count in a row; not expected until
         self._in_vain: dict[PeerId, tuple[int, float]] = {}  # likewise
         self._strikes: dict[PeerId, float] = {}
-        self._refused: dict[PeerId, tuple[int, float]] = {}  # how often; until when
+        self._refused: dict[PeerId, tuple[int, float]] = {}  # count; refused until
 
     def note_round(self, members: Iterable[PeerId], blamed: Collection[PeerId], now: float) -> None:
-        """A round has committed."""
+        """Record a committed round."""
         for peer_id in members:
             is_to_blame = peer_id in blamed
             self._in_vain.pop(peer_id, None)
@@ -58,13 +58,13 @@ class Conduct:
                     del self._strikes[peer_id]
 
     def note_in_vain(self, peer_id: PeerId, now: float) -> None:
-        """A peer, or its group, was waited for as long as anybody may be, and did not come."""
+        """A peer, or its group, did not come within the longest wait."""
         num_before, _ = self._in_vain.pop(peer_id, (-1, 0.0))
         longer_s = min(IN_VAIN_S * 2**num_before, MAX_IN_VAIN_S) if num_before >= 0 else 0.0
         _set(self._in_vain, peer_id, (num_before + 1, now + longer_s))
 
     def strike(self, peer_id: PeerId, now: float) -> float:
-        """The values of a peer were too large; returns for how long it gets no place any more, which may be 0 s."""
+        """Count a round in which a peer's values were too large; returns how many seconds it is now refused."""
         strikes = self._strikes.pop(peer_id, 0.0) + 1.0
         if strikes <= STRIKES - 1:
             _set(self._strikes, peer_id, strikes)
@@ -82,12 +82,12 @@ class Conduct:
         return self._refused.get(peer_id, (0, now))[1] > now
 
     def is_heeded(self, peer_id: PeerId, now: float) -> bool:
-        """Whether this peer goes where another one calls it."""
+        """Whether this peer follows a call of another one."""
         is_in_vain = self._in_vain.get(peer_id, (0, now))[1] > now
         return not (is_in_vain or self.is_refused(peer_id, now))
 
     def awaited(self, peers: Collection[PeerId], now: float) -> Collection[PeerId]:
-        """Of some peers, those who are waited for."""
+        """The given peers, without those that are not waited for."""
         if not (self._offences or self._in_vain or self._refused):
             return peers
         return [
@@ -98,7 +98,7 @@ class Conduct:
 
 
 def _set(known: dict[PeerId, T], peer_id: PeerId, value: T) -> None:
-    """As the latest; the oldest is forgotten when there are too many."""
+    """Set as the latest entry; drop the oldest ones beyond ``MAX_KNOWN``."""
     known.pop(peer_id, None)
     known[peer_id] = value
     while len(known) > MAX_KNOWN:

@@ -1,18 +1,17 @@
-"""How the peers that are ready for a round find each other.
+"""Matchmaking: how peers that are ready for a round form one group.
 
-The leader is the lowest peer id among those who are expected and can be dialled. Everybody who is ready asks the leader
-it believes in for a place; a peer that itself follows another leader answers with that one, so different views settle
-on the lowest. The leader invites whom it expects; a peer that leads too and is invited by a lower one joins that one,
-with all its followers. The leader closes the group as soon as all expected peers have asked, or at the matchmaking
-time with who came. Whoever cannot be reached is left out of this round, and not expected again before a fresh record
-of it.
+The leader is the lowest expected peer id that can be dialled. Each ready peer asks the peer that it takes for the
+leader for a place. A peer that follows another leader answers with that leader, so different views converge on the
+lowest. A leader invites the peers it expects. If a lower leader invites it, it joins that one with all its followers.
+The leader closes the group when all expected peers have asked, or at the matchmaking time with those that have. A peer
+that cannot be reached is left out, and is expected again only after a fresh record.
 
-Who says that the run has gone on without this peer ends the attempt: the training loop looks for the later position. If
-it finds none within seconds, that peer is not asked, invited or waited for any more at this position.
+If a peer answers that the run went on, the attempt ends and the training loop looks for the later position. If it finds
+none within seconds, that peer is ignored at this position.
 
-In a grid of groups (:mod:`manyhands.averaging.grid.layout`) the position names the group too. Groups are not done at
-the same time there: a peer that comes to a leader which is at an earlier round of the same grid waits for it, and
-nobody waits for a peer that has gone on to a later round.
+In a grid of groups (:mod:`manyhands.averaging.grid.layout`) the position also names the group, and groups finish at
+different times. A peer waits for a leader that is still in an earlier round of the same grid. No peer waits for one
+that is in a later round.
 """
 
 from __future__ import annotations
@@ -65,24 +64,24 @@ from manyhands.runtime import TaskOwner
 logger = logging.getLogger(__name__)
 
 ANSWER_TIMEOUT_S = 5.0
-"""What a leader's answer may take beyond the time that it gathers for, at most."""
+"""The most that a leader's answer may take beyond its gathering time."""
 LET_GO_S = 1.0
-"""For so long a leader is asked for leave. One that does not answer may have closed its group with this peer."""
+"""Timeout of a request to leave. A leader that does not answer may have closed its group with this peer."""
 MAX_REDIRECTS = 8
 DOUBT_S = 0.5
-"""A leader that is not connected by then may not be reachable: find out who else is."""
+"""If no connection to the leader exists by then, check which peers can be reached."""
 REDIRECT_AGAIN_S = 0.2
-"""After this peer was sent to a leader that it cannot reach."""
+"""Pause after a redirect to a leader that this peer cannot reach."""
 HOLD_AGAIN_S = 1.0
-"""After a leader could not give this peer a place."""
+"""Pause after a leader could not give this peer a place."""
 
 
 class Matchmaker:
     """Finds the group of one run for this peer, as follower or leader.
 
     Attributes:
-        group_stands: while :meth:`hold_place` runs, whether all who are expected hold places.
-        on_called_ahead: called when another peer begins to form the group of a round that has not begun.
+        group_stands: while :meth:`hold_place` runs, whether all expected peers hold places.
+        on_called_ahead: called when another peer begins to form the group of a future round.
     """
 
     def __init__(
@@ -107,7 +106,7 @@ class Matchmaker:
         self._gather_s = config.matchmaking_time_s
         self._ends_at = math.inf
         self._is_closed = False
-        self._held: tuple[PeerId, Position] | None = None  # the leader with which this peer has had a place
+        self._held: tuple[PeerId, Position] | None = None  # the last leader that held a place for this peer
         self.group_stands = False
         self.on_called_ahead = self._reception.on_called_ahead
         endpoint.on_lost.append(self._on_lost)
@@ -120,14 +119,14 @@ class Matchmaker:
         await self._tasks.close()
 
     def _on_lost(self, peer_id: PeerId) -> None:
-        """A peer whose connection was lost is not waited for, also if it has accepted an invitation."""
+        """Stop waiting for a peer whose connection broke, even if it accepted an invitation."""
         if peer_id in self._roster.expected():
             self._view.report_missing(peer_id)
         self._group_leader.lose(peer_id)
 
     @contextmanager
     def in_round(self, group: Group) -> Iterator[None]:
-        """A round runs within the block. If it commits, this peer is busy until its position has changed."""
+        """Mark this peer as in a round. If the round commits, it stays busy until its position changes."""
         self._state.busy_at = group.position
         try:
             yield
@@ -136,10 +135,10 @@ class Matchmaker:
             raise
 
     def note_round(self, group: Group, verdict: Verdict, struck: Collection[PeerId]) -> None:
-        """A round of a group is over; who is to blame for what went wrong in it is expected less.
+        """Record the end of a round; peers to blame for its faults are expected less.
 
         Args:
-            struck: of these, those whose values were too large.
+            struck: those of them whose values were too large.
         """
         manifest, others = verdict.manifest, [member.peer_id for member in group.members]
         others.remove(self._endpoint.peer_id)
@@ -148,11 +147,11 @@ class Matchmaker:
             self._view.strike(peer_id)
 
     def is_refused(self, peer_id: PeerId) -> bool:
-        """Whether a peer gets no place here for what it did in earlier rounds."""
+        """Whether this peer refuses another one a place because of earlier rounds."""
         return self._view.conduct.is_refused(peer_id, asyncio.get_running_loop().time())
 
     def follows(self, leader: PeerId) -> bool:
-        """Whether this peer waits for the group of a leader; who goes to another one does not get it any more."""
+        """Whether this peer waits for a leader's group; false once it follows another leader."""
         return self._state.seeks_with(leader)
 
     async def find_group(
@@ -162,9 +161,9 @@ class Matchmaker:
 
         Args:
             weight: samples behind this peer's vector.
-            bandwidth: bytes per second that this peer can send; 0 when that is not known.
-            gather_s: how long to wait for those who are expected, instead of ``matchmaking_time_s``.
-            timeout_s: what time this peer has for the round, with this search.
+            bandwidth: this peer's uplink in bytes per second; 0 if unknown.
+            gather_s: how long to wait for the expected peers, instead of ``matchmaking_time_s``.
+            timeout_s: this peer's time for the round, including this search.
         Raises:
             RoundAborted: no group was found; the reason says why.
         """
@@ -183,10 +182,10 @@ class Matchmaker:
         return Member(self._endpoint.peer_id, addresses, is_client, weight, 0 if is_client else bandwidth)
 
     async def hold_place(self) -> None:
-        """Hold a place in the next group here, until this is cancelled or the lineage is another one.
+        """Hold a place in the next group until this is cancelled or the lineage changes.
 
-        So the group has its leader and its connections when :meth:`find_group` is called, and the peers that are gone
-        were found out before. The others go on without a peer that gives its place up.
+        When :meth:`find_group` is called, the group then has its leader and connections, and peers that are gone are
+        known. The others do not wait for a peer that gives up its place.
         """
         own, lineage = self._member(0.0, 0), self._roster.position().lineage
         leader: PeerId | None = None
@@ -205,13 +204,13 @@ class Matchmaker:
             self.group_stands = False
 
     async def _hold_with(self, leader: PeerId | None, own: Member, unreachable: set[PeerId]) -> PeerId | None:
-        """Hold a place with one leader until it has news; returns the one to go on with, None to choose another.
+        """Hold a place with one leader until it has news; returns the leader to go on with, None to choose another.
 
         Raises:
-            Unavailable, PeerError, RoundAborted: there is no place to be had now.
+            Unavailable, PeerError, RoundAborted: no place is available now.
         """
         if leader is None and (leader := self._state.invitation()) in unreachable:
-            leader = None  # a stranger may go on inviting
+            leader = None  # a stranger may invite again
         leader = leader or self._choose_leader(unreachable)
         self._held = (leader, self._roster.position())
         try:
@@ -276,7 +275,7 @@ class Matchmaker:
         raise RoundAborted(f"no group found after {MAX_REDIRECTS} redirects")
 
     def _first_leader(self) -> PeerId | None:
-        """Where this peer has had a place, unless a better leader has called meanwhile; None if there is neither."""
+        """The leader that held a place for this peer, or a better one that called since; None if there is neither."""
         held, self._held = self._held, None
         known = [self._state.invitation()]
         if held is not None and held[1] == self._roster.position():
@@ -284,7 +283,7 @@ class Matchmaker:
         return min((peer_id for peer_id in known if peer_id is not None), default=None)
 
     async def _try_the_others(self, unreachable: set[PeerId], leader: PeerId) -> None:
-        """One leader cannot be reached: find out at once, not one after the other, who else cannot be."""
+        """After one leader could not be reached, check all other hosts at once, not one by one."""
 
         async def reach(peer_id: PeerId) -> None:
             try:
@@ -305,7 +304,7 @@ class Matchmaker:
         await asyncio.gather(*(reach(peer_id) for peer_id in others))
 
     def _give_up_if_told(self, leader: PeerId, refusal: Refused) -> None:
-        """There is no group to be had at this position, whoever leads."""
+        """Abort if no leader can have a group for this peer at this position."""
         is_ahead = refusal.code == BEHIND and leader != self._endpoint.peer_id
         if is_ahead and self._roster.position().group_key:
             return  # its group is done with this round of the grid; others may not be
@@ -360,7 +359,7 @@ class Matchmaker:
             either: list[asyncio.Future[Any]] = [asking, better]
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if asking.done() and isinstance(asking.exception(), Unavailable):
-                self._state.unfollow()  # nobody shall be sent there any more
+                self._state.unfollow()  # redirect no more peers there
                 await trying
             if not asking.done() and (is_early or await self._may_leave(leader, request.position, asking)):
                 unreachable.discard(better.result())  # it has just called
@@ -370,10 +369,10 @@ class Matchmaker:
             asking.cancel()
             trying.cancel()
             await asyncio.gather(asking, trying, return_exceptions=True)
-            self._state.unfollow()  # last: until its round begins here nobody finds that it has gone
+            self._state.unfollow()  # last: other peers must not find this peer gone before its round begins
 
     async def _may_leave(self, leader: PeerId, position: Position, asking: asyncio.Task[JoinResponse]) -> bool:
-        """Ask a leader to be let go, as a better one has called; False if its group has come, with this peer in it."""
+        """Ask a leader for leave to join a better one; False if the group closed with this peer in it."""
         try:
             response = await self._endpoint.call(leader, LEAVE, LeaveRequest(position), LET_GO_S)
         except (Unavailable, PeerError) as error:
@@ -391,7 +390,7 @@ class Matchmaker:
     async def _redirected(self, response: JoinResponse, unreachable: set[PeerId]) -> PeerId | None:
         if not response.leader:
             return None
-        if response.leader in unreachable:  # who sends this peer there finds that out soon, too
+        if response.leader in unreachable:  # the redirecting peer soon finds this out, too
             await asyncio.sleep(REDIRECT_AGAIN_S)
             return None
         self._endpoint.learn(response.leader, readable_addresses(response.leader_addresses))

@@ -1,4 +1,4 @@
-"""How a peer answers those who look for their group as well: who ask it for a place, and who invite it."""
+"""Answers other peers' matchmaking requests: for a place in a group, to leave it, and invitations."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ from manyhands.base.identity import PeerId
 
 MOVE_POLL_S = 0.05
 ROUND_GAP_S = 1.0
-"""Between two attempts of one step in a grid."""
+"""Pause between two attempts of one step in a grid."""
 
 
 class MatchmakingHandlers:
     """Serves JOIN, LEAVE and INVITE for one run.
 
     Attributes:
-        on_called_ahead: called when another peer begins to form the group of a round that has not begun.
+        on_called_ahead: called when another peer begins to form the group of a future round.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class MatchmakingHandlers:
         self._group_leader = group_leader
         self._state = state
         self._config = config
-        self._catching_up: set[PeerId] = set()  # who has asked for a place at a position to which this peer still comes
+        self._catching_up: set[PeerId] = set()  # peers that asked for a place at a position this peer has yet to reach
         self.on_called_ahead: list[Callable[[], None]] = []
         endpoint.handle(JOIN, self._on_join)
         endpoint.handle(LEAVE, self._on_leave)
@@ -88,7 +88,7 @@ class MatchmakingHandlers:
         if request.position != self._roster.position() or not self._view.is_heeded(remote):
             return InviteResponse()
         if self._state.busy_at == request.position:
-            self._state.note_call(remote, request.position)  # it comes if that round fails, and else is ahead soon
+            self._state.note_call(remote, request.position)  # it joins if that round fails; else it is ahead soon
             return InviteResponse()
         self._call(is_early=request.is_early)
         if self._state.following is not None:
@@ -102,10 +102,10 @@ class MatchmakingHandlers:
         return InviteResponse()
 
     async def _check_known(self, remote: PeerId) -> None:
-        """Refuse a peer of which there is no record; but it may be new, and this peer looks again before it says so.
+        """Refuse a peer without a record, after another look, as it may be new.
 
         Raises:
-            Refused: there is none, or the peer gets no place for what it did.
+            Refused: there is no record, or the peer gets no place because of its conduct.
         """
         me = self._endpoint.peer_id
         if self._view.conduct.is_refused(remote, asyncio.get_running_loop().time()):
@@ -116,7 +116,7 @@ class MatchmakingHandlers:
                 raise Refused(me, UNKNOWN, "no record of this peer can be read here; the next round may know it")
 
     async def _check_part(self, remote: PeerId, recent_rounds: Sequence[bytes]) -> None:
-        """Refuse a stranger; but what this peer has read may be late, and it looks again before it says so.
+        """Refuse a peer of another part of the run, after another look, as the records read here may be late.
 
         Raises:
             Refused: the peer is of another part of the run.
@@ -127,7 +127,7 @@ class MatchmakingHandlers:
                 raise strange_part(self._endpoint.peer_id)
 
     def _answer_as_follower(self, remote: PeerId, position: Position) -> InviteResponse:
-        """Of two leaders the lower one is the better."""
+        """Answer an invitation while this peer follows a leader: the lower of the two leaders wins."""
         assert self._state.following is not None
         if self._state.following <= remote:
             return self._follows(self._state.following) if self._state.following != remote else InviteResponse()
@@ -181,7 +181,7 @@ class MatchmakingHandlers:
             notify()
 
     async def _catch_up(self, position: Position) -> None:
-        """Others may have heard a verdict, or applied it, a moment before this peer: let it come after them."""
+        """Wait for this peer to reach a position that others may have reached a moment earlier."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._config.matchmaking_time_s
         while (here := self._roster.position()).step < position.step:

@@ -1,4 +1,4 @@
-"""The leader's part in finding a group: it gathers those who come, calls those who do not, and closes the group."""
+"""The leader's side of matchmaking: gathers the peers that come, invites the others, and closes the group."""
 
 from __future__ import annotations
 
@@ -53,17 +53,17 @@ ROSTER_POLL_S = 0.2
 LOOK_TIMEOUT_S = 1.0
 LOOK_AGAIN_S = 2.0
 LOOK_FOR_NEWCOMER_S = 0.5
-"""Between two looks for the records of peers that ask for a place, which wait for it."""
+"""Seconds between two reads of the DHT for records of unknown peers; their requests wait for it."""
 HEARSAY_S = 2.0
-"""For so long those are waited for of whom only a member knows."""
+"""How long to wait for a peer that only a member knows."""
 CLIENT_S = 5.0
-"""For so long a peer in client mode is waited for that is connected to nobody who has come: as long as a dial takes."""
+"""How long to wait for a client that is not connected to any peer here: the time of a dial."""
 HOLD_S = 10.0
-"""Who holds a place asks for it again after so long."""
+"""A peer that holds a place asks for it again after this time."""
 HELD_S = 1.0
-"""So long its place is kept for it then."""
+"""Its place is then kept for this long."""
 LEADER_S = 1.0
-"""A leader that has not come itself has so much time at least, however hasty those are who ask it."""
+"""The least time that a leader's own training loop has to come, however impatient the followers are."""
 FLOAT_BYTES = 4
 
 
@@ -71,7 +71,7 @@ class GroupLeader:
     """Gathers one group at a time.
 
     Attributes:
-        pending: the group that forms here, if one does.
+        pending: the group that forms here, if any.
         shunned: peers that could not be reached as leaders, whatever others say.
     """
 
@@ -99,11 +99,11 @@ class GroupLeader:
         self.shunned: Collection[PeerId] = ()
 
     async def lead(self, own: Member, gather_s: float, ends_at: float) -> JoinResponse:
-        """Have this peer's own place in the group that forms here; wait for its end.
+        """Join the group that forms here as its leader; wait for the outcome.
 
         Args:
-            gather_s: how long to wait for those who are expected.
-            ends_at: until when this peer has time for the round (loop time).
+            gather_s: how long to wait for the expected peers.
+            ends_at: end of this peer's time for the round (loop time).
         """
         self._called = None
         pending, now = self.open(), asyncio.get_running_loop().time()
@@ -117,7 +117,7 @@ class GroupLeader:
             pending.remove(own)
 
     async def take_in(self, request: JoinRequest) -> JoinResponse:
-        """Give another peer a place; wait for the end.
+        """Give another peer a place; wait for the outcome.
 
         Raises:
             PeerError, RoundAborted: why there is no group here.
@@ -136,9 +136,9 @@ class GroupLeader:
         return await pending.wait_with(member, due)
 
     def _called_at(self, now: float) -> float:
-        """Since when others have called this peer to the round here, while it did not come (loop time).
+        """When others first called this peer to the round (loop time), while it did not come.
 
-        All count from then, so that those who are equally patient go on together.
+        All requests count from then, so that equally patient peers leave together.
         """
         position = self._roster.position()
         if self._called is None or self._called[0] != position:
@@ -156,7 +156,7 @@ class GroupLeader:
         return Refused(self._endpoint.peer_id, "busy", "the leader's own training loop did not come to the round")
 
     async def reserve(self, peer_id: PeerId, expects: bytes, knows_it_stands: bool) -> JoinResponse:
-        """Hold a place for a peer, which may be this one; wait for news of whether the group stands."""
+        """Hold a place for a peer, possibly this one; wait for news of whether the group stands."""
         pending = self.open()
         self._note_hearsay(pending, expects)
         pending.hearsay.pop(short_id(peer_id), None)
@@ -164,19 +164,19 @@ class GroupLeader:
         pending.changed.set()
         try:
             return await pending.news(knows_it_stands, HOLD_S)
-        finally:  # it asks again or comes at once, unless it has called its round off
+        finally:  # it asks again or comes at once, unless it has given its round up
             pending.reserved[peer_id] = asyncio.get_running_loop().time() + HELD_S
             if peer_id != self._endpoint.peer_id and not self._endpoint.is_connected(peer_id):
                 self.lose(peer_id)
 
     def lose(self, peer_id: PeerId) -> None:
-        """A peer's connection was lost: its place is free."""
+        """Free the place of a peer whose connection broke."""
         if self.pending is not None:
             self.pending.reserved.pop(peer_id, None)
             self.pending.changed.set()
 
     def let_go(self, peer_id: PeerId, position: Position) -> bool:
-        """A peer goes to another leader; False if it is a member of a group that has closed."""
+        """Release a peer to another leader; False if it is a member of a closed group."""
         pending = self.pending or self._former
         return pending is None or pending.position != position or pending.let_go(peer_id)
 
@@ -186,7 +186,7 @@ class GroupLeader:
             pending.hearsay[stranger] = until
 
     def send_to(self, leader: PeerId) -> None:
-        """Those who have come here shall go to another leader."""
+        """Redirect the peers that have come here to another leader."""
         if self.pending is not None:
             self.pending.close(self.redirect(leader))
 
@@ -216,7 +216,7 @@ class GroupLeader:
             pending.close(Refused(self._endpoint.peer_id, "leaving", "this peer leaves the run"))
 
     async def _look_around(self) -> None:
-        """A leader that was called may know less of the others than they do: nobody shall be left out for that."""
+        """Read the records of all peers, so that an invited leader does not leave out a peer that others know."""
         try:
             async with time_limit(LOOK_TIMEOUT_S, "reading who is there"):
                 await self._roster.refresh()
@@ -224,10 +224,10 @@ class GroupLeader:
             logger.info("this peer leads with what it knew before: %s", error)
 
     async def look_again(self, *, is_due: bool = False) -> None:
-        """As :meth:`_look_around`, but not again right after the last time, however many strangers ask.
+        """Like :meth:`_look_around`, but rate-limited, however many strangers ask.
 
         Args:
-            is_due: wait until it may be done; all who wait share one look.
+            is_due: wait until a look is allowed; all waiting calls share one look.
         """
         if self._looking is None:
             pause_s = LOOK_FOR_NEWCOMER_S if is_due else LOOK_AGAIN_S
@@ -246,7 +246,7 @@ class GroupLeader:
             self._looking = None
 
     async def told_apart(self, peer_id: PeerId) -> None:
-        """A peer says that it is of another part of the run: find out which of the two goes on.
+        """A peer says that it is of another part of the run: find out which part goes on.
 
         Raises:
             Overruled: the other one.
@@ -257,7 +257,7 @@ class GroupLeader:
             raise Overruled("another part of the run goes on, whose state this peer has to load")
 
     def _outcome(self, pending: PendingGroup) -> JoinResponse | Exception:
-        """What to tell those who came: their group, or why there is none."""
+        """The answer to the peers that came: their group, or why there is none."""
         own_id = self._endpoint.peer_id
         if pending.position != self._roster.position():
             return Refused(own_id, "other_position", "this peer has gone to another position meanwhile")
@@ -320,13 +320,13 @@ class GroupLeader:
             waiter.cancel()
 
     def _with_places(self, pending: PendingGroup) -> set[PeerId]:
-        """Those who have come, or are waited for as they hold places."""
+        """The peers that have come, and those with places that are still waited for."""
         now, own = asyncio.get_running_loop().time(), {self._endpoint.peer_id}
         holders = pending.have_places(now)
         return pending.joined.keys() | holders & own | set(self._view.conduct.awaited(holders - own, now))
 
     def _without_lost_clients(self, pending: PendingGroup) -> Mapping[PeerId, bool]:
-        """Who is expected; nobody can ask a client that is connected to none of those who are here."""
+        """The expected peers, without clients that no peer here is connected to."""
         expected = self._view.expected()
         if asyncio.get_running_loop().time() < pending.began + CLIENT_S:
             return expected
@@ -344,14 +344,14 @@ class GroupLeader:
         return self._view.expected() if lost else expected
 
     def _is_full(self, pending: PendingGroup) -> bool:
-        """Whether there is no place left in a group of a grid; the last one is this peer's own."""
+        """Whether a group of a grid has no place left; the last one is reserved for this peer."""
         num_places = self._config.max_group_size - (self._endpoint.peer_id not in pending.joined)
         return bool(pending.position.group_key) and len(pending.joined) >= num_places
 
     def _invite_all(
         self, expected: Mapping[PeerId, bool], pending: PendingGroup, invitations: dict[PeerId, asyncio.Task[None]]
     ) -> None:
-        """Call the expected peers, so that they need not find out by themselves; and learn who is gone."""
+        """Invite the expected peers, which also shows which of them are gone."""
         now, is_early = asyncio.get_running_loop().time(), pending.deadline == math.inf
         for peer_id, is_client in expected.items():
             is_reachable = not is_client or self._endpoint.is_connected(peer_id)
@@ -380,13 +380,13 @@ class GroupLeader:
         pending.changed.set()
 
     async def _refused(self, peer_id: PeerId, refusal: Refused, pending: PendingGroup) -> None:
-        """An invited peer does not come, and says why."""
+        """Handle an invited peer's refusal."""
         if refusal.code == OTHER_MANIFEST:
             self._view.note_refusal(peer_id, refusal)
         elif refusal.code == OTHER_PART:
             try:
                 await self.told_apart(peer_id)
-            except Overruled:  # those who have come here are told so, and look themselves
+            except Overruled:  # tell the peers that came here; they look for themselves
                 pending.close(strange_part(self._endpoint.peer_id))
         elif refusal.code == BEHIND and pending.position.group_key:
             pending.leave_out(peer_id)  # its group is done with this round of the grid; others may not be
@@ -395,7 +395,7 @@ class GroupLeader:
             pending.close(Refused(self._endpoint.peer_id, TOLD_BEHIND, refusal.message))
 
     def _heard(self, peer_id: PeerId, response: InviteResponse, pending: PendingGroup) -> None:
-        """An invited peer comes, or says with whom it is."""
+        """Handle an invited peer's answer: it comes, or names the leader it follows."""
         leader = response.leader
         is_better = bool(leader) and leader < self._endpoint.peer_id and leader not in self.shunned
         if is_better and self._view.is_heeded(leader):

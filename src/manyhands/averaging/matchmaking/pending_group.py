@@ -1,4 +1,4 @@
-"""A group while it forms, at its leader."""
+"""A group that is still forming, at its leader."""
 
 from __future__ import annotations
 
@@ -18,18 +18,17 @@ class PendingGroup:
     """A group that a leader is forming.
 
     Attributes:
-        joined: who has come.
-        reserved: who holds a place, and comes once its values are there; until when (loop time).
-        stands: all who are expected hold places, or have come.
-        absent: who has said that it does not come: it is on another branch, or at a later round of the grid.
+        joined: the peers that have come.
+        reserved: peers that hold places until their values are there; with expiry (loop time).
+        stands: all expected peers hold places or have come.
+        absent: peers that said that they do not come: on another branch, or at a later round of the grid.
         began: loop time.
-        due_since: when somebody's values were there first (loop time); infinite before that.
-        deadline: when it is closed with who has come then (loop time); infinite until somebody's values are there.
-        leader_due: until when the most patient one that has come waits for the leader itself (loop time); None if
-            nobody has.
-        ends_at: until when the leader has time for the round (loop time).
+        due_since: when the first member had its values (loop time); infinite before that.
+        deadline: when the group closes with the members it has (loop time); infinite until a member has its values.
+        leader_due: how long the most patient member waits for the leader itself (loop time); None if there is none.
+        ends_at: end of the leader's time for the round (loop time).
         seen: clients that are connected to a member, by short id.
-        hearsay: those of whom only members know, by short id, and until when (loop time) they are waited for.
+        hearsay: peers that only members know, by short id, and until when (loop time) they are waited for.
     """
 
     def __init__(self, position: Position, deadline: float) -> None:
@@ -46,12 +45,12 @@ class PendingGroup:
         self.absent: set[PeerId] = set()
         self._ask_again_at: dict[PeerId, float] = {}
         self.hearsay: dict[bytes, float] = {}
-        self._dues: dict[PeerId, float] = {}  # until when each waits for the leader (loop time)
+        self._dues: dict[PeerId, float] = {}  # until when each member waits for the leader (loop time)
         self._refusals: dict[PeerId, asyncio.Future[Refused]] = {}
-        self._let_go_on: set[PeerId] = set()  # who did not wait for the leader any longer
+        self._let_go_on: set[PeerId] = set()  # members that stopped waiting for the leader
         self.changed = asyncio.Event()
         self.answer: asyncio.Future[JoinResponse] = asyncio.get_running_loop().create_future()
-        self.answer.add_done_callback(lambda answer: answer.exception())  # those who wait get it; perhaps nobody does
+        self.answer.add_done_callback(lambda answer: answer.exception())  # waiting members get it, if any
 
     def add(self, member: Member) -> None:
         self.joined[member.peer_id] = member
@@ -59,7 +58,7 @@ class PendingGroup:
         self.changed.set()
 
     async def wait_with(self, member: Member, due: float) -> JoinResponse:
-        """Give another peer a place, and wait for the end; until ``due`` (loop time), if the leader does not come.
+        """Give another peer a place and wait for the outcome, until ``due`` (loop time) if the leader does not come.
 
         Raises:
             PeerError, RoundAborted: why there is no group here, or no place for this peer.
@@ -78,7 +77,7 @@ class PendingGroup:
             self.remove(member)
 
     def remove(self, member: Member) -> None:
-        """A member no longer waits; it may have asked again meanwhile, and then that counts."""
+        """Remove a member that no longer waits, unless it has asked again meanwhile."""
         if not self.answer.done() and self.joined.get(member.peer_id) is member:
             self._let_out(member.peer_id)
 
@@ -89,55 +88,55 @@ class PendingGroup:
         self.changed.set()
 
     def give_up_leader(self, now: float, refusal: Refused) -> None:
-        """The leader has not come: tell those who do not wait for it any longer."""
+        """The leader has not come: refuse the members that stop waiting for it."""
         for peer_id in [peer_id for peer_id, due in self._dues.items() if due <= now]:
             self._let_out(peer_id)
             self._let_go_on.add(peer_id)
             self._refusals[peer_id].set_result(refusal)
 
     def lead(self, member: Member) -> None:
-        """The leader has come; those who went on without it are called again."""
+        """The leader has come: invite the members that went on without it again."""
         self._let_go_on.clear()
         self.add(member)
 
     def let_go(self, peer_id: PeerId) -> bool:
-        """A member does not want its place any more; False if the group has closed with it."""
+        """Release a member's place; False if the group has closed with it."""
         if self.answer.done():
             return peer_id not in self.joined
         if peer_id in self.joined:
-            self._let_out(peer_id)  # and is asked again: it says with whom it is
+            self._let_out(peer_id)  # it is invited again, and its answer names its leader
         return True
 
     def begin(self, deadline: float) -> None:
-        """Somebody's values are there: from now on there is a bound, and those who hold places are called."""
+        """A member's values are there: set the deadline, and call the peers that hold places."""
         if self.deadline == math.inf:
             self.deadline, self.due_since = deadline, asyncio.get_running_loop().time()
             self._ask_again_at.clear()
 
     def left_s(self, leader: PeerId) -> float:
-        """How long it may go on."""
+        """Seconds until the group must close."""
         is_led = leader in self.joined or self.leader_due is None
         until = self.deadline if is_led else min(self.deadline, self.leader_due or math.inf)
         return until - asyncio.get_running_loop().time()
 
     def next_due(self) -> float:
-        """When the next one has waited for the leader for as long as it wants to (loop time)."""
+        """When the next member stops waiting for the leader (loop time)."""
         return min(self._dues.values(), default=math.inf)
 
     def have_places(self, now: float) -> set[PeerId]:
-        """Who has come, or will."""
+        """Peers that have come or still hold a place."""
         self.reserved = {peer_id: until for peer_id, until in self.reserved.items() if until > now}
         return self.joined.keys() | self.reserved.keys()
 
     def note_standing(self, stands: bool) -> None:
-        """Tell those who hold places whether all who are expected do."""
+        """Tell the peers that hold places whether all expected peers do."""
         if stands != self.stands:
             self.stands = stands
             turned, self._turned = self._turned, asyncio.Event()
             turned.set()
 
     async def news(self, knows_it_stands: bool, timeout_s: float) -> JoinResponse:
-        """Wait until the group stands, or does not any more, or there is an end; at most so long.
+        """Wait until ``stands`` changes, the group closes, or the timeout.
 
         Raises:
             PeerError, RoundAborted: why there is no group here.
@@ -155,14 +154,14 @@ class PendingGroup:
         return JoinResponse(leader=end.leader, leader_addresses=end.leader_addresses)
 
     def is_to_be_asked(self, peer_id: PeerId, now: float) -> bool:
-        """Whether it is time to invite a peer; who does not come may have gone to another group meanwhile."""
+        """Whether it is time to invite a peer; one that did not come may have joined another group since."""
         if peer_id in self.absent | self._let_go_on or now < self._ask_again_at.get(peer_id, now):
             return False
         self._ask_again_at[peer_id] = now + ASK_AGAIN_S
         return True
 
     def leave_out(self, peer_id: PeerId) -> None:
-        """Do not wait for a peer that says that it does not come."""
+        """Stop waiting for a peer that says that it does not come."""
         self.absent.add(peer_id)
         self.changed.set()
 
@@ -171,7 +170,7 @@ class PendingGroup:
         return bool(self.hearsay)
 
     def close(self, answer: JoinResponse | Exception) -> None:
-        """Answer all who wait; only the first answer counts."""
+        """Answer all waiting members; only the first answer counts."""
         if self.answer.done():
             return
         if isinstance(answer, JoinResponse):

@@ -1,4 +1,4 @@
-"""Where one peer is while it finds its group: whom it follows, who has called it, and whether it is in a round."""
+"""The state of one peer's matchmaking: the leader it follows, its invitation, and whether it is in a round."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from manyhands.base.identity import PeerId
 
 
 class MatchmakingState:
-    """What the search for a group and the answers to others must both know.
+    """What the search for a group and the handlers share.
 
     Attributes:
-        following: the leader that this peer has asked for a place, and waits for.
-        busy_at: the position of the round that it is in, or that has committed while it has not moved yet.
-        sought_at: when it last looked for a group (loop time); infinite while it does.
+        following: the leader that this peer has asked for a place and waits for.
+        busy_at: the position of its current round, or of a committed one until this peer moves.
+        sought_at: when it last looked for a group (loop time); infinite during a search.
     """
 
     def __init__(self, endpoint: RunEndpoint, view: Candidates) -> None:
@@ -30,37 +30,37 @@ class MatchmakingState:
         self._better: asyncio.Future[PeerId] | None = None
 
     def follow(self, leader: PeerId) -> asyncio.Future[PeerId]:
-        """Wait for a leader from now on; the future has a better one as soon as that calls."""
+        """Wait for a leader from now on; the future resolves to a better one when that calls."""
         self.following = leader
         self._better = asyncio.get_running_loop().create_future()
         return self._better
 
     def unfollow(self) -> None:
-        """The leader has answered, or is not asked any more."""
+        """Stop waiting: the leader has answered, or is not asked any more."""
         self.following = self._better = None
 
     def seeks_with(self, leader: PeerId) -> bool:
-        """Whether this peer waits for the group of a leader."""
+        """Whether this peer waits for a leader's group."""
         return self.sought_at == math.inf and self.following == leader
 
     def note_call(self, leader: PeerId, position: Position) -> None:
-        """A peer leads a group there, and has called this one, which goes to it when it looks for a group next."""
+        """Remember a leader's invitation, for this peer's next search there."""
         self._inviter = (leader, position)
 
     def turn_to(self, leader: PeerId, position: Position) -> None:
-        """A better leader than the one that this peer waits for has called."""
+        """Leave the current leader for a better one that has called."""
         if self._better is not None and not self._better.done():
             self.note_call(leader, position)
             self._better.set_result(leader)
 
     def invitation(self) -> PeerId | None:
-        """The peer that invited this one to a group, if it should follow; each invitation counts once."""
+        """The leader whose invitation this peer should follow, if any; each invitation counts once."""
         inviter, self._inviter = self._inviter, None
         if inviter is None or inviter[1] != self._view.roster.position() or not self.is_led_by(inviter[0]):
             return None
         return inviter[0]
 
     def is_led_by(self, inviter: PeerId) -> bool:
-        """Whether this peer should follow who invited it, rather than lead."""
+        """Whether this peer should follow its inviter rather than lead."""
         own_id = self._endpoint.peer_id
         return self._endpoint.client_mode or inviter < own_id or inviter not in self._view.expected()

@@ -1,10 +1,10 @@
-"""What peers of a run learn from each other directly; all else they learn through the DHT.
+"""Direct messages between the peers of a run; everything else goes through the DHT.
 
-* Before a peer makes a step alone, it asks those of earlier rounds where they are. The DHT may show nobody although
-  they are there: its nodes near the run's key may have gone, or mean harm.
-* Near the target of a step, each peer tells the others what it has accumulated: through the DHT they would hear of it
-  when they have begun another batch.
-* A peer that no round meets is dialled: if it has died, its machine says so before its record expires.
+* Before a peer makes a step alone, it asks the peers of earlier rounds for their positions. The DHT may show no peer
+  although some are there: its nodes near the run's key may be gone or malicious.
+* Near the target of a step, each peer sends the others what it has accumulated; through the DHT they would learn it
+  only after they have begun another batch.
+* A peer that misses rounds is dialled: if it has died, its machine says so before its record expires.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ MAX_ASKED = 8
 TIMEOUT_S = 2.0
 ASK_PERIOD_S = 10.0
 LOOK_PERIOD_S = 5.0
-"""A peer that refuses a dial and is alive is connected by the next look, or has said something new."""
+"""A peer that refuses a dial but is alive is connected by the next look, or has published news."""
 PROOFS_OF_DEATH = (DialReason.REFUSED, DialReason.WRONG_IDENTITY)
 
 
 class WhereAreYou(msgspec.Struct):
-    """Asks a peer of the run for what it says of its progress."""
+    """Asks a peer of the run for its progress."""
 
 
 class HereIAm(msgspec.Struct):
@@ -48,7 +48,7 @@ class HereIAm(msgspec.Struct):
 
 
 class Noted(msgspec.Struct):
-    """The answer to a peer that tells where it is."""
+    """The answer to a peer that sends its progress."""
 
 
 WHERE = Method("optim.where", WhereAreYou, HereIAm)
@@ -56,7 +56,7 @@ TELL = Method("optim.tell", HereIAm, Noted)
 
 
 class Acquaintances:
-    """Those whom this peer meets in rounds: it tells them where it is, and asks them.
+    """The peers that this peer meets in rounds: sends them its progress, and asks for theirs.
 
     Args:
         tasks: tell others in the background.
@@ -91,12 +91,12 @@ class Acquaintances:
             logger.debug("peer %s was not told where this one is: %s", peer_id, error)
 
     def _on_told(self, remote: PeerId, news: HereIAm) -> Noted:
-        if remote in self._tracker.reader.observed():  # how many records there may be is bounded in the DHT alone
+        if remote in self._tracker.reader.observed():  # the DHT alone bounds the number of records
             self._tracker.heard(remote, news.record)
         return Noted()
 
     async def answer(self) -> bool:
-        """Whether one of them is still in the run; what it says counts as if the DHT had shown it."""
+        """Whether one of them is still in the run; its answer counts as if the DHT had shown it."""
         now = asyncio.get_running_loop().time()
         if now < self._asked_at + ASK_PERIOD_S:
             return False
@@ -120,22 +120,22 @@ class Acquaintances:
 
 
 class Departures:
-    """Finds peers that have died before their records expire: no round meets them, and their machine refuses a dial.
+    """Finds peers that died before their records expire: they miss rounds, and their machine refuses a dial.
 
-    A machine that does not answer proves nothing: it may be cut off, and train on behind the cut. Then its record must
-    expire. So must that of a peer that nobody can dial.
+    No answer from a machine proves nothing: it may be cut off, and go on training. Then its record must expire, as must
+    that of a peer that cannot be dialled.
     """
 
     def __init__(self, endpoint: Endpoint, tracker: ProgressTracker, tasks: TaskOwner) -> None:
         self._endpoint = endpoint
         self._tracker = tracker
         self._tasks = tasks
-        self._refused: set[tuple[PeerId, int]] = set()  # when it was looked last; and the record that the peer had then
+        self._refused: set[tuple[PeerId, int]] = set()  # records of peers at the last look
         self._looked_at = -math.inf  # loop time
         self._looking: asyncio.Task[None] | None = None
 
     def look(self) -> None:
-        """Dial the peers that no round meets, in the background; at most once in a period, and one look at a time."""
+        """Dial the peers that miss rounds, in the background; at most once in a period, one look at a time."""
         now = asyncio.get_running_loop().time()
         is_looking = self._looking is not None and not self._looking.done()
         if now - self._looked_at >= LOOK_PERIOD_S and not is_looking:

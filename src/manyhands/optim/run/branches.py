@@ -1,17 +1,16 @@
-"""Which branch of the run a peer should be on, by what the others say. Pure; times are those of the loop.
+"""Chooses the branch of the run that a peer should be on, from the others' records. Pure; times are loop times.
 
-The branch with the highest (global step, samples in its lineage, digest) leads. But one signed record must not decide
-which model everybody holds. A branch that is ahead of this peer is believed when
+The branch with the highest (global step, samples in its lineage, digest) leads. But no single signed record may decide
+which model all peers hold. A peer believes a branch that is ahead of it when
 
-* more than half of the peers that it has met in committed rounds, and that are still there, are ahead on it; or else
-* at least half of all peers that have learnt anything are, this one included. Peers whose addresses are of one network
-  (a /24 or /48) count once; peers without an address do not count, unless nobody has one.
+* more than half of the peers that it met in committed rounds and that are still there are ahead on it; or else
+* at least half of all peers that have learnt anything are, itself included. Peers with addresses in one network (a /24
+  or /48) count once; peers without an address count only if no peer has one.
 
-So a split heals by the higher branch, as long as that has half of the peers. If it has fewer, those who are on it see
-that most peers are on another branch, and follow them after a while.
+So a split heals in favour of the higher branch if that has half of the peers. If it has fewer, its peers see that most
+peers are on another branch, and follow them after a while.
 
-Of the branches that it believes in, a peer can only follow one whose state it can have: from a peer that can be
-dialled, or that is connected.
+A peer can only follow a believed branch whose state it can get: from a peer that can be dialled or is connected.
 """
 
 from __future__ import annotations
@@ -31,27 +30,27 @@ from manyhands.optim.run.progress import ProgressRecord, rank_of
 logger = logging.getLogger(__name__)
 
 LAG_STEPS = 2
-"""Records are read late, so peers on one branch are seen up to so many steps apart."""
+"""Records are read late, so peers on one branch may appear up to this many steps apart."""
 OUTVOTED_S = 20.0
-"""So long most peers must be elsewhere before this one follows them to a branch that is not ahead."""
+"""How long most peers must be elsewhere before this one follows them to a branch that is not ahead."""
 MAX_MET = 4096
 MAX_BEEN_AT = 256
 CLIENT_PATIENCE_S = 60.0
-"""Peers in client mode that are ahead, and do not connect to this one for so long, are not waited for any more."""
+"""How long to wait for clients that are ahead to connect to this peer."""
 DOUBT_S = 5.0
-"""A peer that is not believed for so long is named. Some are not for a moment, until others are read as well."""
+"""A peer that is not believed for this long is logged. Some are not for a moment, until others are read as well."""
 SHUN_S = 600.0
-"""For so long a peer that handed out a state that cannot be used is not followed."""
+"""A peer that sent an unusable state is not followed for this long."""
 
 Records = Mapping[PeerId, ProgressRecord]
 
 
 @dataclass(frozen=True)
 class Branch:
-    """A position of the run, and who can hand out its state.
+    """A position of the run, and the holders of its state.
 
     Attributes:
-        is_foreign: this peer and the holders have made their last steps apart, whatever their positions are.
+        is_foreign: this peer and the holders made their last steps apart, whatever their positions are.
     """
 
     position: Position
@@ -69,13 +68,13 @@ def leading_branch(
 ) -> Branch:
     """The branch that all peers should be on.
 
-    The highest (global step, samples in its lineage, digest) wins. Of the parts of a grid, which may all have the same,
-    the one with more peers, then the one with the lowest peer id. At step 0 nothing has been learnt yet, and the
-    initial parameters of the lowest peer id win: of the trainers that can be dialled, so that all can follow; without
-    any, of the auxiliary peers; without these, of all.
+    The highest (global step, samples in its lineage, digest) wins. Parts of a grid may be equal in these: then the part
+    with more peers wins, then the one with the lowest peer id. At step 0 nothing has been learnt yet, and the initial
+    parameters of the lowest peer id win: of the trainers that can be dialled, so that all can follow; without any, of
+    the auxiliary peers; without these, of all.
 
     Args:
-        strangers: in a grid, those of another part, and which (:mod:`manyhands.optim.run.partition_detector`).
+        strangers: in a grid, peers of other parts, each with its part (:mod:`manyhands.optim.run.partition_detector`).
     """
     candidates = {**others, own_id: own}
     last_step = max(record.position.step for record in candidates.values())
@@ -84,7 +83,7 @@ def leading_branch(
         trainers = {peer_id: record for peer_id, record in hosts.items() if not record.is_auxiliary}
         candidates = trainers or hosts or candidates
     first = max(map(rank_of, candidates.values()))
-    sizes = Counter(  # all who read the same records count the same peers
+    sizes = Counter(  # all peers with the same records count alike
         strangers.get(peer_id, b"")
         for peer_id, record in candidates.items()
         if len(record.recent_rounds) == NUM_RECENT_STEPS and rank_of(record) == first
@@ -104,7 +103,7 @@ def leading_branch(
 
 
 class _Electorate(NamedTuple):
-    """Who counts: peers, each with the name of its vote, of which there may be several of one name."""
+    """The voters: peers, each with the name of its vote; peers with the same name share one vote."""
 
     voters: Mapping[PeerId, str]
     num_votes: int
@@ -115,14 +114,14 @@ class _Electorate(NamedTuple):
         return num > 0 and (2 * num > self.num_votes or (self.is_half_enough and 2 * num == self.num_votes))
 
     def most_voted(self, positions: Mapping[PeerId, Position]) -> Position:
-        """Of several with as many votes the lowest: one peer alone cannot put itself above the others."""
+        """The position with the most votes; of several the lowest, so that no peer alone can lift itself up."""
         told = {(position, self.voters[peer_id]) for peer_id, position in positions.items() if peer_id in self.voters}
         votes = Counter(position for position, _ in told)
         return min(votes, key=lambda position: (-votes[position], position.step, position.lineage))
 
 
 class Belief:
-    """What one peer goes by when others say that they are elsewhere."""
+    """Decides which of the others' claims about other positions one peer believes."""
 
     def __init__(self) -> None:
         self._met: dict[PeerId, None] = {}
@@ -131,12 +130,12 @@ class Belief:
         self._outvoted_since = math.inf
 
     def been_at(self, position: Position) -> None:
-        """This peer is, or was, there."""
+        """Record that this peer is or was at a position."""
         if position not in self._been_at:
             self._been_at.append(position)
 
     def met(self, members: Iterable[PeerId]) -> None:
-        """A step was made by this peer, with others if there are any."""
+        """Record a step of this peer, with the others in it, if any."""
         self._has_stepped = True
         for peer_id in members:
             self._met.pop(peer_id, None)
@@ -149,11 +148,11 @@ class Belief:
         return peer_id in self._met
 
     def recently_met(self, num: int) -> list[PeerId]:
-        """The last ones."""
+        """The peers met last."""
         return list(self._met)[-num:]
 
     def doubted(self, own: ProgressRecord, records: Mapping[PeerId, ProgressRecord]) -> frozenset[PeerId]:
-        """Those who say that they are ahead, on a branch that this peer does not believe in."""
+        """Peers that claim to be ahead on a branch that this peer does not believe in."""
         ahead = {peer_id: record.position for peer_id, record in records.items() if is_ahead(record, own)}
         if not any(position.step for position in ahead.values()):
             return frozenset()  # nothing has been learnt yet
@@ -174,7 +173,7 @@ class Belief:
     def other_majority(
         self, own: ProgressRecord, records: Mapping[PeerId, ProgressRecord], now: float
     ) -> Position | None:
-        """Where most peers have been for a while, if that is not ahead and this peer has never been there."""
+        """The position of most peers for a while, if it is not ahead and this peer has never been there."""
         elsewhere = {
             peer_id: record.position for peer_id, record in records.items()
             if record.position != own.position and record.position.step
@@ -199,7 +198,7 @@ class Belief:
 
 
 def believed_by_a_newcomer(records: Mapping[PeerId, ProgressRecord]) -> dict[PeerId, ProgressRecord]:
-    """The records of the branch that most peers are on, for one that has met nobody: an evaluator, say."""
+    """The records of the branch that most peers are on, for a peer that has met none, such as an evaluator."""
     nowhere = ProgressRecord(Position(0, b""), 0, 0.0, 0, is_client=True, addresses=[], ttl_s=0.0)
     doubted = Belief().doubted(nowhere, records)
     return {peer_id: record for peer_id, record in records.items() if peer_id not in doubted}
@@ -211,7 +210,7 @@ def is_ahead(record: ProgressRecord, own: ProgressRecord) -> bool:
 
 
 def network_of(peer_id: PeerId, record: ProgressRecord) -> str:
-    """The network in which a peer says that it is, as peers of one owner are; else the peer itself."""
+    """The network of a peer's published addresses, as shared by peers of one owner; else the peer itself."""
     for address in readable_addresses(record.addresses):
         if address.protocol.startswith("ip") and address.is_public:
             prefix = 24 if ipaddress.ip_address(address.host).version == 4 else 48
@@ -220,15 +219,15 @@ def network_of(peer_id: PeerId, record: ProgressRecord) -> str:
 
 
 class BranchChoice:
-    """Chooses the branch of one peer, by what the others said when :meth:`look` was called last.
+    """Chooses one peer's branch from the records given to the last :meth:`look`.
 
     Args:
         own: the record of this peer.
         is_connected: whether another peer, in client mode, has a connection to this one.
 
     Attributes:
-        belief: what this peer goes by when others say that they are elsewhere.
-        believed: what the others say, without those that are ahead on a branch that this peer does not believe in.
+        belief: decides which claims of the others this peer believes.
+        believed: the others' records, without peers ahead on a branch that this peer does not believe in.
     """
 
     def __init__(self, own_id: PeerId, own: ProgressRecord, is_connected: Callable[[PeerId], bool]) -> None:
@@ -240,14 +239,14 @@ class BranchChoice:
         self._records: Records = {}
         self._strangers: Mapping[PeerId, bytes] = {}
         self._doubted: frozenset[PeerId] = frozenset()
-        self._doubted_since: dict[PeerId, float] = {}  # infinitely late once it was said
+        self._doubted_since: dict[PeerId, float] = {}  # infinite once logged
         self._shunned: dict[PeerId, float] = {}  # until when
-        self._majority: Position | None = None  # where most peers are that do not follow this peer's branch
-        self._waits_since = math.inf  # for peers in client mode that have the state to connect
+        self._majority: Position | None = None  # the position of most peers, which are not on this peer's branch
+        self._waits_since = math.inf  # for clients with the state to connect
         self._has_waited = False
 
     def look(self, own: ProgressRecord, records: Records, strangers: Mapping[PeerId, bytes], now: float) -> None:
-        """The records of the others may have changed, or this peer has gone elsewhere: judge anew."""
+        """Judge again, after a change of the others' records or this peer's position."""
         old = self._records
         unread = {
             peer_id for peer_id in self._doubted_since.keys() & old.keys() if records.get(peer_id) is old[peer_id]
@@ -275,21 +274,21 @@ class BranchChoice:
                                peer_id, self._records[peer_id].position.step)  # fmt: skip
 
     def shun(self, peer_id: PeerId, now: float) -> None:
-        """A peer has handed out a state that cannot be used: what it says of a better branch does not count."""
+        """Ignore a peer's claims of a better branch: it sent an unusable state."""
         self._shunned[peer_id] = now + SHUN_S
 
     def can_hand_out(self, peer_id: PeerId) -> bool:
-        """Whether this peer could have the state of another one: of a client only if that is connected to it."""
+        """Whether this peer could get another one's state; a client must be connected for that."""
         record = self._records.get(peer_id)
         if record is None or not record.is_client:
             return record is not None
         return not self._own.is_client and self._is_connected(peer_id)
 
     def leading(self, without_state: Container[PeerId]) -> Branch:
-        """The branch that this peer should be on: of those whose state can be had.
+        """The branch that this peer should be on, among those whose state is available.
 
         Args:
-            without_state: peers that could not hand out their state, and have said nothing since.
+            without_state: peers that could not send their state, and have published nothing since.
         """
         if (branch := self._overruling()) is not None:
             return branch
@@ -298,9 +297,9 @@ class BranchChoice:
         return leading_branch(others, self._own_id, self._own, self._strangers)
 
     def best(self) -> Branch:
-        """The best branch that is known, whether or not its state can be had now.
+        """The best known branch, whether or not its state is available now.
 
-        Peers in client mode can never have it from each other: they follow those who can be dialled.
+        Clients can never get it from each other: they follow the peers that can be dialled.
         """
         if (branch := self._overruling()) is not None:
             return branch
@@ -308,13 +307,13 @@ class BranchChoice:
         return leading_branch(others, self._own_id, self._own, self._strangers)
 
     def waits_for_clients(self) -> bool:
-        """Whether this peer needs the state that only peers in client mode have: one of them has to connect to it."""
+        """Whether this peer needs a state that only clients have: one of them must connect to it."""
         branch = self.best()
         is_needed = branch.is_elsewhere(self._own.position)
         return is_needed and all(self._records[peer_id].is_client for peer_id in branch.holders)
 
     def _overruling(self) -> Branch | None:
-        """Where most peers are, if they do not follow the branch that this peer is on."""
+        """The branch of most peers, if they do not follow the one that this peer is on."""
         if self._majority is None:
             return None
         holders = [
@@ -324,7 +323,7 @@ class BranchChoice:
         return Branch(self._majority, self._records[holders[0]].lineage_samples, tuple(holders)) if holders else None
 
     def _within_reach(self) -> Records:
-        """The believed records, without those of peers that are elsewhere and whose state cannot be had."""
+        """The believed records, without peers on other branches whose state is not available."""
         return {
             peer_id: record
             for peer_id, record in self.believed.items()
@@ -332,7 +331,7 @@ class BranchChoice:
         }
 
     def _is_only_with_clients(self) -> bool:
-        """Whether only peers in client mode that are not connected have the state of the best branch."""
+        """Whether only unconnected clients have the state of the best branch."""
         reachable = self._within_reach()
         if self._own.is_client or len(reachable) == len(self.believed):
             return False

@@ -143,25 +143,25 @@ class Collaboration:
         self._progress_log.tell(self._local.position.step, progress, refresh_s, asyncio.get_running_loop().time())
 
     async def _check_new_run(self) -> None:
-        """Nobody trains in this run yet: make sure that this is meant, or warn.
+        """Warn that no peer trains in this run yet, or check that the user wants to begin it.
 
         Raises:
-            RunNotFound: other peers are there, none of them knows the run, and it shall not be begun.
+            RunNotFound: other peers are there, none of them knows the run, and it must not be begun.
         """
         dht = self._presence.dht
         if self._start_new or not dht.num_known_peers:
             return
         runs = await find_runs(dht, self.run_id)
-        if any(run.run_id == self.run_id for run in runs):  # its monitor is there, say
+        if any(run.run_id == self.run_id for run in runs):  # only its monitor is there, say
             return
         message = nobody_is_in(self.run_id, dht.num_known_peers, runs)
         if self._start_new is False:
             raise RunNotFound(f"{message}. Check the run id; start_new=True begins a run")
-        if runs:  # else there is none that could be meant
+        if runs:  # else there is no run that could be meant
             logger.warning("%s. This peer begins it; if that is meant, start_new=True says so", message)
 
     def health(self) -> Health:
-        """How this peer does."""
+        """This peer's health report."""
         now = asyncio.get_running_loop().time()
         if self.tracker.reader.observed():
             self._alone_since = None
@@ -203,7 +203,7 @@ class Collaboration:
         *,
         is_in_grid: bool = False,
     ) -> None:
-        """This peer's parameters are at ``position`` now, after a step; the sketch is of them."""
+        """Record that this peer's parameters are at ``position`` after a step; ``sketch`` describes them."""
         if together_with:
             self._num_vain_loads = 0
         self.tracker.branches.belief.met([])  # a step of its own, alone or with others
@@ -213,10 +213,10 @@ class Collaboration:
         self._drift.moved(position, sketch, is_in_grid=is_in_grid)
 
     def move_elsewhere(self, position: Position, lineage_samples: int) -> None:
-        """This peer has loaded a state; what its gradients were before is of no use there."""
+        """Record that this peer has loaded a state; its former gradients are useless there."""
         self._rounds.forget_errors()
         self._move(position, lineage_samples)
-        self.tracker.tell(b"")  # the others' are of before their own code has changed what they hold: a clamp, say
+        self.tracker.tell(b"")  # the others' sketches predate any change by their own code: a clamp, say
         self._drift.loaded()
 
     def _move(self, position: Position, lineage_samples: int, together_with: Sequence[PeerId] = ()) -> None:
@@ -229,7 +229,7 @@ class Collaboration:
         self.tracker.start()
 
     def must_be_called_on(self) -> bool:
-        """Whether only peers in client mode have the state of the run; then this one shows them where to dial it."""
+        """Whether only peers in client mode have the run's state, so that they must learn where to dial this one."""
         is_wanted = self.tracker.branches.waits_for_clients()
         if is_wanted:
             self.tracker.start()
@@ -242,10 +242,10 @@ class Collaboration:
         return [peer_id for peer_id in holders if peer_id in records and can_hand_out(peer_id)]
 
     async def download(self) -> State:
-        """The state of the leading branch, from one of its holders.
+        """Download the state of the leading branch from one of its holders.
 
         Raises:
-            Unavailable: nobody could hand it out.
+            Unavailable: no holder could send it.
         """
         donors = self._donors()
         if not donors:  # their records have expired since they were read
@@ -259,7 +259,7 @@ class Collaboration:
                 f"they dial it at {where}, so that must accept connections"
             )
         self._rng.shuffle(donors)  # so that newcomers do not all ask the same one
-        donors.sort(key=lambda peer_id: records[peer_id].is_client)  # their links are for what they compute
+        donors.sort(key=lambda peer_id: records[peer_id].is_client)  # their links are needed for what they compute
         donors = self._drift.ordered(donors, branch.position)
         loop, is_late = asyncio.get_running_loop(), self._num_vain_loads > 0
         started = loop.time()
@@ -273,7 +273,7 @@ class Collaboration:
             raise
         self.tracker.loaded(state.header.position, state.recent_rounds, state.donor)
         if branch.is_foreign:
-            state = without_origin(state)  # whatever its position was called, this peer was never there
+            state = without_origin(state)  # whatever its position is called, this peer was never there
         self._num_vain_loads += 1
         if self._num_vain_loads == LOADS_UNTIL_ADVICE:
             took_s, target = loop.time() - started, self._manifest.target_batch_size
@@ -284,7 +284,7 @@ class Collaboration:
 
 
 def _limits_of(presence: Presence, run_id: str) -> MemberLimits:
-    """What the owner of the run has decided; a run without one bounds norms, and hardly any weight."""
+    """The limits set by the run's owner; a run without one bounds norms, and hardly any weight."""
     members = presence.members.get(run_id)
     if members is None:
         return OPEN_LIMITS
@@ -297,7 +297,7 @@ def _limits_of(presence: Presence, run_id: str) -> MemberLimits:
 
 
 def _shapes_of(manifest: RunManifest) -> list[Sequence[int]]:
-    """What lies in a vector of gradients: see :class:`manyhands.optim.accumulator.GradientAccumulator`."""
+    """The shapes in a vector of gradients: see :class:`manyhands.optim.accumulator.GradientAccumulator`."""
     frozen = set(manifest.frozen)
     shapes: list[Sequence[int]] = [tensor.shape for tensor in manifest.tensors if tensor.name not in frozen]
     return [*shapes, (len(shapes),)]

@@ -1,4 +1,4 @@
-"""Decides what a peer does after a micro-batch: compute on, step with the others or alone, or load their state."""
+"""Decides what a peer does after a micro-batch: go on computing, step with the others or alone, or load their state."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ logger = logging.getLogger(__name__)
 
 LOOK_TIMEOUT_S = 5.0
 NEAR_TIMEOUT_S = 1.0
-"""A training loop waits no longer to learn whether the target is reached."""
+"""The longest wait of a training loop to learn whether the target is reached."""
 NEWCOMER_S = 3.0
-"""A peer that has downloaded the state is given so long to show itself, before a lone peer moves on from it."""
+"""After downloading the state, a peer has this long to appear before a lone peer moves on."""
 LULL_S = 0.25
-"""Far from the target, batches are reported so often at most: each report wakes two threads."""
+"""Far from the target, the shortest time between two reports: each report wakes two threads."""
 FAR_S = 10.0
-"""The target is further away, at the predicted speed; no peer looks for a group yet."""
+"""Beyond this predicted time to the target no peer looks for a group yet."""
 BATCH_MARGIN = 1.25
-"""Another batch is begun before a round when it would end before the others' even if it took so much longer."""
+"""A peer begins another batch before a round if this factor times its duration ends before the others' batches."""
 PAUSE_S = 60.0
 MAX_PAUSE_S = 600.0
 
@@ -56,19 +56,19 @@ class Decision(enum.Enum):
 
 @dataclass(frozen=True)
 class Lull:
-    """Nothing is due before this time, nor before this peer has so many samples."""
+    """Nothing is due before this time, nor before this number of own samples."""
 
     until: float  # loop time
     samples: int
 
 
 class StepDecisions:
-    """What one peer does after each of its micro-batches. Lives on the network thread.
+    """Decides after each of a peer's micro-batches. Lives on the network thread.
 
     Args:
-        look_ahead: searches for the group of the step that comes next.
+        look_ahead: searches for the group of the next step.
         tasks: call other peers in the background.
-        allow_solo: step alone where no peer can be dialled.
+        allow_solo: step alone if no peer can be dialled.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class StepDecisions:
         self._acquaintances.close()
 
     def on_news(self) -> None:
-        """Something new is known of the others."""
+        """There is news of the others."""
         self._lull = None
         self._firewalled.call_on_those_in_need()
 
@@ -121,13 +121,13 @@ class StepDecisions:
     async def decide(
         self, samples: int, samples_per_second: float, batch_s: float = 0.0, *, may_wait: bool = False
     ) -> Decision:
-        """Report what this peer has accumulated, and how long a batch takes it; returns what to do next.
+        """Report what this peer has accumulated and the duration of a batch; returns what to do next.
 
         Args:
-            may_wait: for the batches of the others with which the target is reached, rather than compute one more.
+            may_wait: wait for the others' batches if these reach the target, rather than compute one more.
 
         Raises:
-            ConfigError: another process has the identity of this peer, and began earlier.
+            ConfigError: another process with this peer's identity began earlier.
         """
         tracker = self._tracker
         tracker.twin.check(asyncio.get_running_loop().time())
@@ -148,10 +148,10 @@ class StepDecisions:
         if tracker.can_meet_somebody():
             is_time = self._has_time_for(batch_s) or self._holds_for_latecomers()
             return Decision.ACCUMULATE if is_time else Decision.AVERAGE
-        if not self._is_alone():  # but those who are there cannot be reached now
+        if not self._is_alone():  # but the peers that are there cannot be reached now
             self._departures.look()
             return Decision.ACCUMULATE
-        await self.look()  # before a step that nobody else makes
+        await self.look()  # before a step alone
         if not self._is_alone() or tracker.can_meet_somebody():
             return Decision.ACCUMULATE
         if not samples or self._is_followed() or await self._acquaintances.answer():
@@ -159,9 +159,9 @@ class StepDecisions:
         return Decision.GO_ALONE
 
     async def rest(self, seconds: float) -> None:
-        """Do nothing for so long; a step that becomes due ends it."""
+        """Rest for this time, or until a step becomes due."""
         if self._tracker.is_due():
-            await asyncio.sleep(seconds)  # what stands in its way is still there
+            await asyncio.sleep(seconds)  # its obstacle is still there
         else:
             await self._tracker.wait_until_due(seconds)
 
@@ -176,7 +176,7 @@ class StepDecisions:
     # far from the target
 
     def is_lull(self, samples: int, now: float) -> bool:
-        """Whether a batch need not be reported, and nothing is due; safe to call from any thread."""
+        """Whether a batch need not be reported and nothing is due; safe to call from any thread."""
         lull = self._lull
         is_wanted = self._tracker.is_called or self._tracker.twin.is_older
         return lull is not None and now < lull.until and samples < lull.samples and not is_wanted
@@ -191,17 +191,17 @@ class StepDecisions:
     # at the target
 
     async def _reaches_target(self, batch_s: float) -> bool:
-        """Wait for the batches that the others compute, if the target is reached with them; whether it was.
+        """Wait for the others' current batches if these reach the target; returns whether they did.
 
-        Otherwise each peer would compute one more, and a step have so many samples too many. Others that do not bring
-        what was expected are waited for once between two steps.
+        Otherwise each peer would compute one more batch, and a step would have that many samples too many. A wait in
+        vain is not repeated before the next step.
         """
         now, tracker, position = asyncio.get_running_loop().time(), self._tracker, self._local.position
         busy_until = tracker.view.busy_until(now)
         if not tracker.is_arriving() or self._waited_in_vain_at == position or batch_s <= 0:
             return False
         if busy_until - now > min(BATCH_MARGIN * batch_s, self._averaging.matchmaking_time_s / 2):
-            return False  # another batch of this peer will be done before theirs, or theirs take too long
+            return False  # another batch of this peer ends before theirs, or theirs take too long
         await tracker.wait_until_due(busy_until + min(batch_s, NEAR_TIMEOUT_S) - now)
         if not tracker.is_due():
             await self.look(NEAR_TIMEOUT_S)
@@ -211,9 +211,9 @@ class StepDecisions:
         return tracker.is_due()
 
     def _has_time_for(self, batch_s: float) -> bool:
-        """Whether this peer can compute another batch before the others, who still compute, come to the round.
+        """Whether this peer can compute another batch before the others finish theirs and come to the round.
 
-        Or before a search that is held up has found out who does not come.
+        Likewise before a delayed search has found out which peers do not come.
         """
         now, due_at = asyncio.get_running_loop().time(), self._due_since()
         until = max(self._tracker.view.busy_until(due_at), self._look_ahead.lasts_until())
@@ -221,14 +221,14 @@ class StepDecisions:
         return batch_s > 0 and now + BATCH_MARGIN * batch_s <= until
 
     def _due_since(self) -> float:
-        """When a step from here was due at first, as far as anybody has asked (loop time)."""
+        """When this peer first found a step from here due (loop time)."""
         position = self._local.position
         if self._due_at is None or self._due_at[0] != position:
             self._due_at = (position, asyncio.get_running_loop().time())
         return self._due_at[1]
 
     def _is_alone(self) -> bool:
-        """Whether a step would be made with others if it waited; one in client mode begins no branch beside theirs."""
+        """Whether waiting would bring no other peer to the step; a client begins no branch of its own."""
         if self._endpoint.client_mode and self._tracker.reader.trainers():
             return self._allow_solo and self._tracker.is_stranded
         return self._tracker.num_peers_here() == 1 and self._tracker.is_on_best_branch()
@@ -236,13 +236,13 @@ class StepDecisions:
     # peers that load the state
 
     def _is_followed(self) -> bool:
-        """Whether a lone peer waits for one that is about to join, and would load a state that is left behind."""
+        """Whether a lone peer waits for one that is about to join and would load an outdated state."""
         return self._waits_for_followers(self._averaging.averaging_timeout_s)
 
     def _holds_for_latecomers(self) -> bool:
         """Whether to let a peer catch up whose last download took longer than a step; the others wait for this one.
 
-        Else it would load one state after the other, and never take part. Bounded as any wait for a peer that computes.
+        Otherwise it would load one state after another and never take part. Limited as a wait for a computing peer.
         """
         return self._waits_for_followers(self._averaging.matchmaking_time_s / 2, by_latecomers=True)
 
@@ -255,15 +255,14 @@ class StepDecisions:
 
 
 class Courtesy:
-    """Limits how often this peer waits for others that load the state and then miss the round. Times are of the loop.
+    """Limits how often this peer waits for others that load the state and then miss the round. Times are loop times.
 
-    Each wait in vain is followed by a pause in which it waits for no peer: one minute at first, twice as long each
-    further time, up to ten minutes. So a peer that downloads the state again and again holds nobody up for long,
-    whatever identities it takes.
+    After a wait in vain this peer waits for no peer for one minute, then twice as long each further time, up to ten
+    minutes. So a peer that keeps downloading the state delays the others little, whatever identities it takes.
     """
 
     def __init__(self) -> None:
-        self._followers: set[PeerId] = set()  # those whom this step has waited for
+        self._followers: set[PeerId] = set()  # peers that this step has waited for
         self._in_vain = 0
         self._pause_until = -math.inf
 

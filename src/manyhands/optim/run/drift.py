@@ -1,13 +1,13 @@
-"""Detects a peer whose parameters differ from those of the majority, names it in the log, and has it reload once.
+"""Detects a peer whose parameters differ from the majority's, names it in the log, and has it reload once.
 
-All peers make a step from the same bits, so their parameters differ by rounding at most, unless something changes them
-behind the optimizer's back: a user's code, say, or memory that fails. After each step a peer publishes 16 sums of its
-parameters, with random signs. The square of such a sum is on average the square of the vector's length, and the square
-of the difference of two peers' sums that of their distance (Alon, Matias and Szegedy, "The space complexity of
-approximating the frequency moments", 1996). So a change of any parameter changes the sums by its size.
+All peers make a step from the same bits, so their parameters differ by rounding at most, unless something else changes
+them: a user's code, say, or faulty memory. After each step a peer publishes 16 sums of its parameters, with random
+signs. On average, the square of such a sum is the square of the vector's length, and the square of the difference of
+two peers' sums is that of their distance (Alon, Matias and Szegedy, "The space complexity of approximating the
+frequency moments", 1996). So a change of any parameter changes the sums by its size.
 
-The majority is right. It is more than half of all known peers, not of those that have published: a minority that
-publishes what it likes changes nothing for the others.
+The majority is right. It is more than half of all known peers, not only of those that published: a minority changes
+nothing for the others by what it publishes.
 """
 
 from __future__ import annotations
@@ -31,34 +31,33 @@ from manyhands.optim.run.progress_reader import ProgressReader
 logger = logging.getLogger(__name__)
 
 ROW = 1024
-"""Values that have a sign each, the same in all rows; each row has one more sign for all of it."""
+"""Values with a sign each, the same in all rows; each row as a whole has one more sign."""
 PIECE = 256 * ROW
-"""Values that are added up together: they stay in a processor's cache."""
+"""Values added up together: they stay in a processor's cache."""
 
 BOUND = 5e-4
-"""Of float32 parameters, with an optimizer that is known: 300 times what rounding does in 10,000 steps
-(``benchmarks/rounding_drift.py``), and less than one cast to bfloat16 and back does.
-"""
+"""For float32 parameters with a known optimizer: 300 times the rounding error of 10,000 steps
+(``benchmarks/rounding_drift.py``), and less than one cast to bfloat16 and back changes."""
 HALF_BOUND = 0.5
-"""Where the optimizer itself has parameters in half precision: what rounding loses there is as large as the updates."""
+"""For an optimizer with half-precision parameters of its own: their rounding errors are as large as the updates."""
 UNKNOWN_BOUND = 0.05
-"""With other optimizers nothing is known of the rounding: Muon, say, computes its updates in bfloat16."""
+"""For other optimizers, whose rounding is unknown: Muon, say, computes its updates in bfloat16."""
 KNOWN_OPTIMIZERS = frozenset({torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, Lamb})
-"""Their rounding was measured, and their update of moderate values is finite; of a subclass nothing is known."""
+"""Optimizers with measured rounding errors and a finite update of moderate values; subclasses are not included."""
 
 
 def bound_of(dtypes: Iterable[torch.dtype], optimizer: type[torch.optim.Optimizer]) -> float:
-    """Peers that are further apart than this, as a fraction of the parameters' size, differ by more than rounding."""
+    """The largest distance between peers, as a fraction of the parameters' size, that rounding explains."""
     if not {torch.float16, torch.bfloat16}.isdisjoint(dtypes):
         return HALF_BOUND
     return BOUND if optimizer in KNOWN_OPTIMIZERS else UNKNOWN_BOUND
 
 
 class Sketch(NamedTuple):
-    """What stands for a peer's parameters after a step.
+    """Describes a peer's parameters after a step.
 
     Attributes:
-        sums: as they are published; none if nobody asks for them.
+        sums: as published; empty if no peer reads them.
         size: Euclidean norm of all parameters.
     """
 
@@ -70,8 +69,8 @@ class Sketch(NamedTuple):
 def sketch_of(tensors: Sequence[torch.Tensor], step: int) -> Sketch:
     """The signed sums and the norm of the parameters after a global step.
 
-    The signs are those of docs/reference/wire.md: other ones for each step, the same on all peers. It reads each value
-    once, on the device where it is, and waits for each device once.
+    The signs are defined in docs/reference/wire.md: different for each step, the same on all peers. Each value is read
+    once, on its device, and each device is waited for once.
     """
     num_rows = sum(-(-tensor.numel() // ROW) for tensor in tensors)
     drawn = hashlib.shake_256(f"sketch after step {step}".encode()).digest(-(-(ROW + num_rows) // 8))
@@ -94,7 +93,7 @@ def sketch_of(tensors: Sequence[torch.Tensor], step: int) -> Sketch:
 
 
 def _add(sums: torch.Tensor, piece: torch.Tensor, signs: torch.Tensor) -> int:
-    """Add rows to the sums of the columns, each with its sign, and to the norm; returns how many rows there were."""
+    """Add rows to the sums of the columns, each with its sign, and to the norm; returns the number of rows."""
     sums[ROW] = torch.hypot(sums[ROW], torch.linalg.vector_norm(piece))
     num_full, num_left = divmod(piece.numel(), ROW)
     if num_full:
@@ -107,11 +106,11 @@ def _add(sums: torch.Tensor, piece: torch.Tensor, signs: torch.Tensor) -> int:
 def distances(
     sketches: Mapping[PeerId, bytes], num_peers: int, bound: float, own_size: float = 0.0
 ) -> dict[PeerId, float]:
-    """How far each peer is from what the majority holds, as a fraction of its size; empty without a majority.
+    """Each peer's distance from the majority, as a fraction of its size; empty without a majority.
 
     The majority holds about the median of each sum, which a minority cannot move beyond what the majority published.
-    Peers within ``bound`` of the median are the majority if they are more than half of all ``num_peers``. Sums that
-    are not finite are infinitely far off; a sketch of another length is left out.
+    Peers within ``bound`` of the median are the majority if they are more than half of all ``num_peers``. Sums that are
+    not finite are infinitely far off; a sketch of another length is left out.
 
     Args:
         own_size: norm of the own parameters: the sums alone may be small by chance, where all parameters are alike.
@@ -127,7 +126,7 @@ def distances(
 
 
 class Drift:
-    """Compares one peer's parameters with those of the others after its last step. Lives on the network thread.
+    """Compares this peer's parameters with the others' after its last step. Lives on the network thread.
 
     Args:
         reader: of the others' progress records, which have the sketches.
@@ -148,14 +147,13 @@ class Drift:
         self._compared: tuple[int, Position] | None = None  # at which records, and where
 
     def moved(self, position: Position, sketch: Sketch, *, is_in_grid: bool) -> None:
-        """This peer has made a step; in a grid groups may differ by more than rounding, and nobody is judged."""
+        """This peer has made a step. In a grid groups differ by more than rounding, so no peer is judged."""
         self._position, self._sketch, self._is_in_grid = position, sketch, is_in_grid
 
     def loaded(self) -> None:
         """This peer has loaded a state, and is judged again from its next step on.
 
-        Peers publish right after a step; code beside the optimizer, which all peers have alike, may have changed the
-        state since.
+        Peers publish right after a step; users' own code, the same on all peers, may have changed the state since.
         """
         self._position = None
         if self._tried_at is not None:
@@ -163,9 +161,9 @@ class Drift:
             self._named.discard(self._own_id)  # it is named once more if this did not help
 
     def disagreement(self) -> float | None:
-        """How far apart this peer and the majority were after this peer's last step, as a fraction of their size.
+        """Distance of this peer from the majority after its last step, as a fraction of their size.
 
-        In a grid, or without a majority, how far apart all peers were. None if that is not known.
+        In a grid, or without a majority, the distance of all peers. None if unknown.
         """
         if self._position is None:
             return None
@@ -177,7 +175,7 @@ class Drift:
         return disagreement_of([self._sketch.sums, *sketches.values()])
 
     def should_load(self) -> bool:
-        """Whether this peer must load the state of the majority now. Names each peer that differs, once."""
+        """Whether this peer must load the majority's state now. Names each peer that differs, once."""
         if self._position is None or self._is_in_grid or self._compared == (self._reader.version, self._position):
             return False
         self._compared = (self._reader.version, self._position)
@@ -208,7 +206,7 @@ class Drift:
         return True
 
     def _warn_without_majority(self) -> None:
-        """Warn once if a peer differs from this one, and no majority tells whose parameters are right: of two, say."""
+        """Warn once if a peer differs from this one and no majority tells which is right, as with two peers."""
         assert self._position is not None
         if self._has_warned or not self._sketch.sums:
             return
@@ -227,7 +225,7 @@ class Drift:
             )  # fmt: skip
 
     def ordered(self, donors: Iterable[PeerId], position: Position) -> list[PeerId]:
-        """The donors that hold what the majority holds first, then those of which nothing is known."""
+        """Order donors: first those that hold the majority's parameters, then the unknown ones."""
         apart = self._distances_at(position)
         return sorted(donors, key=lambda peer_id: apart[peer_id] > self._bound if peer_id in apart else 0.5)
 

@@ -18,11 +18,11 @@ logger = logging.getLogger(__name__)
 CALL_TIMEOUT_S = 5.0
 PERIOD_S = 60.0
 PATIENCE_S = 3.0
-"""Peers that start together hear of each other one after the other."""
+"""Peers that start together learn of each other one by one."""
 
 
 class Firewalled:
-    """What a trainer in client mode does for the others; nothing if it can be dialled. Lives on the network thread.
+    """The duties of a trainer in client mode; none if it can be dialled. Lives on the network thread.
 
     Args:
         tasks: dial in the background.
@@ -37,7 +37,7 @@ class Firewalled:
         self._calling: asyncio.Task[None] | None = None
 
     def call_on_those_in_need(self) -> None:
-        """Connect to peers that are behind, if all that are not are in client mode: they can ask for the state then."""
+        """Connect to peers that are behind, if only clients have the state: these peers can then ask for it."""
         if not self._endpoint.client_mode or (self._calling is not None and not self._calling.done()):
             return
         in_need = [peer_id for peer_id in self._tracker.in_need() if not self._endpoint.is_connected(peer_id)]
@@ -62,7 +62,7 @@ class Firewalled:
 
 
 class StrandedNotice:
-    """Warns that no trainer of a run can be dialled, every minute as long as it lasts."""
+    """Warns that no trainer of a run can be dialled, every minute as long as that lasts."""
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
@@ -86,7 +86,7 @@ class StrandedNotice:
 
 
 def describe_stranded(num_trainers: int, run_id: str, addresses: list[str]) -> str:
-    """The warning: what is wrong, what it means, and the command that mends it."""
+    """The warning: what is wrong, what it means, and the command that fixes it."""
     return (
         f"All {num_trainers} peers that train are in client mode, so nobody can dial them and they make no step "
         "together; their gradients are kept. At least one of them must accept connections, or a machine without data "

@@ -1,12 +1,12 @@
 """Assigns this peer its place among the groups of a run that is too large for one group; the roster of its rounds.
 
-A global step is a round along each axis of the grid (:mod:`manyhands.averaging.grid.layout`). Rounds are numbered
-through: step s in a grid of d axes has the rounds s x d to s x d + d - 1. So the step and a peer's seat tell in which
-group the peer is. Each peer publishes its seat with its progress. In a run of up to ``max_group_size`` peers nobody has
-a seat, and there is no grid.
+A global step has one round along each axis of the grid (:mod:`manyhands.averaging.grid.layout`). Rounds are numbered
+consecutively: step s in a grid of d axes has the rounds s x d to s x d + d - 1. So the step and a peer's seat determine
+its group. Each peer publishes its seat with its progress. A run of up to ``max_group_size`` peers has no seats and no
+grid.
 
 A run becomes a grid after a step that more than ``max_group_size`` peers made together in one group. All of them know
-that number from the round's manifest, and records cannot change it: anybody can publish a thousand of them. See
+that number from the round's manifest. Records cannot change it: any peer can publish a thousand of them. See
 docs/adr/0022-counting-peers.md.
 """
 
@@ -39,11 +39,11 @@ class GridAssignment:
     :class:`manyhands.averaging.grid.step.GridPlace`.
 
     Args:
-        max_group_size: larger runs stand in a grid.
+        max_group_size: larger runs form a grid.
 
     Attributes:
         called: set when another peer begins a round here, or wants to join one.
-        is_settled: as far as is known, all have seats, and no two the same.
+        is_settled: as far as known, all peers have seats, and no two the same.
     """
 
     def __init__(self, tracker: ProgressTracker, own_id: PeerId, max_group_size: int, rng: random.Random) -> None:
@@ -53,7 +53,7 @@ class GridAssignment:
         self._rng = rng
         self._step: Step | None = None
         self._basis: tuple[int, Position] | None = None  # what the step follows from
-        self._mates: tuple[tuple[int, Position, int], set[PeerId]] | None = None  # and as of what
+        self._mates: tuple[tuple[int, Position, int], set[PeerId]] | None = None  # and the state of knowledge behind it
         self._number = 0
         self._stepping_from: Position | None = None
         self._num_left = 0
@@ -63,7 +63,7 @@ class GridAssignment:
     # the roster
 
     def position(self) -> Position:
-        """Where this peer's next round is: in a grid its number, and its group there."""
+        """The position of this peer's next round: in a grid with its number and group."""
         step, here = self._current(), self._tracker.position()
         return here if step is None else Position(self._number, here.lineage, step.key(self._number))
 
@@ -76,12 +76,12 @@ class GridAssignment:
         return {peer_id: is_client for peer_id, is_client in expected.items() if peer_id in mates}
 
     def is_known(self, peer_id: PeerId) -> bool:
-        """Whether there is a record of a peer at this step, or at an earlier one: it may have come here since."""
+        """Whether there is a record of a peer at this step or an earlier one, from which it may have come here."""
         seen = self._tracker.reader.observed().get(peer_id)
         return seen is not None and seen.record.position.step <= self._tracker.position().step
 
     async def refresh(self) -> None:
-        """Learn who is there now."""
+        """Read the peers' current records."""
         await self._tracker.refresh()
 
     def report_missing(self, peer_id: PeerId) -> None:
@@ -95,21 +95,21 @@ class GridAssignment:
             self._tracker.call_to_round()
 
     def recent_rounds(self) -> list[bytes]:
-        """Of this peer's last steps in a grid."""
+        """The rounds of this peer's last steps in a grid."""
         return self._tracker.reader.recent_rounds
 
     def is_stranger(self, peer_id: PeerId, recent_rounds: Sequence[bytes]) -> bool:
-        """Whether a peer at this position, which says this of its last steps, has made them apart."""
+        """Whether a peer at this position with these last steps has made them apart."""
         return self._tracker.reader.is_stranger(peer_id, recent_rounds)
 
     def is_overruled(self) -> bool:
-        """Whether another part goes on; who is only ahead, as others of a grid may be, is no such part."""
+        """Whether another part goes on. A peer that is only ahead, as others of a grid may be, is no such part."""
         return self._tracker.leading_branch().is_foreign
 
     # a step
 
     def begin_step(self) -> bool:
-        """Whether the step that begins has more than one group; then who meets whom in it is fixed."""
+        """Fix the groups of the step that begins; returns whether there is more than one."""
         self._stepping_from = None
         step = self._current()
         if step is None:
@@ -119,7 +119,7 @@ class GridAssignment:
         return True
 
     def end_step(self) -> None:
-        """The step is made, or failed: then the next attempt begins with its first round."""
+        """End the step, made or failed; after a failure the next attempt begins with its first round."""
         self._stepping_from = self._basis = None
 
     @property
@@ -133,7 +133,7 @@ class GridAssignment:
         return None if self._stepping_from is None else self._num_left
 
     def next_round(self) -> None:
-        """A round is over for this peer; after the last one it stays where it is until the step is made."""
+        """End a round for this peer; after the last one it stays there until the step is made."""
         if self._num_left > 1:
             self._number += 1
             self.called.clear()
@@ -143,10 +143,10 @@ class GridAssignment:
         """Whether others have made the step."""
         return self._tracker.leading_branch().position.step > self._tracker.position().step
 
-    # who is where
+    # places of the peers
 
     def _current(self) -> Step | None:
-        """The step that comes next, by what is known now; within a step that one."""
+        """The current step, or the next one by what is known now."""
         here, reader = self._tracker.position(), self._tracker.reader
         at_here = self._tracker.view.trainers
         if self._stepping_from == here:
@@ -176,7 +176,7 @@ class GridAssignment:
         step = step_from(self._own_id, own, others, named, layout, first_round, self._rng)
         is_old = first_round - own.round_number > MAX_ROUNDS_AGO // 2
         if is_old or own.seat.layout != layout or cell_at(own, first_round) != step.cell:
-            self._tracker.sit(first_round, Seat(layout, step.cell))  # the others could not have reckoned it
+            self._tracker.sit(first_round, Seat(layout, step.cell))  # the others could not have predicted it
         return step
 
     def _begins_grid(self, records: Mapping[PeerId, ProgressRecord]) -> bool:
@@ -195,7 +195,7 @@ class GridAssignment:
         return len(records) >= self._max_group_size and not any(seen.record.sketch for seen in observed)
 
     def _mates_in(self, step: Step) -> set[PeerId]:
-        """Those whose group in the next round is this peer's."""
+        """The peers in this peer's group in the next round."""
         basis = (self._tracker.reader.version, self._tracker.position(), self._number)
         if self._mates is None or self._mates[0] != basis:
             observed = self._tracker.reader.observed().items()
@@ -205,5 +205,5 @@ class GridAssignment:
 
 
 def said_by(record: ProgressRecord) -> PublishedSeat:
-    """What a peer has published of its seat."""
+    """The seat that a peer has published."""
     return PublishedSeat(record.seat_round, record.seat)

@@ -1,6 +1,6 @@
-"""The options of the parameter groups, such as the learning rate: only the schedule of the run may change them.
+"""Checks the options of the parameter groups, such as the learning rate: only the run's schedule may change them.
 
-Each peer checks before a step that nothing else has changed its own, and compares them with those that others publish.
+Each peer checks its own before a step, and compares them with those that others publish.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _NOT_USED = {"param_names", "initial_lr"}  # in a step; torch's schedulers write
 
 
 def options_of(groups: Sequence[Mapping[str, Any]]) -> Options:
-    """What an optimizer steps with, copied."""
+    """A copy of the options that an optimizer steps with."""
     used = [{name: value for name, value in group.items() if name not in _NOT_USED} for group in groups]
     return hyper_parameters_of(used)
 
 
 def check_unchanged(before: Options, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Make sure that the groups have the options that they had.
+    """Check that the groups' options are unchanged.
 
     Raises:
-        ConfigError: an option is another one; it says which, and what to write instead.
+        ConfigError: an option changed; says which, and what to write instead.
     """
     if len(groups) != len(before):
         raise ConfigError(
@@ -68,8 +68,8 @@ class UnlikeOptions:
     """Names peers that step with another learning rate, or other options, than this one. Lives on the network thread.
 
     Args:
-        reader: of what the others publish.
-        standard: the options of each parameter group that the run has begun with, as in its manifest.
+        reader: of the others' records.
+        standard: the options of each parameter group at the beginning of the run, as in its manifest.
     """
 
     def __init__(self, reader: ProgressReader, standard: Sequence[Mapping[str, Any]]) -> None:
@@ -80,14 +80,14 @@ class UnlikeOptions:
         self._looked_at: tuple[int, Position] | None = None  # at which records, and where
 
     def moved(self, options: Sequence[Mapping[str, Any]]) -> Numbers:
-        """This peer steps with these options now; returns those that a schedule has changed, which it publishes."""
+        """Set this peer's current options; returns those changed by a schedule, for publication."""
         own = numbers_of(options)
         names = [name for name, usual in self._standard.items() if own.get(name, usual) != usual]
         self._own = {name: own[name] for name in names[:MAX_OPTIONS]}
         return self._own
 
     def look(self, position: Position) -> None:
-        """Log which peers have other options at this peer's position; each counts once."""
+        """Log the peers with other options at this peer's position, once each."""
         if self._looked_at == (basis := (self._reader.version, position)):
             return
         self._looked_at, observed = basis, self._reader.observed()
@@ -119,7 +119,7 @@ class UnlikeOptions:
 
 
 def numbers_of(groups: Sequence[Mapping[str, Any]]) -> Numbers:
-    """The numbers among the options by name, those of all groups one after the other; of many the first."""
+    """The numeric options by name, those of all groups in order; the first of many."""
     numbers: Numbers = {}
     for group in groups:
         for name, value in group.items():

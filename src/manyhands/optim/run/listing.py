@@ -1,4 +1,4 @@
-"""Which training runs the peers of a swarm take part in. Imports no torch."""
+"""Lists the training runs of a swarm. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from manyhands.optim.run.progress import ProgressRecord
 from manyhands.optim.run.progress_reader import PROGRESS, progress_key
 
 MAX_RUNS = 64
-"""Runs whose peers are counted, besides the one that is wanted."""
+"""Runs whose peers are counted, besides the wanted one."""
 
 SHOWN_RUNS = 8
 
@@ -28,7 +28,7 @@ class Run(NamedTuple):
     """A run as its records in the DHT show it.
 
     Attributes:
-        manifest: its settings; None while nobody trains in it, as when only its monitor was started.
+        manifest: its settings; None while no peer trains in it, as when only its monitor was started.
         peers: the latest progress record of each peer, this one excepted.
         signers: the peers that signed the manifest.
     """
@@ -40,12 +40,12 @@ class Run(NamedTuple):
 
     @property
     def is_trained(self) -> bool:
-        """Whether somebody trains in it now; the manifest of a run whose peers died lives longer than they."""
+        """Whether a peer trains in it now; the manifest outlives the peers that signed it."""
         return self.manifest is not None and self.has_trainers
 
     @property
     def has_trainers(self) -> bool:
-        """Whether somebody says that it trains in it."""
+        """Whether a peer's record says that it trains in it."""
         return any(not record.is_auxiliary for record in self.peers.values())
 
     def __str__(self) -> str:
@@ -53,7 +53,7 @@ class Run(NamedTuple):
 
 
 async def look_up_run(dht: DhtNode, run_id: str, expected: bytes = b"") -> Run:
-    """Read the settings of a run, and what its peers say.
+    """Read the settings of a run and its peers' records.
 
     Args:
         expected: as for :func:`manyhands.optim.manifest.read_manifest`.
@@ -78,7 +78,7 @@ async def find_runs(dht: DhtNode, wanted: str | None = None, expected: bytes = b
     """The runs that other nodes take part in or hold the manifest of, the largest first.
 
     Args:
-        wanted: a run that is looked up whether or not the nodes that are asked know it.
+        wanted: a run to look up even if the asked nodes do not know it.
         expected: of its manifest, as for :func:`look_up_run`.
     """
     known = sorted(filter(_is_run_id, await dht.topics(MANIFEST_KIND)))
@@ -90,13 +90,13 @@ async def find_runs(dht: DhtNode, wanted: str | None = None, expected: bytes = b
 
 
 def listed(runs: Sequence[Run]) -> str:
-    """The first of them, for a line."""
+    """The first runs, as text for one line."""
     more = f" and {len(runs) - SHOWN_RUNS} more" if len(runs) > SHOWN_RUNS else ""
     return ", ".join(map(str, runs[:SHOWN_RUNS])) + more
 
 
 def nobody_is_in(run_id: str, num_joined: int, runs: Sequence[Run]) -> str:
-    """What to tell somebody whose run nobody else knows: most often its name was mistyped."""
+    """The message for a run that no other peer knows: most often its name was mistyped."""
     here = f"runs here: {listed(runs)}" if runs else "they know of no run"
     return f"joined {counted(num_joined, 'peer')}; none of them is in run {run_id!r}; {here}"
 

@@ -1,8 +1,8 @@
-"""Looks for the group of the next global step while its last samples are still computed.
+"""Finds the group of the next global step while the last samples for it are still being computed.
 
-Shortly before the target is reached, each peer asks the leader for a place in the group, ahead of its values. When the
-target is reached and the gradients are frozen, the connections are there, and the peers that are gone were found out.
-Until the group stands, training goes on: what is computed meanwhile counts in this step too.
+Shortly before the target, each peer asks the leader for a place in the group, ahead of its values. When the target is
+reached and the gradients are frozen, the connections exist, and peers that are gone are known. Training goes on until
+the group stands; samples computed meanwhile also count in this step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from manyhands.optim.run.tracker import ProgressTracker
 from manyhands.runtime import TaskOwner
 
 AHEAD_S = 6.0
-"""By default the search begins so long before the predicted target: a dial to a machine that is gone takes 5 s."""
+"""Default time from the beginning of the search to the predicted target: a dial to a dead machine takes 5 s."""
 HELD_UP_S = 1.0
 """A search that has not found all peers by then waits for one that may be gone."""
 
@@ -26,8 +26,8 @@ class LookAhead:
 
     Args:
         tasks: owns the search.
-        batch_size_lead: search so many samples before the target, by the predicted speed; 0 never searches ahead. By
-            default ``AHEAD_S`` before the predicted time of the target.
+        batch_size_lead: begin this many samples before the target, at the predicted speed; 0 never searches ahead.
+            Default: ``AHEAD_S`` before the predicted time of the target.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class LookAhead:
         rounds.on_called_ahead.append(self._begin)
 
     def plan(self) -> None:
-        """Search from the time on that follows from what is known of the others now; call this on any news of them."""
+        """Schedule the search by what is known of the others now; call this on any news of them."""
         if not self._may_search() or self._search is not None:
             return
         if self._tracker.outlook.num_peers == 1 or self._tracker.lacks_leader():
@@ -65,13 +65,13 @@ class LookAhead:
         return self._lead != 0 and not self._is_over and not self._tasks.is_closed
 
     def _begin(self) -> None:
-        """The time has come, or another peer predicts the target to be near."""
+        """Begin: the time has come, or another peer predicts the target to be near."""
         if self._may_search() and self._search is None:
             self._searching_since = asyncio.get_running_loop().time()
             self._search = self._tasks.spawn(self._rounds.hold_place(), name="looking for a group ahead of time")
 
     async def end(self) -> None:
-        """End the search at this position, as an attempt begins: it takes the place that was found."""
+        """End the search as an attempt begins, which takes the place that was found."""
         search = self._search
         self.stop()
         self._position, self._is_over = self._tracker.position(), True
@@ -79,12 +79,12 @@ class LookAhead:
             await asyncio.wait([search])
 
     def resume(self) -> None:
-        """Plan anew, as the attempt has failed or the peer has gone to another position."""
+        """Schedule again, after a failed attempt or at another position."""
         self.stop()
         self._position, self._is_over = self._tracker.position(), False
 
     def stop(self) -> None:
-        """Cancel the search, and what is planned."""
+        """Cancel the search and its schedule."""
         if self._timer is not None:
             self._timer.cancel()
         if self._search is not None:
@@ -92,7 +92,7 @@ class LookAhead:
         self._timer = self._search = None
 
     def lasts_until(self) -> float:
-        """Until when a search that is held up will have found out who is gone (loop time); -inf if there is none."""
+        """When a delayed search will know which peers are gone (loop time); -inf if there is none."""
         held_up_s = asyncio.get_running_loop().time() - self._searching_since
         if self._search is None or held_up_s < HELD_UP_S or self._rounds.group_stands or self._tracker.is_called:
             return -math.inf

@@ -1,10 +1,10 @@
 """Detects partitions of a grid from the rounds of each peer's last ``NUM_RECENT_STEPS`` steps. Pure.
 
-Nobody knows all groups of a step in a grid, so when the network is cut, both parts go through the same positions while
-their parameters part. Each peer publishes the rounds of its last steps. Peers that were in one round are connected, and
-so are those connected with one of them; a round that failed or an empty cell does not separate anybody, as others
-connect them. The parts of a cut have no round in common once it is ``NUM_RECENT_STEPS`` steps old. A peer that has
-published fewer steps is never taken for a stranger. All peers that read the same records see the same parts.
+No peer knows all groups of a step in a grid, so after a network split both parts go through the same positions while
+their parameters diverge. Each peer publishes the rounds of its last steps. Peers in one round are connected, and so are
+peers connected to one of them. A failed round or an empty cell separates no peers, as others connect them. The parts of
+a split have no round in common once it is ``NUM_RECENT_STEPS`` steps old. A peer that has published fewer steps never
+counts as a stranger. All peers that read the same records see the same parts.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from manyhands.base.identity import PeerId
 
 
 class PartitionDetector:
-    """The rounds of one peer's last steps in a grid, and which other peers are not connected with it by theirs."""
+    """The rounds of one peer's last steps in a grid; finds the other peers that these do not connect with it."""
 
     def __init__(self) -> None:
         self._steps: deque[bytes] = deque(maxlen=NUM_RECENT_STEPS)
 
     @property
     def recent_rounds(self) -> list[bytes]:
-        """What this peer publishes: for each step the names of its rounds, one after the other."""
+        """The published form: for each step the concatenated names of its rounds."""
         return list(self._steps)
 
     def met(self, fingerprints: Iterable[bytes]) -> None:
-        """This peer has made a step in a grid; these are the manifests of its rounds that committed."""
+        """Record a step in a grid, by the manifests of its rounds that committed."""
         self._steps.append(b"".join(fingerprint[:ROUND_NAME_BYTES] for fingerprint in fingerprints))
 
     def follow(self, recent_rounds: Sequence[bytes]) -> None:
-        """This peer has loaded the state of another one, which has published these rounds; none if not known."""
+        """Take over the rounds of the peer whose state this one has loaded; none if unknown."""
         self._steps.clear()
         self._steps.extend(step[: len(step) // ROUND_NAME_BYTES * ROUND_NAME_BYTES] for step in recent_rounds)
 
     def strangers(self, published: Mapping[PeerId, Sequence[bytes]]) -> dict[PeerId, bytes]:
-        """The peers of other parts, with a name that is equal for all of one part.
+        """The peers of other parts, each with a name that is the same for all of its part.
 
         Args:
             published: recent rounds of the others whose step is less than ``NUM_RECENT_STEPS`` away from this peer's;
@@ -45,7 +45,7 @@ class PartitionDetector:
         """
         if len(self._steps) < NUM_RECENT_STEPS or not any(published.values()):
             return {}
-        parents: dict[bytes, bytes] = {}  # of rounds that are connected: a forest with one root for each part
+        parents: dict[bytes, bytes] = {}  # of connected rounds: a forest with one root for each part
 
         def root(name: bytes) -> bytes:
             while (parent := parents.get(name, name)) != name:

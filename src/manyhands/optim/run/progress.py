@@ -1,19 +1,19 @@
-"""How far the collaboration is, from the records of its peers. Pure.
+"""The progress of the collaboration, from the records of its peers. Pure.
 
-A record says how many samples its peer had, when, and how fast it computes; whoever reads it later reckons on from
-there. So far from the target a peer publishes only what the others could not have reckoned: another position, other
-parameters, other samples than its last record leads to, another speed. What is reckoned only decides when to publish
-and to read: a global step is due when the samples that peers have *said* they have reach the target, and near it each
-says so at once.
+A record says how many samples its peer had, when, and how fast it computes; a later reader extrapolates from it. So far
+from the target a peer publishes only what the others could not have predicted: a new position, new parameters, a
+different speed, or other samples than its last record leads to. Predictions only decide when to publish and to read. A
+global step is due when the samples that peers have *published* reach the target, and near it each peer publishes at
+once.
 
-In a crowd each peer counts for less, so less is told and read of each:
+In a crowd each peer counts for less, so less is published and read of each:
 
-* above ``CROWD`` peers records live longer and are read more seldom, up to ``MAX_CROWD_FACTOR`` times: so a peer reads
-  about as many records a minute whatever the size of the swarm;
-* the errors of many who were reckoned average out, so each may be wrong by the square root of their number more;
-* at the target not all need to look: who leads the round calls the others. A peer looks ``RANK_DELAY_S`` later for each
-  one that would lead before it, and not at all once it is called; nor during a round of all peers, which tells where
-  they are.
+* above ``CROWD`` peers, records live longer and are read less often, by up to ``MAX_CROWD_FACTOR``, so a peer reads
+  about as many records a minute at any size of the swarm;
+* the errors of many predictions average out, so each may be larger by the square root of their number;
+* at the target not all peers need to read: the leader of the round calls the others. A peer reads ``RANK_DELAY_S``
+  later for each one that would lead before it, and not at all once it is called. Nor does it read during a round of all
+  peers, which shows their positions.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ from manyhands.optim.config import ProgressConfig
 logger = logging.getLogger(__name__)
 
 SHOWN_LIVE = {"is_shown_live": True}
-"""``extra`` of the log lines that say what a live view shows at every moment, so that it can leave them out."""
+"""``extra`` of log lines whose content a live view always shows, so that it can leave them out."""
 LOG_PERIOD_S = 10.0
 NEWS_SHARE = 0.1
-"""Of a peer's share of the target: by so much may the others be wrong about its samples."""
+"""Share of a peer's part of the target by which the others may be wrong about its samples."""
 NEWS_SPEED = 0.2
-"""And by so much about its speed."""
+"""And relative error of its speed."""
 CROWD = 40
 MAX_CROWD_FACTOR = 6.0
 RANK_DELAY_S = 0.05
 MAX_COUNT = 2**53
 MAX_TTL_S = 86400.0
 MAX_SPEED = 1e9
-"""Samples per second that are believed: sums of what strangers say stay exact."""
+"""The most samples per second that are believed: sums of strangers' numbers stay exact."""
 MAX_OPTIONS = 8
-"""Options of the optimizer that a peer publishes, as its schedule has changed them; names of so many characters ..."""
+"""The most options changed by a schedule that a peer publishes; with names of this many characters ..."""
 MAX_OPTION_NAME = 32
 MAX_OPTION_NUMBERS = 16
-"""... and of each so many numbers: one for each parameter group, or two for ``betas``."""
+"""... and this many numbers each: one for each parameter group, or two for ``betas``."""
 
 Numbers = dict[
     Annotated[str, msgspec.Meta(max_length=MAX_OPTION_NAME)],
@@ -64,7 +64,7 @@ MAX_WALL_TIME_S = 1e11  # the year 5138
 
 
 class ProgressRecord(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
-    """What one peer says of itself; published under its own signature.
+    """What a peer publishes about itself, under its own signature.
 
     Attributes:
         position: global step and lineage.
@@ -72,19 +72,18 @@ class ProgressRecord(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
         samples_per_second: own speed.
         lineage_samples: samples in all the committed steps that led to this position.
         is_client: it cannot be dialled.
-        addresses: where it can be.
-        ttl_s: the record counts for so long.
-        counted_s_ago: when it was published, so long ago were the samples counted.
-        batch_s: seconds that the peer takes for a batch; 0: it does not know yet.
+        addresses: where it can be dialled.
+        ttl_s: lifetime of the record.
+        counted_s_ago: age of the count of samples at publication.
+        batch_s: seconds for a batch; 0 if not known yet.
         seat: its place among the groups of a run that is too large for one, as of the round ``seat_round``.
-        sketch: sums of the parameters that it held after its last step, as float32; see
-            :mod:`manyhands.optim.run.drift`.
+        sketch: sums of its parameters after its last step, as float32; see :mod:`manyhands.optim.run.drift`.
         sketch_step: the global step that this led to; 0 without one.
         recent_rounds: of its last steps, if they were made in a grid (:mod:`manyhands.optim.run.partition_detector`).
-        is_auxiliary: it has no data; it is not expected in a round, unless nobody else can be dialled.
-        options: of its optimizer at this position, those that are not as in the manifest: the learning rates, say, of
-            all parameter groups; None if it does not say.
-        began_at: when its process began, by its own wall clock: two processes with one identity differ in it.
+        is_auxiliary: it has no data; it is expected in a round only if no other peer can be dialled.
+        options: of its optimizer at this position that differ from the manifest, such as the learning rates, of all
+            parameter groups; None if it does not say.
+        began_at: start of its process, by its own wall clock, which tells two processes with one identity apart.
     """
 
     position: Position
@@ -118,13 +117,13 @@ class ProgressRecord(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
 
 @dataclass(frozen=True)
 class Progress:
-    """How far the collaboration is towards its next global step.
+    """Progress of the collaboration towards its next global step.
 
     Attributes:
         samples: accumulated at this position by all peers together.
         num_peers: peers that train at this position, with this one.
         samples_per_second: of all peers.
-        eta_s: seconds until the target at that speed; infinite when nobody computes.
+        eta_s: seconds until the target at that speed; infinite if no peer computes.
     """
 
     samples: int
@@ -134,14 +133,14 @@ class Progress:
 
 
 class Reckoning(msgspec.Struct, frozen=True, gc=False):
-    """How a peer's samples must grow, if it goes on as fast as it said.
+    """Predicts a peer's samples, at the speed that it published.
 
     Attributes:
         samples: when they were counted.
         samples_per_second: since then.
-        since: when that was said.
-        counted_s_ago: before it was said, so long ago were they counted.
-        limit_s: so long after it was said the peer is not reckoned on any more: until its next record is due.
+        since: time of publication.
+        counted_s_ago: age of the count at that time.
+        limit_s: how long the prediction holds after publication: until the peer's next record is due.
     """
 
     samples: int
@@ -152,7 +151,7 @@ class Reckoning(msgspec.Struct, frozen=True, gc=False):
 
     @classmethod
     def of(cls, record: ProgressRecord, since: float) -> Reckoning:
-        """From what a peer said at an instant; one that says nothing for longer than it should is not reckoned on."""
+        """From a peer's record at an instant; one that is silent for too long is not relied on."""
         ttl_s, counted_s_ago, speed = record.ttl_s, record.counted_s_ago, record.samples_per_second
         if ttl_s > MAX_TTL_S:  # whatever a stranger says, the product is a number
             ttl_s = MAX_TTL_S
@@ -163,7 +162,7 @@ class Reckoning(msgspec.Struct, frozen=True, gc=False):
         return cls(record.samples, speed, since, counted_s_ago, ttl_s / KEEP_ALIVES)
 
     def at(self, now: float) -> float:
-        """The samples that the peer must have at an instant; within a batch a fraction of it counts."""
+        """The predicted samples at an instant; within a batch a fraction of it counts."""
         age_s = now - self.since
         if age_s > self.limit_s:
             age_s = self.limit_s
@@ -173,10 +172,10 @@ class Reckoning(msgspec.Struct, frozen=True, gc=False):
         return min(MAX_COUNT, samples)
 
     def with_batch_at(self, now: float, batch_s: float) -> int:
-        """The samples that the peer must have when it has finished the batch that it computes at an instant.
+        """The predicted samples at the end of the batch that the peer computes at an instant.
 
         Args:
-            batch_s: what a batch takes it; 0 if it has not said so, and then only what it has counted counts.
+            batch_s: duration of its batches; 0 if unknown, and then only counted samples count.
         """
         if batch_s <= 0:
             return self.samples
@@ -186,7 +185,7 @@ class Reckoning(msgspec.Struct, frozen=True, gc=False):
 
 
 def reckoned_samples(record: ProgressRecord, age_s: float) -> int:
-    """The samples that a peer must have by now, if it went on as fast as it said.
+    """The samples that a peer has now if it went on at its published speed.
 
     Args:
         age_s: since the record was published.
@@ -195,9 +194,9 @@ def reckoned_samples(record: ProgressRecord, age_s: float) -> int:
 
 
 def busy_until(record: ProgressRecord, reckoning: Reckoning, instant: float) -> float:
-    """When a peer must have finished the batch that it computes at an instant; that instant when it cannot be told.
+    """The predicted end of the batch that a peer computes at an instant; that instant if unknown.
 
-    One that has counted nothing for two of its batches is not relied on: it may be gone.
+    A peer that has counted nothing for two of its batches is not relied on: it may be gone.
     """
     elapsed_s = instant - reckoning.since + reckoning.counted_s_ago
     if record.batch_s <= 0 or not 0 <= elapsed_s < 2 * record.batch_s:
@@ -206,7 +205,7 @@ def busy_until(record: ProgressRecord, reckoning: Reckoning, instant: float) -> 
 
 
 def crowd_factor(num_peers: int) -> float:
-    """How much longer records live, and how much more seldom they are read, than with few peers."""
+    """The factor for lifetimes and read periods of records in a crowd; 1 with few peers."""
     return min(max(num_peers / CROWD, 1.0), MAX_CROWD_FACTOR)
 
 
@@ -218,11 +217,11 @@ def is_news(
     num_peers: int,
     is_near: bool,
 ) -> bool:
-    """Whether the others have to be told where a peer is now, as they could not have reckoned it.
+    """Whether a peer must publish, as the others could not have predicted its state.
 
     Args:
-        published: what it told last, ``age_s`` seconds ago.
-        own: what it would tell now.
+        published: its last record, ``age_s`` seconds ago.
+        own: what it would publish now.
         target_batch_size: samples of a global step, of all ``num_peers`` together.
         is_near: the target may be reached before this peer's next batch; then exact numbers count.
     """
@@ -240,7 +239,7 @@ def is_news(
 
 
 def describe_progress(progress: Progress, refresh_s: float) -> str:
-    """The sentence that people know from the tutorials."""
+    """The progress line, in the wording of the tutorials."""
     eta = f"{progress.eta_s:.2f} seconds" if math.isfinite(progress.eta_s) else "unknown"
     return (
         f"Collaboration accumulated {progress.samples} samples from {counted(progress.num_peers, 'peer')}; "
@@ -249,7 +248,7 @@ def describe_progress(progress: Progress, refresh_s: float) -> str:
 
 
 def next_refresh_s(progress: Progress, config: ProgressConfig) -> float:
-    """When to read the records again: earlier than the predicted target by the drift that newcomers may bring."""
+    """When to read the records again: before the predicted target, by the drift that newcomers may cause."""
     num_peers = progress.num_peers
     drift = max(num_peers + config.expected_drift_peers, num_peers * (1 + config.expected_drift_rate))
     predicted_s = progress.eta_s * num_peers / drift if math.isfinite(progress.eta_s) else config.default_refresh_s
@@ -257,7 +256,7 @@ def next_refresh_s(progress: Progress, config: ProgressConfig) -> float:
 
 
 def sum_of_samples(numbers: Iterable[float]) -> int:
-    """At most as many as a record can say."""
+    """Sum of numbers of samples, at most as many as a record can hold."""
     return round(min(math.fsum(numbers), MAX_COUNT))
 
 
@@ -267,9 +266,9 @@ def rank_of(record: ProgressRecord) -> tuple[int, int, bytes]:
 
 
 class ProgressLog:
-    """Logs how far the collaboration is: what is new at once, mere growth every :data:`LOG_PERIOD_S` seconds.
+    """Logs the progress of the collaboration: news at once, mere growth every :data:`LOG_PERIOD_S` seconds.
 
-    New are another global step, another number of peers, an ETA that was unknown before, and the target reached.
+    News are another global step, another number of peers, an ETA that was unknown before, and the target reached.
     """
 
     def __init__(self) -> None:
@@ -297,5 +296,5 @@ class ProgressLog:
 
 
 def _stage(progress: Progress) -> int:
-    """0: nobody knows when the target will be reached; 1: it is known; 2: it is reached."""
+    """0: the time of the target is unknown; 1: it is known; 2: the target is reached."""
     return 2 if progress.eta_s == 0 else 1 if math.isfinite(progress.eta_s) else 0

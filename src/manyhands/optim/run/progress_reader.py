@@ -1,8 +1,7 @@
-"""The progress records of the other peers as one peer reads them, and what they say together of one position.
+"""Reads the progress records of the other peers, and combines those of one position.
 
-A record says what its peer had when it was published. Some things a peer learns sooner: it sees a round take the
-members to the next position, and near the target the others tell it directly what they have. Records that were
-published before that do not count any more.
+A record describes its peer at publication. Some things a peer learns sooner: a round takes its members to the next
+position, and near the target the others send it their progress directly. Records from before that no longer count.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ from manyhands.optim.run.twin import Twin
 from manyhands.rpc import Endpoint
 
 PROGRESS = Schema(ProgressRecord | Literal["goodbye"], is_owned=True, max_ttl_s=MAX_TTL_S)
-"""What peers publish of their progress."""
+"""The progress records that peers publish."""
 
 IN_FLIGHT_S = 1.0
-"""What a record may take from its owner to its reader."""
+"""How long a record may travel from its owner to its reader."""
 
 
 def progress_key(run_id: str) -> str:
@@ -39,10 +38,10 @@ class Observed(SeenRecord[ProgressRecord], frozen=True, gc=False):
     """A record of another peer.
 
     Attributes:
-        reckoning: how its samples must grow from here.
-        said: the position that the peer has named itself; what it said else is of then.
-        learnt_at: when this was learnt directly (loop time), if it was: a round took the peer there, or it told this
-            one. What it had published before, and says less, is out of date.
+        reckoning: predicts its samples.
+        said: the position that the peer itself has published; the rest of its record belongs to that.
+        learnt_at: when this was learnt directly (loop time), from a round or from the peer itself; -inf otherwise.
+            Earlier records that say less are out of date.
     """
 
     reckoning: Reckoning
@@ -57,17 +56,17 @@ class Observed(SeenRecord[ProgressRecord], frozen=True, gc=False):
 
 
 class ProgressReader(RecordReader[ProgressRecord, Observed]):
-    """The progress records of a run, as last read; enough for a peer that only watches.
+    """The progress records of a run, as last read; sufficient for a peer that only watches.
 
     Attributes:
-        twin: of a peer that publishes: looks at the records under its own id.
+        twin: checks records under this peer's own id; None for a peer that does not publish.
     """
 
     def __init__(self, endpoint: Endpoint, dht: DhtNode, run_id: str) -> None:
         super().__init__(endpoint, dht, progress_key(run_id), PROGRESS)
         self.twin: Twin | None = None
         self._company = PartitionDetector()
-        self._step = 0  # where this peer is
+        self._step = 0  # this peer's step
         self._met: tuple[Position, list[bytes]] | None = None  # from where it makes a step, and in which rounds
         self._loaded: tuple[Position, Sequence[bytes]] | None = None  # a state, and the rounds behind it
         self._strangers: tuple[int, Mapping[PeerId, bytes]] = (-1, {})  # and of which version
@@ -87,13 +86,13 @@ class ProgressReader(RecordReader[ProgressRecord, Observed]):
             self.twin.seen(record.began_at, now + min(stored.remaining_s - record.ttl_s, 0.0), now)
 
     def heard(self, peer_id: PeerId, record: ProgressRecord) -> None:
-        """A peer has told directly what it would publish now."""
+        """Take over the progress that a peer has sent directly."""
         now, known = asyncio.get_running_loop().time(), self._seen.get(peer_id)
         sequence, until = -1 if known is None else known.sequence, now + min(record.ttl_s, MAX_TTL_S)
         self._keep(peer_id, Observed(record, sequence, until, Reckoning.of(record, now), record.position, now))
 
     def moved(self, peer_ids: Iterable[PeerId], position: Position, lineage_samples: int) -> None:
-        """These peers are known to have gone to ``position``, unless they said so or more; holds until they do."""
+        """Assume that these peers are at ``position``, until their own records say so or more."""
         now = asyncio.get_running_loop().time()
         for peer_id in peer_ids:
             seen = self._seen.get(peer_id)
@@ -105,7 +104,7 @@ class ProgressReader(RecordReader[ProgressRecord, Observed]):
                 self._keep(peer_id, Observed(record, seen.sequence, seen.expires_at, reckoning, seen.said, now))
 
     def records(self) -> dict[PeerId, ProgressRecord]:
-        """What the other peers say of themselves."""
+        """The latest records of the other peers."""
         return {peer_id: seen.record for peer_id, seen in self.observed().items()}
 
     def trainers(self) -> dict[PeerId, ProgressRecord]:
@@ -113,7 +112,7 @@ class ProgressReader(RecordReader[ProgressRecord, Observed]):
         return {peer_id: record for peer_id, record in self.records().items() if not record.is_auxiliary}
 
     def is_stranded(self) -> bool:
-        """Whether others train, and nobody can be dialled."""
+        """Whether others train, and no peer can be dialled."""
         observed = self.observed().values()
         return all(seen.record.is_client for seen in observed) and any(
             not seen.record.is_auxiliary for seen in observed
@@ -123,11 +122,11 @@ class ProgressReader(RecordReader[ProgressRecord, Observed]):
 
     @property
     def recent_rounds(self) -> list[bytes]:
-        """Of the steps that this peer has made in a grid."""
+        """The rounds of this peer's last steps in a grid."""
         return self._company.recent_rounds
 
     def met(self, here: Position, fingerprints: Iterable[bytes]) -> None:
-        """This peer makes a step in a grid from ``here``; it counts once :meth:`moves` follows.
+        """Record a step in a grid from ``here``; it counts once :meth:`moves` follows.
 
         Args:
             fingerprints: see :meth:`manyhands.optim.run.partition_detector.PartitionDetector.met`.
@@ -135,11 +134,11 @@ class ProgressReader(RecordReader[ProgressRecord, Observed]):
         self._met, self._loaded = (here, list(fingerprints)), None
 
     def loaded(self, position: Position, recent_rounds: Sequence[bytes]) -> None:
-        """A state has come from another peer, with the rounds behind it; :meth:`moves` follows if it can be used."""
+        """Record a state from another peer with the rounds behind it; :meth:`moves` follows if it is usable."""
         self._met, self._loaded = None, (position, recent_rounds)
 
     def moves(self, here: Position, position: Position) -> None:
-        """This peer goes to ``position``: by the step that it just made, with a state that was loaded, or otherwise."""
+        """This peer goes to ``position``: by its last step, with a loaded state, or otherwise."""
         if self._loaded is not None and self._loaded[0] == position:
             self._company.follow(self._loaded[1])
         elif position == here:
@@ -147,24 +146,24 @@ class ProgressReader(RecordReader[ProgressRecord, Observed]):
         elif self._met is not None and self._met[0] == here and position.step == here.step + 1:
             self._company.met(self._met[1])
         else:
-            self._company.follow([])  # all who are at the new position have come the same way
+            self._company.follow([])  # all peers at the new position have come the same way
         self._met = self._loaded = None
         self._step = position.step
         self._note_change()
 
     def strangers(self) -> Mapping[PeerId, bytes]:
-        """In a grid, the peers that have made their last steps without this peer's part of it, and in which part."""
+        """In a grid, the peers whose last steps were made apart from this peer's part, each with its part."""
         version = self.version
         if self._strangers[0] != version:
             self._strangers = (version, self._company.strangers(self._published_rounds()))
         return self._strangers[1]
 
     def is_stranger(self, peer_id: PeerId, recent_rounds: Sequence[bytes]) -> bool:
-        """Whether a peer at this peer's step is one, by what it says of its last steps now; its record may be late."""
+        """Whether a peer at this peer's step is a stranger by its current list of steps; its record may be late."""
         return peer_id in self._company.strangers({**self._published_rounds(), peer_id: recent_rounds})
 
     def _published_rounds(self) -> dict[PeerId, Sequence[bytes]]:
-        """What the others have published of their last steps, if these are about this peer's."""
+        """The last steps that others have published, where these concern this peer's."""
         return {
             peer_id: seen.record.recent_rounds
             for peer_id, seen in self.observed().items()
@@ -173,7 +172,7 @@ class ProgressReader(RecordReader[ProgressRecord, Observed]):
 
 
 class View:
-    """The other peers at one position, as last read. It does not change: after news there is another view.
+    """The other peers at one position, as last read. Immutable: any news gives another view.
 
     Args:
         observed: the records of all other peers.
@@ -182,9 +181,9 @@ class View:
         needs_host: auxiliary peers are expected too, if no trainer can be dialled.
 
     Attributes:
-        trainers: the records of those at the position that train.
-        hosts: the trainers that can be dialled, the one that leads first.
-        longest_batch_s: of the trainers that have said how long a batch takes.
+        trainers: records of the peers that train at the position.
+        hosts: the trainers that can be dialled, the leader first.
+        longest_batch_s: of the trainers that have published it.
         reachable: the peers at the position, auxiliary ones too, that are not missing.
         expected: the peers that should come to the next round, and whether each is in client mode.
     """
@@ -212,15 +211,15 @@ class View:
         self._speed = sum([seen.record.samples_per_second for seen in self.trainers.values()])
 
     def progress(self, own: ProgressRecord | None, target_batch_size: int) -> Progress:
-        """How far the trainers are together, as they have said.
+        """The published progress of all trainers together.
 
         Args:
-            own: of the peer that looks, which counts if it trains; None for one that only watches.
+            own: record of this peer, which counts if it trains; None for a peer that only watches.
         """
         return self._progress(self._samples, own, target_batch_size)
 
     def outlook(self, own: ProgressRecord | None, target_batch_size: int, now: float) -> Progress:
-        """How far they must be by now."""
+        """Their progress predicted for now."""
         reckoned = sum([seen.reckoning.at(now) for seen in self.trainers.values()])
         return self._progress(int(reckoned), own, target_batch_size)
 
@@ -233,10 +232,10 @@ class View:
         return Progress(samples, num_peers, speed, eta_s)
 
     def arriving_samples(self, now: float) -> int:
-        """What the trainers that are not missing bring if each finishes its batch and begins no other one."""
+        """The samples of the trainers that are not missing, once each finishes its current batch."""
         return sum(seen.reckoning.with_batch_at(now, seen.record.batch_s) for seen in self._awaited.values())
 
     def busy_until(self, instant: float) -> float:
-        """When the last of them must have finished the batch that it computes at an instant."""
+        """The predicted end of the last batch that one of them computes at an instant."""
         ends = [busy_until(seen.record, seen.reckoning, instant) for seen in self._awaited.values()]
         return max(ends, default=instant)

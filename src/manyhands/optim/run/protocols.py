@@ -1,4 +1,4 @@
-"""What the training thread lends to the network thread."""
+"""The training thread's state as the network thread sees it."""
 
 from __future__ import annotations
 
@@ -25,4 +25,4 @@ class LocalState(Protocol):
         """Copy the state; safe to call from any thread."""
 
     def flat_parameters(self) -> torch.Tensor:
-        """The trained parameters end to end, copied; safe to call from any thread."""
+        """A copy of the trained parameters as one vector; safe to call from any thread."""

@@ -1,4 +1,4 @@
-"""What the records of a run look like; the nodes of its peers hold no others under its keys."""
+"""Schemas of a run's DHT records; the nodes of its peers hold no others under its keys."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _SCHEMAS = {
     progress_key: PROGRESS,
     metrics_key: Schema(MetricsRecord, is_owned=True, max_ttl_s=MAX_TTL_S),
     heldout_key: Schema(HeldoutRecord, is_owned=True, max_ttl_s=MAX_TTL_S),
-    manifest_key: Schema(bytes, is_owned=True, max_ttl_s=MAX_TTL_S),  # compressed; who reads it checks the rest
+    manifest_key: Schema(bytes, is_owned=True, max_ttl_s=MAX_TTL_S),  # compressed; the reader checks the rest
 }
 
 
 def declare_run(dht: DhtNode, run_id: str) -> None:
-    """Have the node of a peer of the run refuse, and not return, what cannot be of the run."""
+    """Make the node of a peer of the run refuse, and not return, records that do not fit."""
     for key_of, schema in _SCHEMAS.items():
         dht.declare(key_of(run_id), schema)

@@ -1,4 +1,4 @@
-"""Averages the gradients of one peer's global steps: in one round of all peers, in a large run in rounds of a grid."""
+"""Averages one peer's gradients for global steps: in one round of all peers, or in rounds of a grid in a large run."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from manyhands.optim.run.tracker import ProgressTracker
 logger = logging.getLogger(__name__)
 
 PARAMETERS_EVERY = 8
-"""Global steps: in a grid the parameters are averaged so often, before the step is made from them."""
+"""In a grid the parameters are averaged once in this many global steps, before the step from them."""
 LOOK_TIMEOUT_S = 1.0
 SLACK_S = 10.0
-"""Beyond what a round bounds itself to, with a leader that began it later: only a defect takes longer."""
+"""Margin beyond a round's own limit, for a leader that began it later: only a defect takes longer."""
 
 
 @dataclass
@@ -39,20 +39,19 @@ class Averaged:
     """The gradient that a global step is made from, and where the step leads.
 
     Attributes:
-        mean_N: the averaged gradient; None if this peer does not hold it and must load the state of the others. The
-            update takes it out, and may change its values.
+        mean_N: the averaged gradient; None if this peer lacks it and must load the others' state. The update takes it
+            out, and may change its values.
         lineage: of the position that the step leads to.
         samples: of the step, by all peers together: equal on all peers that make it, as it counts for the lineage.
-        manifest: of the round, in a grid of the last one that committed here; None for a step that is made alone.
+        manifest: of the round, in a grid of the last one that committed here; None for a step alone.
         members: the peers that make the same step.
         contributors: the peers whose samples count in it; None in a grid, where no peer knows all groups.
         averaging_s: seconds of the round, without the search for the group.
         parameters_N: averaged parameters to make the step from, in a grid every ``PARAMETERS_EVERY`` steps.
         is_left_out: the contribution of this peer is not in the mean.
         is_outsized: because it was too large beside those of the others.
-        disagreement: how far apart the parameters of the peers were before the step, if that is known: the root mean
-            square distance from their mean, as a fraction of its size; see
-            :meth:`manyhands.optim.run.drift.Drift.disagreement`.
+        disagreement: distance of the peers' parameters before the step, if known: the root mean square distance from
+            their mean, as a fraction of its size; see :meth:`manyhands.optim.run.drift.Drift.disagreement`.
     """
 
     mean_N: torch.Tensor | None
@@ -74,8 +73,8 @@ class StepRounds:
     Args:
         assignment: the roster of the rounds.
         look_ahead: searches for the group before the attempt.
-        local: what this peer holds.
-        shapes: of the gradients, end to end in the vector.
+        local: this peer's replica.
+        shapes: of the gradients in the vector, in order.
     """
 
     def __init__(
@@ -102,13 +101,13 @@ class StepRounds:
         self._attempt: asyncio.Task[object] | None = None
 
     def close(self) -> None:
-        """End the attempt that is under way."""
+        """End the current attempt."""
         self._look_ahead.stop()
         if self._attempt is not None:
             self._attempt.cancel()
 
     def plan(self) -> None:
-        """Take a seat in the grid, which the others can read before the next step, and plan the search for its group.
+        """Take a seat in the grid early enough for the others to read it, and schedule the search for a group.
 
         Call this on any news of the others.
         """
@@ -169,9 +168,9 @@ class StepRounds:
         )
 
     async def _average_in_grid(self, position: Position, mean_N: torch.Tensor, weight: float) -> Averaged:
-        """Average along each axis of the grid; every few steps the parameters too, which lie behind the gradient.
+        """Average along each axis of the grid; every few steps the parameters too, which follow the gradient.
 
-        No peer knows all groups, so all that step from one position have one lineage, whatever their groups committed.
+        No peer knows all groups, so all that step from one position get one lineage, whatever their groups committed.
         """
         loop, config, outcome = asyncio.get_running_loop(), self._config, StepOutcome()
         numel, vector_N, shapes = mean_N.numel(), mean_N, self._shapes

@@ -1,7 +1,7 @@
-"""Tracks where one peer of a run and the others are: publishes its progress when that is news, and reads theirs.
+"""Tracks the positions of this peer and the others in a run: publishes its own progress when needed, and reads theirs.
 
-What the others say of this peer's position is asked of a :class:`manyhands.optim.run.progress_reader.View`; which
-branch of the run it should be on, of :class:`manyhands.optim.run.branches.BranchChoice`.
+:class:`manyhands.optim.run.progress_reader.View` combines what the others published about this peer's position.
+:class:`manyhands.optim.run.branches.BranchChoice` tells which branch of the run this peer should be on.
 """
 
 from __future__ import annotations
@@ -42,25 +42,25 @@ from manyhands.runtime import TaskOwner
 logger = logging.getLogger(__name__)
 
 WHOLE_READ_PERIOD_S = 5.0
-"""So often the records are read from most of their holders."""
+"""Period of reads from most holders of the records."""
 MAX_IN_NEED = 2
-"""Peers that are behind, and that one in client mode calls on so that they can ask it for its state."""
+"""Peers that are behind, and that a client calls so that they can ask it for its state."""
 CALLED_SHARE = 0.5
-"""Of the target: what this peer must reckon with itself for a call to make a step due. Records are late, and it may not
-have read of those who have come; but nobody can have steps made of next to nothing."""
+"""Share of the target that this peer must expect itself before a call makes a step due. Records are late, and it may
+not have read those of the peers that came; but no peer can force steps without samples."""
 
 
 class ProgressTracker:
-    """Where one peer is in the run, and the others. Lives on the network thread; :attr:`progress` may be read from any.
+    """Tracks the progress of all peers of a run. Lives on the network thread; any thread may read :attr:`progress`.
 
     Args:
         began_at: when this process began, by the wall clock.
-        is_auxiliary: this peer has no data; it is not expected in a round, unless nobody else can be dialled.
+        is_auxiliary: this peer has no data; it is expected in a round only if no other peer can be dialled.
 
     Attributes:
         on_outlook: called whenever the outlook may have changed, also by a step.
-        progress: of the collaboration, as the peers have said; this decides whether a global step is due.
-        outlook: as it must be by now, reckoned from what they have said; this decides when to publish and to read.
+        progress: of the collaboration, as published by the peers; it decides whether a global step is due.
+        outlook: the progress predicted for now; it decides when to publish and to read.
         own: what this peer would publish now.
         is_called: whether another peer has begun a round here.
         num_together: members of the one group whose round led to this position; 0 if this peer came here otherwise.
@@ -110,12 +110,12 @@ class ProgressTracker:
         self._is_started = False
         self._is_read_wanted = False
         self._due = asyncio.Event()  # a step may be due now
-        self._stirred = asyncio.Event()  # there is something to read, or reading has to be planned anew
+        self._stirred = asyncio.Event()  # read, or plan the next read again
         self._tasks = TaskOwner("progress")
         self.progress = self.outlook = View({}, position).progress(self.own, target_batch_size)
 
     def start(self) -> None:
-        """Begin to publish and to read, if that has not begun."""
+        """Begin to publish and to read, unless already begun."""
         if self._is_started:
             return
         self._is_started = True
@@ -130,17 +130,17 @@ class ProgressTracker:
         if self._is_started and not self.twin.is_older:
             await self.publisher.say_goodbye()
 
-    # where this peer stands
+    # this peer's position
 
     def position(self) -> Position:
         return self.own.position
 
     def seat(self) -> tuple[int, Seat]:
-        """This peer's place among the groups of a large run, and as of which round."""
+        """This peer's place among the groups of a large run, and the round from which it holds."""
         return self.own.seat_round, self.own.seat
 
     def report(self, samples: int, samples_per_second: float, batch_s: float = 0.0) -> None:
-        """This peer has accumulated ``samples`` since the last global step; a batch takes it so many seconds."""
+        """Report ``samples`` accumulated since the last global step, and the seconds for a batch."""
         self._update(samples=samples, samples_per_second=samples_per_second, batch_s=batch_s)
         self.branches.name_doubted(asyncio.get_running_loop().time())
 
@@ -150,33 +150,33 @@ class ProgressTracker:
             self._update(seat=seat, seat_round=round_number)
 
     def tell_options(self, options: Numbers) -> None:
-        """This peer steps with these options from the position on to which :meth:`move` takes it, which follows."""
+        """Set the options with which this peer steps from its next position on; :meth:`move` follows."""
         self.own = msgspec.structs.replace(self.own, options=options)
 
     def tell(self, sketch: bytes) -> None:
-        """These are sums of the parameters that this peer holds at its position."""
+        """Set the published sums of this peer's parameters at its position."""
         self.own = msgspec.structs.replace(self.own, sketch=sketch, sketch_step=self.own.position.step)
         self._publish_news()
 
     def expect_move(self) -> None:
-        """A round committed, and its result is being applied: where this peer was is not published any more."""
+        """Stop publishing the old position: a round committed, and its result is being applied."""
         self._is_moving = True
 
     def met(self, fingerprints: Iterable[bytes]) -> None:
-        """The rounds of a step in a grid; :meth:`move` follows when it is made."""
+        """Record the rounds of a step in a grid; :meth:`move` follows when it is made."""
         self.reader.met(self.own.position, fingerprints)
 
     def has_learnt_from(self, peer_id: PeerId) -> bool:
-        """Whether a peer was in a committed round with this one, or has handed out the last state loaded here."""
+        """Whether a peer was in a committed round with this one, or sent the last state loaded here."""
         return peer_id == self._donor or self.branches.belief.has_met(peer_id)
 
     def loaded(self, position: Position, recent_rounds: list[bytes], donor: PeerId | None = None) -> None:
-        """A state has come from another peer, and what that one says of its rounds; :meth:`move` follows."""
+        """Record that a state came from another peer, with that peer's rounds; :meth:`move` follows."""
         self._donor = donor
         self.reader.loaded(position, recent_rounds)
 
     def move(self, position: Position, lineage_samples: int, together_with: list[PeerId]) -> None:
-        """This peer, and the others of its round, have gone to ``position``."""
+        """This peer and the others of its round have gone to ``position``."""
         self.num_together = 0 if self.own.seat.layout.sides else len(together_with)
         self.reader.moves(self.own.position, position)
         self._note_moved(position, lineage_samples, together_with)
@@ -216,7 +216,7 @@ class ProgressTracker:
     # publishing
 
     def _publish_news(self, *, urgently: bool = False) -> None:
-        """Publish this peer's record soon, if the others could not have reckoned it."""
+        """Publish this peer's record soon, if the others could not have predicted it."""
         if self.publisher.published is None or self._is_news(*self.publisher.published):
             self.publisher.publish_soon(urgently=urgently)
 
@@ -235,7 +235,7 @@ class ProgressTracker:
     def _ttl_s(self) -> float:
         return self._config.ttl_s * crowd_factor(self.outlook.num_peers)
 
-    # what the others have said
+    # records of the others
 
     async def refresh(self, *, quickly: bool = False) -> None:
         """Read the records of the others now.
@@ -254,43 +254,43 @@ class ProgressTracker:
             self.publisher.publish_soon()
 
     def heard(self, peer_id: PeerId, record: ProgressRecord) -> None:
-        """A peer has told directly where it is."""
+        """Take over the progress that a peer has sent directly."""
         self.reader.heard(peer_id, record)
         self._judge()
 
     def report_gone(self, peer_id: PeerId, sequence: int) -> None:
-        """A peer is not there any more, though its last record, of this sequence, has not expired."""
+        """Drop a peer that is gone before its last record, of this sequence, has expired."""
         self.reader.forget(peer_id, sequence)
         self._judge()
 
     def report_missing(self, peer_id: PeerId) -> None:
-        """A peer did not come to a round; it is not expected before a fresh record of it."""
+        """A peer did not come to a round; it is expected again only after a fresh record."""
         self._missing.add(peer_id)
         self._view = None
 
     def report_without_state(self, peer_id: PeerId) -> None:
-        """A peer could not hand out the state; it is not asked again before a fresh record of it."""
+        """A peer could not send the state; it is asked again only after a fresh record."""
         self._without_state.add(peer_id)
         self._leading = None
 
     def can_be_asked(self, peer_id: PeerId) -> None:
-        """A peer has connected to this one: if it is in client mode, it can be asked for its state now."""
+        """A peer has connected to this one: if it is a client, it can now be asked for its state."""
         self._leading = None
 
     def shun(self, peer_id: PeerId) -> None:
-        """A peer has handed out a state that cannot be used: what it says of a better branch does not count."""
+        """Ignore a peer's claims of a better branch: it sent an unusable state."""
         if peer_id == self._donor:
             self._donor = None
         self.branches.shun(peer_id, asyncio.get_running_loop().time())
         self._judge()
 
     def refresh_soon(self) -> None:
-        """Something has happened that the others' records will explain."""
+        """Read soon: the others' records will explain what has just happened."""
         self._is_read_wanted = True
         self._stirred.set()
 
     def _judge(self) -> None:
-        """What the others say, or where this peer stands, may have changed."""
+        """Update the conclusions after a change of the others' records or this peer's position."""
         now = asyncio.get_running_loop().time()
         self.branches.look(self.own, self.reader.records(), self.reader.strangers(), now)
         self._leading = None
@@ -307,7 +307,7 @@ class ProgressTracker:
 
     @property
     def view(self) -> View:
-        """The others at this peer's position, as last read; another view only if something has changed or expired."""
+        """The others at this peer's position, as last read; a new object only after a change or expiry."""
         observed = self.reader.observed()
         if self._view is None or self._view.observed is not observed:
             own, missing = self.own, self._missing.peers()
@@ -315,10 +315,10 @@ class ProgressTracker:
             self._view = View(observed, own.position, self.reader.strangers(), missing, needs_host=needs_host)
         return self._view
 
-    # who is here, and whether a step is due
+    # peers at this position, and whether a step is due
 
     def num_peers_here(self) -> int:
-        """Peers that train at this position, with this one, whether or not they can be reached."""
+        """Number of peers that train at this position, this one included, reachable or not."""
         return len(self.view.trainers) + (not self.own.is_auxiliary)
 
     def expected(self) -> Mapping[PeerId, bool]:
@@ -327,14 +327,14 @@ class ProgressTracker:
     def is_due(self) -> bool:
         """Whether the collaboration has reached its target.
 
-        Another peer that says so is believed where that can be: what this peer reckons may be wrong by a little.
+        Where possible, another peer that says so is believed: this peer's own estimate may be slightly wrong.
         """
         if self.progress.samples >= self.target_batch_size:
             return True
         return self.is_called and self.outlook.samples >= CALLED_SHARE * self.target_batch_size
 
     async def wait_until_due(self, timeout_s: float) -> None:
-        """Wait until :meth:`is_due`, or for so many seconds."""
+        """Wait until :meth:`is_due`, or for the timeout."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         while not self.is_due() and (left_s := deadline - loop.time()) > 0:
@@ -342,10 +342,10 @@ class ProgressTracker:
             await wait_at_most(self._due, left_s)
 
     def is_arriving(self) -> bool:
-        """Whether the target is reached once each of the others has finished the batch that it is computing.
+        """Whether the target is reached once each of the others has finished its current batch.
 
         Never in a crowd, where each peer counts for little and would have to tell many, nor in a grid; nor while the
-        target is further away than two batches.
+        target is more than two batches away.
         """
         view = self.view
         if crowd_factor(self.outlook.num_peers) > 1.0 or self.own.seat.layout.sides:
@@ -356,7 +356,7 @@ class ProgressTracker:
         return own_samples + view.arriving_samples(asyncio.get_running_loop().time()) >= self.target_batch_size
 
     def seconds_until(self, samples: int) -> float:
-        """Until the peers together must have so many samples; infinite when nobody computes."""
+        """Predicted seconds until the peers together have ``samples``; infinite if no peer computes."""
         missing, speed = samples - self.outlook.samples, self.outlook.samples_per_second
         return 0.0 if missing <= 0 else missing / speed if speed > 0 else math.inf
 
@@ -373,7 +373,7 @@ class ProgressTracker:
 
     @contextmanager
     def in_round(self) -> Iterator[None]:
-        """Within the block this peer is in a round with all others: it will tell what has become of them."""
+        """Within the block this peer is in a round with all others, which will show their new positions."""
         self._is_in_round = True
         try:
             yield
@@ -385,16 +385,16 @@ class ProgressTracker:
         return self.is_called or (bool(self.expected()) and not self.lacks_leader())
 
     def lacks_leader(self) -> bool:
-        """Whether nobody who is expected can be dialled, nor this peer."""
+        """Whether neither this peer nor any expected one can be dialled."""
         return self._endpoint.client_mode and not self.is_called and all(self.expected().values())
 
     @property
     def is_stranded(self) -> bool:
-        """Whether others train, and nobody in the run can be dialled: they can make no step together."""
+        """Whether others train but no peer of the run can be dialled, so that they can make no step together."""
         return self._endpoint.client_mode and self.reader.is_stranded()
 
     def in_need(self) -> list[PeerId]:
-        """Some of the peers that can be dialled, if all of these are behind this peer; else none."""
+        """Some of the dialable peers, if all of them are behind this peer; else none."""
         believed = self.branches.believed.items()
         hosts = {peer_id: rank_of(record) for peer_id, record in believed if not record.is_client}
         own = rank_of(self.own)
@@ -406,24 +406,24 @@ class ProgressTracker:
         return any(trainers[peer_id].position.step < self.own.position.step for peer_id in trainers.keys() - missing)
 
     def unmet(self) -> Mapping[PeerId, Observed]:
-        """The records of peers that came to no round, or could not hand out their state."""
+        """The records of peers that missed a round or could not send their state."""
         observed = self.reader.observed()
         return {peer_id: observed[peer_id] for peer_id in self._missing.peers() | self._without_state.peers()}
 
-    # which branch to be on
+    # choice of the branch
 
     def leading_branch(self) -> Branch:
-        """The branch of the run that this peer should be on: of those whose state can be had."""
+        """The branch of the run that this peer should be on, among those whose state is available."""
         if self._leading is None:
             self._leading = self.branches.leading(self._without_state.peers())
         return self._leading
 
     def should_load_state(self) -> bool:
-        """Whether there is a better branch than this peer's whose state can be had."""
+        """Whether there is a better branch than this peer's whose state is available."""
         return self.leading_branch().is_elsewhere(self.own.position)
 
     def is_on_best_branch(self) -> bool:
-        """Whether nobody is known to be on a better branch, whether or not its state can be had now."""
+        """Whether no better branch than this peer's is known, with or without an available state."""
         return not self.branches.best().is_elsewhere(self.own.position)
 
     # when to read
@@ -443,12 +443,12 @@ class ProgressTracker:
             await self._rest(delay_s)
 
     def _may_read_quickly(self) -> bool:
-        """Whether one holder is enough; in a small run that is mostly this peer, which would never see a twin there."""
+        """Whether to read one holder only; in a small run that is mostly this peer, which would not find its twin."""
         is_recent = asyncio.get_running_loop().time() - self._wholly_read_at < WHOLE_READ_PERIOD_S
         return is_recent or crowd_factor(self.outlook.num_peers) > 1.0
 
     async def _rest(self, delay_s: float) -> None:
-        """Read nothing for so long; in a crowd not during a round, which tells more, and anew from its end on."""
+        """Pause reading. In a crowd a round shows more than records: read again after its end."""
         loop, position = asyncio.get_running_loop(), self.own.position
         since = loop.time()
         while not self._is_read_wanted and (left_s := since + delay_s - loop.time()) > 0:
@@ -463,7 +463,7 @@ class ProgressTracker:
                 delay_s = self._next_read_s(0.0)
 
     def _next_read_s(self, last_s: float) -> float:
-        """Seconds until the next read. At the target there is nothing left to predict: each batch looks."""
+        """Seconds until the next read. At the target there is nothing left to predict: each batch reads."""
         if self.is_stranded:
             # a peer that can be dialled is wanted soon
             return self._config.default_refresh_s * crowd_factor(self.outlook.num_peers)
@@ -473,9 +473,9 @@ class ProgressTracker:
         return predicted_s + patience_s if self._is_led() else max(predicted_s, patience_s)
 
     def is_worth_a_look(self) -> bool:
-        """Whether to read now: the target must be reached, though the others had not said so when they were read last.
+        """Whether to read now: the target should be reached, although the last records did not say so.
 
-        The peer that leads looks first; the others are called.
+        The peer that leads reads first and calls the others.
         """
         since_s = asyncio.get_running_loop().time() - self._read_at
         if self.is_due():
@@ -487,11 +487,11 @@ class ProgressTracker:
         return is_overdue and since_s >= max(self._config.min_refresh_s, patience_s)
 
     def _patience_s(self) -> float:
-        """How long to wait for a call before looking oneself."""
+        """How long to wait for a call before reading."""
         return RANK_DELAY_S * bisect.bisect_left(self.view.hosts, self._endpoint.peer_id)
 
     def _is_led(self) -> bool:
-        """Whether this peer may rely on those who look first: in a crowd whose rounds show where all of it is."""
+        """Whether this peer may rely on others to read first: in a crowd whose rounds show all positions."""
         return crowd_factor(self.outlook.num_peers) > 1.0 and not self.own.seat.layout.sides
 
     def _longest_read_s(self) -> float:

@@ -1,4 +1,4 @@
-"""Another process with this peer's identity: a state folder was copied to a second machine."""
+"""Detects another process with this peer's identity, as after a state folder was copied to a second machine."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from manyhands.base.identity import PeerId
 logger = logging.getLogger(__name__)
 
 EARLIER_LIFE_S = 5.0
-"""A record of this peer before its restart may seem younger than it is, by what it took on its way."""
+"""A record from before this peer's restart may seem younger than it is, by its travel time."""
 
 STAY_S = 10.0
-"""The one that has to go publishes on for so long, at each look, so that the other one is told as well."""
+"""How long the process that must go still publishes at each look, so that the other one learns of it."""
 
 
 class Twin:
-    """Looks at the progress records under this peer's own id: one that another process signs now shows that process.
+    """Checks the progress records under this peer's own id; one that another process signs now reveals that process.
 
-    Of two, the one that began earlier goes on; the other must not, or rounds fail for both.
+    The process that began earlier goes on; the other must not, or rounds fail for both.
 
     Args:
         began_at: when this process began, by the wall clock; it names the process in its records.
@@ -37,18 +37,18 @@ class Twin:
 
     @property
     def is_older(self) -> bool:
-        """Whether another process has this identity, and began earlier."""
+        """Whether another process with this identity began earlier."""
         return self._other_began_at is not None and self._other_began_at < self._began_at
 
     def is_to_be_told(self, now: float) -> bool:
-        """Whether the other one has just been noticed, and may not know of this one."""
+        """Whether the other process has just been noticed, and may not know of this one."""
         return now < self._noticed + STAY_S
 
     def seen(self, began_at: float, issued: float, now: float) -> None:
-        """A record of this peer's own id has been read.
+        """A record under this peer's own id has been read.
 
         Args:
-            began_at: what it says of its process; 0.0 if nothing.
+            began_at: start of its process, as it says; 0.0 if it does not.
             issued: when it was signed, in loop time; so is ``now``.
         """
         is_own = began_at in (0.0, self._began_at)

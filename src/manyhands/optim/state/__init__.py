@@ -1,1 +1,1 @@
-"""What a newcomer loads: the state of a run, how it travels, and how it is checked."""
+"""The state of a run that a newcomer loads: its content, its transfer and its checks."""

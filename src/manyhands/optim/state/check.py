@@ -1,7 +1,7 @@
-"""Whether a state that another peer sent can be trained on: looked at before anything is taken over. Pure.
+"""Checks that a state from another peer can be trained on, before anything is loaded. Pure.
 
-A digest shows that a state came as it was sent, not that it is any good. A peer whose memory fails, or that means harm,
-must not end this process, stop the run's steps, or turn them uphill.
+A digest only shows that a state arrived as it was sent. A peer with faulty memory or bad intent must not end this
+process, stop the run's steps, or turn them uphill.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_STEP = 10**9
 MAX_LINEAGE_SAMPLES = 2**50
 MAX_LEARNING_RATE = 1e4
 SCHEDULED = frozenset({"lr", "initial_lr", "momentum", "betas", "weight_decay"})
-"""Options that torch's schedules drive, or people's own by name."""
+"""Options that torch's schedules drive, or users' own code by name."""
 
 _ADAM = {"step", "exp_avg", "exp_avg_sq"}
 _STATISTICS: dict[type[torch.optim.Optimizer], set[str]] = {
@@ -49,17 +49,17 @@ def fault_of(
     options: Sequence[Mapping[str, Any]],
     schedule: Mapping[str, Any],
 ) -> str:
-    """Why a state must not be taken over, in words; empty if nothing is wrong with it.
+    """Why a state must not be loaded, in words; empty if it may.
 
     An optimizer of an unknown kind makes a step on a copy, which takes as much memory as its parameters and statistics
     for that time.
 
     Args:
         optimizer: of this peer; not changed.
-        options: of each parameter group, as all peers have agreed on them at the begin of the run.
+        options: of each parameter group, as agreed at the beginning of the run.
         schedule: state of this peer's own; empty without one.
     Raises:
-        ValueError: the state does not even have the shapes of this optimizer.
+        ValueError: the state does not have the shapes of this optimizer.
     """
     header = state.header
     if header.position.step > MAX_STEP or header.lineage_samples > MAX_LINEAGE_SAMPLES:
@@ -96,7 +96,7 @@ def _fault_of_options(
 
 
 def _fault_of_schedule(sent: Any, own: Any) -> str:
-    """Constants are those of this peer; counters and rates are numbers."""
+    """Check the schedule: constants must equal this peer's, and counters and rates must be numbers."""
     if isinstance(own, Mapping) and isinstance(sent, Mapping):
         for name in sent.keys() & own.keys():
             if name == "base_lrs" and _plain(sent[name]) != _plain(own[name]):
@@ -113,7 +113,7 @@ def _fault_of_schedule(sent: Any, own: Any) -> str:
 
 
 def _fault_of_statistics(state: State, scalars: Scalars, optimizer: torch.optim.Optimizer) -> str:
-    """Names, shapes, dtypes and signs of what the kinds of optimizers that are known remember."""
+    """Check names, shapes, dtypes and signs of the statistics, for known kinds of optimizers."""
     parameters, due = parameters_of(optimizer), _STATISTICS[type(optimizer)]
     found: dict[int, dict[str, Any]] = {int(index): dict(values) for index, values in scalars.statistics.items()}
     for spec, tensor in zip(state.header.tensors[len(parameters) :], state.tensors[len(parameters) :], strict=True):
@@ -150,10 +150,10 @@ def _fault_of_statistic(name: str, value: Any, parameter: torch.Tensor) -> str:
 
 
 def _fault_of_a_step(state: State, optimizer: torch.optim.Optimizer) -> str:
-    """What an optimizer of another kind does with the state: a step with gradients of zero, on a copy."""
+    """Try a step of an unknown optimizer with the state, on a copy, with zero gradients."""
     try:
         rehearsed = copy.deepcopy(optimizer)
-    except Exception:  # noqa: BLE001 (of somebody's own, which cannot be copied: then nothing can be rehearsed)
+    except Exception:  # noqa: BLE001 (a user's own optimizer that cannot be copied is not tried)
         return ""
     try:
         restore(state, rehearsed)
@@ -168,5 +168,5 @@ def _fault_of_a_step(state: State, optimizer: torch.optim.Optimizer) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """For comparison: what travels has lists for tuples."""
+    """Convert tuples to lists, as in a state that was sent, for comparison."""
     return list(value) if isinstance(value, tuple) else value

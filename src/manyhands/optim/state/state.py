@@ -23,26 +23,26 @@ MAX_STATISTICS_PER_PARAMETER = 8
 MAX_DIMENSIONS = 32
 MAX_CONTRIBUTORS = 4096
 LOCAL_OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
-"""How an optimizer computes on this machine, not what: not part of the state, and peers need not agree."""
+"""How an optimizer computes on this machine, not what: not part of the state, and may differ between peers."""
 
 DTYPES_OF_STATES = (
     torch.float16, torch.bfloat16, torch.float32, torch.float64,
     torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
 )  # fmt: skip
-"""Of tensors that can be handed to a newcomer."""
+"""Of tensors that can be sent to a newcomer."""
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES_OF_STATES}
 
 _MISFITS = (LookupError, TypeError, ValueError, AttributeError, RuntimeError)
-"""What optimizers raise for statistics that are not theirs."""
+"""Exceptions of optimizers that load another kind's statistics."""
 
 
 class Origin(msgspec.Struct, frozen=True):
     """The step that led to a state.
 
     Attributes:
-        parent: from where.
-        contributors: all peers whose samples may count in it; None where nobody knows them all, as in a grid of groups.
+        parent: the position before it.
+        contributors: all peers whose samples may count in it; None if not all are known, as in a grid of groups.
     """
 
     parent: Position
@@ -56,7 +56,7 @@ class StateHeader(msgspec.Struct, frozen=True):
         tensors: parameters first, then the optimizer's tensors, named ``parameter.statistic``.
         scalars: msgpack of :class:`Scalars`.
         digest: SHA-256 over ``tensors``, ``scalars`` and all bytes.
-        origin: the step that led there; None if it is not known, as after a checkpoint was loaded.
+        origin: the step that led there; None if unknown, as after a checkpoint was loaded.
     """
 
     position: Position
@@ -68,7 +68,7 @@ class StateHeader(msgspec.Struct, frozen=True):
 
 
 class Scalars(msgspec.Struct):
-    """What is not in tensors.
+    """The part of a state that is not in tensors.
 
     Attributes:
         statistics: of the optimizer, by index of the parameter, written as a decimal number.
@@ -86,11 +86,11 @@ make_ready(Scalars)
 
 @dataclass(frozen=True)
 class State:
-    """A state in memory that nothing else changes.
+    """A state in memory, with tensors of its own.
 
     Attributes:
         recent_rounds: in a grid, of the steps that led there; see :mod:`manyhands.optim.run.partition_detector`.
-        donor: who sent it.
+        donor: the peer that sent it.
     """
 
     header: StateHeader
@@ -105,7 +105,7 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def names_of(optimizer: torch.optim.Optimizer) -> list[str]:
-    """The names of all parameters; without names they are numbered."""
+    """The names of all parameters; numbers if they have no names."""
     names = [name for group in optimizer.param_groups for name in group.get("param_names", [])]
     num_parameters = len(parameters_of(optimizer))
     return names if len(names) == num_parameters else [f"parameter {index}" for index in range(num_parameters)]
@@ -118,7 +118,7 @@ def specs_of(optimizer: torch.optim.Optimizer) -> list[ParameterSpec]:
 
 
 def hyper_parameters_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What travels of each parameter group."""
+    """The part of each parameter group that is sent."""
     return [
         {name: plain_part(_number(value)) for name, value in group.items() if name not in {"params", *LOCAL_OPTIONS}}
         for group in groups
@@ -158,12 +158,12 @@ def sealed(state: State) -> State:
 
 
 def without_origin(state: State) -> State:
-    """The same state, of which it is not known what it follows from."""
+    """The same state with unknown origin."""
     return replace(state, header=msgspec.structs.replace(state.header, origin=None))
 
 
 def digest_of(specs: Sequence[ParameterSpec], scalars: bytes, tensors: Sequence[torch.Tensor]) -> bytes:
-    """SHA-256 of a state's content, wherever it came from."""
+    """SHA-256 of a state's content, independent of its source."""
     sha256 = hashlib.sha256(msgspec.msgpack.encode([list(specs), scalars]))
     for tensor in tensors:
         sha256.update(as_bytes(tensor))
@@ -171,7 +171,7 @@ def digest_of(specs: Sequence[ParameterSpec], scalars: bytes, tensors: Sequence[
 
 
 def checked_scalars(header: StateHeader, parameters: Sequence[ParameterSpec], num_groups: int) -> Scalars:
-    """Make sure that a state fits an optimizer, before a byte of its tensors is received.
+    """Check that a state fits an optimizer, before a byte of its tensors is received.
 
     Args:
         parameters: of the optimizer, in order.
@@ -226,7 +226,7 @@ def restore(state: State, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     ]
     try:
         optimizer.load_state_dict({"state": statistics, "param_groups": groups})
-    except _MISFITS as error:  # a statistic that this optimizer needs is not there, or is of another type
+    except _MISFITS as error:  # a statistic is missing or of another type
         optimizer.load_state_dict(own)
         raise ValueError(f"its statistics do not fit {type(optimizer).__name__} ({error!r})") from error
     with torch.no_grad():
@@ -236,12 +236,12 @@ def restore(state: State, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def empty_tensors(specs: Sequence[ParameterSpec]) -> list[torch.Tensor]:
-    """Memory to receive tensors into; they must have been checked."""
+    """Memory to receive tensors into; the specs must have been checked."""
     return [torch.empty(spec.shape, dtype=_DTYPES[spec.dtype]) for spec in specs]
 
 
 def itemsize_of(spec: ParameterSpec) -> int:
-    """Bytes of one value of a tensor that was checked."""
+    """Bytes of one value of a checked tensor."""
     return _DTYPES[spec.dtype].itemsize
 
 
@@ -269,7 +269,7 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _number(value: Any) -> Any:
-    """A learning rate may be a tensor; it travels as a number."""
+    """A tensor's value as a number, as for a learning rate; other values unchanged."""
     return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 

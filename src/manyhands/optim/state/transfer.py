@@ -1,4 +1,4 @@
-"""How a newcomer gets the state of the run: one bulk stream, first the header, then the tensors."""
+"""Sends the state of a run to a newcomer: one bulk stream with a header, then the tensors."""
 
 from __future__ import annotations
 
@@ -39,25 +39,25 @@ OPENING_S = 5.0
 HEADER_TIMEOUT_S = 30.0
 STALL_TIMEOUT_S = 20.0
 MIN_STALL_BYTES = 1 << 18
-"""A transfer that moves less than this in the time above is given up; so the size bounds its time."""
+"""A transfer that moves fewer bytes in the time above is given up, so the size bounds its time."""
 MAX_DOWNLOAD_S = 86400.0
-"""For all donors together; only for states that are larger than a link can carry in a day."""
+"""Limit for all donors together; only states too large for a link's daily volume reach it."""
 
 MAX_HEADER_BYTES = 1 << 24
 MAX_STEPS_AHEAD = 64
-"""Of a state before the position that was asked for: a run goes on while records and requests are under way."""
+"""How many steps a state may be ahead of the requested position: a run goes on while records and requests travel."""
 MAX_DOWNLOADS = 8
-"""At once, of all peers; of each peer one. Who comes later asks somebody else, or again."""
+"""Simultaneous downloads from this peer, one for each peer. Further peers must ask another donor, or again."""
 MIN_BYTES_PER_S = 32_000
-"""A whole transfer that is slower than this is given up, at both ends."""
+"""Both ends give up a transfer that is slower than this on the whole."""
 
 
 class StateRequest(msgspec.Struct):
     """Opens the stream: asks for a run's current state.
 
     Attributes:
-        is_late: the state that the peer got last was out of date when it was there.
-        is_onlooker: the peer only looks, as an evaluator does: it will not train from there.
+        is_late: the peer's last downloaded state was out of date on arrival.
+        is_onlooker: the peer will not train from the state, as an evaluator.
     """
 
     run_id: str
@@ -66,7 +66,7 @@ class StateRequest(msgspec.Struct):
 
 
 class StateAnswer(msgspec.Struct):
-    """Goes before the tensors, with its length in front; without a header none follow, and ``reason`` says why.
+    """Sent before the tensors, prefixed by its length. Without a header no tensors follow, and ``reason`` says why.
 
     Attributes:
         recent_rounds: in a grid, of the steps that led to the state; see :mod:`manyhands.optim.run.partition_detector`.
@@ -81,11 +81,11 @@ make_ready(StateRequest, StateAnswer)
 
 
 class StateServer:
-    """Hands out the state of this peer.
+    """Serves this peer's state to others.
 
     Args:
         capture: copies the current state; called on an executor thread.
-        position: where this peer stands.
+        position: of this peer.
         recent_rounds: of its last steps in a grid.
     """
 
@@ -102,7 +102,7 @@ class StateServer:
         self._capture = capture
         self._position = position
         self._recent_rounds = recent_rounds
-        self._captured: weakref.ref[State] | None = None  # lives as long as somebody downloads it
+        self._captured: weakref.ref[State] | None = None  # lives as long as a peer downloads it
         self._capturing = asyncio.Lock()
         self._serving: set[PeerId] = set()
         self._downloads = _Downloads()
@@ -113,10 +113,10 @@ class StateServer:
         self._endpoint.refuse_bulk(STREAM_KIND)
 
     def followers(self, patience_s: float, *, by_latecomers: bool = False) -> set[PeerId]:
-        """Those who are to train, and download the state, or have it for at most ``patience_s`` seconds.
+        """Future trainers that download the state now, or finished within the last ``patience_s`` seconds.
 
         Args:
-            by_latecomers: only those count whose last download took longer than a step of the run.
+            by_latecomers: only peers whose last download took longer than a step of the run.
         """
         return (self._late_downloads if by_latecomers else self._downloads).recent(patience_s)
 
@@ -161,7 +161,7 @@ class StateServer:
 
 
 class _Downloads:
-    """Which are under way, and when others ended."""
+    """Counts the downloads in progress, and when others ended."""
 
     def __init__(self) -> None:
         self._open: list[PeerId] = []
@@ -191,16 +191,16 @@ async def download_state(
     is_late: bool = False,
     is_onlooker: bool = False,
 ) -> State:
-    """Get the state of a run from the first donor that hands it out whole.
+    """Download the state of a run from the first donor that sends all of it.
 
     Args:
-        manifest: of the run; what the state must fit.
+        manifest: of the run; the state must fit it.
         donors: peers to ask, in this order.
-        wanted: an earlier global step than this one is refused.
-        is_late: the state that this peer got last was out of date when it was there.
-        is_onlooker: this peer will not train from there, so no donor need wait for it.
+        wanted: states of earlier global steps are refused.
+        is_late: this peer's last downloaded state was out of date on arrival.
+        is_onlooker: this peer will not train from the state, so no donor need wait for it.
     Raises:
-        Unavailable: no donor could; it names each with its reason.
+        Unavailable: no donor could; names each with its reason.
     """
     request = StateRequest(manifest.run_id, is_late, is_onlooker)
     failures = []
@@ -261,7 +261,7 @@ async def _receive_header(stream: Stream) -> tuple[StateHeader, list[bytes]]:
 
 
 def _check_header(donor: PeerId, header: StateHeader, manifest: RunManifest, wanted: Position) -> None:
-    """Refuse what does not fit before a byte of it is received."""
+    """Refuse a state that does not fit before receiving its tensors."""
     if header.position.step < wanted.step:
         raise Refused(donor, "behind", f"its state is of step {header.position.step}, the run is at {wanted.step}")
     if header.position.step > wanted.step + MAX_STEPS_AHEAD:
@@ -273,7 +273,7 @@ def _check_header(donor: PeerId, header: StateHeader, manifest: RunManifest, wan
 
 
 def _longest_s(header: StateHeader) -> float:
-    """What a transfer may take at both ends."""
+    """Time limit of a transfer, at both ends."""
     num_bytes = sum(math.prod(spec.shape) * itemsize_of(spec) for spec in header.tensors)
     return STALL_TIMEOUT_S + num_bytes / MIN_BYTES_PER_S
 
@@ -284,7 +284,7 @@ def _encoded(answer: StateAnswer) -> bytes:
 
 
 async def _wait_until_taken(stream: Stream) -> None:
-    """Much of what was sent may still be on its way; the other end closes the stream when it has all."""
+    """Wait until the other end closes the stream: much of what was sent may still be on its way."""
     with suppress(PeerError, Unavailable):
         async with time_limit(STALL_TIMEOUT_S, f"for peer {stream.remote} to have the rest of the state"):
             await stream.receive_into(memoryview(bytearray(1)))

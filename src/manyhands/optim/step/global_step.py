@@ -1,4 +1,4 @@
-"""One attempt at a global step: averaging, and then the same update on every peer; and attempts that fail in a row."""
+"""One attempt at a global step: averaging, then the same update on every peer. Counts failed attempts in a row."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FAILURES_UNTIL_ADVICE = 3
-"""Attempts in a row: one or two fail in a healthy run as well, when a member is lost."""
+"""Attempts in a row: one or two also fail in a healthy run, when a member is lost."""
 
 
 class GlobalStep:
-    """What becomes of one contribution.
+    """One attempt at a global step with one contribution.
 
-    The training thread makes a step by itself, or leaves it to the network thread and looks at :attr:`is_done`.
+    The training thread makes the step itself, or leaves it to the network thread and checks :attr:`is_done`.
 
     Attributes:
-        contribution: this peer's part; once the update is made its vector has no values that count, unless it is left
-            out.
-        outcome: of the averaging; None before that.
-        applied_N: the averaged gradient, clipped, since the update has begun; None if the network thread makes that.
-        left_from: where the step was begun.
+        contribution: this peer's part. After the update its vector holds no valid values, unless it was left out.
+        outcome: of the averaging; None before it ends.
+        applied_N: the averaged gradient, clipped, once the update has begun; None if the network thread makes the
+            update.
+        left_from: the position where the step began.
         error: why there is no step; the contribution counts in the next attempt.
-        refusal: why the step left the parameters as they were; empty if it did not.
-        is_spoiled: the update failed, and the memory of the contribution was used for it.
+        refusal: why the step left the parameters unchanged; empty if it changed them.
+        is_spoiled: the update failed after it had overwritten the contribution.
         has_moved: the replica is at the position after the step.
-        is_begun: it was left to the network thread.
+        is_begun: the step was left to the network thread.
         is_done: nothing here changes any more.
     """
 
@@ -64,22 +64,22 @@ class GlobalStep:
 
     @property
     def is_lost(self) -> bool:
-        """The others made the step, and this peer does not have its result."""
+        """Whether the others made the step and this peer does not have its result."""
         return self.outcome is not None and self.outcome.mean_N is None and not self.has_moved
 
     def is_alone(self, own_id: PeerId) -> None:
-        """Nobody else is there: this peer's own gradient is the average."""
+        """Use this peer's own gradient as the average: no other peer is there."""
         lineage = hashlib.sha256(self.left_from.lineage + b"alone" + own_id.encode()).digest()
         samples = round(self.contribution.weight)
         self.outcome = Averaged(self.contribution.mean_N, lineage, samples, contributors=[own_id])
 
     def committed(self, averaged: Averaged) -> None:
-        """The averaging is over, and its result counts."""
+        """Take over the outcome of the averaging."""
         self.outcome = averaged
         logger.info("Averaged tensors successfully with %s", counted(len(averaged.members), "peer"))
 
     def advance(self) -> None:
-        """Make the update, on any thread; what the optimizer or the schedule raises passes through."""
+        """Make the update, on any thread; exceptions of the optimizer or the schedule pass through."""
         outcome = self.outcome
         assert outcome is not None
         assert outcome.mean_N is not None, "a step follows a round that committed"
@@ -99,11 +99,11 @@ class GlobalStep:
         finally:
             self.has_moved = self._replica.position != self.left_from
             self.is_spoiled = self.is_spoiled and not self.has_moved
-        if outcome.manifest is not None:  # of a step alone nobody asks for it
+        if outcome.manifest is not None:  # a step alone has no manifest
             self._sketch = self._replica.sketch()
 
     def announce(self, collaboration: Collaboration) -> None:
-        """Tell the network thread, on it, where this peer and the others of its round are now."""
+        """Record on the network thread where this peer and the others of its round are now."""
         replica, outcome = self._replica, self.outcome
         assert outcome is not None
         if self.is_lost:
@@ -120,14 +120,14 @@ class GlobalStep:
             )
 
     def begin(self, collaboration: Collaboration) -> None:
-        """Have the network thread make the step; once, however often this is called on it."""
+        """Have the network thread make the step; repeated calls on it have no effect."""
         if not self.is_begun:
             self.is_begun = True
             task = collaboration.tasks.spawn(self._make(collaboration), name="a global step")
             task.add_done_callback(lambda _: self._end())
 
     async def _make(self, collaboration: Collaboration) -> None:
-        """Do what is left of the step; the update on a thread of the loop's executor."""
+        """Do the rest of the step, with the update in the loop's executor."""
         try:
             if self.outcome is None:
                 contribution = self.contribution
@@ -144,17 +144,17 @@ class GlobalStep:
             self.is_done = True
 
     def _end(self) -> None:
-        """The network thread does nothing more for the step."""
+        """Mark the end of the network thread's work on the step."""
         if not self.is_done and self.error is None:
             self.error = ManyhandsError("this peer left the run")
         self.is_done = True
 
 
 class Failures:
-    """Counts the attempts that failed in a row, and tells the user what to do about them.
+    """Counts failed attempts in a row, and tells the user what to do about them.
 
     Args:
-        allow_solo: after some of them the peer goes on alone.
+        allow_solo: step alone after several failures.
     """
 
     def __init__(self, *, allow_solo: bool) -> None:
@@ -163,14 +163,14 @@ class Failures:
 
     @property
     def is_time_to_go_alone(self) -> bool:
-        """Whether the user wants no further attempt with the others."""
+        """Whether to stop trying with the others, as the user allows."""
         return self._allow_solo and self._in_a_row >= FAILURES_UNTIL_ADVICE
 
     def add(self, error: BaseException, samples: int) -> None:
-        """Count one more; so many samples of this peer wait.
+        """Count a failed attempt while ``samples`` of this peer wait.
 
         Raises:
-            BaseException: what the attempt failed with, if that has nothing to do with the others.
+            BaseException: the error of the attempt, if the other peers did not cause it.
         """
         if not isinstance(error, (RoundAborted, Unavailable)):
             raise error

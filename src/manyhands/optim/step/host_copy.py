@@ -1,4 +1,4 @@
-"""Parameters and optimizer state on the host, while the model computes on its device."""
+"""Keeps parameters and optimizer state on the host while the model computes on its device."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ HOST = torch.device("cpu")
 
 
 class HostCopy:
-    """Has an optimizer work on copies of its parameters, on the host and at least in float32.
+    """Makes an optimizer work on copies of its parameters, on the host and in float32 or wider.
 
-    The model's own parameters may have less precision, and be on any device; they follow by :meth:`show`.
+    The model's own parameters may have less precision and be on any device; :meth:`show` updates them.
 
     Args:
-        optimizer: from now on it holds the copies; what it knew of the parameters goes with them.
+        optimizer: holds the copies from now on, with its statistics.
 
     Attributes:
         shown_groups: its parameter groups, with the model's parameters instead of the copies.
-        shown_options: what they say; see :mod:`manyhands.optim.run.group_options`.
+        shown_options: the options in these; see :mod:`manyhands.optim.run.group_options`.
     Raises:
-        ConfigError: two parameters share memory, so the copy of one would overwrite what the other has learnt.
+        ConfigError: two parameters share memory, so one copy would overwrite updates of the other.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -51,14 +51,14 @@ class HostCopy:
 
     @torch.no_grad()
     def show(self) -> None:
-        """Give the model the parameters that the optimizer holds, and the groups their options."""
+        """Copy the optimizer's parameters to the model, and its options to the shown groups."""
         for parameter, copy in zip(self._model_parameters, self._copies, strict=True):
             parameter.copy_(copy)
         self._show_options()
 
     @torch.no_grad()
     def take_over(self) -> None:
-        """Give the optimizer the parameters that the model has, as after a checkpoint was loaded into it."""
+        """Copy the model's parameters to the optimizer, as after a checkpoint was loaded into the model."""
         for parameter, copy in zip(self._model_parameters, self._copies, strict=True):
             if not torch.equal(copy.to(parameter), parameter):  # else the copy has them with more precision
                 copy.copy_(parameter)
@@ -67,7 +67,7 @@ class HostCopy:
     def _show_options(self) -> None:
         for group, shown in zip(self._optimizer.param_groups, self.shown_groups, strict=True):
             options = {name: value for name, value in group.items() if name != "params"}
-            shown.update(  # a rate may be a tensor, which an update in the background writes
+            shown.update(  # a rate may be a tensor that a background update writes
                 {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in options.items()}
             )
         self.shown_options = options_of(self.shown_groups)
@@ -85,5 +85,5 @@ def _on_host(value: Any) -> Any:
 
 
 def _dtype_on_host(value: torch.Tensor) -> torch.dtype:
-    """At least float32; float32 would not hold large integers."""
+    """At least float32; large integers keep their dtype, as float32 cannot hold them."""
     return torch.promote_types(value.dtype, torch.float32) if value.is_floating_point() else value.dtype

@@ -1,4 +1,4 @@
-"""What one peer trains: parameters, optimizer and schedule, where in the run they stand, and what its manifest says."""
+"""One peer's copy of the trained state: parameters, optimizer, schedule, position in the run, and manifest."""
 
 from __future__ import annotations
 
@@ -46,19 +46,19 @@ SchedulerMaker = LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler]
 
 
 class Replica:
-    """One peer's parameters, optimizer and schedule; every peer of the run has the same at the same position.
+    """One peer's parameters, optimizer and schedule; the same on every peer at the same position.
 
-    A lock keeps the state whole while it is copied for a newcomer. Steps are made by one thread at a time.
+    A lock keeps the state consistent while it is copied for a newcomer. Only one thread at a time makes steps.
 
     Args:
         scheduler: of ``optimizer``, or a function that makes it; stepped once for each global step.
-        offload: keep them on the host, and show the model their values.
+        offload: keep the parameters on the host, and copy their values to the model.
 
     Attributes:
-        position: of the parameters that the optimizer holds; those of the model may be a step behind.
-        lineage_samples: in all the steps that led there.
-        origin: the last of them; None at the begin, or if it is not known.
-        options: of the parameter groups, as the last step, its schedule or a loaded state left them.
+        position: of the optimizer's parameters; the model's may be a step behind.
+        lineage_samples: samples in all steps that led there.
+        origin: the last of these steps; None at the beginning, or if unknown.
+        options: of the parameter groups, as left by the last step, its schedule or a loaded state.
     """
 
     def __init__(
@@ -103,19 +103,19 @@ class Replica:
 
         Args:
             averaged_N: the averaged gradient; it is changed.
-            lineage: where the step leads.
-            samples: behind it, of all peers.
-            spare_N: memory of the same size whose values nobody needs.
-            parameters_N: averaged parameters to make the step from, as :meth:`flat_parameters` has them.
-            contributors: whose samples count in it; None if nobody knows them all.
+            lineage: of the position after the step.
+            samples: behind the step, of all peers.
+            spare_N: free memory of the same size.
+            parameters_N: averaged parameters to start from, in the layout of :meth:`flat_parameters`.
+            contributors: the peers whose samples count in the step; None if not all are known.
         Returns:
-            Why the update was refused, and the parameters are those of the step before; or nothing.
+            Why the update was refused, which leaves the parameters unchanged; else empty.
 
-        What the wrapped optimizer raises passes through, and nothing has moved; what the schedule raises does so when
-        the step is made.
+        If the wrapped optimizer raises, the exception passes through and nothing has moved. If the schedule raises, the
+        step is already made.
 
         Raises:
-            ConfigError: something has changed an option of the groups; nothing has moved.
+            ConfigError: an option of the groups was changed; nothing has moved.
         """
         with self._lock:
             check_unchanged(self.options, self.optimizer.param_groups)  # since :meth:`check_options` has, in background
@@ -146,32 +146,32 @@ class Replica:
             self.scheduler.step()
 
     def flat_parameters(self) -> torch.Tensor:
-        """The trained parameters end to end, in float32 on the host, copied; safe to call from any thread."""
+        """A copy of the trained parameters as one float32 vector on the host; safe to call from any thread."""
         with self._lock:
             return flattened(self._parameters)
 
     def sketch(self) -> Sketch:
-        """A few numbers that stand for the trained parameters at this step, to compare peers by."""
+        """A few sums of the trained parameters at this step, to compare peers by."""
         with self._lock:
             return sketch_of(self._parameters, self.position.step)
 
     @property
     def drift_bound(self) -> float:
-        """How far apart rounding may get the peers; see :func:`manyhands.optim.run.drift.bound_of`."""
+        """How far rounding may separate the peers' parameters; see :func:`manyhands.optim.run.drift.bound_of`."""
         return bound_of({parameter.dtype for parameter in self._parameters}, type(self.optimizer))
 
     def show(self) -> None:
-        """Have the model use the parameters at :attr:`position`."""
+        """Copy the parameters at :attr:`position` to the model."""
         if self.host_copy is not None:
             self.host_copy.show()
 
     def check_options(self, *, is_stepping: bool) -> None:
-        """Make sure that only the schedule has changed the options of the groups, such as the learning rate.
+        """Check that only the schedule has changed the groups' options, such as the learning rate.
 
         Args:
-            is_stepping: an update is made in the background, which may change them.
+            is_stepping: a background update is running, which may change them.
         Raises:
-            ConfigError: something else has; it says which one, and what to write.
+            ConfigError: something else changed an option; names it and what to write.
         """
         if self.host_copy is not None:
             check_unchanged(self.host_copy.shown_options, self.host_copy.shown_groups)
@@ -191,7 +191,7 @@ class Replica:
         return sealed(state)
 
     def restore(self, state: State) -> None:
-        """Take over another peer's state.
+        """Load another peer's state.
 
         Raises:
             ValueError: it does not fit, or cannot be trained on; nothing was changed.
@@ -210,7 +210,7 @@ class Replica:
     # checkpoints
 
     def place(self) -> dict[str, Any]:
-        """Where in the run the parameters are, and the schedule: plain values for a checkpoint."""
+        """The position of the parameters in the run, and the schedule, as plain values for a checkpoint."""
         schedule = plain_part(self.scheduler.state_dict()) if self.scheduler is not None else {}
         return {
             "step": self.position.step,
@@ -220,7 +220,7 @@ class Replica:
         }
 
     def load(self, state_dict: dict[str, Any], place: dict[str, Any] | None) -> None:
-        """Load a checkpoint of the optimizer, and go to where it was taken."""
+        """Load a checkpoint of the optimizer, and move to the position where it was taken."""
         with self._lock:
             self.optimizer.load_state_dict(state_dict)
             self.options = options_of(self.optimizer.param_groups)
@@ -240,7 +240,7 @@ class Replica:
 def manifest_of(
     replica: Replica, run_id: str, target_batch_size: int, averaging: AveragingConfig, extra: dict[str, str]
 ) -> RunManifest:
-    """The settings of this peer, which all peers of the run must have alike."""
+    """The settings of this peer, which must be equal on all peers of the run."""
     if averaging.max_group_size != AveragingConfig.max_group_size:
         extra = extra | {"max_group_size": str(averaging.max_group_size)}
     optimizer = replica.optimizer
@@ -264,14 +264,14 @@ def manifest_of(
 
 
 def described_schedule(scheduler: Any) -> str:
-    """A torch scheduler's class and constants, with those of the schedulers inside it; empty for None.
+    """A torch scheduler's class and constants, with those of nested schedulers; empty for None.
 
-    Functions, as in ``LambdaLR``, have no constants: what they do cannot be compared.
+    Functions, as in ``LambdaLR``, have no constants and cannot be compared.
     """
     if scheduler is None:
         return ""
     state = scheduler.state_dict()
-    left_out = {"last_epoch", "base_lrs"}  # what moves, or is in the hyper-parameters already
+    left_out = {"last_epoch", "base_lrs"}  # state that changes, or is in the hyper-parameters already
     constants = {name: state[name] for name in sorted(state) if not name.startswith("_") and name not in left_out}
     constants = {
         name: sorted(value.elements()) if isinstance(value, Counter) else value for name, value in constants.items()

@@ -1,7 +1,7 @@
-"""What becomes of the samples of one peer: each is used once, waits, or was dropped for a reason that the log names.
+"""Tracks the samples of one peer: each is used once, waits, or is dropped with the reason in the log.
 
 The others may make a step without some samples of this peer. It then loads their state, or has made the same step. The
-samples count in the next step if they surely were not counted in the last one and are at most one step late, as with
+samples count in the next step if they surely did not count in the last one and are at most one step late, as with
 ``delay``; see :meth:`SampleCounter._reason_to_drop`.
 """
 
@@ -40,16 +40,16 @@ class SampleCounter:
 
     @property
     def waiting(self) -> int:
-        """Those that count in the next step."""
+        """Samples that count in the next step."""
         return self._accumulator.samples
 
     def add(self, samples: int, weight: float | None, scale: float, at_step: int, *, is_overflow: bool) -> None:
-        """Count the gradients of a micro-batch in.
+        """Add the gradients of a micro-batch.
 
         Args:
-            scale: by which the loss was multiplied.
+            scale: factor of the loss.
             at_step: global step of the parameters that it was computed on.
-            is_overflow: with that scale it has become infinite.
+            is_overflow: the scaled loss has become infinite.
         """
         self.statistics.samples_computed += samples
         if is_overflow:
@@ -60,18 +60,18 @@ class SampleCounter:
             logger.warning("a gradient of this micro-batch is not finite; its %d samples are dropped", samples)
 
     def freeze(self) -> Contribution:
-        """Hand out what waits, for a step."""
+        """Return the waiting gradients as the contribution to a step."""
         return self._accumulator.freeze()
 
     def give_up(self, step: GlobalStep) -> None:
-        """A step was not made: its contribution counts in the next attempt, if it is still there."""
+        """Put the contribution of a step that was not made back, if it is intact; it counts in the next attempt."""
         if step.is_spoiled:
             self._drop(step, f"the update of global step {step.left_from.step + 1} broke off")
         else:
             self._accumulator.take_back(step.contribution)
 
     def count(self, step: GlobalStep) -> None:
-        """A step was made, by this peer or by the others without it."""
+        """Count the samples of a step that was made, by this peer or by the others without it."""
         outcome, contribution, counts = step.outcome, step.contribution, self.statistics
         assert outcome is not None
         counts.rounds_committed += outcome.manifest is not None
@@ -87,7 +87,7 @@ class SampleCounter:
             self._recycle(step)
         elif outcome.is_outsized:
             self._drop(step, OUTSIZED % number)
-        elif step.is_lost:  # once the state is loaded it is known where they can count
+        elif step.is_lost:  # the loaded state will show where they can count
             self._accumulator.take_back(contribution)
         elif reason := self._reason_to_drop(contribution.since_step, step.left_from, was_out=True):
             self._drop(step, f"the group made global step {number} without this peer, and {reason}")
@@ -96,7 +96,7 @@ class SampleCounter:
             self._carried(contribution.samples)
 
     def load(self, before: Position) -> None:
-        """The state of others was loaded, and this peer was at ``before``."""
+        """Carry or drop the waiting samples after a loaded state replaced the position ``before``."""
         for part in self._accumulator.parts:
             if reason := self._reason_to_drop(part.since_step, before, was_out=part.was_out):
                 self._drop_waiting(part, reason)
@@ -104,23 +104,23 @@ class SampleCounter:
                 self._carried(part.samples)
 
     def reload(self) -> None:
-        """The state of others was loaded, as this peer held other parameters than they at the same position."""
+        """Drop the waiting samples after a reload that corrected this peer's parameters."""
         self.statistics.parameters_reloaded += 1
         self.drop_waiting("they were computed on parameters that are not those of the run")
 
     def drop_waiting(self, reason: str) -> None:
-        """The parameters are not those any more that the gradients so far were computed on."""
+        """Drop all waiting samples: their parameters have changed."""
         for part in self._accumulator.parts:
             self._drop_waiting(part, reason)
 
     def _reason_to_drop(self, since_step: int, before: Position, *, was_out: bool) -> str:
-        """Why samples cannot count at the position to which this peer has gone; empty if they can.
+        """Why samples cannot count at this peer's new position; empty if they can.
 
         Args:
             since_step: of the parameters that the oldest of them was computed on.
-            before: where this peer was.
-            was_out: an attempt at the step was made with some of them, which may have committed whatever this peer has
-                heard of it. Then the state of the others must say whose samples it has.
+            before: this peer's position before.
+            was_out: some of them were in an attempt at the step, which may have committed without this peer's
+                knowledge. Then the others' state must say whose samples it has.
         """
         after, origin = self._replica.position, self._replica.origin
         if origin is None or origin.parent != before:
@@ -149,6 +149,6 @@ class SampleCounter:
         logger.warning("%d samples are dropped: %s", samples, reason)
 
     def _recycle(self, step: GlobalStep) -> None:
-        """Use the memory of a contribution again; of a step alone the wrapped optimizer has it, and may keep it."""
+        """Reuse the memory of a contribution; after a step alone the wrapped optimizer may still hold it."""
         if step.outcome is not None and step.outcome.manifest is not None:
             self._accumulator.recycle(step.contribution)

@@ -1,4 +1,4 @@
-"""Makes one step of the wrapped optimizer with the averaged gradient, and takes it back if it is not finite."""
+"""Makes one step of the wrapped optimizer with the averaged gradient, and undoes it if the result is not finite."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from manyhands.optim.run.drift import KNOWN_OPTIMIZERS
 from manyhands.optim.state.state import parameters_of
 
 LARGE = 1e7
-"""The known optimizers multiply five numbers at most: SGD the learning rate, momentum, dampening, weight decay and a
-value. If each is below this, the product is finite in float32; a copy of the statistics is not needed then.
-"""
+"""Known optimizers multiply at most five numbers: SGD the learning rate, momentum, dampening, weight decay and a value.
+If each is below this, the product is finite in float32, and no copy of the statistics is needed."""
 SMALLEST_EPS = 1e-20
-"""Such a value divided by this and multiplied by such a learning rate is finite, too."""
+"""A value below ``LARGE``, divided by this and multiplied by such a learning rate, is finite, too."""
 
 
 def guarded_step(
@@ -28,16 +27,16 @@ def guarded_step(
     max_grad_norm: float | None,
     spare_N: torch.Tensor | None,
 ) -> str:
-    """Clip the averaged gradient and make a step with it; if that is not finite, nothing has changed.
+    """Clip the averaged gradient and make a step with it; if the result is not finite, undo the step.
 
-    Parameters and the optimizer's statistics are then what they were before. When the optimizer raises, the parameters
-    are. All peers have the same vector, parameters and statistics, so all refuse the same steps.
+    Parameters and statistics are then as before; if the optimizer raises, only the parameters are restored. All peers
+    have the same vector, parameters and statistics, so all refuse the same steps.
 
     Args:
-        parameters: those that are trained, in the order in which they lie in the vector.
+        parameters: the trained ones, in the order of the vector.
         averaged_N: its gradients are clipped in place.
         max_grad_norm: bound of the norm of all gradients together.
-        spare_N: memory of the same size, to keep the parameters in; without it more is taken.
+        spare_N: memory of the same size for a copy of the parameters; without it more is allocated.
     Returns:
         Why the step was refused; empty if it was made.
     """
@@ -75,7 +74,7 @@ def guarded_step(
 
 
 def move_statistics(optimizer: torch.optim.Optimizer) -> None:
-    """Have the statistics of each parameter where it is now: its model may be moved to a GPU once they are there."""
+    """Move each parameter's statistics to its device: the model may move to a GPU after they were created."""
     for parameter, statistics in optimizer.state.items():
         for name, value in statistics.items():
             is_like_it = isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == parameter.shape
@@ -92,7 +91,7 @@ def global_norm(tensors: Sequence[torch.Tensor]) -> float:
 def _is_surely_finite(
     optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor], gradient_norm: float
 ) -> bool:
-    """Whether the next update is finite by the formula of the optimizer, as all that goes into it is moderate."""
+    """Whether the optimizer's formula guarantees a finite update, as all its inputs are moderate."""
     groups = optimizer.param_groups
     options = [value for group in groups for value in group.values() if isinstance(value, float | int | torch.Tensor)]
     if type(optimizer) not in KNOWN_OPTIMIZERS or any(parameter.dtype == torch.float16 for parameter in parameters):
@@ -119,7 +118,7 @@ def _tensors_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 def _copies(
     parameters: Sequence[torch.Tensor], layout: GradientLayout, spare_N: torch.Tensor | None
 ) -> list[torch.Tensor]:
-    """Copies of all parameters; in the spare memory where it can hold them exactly."""
+    """Copies of all parameters, in the spare memory where it can hold them exactly."""
     views = layout.views(spare_N)[0] if spare_N is not None else [None] * len(parameters)
     return [
         view.copy_(parameter.detach())

@@ -29,7 +29,7 @@ _modules: dict[str, ModuleType | None] = {}
 
 
 def prepare(numel: int, codec: str) -> None:
-    """Make the kernels ready for vectors of so many values; any thread may call it.
+    """Compile or load the kernels for vectors of ``numel`` values; any thread may call it.
 
     Nothing is done if they are ready, cannot be had on this machine, or there is nothing to gain.
 

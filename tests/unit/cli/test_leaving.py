@@ -1,0 +1,53 @@
+"""A command leaves on a signal, whatever its main thread does at that moment."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from manyhands.cli.leaving import leaving_on_signals
+
+
+class InterruptedFinalizer:
+    def __del__(self) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+
+def make_and_forget(kind: type) -> None:
+    kind()
+
+
+def leave_in_a_finalizer() -> None:
+    make_and_forget(InterruptedFinalizer)  # Python discards what its finalizer raises
+    time.sleep(4)  # the last resort ends the process after 4.5 s
+
+
+@pytest.fixture(autouse=True)
+def handlers_are_restored() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_an_interrupt_within_a_finalizer_is_not_lost(capfd: pytest.CaptureFixture[str]) -> None:
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), leaving_on_signals():
+        leave_in_a_finalizer()
+    assert time.monotonic() - began < 2
+    assert "Traceback" not in capfd.readouterr().err
+
+
+class FaultyFinalizer:
+    def __del__(self) -> None:
+        raise ValueError("of a user")
+
+
+def test_other_faults_of_finalizers_are_reported_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    reported: list[type[BaseException]] = []
+    monkeypatch.setattr("sys.unraisablehook", lambda event: reported.append(event.exc_type))
+    with leaving_on_signals():
+        make_and_forget(FaultyFinalizer)
+    assert reported == [ValueError]
