@@ -28,6 +28,8 @@ NUM_BYTES = 4 * NUMEL
 CONFIG = AveragingConfig(matchmaking_time_s=3.0, averaging_timeout_s=30.0, stream_timeout_s=5.0, codec="none")
 POLL_S = 0.0005
 STAY_S = 30.0
+MAX_ATTEMPTS = 2
+"""A round whose leader dies is aborted, and its members form another group."""
 PHASES = (
     "before", "joining", "formed", "first chunk sent", "half sent", "reducing", "before commit", "after commit",
 )  # fmt: skip
@@ -49,11 +51,13 @@ class Report:
         time: of the machine's monotonic clock, in seconds.
         digest: of the mean that it holds; empty if it holds none.
         reason: what went wrong, in words.
+        num_attempts: rounds in which it took part; only that of a leader that died needs a second one.
     """
 
     time: float
     digest: bytes
     reason: str
+    num_attempts: int
 
 
 def identity_of(number: int) -> Identity:
@@ -61,7 +65,7 @@ def identity_of(number: int) -> Identity:
 
 
 def run(number: int, phase: str, fault: signal.Signals | None, pipe: Connection) -> None:
-    """The process: it tells its addresses, is told those of all, makes one round, and reports."""
+    """The process: it tells its addresses, is told those of all, averages once, and reports."""
     torch.set_num_threads(1)
     asyncio.run(_run(number, phase, fault, pipe))
 
@@ -95,12 +99,18 @@ async def _run(number: int, phase: str, fault: signal.Signals | None, pipe: Conn
     runner.on_phase.append(lambda entered: fail_in(OF_THE_ROUND[entered]))
     fail_in("before")
     watching = asyncio.create_task(watch())
-    try:
-        result = await runner.average(vector_N, 1.0)
-        digest = result.manifest.digest if result.averaged_N is not None else b""
-        report = Report(time.monotonic(), digest, result.reason)
-    except RoundAborted as error:
-        report = Report(time.monotonic(), b"", error.reason)
+    reason = ""
+    for attempt in range(1, MAX_ATTEMPTS + 1):
+        try:
+            result = await runner.average(vector_N, 1.0)
+        except RoundAborted as error:
+            reason = error.reason
+        else:
+            digest = result.manifest.digest if result.averaged_N is not None else b""
+            report = Report(time.monotonic(), digest, result.reason, attempt)
+            break
+    else:
+        report = Report(time.monotonic(), b"", reason, MAX_ATTEMPTS)
     pipe.send(report)
     await loop.run_in_executor(None, pipe.poll, STAY_S)  # whoever is in doubt may ask
     watching.cancel()
