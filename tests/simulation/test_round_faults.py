@@ -23,7 +23,6 @@ from tests.simulation.round_faults import (
     ROLES,
     START_S,
     RoundWorld,
-    random_death,
 )
 from tests.sweeps import few_of
 
@@ -83,12 +82,6 @@ def test_one_is_killed_and_all_others_commit(phase: str, role: str, num_peers: i
     assert_all_hold_it(world, world.survivors([victim]), within_s)
 
 
-@pytest.mark.parametrize("seed", few_of([6, 12, 86, 158, 176]))
-def test_who_lacks_the_means_of_a_dead_reducer_when_the_others_commit_fetches_them(seed: int) -> None:
-    world = random_death(seed)
-    assert_all_hold_it(world, world.survivors([world.victim]), 2.0)
-
-
 @pytest.mark.parametrize("role", ROLES)
 @pytest.mark.parametrize("phase", PHASES)
 def test_one_freezes_and_all_others_commit(phase: str, role: str) -> None:
@@ -100,8 +93,7 @@ def test_one_freezes_and_all_others_commit(phase: str, role: str) -> None:
 @pytest.mark.parametrize("phase", PHASES[2:])
 def test_one_loses_its_power_and_all_others_commit(phase: str, role: str) -> None:
     world, victim = with_fault(4, role, phase, "crash")
-    if (phase, role) != ("formed", "leader"):  # nobody was told of the group: the others look for another one
-        assert_all_hold_it(world, world.survivors([victim]), SILENT_S)
+    assert_all_hold_it(world, world.survivors([victim]), SILENT_S)
 
 
 @pytest.mark.parametrize("role", ROLES)
@@ -215,9 +207,10 @@ def test_clocks_that_differ_by_a_minute_change_nothing(skew_s: float) -> None:
 @pytest.mark.parametrize("seed", few_of(range(24), 3))
 def test_two_faults_at_once(seed: int) -> None:
     """Of eight, two die in phases of their own: the leader and the next rank, in a third of the cases."""
-    world = RoundWorld(8, seed, max_attempts=3)
+    world = RoundWorld(8, seed)
     rng = world.world.rng("two faults")
     victims = world.names[:2] if seed % 3 == 0 else rng.sample(world.names, 2)
+    world.max_attempts = 3 if world.names[0] in victims else 1  # only the death of the leader costs an attempt
     world.start()
     for victim in victims:
         fault = rng.choice(["kill", "kill", "freeze", "crash"])

@@ -13,7 +13,7 @@ from manyhands.optim.accumulator import Contribution
 from manyhands.optim.health import Health
 from manyhands.optim.run.collaboration import Collaboration
 from manyhands.optim.run.decisions import LULL_S, Decision
-from manyhands.optim.run.step_rounds import Averaged
+from manyhands.optim.run.step_rounds import Averaged, longest_attempt_s
 from manyhands.optim.speed import SpeedMeter
 from manyhands.optim.state.state import State
 from manyhands.optim.state.transfer import MAX_DOWNLOAD_S
@@ -26,6 +26,8 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 15.0
+BLOCKED_S = 5.0
+"""For a blocked network thread, beyond the limit of what it does."""
 JOIN_ATTEMPTS = 3
 CALLED_WITHIN_S = 40.0
 """A client with the state connects to a newcomer within this time, or its record has expired.
@@ -85,7 +87,7 @@ class BlockingRunClient:
             if len(failures) >= JOIN_ATTEMPTS and not (must_be_called_on and self._peer.time() < called_by):
                 raise failures[0]  # it names all peers that were asked; later attempts skip those without news
             self._peer.sleep(NEWS_PERIOD_S)  # the others may publish something new
-            self._run(collaboration.decisions.look(), phase)
+            self._run(collaboration.tracker.look(), phase)
         return False
 
     def leave(self) -> None:
@@ -102,7 +104,7 @@ class BlockingRunClient:
         collaboration, phase = self._collaboration, "looking at the others"
         deadline = self._peer.time() + timeout_s
         while True:
-            self._run(collaboration.decisions.look(), phase)
+            self._run(collaboration.tracker.look(), phase)
             if not self._call(phase, collaboration.tracker.is_ahead_of_somebody):
                 return True
             if self._peer.time() > deadline:
@@ -149,8 +151,7 @@ class BlockingRunClient:
         Raises:
             RoundAborted, Unavailable: it failed; nothing has changed.
         """
-        config = self._averaging  # the round bounds itself; this is for a blocked network thread
-        timeout_s = 2 * config.averaging_timeout_s + config.in_doubt_timeout_s + CALL_TIMEOUT_S
+        timeout_s = longest_attempt_s(self._averaging) + BLOCKED_S
         averaging = self._collaboration.step_rounds.average(contribution.mean_N, contribution.weight)
         return self._peer.run(averaging, timeout_s, "averaging")
 

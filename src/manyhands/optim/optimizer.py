@@ -115,7 +115,7 @@ class Optimizer(OptimizerWrapper):
         self._options = options = Options(
             run_id=run_id, target_batch_size=target_batch_size, batch_size_per_step=batch_size_per_step,
             batch_size_lead=batch_size_lead, max_grad_norm=max_grad_norm, delay=delay, offload=offload,
-            auxiliary=auxiliary, allow_solo=allow_solo,
+            auxiliary=auxiliary,
         )  # fmt: skip
         check_peer(peer)
         averaging = averaging_of(averaging, matchmaking_time_s, averaging_timeout_s)
@@ -260,6 +260,9 @@ class Optimizer(OptimizerWrapper):
     def close(self) -> None:
         """Leave the run; the peer stays. Closing the peer does this too."""
         self._stop_looking()
+        on_close = self.peer.presence.on_close
+        if self._look_no_more in on_close:
+            on_close.remove(self._look_no_more)
         self._membership.leave()
 
     def _stop_looking(self) -> None:

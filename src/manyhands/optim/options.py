@@ -36,7 +36,6 @@ class Options:
     delay: Delay | None
     offload: bool | None
     auxiliary: bool
-    allow_solo: bool = False
 
     def __post_init__(self) -> None:
         checked_run_id(self.run_id)

@@ -26,14 +26,14 @@ class Peers:
         self.left_s = 1000.0
         self.outlook = SimpleNamespace(num_peers=2)
         self.target_batch_size = 64
-        self.is_called = self.group_stands = False
+        self.is_called = self.group_stands = self.is_without_leader = False
         self.on_called_ahead: list[Callable[[], None]] = []
 
     def position(self) -> Position:
         return self.at
 
     def lacks_leader(self) -> bool:
-        return False
+        return self.is_without_leader
 
     def seconds_until(self, samples: int) -> float:
         return self.left_s - (self.target_batch_size - samples)  # at a sample a second
@@ -71,6 +71,19 @@ async def test_it_begins_once_when_the_target_is_near(tasks: TaskOwner, lead: in
         await after_planning(look_ahead)
         assert peers.events == []
     peers.left_s = near_s
+    await after_planning(look_ahead)
+    assert peers.events == ["began"]
+
+
+async def test_it_does_not_begin_alone_nor_without_a_peer_that_can_lead(tasks: TaskOwner) -> None:
+    peers = Peers()
+    peers.left_s, peers.is_without_leader = 0.0, True
+    look_ahead = made(peers, tasks)
+    await after_planning(look_ahead)
+    peers.is_without_leader, peers.outlook.num_peers = False, 1
+    await after_planning(look_ahead)
+    assert peers.events == []
+    peers.outlook.num_peers = 2
     await after_planning(look_ahead)
     assert peers.events == ["began"]
 

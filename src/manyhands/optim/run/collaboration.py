@@ -123,7 +123,7 @@ class Collaboration:
             parts.callback(server.close)
             self.decisions = StepDecisions(
                 presence, manifest.run_id, self.tracker, self._rounds, look_ahead, server, self._drift,
-                self._unlike_options, self._local, self._averaging, self.tasks, allow_solo=self._allow_solo,
+                self._unlike_options, self._averaging, self.tasks, allow_solo=self._allow_solo,
             )  # fmt: skip
             parts.callback(self.decisions.close)
             self.tracker.on_outlook = self._on_news
@@ -249,7 +249,7 @@ class Collaboration:
         """
         donors = self._donors()
         if not donors:  # their records have expired since they were read
-            await self.decisions.look()
+            await self.tracker.look()
             donors = self._donors()
         branch, records = self.tracker.leading_branch(), self.tracker.reader.records()
         if not donors and self.tracker.branches.waits_for_clients():

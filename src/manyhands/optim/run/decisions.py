@@ -13,7 +13,6 @@ from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import Position
 from manyhands.averaging.rounds import RoundRunner
 from manyhands.averaging.run_endpoint import RunEndpoint
-from manyhands.base.deadline import time_limit
 from manyhands.base.errors import ManyhandsError
 from manyhands.base.identity import PeerId
 from manyhands.optim.run.acquaintances import Acquaintances, Departures
@@ -21,7 +20,6 @@ from manyhands.optim.run.drift import Drift
 from manyhands.optim.run.firewalled import Firewalled
 from manyhands.optim.run.group_options import UnlikeOptions
 from manyhands.optim.run.look_ahead import LookAhead
-from manyhands.optim.run.protocols import LocalState
 from manyhands.optim.run.tracker import ProgressTracker
 from manyhands.optim.state.transfer import StateServer
 from manyhands.peer import Presence
@@ -29,7 +27,6 @@ from manyhands.runtime import TaskOwner
 
 logger = logging.getLogger(__name__)
 
-LOOK_TIMEOUT_S = 5.0
 NEAR_TIMEOUT_S = 1.0
 """The longest wait of a training loop to learn whether the target is reached."""
 NEWCOMER_S = 3.0
@@ -81,7 +78,6 @@ class StepDecisions:
         server: StateServer,
         drift: Drift,
         unlike_options: UnlikeOptions,
-        local: LocalState,
         averaging: AveragingConfig,
         tasks: TaskOwner,
         *,
@@ -94,10 +90,10 @@ class StepDecisions:
         self._server = server
         self._drift = drift
         self._unlike_options = unlike_options
-        self._local = local
         self._averaging = averaging
         self._allow_solo = allow_solo
         self._departures = Departures(presence.endpoint, tracker, tasks)
+        self._tasks = tasks
         self._firewalled = Firewalled(presence, tracker, run_id, tasks)
         self._acquaintances = Acquaintances(RunEndpoint(presence.endpoint, run_id), tracker, tasks)
         self._courtesy = Courtesy()
@@ -128,21 +124,25 @@ class StepDecisions:
 
         Raises:
             ConfigError: another process with this peer's identity began earlier.
+            ManyhandsError: this peer has left the run.
         """
+        if self._tasks.is_closed:
+            raise ManyhandsError("this peer left the run")
         tracker = self._tracker
         tracker.twin.check(asyncio.get_running_loop().time())
         tracker.report(samples, samples_per_second, batch_s)
         self._firewalled.tell()
         if tracker.is_worth_a_look():
-            await self.look(NEAR_TIMEOUT_S)
-        self._unlike_options.look(self._local.position)
+            await self._tracker.look(NEAR_TIMEOUT_S)
+        self._unlike_options.look(tracker.position())
         if tracker.should_load_state():
             return Decision.LOAD_STATE
         if self._drift.should_load():
             return Decision.RELOAD
-        if may_wait and samples and tracker.is_arriving():
+        is_arriving = may_wait and tracker.is_arriving()
+        if is_arriving and samples:
             self._acquaintances.tell(tracker.view.reachable)
-        if not tracker.is_due() and not (may_wait and await self._reaches_target(batch_s)):
+        if not tracker.is_due() and not (is_arriving and await self._reaches_target(batch_s)):
             self._lull = self._lull_after(samples)
             return Decision.ACCUMULATE
         if tracker.can_meet_somebody():
@@ -151,7 +151,7 @@ class StepDecisions:
         if not self._is_alone():  # but the peers that are there cannot be reached now
             self._departures.look()
             return Decision.ACCUMULATE
-        await self.look()  # before a step alone
+        await tracker.look()  # before a step alone
         if not self._is_alone() or tracker.can_meet_somebody():
             return Decision.ACCUMULATE
         if not samples or self._is_followed() or await self._acquaintances.answer():
@@ -164,14 +164,6 @@ class StepDecisions:
             await asyncio.sleep(seconds)  # its obstacle is still there
         else:
             await self._tracker.wait_until_due(seconds)
-
-    async def look(self, timeout_s: float = LOOK_TIMEOUT_S) -> None:
-        """Read the progress of the others."""
-        try:
-            async with time_limit(timeout_s, "reading the progress of the others"):
-                await self._tracker.refresh()
-        except ManyhandsError as error:
-            logger.debug("the progress of the others cannot be read: %s", error)
 
     # far from the target
 
@@ -191,20 +183,20 @@ class StepDecisions:
     # at the target
 
     async def _reaches_target(self, batch_s: float) -> bool:
-        """Wait for the others' current batches if these reach the target; returns whether they did.
+        """Wait for the others' current batches, which reach the target; returns whether they did.
 
         Otherwise each peer would compute one more batch, and a step would have that many samples too many. A wait in
         vain is not repeated before the next step.
         """
-        now, tracker, position = asyncio.get_running_loop().time(), self._tracker, self._local.position
-        busy_until = tracker.view.busy_until(now)
-        if not tracker.is_arriving() or self._waited_in_vain_at == position or batch_s <= 0:
+        now, tracker, position = asyncio.get_running_loop().time(), self._tracker, self._tracker.position()
+        if self._waited_in_vain_at == position or batch_s <= 0:
             return False
+        busy_until = tracker.view.busy_until(now)
         if busy_until - now > min(BATCH_MARGIN * batch_s, self._averaging.matchmaking_time_s / 2):
             return False  # another batch of this peer ends before theirs, or theirs take too long
         await tracker.wait_until_due(busy_until + min(batch_s, NEAR_TIMEOUT_S) - now)
         if not tracker.is_due():
-            await self.look(NEAR_TIMEOUT_S)
+            await self._tracker.look(NEAR_TIMEOUT_S)
         self._unlike_options.look(position)  # at what others have told meanwhile
         if not tracker.is_due():
             self._waited_in_vain_at = position
@@ -222,7 +214,7 @@ class StepDecisions:
 
     def _due_since(self) -> float:
         """When this peer first found a step from here due (loop time)."""
-        position = self._local.position
+        position = self._tracker.position()
         if self._due_at is None or self._due_at[0] != position:
             self._due_at = (position, asyncio.get_running_loop().time())
         return self._due_at[1]

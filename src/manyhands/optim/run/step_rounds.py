@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import logging
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from manyhands.averaging.messages import Position, RoundManifest
 from manyhands.averaging.round_outcome import CommittedRound
 from manyhands.averaging.rounds import RoundRunner
 from manyhands.base.deadline import time_limit
-from manyhands.base.errors import ManyhandsError, RoundAborted, Unavailable
+from manyhands.base.errors import RoundAborted, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.optim.run.drift import Drift
 from manyhands.optim.run.grid_assignment import GridAssignment
@@ -29,9 +30,14 @@ logger = logging.getLogger(__name__)
 
 PARAMETERS_EVERY = 8
 """In a grid the parameters are averaged once in this many global steps, before the step from them."""
-LOOK_TIMEOUT_S = 1.0
 SLACK_S = 10.0
 """Margin beyond a round's own limit, for a leader that began it later: only a defect takes longer."""
+LOOK_TIMEOUT_S = 1.0
+
+
+def longest_attempt_s(config: AveragingConfig) -> float:
+    """The time limit of one attempt at averaging."""
+    return 2 * config.averaging_timeout_s + config.in_doubt_timeout_s + SLACK_S
 
 
 @dataclass
@@ -99,12 +105,18 @@ class StepRounds:
         self._local = local
         self._config = config
         self._attempt: asyncio.Task[object] | None = None
+        self._is_closed = False
 
     def close(self) -> None:
-        """End the current attempt."""
+        """End the current attempt, and all later ones at once."""
+        self._is_closed = True
         self._look_ahead.stop()
         if self._attempt is not None:
             self._attempt.cancel()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise RoundAborted("this peer leaves the run")
 
     def plan(self) -> None:
         """Take a seat in the grid early enough for the others to read it, and schedule the search for a group.
@@ -121,18 +133,18 @@ class StepRounds:
             mean_N: this peer's gradient; not changed.
             weight: behind it.
         Raises:
-            RoundAborted, Unavailable: nothing was changed, and the gradient counts in the next attempt.
+            RoundAborted, Unavailable: nothing was changed, and the gradient counts in the next attempt. Also when this
+                is closed meanwhile.
         """
+        self._check_open()
         position, tracker, self._attempt = self._local.position, self._tracker, asyncio.current_task()
         tracker.answer_call()
         try:
-            config = self._config
-            bound_s = 2 * config.averaging_timeout_s + config.in_doubt_timeout_s + SLACK_S
-            async with time_limit(bound_s, "averaging with the others"):
+            async with time_limit(longest_attempt_s(self._config), "averaging with the others"):
                 await self._look_ahead.end()
                 self._assignment.position()
                 if not self._assignment.is_settled:
-                    await self._look()
+                    await self._tracker.look(LOOK_TIMEOUT_S)
                 if self._assignment.begin_step():
                     averaged = await self._average_in_grid(position, mean_N, weight)
                 else:
@@ -144,6 +156,8 @@ class StepRounds:
             self._assignment.end_step()
             if isinstance(error, (RoundAborted, Unavailable)):
                 tracker.refresh_soon()  # the run may have gone on without this peer
+            if isinstance(error, asyncio.CancelledError):
+                self._check_open()
             raise
         finally:
             self._attempt = None
@@ -177,7 +191,8 @@ class StepRounds:
         if position.step % PARAMETERS_EVERY == 0:
             vector_N = await loop.run_in_executor(None, self._with_parameters, mean_N)
             shapes = [*shapes, (vector_N.numel() - numel,)]  # of one dimension, so they are never encoded with a loss
-        steps = GridSteps(self._assignment, self._own_id, self._rounds, config, self._look, shapes)
+        look = functools.partial(self._tracker.look, LOOK_TIMEOUT_S)
+        steps = GridSteps(self._assignment, self._own_id, self._rounds, config, look, shapes)
         await steps.take(outcome, vector_N, weight, loop.time() + config.averaging_timeout_s)
         if outcome.committed is None or outcome.committed.averaged_N is None:
             raise RoundAborted(outcome.reason)
@@ -200,10 +215,3 @@ class StepRounds:
 
     def _with_parameters(self, mean_N: torch.Tensor) -> torch.Tensor:
         return torch.cat([mean_N, self._local.flat_parameters()])
-
-    async def _look(self) -> None:
-        try:
-            async with time_limit(LOOK_TIMEOUT_S, "reading who is there"):
-                await self._assignment.refresh()
-        except ManyhandsError as error:
-            logger.debug("who is there cannot be read: %s", error)

@@ -18,7 +18,7 @@ import msgspec
 from manyhands.averaging.grid.seats import Seat
 from manyhands.averaging.messages import Position
 from manyhands.averaging.peer_records import RecordPublisher, UntilFresh
-from manyhands.base.deadline import wait_at_most
+from manyhands.base.deadline import time_limit, wait_at_most
 from manyhands.base.errors import ManyhandsError
 from manyhands.base.identity import PeerId
 from manyhands.dht import DhtNode
@@ -41,6 +41,7 @@ from manyhands.runtime import TaskOwner
 
 logger = logging.getLogger(__name__)
 
+LOOK_TIMEOUT_S = 5.0
 WHOLE_READ_PERIOD_S = 5.0
 """Period of reads from most holders of the records."""
 MAX_IN_NEED = 2
@@ -51,7 +52,8 @@ not have read those of the peers that came; but no peer can force steps without 
 
 
 class ProgressTracker:
-    """Tracks the progress of all peers of a run. Lives on the network thread; any thread may read :attr:`progress`.
+    """Tracks the progress of all peers of a run. Lives on the network thread; any thread may read :attr:`progress` and
+    :attr:`outlook`.
 
     Args:
         began_at: when this process began, by the wall clock.
@@ -236,6 +238,14 @@ class ProgressTracker:
         return self._config.ttl_s * crowd_factor(self.outlook.num_peers)
 
     # records of the others
+
+    async def look(self, timeout_s: float = LOOK_TIMEOUT_S) -> None:
+        """Read the records of the others now; if that fails, earlier reads count."""
+        try:
+            async with time_limit(timeout_s, "reading the progress of the others"):
+                await self.refresh()
+        except ManyhandsError as error:
+            logger.debug("the progress of the others cannot be read: %s", error)
 
     async def refresh(self, *, quickly: bool = False) -> None:
         """Read the records of the others now.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import logging
 from typing import TYPE_CHECKING
@@ -19,6 +18,7 @@ from manyhands.optim.run.drift import Sketch
 from manyhands.optim.run.progress import sum_of_samples
 from manyhands.optim.run.step_rounds import Averaged
 from manyhands.optim.step.replica import Replica
+from manyhands.runtime.executor import run_to_end
 
 if TYPE_CHECKING:
     from manyhands.optim.run.collaboration import Collaboration
@@ -122,8 +122,8 @@ class GlobalStep:
     def begin(self, collaboration: Collaboration) -> None:
         """Have the network thread make the step; repeated calls on it have no effect."""
         if not self.is_begun:
-            self.is_begun = True
             task = collaboration.tasks.spawn(self._make(collaboration), name="a global step")
+            self.is_begun = True
             task.add_done_callback(lambda _: self._end())
 
     async def _make(self, collaboration: Collaboration) -> None:
@@ -133,7 +133,7 @@ class GlobalStep:
                 contribution = self.contribution
                 self.committed(await collaboration.step_rounds.average(contribution.mean_N, contribution.weight))
             if not self.is_lost:
-                await asyncio.get_running_loop().run_in_executor(None, self.advance)
+                await run_to_end(self.advance)
                 self.applied_N = None
             self.announce(collaboration)
         except (RoundAborted, Unavailable) as error:
