@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 MAX_REFRESH_S = 3.0
 MIN_REFRESH_S = 0.5
-LONGEST_REFRESH_S = 600.0
+LONGEST_REFRESH_S = TTL_S
 """Lifetime of metrics."""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from manyhands.averaging.messages import Position
 from manyhands.base.identity import PeerId
-from manyhands.optim.run.branches import OUTVOTED_S, Belief, BranchChoice, believed_by_a_newcomer, network_of
+from manyhands.optim.run.branches import OUTVOTED_S, Belief, BranchChoice, believed_by_a_newcomer, voter_of
 from manyhands.optim.run.progress import ProgressRecord
 
 ANN, BOB, CAROL, DAVE, EVE = (PeerId(name) for name in ("ann", "bob", "carol", "dave", "eve"))
@@ -56,8 +56,8 @@ def test_one_network_has_one_vote() -> None:
     sybils = {PeerId(f"eve {number}"): at(60, b"eve", f"45.1.1.{number}") for number in range(20)}
     honest = {ANN: at(10, host="45.2.1.1"), BOB: at(10, host="45.3.1.1")}
     assert Belief().doubted(at(0), honest | sybils) == sybils.keys()
-    assert network_of(EVE, at(1, host="45.1.1.7")) == "45.1.1.0/24"
-    assert network_of(EVE, at(1)) == EVE, "in a private network each is one"
+    assert voter_of(EVE, at(1, host="45.1.1.7")) == "45.1.1.0/24"
+    assert voter_of(EVE, at(1)) == EVE, "in a private network each is one"
 
 
 def test_peers_without_an_address_vote_only_among_themselves() -> None:

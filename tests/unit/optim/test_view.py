@@ -66,9 +66,10 @@ def test_what_many_slow_peers_have_of_a_sample_counts_together() -> None:
     assert view.outlook(None, 100, 8.0).samples == 20
 
 
-def test_a_liar_does_not_spoil_the_sum_for_good() -> None:
+def test_what_a_liar_adds_to_the_sum_is_bounded() -> None:
     liar = record(samples=2**53, speed=1e308, counted_s_ago=1e308)
     assert 2**53 <= view_of(record(samples=10, speed=1.0), liar).outlook(None, 100, 5.0).samples <= 2**54
+    assert view_of(record(samples=10, speed=1.0)).outlook(None, 100, 5.0).samples == 15
 
 
 def test_the_leader_comes_first_among_those_that_can_be_dialled() -> None:

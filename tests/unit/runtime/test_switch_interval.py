@@ -35,17 +35,17 @@ def test_while_a_network_thread_is_there() -> None:
 
 @pytest.mark.parametrize("shorter_s", [0.0001, 0.002])
 def test_what_the_program_has_chosen_meanwhile_stays(shorter_s: float) -> None:
-    turns = SwitchInterval()
-    turns.shorten()
+    interval = SwitchInterval()
+    interval.shorten()
     sys.setswitchinterval(shorter_s)
-    turns.restore()
+    interval.restore()
     assert sys.getswitchinterval() == pytest.approx(shorter_s, abs=3e-6)
 
 
-def test_turns_that_are_shorter_already_stay() -> None:
+def test_an_interval_that_is_shorter_already_stays() -> None:
     sys.setswitchinterval(0.0001)
-    turns = SwitchInterval()
-    turns.shorten()
+    interval = SwitchInterval()
+    interval.shorten()
     assert sys.getswitchinterval() == pytest.approx(0.0001, abs=3e-6)
-    turns.restore()
+    interval.restore()
     assert sys.getswitchinterval() == pytest.approx(0.0001, abs=3e-6)

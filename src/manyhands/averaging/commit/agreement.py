@@ -298,7 +298,7 @@ class Agreement:
             await asyncio.gather(asking, return_exceptions=True)
         if state.verdict.done():
             return state.verdict.result()
-        return Verdict(True, None, f"nobody who is left knows the verdict: {reason}", [state.group.leader])
+        return Verdict(True, None, f"no remaining member knows the verdict: {reason}", [state.group.leader])
 
     async def _ask(self, state: VotingState, rank: int) -> None:
         """Ask a member repeatedly, until it has the verdict or can no longer get it from the leader."""

@@ -15,7 +15,6 @@ A peer can only follow a believed branch whose state it can get: from a peer tha
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import math
 from collections import Counter, deque
@@ -25,6 +24,7 @@ from typing import NamedTuple
 
 from manyhands.averaging.messages import NUM_RECENT_STEPS, Position, readable_addresses
 from manyhands.base.identity import PeerId
+from manyhands.dht.networks import network_of
 from manyhands.optim.run.progress import ProgressRecord, rank_of
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,6 @@ class Branch:
     """
 
     position: Position
-    lineage_samples: int
     holders: tuple[PeerId, ...]
     is_foreign: bool = False
 
@@ -99,7 +98,7 @@ def leading_branch(
         peer_id for peer_id in ordered
         if candidates[peer_id].position == best.position and strangers.get(peer_id, b"") == part
     ]  # fmt: skip
-    return Branch(best.position, best.lineage_samples, tuple(holders), is_foreign=part != b"")
+    return Branch(best.position, tuple(holders), is_foreign=part != b"")
 
 
 class _Electorate(NamedTuple):
@@ -191,7 +190,7 @@ class Belief:
         met = {peer_id: str(peer_id) for peer_id in records if peer_id in self._met}
         yield _Electorate(met, len(met), is_half_enough=False)
         learnt = {peer_id: record for peer_id, record in records.items() if record.position.step}
-        voters = {peer_id: network_of(peer_id, record) for peer_id, record in learnt.items() if record.addresses}
+        voters = {peer_id: voter_of(peer_id, record) for peer_id, record in learnt.items() if record.addresses}
         voters = voters or {peer_id: str(peer_id) for peer_id in learnt}
         is_own_counted = self._has_stepped and own.position.step > 0
         yield _Electorate(voters, len(set(voters.values())) + is_own_counted, is_half_enough=True)
@@ -209,12 +208,11 @@ def is_ahead(record: ProgressRecord, own: ProgressRecord) -> bool:
     return record.position != own.position and rank_of(record) > rank_of(own)
 
 
-def network_of(peer_id: PeerId, record: ProgressRecord) -> str:
-    """The network of a peer's published addresses, as shared by peers of one owner; else the peer itself."""
+def voter_of(peer_id: PeerId, record: ProgressRecord) -> str:
+    """The name of a peer's vote: the network of its public address, which peers of one owner share; else its own id."""
     for address in readable_addresses(record.addresses):
         if address.protocol.startswith("ip") and address.is_public:
-            prefix = 24 if ipaddress.ip_address(address.host).version == 4 else 48
-            return str(ipaddress.ip_network(f"{address.host}/{prefix}", strict=False))
+            return network_of(address.host)
     return peer_id
 
 
@@ -320,7 +318,7 @@ class BranchChoice:
             peer_id for peer_id, record in sorted(self._records.items())
             if record.position == self._majority and peer_id not in self._shunned and self.can_hand_out(peer_id)
         ]  # fmt: skip
-        return Branch(self._majority, self._records[holders[0]].lineage_samples, tuple(holders)) if holders else None
+        return Branch(self._majority, tuple(holders)) if holders else None
 
     def _within_reach(self) -> Records:
         """The believed records, without peers on other branches whose state is not available."""

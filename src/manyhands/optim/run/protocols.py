@@ -14,7 +14,6 @@ class LocalState(Protocol):
     """A :class:`manyhands.optim.step.replica.Replica`."""
 
     position: Position
-    lineage_samples: int
     options: list[dict[str, Any]]
 
     @property

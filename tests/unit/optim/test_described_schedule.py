@@ -1,3 +1,5 @@
+"""A schedule is described by all that decides its learning rates."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
