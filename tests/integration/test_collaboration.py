@@ -242,6 +242,34 @@ def test_a_peer_that_leaves_is_not_waited_for() -> None:
         assert one.optimizer.statistics.steps_alone == 1
 
 
+@pytest.mark.parametrize("delay", [None, "gradients"])
+def test_closing_the_optimizer_in_mid_round_ends_the_round_and_loses_no_sample(delay: str | None) -> None:
+    with peers(2) as swarm:
+        leaving, staying = (Trainer(peer, "closed", 16, delay=delay) for peer in swarm)
+        in_mid_round = threading.Event()
+
+        async def never_connect(*_: Any) -> None:
+            in_mid_round.set()
+            await asyncio.Event().wait()
+
+        averager_of(leaving)._streams.connect = never_connect
+
+        def train_until_closed() -> None:
+            with pytest.raises(ManyhandsError, match="this peer left the run"):
+                leaving.train_until(1)
+
+        def close() -> None:
+            assert in_mid_round.wait(20)
+            leaving.optimizer.close()
+
+        in_threads([train_until_closed, close, lambda: staying.train_until(1)])
+        counts = leaving.optimizer.statistics
+        assert (counts.rounds_aborted, counts.rounds_committed) == (1, 0)
+        assert counts.samples_dropped == 0
+        assert leaving.optimizer.samples_accumulated == counts.samples_computed > 0
+        assert leaving.optimizer._look_no_more not in leaving.peer.presence.on_close
+
+
 # what peers must agree on, and what not
 
 

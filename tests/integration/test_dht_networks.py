@@ -42,7 +42,7 @@ async def test_seven_identities_near_a_key_do_not_hide_its_records(kind: str) ->
             await node.refresh()
         for number, node in enumerate(honest):
             num_holders = await node.store("run.progress", number, TTL_S, f"open-{number}")
-            assert num_holders >= 5, "the fakes say so as well; in place of a slow holder, the next nearest is asked too"
+            assert num_holders >= 5, "the fakes say so as well; for a slow holder, the next nearest is asked too"
         for _ in range(3):
             for node in honest:
                 assert await values(node, "run.progress") == {f"open-{number}": number for number in range(NUM_HONEST)}
