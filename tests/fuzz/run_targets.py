@@ -50,8 +50,9 @@ from manyhands.optim.run.branches import leading_branch
 from manyhands.optim.run.partition_detector import PartitionDetector
 from manyhands.optim.run.progress import ProgressRecord, Reckoning, describe_progress, next_refresh_s
 from manyhands.optim.run.progress_reader import Observed, View
-from manyhands.optim.state.state import State, capture, empty_tensors, hyper_parameters_of, restore, sealed, specs_of
-from manyhands.optim.state.transfer import StateAnswer, StateRequest, _check_header, _receive_header
+from manyhands.optim.state.download import _check_header, _receive_header
+from manyhands.optim.state.server import StateAnswer, StateRequest
+from manyhands.optim.state.state import State, capture, empty_content, hyper_parameters_of, restore, sealed, specs_of
 from tests.fuzz.target import REMOTE, ByteStream, Target, decoded, finish
 from tests.network import identity_of
 from tests.unit.optim.fake_dht import FakeDht
@@ -220,13 +221,14 @@ def _run_manifests(data: bytes) -> None:
 
 
 def _state(data: bytes) -> None:
-    header, recent_rounds = finish(_receive_header(ByteStream(data)))
+    header, answer = finish(_receive_header(ByteStream(data)))
+    recent_rounds = answer.recent_rounds
     company = PartitionDetector()
     company.follow(recent_rounds)
     assert len(company.recent_rounds) <= NUM_RECENT_STEPS
     company.strangers({IDS[0]: [b"8 bytes."] * NUM_RECENT_STEPS, IDS[1]: recent_rounds})
     _check_header(REMOTE, header, RUN, AT)
-    state = State(header, empty_tensors(header.tensors))
+    state = State(header, empty_content(header.tensors))
     assert sum(tensor.numel() for tensor in state.tensors) < 1000
     with contextlib.suppress(ValueError):  # it does not fit: the documented error
         restore(state, _optimizer())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 import logging
 import sys
@@ -41,8 +42,17 @@ from manyhands.optim.manifest import RunManifest, manifest_key, read_manifest
 from manyhands.optim.run.progress import ProgressRecord
 from manyhands.optim.run.progress_reader import progress_key
 from manyhands.optim.run.records import declare_run
-from manyhands.optim.state.state import Scalars, State, StateHeader, as_bytes, digest_of
-from manyhands.optim.state.transfer import STREAM_KIND, StateAnswer, StateRequest, StateServer
+from manyhands.optim.state.server import (
+    CHUNK,
+    DIGESTS,
+    FRAME,
+    INDEX,
+    STREAM_KIND,
+    StateAnswer,
+    StateRequest,
+    StateServer,
+)
+from manyhands.optim.state.state import Scalars, State, StateHeader, sealed, state_of
 from manyhands.optim.step.replica import Replica
 from manyhands.peer import Peer, Presence
 from manyhands.transport import Stream, TlsTransport
@@ -147,8 +157,7 @@ def state_at(position: Position, samples: int, spoil: Spoil) -> State:
         for spec, tensor in zip(header.tensors, tensors, strict=True)
     ]
     encoded = msgspec.msgpack.encode(scalars, order="sorted")
-    digest = digest_of(specs, encoded, tensors)
-    return State(StateHeader(position, samples, specs, encoded, digest), tensors)
+    return sealed(state_of(StateHeader(position, samples, specs, encoded, b""), tensors))
 
 
 def branch_with_a_state(ahead: int, spoil: Spoil) -> Attack:
@@ -166,7 +175,7 @@ def branch_with_a_state(ahead: int, spoil: Spoil) -> Attack:
             position = Position(record.position.step + ahead, b"\xff" * len(record.position.lineage))
             samples = record.lineage_samples + ahead * TARGET
             header = msgspec.structs.replace(current[0].header, position=position, lineage_samples=samples)
-            current[0] = State(header, current[0].tensors)
+            current[0] = State(header, current[0].content)
             await attacker.publish(presence, position=position, lineage_samples=samples)
 
         attacker.forever(0.2, act)
@@ -384,7 +393,10 @@ def donate_slowly(attacker: Attacker) -> None:
         state = current[0]
         answer = msgspec.msgpack.encode(StateAnswer(state.header))
         await stream.send(len(answer).to_bytes(4, "big") + answer)
-        content = b"".join(bytes(as_bytes(tensor)) for tensor in state.tensors)
+        await stream.send(FRAME.pack(DIGESTS, len(state.digests)), *state.digests)
+        await stream.receive_into(memoryview(bytearray(INDEX.size)))
+        await stream.send(FRAME.pack(CHUNK, 0))
+        content = bytes(state.chunk(0))
         for start in itertools.count(0, SLOW_BYTES):
             await stream.send(content[start : start + SLOW_BYTES] or b"\0")
             await asyncio.sleep(0.1)
@@ -401,9 +413,8 @@ def donate_slowly(attacker: Attacker) -> None:
         record = leader[1]
         position = Position(record.position.step + 1, b"\xff" * len(record.position.lineage))
         samples = record.lineage_samples + TARGET
-        current[0] = State(
-            msgspec.structs.replace(current[0].header, position=position, lineage_samples=samples), current[0].tensors
-        )
+        header = msgspec.structs.replace(current[0].header, position=position, lineage_samples=samples)
+        current[0] = dataclasses.replace(current[0], header=header)
         await attacker.publish(presence, position=position, lineage_samples=samples)
 
     attacker.forever(0.2, act)

@@ -24,7 +24,7 @@ from manyhands.base.identity import PeerId
 from manyhands.base.ticket import Ticket
 from manyhands.optim.run.progress import ProgressRecord
 from manyhands.optim.run.progress_reader import progress_key
-from manyhands.optim.state.transfer import download_state
+from manyhands.optim.state.download import download_state
 from tests.network import identity_of
 from tests.trainers import LISTEN, Trainer, in_threads, kill
 

@@ -16,9 +16,20 @@ from manyhands.base.deadline import time_limit
 from manyhands.base.errors import Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.optim.manifest import RunManifest
-from manyhands.optim.state import transfer
-from manyhands.optim.state.state import State, StateHeader, as_bytes, capture, digest_of, sealed, specs_of
-from manyhands.optim.state.transfer import STREAM_KIND, StateAnswer, StateServer, download_state
+from manyhands.optim.state import download as downloading_module
+from manyhands.optim.state import server as server_module
+from manyhands.optim.state.download import download_state
+from manyhands.optim.state.server import (
+    CHUNK,
+    DIGESTS,
+    FRAME,
+    INDEX,
+    STREAM_KIND,
+    StateAnswer,
+    StateRequest,
+    StateServer,
+)
+from manyhands.optim.state.state import State, StateHeader, capture, sealed, specs_of
 from manyhands.rpc import Endpoint
 from manyhands.transport import Stream
 from tests.swarm import endpoints
@@ -45,6 +56,9 @@ class Donor:
 
     def _capture(self) -> State:
         self.num_captures += 1
+        return capture(self.optimizer, {}, self.position, 99)
+
+    def state(self) -> State:
         return sealed(capture(self.optimizer, {}, self.position, 99))
 
     def make_step(self) -> None:
@@ -68,10 +82,10 @@ async def download(newcomer: Endpoint, *donors: Donor, wanted: Position = AT) ->
 
 
 def assert_whole(state: State, donor: Donor) -> None:
-    assert digest_of(state.header.tensors, state.header.scalars, state.tensors) == state.header.digest
     assert len(state.tensors) == 4, "two parameters and their momentum"
-    expected = sealed(capture(donor.optimizer, {}, donor.position, 99))
+    expected = donor.state()
     assert state.header == expected.header
+    assert state.digests == expected.digests
     assert state.recent_rounds == donor.recent_rounds
     for tensor, sent in zip(state.tensors, expected.tensors, strict=True):
         assert torch.equal(tensor, sent)
@@ -115,7 +129,7 @@ async def test_a_donor_that_nobody_can_dial_is_asked_over_its_own_connection(kin
 async def test_a_donor_that_moves_on_meanwhile_hands_out_what_it_began_with() -> None:
     async with endpoints(3) as (one, newcomer, late):
         donor = Donor(one)
-        before = sealed(capture(donor.optimizer, {}, AT, 99))
+        before = donor.state()
         downloading = asyncio.ensure_future(download(newcomer, donor))
         async with time_limit(5.0, "waiting for the stream"):
             while one.bytes_sent < 100_000:
@@ -138,7 +152,7 @@ async def test_newcomers_at_the_same_step_share_one_copy_and_then_it_is_gone() -
         assert donor.num_captures == 1
         del states, state
         async with time_limit(5.0, "waiting for the copy to be forgotten"):
-            while donor.server._captured is not None and donor.server._captured() is not None:
+            while donor.server._snapshot is not None and donor.server._snapshot() is not None:
                 gc.collect()
                 await asyncio.sleep(0.001)
 
@@ -184,7 +198,7 @@ async def another_run(stream: Stream) -> None:
 
 
 def header_of(donor: Donor, **changes: Any) -> StateHeader:
-    return msgspec.structs.replace(sealed(capture(donor.optimizer, {}, AT, 99)).header, **changes)
+    return msgspec.structs.replace(donor.state().header, **changes)
 
 
 @pytest.mark.parametrize(
@@ -201,7 +215,7 @@ def header_of(donor: Donor, **changes: Any) -> StateHeader:
 async def test_a_donor_that_misbehaves_is_named_and_the_next_is_asked(
     monkeypatch: pytest.MonkeyPatch, misbehave: Callable[[Stream], Awaitable[None]], reason: str
 ) -> None:
-    monkeypatch.setattr(transfer, "HEADER_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(downloading_module, "HEADER_TIMEOUT_S", 0.1)
     async with endpoints(3) as (one, two, newcomer):
         bad, donor = Donor(one), Donor(two)
         behave(bad, misbehave)
@@ -212,15 +226,21 @@ async def test_a_donor_that_misbehaves_is_named_and_the_next_is_asked(
         assert reason in str(caught.value)
 
 
+async def announce(stream: Stream, state: State) -> None:
+    """Send all that comes before the first chunk, and wait until that is asked for."""
+    await stream.send(framed(StateAnswer(state.header)), FRAME.pack(DIGESTS, len(state.digests)), *state.digests)
+    await stream.receive_into(memoryview(bytearray(INDEX.size)))
+
+
 @pytest.mark.parametrize("num_bytes", [0, 1, 1_000_000])
 async def test_a_truncated_state_is_not_taken(num_bytes: int) -> None:
     async with endpoints(3) as (one, two, newcomer):
         bad, donor = Donor(one), Donor(two)
 
         async def truncate(stream: Stream) -> None:
-            state = sealed(capture(bad.optimizer, {}, AT, 99))
-            await stream.send(framed(StateAnswer(state.header)))
-            await stream.send(as_bytes(state.tensors[0])[:num_bytes])
+            state = bad.state()
+            await announce(stream, state)
+            await stream.send(FRAME.pack(CHUNK, 0), state.chunk(0)[:num_bytes])
             await stream.close()
 
         behave(bad, truncate)
@@ -229,19 +249,40 @@ async def test_a_truncated_state_is_not_taken(num_bytes: int) -> None:
             await download(newcomer, bad)
 
 
-async def test_a_state_that_is_not_what_its_digest_says_is_not_taken() -> None:
+async def test_a_chunk_that_is_not_what_its_digest_says_is_not_taken() -> None:
     async with endpoints(3) as (one, two, newcomer):
         bad, donor = Donor(one), Donor(two)
 
         async def flip_a_bit(stream: Stream) -> None:
-            state = sealed(capture(bad.optimizer, {}, AT, 99))
-            state.tensors[-1][0, 0] += 1
-            await stream.send(framed(StateAnswer(state.header)), *(as_bytes(tensor) for tensor in state.tensors))
-            await stream.close()
+            state = bad.state()
+            await announce(stream, state)
+            state.chunk(0)[100] ^= 1
+            await stream.send(FRAME.pack(CHUNK, 0), state.chunk(0))
+            await stream.wait_closed()
 
         behave(bad, flip_a_bit)
         assert_whole(await download(newcomer, bad, donor), donor)
-        with pytest.raises(Unavailable, match="does not match its digest"):
+        with pytest.raises(Unavailable, match="chunk 0 of its state does not match the digest of it"):
+            await download(newcomer, bad)
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [(CHUNK, 1), (7, 0), (DIGESTS, 2), (DIGESTS, 0), (DIGESTS, 2**32 - 1)],
+    ids=["a chunk that nobody asked for", "an unknown frame", "more digests than chunks", "none", "billions"],
+)
+async def test_frames_that_make_no_sense_are_a_violation(frame: tuple[int, int]) -> None:
+    async with endpoints(3) as (one, two, newcomer):
+        bad, donor = Donor(one), Donor(two)
+
+        async def lie(stream: Stream) -> None:
+            await announce(stream, bad.state())
+            await stream.send(FRAME.pack(*frame))
+            await stream.wait_closed()
+
+        behave(bad, lie)
+        assert_whole(await download(newcomer, bad, donor), donor)
+        with pytest.raises(Unavailable, match="in place of a chunk"):
             await download(newcomer, bad)
 
 
@@ -262,13 +303,14 @@ async def test_a_state_that_does_not_fit_is_refused_before_it_is_received() -> N
 
 
 async def test_a_donor_that_stands_still_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer, "STALL_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(downloading_module, "STALL_TIMEOUT_S", 0.1)
     async with endpoints(3) as (one, two, newcomer):
         bad, donor = Donor(one), Donor(two)
 
         async def stop_half_way(stream: Stream) -> None:
-            state = sealed(capture(bad.optimizer, {}, AT, 99))
-            await stream.send(framed(StateAnswer(state.header)), as_bytes(state.tensors[0])[:1000])
+            state = bad.state()
+            await announce(stream, state)
+            await stream.send(FRAME.pack(CHUNK, 0), state.chunk(0)[:1000])
             await stream.wait_closed()
 
         behave(bad, stop_half_way)
@@ -276,10 +318,10 @@ async def test_a_donor_that_stands_still_is_left(monkeypatch: pytest.MonkeyPatch
 
 
 async def test_a_newcomer_that_stands_still_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer, "STALL_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(server_module, "STALL_TIMEOUT_S", 0.1)
     async with endpoints(2) as (one, newcomer):
         donor = Donor(one)
-        request = msgspec.msgpack.encode(transfer.StateRequest("run"))
+        request = msgspec.msgpack.encode(StateRequest("run"))
         stream = await newcomer.open_bulk(donor.peer_id, STREAM_KIND, request)
         async with time_limit(5.0, "waiting for the donor to give up"):
             await stream.wait_closed()

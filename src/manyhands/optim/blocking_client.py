@@ -15,8 +15,8 @@ from manyhands.optim.run.collaboration import Collaboration
 from manyhands.optim.run.decisions import LULL_S, Decision
 from manyhands.optim.run.step_rounds import Averaged, longest_attempt_s
 from manyhands.optim.speed import SpeedMeter
+from manyhands.optim.state.download import MAX_DOWNLOAD_S
 from manyhands.optim.state.state import State
-from manyhands.optim.state.transfer import MAX_DOWNLOAD_S
 from manyhands.optim.step.global_step import GlobalStep
 from manyhands.optim.step.replica import Replica
 from manyhands.peer import BlockingPeer
@@ -204,9 +204,9 @@ class BlockingRunClient:
         try:
             self._replica.restore(state)
         except ValueError as error:
-            if state.donor is not None:
-                self._call("shunning a donor", self._collaboration.tracker.shun, state.donor)
-            reason = f"the state of peer {state.donor} cannot be used: {readable(str(error))}"
+            for donor in state.donors:
+                self._call("shunning a donor", self._collaboration.tracker.shun, donor)
+            reason = f"the state of peer {', '.join(state.donors)} cannot be used: {readable(str(error))}"
             raise Unavailable(f"{reason}; it is not asked again for a while") from error
 
     def _tell(self, note: Callable[..., None], *args: Any) -> None:

@@ -32,7 +32,7 @@ from manyhands.optim.run.collaboration import Collaboration
 from manyhands.optim.run.decisions import Decision
 from manyhands.optim.run.progress import SHOWN_LIVE, Progress
 from manyhands.optim.speed import Advice, SpeedMeter
-from manyhands.optim.state.state import State
+from manyhands.optim.state.state import State, sealed
 from manyhands.optim.step.global_step import Failures, GlobalStep
 from manyhands.optim.step.replica import Replica, SchedulerMaker, manifest_of
 from manyhands.optim.step.samples import SampleCounter
@@ -197,8 +197,8 @@ class Optimizer(OptimizerWrapper):
         return self._speed.samples_per_second
 
     def state_digest(self) -> str:
-        """SHA-256 of parameters, optimizer and scheduler state, in hexadecimal: equal on peers that are in step."""
-        return self._replica.capture().header.digest.hex()
+        """BLAKE3 of parameters, optimizer and scheduler state, in hexadecimal: equal on peers that are in step."""
+        return sealed(self._replica.capture()).header.digest.hex()
 
     def step(
         self, closure: Callable[[], Any] | None = None, *, batch_size: int | None = None, weight: float | None = None

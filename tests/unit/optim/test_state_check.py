@@ -12,7 +12,7 @@ import torch
 
 from manyhands.averaging.messages import Position
 from manyhands.optim.lamb import Lamb
-from manyhands.optim.state.state import Scalars, State, StateHeader, sealed
+from manyhands.optim.state.state import Scalars, State, StateHeader, sealed, state_of
 from manyhands.optim.step.replica import Replica
 
 Spoil = Callable[[Scalars, list[torch.Tensor]], None]
@@ -52,7 +52,7 @@ def spoilt(replica: Replica, spoil: Spoil, **header: Any) -> State:
     ]
     fields = {"position": Position(1, b"there"), "lineage_samples": 8, **header}
     encoded = msgspec.msgpack.encode(scalars, order="sorted")
-    return sealed(State(StateHeader(tensors=specs, scalars=encoded, digest=b"", **fields), tensors))
+    return sealed(state_of(StateHeader(tensors=specs, scalars=encoded, digest=b"", **fields), tensors))
 
 
 def with_option(name: str, value: Any) -> Spoil:
@@ -119,7 +119,7 @@ def test_a_statistic_that_is_not_there() -> None:
     state = there.capture()
     header = msgspec.structs.replace(state.header, tensors=state.header.tensors[:-1])
     with pytest.raises(ValueError, match="statistic 'step' of parameter 1 is not there"):
-        here.restore(State(header, state.tensors[:-1]))
+        here.restore(state_of(header, state.tensors[:-1]))
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ from manyhands.optim.manifest import ParameterSpec, RunManifest, manifest_key, r
 from manyhands.optim.metrics import HeldoutRecord, MetricsRecord
 from manyhands.optim.run.progress import ProgressRecord
 from manyhands.optim.serializable import is_plain
+from manyhands.optim.state.server import StateAnswer
 from manyhands.optim.state.state import Origin, StateHeader
-from manyhands.optim.state.transfer import StateAnswer
 from tests.unit.optim.fake_dht import FakeDht
 
 COUNTS = st.integers(0, 2**53)

@@ -28,8 +28,9 @@ from manyhands.optim.run.records import declare_run
 from manyhands.optim.run.step_rounds import StepRounds
 from manyhands.optim.run.tracker import ProgressTracker
 from manyhands.optim.speed import describe_late_states
+from manyhands.optim.state.download import download_state
+from manyhands.optim.state.server import StateServer
 from manyhands.optim.state.state import State, without_origin
-from manyhands.optim.state.transfer import StateServer, download_state
 from manyhands.peer import Presence
 from manyhands.runtime import TaskOwner
 
@@ -120,7 +121,7 @@ class Collaboration:
                 lambda: self._local.position,
                 lambda: self.tracker.reader.recent_rounds,
             )
-            parts.callback(server.close)
+            parts.push_async_callback(server.close)
             self.decisions = StepDecisions(
                 presence, manifest.run_id, self.tracker, self._rounds, look_ahead, server, self._drift,
                 self._unlike_options, self._averaging, self.tasks, allow_solo=self._allow_solo,
@@ -271,7 +272,7 @@ class Collaboration:
             for donor in donors:
                 self.tracker.report_without_state(donor)
             raise
-        self.tracker.loaded(state.header.position, state.recent_rounds, state.donor)
+        self.tracker.loaded(state.header.position, state.recent_rounds, state.donors[0])
         if branch.is_foreign:
             state = without_origin(state)  # whatever its position is called, this peer was never there
         self._num_vain_loads += 1

@@ -21,7 +21,7 @@ from manyhands.optim.run.firewalled import Firewalled
 from manyhands.optim.run.group_options import UnlikeOptions
 from manyhands.optim.run.look_ahead import LookAhead
 from manyhands.optim.run.tracker import ProgressTracker
-from manyhands.optim.state.transfer import StateServer
+from manyhands.optim.state.server import StateServer
 from manyhands.peer import Presence
 from manyhands.runtime import TaskOwner
 

@@ -1,24 +1,37 @@
-"""The state of a run at one global step: all that a newcomer needs, as bytes with a digest."""
+"""The state of a run at one global step: all that a newcomer needs, as one block of bytes in chunks with digests.
+
+The tensors lie in the block in the order of the header, each at a multiple of ``LINE_BYTES``, with zeros between them.
+The block is cut into chunks of ``CHUNK_BYTES``, which can be downloaded from different peers and checked one by one
+(docs/explanation/state.md).
+"""
 
 from __future__ import annotations
 
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Annotated, Any
 
 import msgspec
 import torch
+from blake3 import blake3
 
 from manyhands.averaging.allreduce.group_codec import bytes_of
+from manyhands.averaging.memory import empty_vector, whole_lines
 from manyhands.averaging.messages import Count, PeerIdText, Position
 from manyhands.base.identity import PeerId
 from manyhands.base.structs import make_ready
 from manyhands.optim.manifest import ParameterSpec
 from manyhands.optim.serializable import merged, plain_part
 
+CHUNK_BYTES = 4 << 20
+DIGEST_BYTES = 32
+PIECE_BYTES = 16 << 20
+"""Copied at a time, while a step has to wait."""
 MAX_STATISTICS_PER_PARAMETER = 8
 MAX_DIMENSIONS = 32
 MAX_CONTRIBUTORS = 4096
@@ -55,7 +68,7 @@ class StateHeader(msgspec.Struct, frozen=True):
     Attributes:
         tensors: parameters first, then the optimizer's tensors, named ``parameter.statistic``.
         scalars: msgpack of :class:`Scalars`.
-        digest: SHA-256 over ``tensors``, ``scalars`` and all bytes.
+        digest: BLAKE3 over ``tensors``, ``scalars`` and the digests of all chunks; empty while these are not known.
         origin: the step that led there; None if unknown, as after a checkpoint was loaded.
     """
 
@@ -86,17 +99,36 @@ make_ready(Scalars)
 
 @dataclass(frozen=True)
 class State:
-    """A state in memory, with tensors of its own.
+    """A state in memory of its own.
 
     Attributes:
+        content: all bytes of the tensors, of shape [bytes]; see :func:`offsets_of`.
+        digests: BLAKE3 of each chunk; empty while they are not known.
         recent_rounds: in a grid, of the steps that led there; see :mod:`manyhands.optim.run.partition_detector`.
-        donor: the peer that sent it.
+        donors: the peers that sent it, the one that described it first.
+        num_bytes: received for it.
     """
 
     header: StateHeader
-    tensors: list[torch.Tensor]
+    content: torch.Tensor
+    digests: Sequence[bytes] = ()
     recent_rounds: list[bytes] = field(default_factory=list)
-    donor: PeerId | None = None
+    donors: Sequence[PeerId] = ()
+    num_bytes: int = 0
+
+    @cached_property
+    def tensors(self) -> list[torch.Tensor]:
+        """Views of the content."""
+        specs = self.header.tensors
+        starts, _ = offsets_of(specs)
+        return [
+            self.content[start : start + _num_bytes(spec)].view(_DTYPES[spec.dtype]).view(spec.shape)
+            for spec, start in zip(specs, starts, strict=True)
+        ]
+
+    def chunk(self, index: int) -> memoryview:
+        """The bytes of one chunk; writable."""
+        return chunk_of(self.content, index)
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -117,12 +149,66 @@ def specs_of(optimizer: torch.optim.Optimizer) -> list[ParameterSpec]:
     return [_spec(name, parameter) for name, parameter in named]
 
 
+def digest_of_parameters(optimizer: torch.optim.Optimizer) -> bytes:
+    """SHA-256 of all parameters with their names, shapes and dtypes."""
+    sha256 = hashlib.sha256(msgspec.msgpack.encode([specs_of(optimizer), b""]))
+    for parameter in parameters_of(optimizer):
+        sha256.update(bytes_of(parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8)))
+    return sha256.digest()
+
+
 def hyper_parameters_of(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The part of each parameter group that is sent."""
     return [
         {name: plain_part(_number(value)) for name, value in group.items() if name not in {"params", *LOCAL_OPTIONS}}
         for group in groups
     ]
+
+
+class Capture:
+    """Copies the state of a run piece by piece. Nothing may change the state while this is made."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        scheduler_state: dict[str, Any],
+        position: Position,
+        lineage_samples: int,
+        origin: Origin | None = None,
+    ) -> None:
+        parameters = parameters_of(optimizer)
+        self._sources = [parameter.detach() for parameter in parameters]
+        specs = [_spec(f"{index}", parameter) for index, parameter in enumerate(parameters)]
+        packed = optimizer.state_dict()
+        statistics: dict[str, dict[str, Any]] = {}
+        for index in sorted(packed["state"]):
+            for name, value in sorted(packed["state"][index].items()):
+                if isinstance(value, torch.Tensor):
+                    self._sources.append(value.detach())
+                    specs.append(_spec(f"{index}.{name}", value))
+                else:
+                    statistics.setdefault(str(index), {})[name] = value
+        scalars = Scalars(statistics, hyper_parameters_of(optimizer.param_groups), plain_part(scheduler_state))
+        encoded = msgspec.msgpack.encode(scalars, order="sorted")
+        self._header = StateHeader(position, lineage_samples, specs, encoded, b"", origin)
+
+    def copy(
+        self, guard: Callable[[], AbstractContextManager[Any]] = nullcontext, is_moved: Callable[[], bool] = bool
+    ) -> State | None:
+        """Copy all tensors, without their digests; None if the state changed meanwhile.
+
+        Args:
+            guard: entered for each piece of a few milliseconds.
+            is_moved: whether the state has changed since this was made; asked under the guard.
+        """
+        state = State(self._header, empty_content(self._header.tensors))
+        for source, target in zip(self._sources, state.tensors, strict=True):
+            for from_, to in _pieces(source, target):
+                with guard():
+                    if is_moved():
+                        return None
+                    to.copy_(from_)
+        return state
 
 
 def capture(
@@ -132,29 +218,30 @@ def capture(
     lineage_samples: int,
     origin: Origin | None = None,
 ) -> State:
-    """Copy the state of a run, without its digest. Nothing else may change it meanwhile."""
-    parameters = parameters_of(optimizer)
-    tensors = [_copy(parameter) for parameter in parameters]
-    specs = [_spec(f"{index}", parameter) for index, parameter in enumerate(parameters)]
-    packed = optimizer.state_dict()
-    statistics: dict[str, dict[str, Any]] = {}
-    for index in sorted(packed["state"]):
-        for name, value in sorted(packed["state"][index].items()):
-            if isinstance(value, torch.Tensor):
-                tensors.append(_copy(value))
-                specs.append(_spec(f"{index}.{name}", value))
-            else:
-                statistics.setdefault(str(index), {})[name] = value
-    scalars = Scalars(statistics, hyper_parameters_of(optimizer.param_groups), plain_part(scheduler_state))
-    encoded = msgspec.msgpack.encode(scalars, order="sorted")
-    return State(StateHeader(position, lineage_samples, specs, encoded, b"", origin), tensors)
+    """Copy the state of a run, without digests. Nothing else may change it meanwhile."""
+    state = Capture(optimizer, scheduler_state, position, lineage_samples, origin).copy()
+    assert state is not None
+    return state
+
+
+def state_of(header: StateHeader, tensors: Sequence[torch.Tensor]) -> State:
+    """A state with copies of these tensors, without digests."""
+    state = State(header, empty_content(header.tensors))
+    for to, tensor in zip(state.tensors, tensors, strict=True):
+        to.copy_(tensor)
+    return state
 
 
 def sealed(state: State) -> State:
-    """The same state with its digest."""
-    header = state.header
-    digest = digest_of(header.tensors, header.scalars, state.tensors)
-    return State(msgspec.structs.replace(header, digest=digest), state.tensors)
+    """The same state with its digests."""
+    digests = [digest_of_chunk(state.chunk(index)) for index in range(num_chunks_of(state.content))]
+    return with_digests(state, digests)
+
+
+def with_digests(state: State, digests: Sequence[bytes]) -> State:
+    """The same state with the given digests of its chunks."""
+    header = msgspec.structs.replace(state.header, digest=root_of(state.header, digests))
+    return replace(state, header=header, digests=tuple(digests))
 
 
 def without_origin(state: State) -> State:
@@ -162,12 +249,43 @@ def without_origin(state: State) -> State:
     return replace(state, header=msgspec.structs.replace(state.header, origin=None))
 
 
-def digest_of(specs: Sequence[ParameterSpec], scalars: bytes, tensors: Sequence[torch.Tensor]) -> bytes:
-    """SHA-256 of a state's content, independent of its source."""
-    sha256 = hashlib.sha256(msgspec.msgpack.encode([list(specs), scalars]))
-    for tensor in tensors:
-        sha256.update(as_bytes(tensor))
-    return sha256.digest()
+def root_of(header: StateHeader, digests: Sequence[bytes]) -> bytes:
+    """BLAKE3 of a state's content, independent of its source, from the digests of its chunks."""
+    return blake3(msgspec.msgpack.encode([header.tensors, header.scalars, list(digests)])).digest()
+
+
+def digest_of_chunk(chunk: memoryview) -> bytes:
+    """BLAKE3 of a chunk's bytes."""
+    return blake3(chunk).digest()
+
+
+def offsets_of(specs: Sequence[ParameterSpec]) -> tuple[list[int], int]:
+    """Where each tensor begins in the content, in bytes, and the size of the content; the specs must be checked."""
+    starts, end = [], 0
+    for spec in specs:
+        starts.append(end)
+        end = whole_lines(end + _num_bytes(spec))
+    return starts, end
+
+
+def empty_content(specs: Sequence[ParameterSpec]) -> torch.Tensor:
+    """Memory for the tensors of a state, with zeros between them; the specs must be checked."""
+    starts, num_bytes = offsets_of(specs)
+    content = empty_vector(num_bytes, torch.uint8)
+    for spec, start in zip(specs, starts, strict=True):
+        end = start + _num_bytes(spec)
+        content[end : whole_lines(end)].zero_()
+    return content
+
+
+def num_chunks_of(content: torch.Tensor) -> int:
+    """Chunks of a state; the last one may be shorter."""
+    return -(-content.numel() // CHUNK_BYTES)
+
+
+def chunk_of(content: torch.Tensor, index: int) -> memoryview:
+    """The bytes of one chunk; writable."""
+    return bytes_of(content[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES])
 
 
 def checked_scalars(header: StateHeader, parameters: Sequence[ParameterSpec], num_groups: int) -> Scalars:
@@ -235,21 +353,6 @@ def restore(state: State, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return scalars.scheduler
 
 
-def empty_tensors(specs: Sequence[ParameterSpec]) -> list[torch.Tensor]:
-    """Memory to receive tensors into; the specs must have been checked."""
-    return [torch.empty(spec.shape, dtype=_DTYPES[spec.dtype]) for spec in specs]
-
-
-def itemsize_of(spec: ParameterSpec) -> int:
-    """Bytes of one value of a checked tensor."""
-    return _DTYPES[spec.dtype].itemsize
-
-
-def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor of any dtype."""
-    return bytes_of(tensor.reshape(-1).view(torch.uint8))
-
-
 def _owner_of(spec: ParameterSpec) -> int:
     index, _, _ = spec.name.partition(".")
     return int(index)
@@ -264,8 +367,19 @@ def _spec(name: str, tensor: torch.Tensor) -> ParameterSpec:
     return ParameterSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
 
 
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to("cpu", copy=True).contiguous()
+def _num_bytes(spec: ParameterSpec) -> int:
+    return math.prod(spec.shape) * _DTYPES[spec.dtype].itemsize
+
+
+def _pieces(source: torch.Tensor, target: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Parts of a tensor that each take a few milliseconds to copy, with their places in the target."""
+    if not source.is_contiguous():
+        yield source, target
+        return
+    step = PIECE_BYTES // source.itemsize
+    flat, flat_target = source.view(-1), target.view(-1)
+    for start in range(0, flat.numel(), step):
+        yield flat[start : start + step], flat_target[start : start + step]
 
 
 def _number(value: Any) -> Any:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import logging
 import threading
+import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,15 +27,14 @@ from manyhands.optim.run.progress import sum_of_samples
 from manyhands.optim.serializable import is_plain, merged, plain_part
 from manyhands.optim.state.check import fault_of
 from manyhands.optim.state.state import (
+    Capture,
     Origin,
     State,
-    capture,
-    digest_of,
+    digest_of_parameters,
     hyper_parameters_of,
     names_of,
     parameters_of,
     restore,
-    sealed,
     specs_of,
 )
 from manyhands.optim.step.host_copy import HostCopy
@@ -42,6 +43,8 @@ from manyhands.optim.step.update import guarded_step, move_statistics
 logger = logging.getLogger(__name__)
 
 PROTOCOL = "manyhands/1"
+MAX_COPIES = 3
+YIELD_S = 0.0002
 SchedulerMaker = LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler]
 
 
@@ -83,8 +86,8 @@ class Replica:
         self._parameters = [parameter for parameter in parameters_of(optimizer) if parameter.requires_grad]
         self._layout = GradientLayout(self._parameters)
         self._lock = threading.Lock()
-        values = [tensor.detach().cpu().contiguous() for tensor in parameters_of(optimizer)]
-        self.position = Position(0, hashlib.sha256(digest_of(specs_of(optimizer), b"", values)).digest())
+        self._num_changes = 0  # of the state
+        self.position = Position(0, hashlib.sha256(digest_of_parameters(optimizer)).digest())
         self.lineage_samples = 0
         self.origin: Origin | None = None
         self.options = options_of(optimizer.param_groups)
@@ -118,6 +121,7 @@ class Replica:
             ConfigError: an option of the groups was changed; nothing has moved.
         """
         with self._lock:
+            self._num_changes += 1
             check_unchanged(self.options, self.optimizer.param_groups)  # since :meth:`check_options` has, in background
             if parameters_N is not None:
                 assign_flat(self._parameters, parameters_N)
@@ -184,11 +188,30 @@ class Replica:
         return self.optimizer.param_groups if self.host_copy is None else self.host_copy.shown_groups
 
     def capture(self) -> State:
-        """Copy the state; safe to call from any thread."""
+        """Copy the state, without its digests; safe to call from any thread.
+
+        A step that begins meanwhile waits for a few milliseconds, and the copy begins anew after it. The last of
+        ``MAX_COPIES`` attempts holds such a step up.
+        """
+        for _ in range(MAX_COPIES - 1):
+            with self._lock:
+                capture, num_changes = self._begin_capture(), self._num_changes
+            if state := capture.copy(self._between_steps, lambda begun=num_changes: self._num_changes != begun):  # type: ignore[misc]
+                return state
         with self._lock:
-            schedule = self.scheduler.state_dict() if self.scheduler is not None else {}
-            state = capture(self.optimizer, schedule, self.position, self.lineage_samples, self.origin)
-        return sealed(state)
+            state = self._begin_capture().copy()
+        assert state is not None
+        return state
+
+    @contextmanager
+    def _between_steps(self) -> Iterator[None]:
+        with self._lock:
+            yield
+        time.sleep(YIELD_S)  # a step that waits takes the lock now
+
+    def _begin_capture(self) -> Capture:
+        schedule = self.scheduler.state_dict() if self.scheduler is not None else {}
+        return Capture(self.optimizer, schedule, self.position, self.lineage_samples, self.origin)
 
     def restore(self, state: State) -> None:
         """Load another peer's state.
@@ -200,6 +223,7 @@ class Replica:
             schedule = self.scheduler.state_dict() if self.scheduler is not None else {}
             if fault := fault_of(state, self.optimizer, self._agreed_options, schedule):
                 raise ValueError(fault)
+            self._num_changes += 1
             self._set_schedule(restore(state, self.optimizer))
             self.options = options_of(self.optimizer.param_groups)
             self.position = state.header.position
@@ -222,6 +246,7 @@ class Replica:
     def load(self, state_dict: dict[str, Any], place: dict[str, Any] | None) -> None:
         """Load a checkpoint of the optimizer, and move to the position where it was taken."""
         with self._lock:
+            self._num_changes += 1
             self.optimizer.load_state_dict(state_dict)
             self.options = options_of(self.optimizer.param_groups)
             if place is not None:

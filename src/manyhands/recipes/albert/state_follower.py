@@ -14,8 +14,8 @@ from manyhands.optim.run.branches import believed_by_a_newcomer
 from manyhands.optim.run.progress import ProgressRecord, rank_of
 from manyhands.optim.run.progress_reader import ProgressReader
 from manyhands.optim.run.records import declare_run
+from manyhands.optim.state.download import MAX_DOWNLOAD_S, download_state
 from manyhands.optim.state.state import State
-from manyhands.optim.state.transfer import MAX_DOWNLOAD_S, download_state
 from manyhands.optim.step.replica import Replica, manifest_of
 from manyhands.optim.wrapper import PLACE
 from manyhands.peer import Peer

@@ -1,0 +1,236 @@
+"""A newcomer takes the chunks of a state from all donors that hold it, and loses nothing with any of them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator
+
+import pytest
+import torch
+
+from manyhands.base.deadline import time_limit
+from manyhands.base.errors import Unavailable
+from manyhands.optim.state import download as download_module
+from manyhands.optim.state import server as server_module
+from manyhands.optim.state import state as state_module
+from manyhands.optim.state.download import download_state
+from manyhands.optim.state.server import CHUNK, DIGESTS, FRAME, INDEX, StateAnswer
+from manyhands.rpc import Endpoint
+from manyhands.transport import Stream
+from tests.integration.test_state_transfer import AT, Donor, assert_whole, behave, download, framed
+from tests.swarm import endpoints
+
+CHUNK_BYTES = 1 << 16
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_module, "CHUNK_BYTES", CHUNK_BYTES)
+
+
+def size_of(donor: Donor) -> int:
+    return donor.state().content.numel()
+
+
+async def requests(stream: Stream) -> AsyncIterator[int]:
+    while True:
+        index = bytearray(INDEX.size)
+        await stream.receive_into(memoryview(index))
+        yield INDEX.unpack(index)[0]
+
+
+async def serve(stream: Stream, donor: Donor, num_chunks: int, period_s: float = 0.0) -> None:
+    """Send so many of the chunks that are asked for, one in each period."""
+    state = donor.state()
+    await stream.send(framed(StateAnswer(state.header)), FRAME.pack(DIGESTS, len(state.digests)), *state.digests)
+    async for index in requests(stream):
+        if num_chunks == 0:
+            return
+        num_chunks -= 1
+        await asyncio.sleep(period_s)
+        await stream.send(FRAME.pack(CHUNK, index), state.chunk(index))
+
+
+def slowly(donor: Donor) -> Donor:
+    """Let a donor send a chunk each 2 ms, so that others come to send too."""
+    behave(donor, lambda stream: serve(stream, donor, 10**9, 0.002))
+    return donor
+
+
+@pytest.mark.parametrize("kind", ["memory", "tls"])
+async def test_donors_share_the_work_and_nothing_is_sent_twice_but_the_last_chunks(kind: str) -> None:
+    async with endpoints(4, kind=kind) as (*holders, newcomer):
+        donors = [slowly(Donor(endpoint)) for endpoint in holders]
+        state = await download(newcomer, *donors)
+        assert state.digests == donors[0].state().digests
+        assert set(state.donors) == {donor.peer_id for donor in donors}
+        sent = sum(endpoint.bytes_sent for endpoint in holders)
+        at_most_twice = len(holders) * CHUNK_BYTES
+        assert size_of(donors[0]) <= state.num_bytes == size_of(donors[0])
+        assert sent < size_of(donors[0]) + at_most_twice + 100_000, "and what it takes to open the streams"
+
+
+async def test_a_small_state_is_asked_of_one_donor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_module, "CHUNK_BYTES", 1 << 22)
+    async with endpoints(3) as (*holders, newcomer):
+        donors = [Donor(endpoint) for endpoint in holders]
+        assert_whole(await download(newcomer, *donors), donors[0])
+        assert [donor.num_captures for donor in donors] == [1, 0]
+
+
+async def test_a_donor_that_dies_costs_the_chunks_that_it_was_asked_for() -> None:
+    async with endpoints(3) as (one, two, newcomer):
+        dying, donor = Donor(one), slowly(Donor(two))
+        behave(dying, lambda stream: serve(stream, dying, 10, 0.002))
+        state = await download(newcomer, dying, donor)
+        assert state.digests == donor.state().digests
+        assert set(state.donors) == {dying.peer_id, donor.peer_id}
+        assert state.num_bytes == size_of(donor), "what it had sent was kept"
+
+
+async def test_a_donor_whose_connection_breaks_is_asked_again_and_goes_on_where_it_was() -> None:
+    async with endpoints(2) as (one, newcomer):
+        donor = Donor(one)
+        num_streams = itertools.count()
+
+        async def break_once(stream: Stream) -> None:
+            await serve(stream, donor, 10 if next(num_streams) == 0 else 10**9)
+
+        behave(donor, break_once)
+        state = await download(newcomer, donor)
+        assert state.digests == donor.state().digests
+        assert state.num_bytes == size_of(donor)
+        assert next(num_streams) == 2
+
+
+async def test_a_frozen_donor_costs_less_than_its_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(download_module, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(download_module, "LOOK_PERIOD_S", 0.05)
+    async with endpoints(3) as (one, two, newcomer):
+        frozen, donor = Donor(one), slowly(Donor(two))
+
+        async def freeze(stream: Stream) -> None:
+            state = frozen.state()
+            announced = FRAME.pack(DIGESTS, len(state.digests))
+            await stream.send(framed(StateAnswer(state.header)), announced, *state.digests)
+            await stream.send(FRAME.pack(CHUNK, 0), state.chunk(0)[:1000])
+            await stream.wait_closed()
+
+        behave(frozen, freeze)
+        async with time_limit(5.0, "in place of the 20 s after which it is given up"):
+            state = await download(newcomer, frozen, donor)
+        assert state.digests == donor.state().digests
+        assert state.donors == (donor.peer_id,)
+
+
+@pytest.mark.parametrize("num_silent", [1, 3])
+async def test_donors_that_never_answer_are_passed_over(monkeypatch: pytest.MonkeyPatch, num_silent: int) -> None:
+    monkeypatch.setattr(download_module, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(download_module, "LOOK_PERIOD_S", 0.05)
+    async with endpoints(num_silent + 2) as (one, *others, newcomer):
+        donor, silent = Donor(one), [Donor(endpoint) for endpoint in others]
+        for bad in silent:
+            behave(bad, lambda stream: stream.wait_closed())
+        async with time_limit(5.0, "in place of the 30 s that a header may take"):
+            assert_whole(await download(newcomer, *silent, donor), donor)
+
+
+async def test_a_donor_that_sends_wrong_chunks_is_named_and_the_rest_comes_from_others(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with endpoints(3) as (one, two, newcomer):
+        liar, donor = Donor(one), slowly(Donor(two))
+
+        async def lie(stream: Stream) -> None:
+            state = liar.state()
+            announced = FRAME.pack(DIGESTS, len(state.digests))
+            await stream.send(framed(StateAnswer(state.header)), announced, *state.digests)
+            async for index in requests(stream):
+                wrong = bytearray(state.chunk(index))
+                wrong[7] ^= 1
+                await stream.send(FRAME.pack(CHUNK, index), wrong)
+
+        behave(liar, lie)
+        state = await download(newcomer, liar, donor)
+        assert state.digests == donor.state().digests
+        assert state.donors == (donor.peer_id,)
+        assert f"the state cannot be loaded from peer {liar.peer_id}" in caplog.text
+        assert "does not match the digest of it" in caplog.text
+
+
+async def test_states_that_differ_by_rounding_are_not_mixed() -> None:
+    async with endpoints(5) as (*holders, newcomer):
+        donors = [Donor(endpoint) for endpoint in holders]
+        for donor in donors[1::2]:  # two of each kind
+            with torch.no_grad():
+                donor.weights[0][200_000] += 1e-7
+        for donor in donors:
+            slowly(donor)
+        state = await download(newcomer, *donors)
+        assert state.digests == donors[0].state().digests
+        assert set(state.donors) == {donors[0].peer_id, donors[2].peer_id}
+
+
+async def test_when_all_that_hold_one_state_are_gone_another_one_is_taken() -> None:
+    async with endpoints(3) as (one, two, newcomer):
+        dying, donor = Donor(one), slowly(Donor(two))
+        with torch.no_grad():
+            donor.weights[0][0] += 1e-7
+        behave(dying, lambda stream: serve(stream, dying, 8, 0.002))
+        state = await download(newcomer, dying, donor)
+        assert state.digests == donor.state().digests
+        assert state.donors == (donor.peer_id,)
+
+
+async def test_all_donors_that_die_are_named() -> None:
+    async with endpoints(3) as (one, two, newcomer):
+        donors = [Donor(one), Donor(two)]
+        for donor in donors:
+            behave(donor, lambda stream, donor=donor: serve(stream, donor, 3, 0.002))  # type: ignore[misc]
+        with pytest.raises(Unavailable) as caught:
+            await download(newcomer, *donors)
+        assert all(f"{donor.peer_id}: lost peer" in str(caught.value) for donor in donors)
+
+
+async def test_a_donor_that_is_busy_with_others_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "MAX_DOWNLOADS", 1)
+    monkeypatch.setattr(download_module, "LOOK_PERIOD_S", 0.01)
+    async with endpoints(6) as (one, *newcomers):
+        donor = Donor(one)
+        states = await asyncio.gather(*(download(newcomer, donor) for newcomer in newcomers))
+        for state in states:
+            assert_whole(state, donor)
+
+
+async def test_twenty_newcomers_at_once_get_it_at_about_the_same_time() -> None:
+    async with endpoints(23) as (one, two, three, *newcomers):
+        donors = [Donor(endpoint) for endpoint in (one, two, three)]
+        loop = asyncio.get_running_loop()
+        seconds = []
+
+        async def timed(newcomer: Endpoint, number: int) -> None:
+            begun = loop.time()
+            asked = donors[number % 3 :] + donors[: number % 3]
+            assert (await download(newcomer, *asked)).digests == donors[0].state().digests
+            seconds.append(loop.time() - begun)
+
+        async with time_limit(60.0, "twenty downloads"):
+            await asyncio.gather(*(timed(newcomer, number) for number, newcomer in enumerate(newcomers)))
+        assert max(donor.num_captures for donor in donors) == 1
+        sent = sum(donor.endpoint.bytes_sent for donor in donors)
+        assert sent < 1.3 * len(newcomers) * size_of(donors[0])
+
+
+async def test_chunks_that_have_not_changed_are_not_downloaded_again() -> None:
+    async with endpoints(2) as (one, newcomer):
+        donor = Donor(one)
+        first = await download(newcomer, donor)
+        with torch.no_grad():
+            donor.weights[0][-1] += 1.0
+        before = one.bytes_sent
+        second = await download_state(newcomer, donor.manifest, [donor.peer_id], AT, held=first)
+        assert second.digests == donor.state().digests
+        assert torch.equal(second.tensors[0], donor.weights[0].detach())
+        assert second.num_bytes <= 2 * CHUNK_BYTES
+        assert one.bytes_sent - before < 3 * CHUNK_BYTES
