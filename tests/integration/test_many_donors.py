@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 import torch
 
+from manyhands.averaging.messages import Position
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import Unavailable
 from manyhands.optim.state import download as download_module
@@ -228,6 +229,7 @@ async def test_chunks_that_have_not_changed_are_not_downloaded_again() -> None:
         first = await download(newcomer, donor)
         with torch.no_grad():
             donor.weights[0][-1] += 1.0
+        donor.position = Position(6, b"next")
         before = one.bytes_sent
         second = await download_state(newcomer, donor.manifest, [donor.peer_id], AT, held=first)
         assert second.digests == donor.state().digests
