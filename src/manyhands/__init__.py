@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from manyhands.averaging.averager import Averager, RoundResult
     from manyhands.averaging.config import AveragingConfig
     from manyhands.optim.config import ProgressConfig
+    from manyhands.optim.loading import LoadedState, load_state_from_peers
     from manyhands.optim.optimizer import Optimizer
     from manyhands.optim.process_group import ProcessGroupOptimizer
     from manyhands.peer import Peer
@@ -51,6 +52,7 @@ __all__ = [
     "ConfigError",
     "DialFailed",
     "JoinFailed",
+    "LoadedState",
     "ManifestMismatch",
     "ManyhandsError",
     "MissingExtra",
@@ -72,17 +74,20 @@ __all__ = [
     "Timeout",
     "Unavailable",
     "__version__",
+    "load_state_from_peers",
     "optim",
 ]
 
 _HOMES = {
     "Averager": "manyhands.averaging.averager",
     "AveragingConfig": "manyhands.averaging.config",
+    "LoadedState": "manyhands.optim.loading",
     "Optimizer": "manyhands.optim.optimizer",
     "Peer": "manyhands.peer",
     "ProcessGroupOptimizer": "manyhands.optim.process_group",
     "ProgressConfig": "manyhands.optim.config",
     "RoundResult": "manyhands.averaging.averager",
+    "load_state_from_peers": "manyhands.optim.loading",
 }
 _OF_TORCH = ("torch", "numpy", "blake3")
 """The packages of the extra ``torch``."""

@@ -42,8 +42,9 @@ from manyhands.optim.state.state import (
     StateHeader,
     checked_scalars,
     digest_of_chunk,
-    empty_content,
+    first_of,
     num_chunks_of,
+    offsets_of,
     with_digests,
 )
 from manyhands.rpc import Endpoint
@@ -87,6 +88,7 @@ async def download_state(
     is_late: bool = False,
     is_onlooker: bool = False,
     held: State | None = None,
+    num_tensors: int | None = None,
 ) -> State:
     """Download the state of a run.
 
@@ -96,12 +98,13 @@ async def download_state(
         wanted: states of earlier global steps are refused.
         is_late: this peer's last downloaded state was out of date on arrival.
         is_onlooker: this peer will not train from the state, so no donor need wait for it.
-        held: an earlier state; chunks that have not changed since are taken from it.
+        held: an earlier state, or its beginning; chunks that have not changed since are taken from it.
+        num_tensors: download no more than the first tensors; the others, and the digest, are left out.
     Raises:
         Unavailable: no donor could send it; names each with its reason.
     """
     request = StateRequest(manifest.run_id, is_late, is_onlooker)
-    return await _Download(endpoint, manifest, donors, wanted, request, held).run()
+    return await _Download(endpoint, manifest, donors, wanted, request, held, num_tensors).run()
 
 
 @dataclass(eq=False)
@@ -147,12 +150,14 @@ class _Download:
         wanted: Position,
         request: StateRequest,
         held: State | None,
+        num_tensors: int | None,
     ) -> None:
         self._endpoint = endpoint
         self._manifest = manifest
         self._wanted = wanted
         self._request = request
         self._held = held
+        self._num_tensors = num_tensors
         self._loop = asyncio.get_running_loop()
         self._waiting = list(dict.fromkeys(donors))
         self._full: list[PeerId] = []
@@ -163,13 +168,14 @@ class _Download:
         self._drawing: dict[PeerId, asyncio.Task[None]] = {}
         self._opened_at: dict[PeerId, float] = {}  # of those that have not answered yet
         self._sources: list[_Source] = []
-        self._adopting = asyncio.Lock()
         self._changed = asyncio.Event()  # chunks may be asked for that could not before
         self._news = asyncio.Event()  # a donor has answered or ended, or all is there
         self._forget()
 
     def _forget(self) -> None:
         self._state: State | None = None
+        self._num_announced = 0  # chunks of the whole state
+        self._num_chunks = 0  # of them, the first ones that are downloaded
         self._digests: list[bytes] = []  # of the first chunks
         self._missing: set[int] = set()
         self._free: list[int] = []  # a heap of the chunks that nobody was asked for, and of some that are here
@@ -202,15 +208,13 @@ class _Download:
         for answer in list(self._answers.values())[:1]:
             assert answer.header is not None
             state = replace(state, header=answer.header, recent_rounds=answer.recent_rounds)
+        if self._num_tensors is not None:
+            return first_of(state, self._num_tensors)
         return with_digests(state, self._digests)
 
     @property
     def _is_complete(self) -> bool:
-        return self._state is not None and not self._missing and len(self._digests) == self._num_chunks
-
-    @property
-    def _num_chunks(self) -> int:
-        return num_chunks_of(self._state.content) if self._state is not None else 0
+        return self._state is not None and not self._missing and len(self._digests) >= self._num_chunks
 
     def _tell(self) -> None:
         if self._state is not None:
@@ -278,7 +282,7 @@ class _Download:
                 async with time_limit(HEADER_TIMEOUT_S, f"waiting for the header of the state of peer {donor}"):
                     header, answer = await _receive_header(stream)
                 _check_header(donor, header, self._manifest, self._wanted)
-                await self._adopt_or_compare(donor, header)
+                self._adopt_or_compare(donor, header)
                 self._opened_at.pop(donor)
                 self._news.set()
                 async with time_limit(longest_s(header), f"the state of peer {donor}"):
@@ -298,11 +302,12 @@ class _Download:
             lambda left_s: endpoint.open_bulk(donor, STREAM_KIND, request, left_s, size_bytes=size_bytes),
         )
 
-    async def _adopt_or_compare(self, donor: PeerId, header: StateHeader) -> None:
-        async with self._adopting:
-            if self._state is None:
-                self._state = State(header, await run_to_end(empty_content, header.tensors))
-                self._missing, self._free = set(range(self._num_chunks)), list(range(self._num_chunks))
+    def _adopt_or_compare(self, donor: PeerId, header: StateHeader) -> None:
+        if self._state is None:
+            self._num_announced = num_chunks_of(offsets_of(header.tensors)[1])
+            self._num_chunks = num_chunks_of(offsets_of(header.tensors[: self._num_tensors])[1])
+            self._state = State.to_receive(header, self._num_chunks)
+            self._missing, self._free = set(range(self._num_chunks)), list(range(self._num_chunks))
         if _content_of(header) != _content_of(self._state.header):
             raise _Differs(donor)
 
@@ -339,7 +344,7 @@ class _Download:
             index = heapq.heappop(self._free)
             if index in self._missing:
                 source.asked.append(index)
-        if not source.asked and len(source.digests) == self._num_chunks:
+        if not source.asked and len(source.digests) >= self._num_chunks:
             others = sorted((other for other in self._sources if other.asked), key=lambda other: other.moved_at)
             twice = Counter(index for other in others for index in other.asked if index in self._missing)
             source.asked += [index for index, count in twice.items() if count == 1][:1]
@@ -353,7 +358,7 @@ class _Download:
         frame = bytearray(FRAME.size)
         await source.stream.receive_into(memoryview(frame))
         kind, number = FRAME.unpack(frame)
-        if kind == DIGESTS and 0 < number <= self._num_chunks - len(source.digests):
+        if kind == DIGESTS and 0 < number <= self._num_announced - len(source.digests):
             await self._take_digests(source, number)
         elif kind == CHUNK and source.asked and number == source.asked[0]:
             await self._take_chunk(source, number)
@@ -377,9 +382,8 @@ class _Download:
         """Take chunks that have not changed from the earlier state."""
         state, held = self._state, self._held
         assert state is not None
-        if held is None or held.content.numel() != state.content.numel():
-            return
-        for index in range(first, len(self._digests)):
+        for index in range(first, min(len(self._digests), len(held.digests) if held is not None else 0)):
+            assert held is not None
             if index in self._missing and not self._is_asked(index) and held.digests[index] == self._digests[index]:
                 self._missing.discard(index)
                 await run_to_end(_copy, state.chunk(index), held.chunk(index))

@@ -100,7 +100,7 @@ class Snapshot:
     def __init__(self, state: State) -> None:
         self.state = state
         self.digests: list[bytes] = []
-        self.num_chunks = num_chunks_of(state.content)
+        self.num_chunks = num_chunks_of(state.content.numel())
         self._listeners: set[asyncio.Event] = set()
 
     @contextmanager

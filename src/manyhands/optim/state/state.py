@@ -116,6 +116,12 @@ class State:
     donors: Sequence[PeerId] = ()
     num_bytes: int = 0
 
+    @classmethod
+    def to_receive(cls, header: StateHeader, num_chunks: int) -> State:
+        """Memory for the first chunks of a state; the header must be checked."""
+        _, num_bytes = offsets_of(header.tensors)
+        return cls(header, empty_vector(min(num_bytes, num_chunks * CHUNK_BYTES), torch.uint8))
+
     @cached_property
     def tensors(self) -> list[torch.Tensor]:
         """Views of the content."""
@@ -234,8 +240,14 @@ def state_of(header: StateHeader, tensors: Sequence[torch.Tensor]) -> State:
 
 def sealed(state: State) -> State:
     """The same state with its digests."""
-    digests = [digest_of_chunk(state.chunk(index)) for index in range(num_chunks_of(state.content))]
+    digests = [digest_of_chunk(state.chunk(index)) for index in range(num_chunks_of(state.content.numel()))]
     return with_digests(state, digests)
+
+
+def whole_chunks_of(state: State) -> State:
+    """The chunks of the beginning of a state that nothing can be added to, with their digests."""
+    num_whole = state.content.numel() // CHUNK_BYTES
+    return sealed(replace(state, content=state.content[: num_whole * CHUNK_BYTES]))
 
 
 def with_digests(state: State, digests: Sequence[bytes]) -> State:
@@ -278,9 +290,16 @@ def empty_content(specs: Sequence[ParameterSpec]) -> torch.Tensor:
     return content
 
 
-def num_chunks_of(content: torch.Tensor) -> int:
-    """Chunks of a state; the last one may be shorter."""
-    return -(-content.numel() // CHUNK_BYTES)
+def first_of(state: State, num_tensors: int) -> State:
+    """The first tensors of a state alone, without digest."""
+    specs = state.header.tensors[:num_tensors]
+    header = msgspec.structs.replace(state.header, tensors=specs, digest=b"")
+    return replace(state, header=header, content=state.content[: offsets_of(specs)[1]], digests=())
+
+
+def num_chunks_of(num_bytes: int) -> int:
+    """Chunks of a state of this size; the last one may be shorter."""
+    return -(-num_bytes // CHUNK_BYTES)
 
 
 def chunk_of(content: torch.Tensor, index: int) -> memoryview:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import Position
 from manyhands.base.errors import Unavailable
 from manyhands.base.identity import PeerId
-from manyhands.optim.run.branches import believed_by_a_newcomer
-from manyhands.optim.run.progress import ProgressRecord, rank_of
+from manyhands.optim.loading import MAX_POSITIONS, askable, leading_donors
+from manyhands.optim.run.progress import ProgressRecord
 from manyhands.optim.run.progress_reader import ProgressReader
 from manyhands.optim.run.records import declare_run
 from manyhands.optim.state.download import MAX_DOWNLOAD_S, download_state
@@ -35,8 +35,6 @@ LOOK_PERIOD_S = 1.0
 RETRY_PERIOD_S = 10.0
 """Pause after no peer could provide a state or tokenizer."""
 TELL_PERIOD_S = 60.0
-MAX_POSITIONS = 4
-"""Most positions to try, from the highest."""
 
 
 class StateFollower:
@@ -99,16 +97,14 @@ class StateFollower:
             self._peer.sleep(RETRY_PERIOD_S if donors else LOOK_PERIOD_S)
 
     def _load_if_due(self, every: int) -> int | None:
-        looked, here, has_failed = self._look(), self._step, False
+        records, here, has_failed = self._look(), self._step, False
         for _ in range(MAX_POSITIONS):
-            records = believed_by_a_newcomer(looked)
-            if not records:
+            if (leading := leading_donors(records, self._peer.presence.rng)) is None:
                 self._tell("Waiting for a peer of run %s from which the state can be downloaded")
                 break
-            position = max(records.values(), key=rank_of).position
+            position, donors = leading
             if here is not None and here <= position.step < here + every:
                 break
-            donors = self._donors_at(position, records)
             try:
                 self._replica.restore(self._download(donors, position))
             except (Unavailable, ValueError) as error:
@@ -117,27 +113,17 @@ class StateFollower:
                 self._step = self._replica.position.step
                 return self._step
             has_failed = True  # no state proved this position: decide again without it
-            looked = {peer_id: record for peer_id, record in looked.items() if peer_id not in donors}
+            records = {peer_id: record for peer_id, record in records.items() if peer_id not in donors}
         if has_failed:
             self._peer.sleep(RETRY_PERIOD_S)
         return None
 
-    def _donors_at(self, position: Position, records: Mapping[PeerId, ProgressRecord]) -> list[PeerId]:
-        donors = [peer_id for peer_id, record in records.items() if record.position == position]
-        self._peer.presence.rng.shuffle(donors)
-        donors.sort(key=lambda peer_id: not records[peer_id].is_auxiliary)  # trainers need their links themselves
-        return donors
-
     def _look(self) -> dict[PeerId, ProgressRecord]:
-        """Progress of the peers that can provide the state; those in client mode must be connected to this peer."""
+        """Progress of the peers that can provide the state."""
 
         async def look() -> dict[PeerId, ProgressRecord]:
             await self._reader.refresh()
-            is_connected = self._peer.endpoint.is_connected
-            records = self._reader.records()
-            return {
-                peer_id: record for peer_id, record in records.items() if not record.is_client or is_connected(peer_id)
-            }
+            return askable(self._reader.records(), self._peer.endpoint)
 
         try:
             return self._run_coroutine(look(), "looking at the run")

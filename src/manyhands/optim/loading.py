@@ -1,0 +1,192 @@
+"""Loads a run's model into a peer that does not train, such as an evaluator."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from manyhands.averaging.messages import Position
+from manyhands.base.deadline import time_limit
+from manyhands.base.errors import ManifestMismatch, Timeout, Unavailable
+from manyhands.base.identity import PeerId
+from manyhands.optim.flat import are_finite
+from manyhands.optim.manifest import ParameterSpec, RunManifest, read_manifest
+from manyhands.optim.run.branches import believed_by_a_newcomer
+from manyhands.optim.run.progress import ProgressRecord, rank_of
+from manyhands.optim.run.progress_reader import ProgressReader
+from manyhands.optim.run.records import declare_run
+from manyhands.optim.state.download import MAX_DOWNLOAD_S, download_state
+from manyhands.optim.state.state import State, StateHeader, state_of, whole_chunks_of
+from manyhands.peer import Peer
+from manyhands.rpc import Endpoint
+from manyhands.rpc.frames import readable
+from manyhands.runtime.executor import run_to_end
+
+logger = logging.getLogger(__name__)
+
+LOOK_TIMEOUT_S = 10.0
+MAX_POSITIONS = 4
+"""Most positions to try, from the highest."""
+
+
+@dataclass(frozen=True)
+class LoadedState:
+    """What was loaded.
+
+    Attributes:
+        global_step: of the run, at which these parameters were trained.
+        samples: behind them, in all steps.
+        donors: the peers that sent them.
+        num_bytes: received.
+        seconds: that it took.
+    """
+
+    global_step: int
+    samples: int
+    donors: Sequence[PeerId]
+    num_bytes: int
+    seconds: float
+
+
+def load_state_from_peers(
+    peer: Peer, run_id: str, *, into: torch.nn.Module, timeout_s: float = MAX_DOWNLOAD_S
+) -> LoadedState:
+    """Load the current parameters of a run into a model, without taking part in the run.
+
+    Nobody waits for this peer, and it signs and publishes nothing. It downloads from several peers at once, and only
+    what the model does not hold already. Buffers are not loaded.
+
+    Args:
+        into: a model with the parameters of the run, by name and shape. It may be on a GPU, or of another precision.
+        timeout_s: limit for the download, in seconds.
+    Raises:
+        ManifestMismatch: the model has other parameters; names them.
+        Unavailable: nobody trains this run, or no peer could send its state. The model is unchanged.
+        Timeout: the download took longer than ``timeout_s``.
+    """
+    return peer.run(_load(peer, run_id, into), timeout_s + LOOK_TIMEOUT_S, f"loading the state of run {run_id!r}")
+
+
+async def _load(peer: Peer, run_id: str, model: torch.nn.Module) -> LoadedState:
+    presence, loop = peer.presence, asyncio.get_running_loop()
+    begun = loop.time()
+    try:
+        async with time_limit(LOOK_TIMEOUT_S, f"looking for run {run_id!r}"):
+            manifest = await _manifest_of(peer, run_id)
+            reader = ProgressReader(presence.endpoint, presence.dht, run_id)
+            await reader.refresh()
+    except Timeout as error:
+        raise Unavailable(str(error)) from error
+    parameters = matching_parameters(model, manifest)
+    held = await run_to_end(_held, manifest.tensors, parameters)
+    records = askable(reader.records(), presence.endpoint)
+    failures = [
+        f"none of the {len(reader.records())} peers that train it can be dialled from here"
+        if reader.records()
+        else "nobody trains it now"
+    ]
+    for _ in range(MAX_POSITIONS):
+        if (leading := leading_donors(records, presence.rng)) is None:
+            break
+        position, donors = leading
+        try:
+            state = await download_state(
+                presence.endpoint, manifest, donors, position,
+                is_onlooker=True, held=held, num_tensors=len(manifest.tensors),
+            )  # fmt: skip
+            if fault := await run_to_end(_assign, state, parameters):
+                raise Unavailable(f"the state of peer {', '.join(state.donors)} cannot be used: {fault}")
+        except Unavailable as error:
+            failures = [str(error)]
+            records = {peer_id: record for peer_id, record in records.items() if peer_id not in donors}
+            continue
+        header = state.header
+        return LoadedState(
+            header.position.step, header.lineage_samples, state.donors, state.num_bytes, loop.time() - begun
+        )
+    raise Unavailable(f"the state of run {run_id!r} cannot be loaded: {'; '.join(failures)}")
+
+
+async def _manifest_of(peer: Peer, run_id: str) -> RunManifest:
+    presence = peer.presence
+    declare_run(presence.dht, run_id)
+    members = presence.members.get(run_id)
+    signed = await read_manifest(presence.dht, run_id, members.charter.charter.manifest if members is not None else b"")
+    if signed is None:
+        raise Unavailable(
+            f"nobody trains run {run_id!r}, as far as the {presence.dht.num_known_peers} peers of this network that "
+            "were asked know; check the run id"
+        )
+    return signed.manifest
+
+
+def askable(records: Mapping[PeerId, ProgressRecord], endpoint: Endpoint) -> dict[PeerId, ProgressRecord]:
+    """The records of peers that this one can ask; those in client mode must be connected to it."""
+    return {
+        peer_id: record for peer_id, record in records.items() if not record.is_client or endpoint.is_connected(peer_id)
+    }
+
+
+def leading_donors(
+    records: Mapping[PeerId, ProgressRecord], rng: random.Random
+) -> tuple[Position, list[PeerId]] | None:
+    """The position of the run, as a peer that does not train believes it, and the peers that hold its state."""
+    believed = believed_by_a_newcomer(records)
+    if not believed:
+        return None
+    position = max(believed.values(), key=rank_of).position
+    donors = [peer_id for peer_id, record in believed.items() if record.position == position]
+    rng.shuffle(donors)
+    donors.sort(key=lambda peer_id: not believed[peer_id].is_auxiliary)  # trainers need their links themselves
+    return position, donors
+
+
+def matching_parameters(model: torch.nn.Module, manifest: RunManifest) -> list[torch.nn.Parameter]:
+    """The parameters of a model in the order of the run.
+
+    Raises:
+        ManifestMismatch: the run has others.
+    """
+    named = dict(model.named_parameters())
+    names = [spec.name for spec in manifest.tensors]
+    if names == [f"parameter {index}" for index in range(len(names))]:  # the trainers' optimizer does not know them
+        named = dict(zip(names, named.values(), strict=False)) if len(named) == len(names) else named
+    differences = [
+        f"the model has no tensor {readable(spec.name)}"
+        if spec.name not in named
+        else f"tensor {spec.name} has shape {list(named[spec.name].shape)} here, {list(spec.shape)} in the run"
+        for spec in manifest.tensors
+        if spec.name not in named or tuple(named[spec.name].shape) != tuple(spec.shape)
+    ]
+    differences += [
+        f"the run does not train tensor {name}"
+        for name, parameter in named.items()
+        if parameter.requires_grad and name not in set(names)
+    ]
+    if differences:
+        shown, more = differences[:3], len(differences) - 3
+        raise ManifestMismatch(manifest.run_id, [*shown, *([f"and {more} more"] if more > 0 else [])])
+    return [named[name] for name in names]
+
+
+def _held(specs: Sequence[ParameterSpec], parameters: Sequence[torch.nn.Parameter]) -> State | None:
+    """What the model holds, as the beginning of a state."""
+    if any(str(parameter.dtype) != f"torch.{spec.dtype}" for spec, parameter in zip(specs, parameters, strict=True)):
+        return None
+    header = StateHeader(Position(0, b""), 0, list(specs), b"", b"")
+    return whole_chunks_of(state_of(header, [parameter.detach() for parameter in parameters]))
+
+
+def _assign(state: State, parameters: Sequence[torch.nn.Parameter]) -> str:
+    """Copy a state to a model; returns why not, else nothing."""
+    if not are_finite([tensor for tensor in state.tensors if tensor.is_floating_point()]):
+        return "it has values that are not finite"
+    with torch.no_grad():
+        for parameter, tensor in zip(parameters, state.tensors, strict=True):
+            parameter.copy_(tensor)
+    return ""
