@@ -7,11 +7,13 @@ import contextlib
 import hashlib
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from unittest import mock
 
 from manyhands.base.address import Address
 from manyhands.base.errors import PeerError, Unavailable
 from manyhands.base.identity import PeerId
+from manyhands.optim.state import state as state_module
 from manyhands.rpc import Endpoint
 from manyhands.testing import Host, World
 from manyhands.transport import Stream
@@ -19,6 +21,7 @@ from tests.network import ECHO, STUCK, Text, serve_echo
 from tests.simulation.averages import start_averages
 from tests.simulation.chance import faults, weather
 from tests.simulation.rounds import start_rounds
+from tests.simulation.states import start_states
 from tests.simulation.worlds import start_dht, start_training
 
 STOP_WITHIN_S = 20.0
@@ -36,16 +39,19 @@ class Scenario:
     Attributes:
         duration_s: virtual seconds until its programs are told to stop.
         conclude: asserts what must be true then.
+        setting: holds while it runs.
     """
 
     world: World
     duration_s: float
     conclude: Callable[[], None]
+    setting: contextlib.AbstractContextManager[object] = field(default_factory=contextlib.nullcontext)
 
     def run(self) -> None:
         """Raises what went wrong, if anything did."""
         self.world.at_end(self.conclude)
-        self.world.run(self.duration_s, stop_within_s=STOP_WITHIN_S)
+        with self.setting:
+            self.world.run(self.duration_s, stop_within_s=STOP_WITHIN_S)
 
 
 def rpc(seed: int) -> Scenario:
@@ -140,8 +146,26 @@ def averages(seed: int) -> Scenario:
     return Scenario(world, 120.0, conclude)
 
 
+def state(seed: int) -> Scenario:
+    """Four donors, one of another kind, and three newcomers, each of which gets the state again after the last fault."""
+    world = World(seed)
+    donors, newcomers = ["d0", "d1", "d2", "d3"], ["n0", "n1", "n2"]
+    weather(world, [*donors, *newcomers], limit_bandwidth=True)
+    world.schedule(
+        *faults(world.rng("faults"), [*donors, *newcomers], start_s=2, stop_s=40, longest_s=15, num_faults=6)
+    )
+    downloads = start_states(world, donors, ["d3"], newcomers)
+
+    def conclude() -> None:
+        assert set(downloads.times) == set(newcomers), downloads.times
+        for name, time in downloads.times.items():
+            assert time > 60.0, f"{name} got a state last at {time:.1f} s"
+
+    return Scenario(world, 90.0, conclude, mock.patch.object(state_module, "CHUNK_BYTES", 8192))
+
+
 SCENARIOS: dict[str, Callable[[int], Scenario]] = {
-    "rpc": rpc, "rounds": rounds, "averages": averages, "dht": dht, "training": training,
+    "rpc": rpc, "rounds": rounds, "averages": averages, "dht": dht, "training": training, "state": state,
 }  # fmt: skip
 
 
