@@ -14,12 +14,17 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 SHOWS = {
     "quickstart.py": ": 2 peers, loss",
     "averaging.py": "averaged by 2 peers",
+    "evaluate.py": "held-out loss",
     "several_gpus.py": ": 2 peers, loss",
     "transformers_trainer.py": "'num_peers': 2",
 }
 """What each program prints when two peers work together."""
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 STARTED_BY = {"several_gpus.py": TORCHRUN}
+
+
+TOGETHER = [name for name in SHOWS if name != "evaluate.py"]
+"""The programs that work with a second copy of themselves."""
 
 
 def start(name: str, *arguments: str) -> Command:
@@ -33,7 +38,7 @@ def test_every_example_is_tested_and_short() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", SHOWS)
+@pytest.mark.parametrize("name", TOGETHER)
 def test_with_two_peers(name: str) -> None:
     first = start(name)
     second = None
@@ -46,6 +51,19 @@ def test_with_two_peers(name: str) -> None:
         first.close()
         if second is not None:
             second.close()
+
+
+@pytest.mark.long
+def test_a_run_is_evaluated_by_a_peer_that_is_not_in_it() -> None:
+    trainer = start("quickstart.py")
+    evaluator = None
+    try:
+        evaluator = start("evaluate.py", *trainer.wait_for("others join with").split("quickstart.py ")[1].split())
+        evaluator.wait_for("held-out loss")
+    finally:
+        trainer.close()
+        if evaluator is not None:
+            evaluator.close()
 
 
 @pytest.mark.long

@@ -147,7 +147,7 @@ def averages(seed: int) -> Scenario:
 
 
 def state(seed: int) -> Scenario:
-    """Four donors, one of another kind, and three newcomers, each of which gets the state again after the last fault."""
+    """Four donors, one of another kind; each of three newcomers gets the state again after the last fault."""
     world = World(seed)
     donors, newcomers = ["d0", "d1", "d2", "d3"], ["n0", "n1", "n2"]
     weather(world, [*donors, *newcomers], limit_bandwidth=True)
