@@ -12,6 +12,7 @@ import torch
 from manyhands.averaging.messages import Position
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import Unavailable
+from manyhands.base.identity import PeerId
 from manyhands.optim.state import download as download_module
 from manyhands.optim.state import server as server_module
 from manyhands.optim.state import state as state_module
@@ -153,9 +154,13 @@ async def test_a_donor_that_sends_wrong_chunks_is_named_and_the_rest_comes_from_
                 await stream.send(FRAME.pack(CHUNK, index), wrong)
 
         behave(liar, lie)
-        state = await download(newcomer, liar, donor)
+        named: list[PeerId] = []
+        state = await download_state(
+            newcomer, donor.manifest, [liar.peer_id, donor.peer_id], AT, on_violation=named.append
+        )
         assert state.digests == donor.state().digests
         assert state.donors == (donor.peer_id,)
+        assert named == [liar.peer_id]
         assert f"the state cannot be loaded from peer {liar.peer_id}" in caplog.text
         assert "does not match the digest of it" in caplog.text
 

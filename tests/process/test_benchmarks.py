@@ -56,6 +56,16 @@ def test_transport(tmp_path: Path) -> None:
             assert result[name] > 0, name
 
 
+@pytest.mark.long
+def test_state(tmp_path: Path) -> None:
+    arguments = ["--mb", "12", "--donors", "2", "--rounds", "1"]
+    (result,), _ = results_of("state.py", tmp_path, *arguments)
+    assert (result["system"], result["mb"], result["donors"]) == ("manyhands", 12, 2)
+    assert result["mb_per_s"] > 0
+    assert result["killed_donor_extra_s"] < 15
+    assert result["frozen_donor_extra_s"] < 15
+
+
 @pytest.mark.sweep
 def test_gil(tmp_path: Path) -> None:
     results, _ = results_of("gil.py", tmp_path, "--rates", "20", *TINY)

@@ -266,8 +266,9 @@ class Collaboration:
         started = loop.time()
         try:
             state = await download_state(
-                self._presence.endpoint, self._manifest, donors, branch.position, is_late=is_late
-            )
+                self._presence.endpoint, self._manifest, donors, branch.position,
+                is_late=is_late, on_violation=self.tracker.shun,
+            )  # fmt: skip
         except Unavailable:
             for donor in donors:
                 self.tracker.report_without_state(donor)

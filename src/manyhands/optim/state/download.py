@@ -13,7 +13,7 @@ import heapq
 import logging
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -89,6 +89,7 @@ async def download_state(
     is_onlooker: bool = False,
     held: State | None = None,
     num_tensors: int | None = None,
+    on_violation: Callable[[PeerId], None] = lambda donor: None,
 ) -> State:
     """Download the state of a run.
 
@@ -100,11 +101,12 @@ async def download_state(
         is_onlooker: this peer will not train from the state, so no donor need wait for it.
         held: an earlier state, or its beginning; chunks that have not changed since are taken from it.
         num_tensors: download no more than the first tensors; the others, and the digest, are left out.
+        on_violation: called with each donor that sent what the protocol does not allow, such as a wrong chunk.
     Raises:
         Unavailable: no donor could send it; names each with its reason.
     """
     request = StateRequest(manifest.run_id, is_late, is_onlooker)
-    return await _Download(endpoint, manifest, donors, wanted, request, held, num_tensors).run()
+    return await _Download(endpoint, manifest, donors, wanted, request, held, num_tensors, on_violation).run()
 
 
 @dataclass(eq=False)
@@ -151,6 +153,7 @@ class _Download:
         request: StateRequest,
         held: State | None,
         num_tensors: int | None,
+        on_violation: Callable[[PeerId], None],
     ) -> None:
         self._endpoint = endpoint
         self._manifest = manifest
@@ -158,6 +161,7 @@ class _Download:
         self._request = request
         self._held = held
         self._num_tensors = num_tensors
+        self._on_violation = on_violation
         self._loop = asyncio.get_running_loop()
         self._waiting = list(dict.fromkeys(donors))
         self._full: list[PeerId] = []
@@ -261,6 +265,8 @@ class _Download:
             logger.warning("the state cannot be loaded from peer %s: %s", donor, error)
             self._failures[donor] = str(error)
             self._num_losses[donor] += 1
+            if isinstance(error, ProtocolViolation):
+                self._on_violation(donor)
             if isinstance(error, PeerLost) and donor in self._answers and self._num_losses[donor] < MAX_LOSSES:
                 self._waiting.append(donor)
         elif error is not None:
