@@ -309,8 +309,6 @@ class Optimizer(OptimizerWrapper):
             return False
         self._running_statistics.close()
         self._speed.count(samples, self.peer.time())
-        if self._speed.batch_s > 0 and (advice := self._advice.after_batch(self._speed.batch_s, samples)):
-            logger.info("%s", advice)
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)  # of a GradScaler
         is_overflow = found_inf is not None and float(found_inf) > 0
         with uninterrupted():

@@ -4,7 +4,6 @@
   although some are there: its nodes near the run's key may be gone or malicious.
 * Near the target of a step, each peer sends the others what it has accumulated; through the DHT they would learn it
   only after they have begun another batch.
-* A peer that misses rounds is dialled: if it has died, its machine says so before its record expires.
 """
 
 from __future__ import annotations
@@ -16,14 +15,12 @@ from collections.abc import Collection
 
 import msgspec
 
-from manyhands.averaging.messages import Position, readable_addresses
+from manyhands.averaging.messages import Position
 from manyhands.averaging.run_endpoint import RunEndpoint
-from manyhands.base.address import Address
-from manyhands.base.errors import DialFailed, DialReason, ManyhandsError
+from manyhands.base.errors import ManyhandsError
 from manyhands.base.identity import PeerId
 from manyhands.optim.run.progress import ProgressRecord
 from manyhands.optim.run.tracker import ProgressTracker
-from manyhands.rpc import Endpoint
 from manyhands.rpc.method import Method
 from manyhands.runtime import TaskOwner
 
@@ -32,9 +29,6 @@ logger = logging.getLogger(__name__)
 MAX_ASKED = 8
 TIMEOUT_S = 2.0
 ASK_PERIOD_S = 10.0
-LOOK_PERIOD_S = 5.0
-"""A peer that refuses a dial but is alive is connected by the next look, or has published news."""
-PROOFS_OF_DEATH = (DialReason.REFUSED, DialReason.WRONG_IDENTITY)
 
 
 class WhereAreYou(msgspec.Struct):
@@ -117,53 +111,3 @@ class Acquaintances:
 
     def _on_ask(self, remote: PeerId, _: WhereAreYou) -> HereIAm:
         return HereIAm(self._tracker.own)
-
-
-class Departures:
-    """Finds peers that died before their records expire: they miss rounds, and their machine refuses a dial.
-
-    No answer from a machine proves nothing: it may be cut off, and go on training. Then its record must expire, as must
-    that of a peer that cannot be dialled.
-    """
-
-    def __init__(self, endpoint: Endpoint, tracker: ProgressTracker, tasks: TaskOwner) -> None:
-        self._endpoint = endpoint
-        self._tracker = tracker
-        self._tasks = tasks
-        self._refused: set[tuple[PeerId, int]] = set()  # records of peers at the last look
-        self._looked_at = -math.inf  # loop time
-        self._looking: asyncio.Task[None] | None = None
-
-    def look(self) -> None:
-        """Dial the peers that miss rounds, in the background; at most once in a period, one look at a time."""
-        now = asyncio.get_running_loop().time()
-        is_looking = self._looking is not None and not self._looking.done()
-        if now - self._looked_at >= LOOK_PERIOD_S and not is_looking:
-            self._looked_at = now
-            self._looking = self._tasks.spawn(self._look_for_all(), name="looking for those who do not come")
-
-    async def _look_for_all(self) -> None:
-        refused = {
-            (peer_id, seen.sequence)
-            for peer_id, seen in self._tracker.unmet().items()
-            if not self._endpoint.is_connected(peer_id) and await self._refuses(seen.record.addresses)
-        }
-        for peer_id, sequence in refused & self._refused:
-            logger.info("Peer %s is gone: it does not listen at its addresses any more", peer_id)
-            self._tracker.report_gone(peer_id, sequence)
-        self._refused = refused
-
-    async def _refuses(self, addresses: list[str]) -> bool:
-        known = readable_addresses(addresses)
-        reasons = set(await asyncio.gather(*(self._failure_at(address) for address in known)))
-        reasons.discard(DialReason.HELD_BACK)
-        return bool(reasons) and reasons.issubset(PROOFS_OF_DEATH)
-
-    async def _failure_at(self, address: Address) -> DialReason | None:
-        try:
-            await self._endpoint.probe(address, TIMEOUT_S)
-        except DialFailed as failure:
-            return failure.reason
-        except ManyhandsError:
-            return None
-        return None

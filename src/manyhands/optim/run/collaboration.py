@@ -19,7 +19,6 @@ from manyhands.optim.manifest import ManifestKeeper, RunManifest
 from manyhands.optim.run.decisions import StepDecisions
 from manyhands.optim.run.drift import Drift, Sketch
 from manyhands.optim.run.grid_assignment import GridAssignment
-from manyhands.optim.run.group_options import UnlikeOptions
 from manyhands.optim.run.listing import find_runs, nobody_is_in
 from manyhands.optim.run.look_ahead import LookAhead
 from manyhands.optim.run.progress import Progress, ProgressLog
@@ -93,7 +92,6 @@ class Collaboration:
             began_at=presence.began_at,
         )
         self._drift = Drift(self.tracker.reader, presence.peer_id, self._local.drift_bound)
-        self._unlike_options = UnlikeOptions(self.tracker.reader, manifest.hyper_parameters)
         assignment = GridAssignment(self.tracker, presence.peer_id, self._averaging.max_group_size, self._rng)
         async with AsyncExitStack() as parts:
             self._rounds = RoundRunner(
@@ -123,7 +121,7 @@ class Collaboration:
             parts.callback(server.close)
             self.decisions = StepDecisions(
                 presence, manifest.run_id, self.tracker, self._rounds, look_ahead, server, self._drift,
-                self._unlike_options, self._averaging, self.tasks, allow_solo=self._allow_solo,
+                self._averaging, self.tasks, allow_solo=self._allow_solo,
             )  # fmt: skip
             parts.callback(self.decisions.close)
             self.tracker.on_outlook = self._on_news
@@ -208,24 +206,20 @@ class Collaboration:
             self._num_vain_loads = 0
         self.tracker.branches.belief.met([])  # a step of its own, alone or with others
         self.decisions.note_step(together_with)
-        self._move(position, lineage_samples, together_with)
+        self.tracker.move(position, lineage_samples, list(together_with))
         self.tracker.tell(sketch.sums)
         self._drift.moved(position, sketch, is_in_grid=is_in_grid)
 
     def move_elsewhere(self, position: Position, lineage_samples: int) -> None:
         """Record that this peer has loaded a state; its former gradients are useless there."""
         self._rounds.forget_errors()
-        self._move(position, lineage_samples)
+        self.tracker.move(position, lineage_samples, [])
         self.tracker.tell(b"")  # the others' sketches predate any change by their own code: a clamp, say
         self._drift.loaded()
 
-    def _move(self, position: Position, lineage_samples: int, together_with: Sequence[PeerId] = ()) -> None:
-        self.tracker.tell_options(self._unlike_options.moved(self._local.options))
-        self.tracker.move(position, lineage_samples, list(together_with))
-
     def begin(self, position: Position, lineage_samples: int) -> None:
         """Publish progress from ``position`` on."""
-        self._move(position, lineage_samples)
+        self.tracker.move(position, lineage_samples, [])
         self.tracker.start()
 
     def must_be_called_on(self) -> bool:

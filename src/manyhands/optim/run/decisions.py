@@ -15,10 +15,9 @@ from manyhands.averaging.rounds import RoundRunner
 from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.base.errors import ManyhandsError
 from manyhands.base.identity import PeerId
-from manyhands.optim.run.acquaintances import Acquaintances, Departures
+from manyhands.optim.run.acquaintances import Acquaintances
 from manyhands.optim.run.drift import Drift
 from manyhands.optim.run.firewalled import Firewalled
-from manyhands.optim.run.group_options import UnlikeOptions
 from manyhands.optim.run.look_ahead import LookAhead
 from manyhands.optim.run.tracker import ProgressTracker
 from manyhands.optim.state.transfer import StateServer
@@ -77,7 +76,6 @@ class StepDecisions:
         look_ahead: LookAhead,
         server: StateServer,
         drift: Drift,
-        unlike_options: UnlikeOptions,
         averaging: AveragingConfig,
         tasks: TaskOwner,
         *,
@@ -89,10 +87,8 @@ class StepDecisions:
         self._look_ahead = look_ahead
         self._server = server
         self._drift = drift
-        self._unlike_options = unlike_options
         self._averaging = averaging
         self._allow_solo = allow_solo
-        self._departures = Departures(presence.endpoint, tracker, tasks)
         self._tasks = tasks
         self._firewalled = Firewalled(presence, tracker, run_id, tasks)
         self._acquaintances = Acquaintances(RunEndpoint(presence.endpoint, run_id), tracker, tasks)
@@ -134,7 +130,6 @@ class StepDecisions:
         self._firewalled.tell()
         if tracker.is_worth_a_look():
             await self._tracker.look(NEAR_TIMEOUT_S)
-        self._unlike_options.look(tracker.position())
         if tracker.should_load_state():
             return Decision.LOAD_STATE
         if self._drift.should_load():
@@ -149,7 +144,6 @@ class StepDecisions:
             is_time = self._has_time_for(batch_s) or self._holds_for_latecomers()
             return Decision.ACCUMULATE if is_time else Decision.AVERAGE
         if not self._is_alone():  # but the peers that are there cannot be reached now
-            self._departures.look()
             return Decision.ACCUMULATE
         await tracker.look()  # before a step alone
         if not self._is_alone() or tracker.can_meet_somebody():
@@ -197,7 +191,6 @@ class StepDecisions:
         await tracker.wait_until_due(busy_until + min(batch_s, NEAR_TIMEOUT_S) - now)
         if not tracker.is_due():
             await self._tracker.look(NEAR_TIMEOUT_S)
-        self._unlike_options.look(position)  # at what others have told meanwhile
         if not tracker.is_due():
             self._waited_in_vain_at = position
         return tracker.is_due()

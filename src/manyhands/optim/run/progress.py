@@ -49,17 +49,6 @@ MAX_COUNT = 2**53
 MAX_TTL_S = 86400.0
 MAX_SPEED = 1e9
 """The most samples per second that are believed: sums of strangers' numbers stay exact."""
-MAX_OPTIONS = 8
-"""The most options changed by a schedule that a peer publishes; with names of this many characters ..."""
-MAX_OPTION_NAME = 32
-MAX_OPTION_NUMBERS = 16
-"""... and this many numbers each: one for each parameter group, or two for ``betas``."""
-
-Numbers = dict[
-    Annotated[str, msgspec.Meta(max_length=MAX_OPTION_NAME)],
-    Annotated[list[float], msgspec.Meta(max_length=MAX_OPTION_NUMBERS)],
-]
-
 MAX_WALL_TIME_S = 1e11  # the year 5138
 
 
@@ -81,8 +70,6 @@ class ProgressRecord(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
         sketch_step: the global step that this led to; 0 without one.
         recent_rounds: of its last steps, if they were made in a grid (:mod:`manyhands.optim.run.partition_detector`).
         is_auxiliary: it has no data; it is expected in a round only if no other peer can be dialled.
-        options: of its optimizer at this position that differ from the manifest, such as the learning rates, of all
-            parameter groups; None if it does not say.
         began_at: start of its process, by its own wall clock, which tells two processes with one identity apart.
     """
 
@@ -101,7 +88,6 @@ class ProgressRecord(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     sketch_step: Count = 0
     recent_rounds: RecentRounds = []
     is_auxiliary: bool = False
-    options: Annotated[Numbers, msgspec.Meta(max_length=MAX_OPTIONS)] | None = None
     began_at: float = 0.0
 
     def __post_init__(self) -> None:
@@ -225,9 +211,8 @@ def is_news(
         target_batch_size: samples of a global step, of all ``num_peers`` together.
         is_near: the target may be reached before this peer's next batch; then exact numbers count.
     """
-    is_moved = (own.position, own.seat, own.seat_round, own.recent_rounds, own.sketch, own.options) != (
-        published.position, published.seat, published.seat_round, published.recent_rounds, published.sketch,
-        published.options,
+    is_moved = (own.position, own.seat, own.seat_round, own.recent_rounds, own.sketch) != (
+        published.position, published.seat, published.seat_round, published.recent_rounds, published.sketch
     )  # fmt: skip
     if is_moved or (is_near and own.samples != published.samples):
         return True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -14,7 +14,6 @@ class LocalState(Protocol):
     """A :class:`manyhands.optim.step.replica.Replica`."""
 
     position: Position
-    options: list[dict[str, Any]]
 
     @property
     def drift_bound(self) -> float:

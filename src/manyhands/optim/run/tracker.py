@@ -26,7 +26,6 @@ from manyhands.optim.config import ProgressConfig
 from manyhands.optim.run.branches import Branch, BranchChoice
 from manyhands.optim.run.progress import (
     RANK_DELAY_S,
-    Numbers,
     Progress,
     ProgressRecord,
     crowd_factor,
@@ -34,7 +33,7 @@ from manyhands.optim.run.progress import (
     next_refresh_s,
     rank_of,
 )
-from manyhands.optim.run.progress_reader import Observed, ProgressReader, View, progress_key
+from manyhands.optim.run.progress_reader import ProgressReader, View, progress_key
 from manyhands.optim.run.twin import Twin
 from manyhands.rpc import Endpoint
 from manyhands.runtime import TaskOwner
@@ -151,10 +150,6 @@ class ProgressTracker:
         if (round_number, seat) != self.seat():
             self._update(seat=seat, seat_round=round_number)
 
-    def tell_options(self, options: Numbers) -> None:
-        """Set the options with which this peer steps from its next position on; :meth:`move` follows."""
-        self.own = msgspec.structs.replace(self.own, options=options)
-
     def tell(self, sketch: bytes) -> None:
         """Set the published sums of this peer's parameters at its position."""
         self.own = msgspec.structs.replace(self.own, sketch=sketch, sketch_step=self.own.position.step)
@@ -266,11 +261,6 @@ class ProgressTracker:
     def heard(self, peer_id: PeerId, record: ProgressRecord) -> None:
         """Take over the progress that a peer has sent directly."""
         self.reader.heard(peer_id, record)
-        self._judge()
-
-    def report_gone(self, peer_id: PeerId, sequence: int) -> None:
-        """Drop a peer that is gone before its last record, of this sequence, has expired."""
-        self.reader.forget(peer_id, sequence)
         self._judge()
 
     def report_missing(self, peer_id: PeerId) -> None:
@@ -414,11 +404,6 @@ class ProgressTracker:
         """Whether a peer that is not missing has yet to reach this peer's global step."""
         trainers, missing = self.reader.trainers(), self._missing.peers()
         return any(trainers[peer_id].position.step < self.own.position.step for peer_id in trainers.keys() - missing)
-
-    def unmet(self) -> Mapping[PeerId, Observed]:
-        """The records of peers that missed a round or could not send their state."""
-        observed = self.reader.observed()
-        return {peer_id: observed[peer_id] for peer_id in self._missing.peers() | self._without_state.peers()}
 
     # choice of the branch
 

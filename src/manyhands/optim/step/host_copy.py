@@ -8,7 +8,7 @@ import torch
 
 from manyhands.averaging.tensor_list import overlapping
 from manyhands.base.errors import ConfigError
-from manyhands.optim.run.group_options import options_of
+from manyhands.optim.options import options_of
 from manyhands.optim.state.state import names_of, parameters_of
 
 HOST = torch.device("cpu")
@@ -24,7 +24,7 @@ class HostCopy:
 
     Attributes:
         shown_groups: its parameter groups, with the model's parameters instead of the copies.
-        shown_options: the options in these; see :mod:`manyhands.optim.run.group_options`.
+        shown_options: the options in these; see :func:`manyhands.optim.options.options_of`.
     Raises:
         ConfigError: two parameters share memory, so one copy would overwrite updates of the other.
     """

@@ -19,8 +19,8 @@ from manyhands.base.errors import ConfigError
 from manyhands.base.identity import PeerId
 from manyhands.optim.flat import GradientLayout, assign_flat, flattened
 from manyhands.optim.manifest import RunManifest
+from manyhands.optim.options import check_unchanged, options_of
 from manyhands.optim.run.drift import Sketch, bound_of, sketch_of
-from manyhands.optim.run.group_options import check_unchanged, options_of
 from manyhands.optim.run.progress import sum_of_samples
 from manyhands.optim.serializable import is_plain, merged, plain_part
 from manyhands.optim.state.check import fault_of
