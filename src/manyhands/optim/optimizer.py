@@ -129,7 +129,7 @@ class Optimizer(OptimizerWrapper):
         """This peer's samples in the current global step."""
         self.peer = peer
         """As given."""
-        self._samples = SampleCounter(peer.peer_id, self._replica, is_delayed=delay is not None)
+        self._samples = SampleCounter(peer.peer_id, self._replica)
         self._layout = GradientLayout(self._replica.model_parameters)
         self._is_counted = False  # the .grad of this call of step()
         self._current: GlobalStep | None = None  # the one being made; between calls of step(), in the background

@@ -35,7 +35,7 @@ def test_what_is_dropped_and_why(
 ) -> None:
     parameter = torch.nn.Parameter(torch.ones(2))
     replica = Replica(torch.optim.SGD([parameter], lr=0.5), None)
-    samples = SampleCounter(ME, replica, is_delayed=False)
+    samples = SampleCounter(ME, replica)
     parameter.grad = torch.ones(2)
     samples.add(8, None, 1.0, since_step, is_overflow=False)
     if was_out:

@@ -11,7 +11,7 @@ import logging
 
 from manyhands.averaging.messages import Position
 from manyhands.base.identity import PeerId
-from manyhands.optim.accumulator import Contribution, GradientAccumulator, GradientSum
+from manyhands.optim.accumulator import Contribution, GradientAccumulator
 from manyhands.optim.health import Statistics
 from manyhands.optim.step.global_step import GlobalStep
 from manyhands.optim.step.replica import Replica
@@ -32,10 +32,10 @@ class SampleCounter:
         statistics: the counts.
     """
 
-    def __init__(self, own_id: PeerId, replica: Replica, *, is_delayed: bool) -> None:
+    def __init__(self, own_id: PeerId, replica: Replica) -> None:
         self._own_id = own_id
         self._replica = replica
-        self._accumulator = GradientAccumulator(replica.model_parameters, is_delayed=is_delayed)
+        self._accumulator = GradientAccumulator(replica.model_parameters)
         self.statistics = Statistics()
 
     @property
@@ -89,7 +89,7 @@ class SampleCounter:
             self._drop(step, OUTSIZED % number)
         elif step.is_lost:  # the loaded state will show where they can count
             self._accumulator.take_back(contribution)
-        elif reason := self._reason_to_drop(contribution.since_step, step.left_from, was_out=True):
+        elif reason := self._reason_to_drop(step.left_from, contribution.since_step, was_out=True):
             self._drop(step, f"the group made global step {number} without this peer, and {reason}")
         else:
             self._accumulator.take_back(contribution)
@@ -97,11 +97,11 @@ class SampleCounter:
 
     def load(self, before: Position) -> None:
         """Carry or drop the waiting samples after a loaded state replaced the position ``before``."""
-        for part in self._accumulator.parts:
-            if reason := self._reason_to_drop(part.since_step, before, was_out=part.was_out):
-                self._drop_waiting(part, reason)
-            else:
-                self._carried(part.samples)
+        waiting = self._accumulator
+        if reason := self._reason_to_drop(before, waiting.since_step, was_out=waiting.was_out):
+            self.drop_waiting(reason)
+        elif waiting.samples:
+            self._carried(waiting.samples)
 
     def reload(self) -> None:
         """Drop the waiting samples after a reload that corrected this peer's parameters."""
@@ -110,15 +110,16 @@ class SampleCounter:
 
     def drop_waiting(self, reason: str) -> None:
         """Drop all waiting samples: their parameters have changed."""
-        for part in self._accumulator.parts:
-            self._drop_waiting(part, reason)
+        if self.waiting:
+            self._count_dropped(self.waiting, reason)
+            self._accumulator.drop()
 
-    def _reason_to_drop(self, since_step: int, before: Position, *, was_out: bool) -> str:
+    def _reason_to_drop(self, before: Position, since_step: int, *, was_out: bool) -> str:
         """Why samples cannot count at this peer's new position; empty if they can.
 
         Args:
-            since_step: of the parameters that the oldest of them was computed on.
             before: this peer's position before.
+            since_step: of the parameters that the oldest of them was computed on.
             was_out: some of them were in an attempt at the step, which may have committed without this peer's
                 knowledge. Then the others' state must say whose samples it has.
         """
@@ -135,10 +136,6 @@ class SampleCounter:
         self.statistics.samples_carried += samples
         logger.info("The others made global step %d without %d samples of this peer; they count in the next one",
                     self._replica.position.step, samples)  # fmt: skip
-
-    def _drop_waiting(self, part: GradientSum, reason: str) -> None:
-        self._count_dropped(part.samples, reason)
-        self._accumulator.drop(part)
 
     def _drop(self, step: GlobalStep, reason: str) -> None:
         self._count_dropped(step.contribution.samples, reason)
