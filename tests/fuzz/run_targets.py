@@ -45,8 +45,8 @@ from manyhands.dht.records import decode_value, encode_value
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.manifest import RunManifest, differences, manifest_key, read_manifest
 from manyhands.optim.metrics import HeldoutRecord, MetricsRecord
-from manyhands.optim.run.acquaintances import TELL, WHERE, HereIAm, Noted, WhereAreYou
 from manyhands.optim.run.branches import leading_branch
+from manyhands.optim.run.contacts import TELL, WHERE, HereIAm, Noted, WhereAreYou
 from manyhands.optim.run.partition_detector import PartitionDetector
 from manyhands.optim.run.progress import ProgressRecord, Reckoning, describe_progress, next_refresh_s
 from manyhands.optim.run.progress_reader import Observed, View

@@ -15,8 +15,7 @@ from manyhands.monitor.steps import SETTLED_S, CompleteSteps
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.manifest import read_manifest
 from manyhands.optim.metrics import TTL_S, read_heldout, read_metrics
-from manyhands.optim.run.firewalled import StrandedNotice
-from manyhands.optim.run.progress import Progress, ProgressLog, next_refresh_s, rank_of
+from manyhands.optim.run.progress import Progress, ProgressLog, StrandedNotice, next_refresh_s, rank_of
 from manyhands.optim.run.progress_reader import ProgressReader, View
 from manyhands.optim.run.records import declare_run
 from manyhands.peer import Peer

@@ -65,30 +65,31 @@ class BlockingRunClient:
         """
         self._run(self._collaboration.start(), "joining the run", CALL_TIMEOUT_S * 2)
         try:
-            is_loaded = self._catch_up()
+            state = self._catch_up()
             place = self._replica.position, self._replica.lineage_samples
-            self._call("joining the run", self._collaboration.begin, *place)
+            self._call("joining the run", self._collaboration.begin, *place, state)
         except BaseException:
             self.leave()
             raise
-        return is_loaded
+        return state is not None
 
-    def _catch_up(self) -> bool:
+    def _catch_up(self) -> State | None:
         failures: list[Unavailable] = []
         called_by, phase, collaboration = self._peer.time() + CALLED_WITHIN_S, "joining the run", self._collaboration
         while not self._call(phase, collaboration.tracker.is_on_best_branch):
             must_be_called_on = self._call(phase, collaboration.must_be_called_on)
             try:
-                self._restore(self._download())
+                state = self._download()
+                self._restore(state)
             except Unavailable as error:
                 failures.append(error)
             else:
-                return True
+                return state
             if len(failures) >= JOIN_ATTEMPTS and not (must_be_called_on and self._peer.time() < called_by):
                 raise failures[0]  # it names all peers that were asked; later attempts skip those without news
             self._peer.sleep(NEWS_PERIOD_S)  # the others may publish something new
             self._run(collaboration.tracker.look(), phase)
-        return False
+        return None
 
     def leave(self) -> None:
         """Leave the run; the peer stays."""
@@ -164,10 +165,10 @@ class BlockingRunClient:
         """Queue a step's result for the network thread; see :meth:`tell`."""
         self._untold = partial(step.announce, self._collaboration)
 
-    def moved_elsewhere(self) -> None:
-        """Queue this peer's position, reached other than by a step, for the network thread; see :meth:`tell`."""
+    def moved_elsewhere(self, state: State | None = None) -> None:
+        """Queue this peer's position for the network thread, where it has loaded a state; see :meth:`tell`."""
         replica = self._replica
-        self._untold = partial(self._collaboration.move_elsewhere, replica.position, replica.lineage_samples)
+        self._untold = partial(self._collaboration.move_elsewhere, replica.position, replica.lineage_samples, state)
 
     def tell(self) -> None:
         """Send what is queued to the network thread; after an interrupt the next :meth:`decide` does so."""
@@ -191,7 +192,7 @@ class BlockingRunClient:
         except Unavailable as error:
             logger.warning("%s; trying again after the next batch", error)
             return False
-        self.moved_elsewhere()
+        self.moved_elsewhere(state)
         return True
 
     def _download(self) -> State:

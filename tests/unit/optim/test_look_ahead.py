@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from manyhands.averaging.messages import Position
-from manyhands.optim.run.look_ahead import AHEAD_S, HELD_UP_S, LookAhead
+from manyhands.optim.run.step_rounds import AHEAD_S, HELD_UP_S, LookAhead
 from manyhands.runtime import TaskOwner
 
 HERE, NEXT = Position(1, b"here"), Position(2, b"next")

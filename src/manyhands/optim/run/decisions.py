@@ -12,13 +12,11 @@ from dataclasses import dataclass
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import Position
 from manyhands.averaging.rounds import RoundRunner
-from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.base.errors import ManyhandsError
 from manyhands.base.identity import PeerId
-from manyhands.optim.run.acquaintances import Acquaintances
+from manyhands.optim.run.contacts import Contacts
 from manyhands.optim.run.drift import Drift
-from manyhands.optim.run.firewalled import Firewalled
-from manyhands.optim.run.look_ahead import LookAhead
+from manyhands.optim.run.step_rounds import LookAhead
 from manyhands.optim.run.tracker import ProgressTracker
 from manyhands.optim.state.transfer import StateServer
 from manyhands.peer import Presence
@@ -90,21 +88,22 @@ class StepDecisions:
         self._averaging = averaging
         self._allow_solo = allow_solo
         self._tasks = tasks
-        self._firewalled = Firewalled(presence, tracker, run_id, tasks)
-        self._acquaintances = Acquaintances(RunEndpoint(presence.endpoint, run_id), tracker, tasks)
+        self._contacts = Contacts(presence, run_id, tracker, tasks)
         self._courtesy = Courtesy()
         self._lull: Lull | None = None
-        self._due_at: tuple[Position, float] | None = None  # since when (loop time)
+        self._due_at: tuple[Position, float] | None = (
+            None  # at which position a step is due, and since when (loop time)
+        )
         self._waited_in_vain_at: Position | None = None
 
     def close(self) -> None:
         self._lull = None
-        self._acquaintances.close()
+        self._contacts.close()
 
     def on_news(self) -> None:
         """There is news of the others."""
         self._lull = None
-        self._firewalled.call_on_those_in_need()
+        self._contacts.connect_to_those_in_need()
 
     def note_step(self, members: Collection[PeerId]) -> None:
         """These peers have made the step, with this one."""
@@ -127,7 +126,7 @@ class StepDecisions:
         tracker = self._tracker
         tracker.twin.check(asyncio.get_running_loop().time())
         tracker.report(samples, samples_per_second, batch_s)
-        self._firewalled.tell()
+        self._contacts.warn_if_stranded()
         if tracker.is_worth_a_look():
             await self._tracker.look(NEAR_TIMEOUT_S)
         if tracker.should_load_state():
@@ -136,10 +135,12 @@ class StepDecisions:
             return Decision.RELOAD
         is_arriving = may_wait and tracker.is_arriving()
         if is_arriving and samples:
-            self._acquaintances.tell(tracker.view.reachable)
+            self._contacts.tell(tracker.view.reachable)
         if not tracker.is_due() and not (is_arriving and await self._reaches_target(batch_s)):
             self._lull = self._lull_after(samples)
             return Decision.ACCUMULATE
+        if self._due_at is None or self._due_at[0] != tracker.position():
+            self._due_at = tracker.position(), asyncio.get_running_loop().time()
         if tracker.can_meet_somebody():
             is_time = self._has_time_for(batch_s) or self._holds_for_latecomers()
             return Decision.ACCUMULATE if is_time else Decision.AVERAGE
@@ -148,7 +149,7 @@ class StepDecisions:
         await tracker.look()  # before a step alone
         if not self._is_alone() or tracker.can_meet_somebody():
             return Decision.ACCUMULATE
-        if not samples or self._is_followed() or await self._acquaintances.answer():
+        if not samples or self._is_followed() or await self._contacts.anyone_answers():
             return Decision.ACCUMULATE
         return Decision.GO_ALONE
 
@@ -200,17 +201,11 @@ class StepDecisions:
 
         Likewise before a delayed search has found out which peers do not come.
         """
-        now, due_at = asyncio.get_running_loop().time(), self._due_since()
+        assert self._due_at is not None
+        now, due_at = asyncio.get_running_loop().time(), self._due_at[1]
         until = max(self._tracker.view.busy_until(due_at), self._look_ahead.lasts_until())
         until = min(until, due_at + self._averaging.matchmaking_time_s / 2)
         return batch_s > 0 and now + BATCH_MARGIN * batch_s <= until
-
-    def _due_since(self) -> float:
-        """When this peer first found a step from here due (loop time)."""
-        position = self._tracker.position()
-        if self._due_at is None or self._due_at[0] != position:
-            self._due_at = (position, asyncio.get_running_loop().time())
-        return self._due_at[1]
 
     def _is_alone(self) -> bool:
         """Whether waiting would bring no other peer to the step; a client begins no branch of its own."""
@@ -232,8 +227,9 @@ class StepDecisions:
         return self._waits_for_followers(self._averaging.matchmaking_time_s / 2, by_latecomers=True)
 
     def _waits_for_followers(self, limit_s: float, *, by_latecomers: bool = False) -> bool:
+        assert self._due_at is not None
         now = asyncio.get_running_loop().time()
-        if now - self._due_since() >= limit_s:
+        if now - self._due_at[1] >= limit_s:
             return False
         followers = self._server.followers(NEWCOMER_S, by_latecomers=by_latecomers)
         return self._courtesy.is_due([peer_id for peer_id in followers if not self._rounds.is_refused(peer_id)], now)

@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable
+import shlex
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -38,6 +39,9 @@ logger = logging.getLogger(__name__)
 SHOWN_LIVE = {"is_shown_live": True}
 """``extra`` of log lines whose content a live view always shows, so that it can leave them out."""
 LOG_PERIOD_S = 10.0
+STRANDED_PERIOD_S = 60.0
+STRANDED_PATIENCE_S = 3.0
+"""Peers that start together learn of each other one by one."""
 NEWS_SHARE = 0.1
 """Share of a peer's part of the target by which the others may be wrong about its samples."""
 NEWS_SPEED = 0.2
@@ -283,3 +287,33 @@ class ProgressLog:
 def _stage(progress: Progress) -> int:
     """0: the time of the target is unknown; 1: it is known; 2: the target is reached."""
     return 2 if progress.eta_s == 0 else 1 if math.isfinite(progress.eta_s) else 0
+
+
+class StrandedNotice:
+    """Warns that no trainer of a run can be dialled, every minute as long as that lasts."""
+
+    def __init__(self, run_id: str) -> None:
+        self._run_id = run_id
+        self._due_at = math.inf
+
+    def look(self, num_trainers: int, addresses: Sequence[str], now: float) -> None:
+        """Warn if it is time to.
+
+        Args:
+            num_trainers: all trainers, if none of them can be dialled; else 0. A single one misses no other.
+            addresses: of any peer through which another one can join.
+            now: seconds of a clock that never goes back.
+        """
+        if num_trainers < 2:
+            self._due_at = math.inf
+        elif self._due_at == math.inf:
+            self._due_at = now + STRANDED_PATIENCE_S
+        elif now >= self._due_at:
+            self._due_at = now + STRANDED_PERIOD_S
+            logger.warning(
+                "All %d peers that train are in client mode, so nobody can dial them and they make no step together; "
+                "their gradients are kept. At least one of them must accept connections, or a machine without data "
+                "helps: on the monitor's machine, or any other that accepts connections, run: manyhands train "
+                "--auxiliary --run-id %s --initial-peers %s",
+                num_trainers, shlex.quote(self._run_id), " ".join(addresses) or "ADDRESS",
+            )  # fmt: skip

@@ -67,8 +67,6 @@ class ProgressReader(RecordReader[ProgressRecord, Observed]):
         self.twin: Twin | None = None
         self._company = PartitionDetector()
         self._step = 0  # this peer's step
-        self._met: tuple[Position, list[bytes]] | None = None  # from where it makes a step, and in which rounds
-        self._loaded: tuple[Position, Sequence[bytes]] | None = None  # a state, and the rounds behind it
         self._strangers: tuple[int, Mapping[PeerId, bytes]] = (-1, {})  # and of which version
 
     def _seen_as(
@@ -125,30 +123,26 @@ class ProgressReader(RecordReader[ProgressRecord, Observed]):
         """The rounds of this peer's last steps in a grid."""
         return self._company.recent_rounds
 
-    def met(self, here: Position, fingerprints: Iterable[bytes]) -> None:
-        """Record a step in a grid from ``here``; it counts once :meth:`moves` follows.
+    def made_step(self, step: int, fingerprints: Iterable[bytes]) -> None:
+        """This peer has made the step that led to ``step``.
 
         Args:
-            fingerprints: see :meth:`manyhands.optim.run.partition_detector.PartitionDetector.met`.
+            fingerprints: in a grid, of the manifests of its rounds that committed; else none, as all peers at the new
+                position have come the same way.
         """
-        self._met, self._loaded = (here, list(fingerprints)), None
-
-    def loaded(self, position: Position, recent_rounds: Sequence[bytes]) -> None:
-        """Record a state from another peer with the rounds behind it; :meth:`moves` follows if it is usable."""
-        self._met, self._loaded = None, (position, recent_rounds)
-
-    def moves(self, here: Position, position: Position) -> None:
-        """This peer goes to ``position``: by its last step, with a loaded state, or otherwise."""
-        if self._loaded is not None and self._loaded[0] == position:
-            self._company.follow(self._loaded[1])
-        elif position == here:
-            return
-        elif self._met is not None and self._met[0] == here and position.step == here.step + 1:
-            self._company.met(self._met[1])
+        if names := list(fingerprints):
+            self._company.met(names)
         else:
-            self._company.follow([])  # all peers at the new position have come the same way
-        self._met = self._loaded = None
-        self._step = position.step
+            self._company.follow([])
+        self._go_to(step)
+
+    def loaded(self, step: int, recent_rounds: Sequence[bytes]) -> None:
+        """This peer has loaded a state of ``step``, with the rounds behind it."""
+        self._company.follow(recent_rounds)
+        self._go_to(step)
+
+    def _go_to(self, step: int) -> None:
+        self._step = step
         self._note_change()
 
     def strangers(self) -> Mapping[PeerId, bytes]:

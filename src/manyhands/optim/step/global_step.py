@@ -109,15 +109,9 @@ class GlobalStep:
         if self.is_lost:
             position = Position(replica.position.step + 1, outcome.lineage)
             samples = sum_of_samples([replica.lineage_samples, outcome.samples])
-            collaboration.tracker.others_moved(position, samples, list(outcome.members))
+            collaboration.tracker.others_moved(position, samples, outcome.members)
         else:
-            collaboration.move(
-                replica.position,
-                replica.lineage_samples,
-                outcome.members,
-                self._sketch,
-                is_in_grid=outcome.contributors is None,
-            )
+            collaboration.move(replica.position, replica.lineage_samples, outcome, self._sketch)
 
     def begin(self, collaboration: Collaboration) -> None:
         """Have the network thread make the step; repeated calls on it have no effect."""
