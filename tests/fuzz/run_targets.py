@@ -48,7 +48,7 @@ from manyhands.optim.metrics import HeldoutRecord, MetricsRecord
 from manyhands.optim.run.branches import leading_branch
 from manyhands.optim.run.contacts import TELL, WHERE, HereIAm, Noted, WhereAreYou
 from manyhands.optim.run.partition_detector import PartitionDetector
-from manyhands.optim.run.progress import ProgressRecord, Reckoning, describe_progress, next_refresh_s
+from manyhands.optim.run.progress import ProgressRecord, describe_progress, next_refresh_s
 from manyhands.optim.run.progress_reader import Observed, View
 from manyhands.optim.state.state import State, capture, empty_tensors, hyper_parameters_of, restore, sealed, specs_of
 from manyhands.optim.state.transfer import StateAnswer, StateRequest, _check_header, _receive_header
@@ -168,10 +168,7 @@ def _progress_record(data: bytes) -> None:
     readable_addresses(record.addresses)
     for others in ({PeerId("other"): record}, {PeerId("other"): record, PeerId("third"): RECORDS[0]}):
         for position in (AT, record.position):
-            observed = {
-                peer_id: Observed(said, 1, math.inf, Reckoning.of(said, 0.0), said.position)
-                for peer_id, said in others.items()
-            }
+            observed = {peer_id: Observed(said, 1, math.inf, 0.0, said.position) for peer_id, said in others.items()}
             progress = View(observed, position).outlook(OWN_RECORD, 64, 1.0)
             describe_progress(progress, next_refresh_s(progress, ProgressConfig()))
         branch = leading_branch(others, PeerId("own"), OWN_RECORD)

@@ -117,7 +117,7 @@ class Collaboration:
             )
             parts.callback(server.close)
             self.decisions = StepDecisions(
-                presence, manifest.run_id, self.tracker, self._rounds, look_ahead, server, self._drift,
+                presence, manifest.run_id, self.tracker, server, self._drift,
                 self._averaging, self.tasks, allow_solo=self._allow_solo,
             )  # fmt: skip
             parts.callback(self.decisions.close)

@@ -122,76 +122,40 @@ class Progress:
     eta_s: float
 
 
-class Reckoning(msgspec.Struct, frozen=True, gc=False):
-    """Predicts a peer's samples, at the speed that it published.
+def reckoned_samples(record: ProgressRecord, age_s: float) -> float:
+    """The samples that a peer has if it goes on at its published speed; within a batch a fraction of it counts.
 
-    Attributes:
-        samples: when they were counted.
-        samples_per_second: since then.
-        since: time of publication.
-        counted_s_ago: age of the count at that time.
-        limit_s: how long the prediction holds after publication: until the peer's next record is due.
-    """
-
-    samples: int
-    samples_per_second: float
-    since: float
-    counted_s_ago: float
-    limit_s: float
-
-    @classmethod
-    def of(cls, record: ProgressRecord, since: float) -> Reckoning:
-        """From a peer's record at an instant; one that is silent for too long is not relied on."""
-        ttl_s, counted_s_ago, speed = record.ttl_s, record.counted_s_ago, record.samples_per_second
-        if ttl_s > MAX_TTL_S:  # whatever a stranger says, the product is a number
-            ttl_s = MAX_TTL_S
-        if counted_s_ago > ttl_s:
-            counted_s_ago = ttl_s
-        if speed > MAX_SPEED:
-            speed = MAX_SPEED
-        return cls(record.samples, speed, since, counted_s_ago, ttl_s / KEEP_ALIVES)
-
-    def at(self, now: float) -> float:
-        """The predicted samples at an instant; within a batch a fraction of it counts."""
-        age_s = now - self.since
-        if age_s > self.limit_s:
-            age_s = self.limit_s
-        elif age_s < 0.0:
-            age_s = 0.0
-        samples = self.samples + self.samples_per_second * (age_s + self.counted_s_ago)
-        return min(MAX_COUNT, samples)
-
-    def with_batch_at(self, now: float, batch_s: float) -> int:
-        """The predicted samples at the end of the batch that the peer computes at an instant.
-
-        Args:
-            batch_s: duration of its batches; 0 if unknown, and then only counted samples count.
-        """
-        if batch_s <= 0:
-            return self.samples
-        elapsed_s = min(max(now - self.since, 0.0), self.limit_s) + self.counted_s_ago
-        more = self.samples_per_second * batch_s * (elapsed_s // batch_s + 1)
-        return min(self.samples + round(min(more, MAX_COUNT)), MAX_COUNT)
-
-
-def reckoned_samples(record: ProgressRecord, age_s: float) -> int:
-    """The samples that a peer has now if it went on at its published speed.
+    The prediction holds until the peer's next record is due: one that is silent for too long is not relied on.
 
     Args:
         age_s: since the record was published.
     """
-    return int(Reckoning.of(record, 0.0).at(age_s))
+    samples = record.samples + min(record.samples_per_second, MAX_SPEED) * _since_count_s(record, age_s)
+    return min(MAX_COUNT, samples)
 
 
-def busy_until(record: ProgressRecord, reckoning: Reckoning, instant: float) -> float:
-    """The predicted end of the batch that a peer computes at an instant; that instant if unknown.
+def samples_with_batch(record: ProgressRecord, age_s: float) -> int:
+    """The predicted samples at the end of the batch that the peer computes; only those counted if it is unknown."""
+    if (batch_s := record.batch_s) <= 0:
+        return record.samples
+    num_batches = _since_count_s(record, age_s) // batch_s + 1
+    more = min(record.samples_per_second, MAX_SPEED) * batch_s * num_batches
+    return min(record.samples + round(min(more, MAX_COUNT)), MAX_COUNT)
+
+
+def _since_count_s(record: ProgressRecord, age_s: float) -> float:
+    """Seconds since a peer counted its samples, as far as its record is relied on."""
+    ttl_s = min(record.ttl_s, MAX_TTL_S)  # whatever a stranger says, products are numbers
+    return min(max(age_s, 0.0), ttl_s / KEEP_ALIVES) + min(record.counted_s_ago, ttl_s)
+
+
+def busy_s(record: ProgressRecord, age_s: float) -> float:
+    """Predicted seconds until the end of the batch that a peer computes; 0 if unknown.
 
     A peer that has counted nothing for two of its batches is not relied on: it may be gone.
     """
-    elapsed_s = instant - reckoning.since + reckoning.counted_s_ago
-    if record.batch_s <= 0 or not 0 <= elapsed_s < 2 * record.batch_s:
-        return instant
-    return instant + record.batch_s - elapsed_s % record.batch_s
+    elapsed_s = age_s + min(record.counted_s_ago, MAX_TTL_S)
+    return record.batch_s - elapsed_s % record.batch_s if 0 <= elapsed_s < 2 * record.batch_s else 0.0
 
 
 def crowd_factor(num_peers: int) -> float:

@@ -18,7 +18,14 @@ from manyhands.averaging.peer_records import RecordReader, SeenRecord
 from manyhands.base.identity import PeerId
 from manyhands.dht import DhtNode, Schema, StoredValue
 from manyhands.optim.run.partition_detector import PartitionDetector
-from manyhands.optim.run.progress import MAX_TTL_S, Progress, ProgressRecord, Reckoning, busy_until
+from manyhands.optim.run.progress import (
+    MAX_TTL_S,
+    Progress,
+    ProgressRecord,
+    busy_s,
+    reckoned_samples,
+    samples_with_batch,
+)
 from manyhands.optim.run.twin import Twin
 from manyhands.rpc import Endpoint
 
@@ -38,13 +45,13 @@ class Observed(SeenRecord[ProgressRecord], frozen=True, gc=False):
     """A record of another peer.
 
     Attributes:
-        reckoning: predicts its samples.
+        since: when it was published (loop time).
         said: the position that the peer itself has published; the rest of its record belongs to that.
         learnt_at: when this was learnt directly (loop time), from a round or from the peer itself; -inf otherwise.
             Earlier records that say less are out of date.
     """
 
-    reckoning: Reckoning
+    since: float
     said: Position
     learnt_at: float = -math.inf
 
@@ -76,8 +83,8 @@ class ProgressReader(RecordReader[ProgressRecord, Observed]):
         if known is not None and not known.is_outdated_by(record, issued_at):
             return None
         remaining_s = min(stored.remaining_s, record.ttl_s)
-        reckoning = Reckoning.of(record, now + remaining_s - record.ttl_s)
-        return Observed(record, stored.sequence, now + remaining_s, reckoning, record.position)
+        since = now + remaining_s - record.ttl_s
+        return Observed(record, stored.sequence, now + remaining_s, since, record.position)
 
     def _look_at_own(self, record: ProgressRecord, stored: StoredValue, now: float) -> None:
         if self.twin is not None:
@@ -87,7 +94,7 @@ class ProgressReader(RecordReader[ProgressRecord, Observed]):
         """Take over the progress that a peer has sent directly."""
         now, known = asyncio.get_running_loop().time(), self._seen.get(peer_id)
         sequence, until = -1 if known is None else known.sequence, now + min(record.ttl_s, MAX_TTL_S)
-        self._keep(peer_id, Observed(record, sequence, until, Reckoning.of(record, now), record.position, now))
+        self._keep(peer_id, Observed(record, sequence, until, now, record.position, now))
 
     def moved(self, peer_ids: Iterable[PeerId], position: Position, lineage_samples: int) -> None:
         """Assume that these peers are at ``position``, until their own records say so or more."""
@@ -98,8 +105,7 @@ class ProgressReader(RecordReader[ProgressRecord, Observed]):
                 record = msgspec.structs.replace(
                     seen.record, position=position, samples=0, lineage_samples=lineage_samples, counted_s_ago=0.0
                 )
-                reckoning = Reckoning.of(record, now)
-                self._keep(peer_id, Observed(record, seen.sequence, seen.expires_at, reckoning, seen.said, now))
+                self._keep(peer_id, Observed(record, seen.sequence, seen.expires_at, now, seen.said, now))
 
     def records(self) -> dict[PeerId, ProgressRecord]:
         """The latest records of the other peers."""
@@ -214,7 +220,7 @@ class View:
 
     def outlook(self, own: ProgressRecord | None, target_batch_size: int, now: float) -> Progress:
         """Their progress predicted for now."""
-        reckoned = sum([seen.reckoning.at(now) for seen in self.trainers.values()])
+        reckoned = sum([reckoned_samples(seen.record, now - seen.since) for seen in self.trainers.values()])
         return self._progress(int(reckoned), own, target_batch_size)
 
     def _progress(self, samples: int, own: ProgressRecord | None, target_batch_size: int) -> Progress:
@@ -227,9 +233,9 @@ class View:
 
     def arriving_samples(self, now: float) -> int:
         """The samples of the trainers that are not missing, once each finishes its current batch."""
-        return sum(seen.reckoning.with_batch_at(now, seen.record.batch_s) for seen in self._awaited.values())
+        return sum(samples_with_batch(seen.record, now - seen.since) for seen in self._awaited.values())
 
     def busy_until(self, instant: float) -> float:
         """The predicted end of the last batch that one of them computes at an instant."""
-        ends = [busy_until(seen.record, seen.reckoning, instant) for seen in self._awaited.values()]
-        return max(ends, default=instant)
+        busy = [busy_s(seen.record, instant - seen.since) for seen in self._awaited.values()]
+        return instant + max(busy, default=0.0)

@@ -39,8 +39,6 @@ PARAMETERS_EVERY = 8
 """In a grid the parameters are averaged once in this many global steps, before the step from them."""
 AHEAD_S = 6.0
 """Default time from the beginning of the search to the predicted target: a dial to a dead machine takes 5 s."""
-HELD_UP_S = 1.0
-"""A search that has not found all peers by then waits for one that may be gone."""
 SLACK_S = 10.0
 """Margin beyond a round's own limit, for a leader that began it later: only a defect takes longer."""
 LOOK_TIMEOUT_S = 1.0
@@ -122,7 +120,6 @@ class LookAhead:
         self._is_over = False  # an attempt at that step has begun
         self._timer: asyncio.TimerHandle | None = None
         self._search: asyncio.Task[None] | None = None
-        self._searching_since = math.inf  # loop time
         rounds.on_called_ahead.append(self._begin)
 
     def plan(self) -> None:
@@ -146,7 +143,6 @@ class LookAhead:
     def _begin(self) -> None:
         """Begin: the time has come, or another peer predicts the target to be near."""
         if self._may_search():
-            self._searching_since = asyncio.get_running_loop().time()
             self._search = self._tasks.spawn(self._rounds.hold_place(), name="looking for a group ahead of time")
 
     async def end(self) -> None:
@@ -169,13 +165,6 @@ class LookAhead:
         if self._search is not None:
             self._tasks.cancel(self._search)
         self._timer = self._search = None
-
-    def lasts_until(self) -> float:
-        """When a delayed search will know which peers are gone (loop time); -inf if there is none."""
-        held_up_s = asyncio.get_running_loop().time() - self._searching_since
-        if self._search is None or held_up_s < HELD_UP_S or self._rounds.group_stands or self._tracker.is_called:
-            return -math.inf
-        return self._searching_since + AHEAD_S
 
 
 class StepRounds:

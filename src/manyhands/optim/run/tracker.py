@@ -142,7 +142,6 @@ class ProgressTracker:
     def report(self, samples: int, samples_per_second: float, batch_s: float = 0.0) -> None:
         """Report ``samples`` accumulated since the last global step, and the seconds for a batch."""
         self._update(samples=samples, samples_per_second=samples_per_second, batch_s=batch_s)
-        self.branches.name_doubted(asyncio.get_running_loop().time())
 
     def sit(self, round_number: int, seat: Seat) -> None:
         """Take a place among the groups of a large run."""
