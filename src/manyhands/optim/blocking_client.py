@@ -36,7 +36,7 @@ Shorter than :data:`manyhands.optim.run.branches.CLIENT_PATIENCE_S`, after which
 """
 NEWS_PERIOD_S = 1.0
 WAIT_PERIOD_S = 0.25
-TELL_ATTEMPTS = 4
+TELL_TIMEOUT_S = 60.0
 
 
 class BlockingRunClient:
@@ -159,7 +159,7 @@ class BlockingRunClient:
     def leave_to_background(self, step: GlobalStep) -> None:
         """Have the network thread make a step."""
         self._report_at = self._peer.time() + LULL_S
-        self._tell(step.begin, self._collaboration)
+        self._call("beginning a step", step.begin, self._collaboration, timeout_s=TELL_TIMEOUT_S)
 
     def moved(self, step: GlobalStep) -> None:
         """Queue a step's result for the network thread; see :meth:`tell`."""
@@ -173,7 +173,7 @@ class BlockingRunClient:
     def tell(self) -> None:
         """Send what is queued to the network thread; after an interrupt the next :meth:`decide` does so."""
         if self._untold is not None:
-            self._tell(self._untold)
+            self._call("moving on", self._untold, timeout_s=TELL_TIMEOUT_S)
             self._untold = None
 
     def downloaded(self) -> State | None:
@@ -210,25 +210,13 @@ class BlockingRunClient:
             reason = f"the state of peer {state.donor} cannot be used: {readable(str(error))}"
             raise Unavailable(f"{reason}; it is not asked again for a while") from error
 
-    def _tell(self, note: Callable[..., None], *args: Any) -> None:
-        """Notify the network thread of something that has happened; retry if it is blocked."""
-        for attempt in range(TELL_ATTEMPTS):
-            try:
-                self._call("moving on", note, *args)
-            except Timeout as error:
-                if attempt + 1 == TELL_ATTEMPTS:
-                    raise
-                logger.warning("%s; trying again", error)
-            else:
-                return
-
-    def _call(self, phase: str, function: Callable[..., T], *args: Any) -> T:
+    def _call(self, phase: str, function: Callable[..., T], *args: Any, timeout_s: float = CALL_TIMEOUT_S) -> T:
         """Call a function on the network thread."""
 
         async def call() -> T:
             return function(*args)
 
-        return self._run(call(), phase)
+        return self._run(call(), phase, timeout_s)
 
     def _run(self, coro: Coroutine[Any, Any, T], phase: str, timeout_s: float = CALL_TIMEOUT_S) -> T:
         return self._peer.run(coro, timeout_s, phase)

@@ -33,9 +33,8 @@ from manyhands.optim.run.decisions import Decision
 from manyhands.optim.run.progress import SHOWN_LIVE, Progress
 from manyhands.optim.speed import Advice, SpeedMeter
 from manyhands.optim.state.state import State
-from manyhands.optim.step.global_step import Failures, GlobalStep
+from manyhands.optim.step.global_step import Failures, GlobalStep, SampleCounter
 from manyhands.optim.step.replica import Replica, SchedulerMaker, manifest_of
-from manyhands.optim.step.samples import SampleCounter
 from manyhands.optim.wrapper import OptimizerWrapper
 from manyhands.peer import BlockingPeer, check_peer
 from manyhands.runtime.interrupts import uninterrupted

@@ -9,9 +9,8 @@ from manyhands.averaging.messages import RoundManifest
 from manyhands.base.identity import PeerId
 from manyhands.optim.accumulator import Contribution
 from manyhands.optim.run.step_rounds import Averaged
-from manyhands.optim.step.global_step import GlobalStep
+from manyhands.optim.step.global_step import GlobalStep, SampleCounter
 from manyhands.optim.step.replica import Replica
-from manyhands.optim.step.samples import SampleCounter
 
 OWN_N = torch.tensor([4.0, 4.0, 1.0])
 AVERAGE_N = torch.tensor([2.0, 2.0, 1.0])

@@ -8,8 +8,8 @@ import torch
 from manyhands.averaging.messages import Position
 from manyhands.base.identity import PeerId
 from manyhands.optim.state.state import Origin
+from manyhands.optim.step.global_step import SampleCounter
 from manyhands.optim.step.replica import Replica
-from manyhands.optim.step.samples import SampleCounter
 
 ME, OTHER = PeerId("me"), PeerId("other")
 BEFORE, AFTER = Position(5, b"before"), Position(6, b"after")

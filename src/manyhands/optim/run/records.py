@@ -15,7 +15,7 @@ from manyhands.base.run_id import checked_run_id
 from manyhands.base.text import counted
 from manyhands.dht import DhtNode, Schema
 from manyhands.optim.manifest import MANIFEST_KIND, RunManifest, manifest_key, read_manifest
-from manyhands.optim.metrics import HeldoutRecord, MetricsRecord, heldout_key, metrics_key
+from manyhands.optim.metrics import HeldoutRecord, MetricsRecord, metrics_key
 from manyhands.optim.run.progress import MAX_TTL_S, ProgressRecord
 from manyhands.optim.run.progress_reader import PROGRESS, progress_key
 
@@ -25,18 +25,13 @@ MAX_RUNS = 64
 SHOWN_RUNS = 8
 
 
-_SCHEMAS = {
-    progress_key: PROGRESS,
-    metrics_key: Schema(MetricsRecord, is_owned=True, max_ttl_s=MAX_TTL_S),
-    heldout_key: Schema(HeldoutRecord, is_owned=True, max_ttl_s=MAX_TTL_S),
-    manifest_key: Schema(bytes, is_owned=True, max_ttl_s=MAX_TTL_S),  # compressed; the reader checks the rest
-}
-
-
 def declare_run(dht: DhtNode, run_id: str) -> None:
     """Make the node of a peer of the run refuse, and not return, records that do not fit."""
-    for key_of, schema in _SCHEMAS.items():
-        dht.declare(key_of(run_id), schema)
+    dht.declare(progress_key(run_id), PROGRESS)
+    for kind in (MetricsRecord, HeldoutRecord):
+        dht.declare(metrics_key(run_id, kind), Schema(kind, is_owned=True, max_ttl_s=MAX_TTL_S))
+    # compressed; the reader checks the rest
+    dht.declare(manifest_key(run_id), Schema(bytes, is_owned=True, max_ttl_s=MAX_TTL_S))
 
 
 class Run(NamedTuple):

@@ -32,8 +32,7 @@ from manyhands.optim.run.progress import (
     next_refresh_s,
     rank_of,
 )
-from manyhands.optim.run.progress_reader import ProgressReader, View, progress_key
-from manyhands.optim.run.twin import Twin
+from manyhands.optim.run.progress_reader import ProgressReader, Twin, View, progress_key
 from manyhands.rpc import Endpoint
 from manyhands.runtime import TaskOwner
 
