@@ -346,7 +346,7 @@ def test_a_model_that_is_moved_once_its_optimizer_is_made(offload: bool) -> None
     def loop(number: int, optimizer: manyhands.Optimizer, model: torch.nn.Module) -> None:
         model.cuda()
         plain_loop(number, optimizer, model)
-        buffer = optimizer._samples._accumulator._latest.mean
+        buffer = optimizer._samples._accumulator._mean
         assert buffer is not None
         assert buffer.flat_N.is_cuda, "each batch would be copied to the host"
 

@@ -45,10 +45,10 @@ from manyhands.dht.records import decode_value, encode_value
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.manifest import RunManifest, differences, manifest_key, read_manifest
 from manyhands.optim.metrics import HeldoutRecord, MetricsRecord
-from manyhands.optim.run.acquaintances import TELL, WHERE, HereIAm, Noted, WhereAreYou
 from manyhands.optim.run.branches import leading_branch
+from manyhands.optim.run.contacts import TELL, WHERE, HereIAm, Noted, WhereAreYou
 from manyhands.optim.run.partition_detector import PartitionDetector
-from manyhands.optim.run.progress import ProgressRecord, Reckoning, describe_progress, next_refresh_s
+from manyhands.optim.run.progress import ProgressRecord, describe_progress, next_refresh_s
 from manyhands.optim.run.progress_reader import Observed, View
 from manyhands.optim.state.download import _check_header, _receive_header
 from manyhands.optim.state.server import StateAnswer, StateRequest
@@ -169,10 +169,7 @@ def _progress_record(data: bytes) -> None:
     readable_addresses(record.addresses)
     for others in ({PeerId("other"): record}, {PeerId("other"): record, PeerId("third"): RECORDS[0]}):
         for position in (AT, record.position):
-            observed = {
-                peer_id: Observed(said, 1, math.inf, Reckoning.of(said, 0.0), said.position)
-                for peer_id, said in others.items()
-            }
+            observed = {peer_id: Observed(said, 1, math.inf, 0.0, said.position) for peer_id, said in others.items()}
             progress = View(observed, position).outlook(OWN_RECORD, 64, 1.0)
             describe_progress(progress, next_refresh_s(progress, ProgressConfig()))
         branch = leading_branch(others, PeerId("own"), OWN_RECORD)

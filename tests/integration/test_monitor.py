@@ -13,7 +13,7 @@ from manyhands.averaging.messages import Position
 from manyhands.averaging.peer_records import GOODBYE
 from manyhands.monitor import RunMonitor
 from manyhands.monitor.events import Event, HeldoutSeen, StepMade
-from manyhands.optim.metrics import HeldoutRecord, MetricsRecord, heldout_key, publish_heldout, publish_metrics
+from manyhands.optim.metrics import HeldoutRecord, MetricsRecord, metrics_key, publish_metrics
 from manyhands.optim.run.progress import ProgressRecord
 from manyhands.optim.run.progress_reader import progress_key
 
@@ -46,7 +46,7 @@ def test_what_evaluators_say_is_told_once_the_run_is_there_and_also_after_the_la
 
         def measured(peer: Peer, step: int, loss: float) -> None:
             record = HeldoutRecord(step, loss, 0.25, 0.5, 64)
-            peer.run(publish_heldout(peer.dht, peer.peer_id, "run", record), 5.0, "publishing")
+            peer.run(publish_metrics(peer.dht, peer.peer_id, "run", record), 5.0, "publishing")
 
         def learnt(peer: Peer, step: int) -> None:
             record = MetricsRecord(step, 1.5, 64, 18.0, 4)
@@ -66,7 +66,7 @@ def test_what_evaluators_say_is_told_once_the_run_is_there_and_also_after_the_la
         wait_until(lambda: events[-1].step == 4)  # type: ignore[union-attr]
         progress(GOODBYE)
         bad = {"step": 4, "loss": 1.0, "mlm_accuracy": 7.0, "sop_accuracy": 0.5, "num_samples": 1}
-        liar.store(heldout_key("run"), bad, ttl_s=60, subkey=liar.peer_id)
+        liar.store(metrics_key("run", HeldoutRecord), bad, ttl_s=60, subkey=liar.peer_id)
         learnt(trainer, 4)
         measured(trainer, 4, 5.25)
         wait_until(lambda: len(told(HeldoutSeen)) == 2)

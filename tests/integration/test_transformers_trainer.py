@@ -16,7 +16,7 @@ from accelerate.state import AcceleratorState, GradientState
 
 import manyhands
 from manyhands.base.errors import ConfigError
-from manyhands.optim.metrics import read_metrics
+from manyhands.optim.metrics import MetricsRecord, read_metrics
 from manyhands.training.transformers import CollaborativeCallback
 from tests.trainers import AVERAGING, FAST, in_threads, peers
 
@@ -148,7 +148,7 @@ def test_two_trainers_make_the_steps_of_one_process_with_the_whole_batch(tmp_pat
         for trainer, recorder in zip(trainers, recorders, strict=True):
             trainer.add_callback(recorder)
         train_together(*trainers)
-        metrics = one.run(read_metrics(one.dht, "trainers"), 10.0, "reading")
+        metrics = one.run(read_metrics(one.dht, "trainers", MetricsRecord), 10.0, "reading")
     for callback, trainer in zip(callbacks, trainers, strict=True):
         counts = callback.optimizer.statistics
         assert counts.samples_dropped == counts.samples_carried == 0

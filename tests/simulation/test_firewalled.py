@@ -9,7 +9,8 @@ import torch
 
 from manyhands.base.errors import Unavailable
 from manyhands.optim.run.branches import CLIENT_PATIENCE_S
-from manyhands.optim.run.firewalled import PERIOD_S, Firewalled
+from manyhands.optim.run.contacts import Contacts
+from manyhands.optim.run.progress import STRANDED_PERIOD_S
 from tests.simulation.swarm_of_trainers import BATCH_S, Member, Swarm
 
 BATCH = 4
@@ -75,7 +76,7 @@ def help_until(swarm: Swarm, names: set[str]) -> Callable[[Member], None]:
 
 def test_they_make_no_step_alone_keep_their_samples_and_say_what_mends_it(caplog: pytest.LogCaptureFixture) -> None:
     swarm = Swarm()
-    start_clients(swarm, train_for(3 * PERIOD_S))
+    start_clients(swarm, train_for(3 * STRANDED_PERIOD_S))
     swarm.run()
     for member in swarm.members.values():
         if member.name == "two":  # the first one may have begun before it saw anybody
@@ -157,7 +158,7 @@ def test_who_allows_it_goes_on_alone() -> None:
 
 
 def test_one_that_they_cannot_reach_either_is_told_so_in_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Firewalled, "call_on_those_in_need", lambda self: None)
+    monkeypatch.setattr(Contacts, "connect_to_those_in_need", lambda self: None)
     swarm, digests = Swarm(), dict[str, str]()
     start_clients(swarm, train_until(1000, digests))
 

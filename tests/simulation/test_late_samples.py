@@ -143,17 +143,18 @@ def test_a_peer_that_froze_over_one_step(from_s: float) -> None:
 
 
 @pytest.mark.parametrize("from_s", few_of([16.0, 20.0, 22.0]))
-def test_with_a_delay_only_those_from_before_the_last_step_are_dropped(from_s: float) -> None:
-    """Those computed while that step was made in the background would be two steps late."""
+def test_with_a_delay_those_that_wait_together_are_dropped_once(from_s: float) -> None:
+    """Some of them, computed while the last step was made in the background, would be two steps late."""
     swarm = Swarm(seed=41)
     marked = Marked(swarm)
     start(marked, 80.0, delay="gradients")
     swarm.world.schedule(between(from_s, from_s + FROZEN_S).freeze("p3"))
     swarm.run()
     counts = marked.check()
-    assert sum(one.samples_dropped for one in counts.values()) <= BATCH_SIZE
+    dropped = {name: one.samples_dropped for name, one in counts.items() if one.samples_dropped}
+    assert dropped.keys() <= {"p3"}
+    assert sum(dropped.values()) <= TARGET // len(NAMES), "a step's share of this peer"
     assert counts["p3"].states_loaded == 1
-    assert counts["p3"].samples_carried >= 4 * BATCH_SIZE
 
 
 @pytest.mark.parametrize("rank", [0, 3], ids=["leader", "follower"])

@@ -137,10 +137,6 @@ class RoundRunner:
         """Callbacks for when another peer begins to form the group of a future round."""
         return self._matchmaker.on_called_ahead
 
-    def is_refused(self, peer_id: PeerId) -> bool:
-        """Whether this peer refuses another one a place because of earlier rounds."""
-        return self._matchmaker.is_refused(peer_id)
-
     async def close(self) -> None:
         await self._matchmaker.close()
         await self._agreement.close()

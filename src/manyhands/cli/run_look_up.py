@@ -11,7 +11,7 @@ from manyhands.access.charters import read_charters
 from manyhands.base.address import Address
 from manyhands.base.errors import ConfigError, RunNotFound, Unavailable
 from manyhands.base.ticket import split_tickets
-from manyhands.optim.run.listing import Run, find_runs, listed, look_up_run, nobody_is_in
+from manyhands.optim.run.records import Run, find_runs, listed, look_up_run, nobody_is_in
 from manyhands.peer import JOIN_RUN_TIMEOUT_S, Peer
 from manyhands.runtime.retrying import until_reached
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from manyhands.base.errors import ConfigError, Unavailable
 from manyhands.cli.run_look_up import LOOK_TIMEOUT_S
-from manyhands.optim.run.listing import Run, find_runs, listed, nobody_is_in
+from manyhands.optim.run.records import Run, find_runs, listed, nobody_is_in
 from manyhands.peer import Peer
 from manyhands.recipes.albert.adoption import RunRecipe, adopted
 

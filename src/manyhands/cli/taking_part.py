@@ -23,8 +23,7 @@ from manyhands.cli.run_to_follow import wait_for_trainers
 from manyhands.cli.ticket_command import print_ticket
 from manyhands.cli.trainer_curves import TrainerCurves
 from manyhands.cli.training_view import run_in_view
-from manyhands.optim.run.listing import Run
-from manyhands.optim.run.records import declare_run
+from manyhands.optim.run.records import Run, declare_run
 from manyhands.peer import Peer
 from manyhands.recipes.albert.adoption import RunRecipe, RunToJoin, adopted, is_recipe
 from manyhands.recipes.albert.checkpoint_dir import CheckpointDir

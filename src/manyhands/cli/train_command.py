@@ -14,7 +14,7 @@ from manyhands.cli.charter_options import run_id_of, with_charter
 from manyhands.cli.options import DEFAULT_RUN_ID, NetworkOptions, OutputOptions
 from manyhands.cli.run_look_up import Scout
 from manyhands.cli.taking_part import check_before, is_further_rank, take_part, with_data
-from manyhands.optim.run.listing import Run
+from manyhands.optim.run.records import Run
 from manyhands.recipes.albert.config import AlbertRecipe
 from manyhands.recipes.albert.presets import model_settings
 from manyhands.recipes.albert.settings import TrainingSettings

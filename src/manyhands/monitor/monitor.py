@@ -14,9 +14,8 @@ from manyhands.monitor.events import Event, HeldoutSeen, ProgressMade
 from manyhands.monitor.steps import SETTLED_S, CompleteSteps
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.manifest import read_manifest
-from manyhands.optim.metrics import TTL_S, read_heldout, read_metrics
-from manyhands.optim.run.firewalled import StrandedNotice
-from manyhands.optim.run.progress import Progress, ProgressLog, next_refresh_s, rank_of
+from manyhands.optim.metrics import TTL_S, HeldoutRecord, MetricsRecord, read_metrics
+from manyhands.optim.run.progress import Progress, ProgressLog, StrandedNotice, next_refresh_s, rank_of
 from manyhands.optim.run.progress_reader import ProgressReader, View
 from manyhands.optim.run.records import declare_run
 from manyhands.peer import Peer
@@ -123,7 +122,7 @@ class RunMonitor:
             await self._report_heldout()
 
     async def _report_steps(self, trainers: Collection[PeerId]) -> None:
-        metrics = await read_metrics(self._peer.dht, self._run_id)
+        metrics = await read_metrics(self._peer.dht, self._run_id, MetricsRecord)
         now = asyncio.get_running_loop().time()
         self._trainers_seen |= dict.fromkeys(trainers, now)
         self._trainers_seen = {peer_id: at for peer_id, at in self._trainers_seen.items() if now - at < TTL_S}
@@ -138,7 +137,7 @@ class RunMonitor:
 
     async def _report_heldout(self) -> None:
         """Report the measurements of evaluators; of several for one step, the first counts."""
-        measured = await read_heldout(self._peer.dht, self._run_id)
+        measured = await read_metrics(self._peer.dht, self._run_id, HeldoutRecord)
         for record in sorted(measured.values(), key=lambda record: record.step):
             if self._heldout_step < record.step <= self._leading_step:
                 self._heldout_step = record.step

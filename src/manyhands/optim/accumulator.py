@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -30,64 +30,29 @@ class Contribution:
     since_step: int = 0
 
 
-@dataclass
-class GradientSum:
-    """Gradients that wait for a step.
-
-    Attributes:
-        samples, weight: behind them.
-        since_step: the global step of the parameters behind the oldest samples.
-        was_out: some of it was handed out before, for a step that failed.
-        mean: of the loss; undefined while the weight is 0.
-    """
-
-    samples: int = 0
-    weight: float = 0.0
-    since_step: int = 0
-    was_out: bool = False
-    mean: FlatGradients | None = field(default=None, repr=False)
-
-    def count(self, samples: int, weight: float, since_step: int) -> None:
-        """Add to the counts."""
-        is_first = not self.samples or (self.weight == 0 and weight > 0)  # samples without weight brought no gradient
-        self.since_step = since_step if is_first else min(self.since_step, since_step)
-        self.samples += samples
-        self.weight += weight
-
-
 class GradientAccumulator:
     """The gradients of one peer since the last global step.
 
     Holds the gradient of the mean loss over all samples so far, so batches of different sizes count by their weight.
 
     Memory: one float32 vector of the size of the parameters, on their device. A second one, on the host, is needed when
-    more is added while a contribution is out, so with a delay there are two. Otherwise a second vector on the host
-    keeps gradients of later parameters apart from earlier ones, which may become too old first.
+    more is added while a contribution is out, so with a delay there are two.
 
-    Args:
-        is_delayed: more is added while a contribution is out.
+    Attributes:
+        samples, weight: added so far.
+        since_step: the global step of the parameters behind the oldest samples.
+        was_out: some of them were handed out before, for a step that failed.
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor], *, is_delayed: bool = False) -> None:
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self._parameters = list(parameters)
         self.layout = GradientLayout(self._parameters)
-        self._is_delayed = is_delayed
-        self._device = HOST  # of the latest part
-        self._earlier: GradientSum | None = None
-        self._latest = GradientSum()
+        self._device = HOST
+        self._mean: FlatGradients | None = None  # of the loss; undefined while the weight is 0
         self._spare_N: torch.Tensor | None = None  # its values are undefined
         self._last_used: tuple[list[bool], torch.Tensor] | None = None
         self._follow_model()
-
-    @property
-    def parts(self) -> list[GradientSum]:
-        """The waiting parts, the oldest first."""
-        return [part for part in (self._earlier, self._latest) if part is not None and part.samples]
-
-    @property
-    def samples(self) -> int:
-        """Number of samples added so far."""
-        return sum(part.samples for part in self.parts)
+        self.samples, self.weight, self.since_step, self.was_out = 0, 0.0, 0, False
 
     @torch.no_grad()
     def add(self, samples: int, weight: float | None = None, grad_scale: float = 1.0, at_step: int = 0) -> bool:
@@ -101,7 +66,7 @@ class GradientAccumulator:
         """
         weight = float(samples) if weight is None else weight
         if weight == 0:
-            self._latest.count(samples, 0.0, at_step)
+            self._count(samples, 0.0, at_step)
             return True
         gradients = [parameter.grad for parameter in self._parameters]
         used = [gradient for gradient in gradients if gradient is not None]
@@ -110,17 +75,16 @@ class GradientAccumulator:
             used = [gradient for gradient in gradients if gradient is not None]
         if not are_finite(used):
             return False
-        self._begin_part(at_step)
-        part = self._latest
-        mean, is_first, share = self._buffer(), part.weight == 0, weight / (part.weight + weight)
-        self._add_in(mean, gradients, grad_scale, None if is_first else share)
-        part.count(samples, weight, at_step)
+        mean, share = self._buffer(), weight / (self.weight + weight)
+        self._add_in(mean, gradients, grad_scale, None if self.weight == 0 else share)
+        self._count(samples, weight, at_step)
         return True
 
-    def _begin_part(self, at_step: int) -> None:
-        """Keep the waiting gradients apart from a batch on later parameters."""
-        if self._has_two and self._earlier is None and self._latest.weight > 0 and at_step > self._latest.since_step:
-            self._earlier, self._latest = self._latest, GradientSum()
+    def _count(self, samples: int, weight: float, since_step: int) -> None:
+        is_first = not self.samples or (self.weight == 0 and weight > 0)  # samples without weight brought no gradient
+        self.since_step = since_step if is_first else min(self.since_step, since_step)
+        self.samples += samples
+        self.weight += weight
 
     def _add_in(
         self, mean: FlatGradients, gradients: list[torch.Tensor | None], grad_scale: float, share: float | None
@@ -149,75 +113,56 @@ class GradientAccumulator:
 
     def freeze(self) -> Contribution:
         """Return the gradients added so far as a contribution, and begin anew."""
-        self._merge()
-        part, mean_N = self._latest, self._buffer().flat_N
-        if part.weight == 0:
+        mean_N = self._buffer().flat_N
+        if self.weight == 0:
             mean_N.zero_()
         if self._device == HOST:
-            part.mean = None
+            self._mean = None
         else:
             mean_N = self._copied_to_host(mean_N)
-        contribution = Contribution(mean_N, part.samples, part.weight, part.since_step)
-        self._latest = GradientSum(mean=part.mean)
+        contribution = Contribution(mean_N, self.samples, self.weight, self.since_step)
+        self.drop()
         return contribution
 
     def take_back(self, contribution: Contribution) -> None:
         """Add back a contribution whose step was not made; it counts in the next attempt."""
-        self._merge()
-        part = GradientSum(was_out=contribution.samples > 0, mean=FlatGradients(self.layout, contribution.mean_N))
-        part.count(contribution.samples, contribution.weight, contribution.since_step)
-        self._earlier = part
-        if not self._latest.samples or not part.weight > 0:
-            self._merge()
-
-    def _merge(self) -> None:
-        """Merge all waiting parts into one."""
-        earlier, self._earlier = self._earlier, None
-        if earlier is None:
-            return
-        latest = self._latest
-        assert earlier.mean is not None
-        if earlier.weight > 0 and latest.weight == 0 and self._device == HOST:
-            earlier.mean, latest.mean = latest.mean, earlier.mean
-        elif earlier.weight > 0:
-            given_N, mean_N = earlier.mean.flat_N.to(self._device), self._buffer().flat_N
-            share = earlier.weight / (earlier.weight + latest.weight)
-            mean_N.copy_(given_N) if latest.weight == 0 else mean_N.lerp_(given_N, share)
-        if earlier.samples:
-            latest.count(earlier.samples, earlier.weight, earlier.since_step)
-        latest.was_out = latest.was_out or earlier.was_out
-        if earlier.mean is not None:
-            self._spare_N = earlier.mean.flat_N
+        weight = contribution.weight
+        if weight > 0 and self.weight == 0 and self._device == HOST:
+            before, self._mean = self._mean, FlatGradients(self.layout, contribution.mean_N)
+            self._spare_N = self._spare_N if before is None else before.flat_N
+        elif weight > 0:
+            mean_N, given_N = self._buffer().flat_N, contribution.mean_N.to(self._device)
+            share = weight / (weight + self.weight)
+            mean_N.copy_(given_N) if self.weight == 0 else mean_N.lerp_(given_N, share)
+            self._spare_N = contribution.mean_N
+        if contribution.samples:
+            self._count(contribution.samples, weight, contribution.since_step)
+            self.was_out = True
 
     def recycle(self, contribution: Contribution) -> None:
         """Reuse the memory of a contribution whose step was made."""
         self._spare_N = contribution.mean_N
 
-    def drop(self, part: GradientSum) -> None:
-        """Drop one of the parts."""
-        if part is self._latest:
-            self._latest = GradientSum(mean=part.mean)
-        elif part is self._earlier and part.mean is not None:
-            self._earlier, self._spare_N = None, part.mean.flat_N
+    def drop(self) -> None:
+        """Forget the gradients added so far."""
+        self.samples, self.weight, self.since_step, self.was_out = 0, 0.0, 0, False
 
     def _follow_model(self) -> None:
         """Move to the parameters' device: a model may move to a GPU after its optimizer was made."""
         devices = {parameter.device for parameter in self._parameters}
         device = devices.pop() if len(devices) == 1 else HOST
         if device != self._device:
-            self._device, self._latest.mean, self._last_used = device, None, None
-        self._has_two = self._is_delayed and device == HOST
+            self._device, self._mean, self._last_used = device, None, None
 
     def _buffer(self) -> FlatGradients:
-        part = self._latest
-        if part.weight == 0:  # there is nothing in it yet
+        if self.weight == 0:  # there is nothing in it yet
             self._follow_model()
-        if part.mean is None:
+        if self._mean is None:
             if self._device == HOST and self._spare_N is not None:
-                part.mean, self._spare_N = FlatGradients(self.layout, self._spare_N), None
+                self._mean, self._spare_N = FlatGradients(self.layout, self._spare_N), None
             else:
-                part.mean = self.layout.empty(self._device)
-        return part.mean
+                self._mean = self.layout.empty(self._device)
+        return self._mean
 
     def _copied_to_host(self, mean_N: torch.Tensor) -> torch.Tensor:
         host_N, self._spare_N = self._spare_N, None

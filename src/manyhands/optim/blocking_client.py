@@ -36,7 +36,7 @@ Shorter than :data:`manyhands.optim.run.branches.CLIENT_PATIENCE_S`, after which
 """
 NEWS_PERIOD_S = 1.0
 WAIT_PERIOD_S = 0.25
-TELL_ATTEMPTS = 4
+TELL_TIMEOUT_S = 60.0
 
 
 class BlockingRunClient:
@@ -65,30 +65,31 @@ class BlockingRunClient:
         """
         self._run(self._collaboration.start(), "joining the run", CALL_TIMEOUT_S * 2)
         try:
-            is_loaded = self._catch_up()
+            state = self._catch_up()
             place = self._replica.position, self._replica.lineage_samples
-            self._call("joining the run", self._collaboration.begin, *place)
+            self._call("joining the run", self._collaboration.begin, *place, state)
         except BaseException:
             self.leave()
             raise
-        return is_loaded
+        return state is not None
 
-    def _catch_up(self) -> bool:
+    def _catch_up(self) -> State | None:
         failures: list[Unavailable] = []
         called_by, phase, collaboration = self._peer.time() + CALLED_WITHIN_S, "joining the run", self._collaboration
         while not self._call(phase, collaboration.tracker.is_on_best_branch):
             must_be_called_on = self._call(phase, collaboration.must_be_called_on)
             try:
-                self._restore(self._download())
+                state = self._download()
+                self._restore(state)
             except Unavailable as error:
                 failures.append(error)
             else:
-                return True
+                return state
             if len(failures) >= JOIN_ATTEMPTS and not (must_be_called_on and self._peer.time() < called_by):
                 raise failures[0]  # it names all peers that were asked; later attempts skip those without news
             self._peer.sleep(NEWS_PERIOD_S)  # the others may publish something new
             self._run(collaboration.tracker.look(), phase)
-        return False
+        return None
 
     def leave(self) -> None:
         """Leave the run; the peer stays."""
@@ -116,7 +117,7 @@ class BlockingRunClient:
         try:
             self.tell()
             decisions = self._collaboration.decisions
-            if decisions.is_lull(samples, self._peer.time()):
+            if decisions.is_lull(self._peer.time()):
                 return Decision.ACCUMULATE
             deciding = decisions.decide(samples, speed.samples_per_second, speed.batch_s, may_wait=may_wait)
             return self._run(deciding, "deciding", CALL_TIMEOUT_S + self._averaging.matchmaking_time_s)
@@ -158,21 +159,21 @@ class BlockingRunClient:
     def leave_to_background(self, step: GlobalStep) -> None:
         """Have the network thread make a step."""
         self._report_at = self._peer.time() + LULL_S
-        self._tell(step.begin, self._collaboration)
+        self._call("beginning a step", step.begin, self._collaboration, timeout_s=TELL_TIMEOUT_S)
 
     def moved(self, step: GlobalStep) -> None:
         """Queue a step's result for the network thread; see :meth:`tell`."""
         self._untold = partial(step.announce, self._collaboration)
 
-    def moved_elsewhere(self) -> None:
-        """Queue this peer's position, reached other than by a step, for the network thread; see :meth:`tell`."""
+    def moved_elsewhere(self, state: State | None = None) -> None:
+        """Queue this peer's position for the network thread, where it has loaded a state; see :meth:`tell`."""
         replica = self._replica
-        self._untold = partial(self._collaboration.move_elsewhere, replica.position, replica.lineage_samples)
+        self._untold = partial(self._collaboration.move_elsewhere, replica.position, replica.lineage_samples, state)
 
     def tell(self) -> None:
         """Send what is queued to the network thread; after an interrupt the next :meth:`decide` does so."""
         if self._untold is not None:
-            self._tell(self._untold)
+            self._call("moving on", self._untold, timeout_s=TELL_TIMEOUT_S)
             self._untold = None
 
     def downloaded(self) -> State | None:
@@ -191,7 +192,7 @@ class BlockingRunClient:
         except Unavailable as error:
             logger.warning("%s; trying again after the next batch", error)
             return False
-        self.moved_elsewhere()
+        self.moved_elsewhere(state)
         return True
 
     def _download(self) -> State:
@@ -209,25 +210,13 @@ class BlockingRunClient:
             reason = f"the state of peer {', '.join(state.donors)} cannot be used: {readable(str(error))}"
             raise Unavailable(f"{reason}; it is not asked again for a while") from error
 
-    def _tell(self, note: Callable[..., None], *args: Any) -> None:
-        """Notify the network thread of something that has happened; retry if it is blocked."""
-        for attempt in range(TELL_ATTEMPTS):
-            try:
-                self._call("moving on", note, *args)
-            except Timeout as error:
-                if attempt + 1 == TELL_ATTEMPTS:
-                    raise
-                logger.warning("%s; trying again", error)
-            else:
-                return
-
-    def _call(self, phase: str, function: Callable[..., T], *args: Any) -> T:
+    def _call(self, phase: str, function: Callable[..., T], *args: Any, timeout_s: float = CALL_TIMEOUT_S) -> T:
         """Call a function on the network thread."""
 
         async def call() -> T:
             return function(*args)
 
-        return self._run(call(), phase)
+        return self._run(call(), phase, timeout_s)
 
     def _run(self, coro: Coroutine[Any, Any, T], phase: str, timeout_s: float = CALL_TIMEOUT_S) -> T:
         return self._peer.run(coro, timeout_s, phase)

@@ -65,62 +65,37 @@ class HeldoutRecord(msgspec.Struct, frozen=True):
             raise ValueError("losses and accuracies are finite")
 
 
-def metrics_key(run_id: str) -> str:
-    """The DHT key of a run's metrics."""
-    return f"{run_id}.metrics"
+_SUFFIXES: dict[type[msgspec.Struct], str] = {MetricsRecord: "metrics", HeldoutRecord: "heldout"}
 
 
-def heldout_key(run_id: str) -> str:
-    """The DHT key of the held-out metrics of a run."""
-    return f"{run_id}.heldout"
+def metrics_key(run_id: str, kind: type[msgspec.Struct] = MetricsRecord) -> str:
+    """The DHT key of a run's metrics of one kind."""
+    return f"{run_id}.{_SUFFIXES[kind]}"
 
 
 async def publish_metrics(
-    dht: DhtNode, own_id: PeerId, run_id: str, record: MetricsRecord, ttl_s: float = TTL_S
+    dht: DhtNode, own_id: PeerId, run_id: str, record: MetricsRecord | HeldoutRecord, ttl_s: float = TTL_S
 ) -> None:
     """Publish this peer's metrics; errors are only logged, since nothing depends on them."""
-    await _publish(dht, own_id, metrics_key(run_id), record, f"the metrics of step {record.step}", ttl_s)
-
-
-async def publish_heldout(dht: DhtNode, own_id: PeerId, run_id: str, record: HeldoutRecord) -> None:
-    """Publish held-out metrics; errors are only logged, since nothing depends on them."""
-    await _publish(dht, own_id, heldout_key(run_id), record, f"the held-out loss of step {record.step}")
-
-
-async def read_metrics(dht: DhtNode, run_id: str) -> Mapping[PeerId, MetricsRecord]:
-    """The last metrics of each peer; unreadable ones are skipped.
-
-    Raises:
-        Unavailable: the DHT does not answer.
-    """
-    return await _read(dht, metrics_key(run_id), MetricsRecord, "metrics")
-
-
-async def read_heldout(dht: DhtNode, run_id: str) -> Mapping[PeerId, HeldoutRecord]:
-    """The last metrics of each evaluator; unreadable ones are skipped.
-
-    Raises:
-        Unavailable: the DHT does not answer.
-    """
-    return await _read(dht, heldout_key(run_id), HeldoutRecord, "held-out losses")
-
-
-async def _publish(
-    dht: DhtNode, own_id: PeerId, key: str, record: msgspec.Struct, what: str, ttl_s: float = TTL_S
-) -> None:
+    key = metrics_key(run_id, type(record))
     try:
         await dht.store(key, msgspec.to_builtins(record), ttl_s, subkey=own_id)
     except ManyhandsError as error:
-        logger.warning("%s cannot be published: %s", what, error)
+        logger.warning("%s of step %d cannot be published: %s", key, record.step, error)
 
 
-async def _read(dht: DhtNode, key: str, kind: type[R], what: str) -> dict[PeerId, R]:
-    records = {}
+async def read_metrics(dht: DhtNode, run_id: str, kind: type[R]) -> Mapping[PeerId, R]:
+    """The last metrics of one kind of each peer; unreadable ones are skipped.
+
+    Raises:
+        Unavailable: the DHT does not answer.
+    """
+    records, key = {}, metrics_key(run_id, kind)
     for subkey, stored in (await dht.get(key)).items():
         if stored.owner != subkey:
             continue
         try:
             records[PeerId(subkey)] = msgspec.convert(stored.value, kind)
         except msgspec.ValidationError as error:
-            logger.warning("the %s of peer %s cannot be read: %s", what, subkey, error)
+            logger.warning("%s of peer %s cannot be read: %s", key, subkey, error)
     return records

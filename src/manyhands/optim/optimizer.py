@@ -33,9 +33,8 @@ from manyhands.optim.run.decisions import Decision
 from manyhands.optim.run.progress import SHOWN_LIVE, Progress
 from manyhands.optim.speed import Advice, SpeedMeter
 from manyhands.optim.state.state import State, sealed
-from manyhands.optim.step.global_step import Failures, GlobalStep
+from manyhands.optim.step.global_step import Failures, GlobalStep, SampleCounter
 from manyhands.optim.step.replica import Replica, SchedulerMaker, manifest_of
-from manyhands.optim.step.samples import SampleCounter
 from manyhands.optim.wrapper import OptimizerWrapper
 from manyhands.peer import BlockingPeer, check_peer
 from manyhands.runtime.interrupts import uninterrupted
@@ -129,7 +128,7 @@ class Optimizer(OptimizerWrapper):
         """This peer's samples in the current global step."""
         self.peer = peer
         """As given."""
-        self._samples = SampleCounter(peer.peer_id, self._replica, is_delayed=delay is not None)
+        self._samples = SampleCounter(peer.peer_id, self._replica)
         self._layout = GradientLayout(self._replica.model_parameters)
         self._is_counted = False  # the .grad of this call of step()
         self._current: GlobalStep | None = None  # the one being made; between calls of step(), in the background
@@ -309,8 +308,6 @@ class Optimizer(OptimizerWrapper):
             return False
         self._running_statistics.close()
         self._speed.count(samples, self.peer.time())
-        if self._speed.batch_s > 0 and (advice := self._advice.after_batch(self._speed.batch_s, samples)):
-            logger.info("%s", advice)
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)  # of a GradScaler
         is_overflow = found_inf is not None and float(found_inf) > 0
         with uninterrupted():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -13,10 +13,13 @@ import torch
 from manyhands.averaging.tensor_list import DTYPES, overlaps_itself
 from manyhands.base.errors import ConfigError
 from manyhands.base.run_id import checked_run_id
-from manyhands.optim.state.state import DTYPES_OF_STATES, names_of, parameters_of
+from manyhands.optim.state.state import DTYPES_OF_STATES, hyper_parameters_of, names_of, parameters_of
 
 Delay = Literal["optimizer", "gradients"]
 DELAYS = ("optimizer", "gradients")
+GroupOptions = list[dict[str, Any]]
+"""What an optimizer steps with, such as the learning rate, by parameter group."""
+_NOT_USED = {"param_names", "initial_lr"}  # in a step; torch's schedulers write the latter when they are made
 OptimizerMaker = torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer]
 
 
@@ -165,3 +168,41 @@ def check_frozen(frozen: Sequence[tuple[str, torch.Tensor]]) -> None:
                 "freeze it again, or on all peers make the Optimizer first, and freeze after that what is to be "
                 "trained later"
             )
+
+
+def options_of(groups: Sequence[Mapping[str, Any]]) -> GroupOptions:
+    """A copy of the options that an optimizer steps with."""
+    used = [{name: value for name, value in group.items() if name not in _NOT_USED} for group in groups]
+    return hyper_parameters_of(used)
+
+
+def check_unchanged(before: GroupOptions, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Check that the groups' options are unchanged: only the run's schedule may change them.
+
+    Raises:
+        ConfigError: an option changed; says which, and what to write instead.
+    """
+    if len(groups) != len(before):
+        raise ConfigError(
+            f"there were {len(before)} parameter groups and are {len(groups)} now; give all groups to the wrapped "
+            "optimizer at first"
+        )
+    for index, (options, group) in enumerate(zip(before, groups, strict=True)):
+        for name, old in options.items():
+            new = group.get(name, old)
+            if isinstance(new, tuple):
+                new = list(new)
+            if type(new) is not type(old):  # a learning rate in a tensor, say
+                new = options_of([{name: new}])[0].get(name, old)
+            if new != old:
+                where = f" of parameter group {index}" if len(before) > 1 else ""
+                raise ConfigError(
+                    f"the option {name!r}{where} was {old!r} and is {new!r} now: something other than scheduler= has "
+                    "changed it. Peers call step() unequally often, so each would train with a value of its own. Give "
+                    "the schedule to the optimizer, which steps it once for each global step on all peers, and call no "
+                    "scheduler.step() in the loop:\n"
+                    "    optimizer = manyhands.Optimizer(..., "
+                    "scheduler=lambda inner: CosineAnnealingLR(inner, T_max=1000))\n"
+                    "A transformers.Trainer makes a schedule of its own, but for this line before trainer.train():\n"
+                    "    trainer.add_callback(manyhands.training.transformers.CollaborativeCallback(trainer))"
+                )

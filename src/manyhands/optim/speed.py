@@ -6,13 +6,7 @@ import math
 
 SMOOTHING = 0.2
 """Weight of the newest batch in the speed: the last ten or so count."""
-SHORTEST_BATCH_S = 0.2
-LONGEST_BATCH_S = 2.0
-"""Shorter batches have much overhead; for a longer one the others of a step wait."""
-WARM_UP_BATCHES = 3
-"""The first batches take longer than the others."""
-NUM_IN_A_ROW = 3
-"""Similar batches or steps in a row before advice is given."""
+SHORT_STEPS_UNTIL_ADVICE = 3
 
 
 class SpeedMeter:
@@ -47,58 +41,31 @@ class SpeedMeter:
 
 
 class Advice:
-    """Checks batches and steps, and gives each advice once; an empty string means none."""
+    """Advises once to raise the target, when the run has averaged for longer than it computed in several steps."""
 
     def __init__(self, target_batch_size: int) -> None:
         self._target_batch_size = target_batch_size
-        self._num_batches = 0
-        self._unsuitable_batches, self._short_steps = _Habit(), _Habit()
-
-    def after_batch(self, batch_s: float, samples: int) -> str:
-        """Check the time of one micro-batch."""
-        self._num_batches += 1
-        is_suitable = self._num_batches <= WARM_UP_BATCHES or SHORTEST_BATCH_S <= batch_s <= LONGEST_BATCH_S
-        return describe_batch(batch_s, samples) if self._unsuitable_batches.is_new(not is_suitable) else ""
+        self._num_short = 0  # steps in a row
 
     def after_step(self, computing_s: float, averaging_s: float) -> str:
-        """Check one global step: seconds from the last one to the round, and of averaging without the search."""
-        if not self._short_steps.is_new(computing_s < averaging_s):
-            return ""
-        target = working_target(computing_s, averaging_s, self._target_batch_size)
-        return (
-            f"The peers compute for {computing_s:.3g} s and then average for {averaging_s:.3g} s: the run waits more "
-            f"than it trains. With target_batch_size={target} instead of {self._target_batch_size}, on all peers, it "
-            "would compute for at least as long as it averages"
-        )
+        """Check one global step: seconds from the last one to the round, and of averaging without the search.
+
+        Returns the advice, or an empty string.
+        """
+        if self._num_short < SHORT_STEPS_UNTIL_ADVICE:
+            self._num_short = self._num_short + 1 if computing_s < averaging_s else 0
+            if self._num_short == SHORT_STEPS_UNTIL_ADVICE:
+                return describe_short_steps(computing_s, averaging_s, self._target_batch_size)
+        return ""
 
 
-class _Habit:
-    """Something to report once, when it occurred ``NUM_IN_A_ROW`` times in a row."""
-
-    def __init__(self) -> None:
-        self._in_a_row = 0
-        self._is_said = False
-
-    def is_new(self, is_so: bool) -> bool:
-        self._in_a_row = self._in_a_row + 1 if is_so else 0
-        is_new = self._in_a_row >= NUM_IN_A_ROW and not self._is_said
-        self._is_said = self._is_said or is_new
-        return is_new
-
-
-def describe_batch(batch_s: float, samples: int) -> str:
-    """The hint for a micro-batch that is too short or too long."""
-    if batch_s < SHORTEST_BATCH_S:
-        what = "shorter"
-        how = (
-            "a larger batch, or several backward passes before each step(), have less overhead; where a few of these "
-            "reach target_batch_size, raise that on all peers"
-        )
-    else:
-        what, how = "longer", "a smaller batch lets the others wait less for this peer"
+def describe_short_steps(computing_s: float, averaging_s: float, target_batch_size: int) -> str:
+    """The advice for a run that waits more than it trains."""
+    target = working_target(computing_s, averaging_s, target_batch_size)
     return (
-        f"A micro-batch of {samples} samples takes {batch_s:.3g} s here, {what} than the {SHORTEST_BATCH_S} to "
-        f"{LONGEST_BATCH_S:.0f} s that suit a swarm: {how}"
+        f"The peers compute for {computing_s:.3g} s and then average for {averaging_s:.3g} s: the run waits more "
+        f"than it trains. With target_batch_size={target} instead of {target_batch_size}, on all peers, it "
+        "would compute for at least as long as it averages"
     )
 
 

@@ -21,13 +21,8 @@ def gradients_after(
         return [None if parameter.grad is None else parameter.grad.clone() for parameter in parameters]
 
 
-def ages_of(accumulator: GradientAccumulator) -> list[tuple[int, int, bool]]:
-    return [(part.samples, part.since_step, part.was_out) for part in accumulator.parts]
-
-
-def drop_all(accumulator: GradientAccumulator) -> None:
-    for part in accumulator.parts:
-        accumulator.drop(part)
+def age_of(accumulator: GradientAccumulator) -> tuple[int, int, bool]:
+    return accumulator.samples, accumulator.since_step, accumulator.was_out
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.integers(0, 2**32 - 1))
@@ -180,7 +175,7 @@ def test_what_is_dropped_is_forgotten() -> None:
     accumulator = GradientAccumulator(parameters)
     parameter.grad = torch.ones(2)
     accumulator.add(3)
-    drop_all(accumulator)
+    accumulator.drop()
     assert accumulator.samples == 0
     assert gradients_after(accumulator, parameters) == [None]
     parameter.grad = torch.full((2,), 5.0)
@@ -212,19 +207,19 @@ def test_it_knows_how_old_the_oldest_is_and_what_was_out_before() -> None:
     parameter.grad = torch.ones(2)
     for at_step in (4, 3, 5):
         accumulator.add(1, at_step=at_step)
-    assert ages_of(accumulator) == [(3, 3, False)]
+    assert age_of(accumulator) == (3, 3, False)
     contribution = accumulator.freeze()
     assert contribution.since_step == 3
     accumulator.take_back(contribution)
-    assert ages_of(accumulator) == [(3, 3, True)]
-    drop_all(accumulator)
+    assert age_of(accumulator) == (3, 3, True)
+    accumulator.drop()
     accumulator.add(1, 0.0, at_step=7)
-    assert ages_of(accumulator) == [(1, 7, False)]
+    assert age_of(accumulator) == (1, 7, False)
     accumulator.add(1, at_step=8)
-    assert ages_of(accumulator) == [(2, 8, False)], "what brought no gradient makes none older"
+    assert age_of(accumulator) == (2, 8, False), "what brought no gradient makes none older"
 
 
-def test_what_comes_back_lies_apart_from_what_was_added_meanwhile() -> None:
+def test_what_comes_back_is_added_to_what_was_added_meanwhile() -> None:
     (parameter,) = parameters_of((2,))
     accumulator = GradientAccumulator([parameter])
     parameter.grad = torch.ones(2)
@@ -233,35 +228,25 @@ def test_what_comes_back_lies_apart_from_what_was_added_meanwhile() -> None:
     parameter.grad = torch.full((2,), 5.0)
     accumulator.add(3, at_step=4)
     accumulator.take_back(contribution)
-    assert ages_of(accumulator) == [(1, 3, True), (3, 4, False)]
+    assert age_of(accumulator) == (4, 3, True)
     merged = accumulator.freeze()
     assert (merged.samples, merged.weight, merged.since_step) == (4, 4.0, 3)
     assert merged.mean_N.tolist() == [4.0, 4.0, 1.0]
-    accumulator.take_back(merged)
-    accumulator.drop(accumulator.parts[0])
-    assert accumulator.samples == 0
 
 
-@pytest.mark.parametrize("dropped", [None, 0, 1])
-def test_with_a_delay_batches_of_later_parameters_lie_apart(dropped: int | None) -> None:
-    """There are two vectors anyway; no third one is made."""
+@pytest.mark.parametrize("is_made", [True, False])
+def test_two_vectors_are_enough_for_who_computes_during_a_step(is_made: bool) -> None:
     (parameter,) = parameters_of((2,))
-    accumulator = GradientAccumulator([parameter], is_delayed=True)
+    accumulator = GradientAccumulator([parameter])
     vectors = set()
     for step in range(4):
         parameter.grad = torch.full((2,), 5.0)
         accumulator.add(3, at_step=step)
-        if dropped is not None and len(accumulator.parts) == 2:
-            accumulator.drop(accumulator.parts[dropped])
-        contribution = accumulator.freeze()  # what was computed since the last step, and while it was made
-        if step:
-            mean, samples = {None: (4.0, 4), 0: (5.0, 3), 1: (1.0, 1)}[dropped]
-            assert (contribution.mean_N.tolist(), contribution.samples) == ([mean, mean, 1.0], samples)
-            assert contribution.since_step == (step if dropped == 0 else step - 1)
+        contribution = accumulator.freeze()
         vectors.add(contribution.mean_N.data_ptr())
         parameter.grad = torch.ones(2)
         accumulator.add(1, at_step=step)
-        accumulator.recycle(contribution)
+        accumulator.recycle(contribution) if is_made else accumulator.take_back(contribution)
     assert len(vectors) <= 2
 
 
@@ -273,7 +258,7 @@ def test_one_vector_is_enough_for_who_does_not_compute_during_a_step() -> None:
     for step in range(3):
         accumulator.add(1, at_step=step)
         accumulator.add(1, at_step=step + 1)  # as after others made a step without it
-        assert ages_of(accumulator) == [(2, step, False)]
+        assert age_of(accumulator) == (2, step, False)
         contribution = accumulator.freeze()
         vectors.add(contribution.mean_N.data_ptr())
         accumulator.recycle(contribution)

@@ -126,7 +126,8 @@ async def test_without_a_majority_nobody_reloads_and_one_warning_says_so(caplog:
             assert not drift.should_load()
             assert drift.disagreement() == pytest.approx(0.2)
         assert len(caplog.messages) == 1
-        assert "another one differ by 33.3% (rounding: 0.05%), and no majority of the 2 peers" in caplog.text
+        assert "of the 2 peers are 20% from their mean (rounding: 0.05%), and no majority holds the same" in caplog.text
+        assert "another schedule" in caplog.text
 
 
 async def test_a_position_that_is_known_from_a_round_only_says_nothing_of_what_is_held_there() -> None:

@@ -9,9 +9,8 @@ from manyhands.averaging.messages import RoundManifest
 from manyhands.base.identity import PeerId
 from manyhands.optim.accumulator import Contribution
 from manyhands.optim.run.step_rounds import Averaged
-from manyhands.optim.step.global_step import GlobalStep
+from manyhands.optim.step.global_step import GlobalStep, SampleCounter
 from manyhands.optim.step.replica import Replica
-from manyhands.optim.step.samples import SampleCounter
 
 OWN_N = torch.tensor([4.0, 4.0, 1.0])
 AVERAGE_N = torch.tensor([2.0, 2.0, 1.0])
@@ -105,7 +104,7 @@ def test_an_optimizer_that_raises_spoils_only_what_was_in_the_average(is_left_ou
 def test_a_refused_update_drops_only_samples_that_were_in_it(is_left_out: bool) -> None:
     parameter = torch.nn.Parameter(torch.ones(2))
     replica = Replica(torch.optim.SGD([parameter], lr=0.5), None)
-    samples = SampleCounter(PeerId("me"), replica, is_delayed=False)
+    samples = SampleCounter(PeerId("me"), replica)
     parameter.grad = torch.full((2,), 4.0)
     samples.add(8, None, 1.0, 0, is_overflow=False)
     step = GlobalStep(replica, samples.freeze())

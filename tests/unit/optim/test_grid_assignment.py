@@ -22,7 +22,9 @@ OTHERS = sorted(identity_of(number).peer_id for number in (201, 202, 203))
 async def seats() -> AsyncIterator[tuple[Run, GridAssignment]]:
     """One peer at step 3; more than two are a grid."""
     async with run_of_one() as run:
-        yield run, GridAssignment(run.tracker, run.endpoint.peer_id, 2, random.Random(1))
+        assignment = GridAssignment(run.tracker, run.endpoint.peer_id, 2, random.Random(1))
+        run.tracker.on_outlook = assignment.plan
+        yield run, assignment
 
 
 async def all_sit(run: Run, assignment: GridAssignment) -> dict[int, PeerId]:
@@ -83,7 +85,7 @@ async def test_who_has_loaded_a_state_goes_by_those_whom_it_has_met() -> None:
     async with seats() as (run, assignment):
         run.tracker.move(NEXT, 20, [run.endpoint.peer_id, OTHERS[0]])
         later = Position(NEXT.step + 2, b"later")
-        run.tracker.move(later, 60, [])
+        run.tracker.load(later, 60)
         await run.hears(OTHERS[0], later, sketch=b"some")
         await hears_many(run, later, seat=Seat(GRID, 1), seat_round=2 * later.step, sketch=b"some")
         assert await stays_in_one_group(assignment, run)

@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from manyhands.optim.step.host_copy import HostCopy
-from manyhands.optim.step.replica import Replica
+from manyhands.optim.step.replica import HostCopy, Replica
 
 
 def new_parameters(dtype: torch.dtype) -> list[torch.nn.Parameter]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from manyhands.averaging.messages import Position
-from manyhands.optim.run.look_ahead import AHEAD_S, HELD_UP_S, LookAhead
+from manyhands.optim.run.step_rounds import AHEAD_S, LookAhead
 from manyhands.runtime import TaskOwner
 
 HERE, NEXT = Position(1, b"here"), Position(2, b"next")
@@ -125,16 +125,3 @@ async def test_one_for_a_position_that_this_peer_has_left_ends(tasks: TaskOwner)
     peers.at, peers.left_s = NEXT, math.inf
     await after_planning(look_ahead)
     assert peers.events == ["began", "ended"]
-
-
-async def test_one_that_is_held_up_says_how_long_it_may_take(tasks: TaskOwner) -> None:
-    peers = Peers()
-    peers.left_s = 0.0
-    look_ahead = made(peers, tasks)
-    assert look_ahead.lasts_until() == -math.inf
-    await after_planning(look_ahead)
-    assert look_ahead.lasts_until() == -math.inf, "it has just begun"
-    look_ahead._searching_since -= HELD_UP_S
-    assert look_ahead.lasts_until() == look_ahead._searching_since + AHEAD_S
-    peers.group_stands = True
-    assert look_ahead.lasts_until() == -math.inf

@@ -11,8 +11,7 @@ import manyhands
 from manyhands.base.errors import ConfigError
 from manyhands.optim.options import check_frozen, checked_parameters
 from manyhands.optim.state.state import capture
-from manyhands.optim.step.host_copy import HostCopy
-from manyhands.optim.step.replica import Replica
+from manyhands.optim.step.replica import HostCopy, Replica
 from tests.trainers import LISTEN
 
 Parameter = torch.nn.Parameter

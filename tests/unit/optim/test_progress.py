@@ -16,8 +16,7 @@ from manyhands.optim.run.branches import leading_branch
 from manyhands.optim.run.progress import (
     Progress,
     ProgressRecord,
-    Reckoning,
-    busy_until,
+    busy_s,
     crowd_factor,
     is_news,
     next_refresh_s,
@@ -196,7 +195,8 @@ def test_at_step_0_the_parameters_are_those_of_somebody_whom_all_can_dial() -> N
 
 def test_samples_are_reckoned_on_until_the_next_record_is_due() -> None:
     said = record(samples=10, speed=2.0)
-    assert [reckoned_samples(said, age_s) for age_s in (-1.0, 0.0, 0.4, 3.0, 10.0, 29.0)] == [10, 10, 10, 16, 30, 30]
+    reckoned = [reckoned_samples(said, age_s) for age_s in (-1.0, 0.0, 0.5, 3.0, 10.0, 29.0)]
+    assert reckoned == [10, 10, 11, 16, 30, 30]
     late = msgspec.structs.replace(said, counted_s_ago=2.0)
     assert reckoned_samples(late, 3.0) == 20
 
@@ -258,7 +258,7 @@ def test_a_peer_is_busy_until_the_end_of_the_batch_that_it_computes(
     said = ProgressRecord(HERE, 8, 1.0, 0, False, [], 30.0, counted_s_ago, batch_s)
     said_at = 100.0
     instant = said_at + elapsed_s
-    until = busy_until(said, Reckoning.of(said, said_at), instant)
+    until = instant + busy_s(said, elapsed_s)
     assert instant <= until <= instant + batch_s * (1 + 1e-6)
     since_count_s = elapsed_s + counted_s_ago
     if since_count_s >= 2 * batch_s:
@@ -270,4 +270,4 @@ def test_a_peer_is_busy_until_the_end_of_the_batch_that_it_computes(
 
 def test_a_peer_that_does_not_say_how_long_its_batches_take_is_not_busy() -> None:
     said = ProgressRecord(HERE, 8, 1.0, 0, False, [], 30.0)
-    assert busy_until(said, Reckoning.of(said, 100.0), 101.0) == 101.0
+    assert busy_s(said, 1.0) == 0.0

@@ -11,7 +11,7 @@ import torch
 import manyhands
 from manyhands.base.errors import ConfigError
 from manyhands.optim.health import Statistics
-from manyhands.optim.ranks import Batch, Call, RankState, Word, added_up, batches_of, unequal
+from manyhands.optim.process_group import Batch, Call, RankState, Word, added_up, batches_of, unequal
 
 
 def test_the_batches_of_all_ranks_are_one() -> None:

@@ -11,7 +11,7 @@ from manyhands.averaging.messages import Position
 from manyhands.averaging.peer_records import GOODBYE
 from manyhands.dht import Reason, Schema
 from manyhands.optim.manifest import manifest_key
-from manyhands.optim.metrics import HeldoutRecord, MetricsRecord, heldout_key, metrics_key
+from manyhands.optim.metrics import HeldoutRecord, MetricsRecord, metrics_key
 from manyhands.optim.run.progress import ProgressRecord
 from manyhands.optim.run.progress_reader import progress_key
 from manyhands.optim.run.records import declare_run
@@ -44,7 +44,7 @@ def plain(value: msgspec.Struct) -> Any:
         (progress_key("run"), GOODBYE),
         (progress_key("run"), None),
         (metrics_key("run"), plain(MetricsRecord(1, 2.0, 3, 4.0, 5))),
-        (heldout_key("run"), plain(HeldoutRecord(1, 2.0, 0.25, 1.0, 5))),
+        (metrics_key("run", HeldoutRecord), plain(HeldoutRecord(1, 2.0, 0.25, 1.0, 5))),
         (manifest_key("run"), b"compressed"),
     ],
 )
@@ -60,10 +60,13 @@ def test_what_the_peers_of_a_run_publish_fits(key: str, value: Any) -> None:
         (progress_key("run"), "hello"),
         (progress_key("run"), {}),
         (metrics_key("run"), plain(MetricsRecord(1, 2.0, 3, 4.0, 5)) | {"loss": "low"}),
-        (heldout_key("run"), plain(HeldoutRecord(1, 2.0, 0.25, 1.0, 5)) | {"sop_accuracy": 1.01}),
-        (heldout_key("run"), plain(HeldoutRecord(1, 2.0, 0.25, 1.0, 5)) | {"mlm_accuracy": float("nan")}),
-        (heldout_key("run"), plain(HeldoutRecord(1, 2.0, 0.25, 1.0, 5)) | {"loss": float("inf")}),
-        (heldout_key("run"), plain(HeldoutRecord(1, 2.0, 0.25, 1.0, 5)) | {"step": -1}),
+        (metrics_key("run", HeldoutRecord), plain(HeldoutRecord(1, 2.0, 0.25, 1.0, 5)) | {"sop_accuracy": 1.01}),
+        (
+            metrics_key("run", HeldoutRecord),
+            plain(HeldoutRecord(1, 2.0, 0.25, 1.0, 5)) | {"mlm_accuracy": float("nan")},
+        ),
+        (metrics_key("run", HeldoutRecord), plain(HeldoutRecord(1, 2.0, 0.25, 1.0, 5)) | {"loss": float("inf")}),
+        (metrics_key("run", HeldoutRecord), plain(HeldoutRecord(1, 2.0, 0.25, 1.0, 5)) | {"step": -1}),
         (manifest_key("run"), "text"),
     ],
 )

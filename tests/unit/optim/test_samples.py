@@ -8,8 +8,8 @@ import torch
 from manyhands.averaging.messages import Position
 from manyhands.base.identity import PeerId
 from manyhands.optim.state.state import Origin
+from manyhands.optim.step.global_step import SampleCounter
 from manyhands.optim.step.replica import Replica
-from manyhands.optim.step.samples import SampleCounter
 
 ME, OTHER = PeerId("me"), PeerId("other")
 BEFORE, AFTER = Position(5, b"before"), Position(6, b"after")
@@ -35,7 +35,7 @@ def test_what_is_dropped_and_why(
 ) -> None:
     parameter = torch.nn.Parameter(torch.ones(2))
     replica = Replica(torch.optim.SGD([parameter], lr=0.5), None)
-    samples = SampleCounter(ME, replica, is_delayed=False)
+    samples = SampleCounter(ME, replica)
     parameter.grad = torch.ones(2)
     samples.add(8, None, 1.0, since_step, is_overflow=False)
     if was_out:

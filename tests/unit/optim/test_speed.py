@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manyhands.optim.speed import Advice, SpeedMeter, describe_batch, describe_late_states, working_target
+from manyhands.optim.speed import Advice, SpeedMeter, describe_late_states, working_target
 
 
 def test_nothing_is_known_before_the_first_batch_was_timed() -> None:
@@ -50,34 +50,6 @@ def test_a_clock_that_stands_still_gives_no_speed() -> None:
     meter.resume(1.0)
     meter.count(4, now=1.0)
     assert meter.samples_per_second == 0.0
-
-
-def test_short_and_long_batches_get_one_hint() -> None:
-    for batch_s, word in ((0.05, "shorter"), (9.0, "longer")):
-        advice = Advice(256)
-        said = [advice.after_batch(batch_s, 8) for _ in range(20)]
-        hints = [text for text in said if text]
-        assert len(hints) == 1
-        assert word in hints[0]
-        assert not any(said[:5]), "the first batches take longer, and one says nothing"
-
-
-@pytest.mark.parametrize("batch_s", [0.2, 0.7, 2.0])
-def test_batches_that_suit_get_none(batch_s: float) -> None:
-    advice = Advice(256)
-    assert not any(advice.after_batch(batch_s, 8) for _ in range(20))
-
-
-def test_the_hint_says_which_way_to_go() -> None:
-    assert "8 samples takes 0.1 s here, shorter than the 0.2 to 2 s that suit a swarm: a larger" in describe_batch(
-        0.1, 8
-    )
-    assert "longer than the 0.2 to 2 s that suit a swarm: a smaller" in describe_batch(60.0, 8)
-
-
-def test_a_batch_now_and_then_is_no_habit() -> None:
-    advice = Advice(256)
-    assert not any(advice.after_batch(9.0 if number % 2 else 1.0, 8) for number in range(40))
 
 
 def test_steps_shorter_than_their_averaging_are_said_once_with_a_target_that_works() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
@@ -314,7 +314,7 @@ async def test_where_this_peer_was_is_not_published_while_a_result_is_applied() 
         run.tracker.start()
         while not run.dht.stored:
             await asyncio.sleep(0)
-        run.tracker.expect_move()
+        run.tracker.is_moving = True
         await asyncio.sleep(0.01)  # one that was under way
         num_before = len(run.dht.stored)
         run.tracker.report(5, 1.0)
@@ -430,9 +430,9 @@ async def test_at_the_target_reading_gets_rare() -> None:
 async def test_a_peer_that_was_in_a_round_is_reckoned_from_its_end_on() -> None:
     async with run_of_one() as run:
         await run.hears(BOB, age_s=9.0, samples=7, samples_per_second=1000.0, counted_s_ago=1.0)
-        assert run.tracker.reader.observed()[BOB].reckoning.at(asyncio.get_running_loop().time()) >= 10_000
+        assert run.tracker.outlook.samples >= 10_000
         run.tracker.move(NEXT, 20, [BOB])
-        assert run.tracker.reader.observed()[BOB].reckoning.at(asyncio.get_running_loop().time()) < 5_000
+        assert run.tracker.outlook.samples < 5_000
         assert run.tracker.reader.records()[BOB].samples == 0
 
 
@@ -482,13 +482,13 @@ async def test_in_a_crowd_nobody_reads_during_a_round(what: str) -> None:
         run.tracker.report(1, 1.0)
         run.tracker.start()
         await until(lambda: run.dht.num_reads >= 62)
-        with run.tracker.in_round() if what == "in a round" else nullcontext():
-            if what == "called":
-                run.tracker.call_to_round()
-            await asyncio.sleep(0.02)  # a read that was under way
-            num_before = run.dht.num_reads
-            await asyncio.sleep(0.2)
-            assert run.dht.num_reads == num_before
+        if what == "called":
+            run.tracker.call_to_round()
+        run.tracker.is_in_round = what == "in a round"
+        await asyncio.sleep(0.02)  # a read that was under way
+        num_before = run.dht.num_reads
+        await asyncio.sleep(0.2)
+        assert run.dht.num_reads == num_before
         run.tracker.refresh_soon()
         await until(lambda: run.dht.num_reads > num_before)
 
@@ -521,8 +521,7 @@ def make_steps(run: Run, names: str) -> None:
     """One step for each name, each with one round."""
     for name in names:
         here = run.tracker.position()
-        run.tracker.met(rounds_of(name))
-        run.tracker.move(Position(here.step + 1, name.encode()), 20, [])
+        run.tracker.move(Position(here.step + 1, name.encode()), 20, [], grid_rounds=rounds_of(name))
 
 
 def published(names: str) -> list[bytes]:
@@ -568,21 +567,12 @@ async def test_who_loads_the_state_of_strangers_is_one_of_them_though_its_positi
         here = run.tracker.position()
         for peer_id in (BOB, CAROL):
             await run.hears(peer_id, here, lineage_samples=20, recent_rounds=published("wxyz"))
-        run.tracker.loaded(here, published("wxyz"))
-        run.tracker.move(here, 20, [])
+        run.tracker.load(here, 20, published("wxyz"))
         assert not run.tracker.should_load_state()
         assert sorted(run.tracker.expected()) == [BOB, CAROL]
         assert run.tracker.own.recent_rounds == published("wxyz"), "and says so"
         make_steps(run, "!")
         assert run.tracker.own.recent_rounds == published("xyz!")
-
-
-async def test_a_state_that_could_not_be_used_changes_nothing() -> None:
-    async with run_of_one() as run:
-        make_steps(run, "abcd")
-        run.tracker.loaded(Position(HERE.step + 5, b"e"), published("wxyz"))
-        make_steps(run, "e")
-        assert run.tracker.own.recent_rounds == published("bcde")
 
 
 async def test_who_makes_a_step_in_one_group_or_goes_elsewhere_says_nothing_of_rounds() -> None:
@@ -593,8 +583,7 @@ async def test_who_makes_a_step_in_one_group_or_goes_elsewhere_says_nothing_of_r
         run.tracker.move(Position(HERE.step + 5, b"one group"), 20, [])
         assert run.tracker.own.recent_rounds == []
         make_steps(run, "ef")
-        run.tracker.met(rounds_of("lost"))
-        run.tracker.move(Position(40, b"checkpoint"), 20, [])
+        run.tracker.load(Position(40, b"checkpoint"), 20)
         assert run.tracker.own.recent_rounds == []
 
 

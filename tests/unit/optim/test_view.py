@@ -9,7 +9,7 @@ import pytest
 
 from manyhands.averaging.messages import Position
 from manyhands.base.identity import PeerId
-from manyhands.optim.run.progress import Progress, ProgressRecord, Reckoning
+from manyhands.optim.run.progress import Progress, ProgressRecord
 from manyhands.optim.run.progress_reader import Observed, View
 
 HERE = Position(3, b"here")
@@ -22,8 +22,7 @@ def record(position: Position = HERE, samples: int = 0, speed: float = 0.0, **fi
 def view_of(*records: ProgressRecord, since: float = 0.0) -> View:
     """What peers have said, each at the same instant."""
     observed = {
-        PeerId(f"p{number}"): Observed(said, 1, math.inf, Reckoning.of(said, since), said.position)
-        for number, said in enumerate(records)
+        PeerId(f"p{number}"): Observed(said, 1, math.inf, since, said.position) for number, said in enumerate(records)
     }
     return View(observed, HERE)
 

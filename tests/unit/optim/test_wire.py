@@ -45,7 +45,6 @@ RECORDS = st.one_of(
         st.lists(TEXTS, max_size=3),
         AMOUNTS,
         recent_rounds=st.lists(st.binary(max_size=128), max_size=4),
-        options=st.none() | st.dictionaries(TEXTS, st.lists(st.floats(allow_nan=False), max_size=16), max_size=8),
     ),
     st.builds(MetricsRecord, COUNTS, AMOUNTS, COUNTS, st.floats(-1e300, 1e300), COUNTS.filter(bool)),
     st.builds(HeldoutRecord, COUNTS, st.floats(-1e300, 1e300), st.floats(0, 1), st.floats(0, 1), COUNTS),
@@ -97,12 +96,3 @@ def test_what_is_nested_without_end_does_not_travel(depth: int, travels: bool) -
     for level in range(depth):
         value = {"x": value} if level % 2 else [value]
     assert is_plain(value) == travels
-
-
-def test_options_cost_few_bytes_where_no_schedule_has_changed_them() -> None:
-    def size_of(options: Any) -> int:
-        record = ProgressRecord(Position(3, b"here"), 1, 1.0, 1, False, [], 30.0, options=options)
-        return len(encode_value(msgspec.to_builtins(record, builtin_types=(bytes,))))
-
-    assert size_of({}) - size_of(None) < 10
-    assert size_of({"lr": [0.0123]}) - size_of(None) < 25

@@ -146,10 +146,6 @@ class Matchmaker:
         for peer_id in struck:
             self._view.strike(peer_id)
 
-    def is_refused(self, peer_id: PeerId) -> bool:
-        """Whether this peer refuses another one a place because of earlier rounds."""
-        return self._view.conduct.is_refused(peer_id, asyncio.get_running_loop().time())
-
     def follows(self, leader: PeerId) -> bool:
         """Whether this peer waits for a leader's group; false once it follows another leader."""
         return self._state.seeks_with(leader)

@@ -245,17 +245,15 @@ class BranchChoice:
 
     def look(self, own: ProgressRecord, records: Records, strangers: Mapping[PeerId, bytes], now: float) -> None:
         """Judge again, after a change of the others' records or this peer's position."""
-        old = self._records
-        unread = {
-            peer_id for peer_id in self._doubted_since.keys() & old.keys() if records.get(peer_id) is old[peer_id]
-        }
+        old, since = self._records, self._doubted_since
         self._own, self._records, self._strangers = own, records, strangers
         self.belief.been_at(own.position)
         self._majority = self.belief.other_majority(own, records, now)
         self._doubted = self.belief.doubted(own, records)
-        since = self._doubted_since  # one whose record this peer has caught up with may say more in its next one
+        # one whose record this peer has caught up with may say more in its next one
+        unread = {peer_id for peer_id in since if peer_id in records and records[peer_id] is old.get(peer_id)}
         self._doubted_since = {peer_id: since.get(peer_id, now) for peer_id in self._doubted | unread}
-        self.name_doubted(now)
+        self._name_doubted(now)
         self._shunned = {peer_id: until for peer_id, until in self._shunned.items() if until > now}
         shunned = {peer_id for peer_id in self._shunned.keys() & records.keys() if is_ahead(records[peer_id], own)}
         out = self._doubted | shunned
@@ -263,7 +261,7 @@ class BranchChoice:
         self._waits_since = min(self._waits_since, now) if self._is_only_with_clients() else math.inf
         self._has_waited = now - self._waits_since >= CLIENT_PATIENCE_S
 
-    def name_doubted(self, now: float) -> None:
+    def _name_doubted(self, now: float) -> None:
         """Log each peer that has not been believed for a while, once."""
         for peer_id in self._doubted:
             if now >= self._doubted_since[peer_id] + DOUBT_S:

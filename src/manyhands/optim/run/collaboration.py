@@ -19,13 +19,9 @@ from manyhands.optim.manifest import ManifestKeeper, RunManifest
 from manyhands.optim.run.decisions import StepDecisions
 from manyhands.optim.run.drift import Drift, Sketch
 from manyhands.optim.run.grid_assignment import GridAssignment
-from manyhands.optim.run.group_options import UnlikeOptions
-from manyhands.optim.run.listing import find_runs, nobody_is_in
-from manyhands.optim.run.look_ahead import LookAhead
 from manyhands.optim.run.progress import Progress, ProgressLog
-from manyhands.optim.run.protocols import LocalState
-from manyhands.optim.run.records import declare_run
-from manyhands.optim.run.step_rounds import StepRounds
+from manyhands.optim.run.records import declare_run, find_runs, nobody_is_in
+from manyhands.optim.run.step_rounds import Averaged, LocalState, LookAhead, StepRounds
 from manyhands.optim.run.tracker import ProgressTracker
 from manyhands.optim.speed import describe_late_states
 from manyhands.optim.state.download import download_state
@@ -94,7 +90,6 @@ class Collaboration:
             began_at=presence.began_at,
         )
         self._drift = Drift(self.tracker.reader, presence.peer_id, self._local.drift_bound)
-        self._unlike_options = UnlikeOptions(self.tracker.reader, manifest.hyper_parameters)
         assignment = GridAssignment(self.tracker, presence.peer_id, self._averaging.max_group_size, self._rng)
         async with AsyncExitStack() as parts:
             self._rounds = RoundRunner(
@@ -123,8 +118,8 @@ class Collaboration:
             )
             parts.push_async_callback(server.close)
             self.decisions = StepDecisions(
-                presence, manifest.run_id, self.tracker, self._rounds, look_ahead, server, self._drift,
-                self._unlike_options, self._averaging, self.tasks, allow_solo=self._allow_solo,
+                presence, manifest.run_id, self.tracker, server, self._drift,
+                self._averaging, self.tasks, allow_solo=self._allow_solo,
             )  # fmt: skip
             parts.callback(self.decisions.close)
             self.tracker.on_outlook = self._on_news
@@ -163,15 +158,11 @@ class Collaboration:
 
     def health(self) -> Health:
         """This peer's health report."""
-        now = asyncio.get_running_loop().time()
-        if self.tracker.reader.observed():
-            self._alone_since = None
-        elif self._alone_since is None:
-            self._alone_since = now
+        now, since = asyncio.get_running_loop().time(), self._alone_since
         return Health(
             step=self._local.position.step,
             publish_failures=self.tracker.publisher.num_failures,
-            alone_s=now - self._alone_since if self._alone_since is not None else None,
+            alone_s=now - since if since is not None else None,
             clock_offset_s=self._clock_offset_s,
         )
 
@@ -185,6 +176,10 @@ class Collaboration:
             await asyncio.sleep(LOOK_PERIOD_S)
 
     def _on_news(self) -> None:
+        if self.tracker.reader.observed():
+            self._alone_since = None
+        elif self._alone_since is None:
+            self._alone_since = asyncio.get_running_loop().time()
         self.decisions.on_news()
         self.step_rounds.plan()
 
@@ -195,38 +190,24 @@ class Collaboration:
             self._presence.endpoint.on_connected.remove(self.tracker.can_be_asked)
             await self._parts.aclose()
 
-    def move(
-        self,
-        position: Position,
-        lineage_samples: int,
-        together_with: Sequence[PeerId],
-        sketch: Sketch,
-        *,
-        is_in_grid: bool = False,
-    ) -> None:
+    def move(self, position: Position, lineage_samples: int, outcome: Averaged, sketch: Sketch) -> None:
         """Record that this peer's parameters are at ``position`` after a step; ``sketch`` describes them."""
-        if together_with:
+        if outcome.members:
             self._num_vain_loads = 0
-        self.tracker.branches.belief.met([])  # a step of its own, alone or with others
-        self.decisions.note_step(together_with)
-        self._move(position, lineage_samples, together_with)
-        self.tracker.tell(sketch.sums)
-        self._drift.moved(position, sketch, is_in_grid=is_in_grid)
+        self.decisions.note_step(outcome.members)
+        self.tracker.move(position, lineage_samples, outcome.members, sketch.sums, outcome.grid_rounds or ())
+        self._drift.moved(position, sketch, is_in_grid=outcome.grid_rounds is not None)
 
-    def move_elsewhere(self, position: Position, lineage_samples: int) -> None:
-        """Record that this peer has loaded a state; its former gradients are useless there."""
-        self._rounds.forget_errors()
-        self._move(position, lineage_samples)
-        self.tracker.tell(b"")  # the others' sketches predate any change by their own code: a clamp, say
+    def move_elsewhere(self, position: Position, lineage_samples: int, state: State | None = None) -> None:
+        """Record that this peer has loaded a state, of another peer or a checkpoint."""
+        self._rounds.forget_errors()  # its former gradients are useless there
+        recent_rounds, donor = (state.recent_rounds, state.donors[0]) if state is not None else ([], None)
+        self.tracker.load(position, lineage_samples, recent_rounds, donor)
         self._drift.loaded()
 
-    def _move(self, position: Position, lineage_samples: int, together_with: Sequence[PeerId] = ()) -> None:
-        self.tracker.tell_options(self._unlike_options.moved(self._local.options))
-        self.tracker.move(position, lineage_samples, list(together_with))
-
-    def begin(self, position: Position, lineage_samples: int) -> None:
-        """Publish progress from ``position`` on."""
-        self._move(position, lineage_samples)
+    def begin(self, position: Position, lineage_samples: int, state: State | None) -> None:
+        """Publish progress from ``position`` on, where this peer begins or has loaded a state of."""
+        self.move_elsewhere(position, lineage_samples, state)
         self.tracker.start()
 
     def must_be_called_on(self) -> bool:
@@ -273,7 +254,6 @@ class Collaboration:
             for donor in donors:
                 self.tracker.report_without_state(donor)
             raise
-        self.tracker.loaded(state.header.position, state.recent_rounds, state.donors[0])
         if branch.is_foreign:
             state = without_origin(state)  # whatever its position is called, this peer was never there
         self._num_vain_loads += 1

@@ -7,19 +7,13 @@ import enum
 import logging
 import math
 from collections.abc import Collection
-from dataclasses import dataclass
 
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import Position
-from manyhands.averaging.rounds import RoundRunner
-from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.base.errors import ManyhandsError
 from manyhands.base.identity import PeerId
-from manyhands.optim.run.acquaintances import Acquaintances, Departures
+from manyhands.optim.run.contacts import Contacts
 from manyhands.optim.run.drift import Drift
-from manyhands.optim.run.firewalled import Firewalled
-from manyhands.optim.run.group_options import UnlikeOptions
-from manyhands.optim.run.look_ahead import LookAhead
 from manyhands.optim.run.tracker import ProgressTracker
 from manyhands.optim.state.server import StateServer
 from manyhands.peer import Presence
@@ -51,19 +45,10 @@ class Decision(enum.Enum):
     RELOAD = "most peers at this position hold other parameters: load their state"
 
 
-@dataclass(frozen=True)
-class Lull:
-    """Nothing is due before this time, nor before this number of own samples."""
-
-    until: float  # loop time
-    samples: int
-
-
 class StepDecisions:
     """Decides after each of a peer's micro-batches. Lives on the network thread.
 
     Args:
-        look_ahead: searches for the group of the next step.
         tasks: call other peers in the background.
         allow_solo: step alone if no peer can be dialled.
     """
@@ -73,11 +58,8 @@ class StepDecisions:
         presence: Presence,
         run_id: str,
         tracker: ProgressTracker,
-        rounds: RoundRunner,
-        look_ahead: LookAhead,
         server: StateServer,
         drift: Drift,
-        unlike_options: UnlikeOptions,
         averaging: AveragingConfig,
         tasks: TaskOwner,
         *,
@@ -85,30 +67,27 @@ class StepDecisions:
     ) -> None:
         self._endpoint = presence.endpoint
         self._tracker = tracker
-        self._rounds = rounds
-        self._look_ahead = look_ahead
         self._server = server
         self._drift = drift
-        self._unlike_options = unlike_options
         self._averaging = averaging
         self._allow_solo = allow_solo
-        self._departures = Departures(presence.endpoint, tracker, tasks)
         self._tasks = tasks
-        self._firewalled = Firewalled(presence, tracker, run_id, tasks)
-        self._acquaintances = Acquaintances(RunEndpoint(presence.endpoint, run_id), tracker, tasks)
+        self._contacts = Contacts(presence, run_id, tracker, tasks)
         self._courtesy = Courtesy()
-        self._lull: Lull | None = None
-        self._due_at: tuple[Position, float] | None = None  # since when (loop time)
+        self._lull_until = -math.inf  # loop time
+        self._due_at: tuple[Position, float] | None = (
+            None  # at which position a step is due, and since when (loop time)
+        )
         self._waited_in_vain_at: Position | None = None
 
     def close(self) -> None:
-        self._lull = None
-        self._acquaintances.close()
+        self._lull_until = -math.inf
+        self._contacts.close()
 
     def on_news(self) -> None:
         """There is news of the others."""
-        self._lull = None
-        self._firewalled.call_on_those_in_need()
+        self._lull_until = -math.inf
+        self._contacts.connect_to_those_in_need()
 
     def note_step(self, members: Collection[PeerId]) -> None:
         """These peers have made the step, with this one."""
@@ -131,30 +110,30 @@ class StepDecisions:
         tracker = self._tracker
         tracker.twin.check(asyncio.get_running_loop().time())
         tracker.report(samples, samples_per_second, batch_s)
-        self._firewalled.tell()
+        self._contacts.warn_if_stranded()
         if tracker.is_worth_a_look():
             await self._tracker.look(NEAR_TIMEOUT_S)
-        self._unlike_options.look(tracker.position())
         if tracker.should_load_state():
             return Decision.LOAD_STATE
         if self._drift.should_load():
             return Decision.RELOAD
         is_arriving = may_wait and tracker.is_arriving()
         if is_arriving and samples:
-            self._acquaintances.tell(tracker.view.reachable)
+            self._contacts.tell(tracker.view.reachable)
         if not tracker.is_due() and not (is_arriving and await self._reaches_target(batch_s)):
-            self._lull = self._lull_after(samples)
+            self._note_lull()
             return Decision.ACCUMULATE
+        if self._due_at is None or self._due_at[0] != tracker.position():
+            self._due_at = tracker.position(), asyncio.get_running_loop().time()
         if tracker.can_meet_somebody():
-            is_time = self._has_time_for(batch_s) or self._holds_for_latecomers()
+            is_time = self._has_time_for(batch_s) or self._waits_for_newcomers(is_alone=False)
             return Decision.ACCUMULATE if is_time else Decision.AVERAGE
         if not self._is_alone():  # but the peers that are there cannot be reached now
-            self._departures.look()
             return Decision.ACCUMULATE
         await tracker.look()  # before a step alone
         if not self._is_alone() or tracker.can_meet_somebody():
             return Decision.ACCUMULATE
-        if not samples or self._is_followed() or await self._acquaintances.answer():
+        if not samples or self._waits_for_newcomers(is_alone=True) or await self._contacts.anyone_answers():
             return Decision.ACCUMULATE
         return Decision.GO_ALONE
 
@@ -167,18 +146,14 @@ class StepDecisions:
 
     # far from the target
 
-    def is_lull(self, samples: int, now: float) -> bool:
+    def is_lull(self, now: float) -> bool:
         """Whether a batch need not be reported and nothing is due; safe to call from any thread."""
-        lull = self._lull
-        is_wanted = self._tracker.is_called or self._tracker.twin.is_older
-        return lull is not None and now < lull.until and samples < lull.samples and not is_wanted
+        return now < self._lull_until and not (self._tracker.is_called or self._tracker.twin.is_older)
 
-    def _lull_after(self, samples: int) -> Lull | None:
+    def _note_lull(self) -> None:
         progress, outlook = self._tracker.progress, self._tracker.outlook
-        if not FAR_S < min(progress.eta_s, outlook.eta_s) < math.inf:
-            return None
-        missing = self._tracker.target_batch_size - max(progress.samples, outlook.samples)
-        return Lull(asyncio.get_running_loop().time() + LULL_S, samples + missing // 2)
+        if FAR_S < min(progress.eta_s, outlook.eta_s) < math.inf:
+            self._lull_until = asyncio.get_running_loop().time() + LULL_S
 
     # at the target
 
@@ -197,27 +172,16 @@ class StepDecisions:
         await tracker.wait_until_due(busy_until + min(batch_s, NEAR_TIMEOUT_S) - now)
         if not tracker.is_due():
             await self._tracker.look(NEAR_TIMEOUT_S)
-        self._unlike_options.look(position)  # at what others have told meanwhile
         if not tracker.is_due():
             self._waited_in_vain_at = position
         return tracker.is_due()
 
     def _has_time_for(self, batch_s: float) -> bool:
-        """Whether this peer can compute another batch before the others finish theirs and come to the round.
-
-        Likewise before a delayed search has found out which peers do not come.
-        """
-        now, due_at = asyncio.get_running_loop().time(), self._due_since()
-        until = max(self._tracker.view.busy_until(due_at), self._look_ahead.lasts_until())
-        until = min(until, due_at + self._averaging.matchmaking_time_s / 2)
+        """Whether this peer can compute another batch before the others finish theirs and come to the round."""
+        assert self._due_at is not None
+        now, due_at = asyncio.get_running_loop().time(), self._due_at[1]
+        until = min(self._tracker.view.busy_until(due_at), due_at + self._averaging.matchmaking_time_s / 2)
         return batch_s > 0 and now + BATCH_MARGIN * batch_s <= until
-
-    def _due_since(self) -> float:
-        """When this peer first found a step from here due (loop time)."""
-        position = self._tracker.position()
-        if self._due_at is None or self._due_at[0] != position:
-            self._due_at = (position, asyncio.get_running_loop().time())
-        return self._due_at[1]
 
     def _is_alone(self) -> bool:
         """Whether waiting would bring no other peer to the step; a client begins no branch of its own."""
@@ -227,23 +191,17 @@ class StepDecisions:
 
     # peers that load the state
 
-    def _is_followed(self) -> bool:
-        """Whether a lone peer waits for one that is about to join and would load an outdated state."""
-        return self._waits_for_followers(self._averaging.averaging_timeout_s)
+    def _waits_for_newcomers(self, *, is_alone: bool) -> bool:
+        """Whether to go on computing while others load the state, which a step would make out of date.
 
-    def _holds_for_latecomers(self) -> bool:
-        """Whether to let a peer catch up whose last download took longer than a step; the others wait for this one.
-
-        Otherwise it would load one state after another and never take part. Limited as a wait for a computing peer.
+        A lone peer waits for anyone. In a group, where the others wait for this peer, it waits as long as for one that
+        computes, and only for those whose last download took longer than a step: they would never take part else.
         """
-        return self._waits_for_followers(self._averaging.matchmaking_time_s / 2, by_latecomers=True)
-
-    def _waits_for_followers(self, limit_s: float, *, by_latecomers: bool = False) -> bool:
-        now = asyncio.get_running_loop().time()
-        if now - self._due_since() >= limit_s:
+        assert self._due_at is not None
+        config, now = self._averaging, asyncio.get_running_loop().time()
+        if now - self._due_at[1] >= (config.averaging_timeout_s if is_alone else config.matchmaking_time_s / 2):
             return False
-        followers = self._server.followers(NEWCOMER_S, by_latecomers=by_latecomers)
-        return self._courtesy.is_due([peer_id for peer_id in followers if not self._rounds.is_refused(peer_id)], now)
+        return self._courtesy.is_due(self._server.followers(NEWCOMER_S, by_latecomers=not is_alone), now)
 
 
 class Courtesy:

@@ -42,6 +42,7 @@ HALF_BOUND = 0.5
 """For an optimizer with half-precision parameters of its own: their rounding errors are as large as the updates."""
 UNKNOWN_BOUND = 0.05
 """For other optimizers, whose rounding is unknown: Muon, say, computes its updates in bfloat16."""
+CAUSES = "another schedule, code beside the optimizer, another precision, bad memory"
 KNOWN_OPTIMIZERS = frozenset({torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, Lamb})
 """Optimizers with measured rounding errors and a finite update of moderate values; subclasses are not included."""
 
@@ -140,11 +141,11 @@ class Drift:
         self._position: Position | None = None  # after the last step; None once a state was loaded
         self._sketch = Sketch()
         self._is_in_grid = False
+        self._compared: tuple[int, Position] | None = None  # at which records, and where
         self._named: set[PeerId] = set()
-        self._tried_at: Position | None = None  # to reload
+        self._is_reloading = False
         self._has_reloaded = False
         self._has_warned = False  # that there is no majority
-        self._compared: tuple[int, Position] | None = None  # at which records, and where
 
     def moved(self, position: Position, sketch: Sketch, *, is_in_grid: bool) -> None:
         """This peer has made a step. In a grid groups differ by more than rounding, so no peer is judged."""
@@ -156,8 +157,8 @@ class Drift:
         Peers publish right after a step; users' own code, the same on all peers, may have changed the state since.
         """
         self._position = None
-        if self._tried_at is not None:
-            self._tried_at, self._has_reloaded = None, True
+        if self._is_reloading:
+            self._is_reloading, self._has_reloaded = False, True
             self._named.discard(self._own_id)  # it is named once more if this did not help
 
     def disagreement(self) -> float | None:
@@ -167,61 +168,51 @@ class Drift:
         """
         if self._position is None:
             return None
-        sketches = self._published_at(self._position)
-        if not self._is_in_grid and (apart := self._distances_at(self._position)):
+        sketches, apart = self._published_at(self._position), self._distances_at(self._position)
+        if apart and not self._is_in_grid:
             sketches = {
-                peer_id: sketches[peer_id] for peer_id in sketches if apart.get(peer_id, math.inf) <= self._bound
+                peer_id: sketch for peer_id, sketch in sketches.items() if apart.get(peer_id, math.inf) <= self._bound
             }
         return disagreement_of([self._sketch.sums, *sketches.values()])
 
     def should_load(self) -> bool:
         """Whether this peer must load the majority's state now. Names each peer that differs, once."""
-        if self._position is None or self._is_in_grid or self._compared == (self._reader.version, self._position):
+        here = self._position
+        if here is None or self._is_in_grid or self._compared == (basis := (self._reader.version, here)):
             return False
-        self._compared = (self._reader.version, self._position)
-        apart = self._distances_at(self._position)
-        if not apart:
-            self._warn_without_majority()
+        self._compared = basis
+        if not (apart := self._distances_at(here)):
+            self._warn_without_majority(here)
         differing = {peer_id for peer_id, distance in apart.items() if distance > self._bound}
         for peer_id in sorted(differing - self._named):
-            what = (
-                f"differ from those of the majority by {100 * apart[peer_id]:.3g}% (rounding: {100 * self._bound:g}%)"
-            )
-            if peer_id != self._own_id:
-                logger.warning("The parameters of peer %s %s; it is expected to load theirs", peer_id, what)
-            elif not self._has_reloaded:
-                logger.warning("The parameters of this peer %s: it loads the majority's state", what)
-            else:
-                logger.warning(
-                    "The parameters of this peer %s, although it has loaded the majority's state: something here "
-                    "changes them again (code beside the optimizer, another precision, bad memory). It goes on with "
-                    "its own; remove the cause and restart it", what
-                )  # fmt: skip
+            self._name(peer_id, apart[peer_id])
         self._named = self._named & (self._reader.observed().keys() | {self._own_id}) | differing
-        if apart and self._own_id not in differing:
-            self._tried_at = None  # a state that is loaded from now on is loaded for another reason
-        if self._own_id not in differing or self._has_reloaded or self._tried_at == self._position:
-            return False
-        self._tried_at = self._position
-        return True
+        if self._own_id in apart:
+            self._is_reloading = self._own_id in differing and not self._has_reloaded
+        return self._is_reloading and self._own_id in differing
 
-    def _warn_without_majority(self) -> None:
-        """Warn once if a peer differs from this one and no majority tells which is right, as with two peers."""
-        assert self._position is not None
-        if self._has_warned or not self._sketch.sums:
-            return
-        sketches = self._published_at(self._position).values()
-        rows = [unpacked(sketch) for sketch in sketches if len(sketch) == MAX_SKETCH_BYTES]
-        if not rows or len(rows) < len(self._others()) or (own := unpacked(self._sketch.sums)) is None:
-            return
-        furthest = max(math.inf if row is None else math.dist(row, own) for row in rows)
-        apart = furthest / max(self._sketch.size, sys.float_info.min)
-        if apart > 2 * self._bound:  # each of two peers may be within the bound of what is right
+    def _name(self, peer_id: PeerId, distance: float) -> None:
+        what = f"differ from those of the majority by {100 * distance:.3g}% (rounding: {100 * self._bound:g}%)"
+        if peer_id != self._own_id:
+            logger.warning("The parameters of peer %s %s; it is expected to load theirs", peer_id, what)
+        elif not self._has_reloaded:
+            logger.warning("The parameters of this peer %s: it loads the majority's state", what)
+        else:
+            logger.warning(
+                "The parameters of this peer %s, although it has loaded the majority's state: something here "
+                "changes them again (%s). It goes on with its own; remove the cause and restart it", what, CAUSES,
+            )  # fmt: skip
+
+    def _warn_without_majority(self, here: Position) -> None:
+        """Warn once if the peers differ and no majority tells which is right, as with two peers."""
+        published, others = self._published_at(here), self._others()
+        apart = self.disagreement()  # of two peers half of what is between them
+        if not self._has_warned and apart is not None and apart > self._bound and len(published) == len(others):
             self._has_warned = True
             logger.warning(
-                "The parameters of this peer and another one differ by %.3g%% (rounding: %g%%), and no majority of the "
-                "%d peers holds the same: nobody can tell whose are right. Look for code that changes them beside the "
-                "optimizer on one machine only", 100 * apart, 100 * self._bound, len(rows) + 1,
+                "The parameters of the %d peers are %.3g%% from their mean (rounding: %g%%), and no majority holds the "
+                "same: nobody can tell whose are right. Look for what one of them has alone (%s)",
+                len(others) + 1, 100 * apart, 100 * self._bound, CAUSES,
             )  # fmt: skip
 
     def ordered(self, donors: Iterable[PeerId], position: Position) -> list[PeerId]:
@@ -239,9 +230,9 @@ class Drift:
         return self._reader.observed().keys() - self._reader.strangers().keys()
 
     def _published_at(self, position: Position) -> dict[PeerId, bytes]:
-        strangers = self._reader.strangers()
+        observed = self._reader.observed()
         return {
-            peer_id: seen.record.sketch
-            for peer_id, seen in self._reader.observed().items()
-            if seen.said == position and seen.record.sketch_step == position.step and peer_id not in strangers
+            peer_id: observed[peer_id].record.sketch
+            for peer_id in self._others()
+            if observed[peer_id].said == position and observed[peer_id].record.sketch_step == position.step
         }

@@ -64,12 +64,12 @@ class GridAssignment:
 
     def position(self) -> Position:
         """The position of this peer's next round: in a grid with its number and group."""
-        step, here = self._current(), self._tracker.position()
+        step, here = self._step, self._tracker.position()
         return here if step is None else Position(self._number, here.lineage, step.key(self._number))
 
     def expected(self) -> Mapping[PeerId, bool]:
         """The other peers that should come to it."""
-        step, expected = self._current(), self._tracker.expected()
+        step, expected = self._step, self._tracker.expected()
         if step is None:
             return expected
         mates = self._mates_in(step)
@@ -111,16 +111,17 @@ class GridAssignment:
     def begin_step(self) -> bool:
         """Fix the groups of the step that begins; returns whether there is more than one."""
         self._stepping_from = None
-        step = self._current()
-        if step is None:
+        self.plan()
+        if self._step is None:
             return False
-        self._stepping_from, self._num_left = self._tracker.position(), step.layout.num_rounds
+        self._stepping_from, self._num_left = self._tracker.position(), self._step.layout.num_rounds
         self.called.clear()
         return True
 
     def end_step(self) -> None:
         """End the step, made or failed; after a failure the next attempt begins with its first round."""
         self._stepping_from = self._basis = None
+        self.plan()
 
     @property
     def num_rounds(self) -> int:
@@ -145,20 +146,20 @@ class GridAssignment:
 
     # places of the peers
 
-    def _current(self) -> Step | None:
-        """The current step, or the next one by what is known now."""
-        here, reader = self._tracker.position(), self._tracker.reader
+    def plan(self) -> None:
+        """Lay out the next step by what is known now, and take a seat in it; call this on any news of the others.
+
+        A step that has begun keeps its groups.
+        """
+        here = self._tracker.position()
+        basis = (self._tracker.reader.version, here)
+        if self._stepping_from == here or basis == self._basis:
+            return
+        self._basis, self._stepping_from = basis, None
         at_here = self._tracker.view.trainers
-        if self._stepping_from == here:
-            return self._step
-        basis = (reader.version, here)
-        if basis != self._basis:
-            self._basis, self._stepping_from = basis, None
-            records = {peer_id: seen.record for peer_id, seen in at_here.items()}
-            self._step = self._step_among(here, records)
-            if self._step is not None:
-                self._number = self._step.first_round
-        return self._step
+        self._step = self._step_among(here, {peer_id: seen.record for peer_id, seen in at_here.items()})
+        if self._step is not None:
+            self._number = self._step.first_round
 
     def _step_among(self, here: Position, records: Mapping[PeerId, ProgressRecord]) -> Step | None:
         own = PublishedSeat(*self._tracker.seat())

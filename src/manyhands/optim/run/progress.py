@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable
+import shlex
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -38,6 +39,9 @@ logger = logging.getLogger(__name__)
 SHOWN_LIVE = {"is_shown_live": True}
 """``extra`` of log lines whose content a live view always shows, so that it can leave them out."""
 LOG_PERIOD_S = 10.0
+STRANDED_PERIOD_S = 60.0
+STRANDED_PATIENCE_S = 3.0
+"""Peers that start together learn of each other one by one."""
 NEWS_SHARE = 0.1
 """Share of a peer's part of the target by which the others may be wrong about its samples."""
 NEWS_SPEED = 0.2
@@ -49,17 +53,6 @@ MAX_COUNT = 2**53
 MAX_TTL_S = 86400.0
 MAX_SPEED = 1e9
 """The most samples per second that are believed: sums of strangers' numbers stay exact."""
-MAX_OPTIONS = 8
-"""The most options changed by a schedule that a peer publishes; with names of this many characters ..."""
-MAX_OPTION_NAME = 32
-MAX_OPTION_NUMBERS = 16
-"""... and this many numbers each: one for each parameter group, or two for ``betas``."""
-
-Numbers = dict[
-    Annotated[str, msgspec.Meta(max_length=MAX_OPTION_NAME)],
-    Annotated[list[float], msgspec.Meta(max_length=MAX_OPTION_NUMBERS)],
-]
-
 MAX_WALL_TIME_S = 1e11  # the year 5138
 
 
@@ -81,8 +74,6 @@ class ProgressRecord(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
         sketch_step: the global step that this led to; 0 without one.
         recent_rounds: of its last steps, if they were made in a grid (:mod:`manyhands.optim.run.partition_detector`).
         is_auxiliary: it has no data; it is expected in a round only if no other peer can be dialled.
-        options: of its optimizer at this position that differ from the manifest, such as the learning rates, of all
-            parameter groups; None if it does not say.
         began_at: start of its process, by its own wall clock, which tells two processes with one identity apart.
     """
 
@@ -101,7 +92,6 @@ class ProgressRecord(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     sketch_step: Count = 0
     recent_rounds: RecentRounds = []
     is_auxiliary: bool = False
-    options: Annotated[Numbers, msgspec.Meta(max_length=MAX_OPTIONS)] | None = None
     began_at: float = 0.0
 
     def __post_init__(self) -> None:
@@ -132,76 +122,40 @@ class Progress:
     eta_s: float
 
 
-class Reckoning(msgspec.Struct, frozen=True, gc=False):
-    """Predicts a peer's samples, at the speed that it published.
+def reckoned_samples(record: ProgressRecord, age_s: float) -> float:
+    """The samples that a peer has if it goes on at its published speed; within a batch a fraction of it counts.
 
-    Attributes:
-        samples: when they were counted.
-        samples_per_second: since then.
-        since: time of publication.
-        counted_s_ago: age of the count at that time.
-        limit_s: how long the prediction holds after publication: until the peer's next record is due.
-    """
-
-    samples: int
-    samples_per_second: float
-    since: float
-    counted_s_ago: float
-    limit_s: float
-
-    @classmethod
-    def of(cls, record: ProgressRecord, since: float) -> Reckoning:
-        """From a peer's record at an instant; one that is silent for too long is not relied on."""
-        ttl_s, counted_s_ago, speed = record.ttl_s, record.counted_s_ago, record.samples_per_second
-        if ttl_s > MAX_TTL_S:  # whatever a stranger says, the product is a number
-            ttl_s = MAX_TTL_S
-        if counted_s_ago > ttl_s:
-            counted_s_ago = ttl_s
-        if speed > MAX_SPEED:
-            speed = MAX_SPEED
-        return cls(record.samples, speed, since, counted_s_ago, ttl_s / KEEP_ALIVES)
-
-    def at(self, now: float) -> float:
-        """The predicted samples at an instant; within a batch a fraction of it counts."""
-        age_s = now - self.since
-        if age_s > self.limit_s:
-            age_s = self.limit_s
-        elif age_s < 0.0:
-            age_s = 0.0
-        samples = self.samples + self.samples_per_second * (age_s + self.counted_s_ago)
-        return min(MAX_COUNT, samples)
-
-    def with_batch_at(self, now: float, batch_s: float) -> int:
-        """The predicted samples at the end of the batch that the peer computes at an instant.
-
-        Args:
-            batch_s: duration of its batches; 0 if unknown, and then only counted samples count.
-        """
-        if batch_s <= 0:
-            return self.samples
-        elapsed_s = min(max(now - self.since, 0.0), self.limit_s) + self.counted_s_ago
-        more = self.samples_per_second * batch_s * (elapsed_s // batch_s + 1)
-        return min(self.samples + round(min(more, MAX_COUNT)), MAX_COUNT)
-
-
-def reckoned_samples(record: ProgressRecord, age_s: float) -> int:
-    """The samples that a peer has now if it went on at its published speed.
+    The prediction holds until the peer's next record is due: one that is silent for too long is not relied on.
 
     Args:
         age_s: since the record was published.
     """
-    return int(Reckoning.of(record, 0.0).at(age_s))
+    samples = record.samples + min(record.samples_per_second, MAX_SPEED) * _since_count_s(record, age_s)
+    return min(MAX_COUNT, samples)
 
 
-def busy_until(record: ProgressRecord, reckoning: Reckoning, instant: float) -> float:
-    """The predicted end of the batch that a peer computes at an instant; that instant if unknown.
+def samples_with_batch(record: ProgressRecord, age_s: float) -> int:
+    """The predicted samples at the end of the batch that the peer computes; only those counted if it is unknown."""
+    if (batch_s := record.batch_s) <= 0:
+        return record.samples
+    num_batches = _since_count_s(record, age_s) // batch_s + 1
+    more = min(record.samples_per_second, MAX_SPEED) * batch_s * num_batches
+    return min(record.samples + round(min(more, MAX_COUNT)), MAX_COUNT)
+
+
+def _since_count_s(record: ProgressRecord, age_s: float) -> float:
+    """Seconds since a peer counted its samples, as far as its record is relied on."""
+    ttl_s = min(record.ttl_s, MAX_TTL_S)  # whatever a stranger says, products are numbers
+    return min(max(age_s, 0.0), ttl_s / KEEP_ALIVES) + min(record.counted_s_ago, ttl_s)
+
+
+def busy_s(record: ProgressRecord, age_s: float) -> float:
+    """Predicted seconds until the end of the batch that a peer computes; 0 if unknown.
 
     A peer that has counted nothing for two of its batches is not relied on: it may be gone.
     """
-    elapsed_s = instant - reckoning.since + reckoning.counted_s_ago
-    if record.batch_s <= 0 or not 0 <= elapsed_s < 2 * record.batch_s:
-        return instant
-    return instant + record.batch_s - elapsed_s % record.batch_s
+    elapsed_s = age_s + min(record.counted_s_ago, MAX_TTL_S)
+    return record.batch_s - elapsed_s % record.batch_s if 0 <= elapsed_s < 2 * record.batch_s else 0.0
 
 
 def crowd_factor(num_peers: int) -> float:
@@ -225,9 +179,8 @@ def is_news(
         target_batch_size: samples of a global step, of all ``num_peers`` together.
         is_near: the target may be reached before this peer's next batch; then exact numbers count.
     """
-    is_moved = (own.position, own.seat, own.seat_round, own.recent_rounds, own.sketch, own.options) != (
-        published.position, published.seat, published.seat_round, published.recent_rounds, published.sketch,
-        published.options,
+    is_moved = (own.position, own.seat, own.seat_round, own.recent_rounds, own.sketch) != (
+        published.position, published.seat, published.seat_round, published.recent_rounds, published.sketch
     )  # fmt: skip
     if is_moved or (is_near and own.samples != published.samples):
         return True
@@ -298,3 +251,33 @@ class ProgressLog:
 def _stage(progress: Progress) -> int:
     """0: the time of the target is unknown; 1: it is known; 2: the target is reached."""
     return 2 if progress.eta_s == 0 else 1 if math.isfinite(progress.eta_s) else 0
+
+
+class StrandedNotice:
+    """Warns that no trainer of a run can be dialled, every minute as long as that lasts."""
+
+    def __init__(self, run_id: str) -> None:
+        self._run_id = run_id
+        self._due_at = math.inf
+
+    def look(self, num_trainers: int, addresses: Sequence[str], now: float) -> None:
+        """Warn if it is time to.
+
+        Args:
+            num_trainers: all trainers, if none of them can be dialled; else 0. A single one misses no other.
+            addresses: of any peer through which another one can join.
+            now: seconds of a clock that never goes back.
+        """
+        if num_trainers < 2:
+            self._due_at = math.inf
+        elif self._due_at == math.inf:
+            self._due_at = now + STRANDED_PATIENCE_S
+        elif now >= self._due_at:
+            self._due_at = now + STRANDED_PERIOD_S
+            logger.warning(
+                "All %d peers that train are in client mode, so nobody can dial them and they make no step together; "
+                "their gradients are kept. At least one of them must accept connections, or a machine without data "
+                "helps: on the monitor's machine, or any other that accepts connections, run: manyhands train "
+                "--auxiliary --run-id %s --initial-peers %s",
+                num_trainers, shlex.quote(self._run_id), " ".join(addresses) or "ADDRESS",
+            )  # fmt: skip

@@ -2,12 +2,17 @@
 
 A record describes its peer at publication. Some things a peer learns sooner: a round takes its members to the next
 position, and near the target the others send it their progress directly. Records from before that no longer count.
+
+A record under this peer's own id that another process signs reveals a copy of this peer's identity, as after a state
+folder was copied to a second machine.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
+import time
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Literal
 
@@ -15,18 +20,34 @@ import msgspec
 
 from manyhands.averaging.messages import NUM_RECENT_STEPS, Position
 from manyhands.averaging.peer_records import RecordReader, SeenRecord
+from manyhands.base.errors import ConfigError
 from manyhands.base.identity import PeerId
 from manyhands.dht import DhtNode, Schema, StoredValue
 from manyhands.optim.run.partition_detector import PartitionDetector
-from manyhands.optim.run.progress import MAX_TTL_S, Progress, ProgressRecord, Reckoning, busy_until
-from manyhands.optim.run.twin import Twin
+from manyhands.optim.run.progress import (
+    MAX_TTL_S,
+    Progress,
+    ProgressRecord,
+    busy_s,
+    reckoned_samples,
+    samples_with_batch,
+)
 from manyhands.rpc import Endpoint
+
+logger = logging.getLogger(__name__)
 
 PROGRESS = Schema(ProgressRecord | Literal["goodbye"], is_owned=True, max_ttl_s=MAX_TTL_S)
 """The progress records that peers publish."""
 
 IN_FLIGHT_S = 1.0
 """How long a record may travel from its owner to its reader."""
+
+
+EARLIER_LIFE_S = 5.0
+"""A record from before this peer's restart may seem younger than it is, by its travel time."""
+
+STAY_S = 10.0
+"""How long the process that must go still publishes at each look, so that the other one learns of it."""
 
 
 def progress_key(run_id: str) -> str:
@@ -38,13 +59,13 @@ class Observed(SeenRecord[ProgressRecord], frozen=True, gc=False):
     """A record of another peer.
 
     Attributes:
-        reckoning: predicts its samples.
+        since: when it was published (loop time).
         said: the position that the peer itself has published; the rest of its record belongs to that.
         learnt_at: when this was learnt directly (loop time), from a round or from the peer itself; -inf otherwise.
             Earlier records that say less are out of date.
     """
 
-    reckoning: Reckoning
+    since: float
     said: Position
     learnt_at: float = -math.inf
 
@@ -67,8 +88,6 @@ class ProgressReader(RecordReader[ProgressRecord, Observed]):
         self.twin: Twin | None = None
         self._company = PartitionDetector()
         self._step = 0  # this peer's step
-        self._met: tuple[Position, list[bytes]] | None = None  # from where it makes a step, and in which rounds
-        self._loaded: tuple[Position, Sequence[bytes]] | None = None  # a state, and the rounds behind it
         self._strangers: tuple[int, Mapping[PeerId, bytes]] = (-1, {})  # and of which version
 
     def _seen_as(
@@ -78,8 +97,8 @@ class ProgressReader(RecordReader[ProgressRecord, Observed]):
         if known is not None and not known.is_outdated_by(record, issued_at):
             return None
         remaining_s = min(stored.remaining_s, record.ttl_s)
-        reckoning = Reckoning.of(record, now + remaining_s - record.ttl_s)
-        return Observed(record, stored.sequence, now + remaining_s, reckoning, record.position)
+        since = now + remaining_s - record.ttl_s
+        return Observed(record, stored.sequence, now + remaining_s, since, record.position)
 
     def _look_at_own(self, record: ProgressRecord, stored: StoredValue, now: float) -> None:
         if self.twin is not None:
@@ -89,7 +108,7 @@ class ProgressReader(RecordReader[ProgressRecord, Observed]):
         """Take over the progress that a peer has sent directly."""
         now, known = asyncio.get_running_loop().time(), self._seen.get(peer_id)
         sequence, until = -1 if known is None else known.sequence, now + min(record.ttl_s, MAX_TTL_S)
-        self._keep(peer_id, Observed(record, sequence, until, Reckoning.of(record, now), record.position, now))
+        self._keep(peer_id, Observed(record, sequence, until, now, record.position, now))
 
     def moved(self, peer_ids: Iterable[PeerId], position: Position, lineage_samples: int) -> None:
         """Assume that these peers are at ``position``, until their own records say so or more."""
@@ -100,8 +119,7 @@ class ProgressReader(RecordReader[ProgressRecord, Observed]):
                 record = msgspec.structs.replace(
                     seen.record, position=position, samples=0, lineage_samples=lineage_samples, counted_s_ago=0.0
                 )
-                reckoning = Reckoning.of(record, now)
-                self._keep(peer_id, Observed(record, seen.sequence, seen.expires_at, reckoning, seen.said, now))
+                self._keep(peer_id, Observed(record, seen.sequence, seen.expires_at, now, seen.said, now))
 
     def records(self) -> dict[PeerId, ProgressRecord]:
         """The latest records of the other peers."""
@@ -125,30 +143,26 @@ class ProgressReader(RecordReader[ProgressRecord, Observed]):
         """The rounds of this peer's last steps in a grid."""
         return self._company.recent_rounds
 
-    def met(self, here: Position, fingerprints: Iterable[bytes]) -> None:
-        """Record a step in a grid from ``here``; it counts once :meth:`moves` follows.
+    def made_step(self, step: int, fingerprints: Iterable[bytes]) -> None:
+        """This peer has made the step that led to ``step``.
 
         Args:
-            fingerprints: see :meth:`manyhands.optim.run.partition_detector.PartitionDetector.met`.
+            fingerprints: in a grid, of the manifests of its rounds that committed; else none, as all peers at the new
+                position have come the same way.
         """
-        self._met, self._loaded = (here, list(fingerprints)), None
-
-    def loaded(self, position: Position, recent_rounds: Sequence[bytes]) -> None:
-        """Record a state from another peer with the rounds behind it; :meth:`moves` follows if it is usable."""
-        self._met, self._loaded = None, (position, recent_rounds)
-
-    def moves(self, here: Position, position: Position) -> None:
-        """This peer goes to ``position``: by its last step, with a loaded state, or otherwise."""
-        if self._loaded is not None and self._loaded[0] == position:
-            self._company.follow(self._loaded[1])
-        elif position == here:
-            return
-        elif self._met is not None and self._met[0] == here and position.step == here.step + 1:
-            self._company.met(self._met[1])
+        if names := list(fingerprints):
+            self._company.met(names)
         else:
-            self._company.follow([])  # all peers at the new position have come the same way
-        self._met = self._loaded = None
-        self._step = position.step
+            self._company.follow([])
+        self._go_to(step)
+
+    def loaded(self, step: int, recent_rounds: Sequence[bytes]) -> None:
+        """This peer has loaded a state of ``step``, with the rounds behind it."""
+        self._company.follow(recent_rounds)
+        self._go_to(step)
+
+    def _go_to(self, step: int) -> None:
+        self._step = step
         self._note_change()
 
     def strangers(self) -> Mapping[PeerId, bytes]:
@@ -169,6 +183,65 @@ class ProgressReader(RecordReader[ProgressRecord, Observed]):
             for peer_id, seen in self.observed().items()
             if abs(seen.said.step - self._step) < NUM_RECENT_STEPS
         }
+
+
+class Twin:
+    """Checks the progress records under this peer's own id; one that another process signs now reveals that process.
+
+    The process that began earlier goes on; the other must not, or rounds fail for both.
+
+    Args:
+        began_at: when this process began, by the wall clock; it names the process in its records.
+        now: the same instant in loop time.
+    """
+
+    def __init__(self, own_id: PeerId, began_at: float, now: float) -> None:
+        self._own_id = own_id
+        self._began_at = began_at
+        self._began = now
+        self._other_began_at: float | None = None
+        self._noticed = -math.inf
+
+    @property
+    def is_older(self) -> bool:
+        """Whether another process with this identity began earlier."""
+        return self._other_began_at is not None and self._other_began_at < self._began_at
+
+    def is_to_be_told(self, now: float) -> bool:
+        """Whether the other process has just been noticed, and may not know of this one."""
+        return now < self._noticed + STAY_S
+
+    def seen(self, began_at: float, issued: float, now: float) -> None:
+        """A record under this peer's own id has been read.
+
+        Args:
+            began_at: start of its process, as it says; 0.0 if it does not.
+            issued: when it was signed, in loop time; so is ``now``.
+        """
+        is_own = began_at in (0.0, self._began_at)
+        if is_own or issued < self._began + EARLIER_LIFE_S or began_at == self._other_began_at:
+            return
+        self._other_began_at, self._noticed = began_at, now
+        logger.error("%s", self._described())
+
+    def check(self, now: float) -> None:
+        """Raises ``ConfigError`` if this process must not go on."""
+        if self.is_older and not self.is_to_be_told(now):
+            raise ConfigError(self._described())
+
+    def _described(self) -> str:
+        assert self._other_began_at is not None
+        since = time.strftime("%b %d %H:%M:%S", time.localtime(self._other_began_at))
+        consequence = (
+            "so this one ends; give it a --state-dir or --checkpoint-dir of its own"
+            if self.is_older
+            else "so it is to end by itself; this one goes on"
+        )
+        which = "earlier" if self.is_older else "later"
+        return (
+            f"another process trains with the identity of this peer, {self._own_id}: a folder with it was copied. "
+            f"It began {which}, at {since}, {consequence}"
+        )
 
 
 class View:
@@ -220,7 +293,7 @@ class View:
 
     def outlook(self, own: ProgressRecord | None, target_batch_size: int, now: float) -> Progress:
         """Their progress predicted for now."""
-        reckoned = sum([seen.reckoning.at(now) for seen in self.trainers.values()])
+        reckoned = sum([reckoned_samples(seen.record, now - seen.since) for seen in self.trainers.values()])
         return self._progress(int(reckoned), own, target_batch_size)
 
     def _progress(self, samples: int, own: ProgressRecord | None, target_batch_size: int) -> Progress:
@@ -233,9 +306,9 @@ class View:
 
     def arriving_samples(self, now: float) -> int:
         """The samples of the trainers that are not missing, once each finishes its current batch."""
-        return sum(seen.reckoning.with_batch_at(now, seen.record.batch_s) for seen in self._awaited.values())
+        return sum(samples_with_batch(seen.record, now - seen.since) for seen in self._awaited.values())
 
     def busy_until(self, instant: float) -> float:
         """The predicted end of the last batch that one of them computes at an instant."""
-        ends = [busy_until(seen.record, seen.reckoning, instant) for seen in self._awaited.values()]
-        return max(ends, default=instant)
+        busy = [busy_s(seen.record, instant - seen.since) for seen in self._awaited.values()]
+        return instant + max(busy, default=0.0)

@@ -1,22 +1,119 @@
-"""Schemas of a run's DHT records; the nodes of its peers hold no others under its keys."""
+"""The DHT records of training runs: their schemas, and the runs that they show. Imports no torch."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from manyhands.averaging.peer_records import GOODBYE
+from manyhands.base.errors import ConfigError
+from manyhands.base.identity import PeerId
+from manyhands.base.run_id import checked_run_id
+from manyhands.base.text import counted
 from manyhands.dht import DhtNode, Schema
-from manyhands.optim.manifest import manifest_key
-from manyhands.optim.metrics import HeldoutRecord, MetricsRecord, heldout_key, metrics_key
-from manyhands.optim.run.progress import MAX_TTL_S
+from manyhands.optim.manifest import MANIFEST_KIND, RunManifest, manifest_key, read_manifest
+from manyhands.optim.metrics import HeldoutRecord, MetricsRecord, metrics_key
+from manyhands.optim.run.progress import MAX_TTL_S, ProgressRecord
 from manyhands.optim.run.progress_reader import PROGRESS, progress_key
 
-_SCHEMAS = {
-    progress_key: PROGRESS,
-    metrics_key: Schema(MetricsRecord, is_owned=True, max_ttl_s=MAX_TTL_S),
-    heldout_key: Schema(HeldoutRecord, is_owned=True, max_ttl_s=MAX_TTL_S),
-    manifest_key: Schema(bytes, is_owned=True, max_ttl_s=MAX_TTL_S),  # compressed; the reader checks the rest
-}
+MAX_RUNS = 64
+"""Runs whose peers are counted, besides the wanted one."""
+
+SHOWN_RUNS = 8
 
 
 def declare_run(dht: DhtNode, run_id: str) -> None:
     """Make the node of a peer of the run refuse, and not return, records that do not fit."""
-    for key_of, schema in _SCHEMAS.items():
-        dht.declare(key_of(run_id), schema)
+    dht.declare(progress_key(run_id), PROGRESS)
+    for kind in (MetricsRecord, HeldoutRecord):
+        dht.declare(metrics_key(run_id, kind), Schema(kind, is_owned=True, max_ttl_s=MAX_TTL_S))
+    # compressed; the reader checks the rest
+    dht.declare(manifest_key(run_id), Schema(bytes, is_owned=True, max_ttl_s=MAX_TTL_S))
+
+
+class Run(NamedTuple):
+    """A run as its records in the DHT show it.
+
+    Attributes:
+        manifest: its settings; None while no peer trains in it, as when only its monitor was started.
+        peers: the latest progress record of each peer, this one excepted.
+        signers: the peers that signed the manifest.
+    """
+
+    run_id: str
+    manifest: RunManifest | None
+    peers: dict[PeerId, ProgressRecord]
+    signers: Sequence[PeerId]
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether a peer trains in it now; the manifest outlives the peers that signed it."""
+        return self.manifest is not None and self.has_trainers
+
+    @property
+    def has_trainers(self) -> bool:
+        """Whether a peer's record says that it trains in it."""
+        return any(not record.is_auxiliary for record in self.peers.values())
+
+    def __str__(self) -> str:
+        return f"{self.run_id!r} ({counted(len(self.peers), 'peer')})"
+
+
+async def look_up_run(dht: DhtNode, run_id: str, expected: bytes = b"") -> Run:
+    """Read the settings of a run and its peers' records.
+
+    Args:
+        expected: as for :func:`manyhands.optim.manifest.read_manifest`.
+    Raises:
+        Unavailable: the DHT does not answer.
+    """
+    signed, progress = await asyncio.gather(read_manifest(dht, run_id, expected), dht.get(progress_key(run_id)))
+    peers = {}
+    for subkey, stored in progress.items():
+        if stored.owner != subkey:
+            continue
+        try:
+            record = PROGRESS.decode(stored.raw)
+        except msgspec.DecodeError:
+            continue
+        if record != GOODBYE:
+            peers[PeerId(subkey)] = record
+    return Run(run_id, signed.manifest, peers, signed.signers) if signed is not None else Run(run_id, None, peers, [])
+
+
+async def find_runs(dht: DhtNode, wanted: str | None = None, expected: bytes = b"") -> list[Run]:
+    """The runs that other nodes take part in or hold the manifest of, the largest first.
+
+    Args:
+        wanted: a run to look up even if the asked nodes do not know it.
+        expected: of its manifest, as for :func:`look_up_run`.
+    """
+    known = sorted(filter(_is_run_id, await dht.topics(MANIFEST_KIND)))
+    run_ids = [*known[:MAX_RUNS], *([wanted] if wanted is not None and wanted not in known[:MAX_RUNS] else [])]
+    looking = (look_up_run(dht, run_id, expected if run_id == wanted else b"") for run_id in run_ids)
+    runs = await asyncio.gather(*looking)
+    found = [run for run in runs if run.run_id in known or run.manifest is not None or run.peers]
+    return sorted(found, key=lambda run: -len(run.peers))
+
+
+def listed(runs: Sequence[Run]) -> str:
+    """The first runs, as text for one line."""
+    more = f" and {len(runs) - SHOWN_RUNS} more" if len(runs) > SHOWN_RUNS else ""
+    return ", ".join(map(str, runs[:SHOWN_RUNS])) + more
+
+
+def nobody_is_in(run_id: str, num_joined: int, runs: Sequence[Run]) -> str:
+    """The message for a run that no other peer knows: most often its name was mistyped."""
+    here = f"runs here: {listed(runs)}" if runs else "they know of no run"
+    return f"joined {counted(num_joined, 'peer')}; none of them is in run {run_id!r}; {here}"
+
+
+def _is_run_id(topic: str) -> bool:
+    try:
+        checked_run_id(topic)
+    except ConfigError:
+        return False
+    return True

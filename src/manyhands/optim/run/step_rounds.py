@@ -1,4 +1,9 @@
-"""Averages one peer's gradients for global steps: in one round of all peers, or in rounds of a grid in a large run."""
+"""Averages one peer's gradients for global steps: in one round of all peers, or in rounds of a grid in a large run.
+
+Shortly before the target, each peer asks the leader for a place in the group, ahead of its values. When the target is
+reached and the gradients are frozen, the connections exist, and peers that are gone are known. Training goes on until
+the group stands; samples computed meanwhile also count in this step.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +11,10 @@ import asyncio
 import functools
 import hashlib
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -21,15 +28,17 @@ from manyhands.base.errors import RoundAborted, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.optim.run.drift import Drift
 from manyhands.optim.run.grid_assignment import GridAssignment
-from manyhands.optim.run.look_ahead import LookAhead
 from manyhands.optim.run.progress import sum_of_samples
-from manyhands.optim.run.protocols import LocalState
 from manyhands.optim.run.tracker import ProgressTracker
+from manyhands.optim.state.state import State
+from manyhands.runtime import TaskOwner
 
 logger = logging.getLogger(__name__)
 
 PARAMETERS_EVERY = 8
 """In a grid the parameters are averaged once in this many global steps, before the step from them."""
+AHEAD_S = 6.0
+"""Default time from the beginning of the search to the predicted target: a dial to a dead machine takes 5 s."""
 SLACK_S = 10.0
 """Margin beyond a round's own limit, for a leader that began it later: only a defect takes longer."""
 LOOK_TIMEOUT_S = 1.0
@@ -38,6 +47,22 @@ LOOK_TIMEOUT_S = 1.0
 def longest_attempt_s(config: AveragingConfig) -> float:
     """The time limit of one attempt at averaging."""
     return 2 * config.averaging_timeout_s + config.in_doubt_timeout_s + SLACK_S
+
+
+class LocalState(Protocol):
+    """The training thread's state as the network thread sees it: a :class:`manyhands.optim.step.replica.Replica`."""
+
+    position: Position
+
+    @property
+    def drift_bound(self) -> float:
+        """See :func:`manyhands.optim.run.drift.bound_of`."""
+
+    def capture(self) -> State:
+        """Copy the state; safe to call from any thread."""
+
+    def flat_parameters(self) -> torch.Tensor:
+        """A copy of the trained parameters as one vector; safe to call from any thread."""
 
 
 @dataclass
@@ -52,6 +77,7 @@ class Averaged:
         manifest: of the round, in a grid of the last one that committed here; None for a step alone.
         members: the peers that make the same step.
         contributors: the peers whose samples count in it; None in a grid, where no peer knows all groups.
+        grid_rounds: the fingerprints of the rounds of a grid that committed here; None in one group.
         averaging_s: seconds of the round, without the search for the group.
         parameters_N: averaged parameters to make the step from, in a grid every ``PARAMETERS_EVERY`` steps.
         is_left_out: the contribution of this peer is not in the mean.
@@ -66,11 +92,79 @@ class Averaged:
     manifest: RoundManifest | None = None
     members: Sequence[PeerId] = ()
     contributors: list[PeerId] | None = None
+    grid_rounds: list[bytes] | None = None
     averaging_s: float = 0.0
     parameters_N: torch.Tensor | None = None
     is_left_out: bool = False
     is_outsized: bool = False
     disagreement: float | None = None
+
+
+class LookAhead:
+    """Holds a place in the group of the next step, from shortly before its target on. Lives on the network thread.
+
+    Args:
+        tasks: owns the search.
+        batch_size_lead: begin this many samples before the target, at the predicted speed; 0 never searches ahead.
+            Default: ``AHEAD_S`` before the predicted time of the target.
+    """
+
+    def __init__(
+        self, rounds: RoundRunner, tracker: ProgressTracker, tasks: TaskOwner, batch_size_lead: int | None
+    ) -> None:
+        self._rounds = rounds
+        self._tracker = tracker
+        self._tasks = tasks
+        self._lead = batch_size_lead
+        self._position: Position | None = None  # of the step whose group is looked for
+        self._is_over = False  # an attempt at that step has begun
+        self._timer: asyncio.TimerHandle | None = None
+        self._search: asyncio.Task[None] | None = None
+        rounds.on_called_ahead.append(self._begin)
+
+    def plan(self) -> None:
+        """Schedule the search by what is known of the others now; call this on any news of them."""
+        if self._position != self._tracker.position():
+            self.resume()
+        if not self._may_search() or self._tracker.outlook.num_peers == 1 or self._tracker.lacks_leader():
+            return
+        lead, ahead_s = (0, AHEAD_S) if self._lead is None else (self._lead, 0.0)
+        left_s = self._tracker.seconds_until(self._tracker.target_batch_size - lead) - ahead_s
+        if left_s == math.inf:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_at(loop.time() + max(left_s, 0.0), self._begin)
+
+    def _may_search(self) -> bool:
+        return self._lead != 0 and not self._is_over and self._search is None and not self._tasks.is_closed
+
+    def _begin(self) -> None:
+        """Begin: the time has come, or another peer predicts the target to be near."""
+        if self._may_search():
+            self._search = self._tasks.spawn(self._rounds.hold_place(), name="looking for a group ahead of time")
+
+    async def end(self) -> None:
+        """End the search as an attempt begins, which takes the place that was found."""
+        search = self._search
+        self.stop()
+        self._position, self._is_over = self._tracker.position(), True
+        if search is not None:
+            await asyncio.wait([search])
+
+    def resume(self) -> None:
+        """Schedule again, after a failed attempt or at another position."""
+        self.stop()
+        self._position, self._is_over = self._tracker.position(), False
+
+    def stop(self) -> None:
+        """Cancel the search and its schedule."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._search is not None:
+            self._tasks.cancel(self._search)
+        self._timer = self._search = None
 
 
 class StepRounds:
@@ -123,7 +217,7 @@ class StepRounds:
 
         Call this on any news of the others.
         """
-        self._assignment.position()
+        self._assignment.plan()
         self._look_ahead.plan()
 
     async def average(self, mean_N: torch.Tensor, weight: float) -> Averaged:
@@ -142,14 +236,14 @@ class StepRounds:
         try:
             async with time_limit(longest_attempt_s(self._config), "averaging with the others"):
                 await self._look_ahead.end()
-                self._assignment.position()
+                self._assignment.plan()
                 if not self._assignment.is_settled:
                     await self._tracker.look(LOOK_TIMEOUT_S)
                 if self._assignment.begin_step():
                     averaged = await self._average_in_grid(position, mean_N, weight)
                 else:
-                    with tracker.in_round():
-                        committed = await self._rounds.average(mean_N, weight, shapes=self._shapes)
+                    tracker.is_in_round = True
+                    committed = await self._rounds.average(mean_N, weight, shapes=self._shapes)
                     averaged = self._averaged_in_one_group(committed, position, weight)
         except BaseException as error:
             self._look_ahead.resume()
@@ -160,10 +254,10 @@ class StepRounds:
                 self._check_open()
             raise
         finally:
-            self._attempt = None
+            self._attempt, tracker.is_in_round = None, False
             self._rounds.free_buffers()  # the update needs memory now
         if averaged.mean_N is not None:
-            tracker.expect_move()
+            tracker.is_moving = True
         return averaged
 
     def _averaged_in_one_group(self, committed: CommittedRound, position: Position, weight: float) -> Averaged:
@@ -199,7 +293,6 @@ class StepRounds:
         if outcome.reason:
             logger.warning("%d of the %d rounds of this step committed here: %s", outcome.num_rounds_committed,
                            outcome.num_rounds, outcome.reason)  # fmt: skip
-        self._tracker.met(manifest.fingerprint() for manifest in outcome.manifests)
         averaged_N = outcome.committed.averaged_N
         return Averaged(
             averaged_N[:numel],
@@ -207,6 +300,7 @@ class StepRounds:
             self._tracker.target_batch_size,
             outcome.committed.manifest,
             [self._own_id, *self._tracker.expected()],
+            grid_rounds=[manifest.fingerprint() for manifest in outcome.manifests],
             averaging_s=outcome.meter.averaging_s + outcome.meter.vote_s,
             parameters_N=averaged_N[numel:] if averaged_N.numel() > numel else None,
             is_left_out=outcome.is_left_out,

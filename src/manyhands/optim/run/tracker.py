@@ -10,8 +10,7 @@ import asyncio
 import bisect
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -26,7 +25,6 @@ from manyhands.optim.config import ProgressConfig
 from manyhands.optim.run.branches import Branch, BranchChoice
 from manyhands.optim.run.progress import (
     RANK_DELAY_S,
-    Numbers,
     Progress,
     ProgressRecord,
     crowd_factor,
@@ -34,8 +32,7 @@ from manyhands.optim.run.progress import (
     next_refresh_s,
     rank_of,
 )
-from manyhands.optim.run.progress_reader import Observed, ProgressReader, View, progress_key
-from manyhands.optim.run.twin import Twin
+from manyhands.optim.run.progress_reader import ProgressReader, Twin, View, progress_key
 from manyhands.rpc import Endpoint
 from manyhands.runtime import TaskOwner
 
@@ -65,6 +62,8 @@ class ProgressTracker:
         outlook: the progress predicted for now; it decides when to publish and to read.
         own: what this peer would publish now.
         is_called: whether another peer has begun a round here.
+        is_moving: a round committed, and its result is being applied: the old position is published no more.
+        is_in_round: this peer is in a round with all others, which will show their new positions.
         num_together: members of the one group whose round led to this position; 0 if this peer came here otherwise.
     """
 
@@ -83,7 +82,8 @@ class ProgressTracker:
     ) -> None:
         self.target_batch_size = target_batch_size
         self.on_outlook: Callable[[], None] | None = None
-        self.is_called = False
+        self.is_called = self.is_moving = self.is_in_round = False
+        self.num_together = 0
         self.reader = ProgressReader(endpoint, dht, run_id)
         self.twin = self.reader.twin = Twin(endpoint.peer_id, began_at, asyncio.get_running_loop().time())
         self._endpoint = endpoint
@@ -103,12 +103,9 @@ class ProgressTracker:
         self._missing = UntilFresh(self.reader)
         self._without_state = UntilFresh(self.reader)
         self.branches = BranchChoice(endpoint.peer_id, self.own, endpoint.is_connected)
-        self.num_together = 0
         self._donor: PeerId | None = None
         self._view: View | None = None
         self._leading: Branch | None = None
-        self._is_moving = False
-        self._is_in_round = False
         self._is_started = False
         self._is_read_wanted = False
         self._due = asyncio.Event()  # a step may be due now
@@ -144,63 +141,69 @@ class ProgressTracker:
     def report(self, samples: int, samples_per_second: float, batch_s: float = 0.0) -> None:
         """Report ``samples`` accumulated since the last global step, and the seconds for a batch."""
         self._update(samples=samples, samples_per_second=samples_per_second, batch_s=batch_s)
-        self.branches.name_doubted(asyncio.get_running_loop().time())
 
     def sit(self, round_number: int, seat: Seat) -> None:
         """Take a place among the groups of a large run."""
         if (round_number, seat) != self.seat():
             self._update(seat=seat, seat_round=round_number)
 
-    def tell_options(self, options: Numbers) -> None:
-        """Set the options with which this peer steps from its next position on; :meth:`move` follows."""
-        self.own = msgspec.structs.replace(self.own, options=options)
-
-    def tell(self, sketch: bytes) -> None:
-        """Set the published sums of this peer's parameters at its position."""
-        self.own = msgspec.structs.replace(self.own, sketch=sketch, sketch_step=self.own.position.step)
-        self._publish_news()
-
-    def expect_move(self) -> None:
-        """Stop publishing the old position: a round committed, and its result is being applied."""
-        self._is_moving = True
-
-    def met(self, fingerprints: Iterable[bytes]) -> None:
-        """Record the rounds of a step in a grid; :meth:`move` follows when it is made."""
-        self.reader.met(self.own.position, fingerprints)
-
     def has_learnt_from(self, peer_id: PeerId) -> bool:
         """Whether a peer was in a committed round with this one, or sent the last state loaded here."""
         return peer_id == self._donor or self.branches.belief.has_met(peer_id)
 
-    def loaded(self, position: Position, recent_rounds: list[bytes], donor: PeerId | None = None) -> None:
-        """Record that a state came from another peer, with that peer's rounds; :meth:`move` follows."""
-        self._donor = donor
-        self.reader.loaded(position, recent_rounds)
+    def move(
+        self,
+        position: Position,
+        lineage_samples: int,
+        together_with: Sequence[PeerId],
+        sketch: bytes = b"",
+        grid_rounds: Iterable[bytes] = (),
+    ) -> None:
+        """This peer has made a step to ``position``, with the others of its round.
 
-    def move(self, position: Position, lineage_samples: int, together_with: list[PeerId]) -> None:
-        """This peer and the others of its round have gone to ``position``."""
+        Args:
+            together_with: the members of the round, also this one; none after a step alone.
+            sketch: of this peer's parameters.
+            grid_rounds: in a grid, the fingerprints of its rounds that committed.
+        """
         self.num_together = 0 if self.own.seat.layout.sides else len(together_with)
-        self.reader.moves(self.own.position, position)
-        self._note_moved(position, lineage_samples, together_with)
+        if position != self.own.position:
+            self.reader.made_step(position.step, grid_rounds)
+        self._note_round(position, lineage_samples, together_with)
+        self._go_to(position, lineage_samples, sketch)
+
+    def load(
+        self,
+        position: Position,
+        lineage_samples: int,
+        recent_rounds: Sequence[bytes] = (),
+        donor: PeerId | None = None,
+    ) -> None:
+        """This peer has loaded the state of ``position`` from a donor, with its recent rounds; or begins there."""
+        self.num_together, self._donor = 0, donor
+        self.reader.loaded(position.step, recent_rounds)
+        self._go_to(position, lineage_samples, b"")  # others' sketches predate changes by their own code: a clamp, say
+
+    def _go_to(self, position: Position, lineage_samples: int, sketch: bytes) -> None:
         self.is_called = self.is_called and position == self.own.position  # a reload answers no call
-        self._is_moving = False
+        self.is_moving = False
         self._view = None
         self._set_own(
-            position=position, samples=0, lineage_samples=lineage_samples, recent_rounds=self.reader.recent_rounds
-        )
+            position=position, samples=0, lineage_samples=lineage_samples, recent_rounds=self.reader.recent_rounds,
+            sketch=sketch, sketch_step=position.step,
+        )  # fmt: skip
         self._judge()
         self._publish_news(urgently=True)
         self._stirred.set()
 
-    def others_moved(self, position: Position, lineage_samples: int, members: list[PeerId]) -> None:
-        """The members of a round have gone to ``position``."""
-        self._note_moved(position, lineage_samples, members)
+    def others_moved(self, position: Position, lineage_samples: int, members: Sequence[PeerId]) -> None:
+        """The members of a round have gone to ``position``, and this peer has not: it has lost the result."""
+        self._note_round(position, lineage_samples, members)
         self._judge()
 
-    def _note_moved(self, position: Position, lineage_samples: int, members: list[PeerId]) -> None:
+    def _note_round(self, position: Position, lineage_samples: int, members: Sequence[PeerId]) -> None:
         self.reader.moved(members, position, lineage_samples)
-        if members:
-            self.branches.belief.met(peer_id for peer_id in members if peer_id != self._endpoint.peer_id)
+        self.branches.belief.met(peer_id for peer_id in members if peer_id != self._endpoint.peer_id)
         for peer_id in members:
             self._missing.discard(peer_id)
 
@@ -229,7 +232,7 @@ class ProgressTracker:
         return is_news(published, age_s, self.own, self.target_batch_size, self.outlook.num_peers, is_near)
 
     def _record_to_publish(self) -> ProgressRecord | None:
-        if self._is_moving:
+        if self.is_moving:
             return None
         counted_s_ago = max(asyncio.get_running_loop().time() - self._counted_at, 0.0)
         return msgspec.structs.replace(self.own, counted_s_ago=counted_s_ago, ttl_s=self._ttl_s())
@@ -268,11 +271,6 @@ class ProgressTracker:
         self.reader.heard(peer_id, record)
         self._judge()
 
-    def report_gone(self, peer_id: PeerId, sequence: int) -> None:
-        """Drop a peer that is gone before its last record, of this sequence, has expired."""
-        self.reader.forget(peer_id, sequence)
-        self._judge()
-
     def report_missing(self, peer_id: PeerId) -> None:
         """A peer did not come to a round; it is expected again only after a fresh record."""
         self._missing.add(peer_id)
@@ -289,8 +287,6 @@ class ProgressTracker:
 
     def shun(self, peer_id: PeerId) -> None:
         """Ignore a peer's claims of a better branch: it sent an unusable state."""
-        if peer_id == self._donor:
-            self._donor = None
         self.branches.shun(peer_id, asyncio.get_running_loop().time())
         self._judge()
 
@@ -379,16 +375,7 @@ class ProgressTracker:
 
     def answer_call(self) -> None:
         """This peer comes to a round now; a peer that begins another one calls again."""
-        self.is_called = self._is_moving = False
-
-    @contextmanager
-    def in_round(self) -> Iterator[None]:
-        """Within the block this peer is in a round with all others, which will show their new positions."""
-        self._is_in_round = True
-        try:
-            yield
-        finally:
-            self._is_in_round = False
+        self.is_called = self.is_moving = False
 
     def can_meet_somebody(self) -> bool:
         """Whether a round could find another peer: one has called, or is expected and one of them can be dialled."""
@@ -414,11 +401,6 @@ class ProgressTracker:
         """Whether a peer that is not missing has yet to reach this peer's global step."""
         trainers, missing = self.reader.trainers(), self._missing.peers()
         return any(trainers[peer_id].position.step < self.own.position.step for peer_id in trainers.keys() - missing)
-
-    def unmet(self) -> Mapping[PeerId, Observed]:
-        """The records of peers that missed a round or could not send their state."""
-        observed = self.reader.observed()
-        return {peer_id: observed[peer_id] for peer_id in self._missing.peers() | self._without_state.peers()}
 
     # choice of the branch
 
@@ -466,7 +448,7 @@ class ProgressTracker:
             await wait_at_most(self._stirred, left_s)
             if not self._is_led():
                 continue
-            if (self.is_called and self.is_due()) or self._is_in_round or self._is_moving:
+            if (self.is_called and self.is_due()) or self.is_in_round or self.is_moving:
                 delay_s = self._longest_read_s()
             elif position != self.own.position:
                 since, position = loop.time(), self.own.position

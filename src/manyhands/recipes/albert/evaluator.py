@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 
 from manyhands.base.errors import Timeout
-from manyhands.optim.metrics import HeldoutRecord, publish_heldout
+from manyhands.optim.metrics import HeldoutRecord, publish_metrics
 from manyhands.peer import Peer
 from manyhands.recipes.albert.adoption import RunRecipe
 from manyhands.recipes.albert.batches import heldout_batch
@@ -75,7 +75,7 @@ class AlbertEvaluator:
             logger.warning("The model has diverged: its loss is not finite, and is left out of the curves")
             return
         record = HeldoutRecord(step, scores.loss, scores.mlm_accuracy, scores.sop_accuracy, scores.num_samples)
-        publication = publish_heldout(self._peer.dht, self._peer.peer_id, self._run_id, record)
+        publication = publish_metrics(self._peer.dht, self._peer.peer_id, self._run_id, record)
         try:
             self._peer.run(publication, PUBLISH_TIMEOUT_S, "publishing the held-out loss")
         except Timeout as error:  # the record is optional

@@ -1,0 +1,145 @@
+"""Direct contacts between the peers of a run; everything else goes through the DHT.
+
+* Near the target of a step, each peer sends the others what it has accumulated; through the DHT they would learn it
+  only after they have begun another batch.
+* Before a peer makes a step alone, it asks the peers of earlier rounds for their positions. The DHT may show no peer
+  although some are there: its nodes near the run's key may be gone or malicious.
+* If only peers in client mode have the state, these connect to the peers that need it, which can then ask for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Collection
+
+import msgspec
+
+from manyhands.averaging.messages import Position
+from manyhands.averaging.run_endpoint import RunEndpoint
+from manyhands.base.errors import ManyhandsError
+from manyhands.base.identity import PeerId
+from manyhands.optim.run.progress import ProgressRecord, StrandedNotice
+from manyhands.optim.run.tracker import ProgressTracker
+from manyhands.peer import Presence
+from manyhands.rpc.method import Method
+from manyhands.runtime import TaskOwner
+
+logger = logging.getLogger(__name__)
+
+MAX_ASKED = 8
+TIMEOUT_S = 2.0
+ASK_PERIOD_S = 10.0
+CONNECT_TIMEOUT_S = 5.0
+
+
+class WhereAreYou(msgspec.Struct):
+    """Asks a peer of the run for its progress."""
+
+
+class HereIAm(msgspec.Struct):
+    """The answer: what it would publish now."""
+
+    record: ProgressRecord
+
+
+class Noted(msgspec.Struct):
+    """The answer to a peer that sends its progress."""
+
+
+WHERE = Method("optim.where", WhereAreYou, HereIAm)
+TELL = Method("optim.tell", HereIAm, Noted)
+
+
+class Contacts:
+    """One peer's direct contacts with the others of its run. Lives on the network thread.
+
+    Args:
+        tasks: call other peers in the background.
+    """
+
+    def __init__(self, presence: Presence, run_id: str, tracker: ProgressTracker, tasks: TaskOwner) -> None:
+        self._presence = presence
+        self._endpoint = RunEndpoint(presence.endpoint, run_id)
+        self._tracker = tracker
+        self._tasks = tasks
+        self._told: tuple[Position, int] | None = None
+        self._asked_at = -math.inf  # loop time
+        self._connecting: asyncio.Task[None] | None = None
+        self._stranded = StrandedNotice(run_id)
+        self._endpoint.handle(WHERE, self._on_ask)
+        self._endpoint.handle(TELL, self._on_told)
+
+    def close(self) -> None:
+        self._endpoint.unhandle(WHERE)
+        self._endpoint.unhandle(TELL)
+
+    def tell(self, peer_ids: Collection[PeerId]) -> None:
+        """Tell others in the background what this peer has accumulated, once."""
+        record = self._tracker.own
+        if self._told == (record.position, record.samples):
+            return
+        self._told = record.position, record.samples
+        for peer_id in peer_ids:
+            self._tasks.spawn(self._tell(peer_id, HereIAm(record)), name="telling a peer where this one is")
+
+    async def _tell(self, peer_id: PeerId, news: HereIAm) -> None:
+        try:
+            await self._endpoint.call(peer_id, TELL, news, TIMEOUT_S)
+        except ManyhandsError as error:
+            logger.debug("peer %s was not told where this one is: %s", peer_id, error)
+
+    def _on_told(self, remote: PeerId, news: HereIAm) -> Noted:
+        if remote in self._tracker.reader.observed():  # the DHT alone bounds the number of records
+            self._tracker.heard(remote, news.record)
+        return Noted()
+
+    async def anyone_answers(self) -> bool:
+        """Whether a peer of earlier rounds is still in the run; its answer counts as if the DHT had shown it."""
+        now = asyncio.get_running_loop().time()
+        if now < self._asked_at + ASK_PERIOD_S:
+            return False
+        self._asked_at = now
+        answers = await asyncio.gather(*map(self._ask, self._tracker.branches.belief.recently_met(MAX_ASKED)))
+        if any(answers):
+            logger.warning("The DHT shows no other peer of the run, but %d of its last rounds answer", sum(answers))
+        return any(answers)
+
+    async def _ask(self, peer_id: PeerId) -> bool:
+        try:
+            answer = await self._endpoint.call(peer_id, WHERE, WhereAreYou(), TIMEOUT_S)
+        except ManyhandsError as error:
+            logger.debug("peer %s of an earlier round does not answer: %s", peer_id, error)
+            return False
+        self._tracker.heard(peer_id, answer.record)
+        return True
+
+    def _on_ask(self, remote: PeerId, _: WhereAreYou) -> HereIAm:
+        return HereIAm(self._tracker.own)
+
+    # peers in client mode
+
+    def connect_to_those_in_need(self) -> None:
+        """In client mode: connect to peers that are behind, if only clients have the state."""
+        endpoint = self._presence.endpoint
+        if not endpoint.client_mode or (self._connecting is not None and not self._connecting.done()):
+            return
+        in_need = [peer_id for peer_id in self._tracker.in_need() if not endpoint.is_connected(peer_id)]
+        if in_need:
+            self._connecting = self._tasks.spawn(self._connect(in_need), name="connecting to peers without the state")
+
+    async def _connect(self, peer_ids: list[PeerId]) -> None:
+        for peer_id in peer_ids:
+            try:
+                await self._presence.endpoint.call_on(peer_id, CONNECT_TIMEOUT_S)
+            except ManyhandsError as error:
+                logger.debug("peer %s needs the state, and cannot be reached: %s", peer_id, error)
+
+    def warn_if_stranded(self) -> None:
+        """Warn every minute while no trainer of the run can be dialled."""
+        num_trainers, ways_in = 0, list[str]()
+        if self._tracker.is_stranded:
+            num_trainers = 1 + len(self._tracker.reader.trainers())
+            ways_in = [f"{text}/p2p/{one.peer_id}" for one in self._presence.dht.contacts() for text in one.addresses]
+        self._stranded.look(num_trainers, ways_in[:1], asyncio.get_running_loop().time())
