@@ -24,6 +24,7 @@ from manyhands.optim import ProgressConfig, blocking_client
 from manyhands.optim.manifest import read_manifest
 from manyhands.optim.run.progress import ProgressRecord
 from manyhands.optim.run.progress_reader import progress_key
+from manyhands.optim.state.state import State
 from tests.trainers import AVERAGING, FAST, LISTEN, Trainer, in_threads, kill, peers, step_until
 
 
@@ -268,6 +269,49 @@ def test_closing_the_optimizer_in_mid_round_ends_the_round_and_loses_no_sample(d
         assert counts.samples_dropped == 0
         assert leaving.optimizer.samples_accumulated == counts.samples_computed > 0
         assert leaving.optimizer._look_no_more not in leaving.peer.presence.on_close
+
+
+class InOrder(random.Random):
+    """Asks one peer before the others."""
+
+    first = ""
+
+    def shuffle(self, x: Any) -> None:
+        x.sort(key=lambda peer_id: peer_id != self.first)
+
+
+def spoil(trainer: Trainer) -> None:
+    """Have a trainer hand out another state than it has."""
+    server = trainer.optimizer._collaboration.decisions._server
+    capture = server._capture
+
+    def capture_another() -> State:
+        state = capture()
+        state.tensors[0].add_(1.0)
+        return state
+
+    server._capture = capture_another
+
+
+@pytest.mark.parametrize("num_liars", [1, 3])
+def test_a_state_that_the_majority_does_not_have_is_not_taken(num_liars: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Unless nobody hands out another one: users' own code may change it after its sums were published."""
+    with peers(4) as (*swarm, newcomer):
+        trainers = [Trainer(peer, "sums", 24) for peer in swarm]
+        in_threads([lambda t=trainer: t.train_until(1) for trainer in trainers])  # type: ignore[misc]
+        for trainer in trainers[:num_liars]:
+            spoil(trainer)
+        newcomer.presence.rng = InOrder()
+        newcomer.presence.rng.first = trainers[0].peer.peer_id
+        late = Trainer(newcomer, "sums", 24, seed=5)
+        change = 1.0 if num_liars == 3 else 0.0
+        for one, other in zip(late.model.parameters(), trainers[1].model.parameters(), strict=True):
+            assert torch.equal(one, other + change)
+            change = 0.0
+        if num_liars == 1:
+            assert f"Peer {trainers[0].peer.peer_id} sent another state of step 1 than the majority has" in caplog.text
+        else:
+            assert "is not what the majority published. It is used" in caplog.text
 
 
 # what peers must agree on, and what not

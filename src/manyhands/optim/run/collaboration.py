@@ -17,7 +17,7 @@ from manyhands.optim.config import ProgressConfig
 from manyhands.optim.health import FIRST_LOOK_S, LOOK_PERIOD_S, Health, HealthLog, clock_offset_s
 from manyhands.optim.manifest import ManifestKeeper, RunManifest
 from manyhands.optim.run.decisions import StepDecisions
-from manyhands.optim.run.drift import Drift, Sketch
+from manyhands.optim.run.drift import Drift, Sketch, sketch_of
 from manyhands.optim.run.grid_assignment import GridAssignment
 from manyhands.optim.run.progress import Progress, ProgressLog
 from manyhands.optim.run.records import declare_run, find_runs, nobody_is_in
@@ -29,10 +29,13 @@ from manyhands.optim.state.server import StateServer
 from manyhands.optim.state.state import State, without_origin
 from manyhands.peer import Presence
 from manyhands.runtime import TaskOwner
+from manyhands.runtime.executor import run_to_end
 
 logger = logging.getLogger(__name__)
 
 LOADS_UNTIL_ADVICE = 4
+MAX_DOUBTED = 3
+"""States to download until one has the sums that the majority published."""
 
 
 class Collaboration:
@@ -246,10 +249,7 @@ class Collaboration:
         loop, is_late = asyncio.get_running_loop(), self._num_vain_loads > 0
         started = loop.time()
         try:
-            state = await download_state(
-                self._presence.endpoint, self._manifest, donors, branch.position,
-                is_late=is_late, on_violation=self.tracker.shun,
-            )  # fmt: skip
+            state = await self._download_believable(donors, branch.position, is_late=is_late)
         except Unavailable:
             for donor in donors:
                 self.tracker.report_without_state(donor)
@@ -263,6 +263,40 @@ class Collaboration:
             computing_s = target / speed if speed > 0 else 0.0
             logger.warning("%s", describe_late_states(self._num_vain_loads, took_s, computing_s, target))
         return state
+
+    async def _download_believable(self, donors: list[PeerId], position: Position, *, is_late: bool) -> State:
+        """Download a state whose sums the majority has published, if a few attempts find one.
+
+        Else it is the first one: users' own code may change the parameters of all peers after they published.
+        """
+        doubted: list[State] = []
+        while True:
+            try:
+                state = await download_state(
+                    self._presence.endpoint, self._manifest, donors, position,
+                    is_late=is_late, on_violation=self.tracker.shun,
+                )  # fmt: skip
+            except Unavailable:
+                if doubted:
+                    break
+                raise
+            frozen = set(self._manifest.frozen)
+            tensors = zip(self._manifest.tensors, state.tensors, strict=False)
+            trained = [tensor for spec, tensor in tensors if spec.name not in frozen]
+            sketch = await run_to_end(sketch_of, trained, state.header.position.step)
+            if not self._drift.contradicts(state.header.position, sketch):
+                for liar in {donor for other in doubted for donor in other.donors}:
+                    logger.warning("Peer %s sent another state of step %d than the majority has; it is not followed",
+                                   liar, position.step)  # fmt: skip
+                    self.tracker.shun(liar)
+                return state
+            doubted.append(state)
+            donors = [donor for donor in donors if donor not in state.donors]
+            if not donors or len(doubted) == MAX_DOUBTED:
+                break
+        logger.warning("The state of peer %s is not what the majority published. It is used: code that changes the "
+                       "parameters beside the optimizer may explain it", ", ".join(doubted[0].donors))  # fmt: skip
+        return doubted[0]
 
 
 def _limits_of(presence: Presence, run_id: str) -> MemberLimits:

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import torch
 
+from manyhands.averaging.grid.seats import NO_SEAT
 from manyhands.averaging.messages import Position
 from manyhands.averaging.sketch import MAX_SKETCH_BYTES, NUM_VALUES, disagreement_of, packed, unpacked
 from manyhands.base.identity import PeerId
@@ -214,6 +215,15 @@ class Drift:
                 "same: nobody can tell whose are right. Look for what one of them has alone (%s)",
                 len(others) + 1, 100 * apart, 100 * self._bound, CAUSES,
             )  # fmt: skip
+
+    def contradicts(self, position: Position, sketch: Sketch) -> bool:
+        """Whether the majority published other sums for a position than those of a state that is said to be of it."""
+        published, observed = self._published_at(position), self._reader.observed()
+        if any(observed[peer_id].record.seat != NO_SEAT for peer_id in published):
+            return False  # in a grid groups differ by more than rounding
+        sketches = {**published, self._own_id: sketch.sums}
+        apart = distances(sketches, len(self._others()) + 1, self._bound, sketch.size)
+        return apart.get(self._own_id, 0.0) > self._bound
 
     def ordered(self, donors: Iterable[PeerId], position: Position) -> list[PeerId]:
         """Order donors: first those that hold the majority's parameters, then the unknown ones."""
