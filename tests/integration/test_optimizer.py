@@ -284,4 +284,4 @@ def test_a_model_with_batch_norm_is_told_once_that_its_statistics_do_not_travel(
             model(torch.randn(4, 5)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        assert sum("running mean and variance do not travel yet" in text for text in caplog.messages) == 1
+        assert sum("running mean and variance are not shared" in text for text in caplog.messages) == 1

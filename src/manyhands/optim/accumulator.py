@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from manyhands.optim.extra_tensors import ExtraTensors
 from manyhands.optim.flat import FlatGradients, GradientLayout, are_finite
 
 HOST = torch.device("cpu")
@@ -44,9 +45,10 @@ class GradientAccumulator:
         was_out: some of them were handed out before, for a step that failed.
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+    def __init__(self, parameters: Sequence[torch.Tensor], extra: ExtraTensors | None = None) -> None:
         self._parameters = list(parameters)
-        self.layout = GradientLayout(self._parameters)
+        self._extra = ExtraTensors() if extra is None else extra
+        self.layout = GradientLayout(self._parameters, self._extra.numel)
         self._device = HOST
         self._mean: FlatGradients | None = None  # of the loss; undefined while the weight is 0
         self._spare_N: torch.Tensor | None = None  # its values are undefined
@@ -120,6 +122,7 @@ class GradientAccumulator:
             self._mean = None
         else:
             mean_N = self._copied_to_host(mean_N)
+        self.layout.extra(mean_N).copy_(self._extra.contribution())
         contribution = Contribution(mean_N, self.samples, self.weight, self.since_step)
         self.drop()
         return contribution

@@ -15,28 +15,34 @@ PIECE = 1 << 20
 
 
 class GradientLayout:
-    """The layout of gradients in a flat vector: the parameters in order, then one number for each of them.
+    """The layout of gradients in a flat vector: the parameters in order, one number for each of them, extra values.
 
     That number is the share of the weight whose loss used the parameter. So all peers agree on which parameters have a
     gradient at all, as opposed to a gradient of zero.
 
     Args:
         parameters: the trained ones.
+        num_extra: values of tensors beside them.
 
     Attributes:
         numel: N, the length of the vector.
-        num_values: number of gradient values; the rest are the shares.
+        num_values: number of gradient values; after them come the shares.
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+    def __init__(self, parameters: Sequence[torch.Tensor], num_extra: int = 0) -> None:
         self._shapes = [parameter.shape for parameter in parameters]
         self._sizes = [parameter.numel() for parameter in parameters]
         self.num_values = sum(self._sizes)
-        self.numel = self.num_values + len(self._sizes)
+        self._num_extra = num_extra
+        self.numel = self.num_values + len(self._sizes) + num_extra
+
+    def extra(self, flat_N: torch.Tensor) -> torch.Tensor:
+        """A view of the extra values."""
+        return flat_N[self.numel - self._num_extra :]
 
     def views(self, flat_N: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
         """The values of each parameter in its shape, and for each the share of the weight that used it."""
-        *pieces, shares = torch.split(flat_N, [*self._sizes, len(self._sizes)])
+        *pieces, shares, _ = torch.split(flat_N, [*self._sizes, len(self._sizes), self._num_extra])
         return [piece.view(shape) for piece, shape in zip(pieces, self._shapes, strict=True)], shares
 
     def empty(self, device: torch.device) -> FlatGradients:

@@ -56,10 +56,10 @@ class LoadedState:
 def load_state_from_peers(
     peer: Peer, run_id: str, *, into: torch.nn.Module, timeout_s: float = MAX_DOWNLOAD_S
 ) -> LoadedState:
-    """Load the current parameters of a run into a model, without taking part in the run.
+    """Load the current parameters and shared buffers of a run into a model, without taking part in the run.
 
     Nobody waits for this peer, and it signs and publishes nothing. It downloads from several peers at once, and only
-    what the model does not hold already. Buffers are not loaded.
+    what the model does not hold already.
 
     Args:
         into: a model with the parameters of the run, by name and shape. It may be on a GPU, or of another precision.
@@ -83,6 +83,8 @@ async def _load(peer: Peer, run_id: str, model: torch.nn.Module) -> LoadedState:
     except Timeout as error:
         raise Unavailable(str(error)) from error
     parameters = matching_parameters(model, manifest)
+    buffers = dict(model.named_buffers())
+    extra = [buffers.get(spec.name) for spec in manifest.extra_tensors]
     held = await run_to_end(_held, manifest.tensors, parameters)
     records = askable(reader.records(), presence.endpoint)
     failures = [
@@ -97,9 +99,9 @@ async def _load(peer: Peer, run_id: str, model: torch.nn.Module) -> LoadedState:
         try:
             state = await download_state(
                 presence.endpoint, manifest, donors, position,
-                is_onlooker=True, held=held, num_tensors=len(manifest.tensors),
+                is_onlooker=True, held=held, num_tensors=len(parameters) + len(extra),
             )  # fmt: skip
-            if fault := await run_to_end(_assign, state, parameters):
+            if fault := await run_to_end(_assign, state, [*parameters, *extra]):
                 raise Unavailable(f"the state of peer {', '.join(state.donors)} cannot be used: {fault}")
         except Unavailable as error:
             failures = [str(error)]
@@ -168,6 +170,12 @@ def matching_parameters(model: torch.nn.Module, manifest: RunManifest) -> list[t
         for name, parameter in named.items()
         if parameter.requires_grad and name not in set(names)
     ]
+    buffers = dict(model.named_buffers())
+    differences += [
+        f"buffer {spec.name} has shape {list(buffers[spec.name].shape)} here, {list(spec.shape)} in the run"
+        for spec in manifest.extra_tensors
+        if spec.name in buffers and tuple(buffers[spec.name].shape) != tuple(spec.shape)
+    ]
     if differences:
         shown, more = differences[:3], len(differences) - 3
         raise ManifestMismatch(manifest.run_id, [*shown, *([f"and {more} more"] if more > 0 else [])])
@@ -182,11 +190,12 @@ def _held(specs: Sequence[ParameterSpec], parameters: Sequence[torch.nn.Paramete
     return whole_chunks_of(state_of(header, [parameter.detach() for parameter in parameters]))
 
 
-def _assign(state: State, parameters: Sequence[torch.nn.Parameter]) -> str:
-    """Copy a state to a model; returns why not, else nothing."""
+def _assign(state: State, targets: Sequence[torch.Tensor | None]) -> str:
+    """Copy a state to tensors of a model, where it has them; returns why not, else nothing."""
     if not are_finite([tensor for tensor in state.tensors if tensor.is_floating_point()]):
         return "it has values that are not finite"
     with torch.no_grad():
-        for parameter, tensor in zip(parameters, state.tensors, strict=True):
-            parameter.copy_(tensor)
+        for target, tensor in zip(targets, state.tensors, strict=True):
+            if target is not None:
+                target.copy_(tensor)
     return ""

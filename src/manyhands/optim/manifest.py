@@ -51,7 +51,7 @@ class ParameterSpec(msgspec.Struct, frozen=True):
     dtype: str
 
 
-class RunManifest(msgspec.Struct, frozen=True):
+class RunManifest(msgspec.Struct, frozen=True, omit_defaults=True):
     """The settings of a run.
 
     Attributes:
@@ -63,6 +63,7 @@ class RunManifest(msgspec.Struct, frozen=True):
         scheduler: class name and constants, or empty.
         codec: how vectors are encoded on the wire.
         extra: further facts that must be equal, such as the digest of a tokenizer.
+        extra_tensors: averaged beside the parameters, such as buffers.
     """
 
     protocol: str
@@ -75,6 +76,7 @@ class RunManifest(msgspec.Struct, frozen=True):
     scheduler: str
     codec: str
     extra: dict[str, str]
+    extra_tensors: list[ParameterSpec] = []
 
     def encoded(self) -> bytes:
         return msgspec.msgpack.encode(self, order="sorted")
@@ -101,6 +103,9 @@ def differences(own: RunManifest, run: RunManifest) -> list[str]:
     ]
     lines += _option_differences(own.hyper_parameters, run.hyper_parameters)
     lines += _tensor_differences(own.tensors, run.tensors)
+    if own.extra_tensors != run.extra_tensors:
+        here, there = ([spec.name for spec in manifest.extra_tensors] for manifest in (own, run))
+        lines.append(f"buffers and extra_tensors are {_shown(here)} here, {_shown(there)} in the run")
     lines = list(dict.fromkeys(lines))  # several parameter groups may differ alike, or facts repeat a line
     if len(lines) > SHOWN_DIFFERENCES:
         lines[SHOWN_DIFFERENCES:] = [f"and {len(lines) - SHOWN_DIFFERENCES} more"]

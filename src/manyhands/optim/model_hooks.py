@@ -72,7 +72,7 @@ class HeldBatches:
 
 
 class RunningStatistics:
-    """Warns once if the model has BatchNorm layers: their running mean and variance are not shared.
+    """Warns once if the model has BatchNorm layers whose running mean and variance are not shared.
 
     An optimizer gets parameters, which do not know their modules. So each module that is called is searched until all
     parameters are found: where a whole model is called, at its first call only.
@@ -101,9 +101,9 @@ class RunningStatistics:
         )
         if has_them:
             logger.warning(
-                "The model has BatchNorm layers, whose running mean and variance do not travel yet: each peer has "
-                "those of its own batches, and a newcomer begins anew. Evaluate and save the model of a peer that has "
-                "trained for long, or use GroupNorm or LayerNorm"
+                "The model has BatchNorm layers, whose running mean and variance are not shared: each peer has those "
+                "of its own batches, and a newcomer begins anew. Write on all peers\n"
+                "    manyhands.Optimizer(..., buffers=model.named_buffers())"
             )
         if has_them or not self._sought:
             self.close()

@@ -16,6 +16,7 @@ from manyhands.base.errors import ConfigError, ManyhandsError, RoundAborted, Tim
 from manyhands.base.tracebacks import clear_tracebacks
 from manyhands.optim.blocking_client import BlockingRunClient
 from manyhands.optim.config import ProgressConfig
+from manyhands.optim.extra_tensors import extra_tensors_of
 from manyhands.optim.flat import GradientLayout
 from manyhands.optim.health import Health, Statistics
 from manyhands.optim.model_hooks import HeldBatches, RunningStatistics
@@ -76,6 +77,9 @@ class Optimizer(OptimizerWrapper):
         start_new: whether to begin the run if none of the peers that ``peer`` has joined is in it. False refuses: the
             name may be mistyped. None begins it with a warning.
         must_match: further facts that all peers must agree on, such as ``{"tokenizer": digest}``.
+        buffers: ``model.named_buffers()``, for a model with BatchNorm: with each global step all peers get the mean of
+            their values, weighted by samples and rounded for integers, and newcomers get them with the state.
+        extra_tensors: further tensors of your own that are shared like this, by name.
         averaging: times and sizes of the averaging rounds.
         progress: periods of the progress records.
     Raises:
@@ -108,6 +112,8 @@ class Optimizer(OptimizerWrapper):
         allow_solo: bool = False,
         start_new: bool | None = None,
         must_match: Mapping[str, str] | None = None,
+        buffers: Iterable[tuple[str, torch.Tensor]] | None = None,
+        extra_tensors: Mapping[str, torch.Tensor] | None = None,
         averaging: AveragingConfig | None = None,
         progress: ProgressConfig | None = None,
     ) -> None:
@@ -121,7 +127,10 @@ class Optimizer(OptimizerWrapper):
         super().__init__(made_optimizer(optimizer, params))
         named = checked_parameters(self.inner)  # the model's own
         self._frozen = [(name, parameter) for name, parameter in named if not parameter.requires_grad]
-        self.wrap(Replica(self.inner, scheduler, max_grad_norm=max_grad_norm, offload=options.has_host_copy))
+        extra = extra_tensors_of(buffers, extra_tensors)
+        self.wrap(
+            Replica(self.inner, scheduler, max_grad_norm=max_grad_norm, offload=options.has_host_copy, extra=extra)
+        )
         self.last_round: RoundManifest | None = None
         """The manifest of the round behind the current global step; None for a step made alone or loaded."""
         self.last_contribution = 0
@@ -129,7 +138,7 @@ class Optimizer(OptimizerWrapper):
         self.peer = peer
         """As given."""
         self._samples = SampleCounter(peer.peer_id, self._replica)
-        self._layout = GradientLayout(self._replica.model_parameters)
+        self._layout = GradientLayout(self._replica.model_parameters, extra.numel)
         self._is_counted = False  # the .grad of this call of step()
         self._current: GlobalStep | None = None  # the one being made; between calls of step(), in the background
         self._speed = SpeedMeter()
@@ -137,8 +146,8 @@ class Optimizer(OptimizerWrapper):
         self._failures = Failures(allow_solo=allow_solo)
         self._was_alone = False
         prepare_kernels(sum(parameter.numel() for parameter in self._replica.model_parameters), averaging.codec)
-        extra = dict(must_match or {}) | options.facts()
-        self.manifest = manifest = manifest_of(self._replica, run_id, target_batch_size, averaging, extra)
+        facts = dict(must_match or {}) | options.facts()
+        self.manifest = manifest = manifest_of(self._replica, run_id, target_batch_size, averaging, facts)
         """The settings of the run, which all its peers have signed."""
         self._collaboration = Collaboration(
             peer.presence, manifest, self._replica, averaging, progress or ProgressConfig(),
@@ -149,7 +158,7 @@ class Optimizer(OptimizerWrapper):
         self._held = HeldBatches(self._replica.model_parameters)
         self._running_statistics = RunningStatistics(self._replica.model_parameters)
         peer.presence.on_close.append(self._look_no_more)
-        if auxiliary:  # no batch will come
+        if auxiliary or buffers is not None:  # no batch will come, or they are shared
             self._running_statistics.close()
         self._show()
 

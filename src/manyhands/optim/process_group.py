@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -20,10 +20,11 @@ import torch.distributed as dist
 
 from manyhands.base.errors import ConfigError, RankLost, Unavailable
 from manyhands.optim.health import Statistics
+from manyhands.optim.manifest import ParameterSpec
 from manyhands.optim.optimizer import Optimizer
 from manyhands.optim.options import OptimizerMaker, checked_parameters, made_optimizer
 from manyhands.optim.serializable import merged
-from manyhands.optim.state.state import hyper_parameters_of, parameters_of, specs_of
+from manyhands.optim.state.state import hyper_parameters_of, parameters_of, spec_of, specs_of
 from manyhands.optim.wrapper import OptimizerWrapper
 from manyhands.peer import BlockingPeer
 
@@ -204,6 +205,7 @@ class ProcessGroupOptimizer(OptimizerWrapper):
         params: parameters or groups, for a function.
         peer: on rank 0; None on the others.
         batch_size_per_step: samples behind each call of :meth:`step` on this rank.
+        buffers, extra_tensors: as for :class:`manyhands.Optimizer`, on all ranks; those of rank 0 count.
         options: the others of :class:`manyhands.Optimizer`. ``target_batch_size`` counts samples, by all peers and all
             their ranks.
 
@@ -227,13 +229,18 @@ class ProcessGroupOptimizer(OptimizerWrapper):
         peer: BlockingPeer | None,
         params: Iterable[Any] | None = None,
         batch_size_per_step: int | None = None,
+        buffers: Iterable[tuple[str, torch.Tensor]] | None = None,
+        extra_tensors: Mapping[str, torch.Tensor] | None = None,
         **options: Any,
     ) -> None:
         self._ranks = Ranks()
-        inner = self._fitting(peer, optimizer, params)
+        buffers = list(buffers) if buffers is not None else None
+        extra = [*(buffers or ()), *(extra_tensors or {}).items()]
+        inner = self._fitting(peer, optimizer, params, [spec_of(name, tensor) for name, tensor in extra])
         super().__init__(inner)
         self.leader: Optimizer | None = None
-        self._parameters = parameters_of(inner)  # the model's own: a copy on the host has others
+        # the model's own: a copy on the host has others
+        self._tensors = [*parameters_of(inner), *(tensor for _, tensor in extra)]
         self._batch_size_per_step = batch_size_per_step
         self._standing = RankState()
         self._has_warned = False
@@ -241,7 +248,10 @@ class ProcessGroupOptimizer(OptimizerWrapper):
 
         def make(_: Sequence[Batch]) -> None:
             assert peer is not None
-            self.leader = Optimizer(self.inner, peer=peer, batch_size_per_step=batch_size_per_step, **options)
+            self.leader = Optimizer(
+                self.inner, peer=peer, batch_size_per_step=batch_size_per_step, buffers=buffers,
+                extra_tensors=extra_tensors, **options,
+            )  # fmt: skip
 
         self._together(Call.INIT, make)
 
@@ -318,7 +328,7 @@ class ProcessGroupOptimizer(OptimizerWrapper):
         return bool(self._together(Call.WAIT_FOR_OTHERS, lambda _: self._own_leader.wait_for_others(timeout_s)))
 
     def state_digest(self) -> str:
-        """SHA-256 of parameters, optimizer and scheduler state of rank 0, in hexadecimal."""
+        """BLAKE3 of parameters, optimizer and scheduler state of rank 0, in hexadecimal."""
         return str(self._together(Call.STATE_DIGEST, lambda _: self._own_leader.state_digest()))
 
     def close(self) -> None:
@@ -409,7 +419,7 @@ class ProcessGroupOptimizer(OptimizerWrapper):
         if word.error is not None:
             raise word.error
         if word.has_moved:
-            self._ranks.share(self._parameters)
+            self._ranks.share(self._tensors)
         self._standing = word.standing
         self._show(word.options)
         return word.result
@@ -422,7 +432,11 @@ class ProcessGroupOptimizer(OptimizerWrapper):
             group.update(merged({name: value for name, value in group.items() if name != "params"}, sent))
 
     def _fitting(
-        self, peer: BlockingPeer | None, optimizer: OptimizerMaker, params: Iterable[Any] | None
+        self,
+        peer: BlockingPeer | None,
+        optimizer: OptimizerMaker,
+        params: Iterable[Any] | None,
+        extra: Sequence[ParameterSpec],
     ) -> torch.optim.Optimizer:
         """The optimizer to wrap, once all ranks know that they fit together."""
         rank, inner = self._ranks.rank, None
@@ -438,7 +452,7 @@ class ProcessGroupOptimizer(OptimizerWrapper):
                 f"on rank {rank} the parameters are a part of the model (FSDP), which is not supported: "
                 "wrap the model in torch.nn.parallel.DistributedDataParallel, so that each rank has all of it"
             )
-        found = self._ranks.compare((problem, [] if inner is None else specs_of(inner)))
+        found = self._ranks.compare((problem, [] if inner is None else [*specs_of(inner), *extra]))
         for other, (its_problem, its_specs) in enumerate(found):
             if its_problem:
                 raise ConfigError(its_problem)

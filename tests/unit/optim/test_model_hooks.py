@@ -1,4 +1,4 @@
-"""A model with BatchNorm is told once that its running statistics do not travel."""
+"""A model with BatchNorm is told once that its running statistics are not shared."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.nn.modules import module as torch_module
 
 from manyhands.optim.model_hooks import RunningStatistics
 
-SAYS = "running mean and variance do not travel yet"
+SAYS = "running mean and variance are not shared"
 INPUTS = torch.randn(8, 4)
 
 

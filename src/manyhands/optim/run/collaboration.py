@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
@@ -280,9 +281,9 @@ class Collaboration:
                 if doubted:
                     break
                 raise
-            frozen = set(self._manifest.frozen)
-            tensors = zip(self._manifest.tensors, state.tensors, strict=False)
-            trained = [tensor for spec, tensor in tensors if spec.name not in frozen]
+            manifest, frozen = self._manifest, set(self._manifest.frozen)
+            tensors = zip([*manifest.tensors, *manifest.extra_tensors], state.tensors, strict=False)
+            trained = [tensor for spec, tensor in tensors if spec.name not in frozen and tensor.is_floating_point()]
             sketch = await run_to_end(sketch_of, trained, state.header.position.step)
             if not self._drift.contradicts(state.header.position, sketch):
                 for liar in {donor for other in doubted for donor in other.donors}:
@@ -316,4 +317,5 @@ def _shapes_of(manifest: RunManifest) -> list[Sequence[int]]:
     """The shapes in a vector of gradients: see :class:`manyhands.optim.accumulator.GradientAccumulator`."""
     frozen = set(manifest.frozen)
     shapes: list[Sequence[int]] = [tensor.shape for tensor in manifest.tensors if tensor.name not in frozen]
-    return [*shapes, (len(shapes),)]
+    num_extra = sum(math.prod(spec.shape) for spec in manifest.extra_tensors)
+    return [*shapes, (len(shapes),), *([(num_extra,)] if num_extra else [])]

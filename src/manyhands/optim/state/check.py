@@ -14,6 +14,7 @@ import torch
 
 from manyhands.optim.flat import are_finite
 from manyhands.optim.lamb import Lamb
+from manyhands.optim.manifest import ParameterSpec
 from manyhands.optim.state.state import (
     LOCAL_OPTIONS,
     Scalars,
@@ -48,6 +49,7 @@ def fault_of(
     optimizer: torch.optim.Optimizer,
     options: Sequence[Mapping[str, Any]],
     schedule: Mapping[str, Any],
+    extra: Sequence[ParameterSpec] = (),
 ) -> str:
     """Why a state must not be loaded, in words; empty if it may.
 
@@ -58,13 +60,14 @@ def fault_of(
         optimizer: of this peer; not changed.
         options: of each parameter group, as agreed at the beginning of the run.
         schedule: state of this peer's own; empty without one.
+        extra: tensors beside the parameters.
     Raises:
         ValueError: the state does not have the shapes of this optimizer.
     """
     header = state.header
     if header.position.step > MAX_STEP or header.lineage_samples > MAX_LINEAGE_SAMPLES:
         return f"global step {header.position.step} with {header.lineage_samples} samples cannot be"
-    scalars = checked_scalars(header, specs_of(optimizer), len(optimizer.param_groups))
+    scalars = checked_scalars(header, specs_of(optimizer), len(optimizer.param_groups), extra)
     if fault := _fault_of_options(scalars.groups, options, is_scheduled=bool(schedule)):
         return fault
     if fault := _fault_of_schedule(scalars.scheduler, schedule):
@@ -72,8 +75,8 @@ def fault_of(
     if not are_finite([tensor for tensor in state.tensors if tensor.is_floating_point()]):
         return "it has values that are not finite"
     if type(optimizer) in _STATISTICS:
-        return _fault_of_statistics(state, scalars, optimizer)
-    return _fault_of_a_step(state, optimizer)
+        return _fault_of_statistics(state, scalars, optimizer, len(extra))
+    return _fault_of_a_step(state, optimizer, extra)
 
 
 def _fault_of_options(
@@ -112,11 +115,12 @@ def _fault_of_schedule(sent: Any, own: Any) -> str:
     return ""
 
 
-def _fault_of_statistics(state: State, scalars: Scalars, optimizer: torch.optim.Optimizer) -> str:
+def _fault_of_statistics(state: State, scalars: Scalars, optimizer: torch.optim.Optimizer, num_extra: int) -> str:
     """Check names, shapes, dtypes and signs of the statistics, for known kinds of optimizers."""
     parameters, due = parameters_of(optimizer), _STATISTICS[type(optimizer)]
     found: dict[int, dict[str, Any]] = {int(index): dict(values) for index, values in scalars.statistics.items()}
-    for spec, tensor in zip(state.header.tensors[len(parameters) :], state.tensors[len(parameters) :], strict=True):
+    first = len(parameters) + num_extra
+    for spec, tensor in zip(state.header.tensors[first:], state.tensors[first:], strict=True):
         owner, _, name = spec.name.partition(".")
         found.setdefault(int(owner), {})[name] = tensor
     for index in sorted(found):
@@ -149,14 +153,14 @@ def _fault_of_statistic(name: str, value: Any, parameter: torch.Tensor) -> str:
     return ""
 
 
-def _fault_of_a_step(state: State, optimizer: torch.optim.Optimizer) -> str:
+def _fault_of_a_step(state: State, optimizer: torch.optim.Optimizer, extra: Sequence[ParameterSpec]) -> str:
     """Try a step of an unknown optimizer with the state, on a copy, with zero gradients."""
     try:
         rehearsed = copy.deepcopy(optimizer)
     except Exception:  # noqa: BLE001 (a user's own optimizer that cannot be copied is not tried)
         return ""
     try:
-        restore(state, rehearsed)
+        restore(state, rehearsed, extra)
         for parameter in parameters_of(rehearsed):
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         rehearsed.step()

@@ -452,6 +452,6 @@ def _check_header(donor: PeerId, header: StateHeader, manifest: RunManifest, wan
     if header.position.step > wanted.step + MAX_STEPS_AHEAD:
         raise ProtocolViolation(donor, f"its state is of step {header.position.step}, and the run at {wanted.step}")
     try:
-        checked_scalars(header, manifest.tensors, len(manifest.hyper_parameters))
+        checked_scalars(header, manifest.tensors, len(manifest.hyper_parameters), manifest.extra_tensors)
     except ValueError as error:
         raise ProtocolViolation(donor, f"its state does not fit: {readable(str(error))}") from error

@@ -66,7 +66,8 @@ class StateHeader(msgspec.Struct, frozen=True):
     """Describes a state; its tensors follow in this order, as raw little-endian bytes.
 
     Attributes:
-        tensors: parameters first, then the optimizer's tensors, named ``parameter.statistic``.
+        tensors: parameters first, then extra tensors such as buffers, then the optimizer's, named
+            ``parameter.statistic``.
         scalars: msgpack of :class:`Scalars`.
         digest: BLAKE3 over ``tensors``, ``scalars`` and the digests of all chunks; empty while these are not known.
         origin: the step that led there; None if unknown, as after a checkpoint was loaded.
@@ -152,7 +153,7 @@ def names_of(optimizer: torch.optim.Optimizer) -> list[str]:
 def specs_of(optimizer: torch.optim.Optimizer) -> list[ParameterSpec]:
     """Name, shape and dtype of all parameters."""
     named = zip(names_of(optimizer), parameters_of(optimizer), strict=True)
-    return [_spec(name, parameter) for name, parameter in named]
+    return [spec_of(name, parameter) for name, parameter in named]
 
 
 def digest_of_parameters(optimizer: torch.optim.Optimizer) -> bytes:
@@ -181,17 +182,19 @@ class Capture:
         position: Position,
         lineage_samples: int,
         origin: Origin | None = None,
+        extra: Sequence[tuple[ParameterSpec, torch.Tensor]] = (),
     ) -> None:
         parameters = parameters_of(optimizer)
-        self._sources = [parameter.detach() for parameter in parameters]
-        specs = [_spec(f"{index}", parameter) for index, parameter in enumerate(parameters)]
+        self._sources = [parameter.detach() for parameter in parameters] + [tensor for _, tensor in extra]
+        specs = [spec_of(f"{index}", parameter) for index, parameter in enumerate(parameters)]
+        specs += [spec for spec, _ in extra]
         packed = optimizer.state_dict()
         statistics: dict[str, dict[str, Any]] = {}
         for index in sorted(packed["state"]):
             for name, value in sorted(packed["state"][index].items()):
                 if isinstance(value, torch.Tensor):
                     self._sources.append(value.detach())
-                    specs.append(_spec(f"{index}.{name}", value))
+                    specs.append(spec_of(f"{index}.{name}", value))
                 else:
                     statistics.setdefault(str(index), {})[name] = value
         scalars = Scalars(statistics, hyper_parameters_of(optimizer.param_groups), plain_part(scheduler_state))
@@ -307,23 +310,30 @@ def chunk_of(content: torch.Tensor, index: int) -> memoryview:
     return bytes_of(content[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES])
 
 
-def checked_scalars(header: StateHeader, parameters: Sequence[ParameterSpec], num_groups: int) -> Scalars:
+def checked_scalars(
+    header: StateHeader,
+    parameters: Sequence[ParameterSpec],
+    num_groups: int,
+    extra: Sequence[ParameterSpec] = (),
+) -> Scalars:
     """Check that a state fits an optimizer, before a byte of its tensors is received.
 
     Args:
         parameters: of the optimizer, in order.
         num_groups: its parameter groups.
+        extra: tensors beside the parameters.
     Raises:
         ValueError: it does not fit; says where.
     """
-    for own, sent in zip(parameters, header.tensors, strict=False):
+    due = [*parameters, *extra]
+    for own, sent in zip(due, header.tensors, strict=False):
         if own.shape != sent.shape or own.dtype != sent.dtype:
             raise ValueError(f"its {own.name} is {sent.dtype} of shape {list(sent.shape)}, here it is "
                              f"{own.dtype} of shape {list(own.shape)}")  # fmt: skip
-    if len(header.tensors) < len(parameters):
-        raise ValueError(f"it has {len(header.tensors)} tensors, the model here has {len(parameters)}")
+    if len(header.tensors) < len(due):
+        raise ValueError(f"it has {len(header.tensors)} tensors, the model here has {len(due)}")
     counts: Counter[int] = Counter()
-    for spec in header.tensors[len(parameters) :]:
+    for spec in header.tensors[len(due) :]:
         index = _owner_of(spec)
         counts[index] += 1
         if (
@@ -346,16 +356,17 @@ def checked_scalars(header: StateHeader, parameters: Sequence[ParameterSpec], nu
     return scalars
 
 
-def restore(state: State, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Write a state into an optimizer and its parameters; returns the scheduler's state.
+def restore(state: State, optimizer: torch.optim.Optimizer, extra: Sequence[ParameterSpec] = ()) -> dict[str, Any]:
+    """Write a state into an optimizer and its parameters, not the extra tensors; returns the scheduler's state.
 
     Raises:
         ValueError: the state does not fit; nothing was changed.
     """
     parameters, own = parameters_of(optimizer), optimizer.state_dict()
-    scalars = checked_scalars(state.header, specs_of(optimizer), len(own["param_groups"]))
+    scalars = checked_scalars(state.header, specs_of(optimizer), len(own["param_groups"]), extra)
+    first = len(parameters) + len(extra)
     statistics = {int(index): values for index, values in scalars.statistics.items()}
-    for spec, tensor in zip(state.header.tensors[len(parameters) :], state.tensors[len(parameters) :], strict=True):
+    for spec, tensor in zip(state.header.tensors[first:], state.tensors[first:], strict=True):
         statistics.setdefault(_owner_of(spec), {})[spec.name.partition(".")[2]] = tensor.clone()
     groups = [
         {name: _merged_option(name, value, sent) for name, value in group.items()}
@@ -382,7 +393,8 @@ def _is_index(text: str, num_parameters: int) -> bool:
     return text.isascii() and text.isdecimal() and len(text) < 10 and int(text) < num_parameters
 
 
-def _spec(name: str, tensor: torch.Tensor) -> ParameterSpec:
+def spec_of(name: str, tensor: torch.Tensor) -> ParameterSpec:
+    """Name, shape and dtype of a tensor."""
     return ParameterSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
 
 

@@ -166,7 +166,7 @@ class SampleCounter:
     def __init__(self, own_id: PeerId, replica: Replica) -> None:
         self._own_id = own_id
         self._replica = replica
-        self._accumulator = GradientAccumulator(replica.model_parameters)
+        self._accumulator = GradientAccumulator(replica.model_parameters, replica.extra)
         self.statistics = Statistics()
 
     @property

@@ -20,6 +20,7 @@ from manyhands.averaging.messages import Position
 from manyhands.averaging.tensor_list import overlapping
 from manyhands.base.errors import ConfigError
 from manyhands.base.identity import PeerId
+from manyhands.optim.extra_tensors import ExtraTensors
 from manyhands.optim.flat import GradientLayout, assign_flat, flattened
 from manyhands.optim.manifest import RunManifest
 from manyhands.optim.options import check_unchanged, options_of
@@ -57,6 +58,7 @@ class Replica:
     Args:
         scheduler: of ``optimizer``, or a function that makes it; stepped once for each global step.
         offload: keep the parameters on the host, and copy their values to the model.
+        extra: tensors beside the parameters that all peers share.
 
     Attributes:
         position: of the optimizer's parameters; the model's may be a step behind.
@@ -72,7 +74,9 @@ class Replica:
         *,
         max_grad_norm: float | None = None,
         offload: bool = False,
+        extra: ExtraTensors | None = None,
     ) -> None:
+        self.extra = ExtraTensors() if extra is None else extra
         self.optimizer = optimizer
         self.model_parameters = [parameter for parameter in parameters_of(optimizer) if parameter.requires_grad]
         if scheduler is not None and not isinstance(scheduler, LRScheduler):
@@ -85,7 +89,7 @@ class Replica:
         self.host_copy = HostCopy(optimizer) if offload else None  # with the options as the schedule begins
         self._max_grad_norm = max_grad_norm
         self._parameters = [parameter for parameter in parameters_of(optimizer) if parameter.requires_grad]
-        self._layout = GradientLayout(self._parameters)
+        self._layout = GradientLayout(self._parameters, self.extra.numel)
         self._lock = threading.Lock()
         self._num_changes = 0  # of the state
         self.position = Position(0, hashlib.sha256(digest_of_parameters(optimizer)).digest())
@@ -127,10 +131,13 @@ class Replica:
             if parameters_N is not None:
                 assign_flat(self._parameters, parameters_N)
             move_statistics(self.optimizer)
+            extra_N = self._layout.extra(averaged_N).clone()
             reason = guarded_step(
                 self.optimizer, self._parameters, self._layout, averaged_N,
                 max_grad_norm=self._max_grad_norm, spare_N=spare_N,
             )  # fmt: skip
+            if not reason:
+                self.extra.agree(extra_N)
             try:
                 self._advance_schedule(is_alone=bool(reason))
             finally:  # the parameters have moved, also if it raises
@@ -158,7 +165,7 @@ class Replica:
     def sketch(self) -> Sketch:
         """A few sums of the trained parameters at this step, to compare peers by."""
         with self._lock:
-            return sketch_of(self._parameters, self.position.step)
+            return sketch_of([*self._parameters, *self.extra.agreed_floats], self.position.step)
 
     @property
     def drift_bound(self) -> float:
@@ -166,9 +173,10 @@ class Replica:
         return bound_of({parameter.dtype for parameter in self._parameters}, type(self.optimizer))
 
     def show(self) -> None:
-        """Copy the parameters at :attr:`position` to the model."""
+        """Copy the parameters and the extra tensors at :attr:`position` to the model."""
         if self.host_copy is not None:
             self.host_copy.show()
+        self.extra.show()
 
     def check_options(self, *, is_stepping: bool) -> None:
         """Check that only the schedule has changed the groups' options, such as the learning rate.
@@ -212,7 +220,8 @@ class Replica:
 
     def _begin_capture(self) -> Capture:
         schedule = self.scheduler.state_dict() if self.scheduler is not None else {}
-        return Capture(self.optimizer, schedule, self.position, self.lineage_samples, self.origin)
+        extra = list(zip(self.extra.specs, self.extra.agreed, strict=True))
+        return Capture(self.optimizer, schedule, self.position, self.lineage_samples, self.origin, extra)
 
     def restore(self, state: State) -> None:
         """Load another peer's state.
@@ -222,10 +231,12 @@ class Replica:
         """
         with self._lock:
             schedule = self.scheduler.state_dict() if self.scheduler is not None else {}
-            if fault := fault_of(state, self.optimizer, self._agreed_options, schedule):
+            if fault := fault_of(state, self.optimizer, self._agreed_options, schedule, self.extra.specs):
                 raise ValueError(fault)
             self._num_changes += 1
-            self._set_schedule(restore(state, self.optimizer))
+            self._set_schedule(restore(state, self.optimizer, self.extra.specs))
+            first = len(parameters_of(self.optimizer))
+            self.extra.load(state.tensors[first : first + len(self.extra.specs)])
             self.options = options_of(self.optimizer.param_groups)
             self.position = state.header.position
             self.lineage_samples = state.header.lineage_samples
@@ -255,6 +266,7 @@ class Replica:
                 self.position = Position(place["step"], bytes.fromhex(place["lineage"]))
                 self.lineage_samples = place["lineage_samples"]
                 self.origin = None
+            self.extra.take_over()  # the user has loaded them with the model
         if self.host_copy is not None:
             self.host_copy.take_over()
 
@@ -361,6 +373,7 @@ def manifest_of(
         scheduler=described_schedule(replica.scheduler),
         codec=averaging.codec,
         extra=extra,
+        extra_tensors=replica.extra.specs,
     )
 
 

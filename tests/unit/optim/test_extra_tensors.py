@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from manyhands.base.errors import ConfigError
+from manyhands.optim.extra_tensors import MAX_INTEGER, ExtraTensors, extra_tensors_of
+
+
+def test_a_mean_reaches_the_tensors_when_it_is_shown() -> None:
+    floats, counts, flags = torch.tensor([1.0, 2.0], dtype=torch.float64), torch.tensor(5), torch.tensor([True, False])
+    extra = extra_tensors_of([("floats", floats), ("counts", counts)], {"flags": flags})
+    assert extra.contribution().tolist() == [1.0, 2.0, 5.0, 1.0, 0.0]
+    extra.agree(torch.tensor([1.5, 2.5, 6.6, 0.4, 0.9]))
+    assert floats.tolist() == [1.0, 2.0]
+    extra.show()
+    assert (floats.tolist(), counts.item(), flags.tolist()) == ([1.5, 2.5], 7, [False, True])
+    assert [spec.name for spec in extra.specs] == ["floats", "counts", "flags"]
+
+
+def test_values_that_are_not_finite_stay_at_home() -> None:
+    tensor = torch.tensor([1.0, 2.0, 3.0])
+    extra = ExtraTensors([("statistics", tensor)])
+    tensor.copy_(torch.tensor([float("nan"), 5.0, float("inf")]))
+    assert extra.contribution().tolist() == [1.0, 5.0, 3.0]
+
+
+def test_what_was_agreed_on_does_not_follow_the_tensors() -> None:
+    tensor = torch.zeros(2)
+    extra = ExtraTensors([("statistics", tensor)])
+    tensor.fill_(4.0)
+    assert extra.agreed[0].tolist() == [0.0, 0.0]
+    extra.take_over()
+    assert extra.agreed[0].tolist() == [4.0, 4.0]
+    extra.load([torch.ones(2)])
+    assert tensor.tolist() == extra.agreed[0].tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("named", "words"),
+    [
+        ([("one", torch.zeros(1)), ("one", torch.zeros(1))], "two tensors named 'one'"),
+        ([("waves", torch.zeros(1, dtype=torch.complex64))], "waves is torch.complex64"),
+        ([("seeds", torch.tensor([-MAX_INTEGER - 1]))], "seeds has integers above 16777216"),
+        ([("nowhere", torch.zeros(1, device="meta"))], "nowhere is torch.float32, torch.strided on meta"),
+    ],
+)
+def test_what_cannot_be_averaged_is_refused_by_name(named: list[tuple[str, torch.Tensor]], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        ExtraTensors(named)
+
+
+def test_without_any_nothing_is_added() -> None:
+    extra = ExtraTensors()
+    assert extra.contribution().numel() == extra.numel == 0
+    extra.agree(torch.empty(0))
+    extra.show()
