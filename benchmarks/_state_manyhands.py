@@ -11,8 +11,9 @@ from manyhands.optim.run.progress_reader import ProgressReader
 from manyhands.optim.run.records import declare_run
 from manyhands.optim.state.download import download_state
 from manyhands.optim.state.state import State
+from manyhands.rpc import RpcConfig
 
-LISTEN = ["/ip4/127.0.0.1/tcp/0"]
+LOOPBACK = "127.0.0.1"
 RUN_ID = "state"
 TIMEOUT_S = 300.0
 NEVER = 10**9
@@ -21,9 +22,13 @@ NEVER = 10**9
 class Donor:
     """A peer of the run; the first one begins it, the others load its state."""
 
-    def __init__(self, tensors: list[torch.Tensor], contacts: list[str]) -> None:
+    def __init__(
+        self, tensors: list[torch.Tensor], contacts: list[str], host: str = LOOPBACK, upload_mbit_s: float | None = None
+    ) -> None:
         parameters = [torch.nn.Parameter(tensor) for tensor in tensors]
-        self._peer = manyhands.Peer(initial_peers=contacts, listen=LISTEN)
+        self._peer = manyhands.Peer(
+            contacts, listen=[f"/ip4/{host}/tcp/0"], rpc_config=RpcConfig(max_upload_mbit_s=upload_mbit_s)
+        )
         self._optimizer = manyhands.Optimizer(
             torch.optim.SGD(parameters, lr=0.1), peer=self._peer, run_id=RUN_ID, target_batch_size=NEVER,
             batch_size_per_step=1, start_new=not contacts,
@@ -39,9 +44,9 @@ class Donor:
 class Newcomer:
     """A peer that downloads the state again and again."""
 
-    def __init__(self, tensors: list[torch.Tensor], contacts: list[str]) -> None:
+    def __init__(self, tensors: list[torch.Tensor], contacts: list[str], host: str = LOOPBACK) -> None:
         tensors.clear()  # it has no model
-        self._peer = manyhands.Peer(initial_peers=contacts, listen=LISTEN)
+        self._peer = manyhands.Peer(contacts, listen=[f"/ip4/{host}/tcp/0"])
 
     def load(self) -> list[torch.Tensor]:
         async def load() -> State:

@@ -1,6 +1,7 @@
 """Speed and cost of handing the state of a run out to a newcomer.
 
     python benchmarks/state.py --mb 200,1000 --donors 1,2,4 --systems manyhands,hivemind [--rounds 5] [--json FILE]
+    python benchmarks/state.py --link [--mb 50] [--donors 1,2] [--rounds 3] [--json FILE]     # Linux, root
 
 Donors and the newcomer are processes of this machine. Each donor trains all the while: its main thread multiplies
 matrices, without a step of the run. The newcomer looks for donors, downloads the state and compares it with what the
@@ -19,6 +20,9 @@ The figures, medians over the rounds without the first:
   killed_donor_extra_s        with two donors and more, one of which is killed at a third of the download: what the call
                               takes more than one without a killed donor
   frozen_donor_extra_s        likewise with SIGSTOP
+
+With --link each donor is behind an emulated line of 100 Mbit/s, and the newcomer behind one of 1000, 20 ms apart. The
+figures are mbit_s, of all donors together, without a limit and with max_upload_mbit_s=40 on each donor.
 """
 
 from __future__ import annotations
@@ -40,6 +44,7 @@ import psutil
 import torch
 from _command_line import Parser, json_path, positive_int, progress_of, run, write_json
 from _memory import free_at_once, own_bytes, peak_own_bytes, start_peak
+from _star import Line, address_of, enter, star, why_not
 from _worker import Worker
 from rich.box import SIMPLE
 from rich.console import Console
@@ -54,6 +59,7 @@ START_TIMEOUT_S = 300.0
 LOAD_TIMEOUT_S = 320.0
 BASELINE_S = 2.0
 SETTLE_S = 1.0
+LINK_MBIT_S, LINK_DELAY_S, LIMIT_MBIT_S = 100.0, 0.01, 40.0
 BROKEN_AT = 0.33
 """Part of a download after which a donor is killed or stopped."""
 
@@ -67,13 +73,20 @@ def make_tensors(mb: float) -> list[torch.Tensor]:
     return [torch.rand(numel, generator=generator) for _ in range(NUM_TENSORS)]
 
 
+def enter_place(place: tuple[Any, ...]) -> None:
+    """Prepare a process; its place, if given, begins with the network namespace."""
+    if place:
+        enter(place[0])
+    torch.set_num_threads(1)
+    free_at_once()
+
+
 class DonorSide:
     """A donor, with a thread that trains."""
 
-    def __init__(self, system: str, mb: float, contacts: list[str]) -> None:
-        torch.set_num_threads(1)
-        free_at_once()
-        self._donor = importlib.import_module(f"_state_{system}").Donor(make_tensors(mb), contacts)
+    def __init__(self, system: str, mb: float, contacts: list[str], *place: Any) -> None:
+        enter_place(place)
+        self._donor = importlib.import_module(f"_state_{system}").Donor(make_tensors(mb), contacts, *place[1:])
         self._num_batches, self._waited_s = 0, 0.0
         threading.Thread(target=self._train, daemon=True).start()
 
@@ -100,11 +113,10 @@ class DonorSide:
 class NewcomerSide:
     """A newcomer."""
 
-    def __init__(self, system: str, mb: float, contacts: list[str]) -> None:
-        torch.set_num_threads(1)
-        free_at_once()
+    def __init__(self, system: str, mb: float, contacts: list[str], *place: Any) -> None:
+        enter_place(place)
         self._sum = sum(float(tensor.sum(dtype=torch.float64)) for tensor in make_tensors(mb))
-        self._newcomer = importlib.import_module(f"_state_{system}").Newcomer(make_tensors(mb), contacts)
+        self._newcomer = importlib.import_module(f"_state_{system}").Newcomer(make_tensors(mb), contacts, *place[1:])
 
     def load(self) -> float:
         """Download the state; returns the seconds."""
@@ -238,11 +250,37 @@ def measure(systems: list[str], mb: float, num_donors: int, num_rounds: int) -> 
         return [swarm.row() for swarm in swarms]
 
 
+def measure_link(mb: float, num_donors: int, num_rounds: int) -> list[Row]:
+    """Two rows: without and with a limit of each donor's upload."""
+    rows: list[Row] = []
+    lines = [LINK_MBIT_S * MB / 8] * num_donors + [10 * LINK_MBIT_S * MB / 8]
+    with contextlib.ExitStack() as stack, progress_of(2 * (num_rounds + 2)) as steps:
+        names = stack.enter_context(star(num_donors + 1, Line(lines, LINK_DELAY_S, 0.0)))
+        for limit in (None, LIMIT_MBIT_S):
+            with contextlib.ExitStack() as swarm:
+                contacts: list[str] = []
+                for number, name in enumerate(names[:-1]):
+                    steps.begin(f"starting donor {number + 1}")
+                    place = (name, address_of(number), limit)
+                    donor = swarm.enter_context(Worker(DonorSide, "manyhands", mb, contacts, *place))
+                    contacts = contacts or donor.call("contacts", timeout_s=START_TIMEOUT_S)
+                    donor.call("contacts", timeout_s=START_TIMEOUT_S)
+                place = (names[-1], address_of(num_donors))
+                newcomer = swarm.enter_context(Worker(NewcomerSide, "manyhands", mb, contacts, *place))
+                seconds = []
+                for number in range(num_rounds + 1):
+                    steps.begin(f"{num_donors} donors, limit {limit}: round {number} of {num_rounds}")
+                    seconds.append(newcomer.call("load", timeout_s=LOAD_TIMEOUT_S))
+                mbit_s = 8 * mb / statistics.median(seconds[1:])
+                rows.append({"donors": num_donors, "mb": mb, "max_upload_mbit_s": limit, "mbit_s": round(mbit_s, 1)})
+    return rows
+
+
 def show(results: list[Row]) -> None:
     """Print the figures as a table."""
     table = Table(title="Handing a state out on this machine", box=SIMPLE)
     for name in results[0]:
-        table.add_column(name.replace("_", " "), justify="left" if name == "system" else "right")
+        table.add_column(name.replace("_", " "), justify="left" if name == "system" else "right", overflow="fold")
     for result in results:
         table.add_row(*("" if value is None else str(value) for value in result.values()))
     Console().print(table)
@@ -264,18 +302,24 @@ def systems(text: str) -> list[str]:
 
 def main() -> None:
     parser = Parser(__doc__)
-    parser.add_argument("--mb", type=positive_ints, default=[200], help="sizes of the state (default: 200)")
+    parser.add_argument("--mb", type=positive_ints, help="sizes of the state (default: 200; with --link 50)")
     parser.add_argument("--donors", type=positive_ints, default=[1, 2], help="numbers of donors (default: 1,2)")
     parser.add_argument("--systems", type=systems, default=["manyhands"], help="default: manyhands")
     parser.add_argument("--rounds", type=positive_int, default=5, help="default: 5")
+    parser.add_argument("--link", action="store_true", help="over emulated lines, manyhands alone")
     parser.add_argument("--json", type=json_path, metavar="FILE")
     options = parser.parse_args()
     if "hivemind" in options.systems and importlib.util.find_spec("hivemind") is None:
         parser.error("hivemind is not installed; see benchmarks/requirements.txt, or leave it out of --systems")
+    if options.link and (reason := why_not()):
+        parser.error(reason)
     results: list[Row] = []
-    for mb in options.mb:
+    for mb in options.mb or ([50] if options.link else [200]):
         for num_donors in options.donors:
-            results += measure(options.systems, mb, num_donors, options.rounds)
+            if options.link:
+                results += measure_link(mb, num_donors, options.rounds)
+            else:
+                results += measure(options.systems, mb, num_donors, options.rounds)
             write_json(options.json, results)
     show(results)
 
