@@ -17,7 +17,7 @@ from manyhands.reach.messages import (
     ExamineRequest,
     ExamineResponse,
 )
-from manyhands.rpc.asked import DIAL_BULK, TOKEN_BYTES, DialRequest, DialResponse
+from manyhands.rpc.dial_back import DIAL_BULK, TOKEN_BYTES, DialRequest, DialResponse
 from manyhands.rpc.dial_rules import may_dial
 from tests.fuzz.target import Target, decoded
 

@@ -337,7 +337,7 @@ def swallow_the_key(attacker: Attacker) -> None:
 
     async def become_a_hole(presence: Presence) -> None:
         dht = presence.dht
-        holder: Any = next(value for value in vars(dht).values() if type(value).__name__ == "Holder")
+        holder: Any = next(value for value in vars(dht).values() if type(value).__name__ == "RequestHandlers")
         holder.hold = lambda source, aged: StoreOutcome(is_stored=True, code="stored", is_responsible=True)
         answer = holder.answer
 

@@ -286,5 +286,5 @@ async def test_over_extended_and_replayed_records_are_refused_after_their_owner_
     held = swarm.nodes[0]._storage.held("key", second.subkey, asyncio.get_running_loop().time())
     assert held is not None
     assert held.expires_at <= asyncio.get_running_loop().time() + second.ttl_s, "no age makes it live longer"
-    swarm.nodes[0]._holder._wall_clock = lambda: WALL_NOW + second.ttl_s + 61.0
+    swarm.nodes[0]._handlers._wall_clock = lambda: WALL_NOW + second.ttl_s + 61.0
     assert await offer(AgedRecord(second, 0.0)) == "expired", "not by the signed time, whatever its age is said to be"

@@ -144,7 +144,9 @@ async def test_a_writer_that_does_not_know_a_holder_hears_of_it_from_the_others(
             node._overlay.table.failed(swarm.endpoint_of(holder).peer_id)
     assert await node.store("key", 1, TTL_S) >= 5
     assert [len(holder._storage) for holder in holders] == [1] * 5
-    assert node._reader._replicas.recall("key", 0.0) == tuple(swarm.endpoint_of(holder).peer_id for holder in holders)
+    assert node._reader._holder_cache.recall("key", 0.0) == tuple(
+        swarm.endpoint_of(holder).peer_id for holder in holders
+    )
 
 
 async def test_a_writer_does_not_wait_for_a_presumed_holder_that_says_nothing(swarm: Swarm) -> None:
@@ -240,14 +242,14 @@ async def test_what_a_holder_shows_twice_counts_once(swarm: Swarm) -> None:
         storage._drop("key", held.record.subkey, held)
     for _ in range(12):
         assert len(await node.get("key")) == 20
-    assert node._reader._replicas.recall_complete("key", now) == ()
+    assert node._reader._holder_cache.recall_complete("key", now) == ()
 
 
 async def test_a_holder_that_hides_records_is_found_out(swarm: Swarm) -> None:
     holders, (node, *_) = await nodes_around(swarm, "key")
     await node.store("key", "true", TTL_S)
     for liar in holders[:2]:
-        endpoint, answer = swarm.endpoint_of(liar), liar._holder._on_find
+        endpoint, answer = swarm.endpoint_of(liar), liar._handlers._on_find
 
         async def hide(remote: PeerId, request: FindRequest, answer: Any = answer) -> FindResponse:
             truth = answer(remote, request)

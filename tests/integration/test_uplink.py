@@ -65,7 +65,7 @@ def pace_of(stream: Stream) -> int | None:
 
 def has_shown(endpoint: Endpoint, line: float) -> float:
     """Let an endpoint have seen a line of so many bytes per second; returns its pace."""
-    endpoint.uplink._pace.add(pace.Stretch(line, 0.0))
+    endpoint.uplink._pace.add(pace.MonitorInterval(line, 0.0))
     paced = endpoint.uplink._pace.bytes_per_s
     assert paced is not None
     return paced
@@ -187,7 +187,7 @@ async def test_two_rounds_at_once_share_the_line() -> None:
 @pytest.mark.usefixtures("far")
 async def test_what_the_line_carries_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The system's pace stands for the line."""
-    monkeypatch.setattr(pace, "MIN_STRETCH_S", 1.0)
+    monkeypatch.setattr(pace, "MIN_INTERVAL_S", 1.0)
     monkeypatch.setattr(uplink, "MIN_FIRST_S", 1.0)
     async with endpoints(2, kind="tls") as (here, there), streams_from(here, there, 2) as streams:
         with here.uplink.shared() as share:

@@ -132,7 +132,7 @@ def test_a_newcomer_that_takes_its_time_does_not_hold_up_upkeep_and_gets_all_in_
         try:
             await endpoint.listen([Address.of(host.ip, 0)])
             if host.name == "newcomer":
-                hold = node._holder._on_store
+                hold = node._handlers._on_store
 
                 async def dawdle(remote: PeerId, request: StoreRequest) -> StoreResponse:
                     await asyncio.sleep(2.0)

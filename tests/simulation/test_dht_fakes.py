@@ -54,7 +54,7 @@ def test_a_peer_that_names_fakes_slows_a_lookup_by_little(num_peers: int) -> Non
                     began = world.loop.time()
                     assert (await node.get(KEY))[""].value == "here"
                     took_s.append(world.loop.time() - began)
-                    node._reader._replicas.forget(KEY)  # so that the next one looks up as well
+                    node._reader._holder_cache.forget(KEY)  # so that the next one looks up as well
             await asyncio.sleep(100.0)
         finally:
             await node.close()

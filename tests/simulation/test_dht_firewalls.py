@@ -10,7 +10,7 @@ from manyhands.base.address import Address
 from manyhands.base.identity import PeerId
 from manyhands.dht import DhtConfig, DhtNode
 from manyhands.dht.dial_back import DOUBTED_AFTER_S
-from manyhands.dht.holder import Holder
+from manyhands.dht.handlers import RequestHandlers
 from manyhands.dht.ids import distance, key_id, node_id
 from manyhands.dht.messages import FIND, PING, STORE
 from manyhands.rpc import Endpoint
@@ -78,7 +78,7 @@ class Swarm:
         world, name = self.world, host.name
         endpoint = Endpoint(world.transport(host), rng=world.rng(f"endpoint of {host.name}"))
         node = self.nodes[name] = DhtNode(endpoint, DhtConfig(), world.rng(name), host.wall_clock)
-        self._listen_in(name, endpoint, node._holder)
+        self._listen_in(name, endpoint, node._handlers)
         try:
             here, hole = Address.of(host.ip, PORT), Address.of(world.host(HOLE).ip, PORT)
             await endpoint.listen([here], [here, hole] if is_firewalled else [])
@@ -109,7 +109,7 @@ class Swarm:
         """Have a peer do something."""
         self.world.schedule(at(at_s).call(lambda: self.world.host(name).spawn(what())))
 
-    def _listen_in(self, name: str, endpoint: Endpoint, holder: Holder) -> None:
+    def _listen_in(self, name: str, endpoint: Endpoint, holder: RequestHandlers) -> None:
         asked_at: dict[PeerId, float] = {}
 
         def listening(handler: Callable[[PeerId, Any], Any]) -> Callable[[PeerId, Any], Any]:

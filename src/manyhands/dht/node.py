@@ -13,7 +13,8 @@ from manyhands.base.address import Address
 from manyhands.base.errors import PeerError, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.dht.config import DhtConfig
-from manyhands.dht.holder import Holder
+from manyhands.dht.handlers import RequestHandlers
+from manyhands.dht.holder_cache import HolderCache
 from manyhands.dht.issuing import Issuer, check_key
 from manyhands.dht.joining import InitialPeers
 from manyhands.dht.known_peers import KnownPeers
@@ -22,7 +23,6 @@ from manyhands.dht.overlay import Overlay
 from manyhands.dht.read_result import StoredValue
 from manyhands.dht.reader import Reader
 from manyhands.dht.records import Reason
-from manyhands.dht.replicas import Replicas
 from manyhands.dht.routing import Contact
 from manyhands.dht.schema import Schema
 from manyhands.dht.storage import Storage
@@ -79,12 +79,13 @@ class DhtNode:
         self.filters: dict[str, Filter] = {}
         self._storage = storage = Storage(config, self._schemas)
         own_id = endpoint.peer_id
-        replicas = Replicas(own_id, overlay.table, config, overlay.network_of, overlay.is_client)
-        self._holder = holder = Holder(endpoint, config, overlay, storage, replicas, self._schemas, wall_clock)
-        self._reader = Reader(own_id, config, overlay, storage, replicas, holder, self._schemas, rng, wall_clock)
+        holder_cache = HolderCache(own_id, overlay.table, config, overlay.network_of, overlay.is_client)
+        handlers = RequestHandlers(endpoint, config, overlay, storage, holder_cache, self._schemas, wall_clock)
+        self._handlers = handlers
+        self._reader = Reader(own_id, config, overlay, storage, holder_cache, handlers, self._schemas, rng, wall_clock)
         issuer = Issuer(endpoint.identity, config, wall_clock, self._schemas)
-        writer = self._writer = Writer(own_id, config, overlay, replicas, holder, issuer)
-        self._upkeep = Upkeep(own_id, config, overlay, storage, replicas, holder, writer, rng)
+        writer = self._writer = Writer(own_id, config, overlay, holder_cache, handlers, issuer)
+        self._upkeep = Upkeep(own_id, config, overlay, storage, holder_cache, handlers, writer, rng)
         self._upkeeping: asyncio.Task[None] | None = None
         self._rejoining: asyncio.Task[None] | None = None
         endpoint.on_lost.append(self._on_lost)
@@ -92,7 +93,7 @@ class DhtNode:
     @property
     def refusals(self) -> Counter[Reason]:
         """Refused records of other peers, by reason."""
-        return self._holder.refusals
+        return self._handlers.refusals
 
     @property
     def num_known_peers(self) -> int:
@@ -243,7 +244,7 @@ class DhtNode:
 
     async def close(self) -> None:
         """Stop the background tasks and stop serving; the endpoint stays open. May be called twice."""
-        self._holder.close()
+        self._handlers.close()
         if self._on_lost in self._endpoint.on_lost:
             self._endpoint.on_lost.remove(self._on_lost)
         await self._overlay.close()

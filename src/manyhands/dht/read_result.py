@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 
 from manyhands.base.identity import PeerId
-from manyhands.dht.accounts import open_room
 from manyhands.dht.config import DhtConfig
+from manyhands.dht.quotas import open_room
 from manyhands.dht.records import TOMBSTONE, AgedRecord, Reason, Record, remaining_s
 from manyhands.dht.schema import Schema, examined_under
 

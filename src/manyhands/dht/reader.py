@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping
 
 from manyhands.base.identity import PeerId
 from manyhands.dht.config import DhtConfig
-from manyhands.dht.holder import Holder
+from manyhands.dht.handlers import RequestHandlers
+from manyhands.dht.holder_cache import HolderCache
 from manyhands.dht.ids import id_to_bytes, key_id
 from manyhands.dht.messages import FIND, FindRequest, FindResponse
 from manyhands.dht.overlay import Overlay
 from manyhands.dht.read_result import Found, ReadResult
 from manyhands.dht.records import AgedRecord, Reason, Record, digest_of
-from manyhands.dht.replicas import Replicas
 from manyhands.dht.schema import Schema
 from manyhands.dht.storage import Storage
 from manyhands.runtime.concurrently import gathered
@@ -47,8 +47,8 @@ class Reader:
         config: DhtConfig,
         overlay: Overlay,
         storage: Storage,
-        replicas: Replicas,
-        holder: Holder,
+        holder_cache: HolderCache,
+        handlers: RequestHandlers,
         schemas: Mapping[str, Schema],
         rng: random.Random,
         wall_clock: Callable[[], float],
@@ -57,8 +57,8 @@ class Reader:
         self._config = config
         self._overlay = overlay
         self._storage = storage
-        self._replicas = replicas
-        self._holder = holder
+        self._holder_cache = holder_cache
+        self._handlers = handlers
         self._schemas = schemas
         self._rng = rng
         self._wall_clock = wall_clock
@@ -101,15 +101,15 @@ class Reader:
 
         config = self._config
         contacts = await self._overlay.lookup(key_id(key), config.lookup_timeout_s, config.replicas, key, take)
-        holders = self._replicas.among(key, (contact.peer_id for contact in contacts))
+        holders = self._holder_cache.among(key, (contact.peer_id for contact in contacts))
         asked = [peer_id for peer_id in holders if peer_id in first_pages]
         await gathered(*(self._read_on(peer_id, key, found, first_pages[peer_id]) for peer_id in asked))
         now, are_complete = asyncio.get_running_loop().time(), found.are_complete(holders)
-        self._replicas.remember(key, holders, now, are_complete)
+        self._holder_cache.remember(key, holders, now, are_complete)
 
     async def _read_at_some(self, key: str, found: ReadResult, quickly: bool) -> bool:
         """Read from one or a majority of the remembered holders; return whether the result is complete."""
-        replicas = list(self._replicas.recall_complete(key, asyncio.get_running_loop().time()))
+        replicas = list(self._holder_cache.recall_complete(key, asyncio.get_running_loop().time()))
         if not replicas:
             return False
         self._rng.shuffle(replicas)
@@ -120,7 +120,7 @@ class Reader:
             *(self._ask(peer_id, key, wants_records=False) for peer_id in others),
         )
         if not all(answer is not None and answer.is_responsible for answer in answers):
-            self._replicas.forget(key)
+            self._holder_cache.forget(key)
             return False
         records, *digests = (answer for answer in answers if answer is not None)
         passed = self._merge(found, first, records.records)
@@ -132,7 +132,7 @@ class Reader:
         differing = [peer_id for peer_id, answer in zip(others, digests, strict=True) if answer.digest != digest]
         await gathered(*(self._read_whole(peer_id, key, found) for peer_id in differing))
         if differing and not found.are_complete([first, *differing]):
-            self._replicas.forget(key)
+            self._holder_cache.forget(key)
             return False
         return True
 
@@ -166,7 +166,7 @@ class Reader:
         target = id_to_bytes(key_id(key))
         request = FindRequest(target, key, wants_contacts=False, wants_records=wants_records, after=after)
         if peer_id == self._own_id:
-            return self._holder.answer(peer_id, request)
+            return self._handlers.answer(peer_id, request)
         return await self._overlay.ask(peer_id, FIND, request)
 
     def _merge(self, found: ReadResult, source: PeerId, records: list[AgedRecord]) -> list[Record]:
@@ -178,5 +178,5 @@ class Reader:
             if reason in PASSED:
                 passed.append(aged.record)
             else:
-                self._holder.note(reason, source, aged.record)
+                self._handlers.note(reason, source, aged.record)
         return passed

@@ -18,8 +18,8 @@ from collections.abc import Iterator, Mapping
 
 import msgspec
 
-from manyhands.dht.accounts import Accounts
 from manyhands.dht.config import MAX_FOUND_BYTES, MAX_FOUND_RECORDS, DhtConfig
+from manyhands.dht.quotas import Quotas
 from manyhands.dht.records import TOMBSTONE, AgedRecord, Reason, Record, remaining_s, sum_of
 from manyhands.dht.schema import Schema, examined_under
 
@@ -61,7 +61,7 @@ class Storage:
         self._config = config
         self._schemas = schemas if schemas is not None else {}
         self._held: dict[str, dict[str, Held]] = {}
-        self._accounts = Accounts(config)
+        self._quotas = Quotas(config)
         self._in_order: dict[str, list[str]] = {}  # sorted subkeys by key; dropped when one is added or removed
         self._digests: dict[str, bytes] = {}  # by key; dropped when a record changes
         self._expiries: list[tuple[float, str, str]] = []  # a heap; entries that no longer match are skipped
@@ -158,13 +158,13 @@ class Storage:
         if held is not None and not record.supersedes(held.record):
             return Reason.STALE
         if held is not None:
-            self._accounts.add(held.record, held.source, -1)
-        refusal = self._accounts.bound_broken_by(record, source)
+            self._quotas.add(held.record, held.source, -1)
+        refusal = self._quotas.bound_broken_by(record, source)
         if refusal is not None:
             if held is not None:
-                self._accounts.add(held.record, held.source)
+                self._quotas.add(held.record, held.source)
             return refusal
-        self._accounts.add(record, source)
+        self._quotas.add(record, source)
         self._digests.pop(record.key, None)
         if held is None:
             self._in_order.pop(record.key, None)
@@ -188,7 +188,7 @@ class Storage:
             self._drop(key, subkey, held)
 
     def _drop(self, key: str, subkey: str, held: Held) -> None:
-        self._accounts.add(held.record, held.source, -1)
+        self._quotas.add(held.record, held.source, -1)
         del self._held[key][subkey]
         self._digests.pop(key, None)
         self._in_order.pop(key, None)
@@ -200,7 +200,7 @@ class Storage:
         record = held.record
         self._held.setdefault(record.key, {})[record.subkey] = held
         heapq.heappush(self._expiries, (expires_at, record.key, record.subkey))
-        if len(self._expiries) > 2 * self._accounts.num_records + 64:  # some records are renewed often
+        if len(self._expiries) > 2 * self._quotas.num_records + 64:  # some records are renewed often
             self._expiries = [(held.expires_at, held.record.key, held.record.subkey) for held in self._all()]
             heapq.heapify(self._expiries)
 

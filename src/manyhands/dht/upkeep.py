@@ -8,12 +8,12 @@ from collections.abc import Sequence
 
 from manyhands.base.identity import PeerId
 from manyhands.dht.config import MAX_STORED_RECORDS, DhtConfig
-from manyhands.dht.handover import Handover
-from manyhands.dht.holder import Holder
+from manyhands.dht.handlers import RequestHandlers
+from manyhands.dht.holder_cache import HolderCache
 from manyhands.dht.ids import ID_BITS, node_id
 from manyhands.dht.neighbours import unknown_neighbours
 from manyhands.dht.overlay import Overlay
-from manyhands.dht.replicas import Replicas
+from manyhands.dht.replication import ReplicationPlanner
 from manyhands.dht.routing import Contact
 from manyhands.dht.storage import Storage
 from manyhands.dht.writer import Writer
@@ -42,8 +42,8 @@ class Upkeep:
         config: DhtConfig,
         overlay: Overlay,
         storage: Storage,
-        replicas: Replicas,
-        holder: Holder,
+        holder_cache: HolderCache,
+        handlers: RequestHandlers,
         writer: Writer,
         rng: random.Random,
     ) -> None:
@@ -51,11 +51,11 @@ class Upkeep:
         self._config = config
         self._overlay = overlay
         self._storage = storage
-        self._replicas = replicas
-        self._holder = holder
+        self._holder_cache = holder_cache
+        self._handlers = handlers
         self._writer = writer
         self._rng = rng
-        self._handover = Handover()
+        self._replication = ReplicationPlanner()
         self._neighbours_seen: list[PeerId] = []
         self._quiet_rounds = 0
         self._num_doubted = MAX_DOUBTED
@@ -67,7 +67,7 @@ class Upkeep:
 
     def lost(self, peer_id: PeerId) -> None:
         """Note that the connection to a peer is lost: if it returns, it may hold nothing."""
-        self._handover.forget(peer_id)
+        self._replication.forget(peer_id)
 
     async def refresh_table(self) -> None:
         """Ping contacts that may be gone, and look up peers near this node and at a random point.
@@ -95,7 +95,7 @@ class Upkeep:
     async def hand_over(self) -> None:
         """Send the records held here to peers that should hold them after others have come or gone."""
         keys = self._storage.keys(asyncio.get_running_loop().time())
-        plan = self._handover.plan(keys, self._other_replicas)
+        plan = self._replication.plan(keys, self._other_replicas)
         await asyncio.gather(*(self._give(peer_id, gift) for peer_id, gift in plan.items()))
 
     def _neighbours(self) -> list[PeerId]:
@@ -111,7 +111,7 @@ class Upkeep:
         self._num_doubted = MAX_DOUBTED // 2 if all(answers[len(partners) :]) else MAX_DOUBTED
 
     def _other_replicas(self, key: str) -> list[PeerId]:
-        return [peer_id for peer_id in self._replicas.known(key) if peer_id != self._own_id]
+        return [peer_id for peer_id in self._holder_cache.known(key) if peer_id != self._own_id]
 
     async def _give(self, peer_id: PeerId, keys: Sequence[str]) -> None:
         """Send records to a peer for at most one period, as a slow peer delays the whole round."""
@@ -127,7 +127,7 @@ class Upkeep:
                 return  # the next round tries again
             for outcome in response.outcomes:
                 if outcome.later is not None:
-                    self._holder.hold(peer_id, outcome.later)
+                    self._handlers.hold(peer_id, outcome.later)
             unfinished = records[end].record.key if end < len(records) else None
             done = {held.record.key for held in records[start:end]} - {unfinished}
-            self._handover.given(peer_id, done)
+            self._replication.given(peer_id, done)

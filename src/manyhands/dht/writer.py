@@ -13,13 +13,13 @@ import msgspec
 from manyhands.base.errors import Refused
 from manyhands.base.identity import PeerId
 from manyhands.dht.config import MAX_STORED_RECORDS, DhtConfig
-from manyhands.dht.holder import Holder
+from manyhands.dht.handlers import RequestHandlers
+from manyhands.dht.holder_cache import HolderCache
 from manyhands.dht.ids import key_id
 from manyhands.dht.issuing import Issuer
 from manyhands.dht.messages import STORE, Nearest, StoreOutcome, StoreRequest, StoreResponse
 from manyhands.dht.overlay import Overlay
 from manyhands.dht.records import AgedRecord, Reason, Record
-from manyhands.dht.replicas import Replicas
 from manyhands.runtime.concurrently import gathered, gathered_within
 
 KEYS_AT_ONCE = 8
@@ -53,13 +53,19 @@ class Writer:
     """Writes for one node."""
 
     def __init__(
-        self, own_id: PeerId, config: DhtConfig, overlay: Overlay, replicas: Replicas, holder: Holder, issuer: Issuer
+        self,
+        own_id: PeerId,
+        config: DhtConfig,
+        overlay: Overlay,
+        holder_cache: HolderCache,
+        handlers: RequestHandlers,
+        issuer: Issuer,
     ) -> None:
         self._own_id = own_id
         self._config = config
         self._overlay = overlay
-        self._replicas = replicas
-        self._holder = holder
+        self._holder_cache = holder_cache
+        self._handlers = handlers
         self._issuer = issuer
 
     async def store(self, entries: Sequence[Entry]) -> list[int]:
@@ -88,7 +94,7 @@ class Writer:
             The outcome of each; None if it does not answer.
         """
         if peer_id == self._own_id:
-            return StoreResponse([self._holder.hold(peer_id, aged) for aged in records], knows_same=True)
+            return StoreResponse([self._handlers.hold(peer_id, aged) for aged in records], knows_same=True)
         response = await self._overlay.ask(peer_id, STORE, StoreRequest(list(records), nearest))
         return response if response is not None and len(response.outcomes) == len(records) else None
 
@@ -117,7 +123,7 @@ class Writer:
 
     async def _write_key(self, key: str, records: Sequence[Record]) -> list[Outcomes]:
         loop, config = asyncio.get_running_loop(), self._config
-        replicas = self._replicas.recall(key, loop.time())
+        replicas = self._holder_cache.recall(key, loop.time())
         if replicas:
             answers = await self._store_at(replicas, records)
             is_done = len(answers) == len(replicas) and all(answer.is_responsible for answer in answers.values())
@@ -125,8 +131,8 @@ class Writer:
             answers, is_done = await self._store_near(key, records)
         if not is_done:
             contacts = await self._overlay.lookup(key_id(key), config.lookup_timeout_s, config.replicas)
-            found = self._replicas.among(key, (contact.peer_id for contact in contacts))
-            self._replicas.remember(key, found, loop.time())
+            found = self._holder_cache.among(key, (contact.peer_id for contact in contacts))
+            self._holder_cache.remember(key, found, loop.time())
             answers |= await self._store_at([peer_id for peer_id in found if peer_id not in answers], records)
         return [
             {peer_id: answer.outcomes[number] for peer_id, answer in answers.items()} for number in range(len(records))
@@ -147,7 +153,7 @@ class Writer:
         answers = await self._store_at(peers, records, nearest, config.slow_after_s)
         is_done = len(answers) == len(peers) > 1 and all(answer.knows_same for answer in answers.values())
         if is_done:
-            self._replicas.remember(key, peers, asyncio.get_running_loop().time())
+            self._holder_cache.remember(key, peers, asyncio.get_running_loop().time())
         return answers, is_done
 
     async def _store_at(

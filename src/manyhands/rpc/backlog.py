@@ -28,7 +28,7 @@ NEARLY_ALL = 0.9
 
 
 @dataclass
-class Shown:
+class StreamMeasurement:
     """Measurements of one stream.
 
     Attributes:
@@ -53,7 +53,7 @@ class Backlog:
     def __init__(self) -> None:
         self.seconds = 0.0
         self._looked_at = 0.0
-        self._shown: dict[Any, Shown] = {}
+        self._measured: dict[Any, StreamMeasurement] = {}
 
     def add(self, now: float, sizes: Mapping[Any, float], changes: Mapping[Any, Delivery]) -> None:
         """Add the measurements since the last sample.
@@ -66,8 +66,8 @@ class Backlog:
         before, self._looked_at = self._looked_at, now
         busy = 0.0
         for stream, change in changes.items():
-            if (shown := self._shown.get(stream)) is None:
-                self._shown[stream] = Shown(sizes[stream], now)
+            if (shown := self._measured.get(stream)) is None:
+                self._measured[stream] = StreamMeasurement(sizes[stream], now)
             elif before >= shown.since + SETTLE_S:
                 shown.num_bytes += change.delivered
                 shown.busy_s += change.busy_s
@@ -78,7 +78,7 @@ class Backlog:
     @property
     def rate(self) -> float | None:
         """Bytes per second, > 0, of all streams together; None if they were not busy for long enough."""
-        told = [shown for shown in self._shown.values() if shown.busy_s >= MIN_BUSY_S]
-        if sum(shown.size for shown in told) < NEARLY_ALL * sum(shown.size for shown in self._shown.values()):
+        told = [shown for shown in self._measured.values() if shown.busy_s >= MIN_BUSY_S]
+        if sum(shown.size for shown in told) < NEARLY_ALL * sum(shown.size for shown in self._measured.values()):
             return None
         return sum(shown.num_bytes / shown.busy_s for shown in told) or None

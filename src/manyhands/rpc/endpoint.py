@@ -18,11 +18,11 @@ from manyhands.base.errors import ConfigError, PeerError, PeerLost, ProtocolViol
 from manyhands.base.identity import PeerId
 from manyhands.rpc.address_book import AddressBook, Source
 from manyhands.rpc.announce import check_announced, dialable_addresses, own_hosts, seen_from_outside
-from manyhands.rpc.asked import ASKED, DIAL_BULK, AskedStreams
 from manyhands.rpc.backoff import Backoff
 from manyhands.rpc.bulk import BulkAcceptor, BulkStreams, OpenOne
 from manyhands.rpc.config import RpcConfig
 from manyhands.rpc.connection import ControlConnection
+from manyhands.rpc.dial_back import DIAL_BACK, DIAL_BULK, DialBackStreams
 from manyhands.rpc.dial_rules import HeardDials
 from manyhands.rpc.dialling import Dialler, Opened
 from manyhands.rpc.frames import CONTROL, Hello, Reject, Welcome, receive_frame, send_frame
@@ -90,11 +90,11 @@ class Endpoint:
         self._dialler = Dialler(transport, self._streams, self._rules)
         self._bulk = BulkStreams(self._streams, self._config, self._rng)
         self._tasks = TaskOwner("endpoint")
-        self._asked = AskedStreams(
+        self._dial_back = DialBackStreams(
             self._dialler, self._tasks, self.counters, self._book.reached_at, self._hello, self._serve_stream, self._rng
         )
         if client_mode:
-            self.handle(DIAL_BULK, self._asked.on_dial)
+            self.handle(DIAL_BULK, self._dial_back.on_dial)
         self.uplink = Uplink(self._tasks)
 
     # set-up and end
@@ -330,7 +330,7 @@ class Endpoint:
     ) -> Stream:
         """Open a separate stream for bulk data, over several connections if the round trip is long.
 
-        A connected peer in client mode is asked to dial back; see :mod:`manyhands.rpc.asked`.
+        A connected peer in client mode is asked to dial back; see :mod:`manyhands.rpc.dial_back`.
 
         Args:
             size_bytes: about how much will be sent in either direction; small sizes use one connection.
@@ -350,7 +350,7 @@ class Endpoint:
         if connection is None or self.client_mode or not self.is_client(peer_id):
             addresses, heard = self._addresses_to_dial(peer_id), self._book.heard(peer_id)
             return lambda hello: self._dialler.open(addresses, hello, timeout_s, heard)
-        return lambda hello: self._asked.open(connection, hello, timeout_s)
+        return lambda hello: self._dial_back.open(connection, hello, timeout_s)
 
     def release(self, stream: Stream) -> None:
         """Abort a stream that :meth:`open_bulk` opened, and count its bytes."""
@@ -460,9 +460,9 @@ class Endpoint:
             else:
                 self.counters["refused_full"] += 1
                 await self._reject(stream, "full", f"this peer has {len(self._pool)} connections already")
-        elif stream.is_bulk and hello.purpose == ASKED:
+        elif stream.is_bulk and hello.purpose == DIAL_BACK:
             try:
-                await self._asked.arrived(stream, hello, welcome)
+                await self._dial_back.arrived(stream, hello, welcome)
             except Refused as refusal:
                 await self._reject(stream, refusal.code, refusal.message)
         elif stream.is_bulk and (acceptor := self._bulk.acceptors.get(hello.purpose)) is not None:

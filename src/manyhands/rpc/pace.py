@@ -1,18 +1,18 @@
 """Computes the total send rate for the streams of this peer on long links, from their acknowledgements. Pure.
 
 Several streams that each try to fill one line overflow its queue and get unfair shares. They do not if the system paces
-them at about the capacity of the line. That capacity shows in the highest rate of acknowledgements within a stretch of
-time: no line acknowledges more than it carries, however slow the receivers are.
+them at about the capacity of the line. That capacity shows in the highest rate of acknowledgements within some seconds:
+no line acknowledges more than it carries, however slow the receivers are.
 
 All members of a round finish together, so none could ever show a faster line if each sent at its last rate. So the pace
 is a little above it. A pace that is too high costs almost nothing, and one that is too low costs in proportion. So a
 pace rises soon, and falls late:
 
-* The first stretch counts if the streams were backlogged for most of it. Otherwise a peer with a fast line among slow
+* The first interval counts if the streams were backlogged for most of it. Otherwise a peer with a fast line among slow
   ones would take their speed for its own, and be paced to it for good.
-* A stretch that kept up with its pace, without losses, has shown a faster line; the next pace is raised by more.
-* A slower stretch shows nothing: streams also wait for late members.
-* Losses above the random rate hold the pace at the rate of the line for a while; in two consecutive stretches, they
+* An interval that kept up with its pace, without losses, has shown a faster line; the next pace is raised by more.
+* A slower interval shows nothing: streams also wait for late members.
+* Losses above the random rate hold the pace at the rate of the line for a while; in two consecutive intervals, they
   lower it to the delivered rate. If the losses then stay the same, they are random, and lower nothing for a while.
 """
 
@@ -23,14 +23,14 @@ from typing import NamedTuple
 
 from manyhands.transport.api import Delivery
 
-MIN_STRETCH_S = 3.0
-"""A shorter stretch gives no rate: connections take a few round trips to reach their speed."""
+MIN_INTERVAL_S = 3.0
+"""A shorter interval gives no rate: connections take a few round trips to reach their speed."""
 
 MIN_BACKLOGGED = 0.5
-"""Least share of the first stretch in which the streams were backlogged."""
+"""Least share of the first interval in which the streams were backlogged."""
 
 MAX_WINDOW_S = 2.0
-"""The best rate is measured over this time, or half of the stretch. Acknowledgements come in bursts: over less time
+"""The best rate is measured over this time, or half of the interval. Acknowledgements come in bursts: over less time
 there may be many more than the line carries."""
 
 KEPT_UP = 0.98
@@ -40,28 +40,28 @@ STEP = 0.05
 MAX_STEP = 0.4
 """By how much the pace exceeds the rate of the line, usually and at most."""
 HOLD = 2
-"""Stretches after one with losses in which the pace does not exceed the rate of the line."""
+"""IntervalSampler after one with losses in which the pace does not exceed the rate of the line."""
 
 MIN_LOSS = 0.02
 """A smaller share of retransmitted bytes is normal."""
 
 NUM_LOSSY = 2
-"""Consecutive stretches with losses that lower the pace."""
+"""Consecutive intervals with losses that lower the pace."""
 
 HELPED = 0.6
 """Lowering the pace has helped if the share of losses fell by 1 - HELPED of what was expected."""
 
 CHANCE = 1.5
 """Losses up to this factor of the last random losses count as random,"""
-CHANCE_STRETCHES = 64
-"""for this many stretches."""
+CHANCE_INTERVALS = 64
+"""for this many intervals."""
 
 FASTEST_FALL = 0.7
 MAX_PACE = 1e12
 """Bytes per second."""
 
 
-class Stretch(NamedTuple):
+class MonitorInterval(NamedTuple):
     """Measurements of all streams on long links over some seconds.
 
     Attributes:
@@ -75,8 +75,8 @@ class Stretch(NamedTuple):
     backlogged: float = 1.0
 
 
-class Stretches:
-    """Collects samples of the streams and summarizes them as stretches."""
+class IntervalSampler:
+    """Collects samples of the streams and summarizes them as intervals."""
 
     def __init__(self) -> None:
         self._samples: list[tuple[float, Delivery]] = []
@@ -93,9 +93,9 @@ class Stretches:
     def seconds(self) -> float:
         return self._samples[-1][0] - self._samples[0][0] if self._samples else 0.0
 
-    def stretch(self) -> Stretch | None:
-        """Return the stretch since :meth:`begin`; None if it is too short or nothing was sent."""
-        if self.seconds < MIN_STRETCH_S:
+    def interval(self) -> MonitorInterval | None:
+        """Return the interval since :meth:`begin`; None if it is too short or nothing was sent."""
+        if self.seconds < MIN_INTERVAL_S:
             return None
         first, last = self._samples[0][1], self._samples[-1][1]
         if (num_sent := last.sent - first.sent) <= 0:
@@ -103,7 +103,7 @@ class Stretches:
         window_s = min(MAX_WINDOW_S, self.seconds / 2)
         best = _best_rate([(at, total.delivered) for at, total in self._samples], window_s)
         backlogged = (last.busy_s - first.busy_s) / self.seconds
-        return Stretch(best, (last.resent - first.resent) / num_sent, backlogged)
+        return MonitorInterval(best, (last.resent - first.resent) / num_sent, backlogged)
 
 
 def _best_rate(samples: Sequence[tuple[float, int]], window_s: float) -> float:
@@ -119,19 +119,19 @@ def _best_rate(samples: Sequence[tuple[float, int]], window_s: float) -> float:
 
 
 class Pace:
-    """The pace, updated after each stretch.
+    """The pace, updated after each interval.
 
     Attributes:
-        line: the measured rate of the line, in bytes per second; None before the first stretch.
+        line: the measured rate of the line, in bytes per second; None before the first interval.
     """
 
     def __init__(self) -> None:
         self.line: float | None = None
         self._step = STEP
-        self._hold = 0  # stretches that must keep up before the pace may exceed the rate of the line again
-        self._num_lossy = 0  # consecutive stretches
+        self._hold = 0  # intervals that must keep up before the pace may exceed the rate of the line again
+        self._num_lossy = 0  # consecutive intervals
         self._helped_below: float | None = None  # set after lowering the pace: a smaller loss shows that it helped
-        self._chance, self._chance_left = 0.0, 0  # random loss, and for how many stretches it is expected
+        self._chance, self._chance_left = 0.0, 0  # random loss, and for how many intervals it is expected
 
     @property
     def bytes_per_s(self) -> float | None:
@@ -140,15 +140,15 @@ class Pace:
             return None
         return min(self.line * (1 if self._hold else 1 + self._step), MAX_PACE)
 
-    def add(self, stretch: Stretch) -> None:
-        """Update the pace after a stretch that was sent at the current pace, or without one."""
+    def add(self, interval: MonitorInterval) -> None:
+        """Update the pace after an interval that was sent at the current pace, or without one."""
         pace = self.bytes_per_s
         if self.line is None or pace is None:
-            if stretch.backlogged >= MIN_BACKLOGGED:
-                self.line = stretch.best or None
+            if interval.backlogged >= MIN_BACKLOGGED:
+                self.line = interval.best or None
             return
-        is_lossy = self._is_lossy(stretch.loss)
-        keeps_up = not is_lossy and stretch.best >= KEPT_UP * pace * (1 - stretch.loss)
+        is_lossy = self._is_lossy(interval.loss)
+        keeps_up = not is_lossy and interval.best >= KEPT_UP * pace * (1 - interval.loss)
         if is_lossy:
             self._hold = HOLD
         elif keeps_up:
@@ -157,9 +157,9 @@ class Pace:
             self._step = STEP
         self._num_lossy = self._num_lossy + 1 if is_lossy else 0
         if self._num_lossy == NUM_LOSSY:
-            self.line = self._lowered(pace, stretch)
+            self.line = self._lowered(pace, interval)
         else:
-            self.line = min(max(self.line, stretch.best), MAX_PACE)
+            self.line = min(max(self.line, interval.best), MAX_PACE)
 
     def _is_lossy(self, loss: float) -> bool:
         """Whether the loss is more than random, so that a slower pace may help."""
@@ -168,13 +168,13 @@ class Pace:
         if self._chance_left <= 0:
             self._chance = 0.0
         if helped_below is not None and loss > max(helped_below, MIN_LOSS):
-            self._chance, self._chance_left = loss, CHANCE_STRETCHES
+            self._chance, self._chance_left = loss, CHANCE_INTERVALS
         return loss > CHANCE * self._chance + MIN_LOSS
 
-    def _lowered(self, pace: float, stretch: Stretch) -> float:
+    def _lowered(self, pace: float, interval: MonitorInterval) -> float:
         """Return the lowered rate; acknowledgements come in bursts, so the best rate alone may be too high."""
-        carried = max(min(stretch.best, pace * (1 - stretch.loss)), FASTEST_FALL * pace)
-        at_best = max(0.0, 1 - (1 - stretch.loss) * pace / carried)
-        self._helped_below = HELPED * stretch.loss + (1 - HELPED) * at_best
+        carried = max(min(interval.best, pace * (1 - interval.loss)), FASTEST_FALL * pace)
+        at_best = max(0.0, 1 - (1 - interval.loss) * pace / carried)
+        self._helped_below = HELPED * interval.loss + (1 - HELPED) * at_best
         self._num_lossy = 0
         return carried

@@ -9,16 +9,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from manyhands.rpc.backlog import Backlog
-from manyhands.rpc.pace import Pace, Stretches
+from manyhands.rpc.pace import IntervalSampler, Pace
 from manyhands.runtime.tasks import TaskOwner
 from manyhands.transport.api import Delivery, Stream
 
 LOOK_PERIOD_S = 0.2
-STRETCH_S = 4.0
+INTERVAL_S = 4.0
 """The pace is updated after this time, and at the end of a round."""
-FIRST_STRETCH_S = 8.0
+FIRST_INTERVAL_S = 8.0
 MIN_FIRST_S = 6.0
-"""Unpaced streams take long to show the rate of the line: ``FIRST_STRETCH_S``, or until the round ends, but at least
+"""Unpaced streams take long to show the rate of the line: ``FIRST_INTERVAL_S``, or until the round ends, but at least
 ``MIN_FIRST_S``."""
 SETTLE_S = 0.5
 """After a change of the pace the queues still hold what was sent before."""
@@ -118,7 +118,7 @@ class Uplink:
         self._tasks = tasks
         self._shares: list[Share] = []
         self._pace = Pace()
-        self._stretches = Stretches()
+        self._sampler = IntervalSampler()
         self._total = Delivery(0, 0, 0, 0.0)  # of all streams together; busy while those of a round were backlogged
         self._watching: asyncio.Task[None] | None = None
         self._is_changed = False
@@ -167,13 +167,13 @@ class Uplink:
                     share.free()
 
     async def _watch(self) -> None:
-        self._stretches.begin()
+        self._sampler.begin()
         while self._active():
             self._look()
             await asyncio.sleep(LOOK_PERIOD_S)
 
     def _look(self, *, is_last: bool = False) -> None:
-        """Sample all streams; at the end of a stretch, set the pace of the next one."""
+        """Sample all streams; at the end of an interval, set the pace of the next one."""
         now, num_open = asyncio.get_running_loop().time(), self._num_open()
         before_s = sum(share.backlog.seconds for share in self._shares)
         changes = [change for share in self._shares for change in share.look(now)]
@@ -185,13 +185,13 @@ class Uplink:
             return
         line = self._pace.line
         if line is not None and not all(share.is_long(line) for share in self._active()):
-            self._stretches.begin()  # unpaced streams say nothing about the pace
+            self._sampler.begin()  # unpaced streams say nothing about the pace
             return
-        self._stretches.add(now, self._total)
-        if is_last or self._stretches.seconds >= (STRETCH_S if line is not None else FIRST_STRETCH_S):
-            is_enough = line is not None or self._stretches.seconds >= MIN_FIRST_S
-            if is_enough and (stretch := self._stretches.stretch()) is not None:
-                self._pace.add(stretch)
+        self._sampler.add(now, self._total)
+        if is_last or self._sampler.seconds >= (INTERVAL_S if line is not None else FIRST_INTERVAL_S):
+            is_enough = line is not None or self._sampler.seconds >= MIN_FIRST_S
+            if is_enough and (interval := self._sampler.interval()) is not None:
+                self._pace.add(interval)
                 self._settled_at = now + SETTLE_S
                 self._divide()
-            self._stretches.begin()
+            self._sampler.begin()

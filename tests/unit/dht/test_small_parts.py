@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from manyhands.base.errors import ConfigError
 from manyhands.base.identity import PeerId
 from manyhands.dht.config import MAX_CONTACTS, MAX_FOUND_RECORDS, MAX_STORED_RECORDS, MAX_VALUE_BYTES, DhtConfig
-from manyhands.dht.handover import Handover
 from manyhands.dht.ids import distance, id_from_bytes, id_to_bytes, key_id, node_id
 from manyhands.dht.issuing import Issuer
 from manyhands.dht.messages import FindRequest, FindResponse, StoreOutcome, StoreRequest, StoreResponse
 from manyhands.dht.records import MAX_KEY_LENGTH, MAX_SEQUENCE, AgedRecord, Reason, fault_of
+from manyhands.dht.replication import ReplicationPlanner
 from manyhands.dht.routing import MAX_ADDRESS_LENGTH, MAX_ADDRESSES, Contact
 from manyhands.dht.storage import Storage
 from manyhands.rpc.frames import MAX_FRAME_BYTES
@@ -101,7 +101,7 @@ def largest_answer() -> FindResponse:
 
 class TestHandover:
     def test_a_newcomer_is_given_what_it_should_hold_once(self) -> None:
-        handover = Handover()
+        handover = ReplicationPlanner()
         replicas = {"near": [PeerId("old")], "far": [PeerId("other")]}
         for peer_id, keys in handover.plan(replicas, replicas.__getitem__).items():
             handover.given(peer_id, keys)
@@ -112,7 +112,7 @@ class TestHandover:
         assert handover.plan(replicas, replicas.__getitem__) == {}
 
     def test_who_was_lost_or_went_out_of_reach_is_given_it_again(self) -> None:
-        handover = Handover()
+        handover = ReplicationPlanner()
         handover.plan(["key"], lambda _: [PeerId("a"), PeerId("b")])
         handover.given(PeerId("a"), ["key"])
         handover.given(PeerId("b"), ["key"])
@@ -121,7 +121,7 @@ class TestHandover:
         assert handover.plan(["key"], lambda _: [PeerId("b")]) == {"b": ["key"]}, "b was not among the replicas"
 
     def test_keys_that_expired_are_forgotten(self) -> None:
-        handover = Handover()
+        handover = ReplicationPlanner()
         handover.given(PeerId("a"), [f"key-{number}" for number in range(100)])
         handover.plan(["key-1"], lambda _: [PeerId("a")])
         assert handover._holders.keys() == {"key-1"}

@@ -57,13 +57,13 @@ def test_the_accounts_agree_with_what_is_held(steps: list[tuple[int, int, int, i
         held = [held for key in storage.keys(now) for held in storage.get(key, now)]
         assert len(storage) == len(held) <= 4
         assert sum(entry.record.num_bytes for entry in held) <= 2000
-        usage = storage._accounts._usage
+        usage = storage._quotas._usage
         assert usage["total", ""].num_bytes == sum(entry.record.num_bytes for entry in held)
         assert usage["source", "10.0.0.1"].num_records == sum(entry.source == "10.0.0.1" for entry in held)
         assert all(entry.expires_at > now for entry in held)
     storage.expire(now + 100)
     assert len(storage) == 0
-    assert set(storage._accounts._usage) <= {("total", ""), ("source", "10.0.0.1")}
+    assert set(storage._quotas._usage) <= {("total", ""), ("source", "10.0.0.1")}
 
 
 def test_the_higher_sequence_counts() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from manyhands.rpc.pace import MAX_PACE, Pace, Stretch, Stretches
+from manyhands.rpc.pace import MAX_PACE, IntervalSampler, MonitorInterval, Pace
 from manyhands.transport.api import Delivery
 
 MB = 10**6
@@ -14,7 +14,7 @@ LINE = 12 * MB
 
 
 class Line:
-    """A line, and the streams of one peer that send over it at its pace for one stretch after the other.
+    """A line, and the streams of one peer that send over it at its pace for one interval after the other.
 
     Attributes:
         bytes_per_s: what it carries.
@@ -31,18 +31,18 @@ class Line:
         self.chance: Callable[[], float] = lambda: 0.0
         self._rng = random.Random(seed)
 
-    def stretch(self) -> float:
-        """One stretch; returns what got through, in bytes per second."""
+    def interval(self) -> float:
+        """One interval; returns what got through, in bytes per second."""
         pace = self.pace.bytes_per_s
         offered = min(1.1 * self.bytes_per_s if pace is None else pace, self.others)
         loss = min(1.0, self.drops * max(0.0, 1 - self.bytes_per_s / offered) + self.chance())
         through = min(offered * (1 - loss), self.bytes_per_s)
         noise = self._rng.uniform(0.95, 1.05) if pace is None else self._rng.uniform(0.99, 1.005)
-        self.pace.add(Stretch(through * noise, loss))
+        self.pace.add(MonitorInterval(through * noise, loss))
         return through
 
-    def stretches(self, count: int) -> list[float]:
-        return [self.stretch() for _ in range(count)]
+    def intervals(self, count: int) -> list[float]:
+        return [self.interval() for _ in range(count)]
 
 
 def pace_of(line: Line) -> float:
@@ -53,10 +53,10 @@ def pace_of(line: Line) -> float:
 def test_there_is_no_pace_before_a_stretch_has_shown_one() -> None:
     pace = Pace()
     assert pace.bytes_per_s is None
-    pace.add(Stretch(best=0.0, loss=0.0))
+    pace.add(MonitorInterval(best=0.0, loss=0.0))
     assert pace.bytes_per_s is None
     assert pace.line is None
-    pace.add(Stretch(best=5.0 * MB, loss=0.1))
+    pace.add(MonitorInterval(best=5.0 * MB, loss=0.1))
     assert pace.line == 5 * MB
     assert pace.bytes_per_s == pytest.approx(5.25 * MB)
 
@@ -65,9 +65,9 @@ def test_there_is_no_pace_before_a_stretch_has_shown_one() -> None:
 @pytest.mark.parametrize("drops", [0.0, 0.3, 1.0])
 def test_a_pace_stays_about_what_the_line_carries(drops: float, seed: int) -> None:
     line = Line(seed, drops=drops)
-    line.stretches(6)
+    line.intervals(6)
     for _ in range(300):
-        assert line.stretch() > 0.93 * LINE
+        assert line.interval() > 0.93 * LINE
         assert pace_of(line) < 1.15 * LINE
 
 
@@ -75,9 +75,9 @@ def test_a_pace_stays_about_what_the_line_carries(drops: float, seed: int) -> No
 @pytest.mark.parametrize("factor", [0.05, 0.3, 0.8])
 def test_a_pace_follows_a_line_that_gets_slower(factor: float, seed: int) -> None:
     line = Line(seed)
-    line.stretches(60)
+    line.intervals(60)
     line.bytes_per_s = factor * LINE
-    line.stretches(20)
+    line.intervals(20)
     assert factor * LINE * 0.95 < pace_of(line) < factor * LINE * 1.15
 
 
@@ -85,9 +85,9 @@ def test_a_pace_follows_a_line_that_gets_slower(factor: float, seed: int) -> Non
 @pytest.mark.parametrize("factor", [1.3, 3.0, 20.0])
 def test_a_pace_follows_a_line_that_gets_faster(factor: float, seed: int) -> None:
     line = Line(seed)
-    line.stretches(60)
+    line.intervals(60)
     line.bytes_per_s = factor * LINE
-    line.stretches(40)
+    line.intervals(40)
     assert factor * LINE * 0.95 < pace_of(line) < factor * LINE * 1.15
 
 
@@ -95,44 +95,44 @@ def test_a_pace_follows_a_line_that_gets_faster(factor: float, seed: int) -> Non
 def test_a_first_stretch_that_was_slow_since_others_were_is_made_up_for(seed: int) -> None:
     line = Line(seed)
     line.others = LINE / 4
-    line.stretches(3)
+    line.intervals(3)
     line.others = math.inf
-    line.stretches(16)
+    line.intervals(16)
     assert 0.95 * LINE < pace_of(line) < 1.15 * LINE
 
 
 @pytest.mark.parametrize("others", [0.02, 0.5, 0.9])
 def test_others_that_are_slow_do_not_lower_a_pace(others: float) -> None:
     line, rng = Line(1), random.Random(1)
-    line.stretches(20)
+    line.intervals(20)
     for _ in range(100):
         line.others = line.bytes_per_s * rng.uniform(0.5, 1.0) * others
-        line.stretch()
+        line.interval()
         assert pace_of(line) > 0.93 * LINE
     line.others = math.inf
-    assert line.stretch() > 0.93 * LINE
+    assert line.interval() > 0.93 * LINE
 
 
 def test_bursts_that_wait_for_others_do_not_lower_a_pace() -> None:
     """Half of the time others are waited for: a slower pace would make the rest longer, and look slower still."""
     line = Line(1)
-    line.stretches(20)
+    line.intervals(20)
     for _ in range(200):
-        line.pace.add(Stretch(1 / (1 / min(pace_of(line), LINE) + 1 / LINE), 0.0))
-    assert line.stretch() > 0.93 * LINE
+        line.pace.add(MonitorInterval(1 / (1 / min(pace_of(line), LINE) + 1 / LINE), 0.0))
+    assert line.interval() > 0.93 * LINE
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_members_that_get_on_together_all_find_their_lines(seed: int) -> None:
-    """The slowest pace holds all up, and the first stretch has shown all of them too little."""
+    """The slowest pace holds all up, and the first interval has shown all of them too little."""
     rng = random.Random(seed)
     paces = [Pace() for _ in range(4)]
     for pace in paces:
-        pace.add(Stretch(LINE * rng.uniform(0.5, 0.8), 0.05))
+        pace.add(MonitorInterval(LINE * rng.uniform(0.5, 0.8), 0.05))
     for _ in range(16):
         together = min([LINE, *(pace.bytes_per_s or 0.0 for pace in paces)])
         for pace in paces:
-            pace.add(Stretch(together * rng.uniform(0.985, 1.005), 0.0))
+            pace.add(MonitorInterval(together * rng.uniform(0.985, 1.005), 0.0))
     assert together == LINE
 
 
@@ -142,8 +142,8 @@ def test_losses_by_chance_do_not_lower_a_pace_for_long(chance: float, seed: int)
     line = Line(seed)
     rng = random.Random(seed)
     line.chance = lambda: max(0.0, rng.gauss(chance, chance / 10))
-    line.stretches(20)
-    rates = line.stretches(300)
+    line.intervals(20)
+    rates = line.intervals(300)
     assert sum(rates) / len(rates) > 0.93 * (1 - chance) * LINE
     assert min(rates) > 0.75 * (1 - chance) * LINE
 
@@ -153,73 +153,73 @@ def test_losses_that_come_and_go_do_not_lower_a_pace_without_end(seed: int) -> N
     line = Line(seed)
     rng = random.Random(seed)
     line.chance = lambda: rng.choice([0.0, 0.0, rng.uniform(0, 0.08)])
-    rates = line.stretches(1000)
+    rates = line.intervals(1000)
     assert sum(rates) / len(rates) > 0.85 * LINE
     assert min(rates) > 0.6 * LINE
 
 
 def test_a_pace_has_a_bound() -> None:
     pace = Pace()
-    pace.add(Stretch(1.0, 0.0))
+    pace.add(MonitorInterval(1.0, 0.0))
     for _ in range(300):
-        pace.add(Stretch(math.inf, 0.0))
+        pace.add(MonitorInterval(math.inf, 0.0))
     assert pace.bytes_per_s == MAX_PACE
 
 
-# stretches
+# intervals
 
 
 def test_a_stretch_is_known_by_its_best_half() -> None:
     """It waits for others, sends 10 MB a second for 3 s, and waits again."""
-    stretches = Stretches()
+    intervals = IntervalSampler()
     delivered = 0
     for tick in range(21):
-        stretches.add(tick / 5, Delivery(delivered, 2 * delivered, delivered // 10, 0.0))
+        intervals.add(tick / 5, Delivery(delivered, 2 * delivered, delivered // 10, 0.0))
         delivered += 2 * MB if 3 <= tick < 18 else 0
-    assert stretches.seconds == pytest.approx(4.0)
-    stretch = stretches.stretch()
-    assert stretch is not None
-    assert stretch.best == pytest.approx(10 * MB)
-    assert stretch.loss == pytest.approx(0.05)
+    assert intervals.seconds == pytest.approx(4.0)
+    interval = intervals.interval()
+    assert interval is not None
+    assert interval.best == pytest.approx(10 * MB)
+    assert interval.loss == pytest.approx(0.05)
 
 
 def test_a_stretch_that_is_short_or_in_which_nothing_was_sent_says_nothing() -> None:
-    stretches = Stretches()
-    assert stretches.stretch() is None
-    stretches.add(0.0, Delivery(0, 0, 0, 0.0))
-    stretches.add(2.0, Delivery(2 * MB, 2 * MB, 0, 0.0))
-    assert stretches.stretch() is None
-    stretches.add(4.0, Delivery(4 * MB, 4 * MB, 0, 0.0))
-    assert stretches.stretch() == Stretch(MB, 0.0, backlogged=0.0)
-    stretches.begin()
-    assert stretches.seconds == 0.0
-    stretches.add(5.0, Delivery(4 * MB, 4 * MB, 0, 0.0))
-    stretches.add(9.0, Delivery(4 * MB, 4 * MB, 0, 0.0))
-    assert stretches.stretch() is None
+    intervals = IntervalSampler()
+    assert intervals.interval() is None
+    intervals.add(0.0, Delivery(0, 0, 0, 0.0))
+    intervals.add(2.0, Delivery(2 * MB, 2 * MB, 0, 0.0))
+    assert intervals.interval() is None
+    intervals.add(4.0, Delivery(4 * MB, 4 * MB, 0, 0.0))
+    assert intervals.interval() == MonitorInterval(MB, 0.0, backlogged=0.0)
+    intervals.begin()
+    assert intervals.seconds == 0.0
+    intervals.add(5.0, Delivery(4 * MB, 4 * MB, 0, 0.0))
+    intervals.add(9.0, Delivery(4 * MB, 4 * MB, 0, 0.0))
+    assert intervals.interval() is None
 
 
 def test_a_stretch_in_which_the_loop_was_held_up_for_most_of_it() -> None:
-    stretches = Stretches()
-    stretches.add(0.0, Delivery(0, 0, 0, 0.0))
-    stretches.add(4.0, Delivery(8 * MB, 8 * MB, 0, 0.0))
-    assert stretches.stretch() == Stretch(2 * MB, 0.0, backlogged=0.0)
+    intervals = IntervalSampler()
+    intervals.add(0.0, Delivery(0, 0, 0, 0.0))
+    intervals.add(4.0, Delivery(8 * MB, 8 * MB, 0, 0.0))
+    assert intervals.interval() == MonitorInterval(2 * MB, 0.0, backlogged=0.0)
 
 
 def test_who_was_held_up_by_others_has_not_seen_its_line() -> None:
     pace = Pace()
-    pace.add(Stretch(best=5.0 * MB, loss=0.0, backlogged=0.3))
+    pace.add(MonitorInterval(best=5.0 * MB, loss=0.0, backlogged=0.3))
     assert pace.bytes_per_s is None, "as free as ever"
-    pace.add(Stretch(best=11.0 * MB, loss=0.0, backlogged=0.7))
+    pace.add(MonitorInterval(best=11.0 * MB, loss=0.0, backlogged=0.7))
     assert pace.line == 11 * MB
-    pace.add(Stretch(best=12.0 * MB, loss=0.0, backlogged=0.0))
+    pace.add(MonitorInterval(best=12.0 * MB, loss=0.0, backlogged=0.0))
     assert pace.line == 12 * MB, "what a line has carried, it carries"
 
 
 def test_a_stretch_tells_how_long_it_was_backlogged() -> None:
-    stretches = Stretches()
-    stretches.add(10.0, Delivery(0, 0, 0, 100.0))
-    stretches.add(12.0, Delivery(4 * MB, 4 * MB, 0, 102.0))
-    stretches.add(14.0, Delivery(8 * MB, 8 * MB, 0, 103.0))
-    stretch = stretches.stretch()
-    assert stretch is not None
-    assert stretch.backlogged == pytest.approx(0.75)
+    intervals = IntervalSampler()
+    intervals.add(10.0, Delivery(0, 0, 0, 100.0))
+    intervals.add(12.0, Delivery(4 * MB, 4 * MB, 0, 102.0))
+    intervals.add(14.0, Delivery(8 * MB, 8 * MB, 0, 103.0))
+    interval = intervals.interval()
+    assert interval is not None
+    assert interval.backlogged == pytest.approx(0.75)

@@ -27,7 +27,7 @@ from manyhands.rpc.method import Method
 from manyhands.runtime.tasks import TaskOwner
 from manyhands.transport.api import Stream
 
-ASKED = "asked"
+DIAL_BACK = "asked"
 """The purpose in the hello of such a connection; its header is the token."""
 
 MAX_OF_ONE_PEER = 2 * MAX_STRIPES
@@ -50,7 +50,7 @@ class DialResponse(msgspec.Struct, frozen=True):
 DIAL_BULK = Method("rpc.dial_bulk", DialRequest, DialResponse)
 
 
-class AskedStreams:
+class DialBackStreams:
     """Both sides of the dial-back, for one endpoint.
 
     Args:
@@ -132,7 +132,7 @@ class AskedStreams:
             raise Refused(remote, "busy", f"this peer already serves {MAX_OF_ONE_PEER} streams that it dialled back")
         self._num_of[remote] += 1
         try:
-            opened = await self._dialler.open(addresses, self._hello(ASKED, request.token), DIAL_TIMEOUT_S)
+            opened = await self._dialler.open(addresses, self._hello(DIAL_BACK, request.token), DIAL_TIMEOUT_S)
         except BaseException as error:
             self._done_with(remote)
             if isinstance(error, PeerError):  # the requesting peer no longer wants the connection

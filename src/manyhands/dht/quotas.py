@@ -23,7 +23,7 @@ class _Usage:
     num_bytes: int = 0
 
 
-class Accounts:
+class Quotas:
     """Numbers and bytes of records by scope: total, owner, source, key, unsigned ones of a key, network and key."""
 
     def __init__(self, config: DhtConfig) -> None:

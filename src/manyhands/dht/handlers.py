@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from manyhands.base.errors import Refused
 from manyhands.base.identity import PeerId
 from manyhands.dht.config import DhtConfig
+from manyhands.dht.holder_cache import HolderCache
 from manyhands.dht.ids import id_from_bytes, key_id, node_id
 from manyhands.dht.messages import (
     FIND,
@@ -32,7 +33,6 @@ from manyhands.dht.messages import (
 from manyhands.dht.overlay import Overlay
 from manyhands.dht.rate_limit import RateLimit
 from manyhands.dht.records import AgedRecord, Reason, Record
-from manyhands.dht.replicas import Replicas
 from manyhands.dht.routing import Contact
 from manyhands.dht.schema import Schema
 from manyhands.dht.storage import Storage
@@ -42,7 +42,7 @@ from manyhands.transport.admission import source_of
 logger = logging.getLogger(__name__)
 
 
-class Holder:
+class RequestHandlers:
     """Handles ``dht.*`` requests, within limits, until :meth:`close`. In client mode it serves nothing.
 
     Attributes:
@@ -55,7 +55,7 @@ class Holder:
         config: DhtConfig,
         overlay: Overlay,
         storage: Storage,
-        replicas: Replicas,
+        holder_cache: HolderCache,
         schemas: Mapping[str, Schema],
         wall_clock: Callable[[], float],
     ) -> None:
@@ -64,7 +64,7 @@ class Holder:
         self._config = config
         self._overlay = overlay
         self._storage = storage
-        self._replicas = replicas
+        self._holder_cache = holder_cache
         self._schemas = schemas
         self._wall_clock = wall_clock
         self._rate_limit = RateLimit(config)
@@ -93,7 +93,7 @@ class Holder:
             contacts = [contact for contact in nearest if contact.peer_id != remote][: self._config.k]
         if not request.key:
             return FindResponse(contacts)
-        is_responsible = self._replicas.is_own(request.key)
+        is_responsible = self._holder_cache.is_own(request.key)
         if not request.wants_records:
             return FindResponse(contacts, [], self._storage.digest(request.key, now), is_responsible)
         page, is_more = self._storage.page(request.key, request.after, now)
@@ -109,7 +109,7 @@ class Holder:
         reason = self._storage.offer(aged, now, self._wall_clock(), machine)
         self.note(reason, source, record)
         later = self._storage.held(record.key, record.subkey, now) if reason is Reason.STALE else None
-        is_responsible = self._replicas.is_own(record.key)
+        is_responsible = self._holder_cache.is_own(record.key)
         return StoreOutcome(reason.is_stored, reason.value, later.aged(now) if later else None, is_responsible)
 
     def note(self, reason: Reason, source: PeerId, record: Record) -> None:

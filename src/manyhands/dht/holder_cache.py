@@ -35,7 +35,7 @@ class _Found:
     are_complete: bool
 
 
-class Replicas:
+class HolderCache:
     """The peers that should hold each key, and those that a lookup found.
 
     Args:

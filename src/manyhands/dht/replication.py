@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from manyhands.base.identity import PeerId
 
 
-class Handover:
+class ReplicationPlanner:
     """Remembers which peers were given the records of each key."""
 
     def __init__(self) -> None:

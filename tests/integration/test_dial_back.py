@@ -8,8 +8,8 @@ import pytest
 
 from manyhands.base.errors import PeerLost, Refused, Unavailable
 from manyhands.base.identity import PeerId
-from manyhands.rpc import Endpoint, asked
-from manyhands.rpc.asked import DIAL_BULK, MAX_OF_ONE_PEER, TOKEN_BYTES, DialRequest
+from manyhands.rpc import Endpoint, dial_back
+from manyhands.rpc.dial_back import DIAL_BULK, MAX_OF_ONE_PEER, TOKEN_BYTES, DialRequest
 from manyhands.transport import Stream
 from tests.network import ECHO, KINDS, LOOPBACK, Text, endpoints, serve_echo, until
 
@@ -42,8 +42,8 @@ async def test_a_client_hands_out_bulk_to_whom_it_is_connected(kind: str) -> Non
         await until(lambda: here.is_client(client.peer_id), "the host has the connection")
         assert await taken(here, client, len(data)) == data
         assert client.counters["asked_streams"] == 1
-        await until(lambda: not client._asked._num_of, "the stream is done with")
-        assert not here._asked._awaited
+        await until(lambda: not client._dial_back._num_of, "the stream is done with")
+        assert not here._dial_back._awaited
         assert not client.was_reached, "nobody has dialled it"
 
 
@@ -64,7 +64,7 @@ async def test_what_it_does_not_take_is_refused_as_if_it_had_been_dialled() -> N
         await until(lambda: here.is_client(client.peer_id), "the host has the connection")
         with pytest.raises(Refused, match="unknown_purpose"):
             await here.open_bulk(client.peer_id, "data", b"")
-        await until(lambda: not client._asked._num_of, "the stream is done with")
+        await until(lambda: not client._dial_back._num_of, "the stream is done with")
 
 
 async def test_it_dials_nobody_but_who_asks_and_only_where_it_has_reached_that_one() -> None:
@@ -99,7 +99,7 @@ async def test_a_peer_that_asks_without_end_has_only_so_many_streams() -> None:
         with pytest.raises(Refused, match="busy"):
             await here.open_bulk(client.peer_id, "data", b"")
         held.set()
-        await until(lambda: not client._asked._num_of, "they are done with")
+        await until(lambda: not client._dial_back._num_of, "they are done with")
 
 
 async def test_a_stream_that_nobody_has_asked_for_is_turned_down() -> None:
@@ -108,7 +108,7 @@ async def test_a_stream_that_nobody_has_asked_for_is_turned_down() -> None:
         await until(lambda: here.is_client(client.peer_id), "the host has the connection")
         with pytest.raises(Unavailable, match="no request waits for this stream"):
             await here.call(client.peer_id, DIAL_BULK, DialRequest(bytes(TOKEN_BYTES)))
-        assert not client._asked._num_of
+        assert not client._dial_back._num_of
 
 
 async def test_a_peer_that_can_be_dialled_is_not_asked() -> None:
@@ -121,13 +121,13 @@ async def test_one_that_does_not_dial_in_time_is_given_up(monkeypatch: pytest.Mo
     async with endpoints(2, kind="tls", clients=[1]) as (here, client):
         await client.call_on(here.peer_id, 5.0)
         await until(lambda: here.is_client(client.peer_id), "the host has the connection")
-        monkeypatch.setattr(asked, "DIAL_TIMEOUT_S", 0.2)
+        monkeypatch.setattr(dial_back, "DIAL_TIMEOUT_S", 0.2)
         client._book.reached_at = lambda peer_id: [LOOPBACK]  # type: ignore[method-assign]
-        client._asked._reached_at = client._book.reached_at
+        client._dial_back._reached_at = client._book.reached_at
         with pytest.raises(Unavailable):
             await here.open_bulk(client.peer_id, "data", b"", 1.0)
-        assert not here._asked._awaited
-        assert not client._asked._num_of
+        assert not here._dial_back._awaited
+        assert not client._dial_back._num_of
 
 
 async def test_a_client_that_is_lost_meanwhile_is_said_to_be() -> None:
@@ -143,4 +143,4 @@ async def test_a_client_that_is_lost_meanwhile_is_said_to_be() -> None:
         client.handle(DIAL_BULK, vanish)  # type: ignore[arg-type]
         with pytest.raises(PeerLost):
             await here.open_bulk(client.peer_id, "data", b"")
-        assert not here._asked._awaited
+        assert not here._dial_back._awaited

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from manyhands.base.identity import PeerId
 from manyhands.dht.config import DhtConfig
+from manyhands.dht.holder_cache import HolderCache
 from manyhands.dht.ids import distance, key_id, node_id
-from manyhands.dht.replicas import Replicas
 from manyhands.dht.routing import Contact, RoutingTable
 from tests.unit.dht.examples import contact
 
@@ -18,11 +18,11 @@ def nearest_first(num: int) -> list[Contact]:
     return sorted(map(contact, range(num)), key=lambda one: distance(node_id(one.peer_id), key_id("key")))
 
 
-def far_node(peers: list[Contact]) -> tuple[Replicas, RoutingTable, PeerId]:
+def far_node(peers: list[Contact]) -> tuple[HolderCache, RoutingTable, PeerId]:
     """The node that is farthest from the key; its table has room for three of those near the key, the farthest ones."""
     own_id = peers[-1].peer_id
     table = RoutingTable(own_id, CONFIG.k, max_failures=2)
-    return Replicas(own_id, table, CONFIG), table, own_id
+    return HolderCache(own_id, table, CONFIG), table, own_id
 
 
 def test_holders_count_though_the_table_has_no_room_for_them() -> None:
