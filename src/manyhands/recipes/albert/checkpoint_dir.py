@@ -15,7 +15,7 @@ import msgspec
 
 from manyhands.base.digests import sha256_of
 from manyhands.base.errors import ConfigError
-from manyhands.base.folder_lock import locked_folder
+from manyhands.base.folder_lock import FolderLock
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class CheckpointDir:
         self.path = path
         self._run_id = run_id
         self._num_kept = num_kept
-        self._lock = locked_folder(path, "checkpoint_dir", "checkpoints.lock")
+        self._lock = FolderLock(path, "checkpoint_dir")
         try:
             self._remove_unfinished()
             with self._unfinished(0):
@@ -76,7 +76,7 @@ class CheckpointDir:
 
     def close(self) -> None:
         """Unlock the folder. May be called twice."""
-        self._lock.release(force=True)
+        self._lock.release()
 
     def newest(self, facts: Mapping[str, str]) -> Iterator[Checkpoint]:
         """Readable checkpoints, the highest global step first; a warning is logged for each unreadable one.
