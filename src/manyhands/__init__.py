@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from manyhands import optim
     from manyhands.averaging.averager import Averager, RoundResult
     from manyhands.averaging.config import AveragingConfig
+    from manyhands.checkpoints.checkpoints import Checkpoints
     from manyhands.optim.config import ProgressConfig
     from manyhands.optim.optimizer import Optimizer
     from manyhands.optim.process_group import ProcessGroupOptimizer
@@ -48,6 +49,7 @@ __all__ = [
     "Averager",
     "AveragingConfig",
     "BadSignature",
+    "Checkpoints",
     "ConfigError",
     "DialFailed",
     "JoinFailed",
@@ -78,13 +80,14 @@ __all__ = [
 _HOMES = {
     "Averager": "manyhands.averaging.averager",
     "AveragingConfig": "manyhands.averaging.config",
+    "Checkpoints": "manyhands.checkpoints.checkpoints",
     "Optimizer": "manyhands.optim.optimizer",
     "Peer": "manyhands.peer",
     "ProcessGroupOptimizer": "manyhands.optim.process_group",
     "ProgressConfig": "manyhands.optim.config",
     "RoundResult": "manyhands.averaging.averager",
 }
-_OF_TORCH = ("torch", "numpy", "blake3")
+_OF_TORCH = ("torch", "numpy", "blake3", "safetensors")
 """The packages of the extra ``torch``."""
 
 

@@ -60,14 +60,13 @@ def test_what_cannot_be_gone_on_from_is_said(tmp_path: Path) -> None:
         assert other.wait(60) == USAGE
     assert "embedding_size is 32 here, 128 in the checkpoint" in other.output.strip().splitlines()[-1]
 
-    for name in ("model.safetensors", "optimizer.pt"):
-        file = tmp_path / ("checkpoint-2" if name == "optimizer.pt" else "checkpoint-1") / name
-        file.write_bytes(file.read_bytes()[:1000])
+    for name in ("checkpoint-1/model.safetensors", "checkpoint-2/optimizer.safetensors"):
+        (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:1000])
     with running(*arguments(tmp_path)) as damaged:
         assert damaged.wait(60) == USAGE
-    assert "checkpoint-2 is damaged (optimizer.pt); it is not used" in damaged.output
-    assert "checkpoint-1 is damaged (model.safetensors); it is not used" in damaged.output
-    assert "no checkpoint in checkpoint_dir can be read" in damaged.output.strip().splitlines()[-1]
+    assert "checkpoint-2 is damaged (optimizer.safetensors has 1000 bytes instead of " in damaged.output
+    assert "checkpoint-1 is damaged (model.safetensors has 1000 bytes instead of " in damaged.output
+    assert f"no checkpoint in {tmp_path} can be read" in damaged.output.strip().splitlines()[-1]
 
 
 @pytest.mark.long

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -56,10 +57,21 @@ class HostCopy:
             parameter.copy_(copy)
         self._show_options()
 
+    def finer(self) -> dict[str, torch.Tensor]:
+        """The optimizer's parameters that have more precision than those of the model, by position."""
+        pairs = zip(self._model_parameters, self._copies, strict=True)
+        return {f"{index}": copy for index, (parameter, copy) in enumerate(pairs) if copy.dtype != parameter.dtype}
+
     @torch.no_grad()
-    def take_over(self) -> None:
-        """Copy the model's parameters to the optimizer, as after a checkpoint was loaded into the model."""
-        for parameter, copy in zip(self._model_parameters, self._copies, strict=True):
+    def take_over(self, finer: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Copy the model's parameters to the optimizer, as after a checkpoint was loaded into the model.
+
+        Args:
+            finer: from :meth:`finer`, of the same checkpoint; used for each parameter that it agrees with.
+        """
+        for index, (parameter, copy) in enumerate(zip(self._model_parameters, self._copies, strict=True)):
+            if finer is not None and f"{index}" in finer:
+                copy.copy_(finer[f"{index}"])
             if not torch.equal(copy.to(parameter), parameter):  # else the copy has them with more precision
                 copy.copy_(parameter)
         self._show_options()

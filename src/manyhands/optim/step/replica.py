@@ -210,9 +210,14 @@ class Replica:
     # checkpoints
 
     def place(self) -> dict[str, Any]:
-        """The position of the parameters in the run, and the schedule, as plain values for a checkpoint."""
+        """The position of the parameters in the run, and the schedule, as plain values for a checkpoint.
+
+        With ``offload`` also the parameters that the model has with less precision.
+        """
         schedule = plain_part(self.scheduler.state_dict()) if self.scheduler is not None else {}
+        finer = self.host_copy.finer() if self.host_copy is not None else {}
         return {
+            **({"parameters": finer} if finer else {}),
             "step": self.position.step,
             "lineage": self.position.lineage.hex(),
             "lineage_samples": self.lineage_samples,
@@ -230,7 +235,7 @@ class Replica:
                 self.lineage_samples = place["lineage_samples"]
                 self.origin = None
         if self.host_copy is not None:
-            self.host_copy.take_over()
+            self.host_copy.take_over(place.get("parameters") if place is not None else None)
 
     def _set_schedule(self, schedule: dict[str, Any]) -> None:
         if self.scheduler is not None:
