@@ -7,8 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
 
+from manyhands.cli.main import run
 from tests.process.commands import LOOPBACK, running
 
 pytestmark = pytest.mark.process
@@ -46,6 +48,55 @@ def test_a_trainer_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
     model = transformers.AlbertForPreTraining.from_pretrained(folder / f"checkpoint-{step}")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / f"checkpoint-{step}")
     assert model(**tokenizer("a text", return_tensors="pt")).prediction_logits.shape[-1] == len(tokenizer)
+
+    assert run(["checkpoint", "verify", str(folder)]) == 0
+    assert run(["checkpoint", "export", str(folder), "--to", str(tmp_path / "out")]) == 0
+    exported = transformers.AutoModel.from_pretrained(tmp_path / "out")
+    assert torch.equal(exported.embeddings.word_embeddings.weight, model.albert.embeddings.word_embeddings.weight)
+    assert len(transformers.AutoTokenizer.from_pretrained(tmp_path / "out")) == len(tokenizer)
+    assert not list((tmp_path / "out").glob("optimizer*"))
+
+
+def losses_in(output: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"Local loss: ([0-9.]+)", output)]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(240)
+def test_trainers_that_were_all_killed_go_on_and_the_loss_goes_on_falling(tmp_path: Path) -> None:
+    """One of them finds its newest checkpoint torn, and uses the one before it."""
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"Sentence number {n} is here. Another one is behind it.\n\n" for n in range(4000)))
+    folders = [tmp_path / "first", tmp_path / "second"]
+    more = ("--text", str(text), "--checkpoint-every", "2")
+    with running(*arguments(folders[0], *more)) as first:
+        address = first.wait_for("Others can join through this peer").split("--initial-peers ")[1].split()[0]
+        with running(*arguments(folders[1], *more, "--initial-peers", address)) as second:
+            for _ in range(5):
+                second.wait_for("Saving a checkpoint")
+            second.wait_for("Local loss")
+            for trainer in (first, second):
+                trainer.kill()
+            for trainer in (first, second):
+                trainer.wait(10)
+    before = losses_in(first.output)
+    *_, older, newest = sorted(folders[0].glob("checkpoint-*"), key=lambda path: int(path.name[11:]))
+    torn = newest / "model.safetensors"
+    torn.write_bytes(torn.read_bytes()[: torn.stat().st_size // 2])
+
+    with running(*arguments(folders[0], *more)) as first:
+        address = first.wait_for("Others can join through this peer").split("--initial-peers ")[1].split()[0]
+        first.wait_for(f"{newest} is damaged (model.safetensors has ")
+        first.wait_for(f"Going on from {older}")
+        with running(*arguments(folders[1], *more, "--initial-peers", address)) as second:
+            for trainer in (second, first):
+                for _ in range(60):
+                    trainer.wait_for("Local loss")
+    for trainer in (first, second):
+        after = losses_in(trainer.output)
+        assert after[0] < before[0] - 0.5, "it did not begin anew"
+        assert sum(after[-5:]) < sum(before[-5:]), "and the loss went on falling"
+        assert "Traceback" not in trainer.output
 
 
 @pytest.mark.long

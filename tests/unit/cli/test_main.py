@@ -16,6 +16,7 @@ from manyhands.cli.main import run
     [
         ["--help"],
         *([name, "--help"] for name in ("data", "demo", "doctor", "fill", "first-peer", "monitor", "train")),
+        ["checkpoint", "--help"],
         ["data", "prepare", "--help"],
     ],
 )
