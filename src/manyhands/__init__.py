@@ -99,7 +99,7 @@ def __getattr__(name: str) -> Any:
     try:  # on first use: the optimizer imports torch, which coordinators never need
         return getattr(importlib.import_module(_HOMES[name]), name)
     except ModuleNotFoundError as error:
-        if error.name not in _OF_TORCH:
+        if (error.name or "").partition(".")[0] not in _OF_TORCH:
             raise
         raise MissingExtra(f"manyhands.{name}", "torch") from None
 

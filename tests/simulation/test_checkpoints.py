@@ -207,16 +207,22 @@ def test_a_checkpoint_that_cannot_be_used_is_told_from_none(tmp_path: Path) -> N
 
 
 def test_wrong_arguments_are_named(tmp_path: Path) -> None:
+    class WithText(Model):
+        def get_extra_state(self) -> str:
+            return "text"
+
     def train(member: Member) -> None:
         with pytest.raises(ConfigError, match="every is 0; it must be at least 1"):
             Checkpoints(tmp_path, member.optimizer, member.model, every=0)
         with pytest.raises(ConfigError, match="5 parameters of the optimizer, of 7, are not in the model"):
             Checkpoints(tmp_path, member.optimizer, member.model.first)
+        with pytest.raises(ConfigError, match=r"_extra_state in the model's state_dict\(\) is a str"):
+            Checkpoints(tmp_path, member.optimizer, member.model)
         wrong: Any = torch.optim.SGD(member.model.parameters())
         with pytest.raises(ConfigError, match=r"of a manyhands\.Optimizer, and this is a SGD"):
             Checkpoints(tmp_path, wrong, member.model)
 
-    alone(train)
+    alone(train, WithText)
     assert not list(tmp_path.iterdir())
 
 

@@ -52,14 +52,14 @@ class Checkpoints:
         folder: is created if missing, and locked by this process until :meth:`close`; the ``state_dir`` of the peer
             may be the same. Each peer needs one of its own.
         optimizer: of a :class:`manyhands.ProcessGroupOptimizer` give its ``leader``, on rank 0.
-        model: the module that the optimizer trains; of any kind.
+        model: the module that the optimizer trains; of any kind, with tensors only in its ``state_dict()``.
         every: global steps from one checkpoint to the next; one more is saved by :meth:`close`.
         keep: number of checkpoints to keep; the older ones are used if the newest is damaged.
         tokenizer: is saved with the model, by its ``save_pretrained``.
     Raises:
         FolderInUse: another process uses the folder.
         ConfigError: the folder cannot be used, or its checkpoints are another run's or of another format; or the
-            optimizer trains another model.
+            optimizer trains another model, or the model cannot be saved.
     """
 
     def __init__(
@@ -87,6 +87,13 @@ class Checkpoints:
             )
         self._optimizer = optimizer
         self._model: Any = _unwrapped(model)
+        if not _is_of_transformers(self._model):
+            for name, value in self._model.state_dict().items():
+                if not isinstance(value, torch.Tensor):
+                    raise ConfigError(
+                        f"{name} in the model's state_dict() is a {type(value).__name__}, and a checkpoint of a module "
+                        "holds tensors only; keep it in a buffer"
+                    )
         self._tokenizer = tokenizer
         self._every = every
         if not isinstance(folder, CheckpointDir):
