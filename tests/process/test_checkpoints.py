@@ -111,6 +111,18 @@ def test_what_cannot_be_gone_on_from_is_said(tmp_path: Path) -> None:
         assert other.wait(60) == USAGE
     assert "embedding_size is 32 here, 128 in the checkpoint" in other.output.strip().splitlines()[-1]
 
+    with running("train", "--run-id", "other", *arguments(tmp_path)[3:]) as other:
+        assert other.wait(60) == USAGE
+    assert "checkpoint-2 is of run 'kept', and this is 'other'" in other.output.strip().splitlines()[-1]
+
+    about = tmp_path / "checkpoint-2" / "run.json"
+    before = about.read_text()
+    about.write_text(before.replace('"format": 1', '"format": 2'))
+    with running(*arguments(tmp_path)) as newer:
+        assert newer.wait(60) == USAGE
+    assert "checkpoint-2 has format 2, and this version reads format 1" in newer.output.strip().splitlines()[-1]
+    about.write_text(before)
+
     for name in ("checkpoint-1/model.safetensors", "checkpoint-2/optimizer.safetensors"):
         (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:1000])
     with running(*arguments(tmp_path)) as damaged:

@@ -8,7 +8,7 @@
         model.safetensors ...     the model; one of transformers with its config, and the tokenizer
         optimizer.safetensors     tensors of the optimizer
         optimizer.json            its other values, and the position in the run
-    FOLDER/.unfinished-...        being written, or left by a killed process
+    FOLDER/.unfinished-...        being written or removed, or left by a killed process
     FOLDER/.replaced-...          a checkpoint, while one of the same step takes its place
 """
 
@@ -170,7 +170,14 @@ class CheckpointDir:
             (draft / ABOUT).write_bytes(msgspec.json.format(msgspec.json.encode(about)) + b"\n")
         # later ones are damaged, or of another start that did not resume
         for step in [step for step in _steps_in(self.path) if step <= global_step][: -self._num_kept]:
-            shutil.rmtree(self.of_step(step), ignore_errors=True)
+            self._remove(self.of_step(step))
+
+    def _remove(self, path: Path) -> None:
+        """Remove a checkpoint, so that readers see all of it or nothing."""
+        trash = path.with_name(f"{_UNFINISHED}{path.name}")
+        with suppress(OSError):
+            path.replace(trash)
+        shutil.rmtree(trash, ignore_errors=True)
 
     def _tidy(self) -> None:
         """Undo what a killed process has left, and check that the folder can be written."""

@@ -50,7 +50,7 @@ class Checkpoints:
 
     Args:
         folder: is created if missing, and locked by this process until :meth:`close`; the ``state_dir`` of the peer
-            may be the same. Each peer needs one of its own.
+            may be the same. Each peer needs one of its own. An open :class:`CheckpointDir` has its own ``keep``.
         optimizer: of a :class:`manyhands.ProcessGroupOptimizer` give its ``leader``, on rank 0.
         model: the module that the optimizer trains; of any kind, with tensors only in its ``state_dict()``.
         every: global steps from one checkpoint to the next; one more is saved by :meth:`close`.

@@ -38,6 +38,8 @@ def show(folder: Folder, /) -> int:
         try:
             about = read_about(path)
         except (OSError, msgspec.MsgspecError) as error:
+            if not path.exists():  # a trainer has removed it meanwhile
+                continue
             code = 1
             print(_printable(f"{path}: cannot be read: {error}"))  # noqa: T201
             continue
@@ -62,6 +64,8 @@ def verify(folder: Folder, /) -> int:
     num_problems = 0
     for path in checkpoints_in(folder):
         faults = faults_in(path)
+        if not path.exists():  # a trainer has removed it meanwhile
+            continue
         problems = [_printable(f"{path / name} {fault}") for name, fault in faults.items() if fault]
         num_problems += len(problems)
         print("\n".join(problems) or f"{path}: {counted(len(faults), 'file')}, no problems")  # noqa: T201

@@ -277,7 +277,8 @@ class Disk:
         """Lose the content of files, and perhaps the new names, that were not flushed."""
         if renames_too:
             for source, target in reversed(self.renames):
-                target.rename(source)
+                if target.exists():  # else it was removed since then
+                    target.rename(source)
         for file in folder.rglob("*"):
             if file.is_file() and file.name != "lock" and file.stat().st_ino not in self.flushed:
                 file.write_bytes(b"")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from manyhands.checkpoints.checkpoint_dir import CheckpointDir
+from manyhands.checkpoints.checkpoint_dir import CheckpointDir, checkpoints_in
+from manyhands.cli import checkpoint_command
 from manyhands.cli.main import run
 from manyhands.optim.manifest import ParameterSpec, RunManifest
 
@@ -69,6 +71,20 @@ def test_verify_checks_each_file(folder: Path, capsys: pytest.CaptureFixture[str
         f"{folder}/checkpoint-100/optimizer.json is missing",
     ]
     assert run(["checkpoint", "verify", str(folder / "checkpoint-100")]) == PROBLEM
+
+
+@pytest.mark.parametrize("command", ["show", "verify"])
+def test_one_that_a_trainer_removes_meanwhile_is_no_problem(
+    command: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def found(folder: Path) -> list[Path]:
+        paths = checkpoints_in(folder)
+        shutil.rmtree(folder / "checkpoint-100")
+        return paths
+
+    monkeypatch.setattr(checkpoint_command, "checkpoints_in", found)
+    assert run(["checkpoint", command, str(folder)]) == OK
+    assert "checkpoint-100" not in capsys.readouterr().out
 
 
 def test_neither_needs_torch(folder: Path) -> None:
