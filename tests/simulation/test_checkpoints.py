@@ -245,6 +245,49 @@ def test_on_a_full_disk_the_training_goes_on(tmp_path: Path, caplog: pytest.LogC
     assert [f"the checkpoint of step {step} was not saved" in caplog.text for step in (1, 2, 3)] == [True, True, False]
 
 
+@pytest.mark.parametrize("is_in_several_files", [False, True])
+def test_a_model_of_transformers_goes_on_and_is_one_that_transformers_loads(
+    is_in_several_files: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    config = transformers.BertConfig(
+        vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    kind = transformers.BertForMaskedLM
+    if is_in_several_files:
+        save = kind.save_pretrained
+        monkeypatch.setattr(kind, "save_pretrained", lambda self, to: save(self, to, max_shard_size="2kB"))
+
+    def new_model() -> torch.nn.Module:
+        torch.manual_seed(1)
+        return kind(config)
+
+    def steps(member: Member, numbers: range) -> None:
+        for number in numbers:
+            inputs = torch.randint(9, (4, 3), generator=torch.Generator().manual_seed(number))
+            member.step(member.model(input_ids=inputs, labels=inputs).loss)
+
+    def first(member: Member) -> None:
+        with Checkpoints(tmp_path, member.optimizer, member.model):
+            steps(member, range(2))
+        steps(member, range(2, 4))
+
+    def second(member: Member) -> None:
+        checkpoints = Checkpoints(tmp_path, member.optimizer, member.model)
+        assert checkpoints.resume()
+        checkpoints.close()
+        steps(member, range(2, 4))
+
+    one, two = alone(first, new_model), alone(second, new_model)
+    assert two.optimizer.state_digest() == one.optimizer.state_digest()
+    assert (tmp_path / "checkpoint-2" / "model.safetensors").exists() != is_in_several_files
+    loaded = kind.from_pretrained(tmp_path / "checkpoint-2")
+    assert loaded.config.hidden_size == 8
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.compile
 def test_what_a_module_is_wrapped_in_is_not_saved(tmp_path: Path) -> None:
     def train(member: Member) -> None:

@@ -246,8 +246,11 @@ def read_about(path: Path) -> About:
     raw = (path / ABOUT).read_bytes()
     found = msgspec.json.decode(raw, type=_Head).format
     if found != FORMAT:
-        way_out = "a newer version of manyhands reads it" if found > FORMAT else "give another checkpoint folder"
-        raise ConfigError(f"checkpoint {path} has format {found}, and this version reads format {FORMAT}; {way_out}")
+        update = "update manyhands, or " if found > FORMAT else ""
+        raise ConfigError(
+            f"checkpoint {path} has format {found}, and this version reads format {FORMAT}; {update}give another "
+            "checkpoint folder"
+        )
     return msgspec.json.decode(raw, type=About)
 
 

@@ -161,11 +161,14 @@ class Checkpoints:
     def _load(self, path: Path) -> None:
         state = load_state(path)
         with uninterrupted():
-            if _is_of_transformers(self._model):
+            try:
+                load_model(self._model, path / MODEL)
+            except (FileNotFoundError, RuntimeError):
+                if not _is_of_transformers(self._model):
+                    raise
+                # it was saved in several files, or under other names
                 saved = type(self._model).from_pretrained(path, local_files_only=True)
                 self._model.load_state_dict(saved.state_dict())
-            else:
-                load_model(self._model, path / MODEL)
             self._optimizer.load_state_dict(state)
 
 

@@ -134,7 +134,7 @@ def test_what_is_no_checkpoint_is_one_line(
     for path, says in (
         (tmp_path / "missing", "missing is not a folder"),
         (tmp_path / "empty", "there is no checkpoint in"),
-        (folder, "checkpoint-200 has format 2, and this version reads format 1; a newer version of manyhands reads it"),
+        (folder, "checkpoint-200 has format 2, and this version reads format 1; update manyhands, or"),
     ):
         assert run(["checkpoint", command, str(path)]) == USAGE
         (line,) = capsys.readouterr().err.splitlines()
