@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from manyhands import optim
     from manyhands.averaging.averager import Averager, RoundResult
     from manyhands.averaging.config import AveragingConfig
+    from manyhands.checkpoints.checkpoints import Checkpoints
     from manyhands.optim.config import ProgressConfig
     from manyhands.optim.loading import LoadedState, load_state_from_peers
     from manyhands.optim.optimizer import Optimizer
@@ -49,6 +50,7 @@ __all__ = [
     "Averager",
     "AveragingConfig",
     "BadSignature",
+    "Checkpoints",
     "ConfigError",
     "DialFailed",
     "JoinFailed",
@@ -81,6 +83,7 @@ __all__ = [
 _HOMES = {
     "Averager": "manyhands.averaging.averager",
     "AveragingConfig": "manyhands.averaging.config",
+    "Checkpoints": "manyhands.checkpoints.checkpoints",
     "LoadedState": "manyhands.optim.loading",
     "Optimizer": "manyhands.optim.optimizer",
     "Peer": "manyhands.peer",
@@ -89,7 +92,7 @@ _HOMES = {
     "RoundResult": "manyhands.averaging.averager",
     "load_state_from_peers": "manyhands.optim.loading",
 }
-_OF_TORCH = ("torch", "numpy", "blake3")
+_OF_TORCH = ("torch", "numpy", "blake3", "safetensors")
 """The packages of the extra ``torch``."""
 
 
@@ -101,7 +104,7 @@ def __getattr__(name: str) -> Any:
     try:  # on first use: the optimizer imports torch, which coordinators never need
         return getattr(importlib.import_module(_HOMES[name]), name)
     except ModuleNotFoundError as error:
-        if error.name not in _OF_TORCH:
+        if (error.name or "").partition(".")[0] not in _OF_TORCH:
             raise
         raise MissingExtra(f"manyhands.{name}", "torch") from None
 

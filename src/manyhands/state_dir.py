@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from manyhands.base.errors import ConfigError
-from manyhands.base.folder_lock import locked_folder
+from manyhands.base.folder_lock import FolderLock
 from manyhands.dht import KnownPeers
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class StateDir:
         self._writing = threading.Lock()
         self.identity_path = self.path / "identity.pem"
         self.peers_path = self.path / "peers.json"
-        self._lock = locked_folder(self.path, "state dir", "lock")
+        self._lock = FolderLock(self.path, "state dir")
 
     def load_peers(self) -> KnownPeers:
         """The known peers; none, with a warning, if the file is damaged."""
@@ -65,4 +65,4 @@ class StateDir:
 
     def close(self) -> None:
         """Unlock the folder. May be called twice."""
-        self._lock.release(force=True)
+        self._lock.release()

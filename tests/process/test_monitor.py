@@ -60,7 +60,7 @@ def test_a_run_is_drawn_and_evaluated_and_its_state_kept(
     assert hub.commits
     for message, files in hub.commits:
         assert re.fullmatch(r"Step #\d+, loss \d+\.\d+( at step #\d+)?", message)
-        assert files.keys() >= {"config.json", "model.safetensors", "tokenizer.json", "optimizer.pt"}
+        assert files.keys() >= {"config.json", "model.safetensors", "tokenizer.json", "optimizer.safetensors"}
     assert run(["fill", str(kept), "The capital of [MASK] is big."]) == 0
     assert "The capital of " in capsys.readouterr().out
     with running(*trainer(text, "--checkpoint-dir", str(kept))) as later:
@@ -136,7 +136,7 @@ def check_curves(tmp_path: Path) -> None:
         (["monitor", "--wandb-project", ""], "--wandb-project is empty"),
         (["monitor", "--wandb-mode", "offline"], "name a project too: --wandb-project NAME"),
         (["monitor", "--tensorboard", "/dev/null"], "/dev/null is no folder that can be written"),
-        (["monitor", "--checkpoint-dir", "/dev/null"], "checkpoint_dir /dev/null"),
+        (["monitor", "--checkpoint-dir", "/dev/null"], "checkpoint folder /dev/null"),
         (["monitor", "--checkpoint-dir", "d", "--checkpoint-every", "0"], "checkpoint_every is 0"),
         (["monitor", "--repo-url", "somebody/model"], "add for example: --checkpoint-dir checkpoints --repo-url"),
         (["monitor", "--checkpoint-dir", "d", "--repo-url", "a/b", "--upload-interval", "0"], "upload_interval is 0"),

@@ -2,37 +2,61 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import filelock
 
 from manyhands.base.errors import ConfigError
 
+LOCK_NAME = "lock"
+
+_guard = threading.Lock()
+_held: dict[Path, set[str]] = {}
+"""The lock files that this process has locked, and what it keeps in their folders."""
+
 
 class FolderInUse(ConfigError):
-    """Another process has locked the folder."""
+    """The folder is locked by another process, or has the same use in this one."""
 
 
-def locked_folder(path: Path, what: str, lock_name: str) -> filelock.BaseFileLock:
-    """Create a folder if needed, and lock it for this process until the lock is released.
+class FolderLock:
+    """A folder that is locked for this process until :meth:`release`. It is created if missing.
+
+    A process may use one folder for several purposes, such as its identity and its checkpoints. They share one lock, so
+    another process can use the folder for none of them.
 
     Args:
-        what: how the user named the folder, for errors.
-        lock_name: of the lock file in it; locks with different names are independent.
+        what: the purpose, as the user named the folder; a process has each once.
+        lock_name: of the lock file; locks with different names are independent.
     Raises:
-        FolderInUse: another process has the lock.
+        FolderInUse: another process has the lock, or this one uses the folder for the same purpose.
         ConfigError: the folder cannot be used.
     """
-    lock = filelock.FileLock(path / lock_name, timeout=0, thread_local=False)
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock.acquire()
-    except filelock.Timeout as error:
-        raise FolderInUse(
-            f"{what} {path} is in use by another peer; stop that one, or give each peer a {what} of its own"
-        ) from error
-    except FileExistsError as error:
-        raise ConfigError(f"{what} {path} is a file; name a folder, or one that does not exist yet") from error
-    except OSError as error:
-        raise ConfigError(f"{what} {path}: {error.strerror}; name a folder that can be written") from error
-    return lock
+
+    def __init__(self, path: Path, what: str, lock_name: str = LOCK_NAME) -> None:
+        self._what = what
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._file = path.resolve() / lock_name
+            self._lock = filelock.FileLock(self._file, timeout=0, thread_local=False, is_singleton=True)
+            with _guard:
+                if what in _held.get(self._file, ()):
+                    raise filelock.Timeout(str(self._file))
+                self._lock.acquire()  # counts the purposes
+                _held.setdefault(self._file, set()).add(what)
+        except filelock.Timeout as error:
+            raise FolderInUse(
+                f"{what} {path} is in use by another peer; stop that one, or give each peer a {what} of its own"
+            ) from error
+        except FileExistsError as error:
+            raise ConfigError(f"{what} {path} is a file; name a folder, or one that does not exist yet") from error
+        except OSError as error:
+            raise ConfigError(f"{what} {path}: {error.strerror}; name a folder that can be written") from error
+
+    def release(self) -> None:
+        """Unlock the folder, unless it has another use here. May be called twice."""
+        with _guard:
+            if self._what in (held := _held.get(self._file, set())):
+                held.remove(self._what)
+                self._lock.release()

@@ -8,8 +8,8 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from manyhands.base.errors import ConfigError
+from manyhands.checkpoints.checkpoint_dir import newest_checkpoint
 from manyhands.cli.taking_part import require_albert
-from manyhands.recipes.albert.checkpoint_dir import newest_checkpoint
 
 MASK = "[MASK]"
 MODEL_FILE = "config.json"
@@ -25,7 +25,7 @@ def fill(
 
         manyhands fill manyhands-my-albert "The capital of [MASK] is ..."
     """
-    path = checkpoint_in(folder)
+    path = folder if (folder / MODEL_FILE).exists() else newest_checkpoint(folder)
     if MASK not in text:
         raise ConfigError(f'the text has no {MASK} for the model to fill; for example "The capital of {MASK} is ..."')
     require_albert()
@@ -38,24 +38,3 @@ def fill(
             print(f"{MASK} {number}:")  # noqa: T201
         for guess in guesses:
             print(f"  {guess.probability:6.1%}  {guess.token}")  # noqa: T201
-
-
-def checkpoint_in(folder: Path) -> Path:
-    """The newest checkpoint in a folder, or the folder itself if it is one.
-
-    Raises:
-        ConfigError: there is no checkpoint.
-    """
-    if not folder.is_dir():
-        raise ConfigError(
-            f"{folder} is not a folder; name the checkpoint folder of a trainer, for example manyhands-RUN_ID"
-        )
-    if (folder / MODEL_FILE).exists():
-        return folder
-    path = newest_checkpoint(folder)
-    if path is None:
-        raise ConfigError(
-            f"there is no checkpoint in {folder}; a trainer saves one every --checkpoint-every global steps, "
-            "and at its end"
-        )
-    return path

@@ -9,6 +9,7 @@ from cyclopts import App, CycloptsError, Parameter
 
 from manyhands.base.errors import ConfigError, JoinFailed, ManyhandsError
 from manyhands.cli.access_commands import ban, invite, members
+from manyhands.cli.checkpoint_command import checkpoint
 from manyhands.cli.data_command import data
 from manyhands.cli.demo.command import demo
 from manyhands.cli.doctor_command import doctor
@@ -38,6 +39,7 @@ app = App(
 for command in (join, train, evaluate, fill, monitor, first_peer, ticket, invite, ban, members, doctor, demo):
     app.command(command, help_epilogue=help_of(command.__name__.replace("_", "-")))
 app.command(data)
+app.command(checkpoint)
 app.command(run_key)
 
 

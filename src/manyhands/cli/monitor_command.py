@@ -21,6 +21,7 @@ from cyclopts import Parameter
 from manyhands.base.address import Address, parse_addresses
 from manyhands.base.errors import ConfigError, ManyhandsError
 from manyhands.base.run_id import checked_run_id
+from manyhands.checkpoints.checkpoint_dir import CheckpointDir
 from manyhands.cli.charter_options import checked_charter, coordinate, run_id_of
 from manyhands.cli.entry import EXIT_INTERRUPTED
 from manyhands.cli.options import DEFAULT_RUN_ID, NetworkOptions, OutputOptions
@@ -33,7 +34,6 @@ from manyhands.monitor.events import Event, Listening, StepMade
 from manyhands.monitor.hub import HubUploads, checked_repo
 from manyhands.monitor.monitor import MAX_REFRESH_S, checked_refresh_s
 from manyhands.peer import Peer
-from manyhands.recipes.albert.checkpoint_dir import CheckpointDir
 
 logger = logging.getLogger(__name__)
 

@@ -15,6 +15,7 @@ from manyhands.averaging.messages import readable_addresses
 from manyhands.base.errors import ConfigError, ManifestMismatch, MissingExtra
 from manyhands.base.folder_lock import FolderInUse
 from manyhands.base.identity import PeerId
+from manyhands.checkpoints.checkpoint_dir import CheckpointDir
 from manyhands.cli.event_file import EventWriter
 from manyhands.cli.logs import log_to_stdout
 from manyhands.cli.options import NetworkOptions, OutputOptions
@@ -26,7 +27,6 @@ from manyhands.cli.training_view import run_in_view
 from manyhands.optim.run.records import Run, declare_run
 from manyhands.peer import Peer
 from manyhands.recipes.albert.adoption import RunRecipe, RunToJoin, adopted, is_recipe
-from manyhands.recipes.albert.checkpoint_dir import CheckpointDir
 from manyhands.recipes.albert.config import AlbertRecipe
 from manyhands.recipes.albert.corpus import load_documents
 from manyhands.recipes.albert.memory import check_memory
@@ -313,7 +313,8 @@ def _run_to_join(run: Run, given: Mapping[str, Any]) -> RunToJoin | None:
 
 def _recipe_to_begin(run_id: str, given: Mapping[str, Any], folders: OwnFolders) -> AlbertRecipe:
     """The recipe of this peer's newest checkpoint, or else the given one."""
-    facts = folders.checkpoint_dir.newest_facts() if folders.checkpoint_dir is not None else {}
+    saved = folders.checkpoint_dir.newest_run() if folders.checkpoint_dir is not None else None
+    facts = saved.extra if saved is not None else {}
     if not is_recipe(facts):
         recipe = AlbertRecipe(**_data_settings(given) | dict(given))
         check_memory(run_id, recipe, recipe.vocab_size)

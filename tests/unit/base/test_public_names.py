@@ -18,7 +18,7 @@ def run_python(code: str) -> subprocess.CompletedProcess[str]:
 def test_dir_offers_every_public_name_and_each_can_be_had() -> None:
     names = dir(manyhands)
     assert [name for name in names if not name.startswith("_")] == sorted(set(manyhands.__all__) - {"__version__"})
-    for name in ("Optimizer", "Averager", "Peer", "AveragingConfig", "ProgressConfig", "optim"):
+    for name in ("Optimizer", "Checkpoints", "Averager", "Peer", "AveragingConfig", "ProgressConfig", "optim"):
         assert name in names
         assert getattr(manyhands, name) is not None
     assert "Lamb" in dir(manyhands.optim)
@@ -43,19 +43,25 @@ def test_a_coordinator_has_its_configs_and_errors_without_torch() -> None:
     assert run_python(code).stdout == "[]\n"
 
 
-@pytest.mark.parametrize("missing", ["torch", "numpy"])
+def test_a_loop_without_checkpoints_does_not_import_their_packages() -> None:
+    code = "import sys, manyhands; manyhands.Optimizer; print('safetensors' in sys.modules)"
+    assert run_python(code).stdout == "False\n"
+
+
+@pytest.mark.parametrize("missing", ["torch", "numpy", "safetensors"])
 @pytest.mark.parametrize(
     ("statement", "what"),
     [
         ("from manyhands import Optimizer", "manyhands.Optimizer"),
         ("import manyhands; manyhands.Averager", "manyhands.Averager"),
+        ("from manyhands import Checkpoints", "manyhands.Checkpoints"),
         ("import manyhands; manyhands.ProcessGroupOptimizer", "manyhands.ProcessGroupOptimizer"),
         ("import manyhands; manyhands.optim.Lamb", "manyhands.optim.Lamb"),
     ],
 )
 def test_without_torch_one_line_says_what_to_install(statement: str, what: str, missing: str) -> None:
-    if missing == "numpy" and "Lamb" in statement:
-        pytest.skip("it needs torch only")
+    if (missing == "numpy" and "Lamb" in statement) or (missing == "safetensors" and "Checkpoints" not in statement):
+        pytest.skip("it does not need that")
     ran = run_python(f"import sys; sys.modules[{missing!r}] = None\n{statement}")
     last = ran.stderr.splitlines()[-1]
     assert f"{what} needs packages that are not installed; try: pip install '.[torch]' in " in last

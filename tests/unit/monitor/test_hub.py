@@ -29,7 +29,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeHub]:
 def checkpoint(tmp_path: Path) -> Path:
     folder = tmp_path / "checkpoint-5"
     folder.mkdir()
-    for name in ("config.json", "model.safetensors", "tokenizer.json", "optimizer.pt"):
+    for name in ("config.json", "model.safetensors", "tokenizer.json", "optimizer.safetensors"):
         (folder / name).write_bytes(name.encode() * 10)
     return folder
 

@@ -8,7 +8,7 @@ import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -246,9 +246,14 @@ class Replica:
     # checkpoints
 
     def place(self) -> dict[str, Any]:
-        """The position of the parameters in the run, and the schedule, as plain values for a checkpoint."""
+        """The position of the parameters in the run, and the schedule, as plain values for a checkpoint.
+
+        With ``offload`` also the parameters that the model has with less precision.
+        """
         schedule = plain_part(self.scheduler.state_dict()) if self.scheduler is not None else {}
+        finer = self.host_copy.finer() if self.host_copy is not None else {}
         return {
+            **({"parameters": finer} if finer else {}),
             "step": self.position.step,
             "lineage": self.position.lineage.hex(),
             "lineage_samples": self.lineage_samples,
@@ -268,7 +273,7 @@ class Replica:
                 self.origin = None
             self.extra.take_over()  # the user has loaded them with the model
         if self.host_copy is not None:
-            self.host_copy.take_over()
+            self.host_copy.take_over(place.get("parameters") if place is not None else None)
 
     def _set_schedule(self, schedule: dict[str, Any]) -> None:
         if self.scheduler is not None:
@@ -317,10 +322,21 @@ class HostCopy:
             parameter.copy_(copy)
         self._show_options()
 
+    def finer(self) -> dict[str, torch.Tensor]:
+        """The optimizer's parameters that have more precision than those of the model, by position."""
+        pairs = zip(self._model_parameters, self._copies, strict=True)
+        return {f"{index}": copy for index, (parameter, copy) in enumerate(pairs) if copy.dtype != parameter.dtype}
+
     @torch.no_grad()
-    def take_over(self) -> None:
-        """Copy the model's parameters to the optimizer, as after a checkpoint was loaded into the model."""
-        for parameter, copy in zip(self._model_parameters, self._copies, strict=True):
+    def take_over(self, finer: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Copy the model's parameters to the optimizer, as after a checkpoint was loaded into the model.
+
+        Args:
+            finer: from :meth:`finer`, of the same checkpoint; used for each parameter that it agrees with.
+        """
+        for index, (parameter, copy) in enumerate(zip(self._model_parameters, self._copies, strict=True)):
+            if finer is not None and f"{index}" in finer:
+                copy.copy_(finer[f"{index}"])
             if not torch.equal(copy.to(parameter), parameter):  # else the copy has them with more precision
                 copy.copy_(parameter)
         self._show_options()

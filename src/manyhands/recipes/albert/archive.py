@@ -22,10 +22,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
-import filelock
-
 from manyhands.base.errors import ConfigError
-from manyhands.base.folder_lock import FolderInUse, locked_folder
+from manyhands.base.folder_lock import FolderInUse, FolderLock
 from manyhands.base.text import rough
 from manyhands.recipes.albert.dataset import SAMPLES
 from manyhands.recipes.albert.download import FetchFailed, Watcher, size_of
@@ -86,15 +84,15 @@ def unpacked(urls: Sequence[str], cache_dir: Path) -> Path:
             assert found is not None
         return found
     finally:
-        lock.release(force=True)
+        lock.release()
 
 
-def _locked(folder: Path) -> filelock.BaseFileLock:
+def _locked(folder: Path) -> FolderLock:
     """Lock the folder, after waiting for other processes of this machine that fetch the same archive."""
     is_told = False
     while True:
         try:
-            return locked_folder(folder, "cache_dir", ".lock")
+            return FolderLock(folder, "cache_dir", ".lock")
         except FolderInUse:
             if not is_told:
                 logger.info("Another process fetches the archive into %s; waiting for it", folder)

@@ -64,7 +64,6 @@ def _shown(tokenizer: transformers.PreTrainedTokenizerBase, token: int) -> str:
 
 
 def _load(path: Path) -> tuple[transformers.AlbertForPreTraining, transformers.PreTrainedTokenizerBase]:
-    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         kind = transformers.AutoConfig.from_pretrained(path, local_files_only=True).model_type
         if kind != "albert":

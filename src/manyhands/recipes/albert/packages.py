@@ -12,6 +12,8 @@ try:
     import transformers
 
     _ = transformers.AlbertForPreTraining  # transformers is imported lazily, which takes seconds
+    # it would log a line for each file of a checkpoint
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 except ModuleNotFoundError as error:
     if error.name not in _NEEDED:  # installed but broken: its own message says more
         raise

@@ -27,7 +27,7 @@ from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextC
 
 from manyhands.base.digests import sha256_of
 from manyhands.base.errors import ConfigError, MissingExtra
-from manyhands.base.folder_lock import FolderInUse, locked_folder
+from manyhands.base.folder_lock import FolderInUse, FolderLock
 from manyhands.base.text import reason_of
 from manyhands.recipes.albert.corpus import iter_documents
 from manyhands.recipes.albert.dataset import (
@@ -89,7 +89,7 @@ def prepare(settings: Preparation) -> Result:
     with contextlib.suppress(OSError):
         settings.output.mkdir(parents=True, exist_ok=True)  # readable by others
     try:
-        lock = locked_folder(settings.output, "output", ".prepare.lock")
+        lock = FolderLock(settings.output, "output", ".prepare.lock")
     except FolderInUse:
         raise ConfigError(f"data is being made in {settings.output} already; wait, or name another --output") from None
     draft = settings.output / ".unfinished"
@@ -108,7 +108,7 @@ def prepare(settings: Preparation) -> Result:
         shutil.rmtree(draft, ignore_errors=True)
         if archive is not None:
             archive.unlink(missing_ok=True)
-        lock.release(force=True)
+        lock.release()
     return result
 
 

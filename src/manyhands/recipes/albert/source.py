@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from manyhands.base.errors import ConfigError, Unavailable
 from manyhands.base.text import counted
+from manyhands.checkpoints.checkpoint_dir import CheckpointDir
 from manyhands.peer import Peer
 from manyhands.recipes.albert.adoption import RunToJoin
-from manyhands.recipes.albert.checkpoint_dir import CheckpointDir
 from manyhands.recipes.albert.config import AlbertRecipe
 from manyhands.recipes.albert.corpus import load_documents
 from manyhands.recipes.albert.packages import transformers
@@ -184,7 +184,8 @@ def _tokenizer_for(
         if run is not None:
             check_run(recipe.tokenizer, run_id, run.recipe.tokenizer)
         return wrapped(read_tokenizer(recipe.tokenizer))
-    saved = checkpoint_dir.newest_tokenizer() if checkpoint_dir is not None else None
+    file = checkpoint_dir.newest_file("tokenizer.json") if checkpoint_dir is not None else None
+    saved = file.decode() if file is not None else None
     if saved is not None and (run is None or digest_of_json(saved) == run.recipe.tokenizer):
         return tokenizer_from_json(saved)
     if run is not None:

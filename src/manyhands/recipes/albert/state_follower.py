@@ -47,6 +47,7 @@ class StateFollower:
     Attributes:
         model: with the parameters of the last loaded state.
         tokenizer: of the run.
+        manifest: its settings.
     Raises:
         ConfigError: the model does not fit on the device.
     """
@@ -59,7 +60,7 @@ class StateFollower:
         self._optimizer = build_optimizer(self.model, run.recipe)
         schedule = warmup_linear(run.recipe.total_steps, run.recipe.warmup_steps)
         self._replica = Replica(self._optimizer, lambda inner: torch.optim.lr_scheduler.LambdaLR(inner, schedule))
-        self._manifest = manifest_of(
+        self.manifest = manifest_of(
             self._replica, run_id, run.recipe.target_batch_size, AveragingConfig(), facts_of(run)
         )
         self._step: int | None = None  # of the last loaded state
@@ -132,7 +133,7 @@ class StateFollower:
             return {}
 
     def _download(self, donors: list[PeerId], leading: Position) -> State:
-        downloading = download_state(self._peer.endpoint, self._manifest, donors, leading, is_onlooker=True)
+        downloading = download_state(self._peer.endpoint, self.manifest, donors, leading, is_onlooker=True)
         return self._run_coroutine(downloading, "downloading the state", MAX_DOWNLOAD_S)
 
     def _tell(self, words: str) -> None:

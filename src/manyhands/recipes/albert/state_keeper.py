@@ -6,12 +6,11 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
+from manyhands.checkpoints.checkpoint_dir import CheckpointDir
+from manyhands.checkpoints.checkpoints import SAVE_TIMEOUT_S, save_checkpoint
 from manyhands.peer import Peer
-from manyhands.recipes.albert.adoption import RunRecipe, facts_of
-from manyhands.recipes.albert.checkpoint_dir import CheckpointDir
-from manyhands.recipes.albert.checkpoints import SAVE_TIMEOUT_S, save_checkpoint
+from manyhands.recipes.albert.adoption import RunRecipe
 from manyhands.recipes.albert.compute import Compute
-from manyhands.recipes.albert.packages import transformers
 from manyhands.recipes.albert.state_follower import StateFollower
 from manyhands.runtime.exit_delay import delay_exit
 from manyhands.runtime.interrupts import uninterrupted
@@ -32,13 +31,10 @@ class StateKeeper:
         self, peer: Peer, run_id: str, run: RunRecipe, folder: CheckpointDir, on_saved: Callable[[Path, int], None]
     ) -> None:
         self._folder = folder
-        self._facts = facts_of(run)
         self._on_saved = on_saved
-        newest = next(folder.newest(self._facts), None)
-        self._saved_step = newest.global_step if newest is not None else 0
         self._follower = StateFollower(peer, run_id, run, Compute("cpu", "float32"))
-        # transformers would log a line for each file
-        transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        newest = next(folder.newest(self._follower.manifest), None)
+        self._saved_step = newest.global_step if newest is not None else 0
 
     def run(self, every: int) -> None:
         """Keep checkpoints until interrupted."""
@@ -57,7 +53,7 @@ class StateKeeper:
         follower = self._follower
         with delay_exit(SAVE_TIMEOUT_S), uninterrupted():
             path = save_checkpoint(
-                self._folder, step, self._facts, follower.model, follower.tokenizer, follower.state_dict()
+                self._folder, step, follower.manifest, follower.model, follower.tokenizer, follower.state_dict()
             )
         if path is not None:
             self._saved_step = step

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from manyhands.base.digests import sha256_of
 from manyhands.base.errors import ConfigError
-from manyhands.base.folder_lock import FolderInUse, locked_folder
+from manyhands.base.folder_lock import FolderInUse, FolderLock
 from manyhands.recipes.albert.config import AlbertRecipe
 from manyhands.recipes.albert.download import FetchFailed, Watcher
 from manyhands.recipes.albert.fetching import Fetcher, Mirrors, NoGoodCopy, Patience, Stopped, no_data
@@ -52,7 +52,7 @@ class Cache:
         self._max_bytes = max_bytes
         for number in range(1, MAX_CACHES + 1):
             with contextlib.suppress(FolderInUse):
-                self._lock = locked_folder(folder / str(number), "cache_dir", ".lock")
+                self._lock = FolderLock(folder / str(number), "cache_dir", ".lock")
                 self.folder = folder / str(number)
                 return
         raise ConfigError(f"cache_dir {folder} is in use by {MAX_CACHES} trainers; name another --cache-dir")
@@ -103,7 +103,7 @@ class Cache:
         return sum(path.stat().st_size for path in self.folder.iterdir())
 
     def close(self) -> None:
-        self._lock.release(force=True)
+        self._lock.release()
 
 
 class HostedData:

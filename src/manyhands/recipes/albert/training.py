@@ -9,16 +9,16 @@ from dataclasses import replace
 
 from manyhands.base.run_id import checked_run_id
 from manyhands.base.text import counted
+from manyhands.checkpoints.checkpoint_dir import CheckpointDir
+from manyhands.checkpoints.checkpoints import Checkpoints
 from manyhands.optim.manifest import RunManifest
 from manyhands.optim.optimizer import Optimizer
 from manyhands.optim.process_group import ProcessGroupOptimizer
 from manyhands.peer import Peer
 from manyhands.recipes.albert import ranks
 from manyhands.recipes.albert.account import Account, HeldoutLosses, Standing
-from manyhands.recipes.albert.adoption import RunRecipe, RunToJoin, facts_of
+from manyhands.recipes.albert.adoption import RunRecipe, RunToJoin
 from manyhands.recipes.albert.batches import Batches, heldout_batch
-from manyhands.recipes.albert.checkpoint_dir import CheckpointDir
-from manyhands.recipes.albert.checkpoints import Checkpoints
 from manyhands.recipes.albert.compute import SMALLER, SMALLER_BATCH, Compute
 from manyhands.recipes.albert.config import AlbertRecipe
 from manyhands.recipes.albert.events import BatchDone, Counts, Event, Finished, Joined, StepDone
@@ -110,7 +110,7 @@ class AlbertTrainer:
         self._checkpoints: Checkpoints | None = None
         if checkpoint_dir is not None:
             self._checkpoints = Checkpoints(
-                checkpoint_dir, facts_of(chosen), self._model, tokenizer, self._optimizer, settings.checkpoint_every
+                checkpoint_dir, self._optimizer, self._model, settings.checkpoint_every, tokenizer=tokenizer
             )
             self._checkpoints.resume()
         self._loss_of: torch.nn.Module = ranks.LossModule(self._model)

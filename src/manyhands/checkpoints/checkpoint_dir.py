@@ -1,0 +1,363 @@
+"""The folder with the checkpoints of one run. Imports no torch: it is checked before anything is started.
+
+::
+
+    FOLDER/lock                   locked by the process that uses the folder
+    FOLDER/checkpoint-STEP/       the newest few
+        run.json                  format, step, settings of the run; size and SHA-256 of each other file
+        model.safetensors ...     the model; one of transformers with its config, and the tokenizer
+        optimizer.safetensors     tensors of the optimizer
+        optimizer.json            its other values, and the position in the run
+    FOLDER/.unfinished-...        being written or removed, or left by a killed process
+    FOLDER/.replaced-...          a checkpoint, while one of the same step takes its place
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+import msgspec
+
+from manyhands.base.digests import sha256_of
+from manyhands.base.errors import ConfigError
+from manyhands.base.folder_lock import FolderLock
+from manyhands.optim.manifest import RunManifest, differences
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+"""Goes up when an older version could not load a checkpoint, or would load it wrongly."""
+ABOUT = "run.json"
+OPTIMIZER_TENSORS, OPTIMIZER_VALUES = "optimizer.safetensors", "optimizer.json"
+
+_NAME = re.compile(r"checkpoint-(\d{1,18})")
+_UNFINISHED, _REPLACED = ".unfinished-", ".replaced-"
+
+
+class SavedFile(msgspec.Struct, frozen=True):
+    """A file as it was saved; the SHA-256 is in hexadecimal."""
+
+    bytes: int
+    sha256: str
+
+
+class About(msgspec.Struct, frozen=True, kw_only=True):
+    """Description of a checkpoint, stored with it.
+
+    Attributes:
+        run: the settings of the run.
+        files: by path below the checkpoint, with ``/``.
+    """
+
+    format: int = FORMAT
+    global_step: int
+    run: RunManifest
+    files: dict[str, SavedFile]
+
+    def __post_init__(self) -> None:
+        for name in self.files:
+            if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+                raise ValueError(f"file {name!r} is outside the checkpoint")
+
+
+class _Head(msgspec.Struct):
+    """The part of a description that all formats have."""
+
+    format: int = 0
+
+
+class Checkpoint(NamedTuple):
+    """A checkpoint whose files are as they were saved."""
+
+    path: Path
+    global_step: int
+
+
+class CheckpointDir:
+    """Finds, adds and removes checkpoints: folders ``checkpoint-STEP``, as the trainers of other libraries name them.
+
+    The folder is locked by this process until :meth:`close`.
+
+    Args:
+        num_kept: number of checkpoints to keep; with more than one, a damaged one can be replaced by an older one.
+    Raises:
+        FolderInUse: another process uses the folder.
+        ConfigError: the folder cannot be used, or its checkpoints are another run's, or of another format.
+    """
+
+    def __init__(self, path: Path, run_id: str, num_kept: int = 2) -> None:
+        if num_kept < 1:
+            raise ConfigError(f"{num_kept} checkpoints cannot be kept; keep at least 1, for example 2")
+        self.path = path
+        self._num_kept = num_kept
+        self._lock = FolderLock(path, "checkpoint folder")
+        try:
+            self._tidy()
+            self._check_run(run_id)
+        except OSError as error:
+            self.close()
+            raise ConfigError(f"checkpoint folder {path}: {error.strerror}; name one that can be written") from error
+        except ConfigError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Unlock the folder. May be called twice."""
+        self._lock.release()
+
+    def newest(self, run: RunManifest) -> Iterator[Checkpoint]:
+        """Intact checkpoints, the highest global step first; a warning is logged for each damaged one.
+
+        Raises:
+            ConfigError: a checkpoint was made with other settings than ``run``; names both.
+        """
+        for step in reversed(_steps_in(self.path)):
+            path = self.of_step(step)
+            about = _read_intact(path)
+            if about is None:
+                continue
+            if lines := _differences(run, about.run):
+                raise ConfigError(
+                    f"checkpoint {path} was made with other settings: {'; '.join(lines)}. Give the same ones, or "
+                    "another checkpoint folder"
+                )
+            yield Checkpoint(path, step)
+
+    def newest_run(self) -> RunManifest | None:
+        """The settings in the newest checkpoint with a readable description."""
+        for step in reversed(_steps_in(self.path)):
+            with suppress(OSError, msgspec.MsgspecError):
+                return read_about(self.of_step(step)).run
+        return None
+
+    def newest_file(self, name: str) -> bytes | None:
+        """The content of a file of the newest checkpoint that has it as it was saved."""
+        for step in reversed(_steps_in(self.path)):
+            path = self.of_step(step)
+            with suppress(OSError, msgspec.MsgspecError):
+                saved = read_about(path).files.get(name)
+                if saved is not None and not _fault_of(path / name, saved):
+                    return (path / name).read_bytes()
+        return None
+
+    def newest_path(self) -> Path | None:
+        """The newest checkpoint, intact or not."""
+        steps = _steps_in(self.path)
+        return self.of_step(steps[-1]) if steps else None
+
+    def of_step(self, global_step: int) -> Path:
+        """The path of the checkpoint of a step, which need not be there."""
+        return self.path / f"checkpoint-{global_step}"
+
+    @contextmanager
+    def adding(self, global_step: int, run: RunManifest) -> Iterator[Path]:
+        """Yield a folder to write a checkpoint into; the checkpoint counts once the block ends without an error."""
+        with written_whole(self.of_step(global_step)) as draft:
+            yield draft
+            files = {
+                file.relative_to(draft).as_posix(): SavedFile(file.stat().st_size, sha256_of(file))
+                for file in sorted(draft.rglob("*"))
+                if file.is_file()
+            }
+            about = About(global_step=global_step, run=run, files=files)
+            (draft / ABOUT).write_bytes(msgspec.json.format(msgspec.json.encode(about)) + b"\n")
+        # later ones are damaged, or of another start that did not resume
+        for step in [step for step in _steps_in(self.path) if step <= global_step][: -self._num_kept]:
+            self._remove(self.of_step(step))
+
+    def _remove(self, path: Path) -> None:
+        """Remove a checkpoint, so that readers see all of it or nothing."""
+        trash = path.with_name(f"{_UNFINISHED}{path.name}")
+        with suppress(OSError):
+            path.replace(trash)
+        shutil.rmtree(trash, ignore_errors=True)
+
+    def _tidy(self) -> None:
+        """Undo what a killed process has left, and check that the folder can be written."""
+        for draft in self.path.glob(f"{_UNFINISHED}*"):
+            shutil.rmtree(draft, ignore_errors=True)
+        for replaced in self.path.glob(f"{_REPLACED}*"):
+            _put_back(replaced, self.path / replaced.name.removeprefix(_REPLACED))
+        probe = self.path / f"{_UNFINISHED}{os.getpid()}"
+        probe.mkdir()
+        probe.rmdir()
+
+    def _check_run(self, run_id: str) -> None:
+        for step in reversed(_steps_in(self.path)):
+            with suppress(OSError, msgspec.MsgspecError):
+                about = read_about(self.of_step(step))
+                if about.run.run_id != run_id:
+                    raise ConfigError(
+                        f"checkpoint {self.of_step(step)} is of run {about.run.run_id!r}, and this is {run_id!r}; "
+                        "give each run a checkpoint folder of its own"
+                    )
+
+
+# without a lock, so a trainer may be using the folder
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """The checkpoints in a folder, the newest first; the folder itself if it is one.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if not folder.is_dir():
+        raise ConfigError(
+            f"{folder} is not a folder; name the checkpoint folder of a trainer, for example manyhands-RUN_ID"
+        )
+    if (folder / ABOUT).exists():
+        return [folder]
+    paths = [folder / f"checkpoint-{step}" for step in reversed(_steps_in(folder))]
+    if not paths:
+        raise ConfigError(
+            f"there is no checkpoint in {folder}; a trainer saves one every --checkpoint-every global steps, and at "
+            "its end"
+        )
+    return paths
+
+
+def newest_checkpoint(folder: Path) -> Path:
+    """The newest intact checkpoint of :func:`checkpoints_in`; a warning is logged for each damaged one.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    for path in checkpoints_in(folder):
+        if _read_intact(path) is not None:
+            return path
+    raise ConfigError(f"there is no intact checkpoint in {folder}; see: manyhands checkpoint verify {folder}")
+
+
+def read_about(path: Path) -> About:
+    """The description of a checkpoint.
+
+    Raises:
+        ConfigError: it has a format that this version does not read; names both.
+        OSError, msgspec.MsgspecError: it cannot be read.
+    """
+    raw = (path / ABOUT).read_bytes()
+    found = msgspec.json.decode(raw, type=_Head).format
+    if found != FORMAT:
+        update = "update manyhands, or " if found > FORMAT else ""
+        raise ConfigError(
+            f"checkpoint {path} has format {found}, and this version reads format {FORMAT}; {update}give another "
+            "checkpoint folder"
+        )
+    return msgspec.json.decode(raw, type=About)
+
+
+def faults_in(path: Path) -> dict[str, str]:
+    """Each file of a checkpoint, with the reason why it is not as it was saved, or an empty string.
+
+    Raises:
+        ConfigError: as :func:`read_about`.
+    """
+    try:
+        about = read_about(path)
+    except (OSError, msgspec.MsgspecError) as error:
+        return {ABOUT: f"cannot be read: {error}"}
+    return {ABOUT: "", **{name: _fault_of(path / name, saved) for name, saved in about.files.items()}}
+
+
+def export_model(path: Path, to: Path) -> None:
+    """Copy the files of the model, with its tokenizer, from an intact checkpoint to a new folder.
+
+    Raises:
+        ConfigError: the folder exists.
+    """
+    if to.exists():
+        raise ConfigError(f"{to} is there already; name a folder that does not exist yet")
+    to.parent.mkdir(parents=True, exist_ok=True)
+    with written_whole(to) as draft:
+        for name in read_about(path).files:
+            if name not in (OPTIMIZER_TENSORS, OPTIMIZER_VALUES):
+                (draft / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path / name, draft / name)
+
+
+# parts
+
+
+@contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """Yield a folder to write into, which is renamed to ``path`` if the block ends without an error.
+
+    Everything is on disk before it gets its name. If ``path`` is there already, it is replaced.
+    """
+    draft = path.with_name(f"{_UNFINISHED}{os.getpid()}-{path.name}")
+    replaced = path.with_name(f"{_REPLACED}{path.name}")
+    draft.mkdir()
+    try:
+        yield draft
+        for entry in (*draft.rglob("*"), draft):
+            _flush(entry)
+        if path.exists():
+            path.replace(replaced)
+        draft.replace(path)
+        _flush(path.parent)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+        if replaced.exists():
+            _put_back(replaced, path)
+
+
+def _put_back(replaced: Path, path: Path) -> None:
+    """Finish or undo the replacement of a folder."""
+    if path.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+    else:
+        replaced.replace(path)
+
+
+def _steps_in(folder: Path) -> list[int]:
+    found = (_NAME.fullmatch(entry.name) for entry in folder.iterdir() if entry.is_dir())
+    return sorted(int(match[1]) for match in found if match)
+
+
+def _read_intact(path: Path) -> About | None:
+    """The description of a checkpoint; None, with a warning, if it is damaged."""
+    faults = [f"{name} {fault}" for name, fault in faults_in(path).items() if fault]
+    if faults:
+        logger.warning("checkpoint %s is damaged (%s); it is not used", path, ", ".join(faults))
+        return None
+    return read_about(path)
+
+
+def _fault_of(file: Path, saved: SavedFile) -> str:
+    try:
+        if (size := file.stat().st_size) != saved.bytes:
+            return f"has {size} bytes instead of {saved.bytes}"
+        return "" if sha256_of(file) == saved.sha256 else "was altered: it has another SHA-256"
+    except FileNotFoundError:
+        return "is missing"
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+
+
+def _differences(here: RunManifest, there: RunManifest) -> list[str]:
+    """The settings that differ from those of a checkpoint, one line each. How values travel makes no difference."""
+    here = msgspec.json.decode(msgspec.json.encode(here), type=RunManifest)  # as the other was
+    groups: list[dict[str, Any]] = there.hyper_parameters
+    if len(groups) == len(here.hyper_parameters):  # a newer torch may have more options
+        groups = [{**own, **group} for own, group in zip(here.hyper_parameters, groups, strict=True)]
+    there = msgspec.structs.replace(there, protocol=here.protocol, codec=here.codec, hyper_parameters=groups)
+    return [line.replace("in the run", "in the checkpoint") for line in differences(here, there)]
+
+
+def _flush(path: Path) -> None:
+    """Flush a file, or the names in a folder, to disk."""
+    if path.is_dir() and os.name == "nt":  # Windows cannot open folders
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
