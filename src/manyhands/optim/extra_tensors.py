@@ -7,9 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from manyhands.base.errors import ConfigError
-from manyhands.optim.flat import flattened
-from manyhands.optim.manifest import ParameterSpec
-from manyhands.optim.state.state import DTYPES_OF_STATES, spec_of
+from manyhands.optim.flat import DTYPES_OF_STATES, flattened
 
 MAX_INTEGER = 1 << 24
 """Integers up to this are exact in float32, in which they are averaged."""
@@ -27,7 +25,7 @@ class ExtraTensors:
 
     Attributes:
         agreed: the values at the last step, on the host.
-        specs: name, shape and dtype of each.
+        names: of each.
         numel: of all together.
     Raises:
         ConfigError: a tensor cannot be averaged, or two have one name; names it.
@@ -35,9 +33,9 @@ class ExtraTensors:
 
     def __init__(self, named: Sequence[tuple[str, torch.Tensor]] = ()) -> None:
         self._tensors = [tensor for _, tensor in named]
-        names = [name for name, _ in named]
+        self.names = [name for name, _ in named]
         for name, tensor in named:
-            if names.count(name) > 1:
+            if self.names.count(name) > 1:
                 raise ConfigError(f"there are two tensors named {name!r}; give each a name of its own")
             if tensor.dtype not in DTYPES_OF_STATES or tensor.layout != torch.strided or tensor.is_meta:
                 kind = f"{tensor.dtype}, {tensor.layout} on {tensor.device}"
@@ -45,7 +43,6 @@ class ExtraTensors:
             if not tensor.is_floating_point() and tensor.numel() and int(tensor.long().abs().max()) > MAX_INTEGER:
                 raise ConfigError(f"{name} has integers above {MAX_INTEGER}, which a mean would change; leave it out")
         self.agreed = [tensor.detach().to("cpu", copy=True) for tensor in self._tensors]
-        self.specs: list[ParameterSpec] = [spec_of(name, tensor) for name, tensor in named]
         self.numel = sum(tensor.numel() for tensor in self._tensors)
 
     @property

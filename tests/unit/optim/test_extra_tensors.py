@@ -15,7 +15,7 @@ def test_a_mean_reaches_the_tensors_when_it_is_shown() -> None:
     assert floats.tolist() == [1.0, 2.0]
     extra.show()
     assert (floats.tolist(), counts.item(), flags.tolist()) == ([1.5, 2.5], 7, [False, True])
-    assert [spec.name for spec in extra.specs] == ["floats", "counts", "flags"]
+    assert extra.names == ["floats", "counts", "flags"]
 
 
 def test_values_that_are_not_finite_stay_at_home() -> None:

@@ -25,6 +25,7 @@ from manyhands.averaging.memory import empty_vector, whole_lines
 from manyhands.averaging.messages import Count, PeerIdText, Position
 from manyhands.base.identity import PeerId
 from manyhands.base.structs import make_ready
+from manyhands.optim.flat import DTYPES_OF_STATES
 from manyhands.optim.manifest import ParameterSpec
 from manyhands.optim.serializable import merged, plain_part
 
@@ -37,12 +38,6 @@ MAX_DIMENSIONS = 32
 MAX_CONTRIBUTORS = 4096
 LOCAL_OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """How an optimizer computes on this machine, not what: not part of the state, and may differ between peers."""
-
-DTYPES_OF_STATES = (
-    torch.float16, torch.bfloat16, torch.float32, torch.float64,
-    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
-)  # fmt: skip
-"""Of tensors that can be sent to a newcomer."""
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES_OF_STATES}
 

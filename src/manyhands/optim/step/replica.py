@@ -37,6 +37,7 @@ from manyhands.optim.state.state import (
     names_of,
     parameters_of,
     restore,
+    spec_of,
     specs_of,
 )
 from manyhands.optim.step.update import guarded_step, move_statistics
@@ -77,6 +78,7 @@ class Replica:
         extra: ExtraTensors | None = None,
     ) -> None:
         self.extra = ExtraTensors() if extra is None else extra
+        self.extra_specs = [spec_of(*named) for named in zip(self.extra.names, self.extra.agreed, strict=True)]
         self.optimizer = optimizer
         self.model_parameters = [parameter for parameter in parameters_of(optimizer) if parameter.requires_grad]
         if scheduler is not None and not isinstance(scheduler, LRScheduler):
@@ -220,7 +222,7 @@ class Replica:
 
     def _begin_capture(self) -> Capture:
         schedule = self.scheduler.state_dict() if self.scheduler is not None else {}
-        extra = list(zip(self.extra.specs, self.extra.agreed, strict=True))
+        extra = list(zip(self.extra_specs, self.extra.agreed, strict=True))
         return Capture(self.optimizer, schedule, self.position, self.lineage_samples, self.origin, extra)
 
     def restore(self, state: State) -> None:
@@ -231,12 +233,12 @@ class Replica:
         """
         with self._lock:
             schedule = self.scheduler.state_dict() if self.scheduler is not None else {}
-            if fault := fault_of(state, self.optimizer, self._agreed_options, schedule, self.extra.specs):
+            if fault := fault_of(state, self.optimizer, self._agreed_options, schedule, self.extra_specs):
                 raise ValueError(fault)
             self._num_changes += 1
-            self._set_schedule(restore(state, self.optimizer, self.extra.specs))
+            self._set_schedule(restore(state, self.optimizer, self.extra_specs))
             first = len(parameters_of(self.optimizer))
-            self.extra.load(state.tensors[first : first + len(self.extra.specs)])
+            self.extra.load(state.tensors[first : first + len(self.extra_specs)])
             self.options = options_of(self.optimizer.param_groups)
             self.position = state.header.position
             self.lineage_samples = state.header.lineage_samples
@@ -389,7 +391,7 @@ def manifest_of(
         scheduler=described_schedule(replica.scheduler),
         codec=averaging.codec,
         extra=extra,
-        extra_tensors=replica.extra.specs,
+        extra_tensors=replica.extra_specs,
     )
 
 
