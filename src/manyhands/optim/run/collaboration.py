@@ -19,7 +19,6 @@ from manyhands.optim.manifest import ManifestKeeper, RunManifest
 from manyhands.optim.run.decisions import StepDecisions
 from manyhands.optim.run.drift import Drift, Sketch
 from manyhands.optim.run.grid_assignment import GridAssignment
-from manyhands.optim.run.progress import Progress, ProgressLog
 from manyhands.optim.run.records import declare_run, find_runs, nobody_is_in
 from manyhands.optim.run.step_rounds import Averaged, LocalState, LookAhead, StepRounds
 from manyhands.optim.run.tracker import ProgressTracker
@@ -60,7 +59,6 @@ class Collaboration:
         self._is_auxiliary = is_auxiliary
         self._allow_solo = allow_solo
         self._num_vain_loads = 0  # since this peer took part in a step
-        self._progress_log = ProgressLog()
         self._alone_since: float | None = None  # loop time
         self._clock_offset_s: float | None = None
         self._rng = presence.rng
@@ -84,7 +82,6 @@ class Collaboration:
             manifest.target_batch_size,
             self._local.position,
             self._progress_config,
-            on_update=self._log_progress,
             is_auxiliary=self._is_auxiliary,
             began_at=presence.began_at,
         )
@@ -133,9 +130,6 @@ class Collaboration:
             self._parts = parts.pop_all()
         presence.on_close.append(self.close)
         presence.endpoint.on_connected.append(self.tracker.can_be_asked)
-
-    def _log_progress(self, progress: Progress, refresh_s: float) -> None:
-        self._progress_log.tell(self._local.position.step, progress, refresh_s, asyncio.get_running_loop().time())
 
     async def _check_new_run(self) -> None:
         """Warn that no peer trains in this run yet, or check that the user wants to begin it.

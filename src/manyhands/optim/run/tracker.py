@@ -25,7 +25,7 @@ from manyhands.optim.config import ProgressConfig
 from manyhands.optim.run.branches import Branch, BranchChoice
 from manyhands.optim.run.progress import (
     RANK_DELAY_S,
-    Progress,
+    ProgressLog,
     ProgressRecord,
     crowd_factor,
     is_news,
@@ -75,7 +75,6 @@ class ProgressTracker:
         target_batch_size: int,
         position: Position,
         config: ProgressConfig,
-        on_update: Callable[[Progress, float], None] | None = None,
         *,
         is_auxiliary: bool = False,
         began_at: float = 0.0,
@@ -88,7 +87,7 @@ class ProgressTracker:
         self.twin = self.reader.twin = Twin(endpoint.peer_id, began_at, asyncio.get_running_loop().time())
         self._endpoint = endpoint
         self._config = config
-        self._on_update = on_update
+        self._log = ProgressLog()
         addresses = [str(address) for address in endpoint.addresses]
         self.own = ProgressRecord(
             position, 0, 0.0, 0, endpoint.client_mode, addresses, config.ttl_s, is_auxiliary=is_auxiliary,
@@ -429,8 +428,9 @@ class ProgressTracker:
             except ManyhandsError as error:
                 logger.warning("the progress of the others cannot be read: %s", error)
             delay_s = self._next_read_s(delay_s)
-            if self._on_update is not None and self.outlook.samples != last_samples:
-                self._on_update(self.outlook, delay_s)
+            if self.outlook.samples != last_samples:
+                now = asyncio.get_running_loop().time()
+                self._log.tell(self.own.position.step, self.outlook, delay_s, now)
                 last_samples = self.outlook.samples
             await self._rest(delay_s)
 

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FAILURES_UNTIL_ADVICE = 3
-"""Attempts in a row: one or two also fail in a healthy run, when a member is lost."""
 MAX_STEPS_LATE = 1
 OUTSIZED = (
     "the others made global step %d without them, as the gradient of this peer was far too large beside theirs. If "
@@ -280,42 +278,3 @@ class SampleCounter:
         """Reuse the memory of a contribution; after a step alone the wrapped optimizer may still hold it."""
         if step.outcome is not None and step.outcome.manifest is not None:
             self._accumulator.recycle(step.contribution)
-
-
-class Failures:
-    """Counts failed attempts in a row, and tells the user what to do about them.
-
-    Args:
-        allow_solo: step alone after several failures.
-    """
-
-    def __init__(self, *, allow_solo: bool) -> None:
-        self._allow_solo = allow_solo
-        self._in_a_row = 0
-
-    @property
-    def is_time_to_go_alone(self) -> bool:
-        """Whether to stop trying with the others, as the user allows."""
-        return self._allow_solo and self._in_a_row >= FAILURES_UNTIL_ADVICE
-
-    def add(self, error: BaseException, samples: int) -> None:
-        """Count a failed attempt while ``samples`` of this peer wait.
-
-        Raises:
-            BaseException: the error of the attempt, if the other peers did not cause it.
-        """
-        if not isinstance(error, (RoundAborted, Unavailable)):
-            raise error
-        self._in_a_row += 1
-        logger.warning("Skipped averaging: %s; the %d samples of this peer count in the next attempt", error, samples)
-        if self._in_a_row % FAILURES_UNTIL_ADVICE == 0:
-            logger.warning(
-                "%d attempts failed in a row: other peers of the run are seen, but no round with them succeeds. %s; "
-                "manyhands doctor --initial-peers ... says whether it can reach them, and they can reach it",
-                self._in_a_row,
-                "It goes on alone" if self._allow_solo else "This peer does not step alone",
-            )
-
-    def end(self) -> None:
-        """A step was made."""
-        self._in_a_row = 0
