@@ -7,6 +7,8 @@ import logging
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
+import msgspec
+
 from manyhands.averaging.commit.limits import OPEN_LIMITS, MemberLimits
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import Position
@@ -205,10 +207,9 @@ class Collaboration:
 
     def must_be_called_on(self) -> bool:
         """Whether only peers in client mode have the run's state, so that they must learn where to dial this one."""
-        is_wanted = self.tracker.branches.waits_for_clients()
-        if is_wanted:
+        if self.tracker.branches.waits_for_clients:
             self.tracker.start()
-        return is_wanted
+        return self.tracker.branches.waits_for_clients
 
     def _donors(self) -> list[PeerId]:
         """Peers that can hand out the state of the leading branch."""
@@ -227,7 +228,7 @@ class Collaboration:
             await self.tracker.look()
             donors = self._donors()
         branch, records = self.tracker.leading_branch(), self.tracker.reader.records()
-        if not donors and self.tracker.branches.waits_for_clients():
+        if not donors and self.tracker.branches.waits_for_clients:
             where = ", ".join(map(str, self._presence.endpoint.addresses))
             raise Unavailable(
                 "only peers in client mode have the state of the run, and none of them has connected to this one yet; "
@@ -262,12 +263,7 @@ def _limits_of(presence: Presence, run_id: str) -> MemberLimits:
     members = presence.members.get(run_id)
     if members is None:
         return OPEN_LIMITS
-    limits = members.charter.charter.limits
-    return MemberLimits(
-        max_weight_ratio=limits.max_weight_ratio,
-        max_weight_share=limits.max_weight_share,
-        max_norm_ratio=limits.max_norm_ratio,
-    )
+    return MemberLimits(**msgspec.structs.asdict(members.charter.charter.limits))
 
 
 def _shapes_of(manifest: RunManifest) -> list[Sequence[int]]:

@@ -221,14 +221,15 @@ class ProgressTracker:
 
     def _publish_news(self, *, urgently: bool = False) -> None:
         """Publish this peer's record soon, if the others could not have predicted it."""
-        if self.publisher.published is None or self._is_news(*self.publisher.published):
-            self.publisher.publish_soon(urgently=urgently)
-
-    def _is_news(self, published: ProgressRecord, published_at: float) -> bool:
-        age_s = asyncio.get_running_loop().time() - published_at
-        margin_s = max(self._batch_s, 2 * self._config.min_refresh_s)
-        is_near = not margin_s < self.outlook.eta_s < math.inf
-        return is_news(published, age_s, self.own, self.target_batch_size, self.outlook.num_peers, is_near)
+        if self.publisher.published is not None:
+            published, published_at = self.publisher.published
+            age_s = asyncio.get_running_loop().time() - published_at
+            margin_s = max(self._batch_s, 2 * self._config.min_refresh_s)
+            is_near = not margin_s < self.outlook.eta_s < math.inf
+            target, num_peers = self.target_batch_size, self.outlook.num_peers
+            if not is_news(published, age_s, self.own, target, num_peers, is_near):
+                return
+        self.publisher.publish_soon(urgently=urgently)
 
     def _record_to_publish(self) -> ProgressRecord | None:
         if self.is_moving:
