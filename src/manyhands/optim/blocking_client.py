@@ -117,7 +117,7 @@ class BlockingRunClient:
         try:
             self.tell()
             decisions = self._collaboration.decisions
-            if decisions.is_lull(self._peer.time()):
+            if decisions.is_lull(samples, self._peer.time()):
                 return Decision.ACCUMULATE
             deciding = decisions.decide(samples, speed.samples_per_second, speed.batch_s, may_wait=may_wait)
             return self._run(deciding, "deciding", CALL_TIMEOUT_S + self._averaging.matchmaking_time_s)

@@ -339,7 +339,7 @@ class Optimizer(OptimizerWrapper):
                 self._membership.leave_to_background(step)
                 return
             try:
-                step.committed(self._membership.average(step.contribution))
+                step.outcome = self._membership.average(step.contribution)
             except (RoundAborted, Unavailable) as error:
                 step.error = clear_tracebacks(error)
                 self._end_step(step)

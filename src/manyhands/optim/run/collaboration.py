@@ -112,7 +112,7 @@ class Collaboration:
                 manifest.run_id,
                 self._local.capture,
                 lambda: self._local.position,
-                lambda: self.tracker.reader.recent_rounds,
+                lambda: self.tracker.reader.company.recent_rounds,
             )
             parts.callback(server.close)
             self.decisions = StepDecisions(

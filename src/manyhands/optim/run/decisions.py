@@ -75,6 +75,7 @@ class StepDecisions:
         self._contacts = Contacts(presence, run_id, tracker, tasks)
         self._courtesy = Courtesy()
         self._lull_until = -math.inf  # loop time
+        self._lull_samples = 0
         self._due_at: tuple[Position, float] | None = (
             None  # at which position a step is due, and since when (loop time)
         )
@@ -121,7 +122,7 @@ class StepDecisions:
         if is_arriving and samples:
             self._contacts.tell(tracker.view.reachable)
         if not tracker.is_due() and not (is_arriving and await self._reaches_target(batch_s)):
-            self._note_lull()
+            self._note_lull(samples)
             return Decision.ACCUMULATE
         if self._due_at is None or self._due_at[0] != tracker.position():
             self._due_at = tracker.position(), asyncio.get_running_loop().time()
@@ -146,14 +147,17 @@ class StepDecisions:
 
     # far from the target
 
-    def is_lull(self, now: float) -> bool:
+    def is_lull(self, samples: int, now: float) -> bool:
         """Whether a batch need not be reported and nothing is due; safe to call from any thread."""
-        return now < self._lull_until and not (self._tracker.is_called or self._tracker.twin.is_older)
+        is_wanted = self._tracker.is_called or self._tracker.twin.is_older
+        return now < self._lull_until and samples < self._lull_samples and not is_wanted
 
-    def _note_lull(self) -> None:
+    def _note_lull(self, samples: int) -> None:
         progress, outlook = self._tracker.progress, self._tracker.outlook
         if FAR_S < min(progress.eta_s, outlook.eta_s) < math.inf:
+            missing = self._tracker.target_batch_size - max(progress.samples, outlook.samples)
             self._lull_until = asyncio.get_running_loop().time() + LULL_S
+            self._lull_samples = samples + missing // 2
 
     # at the target
 

@@ -188,8 +188,8 @@ class ProgressTracker:
         self.is_moving = False
         self._view = None
         self._set_own(
-            position=position, samples=0, lineage_samples=lineage_samples, recent_rounds=self.reader.recent_rounds,
-            sketch=sketch, sketch_step=position.step,
+            position=position, samples=0, lineage_samples=lineage_samples, sketch=sketch, sketch_step=position.step,
+            recent_rounds=self.reader.company.recent_rounds,
         )  # fmt: skip
         self._judge()
         self._publish_news(urgently=True)

@@ -17,7 +17,6 @@ import torch
 from manyhands.averaging.messages import Position
 from manyhands.base.errors import ManyhandsError, RoundAborted, Unavailable
 from manyhands.base.identity import PeerId
-from manyhands.base.text import counted
 from manyhands.base.tracebacks import clear_tracebacks
 from manyhands.optim.accumulator import Contribution, GradientAccumulator
 from manyhands.optim.health import Statistics
@@ -83,11 +82,6 @@ class GlobalStep:
         samples = round(self.contribution.weight)
         self.outcome = Averaged(self.contribution.mean_N, lineage, samples, contributors=[own_id])
 
-    def committed(self, averaged: Averaged) -> None:
-        """Take over the outcome of the averaging."""
-        self.outcome = averaged
-        logger.info("Averaged tensors successfully with %s", counted(len(averaged.members), "peer"))
-
     def advance(self) -> None:
         """Make the update, on any thread; exceptions of the optimizer or the schedule pass through."""
         outcome = self.outcome
@@ -135,7 +129,7 @@ class GlobalStep:
         try:
             if self.outcome is None:
                 contribution = self.contribution
-                self.committed(await collaboration.step_rounds.average(contribution.mean_N, contribution.weight))
+                self.outcome = await collaboration.step_rounds.average(contribution.mean_N, contribution.weight)
             if not self.is_lost:
                 await run_to_end(self.advance)
                 self.applied_N = None
