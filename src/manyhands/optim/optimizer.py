@@ -28,8 +28,7 @@ from manyhands.optim.options import (
     checked_parameters,
     made_optimizer,
 )
-from manyhands.optim.run.collaboration import Collaboration
-from manyhands.optim.run.decisions import Decision
+from manyhands.optim.run.collaboration import Collaboration, Decision
 from manyhands.optim.run.progress import SHOWN_LIVE, Progress
 from manyhands.optim.speed import Advice, SpeedMeter
 from manyhands.optim.state.state import State
