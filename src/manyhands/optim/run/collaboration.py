@@ -99,7 +99,8 @@ class Collaboration:
         self._courtesy = Courtesy()
         self._lull_until = -math.inf  # loop time
         self._lull_samples = 0
-        self._due_at: tuple[Position, float] | None = None  # where a step is due, and since when (loop time)
+        self._due_from: Position | None = None  # where a step is due, ...
+        self._due_since = -math.inf  # ... and since when (loop time)
         self._waited_in_vain_at: Position | None = None
         self._parts = AsyncExitStack()
         self.tasks = TaskOwner("collaboration")
@@ -242,7 +243,7 @@ class Collaboration:
         tracker.report(samples, samples_per_second, batch_s)
         self._contacts.warn_if_stranded()
         if tracker.is_worth_a_look():
-            await self.tracker.look(NEAR_TIMEOUT_S)
+            await tracker.look(NEAR_TIMEOUT_S)
         if tracker.should_load_state():
             return Decision.LOAD_STATE
         if self._drift.should_load():
@@ -253,8 +254,8 @@ class Collaboration:
         if not tracker.is_due() and not (is_arriving and await self._reaches_target(batch_s)):
             self._note_lull(samples)
             return Decision.ACCUMULATE
-        if self._due_at is None or self._due_at[0] != tracker.position():
-            self._due_at = tracker.position(), asyncio.get_running_loop().time()
+        if self._due_from != tracker.position():
+            self._due_from, self._due_since = tracker.position(), asyncio.get_running_loop().time()
         if tracker.can_meet_somebody():
             is_time = self._has_time_for(batch_s) or self._waits_for_newcomers(is_alone=False)
             return Decision.ACCUMULATE if is_time else Decision.AVERAGE
@@ -304,15 +305,14 @@ class Collaboration:
             return False  # another batch of this peer ends before theirs, or theirs take too long
         await tracker.wait_until_due(busy_until + min(batch_s, NEAR_TIMEOUT_S) - now)
         if not tracker.is_due():
-            await self.tracker.look(NEAR_TIMEOUT_S)
+            await tracker.look(NEAR_TIMEOUT_S)
         if not tracker.is_due():
             self._waited_in_vain_at = position
         return tracker.is_due()
 
     def _has_time_for(self, batch_s: float) -> bool:
         """Whether this peer can compute another batch before the others finish theirs and come to the round."""
-        assert self._due_at is not None
-        now, due_at = asyncio.get_running_loop().time(), self._due_at[1]
+        now, due_at = asyncio.get_running_loop().time(), self._due_since
         until = min(self.tracker.view.busy_until(due_at), due_at + self._averaging.matchmaking_time_s / 2)
         return batch_s > 0 and now + BATCH_MARGIN * batch_s <= until
 
@@ -330,9 +330,8 @@ class Collaboration:
         A lone peer waits for anyone. In a group, where the others wait for this peer, it waits as long as for one that
         computes, and only for those whose last download took longer than a step: they would never take part else.
         """
-        assert self._due_at is not None
         config, now = self._averaging, asyncio.get_running_loop().time()
-        if now - self._due_at[1] >= (config.averaging_timeout_s if is_alone else config.matchmaking_time_s / 2):
+        if now - self._due_since >= (config.averaging_timeout_s if is_alone else config.matchmaking_time_s / 2):
             return False
         return self._courtesy.is_due(self._server.followers(NEWCOMER_S, by_latecomers=not is_alone), now)
 
