@@ -282,7 +282,7 @@ class InOrder(random.Random):
 
 def spoil(trainer: Trainer) -> None:
     """Have a trainer hand out another state than it has."""
-    server = trainer.optimizer._collaboration.decisions._server
+    server = trainer.optimizer._collaboration._server
     capture = server._capture
 
     def capture_another() -> State:

@@ -20,7 +20,6 @@ from manyhands.averaging.commit.agreement import Agreement
 from manyhands.averaging.matchmaking.follower import Matchmaker
 from manyhands.optim import ProgressConfig
 from manyhands.optim.run.collaboration import Collaboration
-from manyhands.optim.run.decisions import StepDecisions
 from manyhands.optim.step.replica import Replica
 from manyhands.rpc import RpcConfig
 from tests.process.commands import Command
@@ -30,7 +29,7 @@ from tests.trainers import LISTEN, Trainer, in_threads, new_model
 pytestmark = pytest.mark.process
 
 PHASES: dict[str, tuple[type, str]] = {
-    "deciding": (StepDecisions, "decide"),
+    "deciding": (Collaboration, "decide"),
     "looking for a group": (Matchmaker, "find_group"),
     "averaging": (Butterfly, "run"),
     "voting": (Agreement, "conclude"),

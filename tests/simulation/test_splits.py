@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from manyhands.base.address import Address
-from manyhands.optim.step.global_step import FAILURES_UNTIL_ADVICE
+from manyhands.optim.optimizer import FAILURES_UNTIL_ADVICE
 from manyhands.peer import Presence
 from manyhands.testing import Host, between
 from tests.simulation.swarm_of_trainers import Member, Swarm

@@ -14,7 +14,6 @@ from manyhands.averaging.allreduce.butterfly import Butterfly
 from manyhands.averaging.commit.agreement import Agreement
 from manyhands.averaging.matchmaking.follower import Matchmaker
 from manyhands.optim.run.collaboration import Collaboration
-from manyhands.optim.run.decisions import StepDecisions
 from manyhands.optim.step.replica import Replica
 from manyhands.testing import at, between
 from tests.simulation.swarm_of_trainers import Member, Swarm, together
@@ -25,7 +24,7 @@ from tests.sweeps import few_of
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 PHASES: dict[str, tuple[type, str]] = {
-    "deciding": (StepDecisions, "decide"),
+    "deciding": (Collaboration, "decide"),
     "looking for a group": (Matchmaker, "find_group"),
     "averaging": (Butterfly, "run"),
     "voting": (Agreement, "conclude"),
@@ -94,7 +93,7 @@ def test_a_peer_killed_in_any_phase(phase: str, rank: int, delay: str | None, mo
     def is_of(part: Any, member: Member) -> bool:
         collaboration: Any = member.optimizer._collaboration
         rounds, replica = collaboration._rounds, member.optimizer._replica
-        parts = [collaboration, collaboration.decisions, rounds._matchmaker, rounds._agreement, replica]
+        parts = [collaboration, rounds._matchmaker, rounds._agreement, replica]
         if isinstance(part, Butterfly):
             return part._flat_N is not None and part._rank == rank
         return any(part is one for one in parts)
@@ -223,7 +222,7 @@ def test_a_newcomer_whose_download_takes_longer_than_a_step_of_a_lone_peer() -> 
 
 
 @pytest.mark.parametrize("delay", [None, "gradients"], ids=["synchronous", "delayed"])
-def test_a_lone_survivor_goes_on_before_the_record_of_the_dead_one_expires(delay: str | None) -> None:
+def test_a_lone_survivor_goes_on_when_the_record_of_the_dead_one_has_expired(delay: str | None) -> None:
     swarm, longest = Swarm(seed=12), Longest()
     killed_s, first_alone_s = 30.0, []
 
@@ -242,7 +241,7 @@ def test_a_lone_survivor_goes_on_before_the_record_of_the_dead_one_expires(delay
     swarm.world.schedule(at(killed_s).kill("p1"), at(killed_s).call(lambda: swarm.done.add("p1")))
     swarm.run()
     assert longest.wait_s < WAIT_LIMIT_S
-    assert first_alone_s[0] - killed_s < 20.0, "its record lives for 30 s, and is renewed each 10 s"
+    assert first_alone_s[0] - killed_s < 33.0, "its record lives for 30 s; what was computed meanwhile counts"
     assert swarm.members["p0"].optimizer.statistics.samples_dropped == 0
     assert_it_learns_and_agrees(swarm, ["p0"])
 

@@ -11,8 +11,7 @@ from manyhands.averaging.config import AveragingConfig
 from manyhands.base.errors import Timeout, Unavailable
 from manyhands.optim.accumulator import Contribution
 from manyhands.optim.health import Health
-from manyhands.optim.run.collaboration import Collaboration
-from manyhands.optim.run.decisions import LULL_S, Decision
+from manyhands.optim.run.collaboration import LULL_S, Collaboration, Decision
 from manyhands.optim.run.step_rounds import Averaged, longest_attempt_s
 from manyhands.optim.speed import SpeedMeter
 from manyhands.optim.state.download import MAX_DOWNLOAD_S
@@ -116,10 +115,10 @@ class BlockingRunClient:
         """Report what this peer has accumulated; returns what to do next."""
         try:
             self.tell()
-            decisions = self._collaboration.decisions
-            if decisions.is_lull(self._peer.time()):
+            collaboration = self._collaboration
+            if collaboration.is_lull(samples, self._peer.time()):
                 return Decision.ACCUMULATE
-            deciding = decisions.decide(samples, speed.samples_per_second, speed.batch_s, may_wait=may_wait)
+            deciding = collaboration.decide(samples, speed.samples_per_second, speed.batch_s, may_wait=may_wait)
             return self._run(deciding, "deciding", CALL_TIMEOUT_S + self._averaging.matchmaking_time_s)
         except Timeout as error:  # this machine was blocked; training goes on
             logger.warning("%s; going on with the next batch", error)
@@ -128,7 +127,7 @@ class BlockingRunClient:
     def rest(self, seconds: float) -> None:
         """Rest for this time, or until a step becomes due."""
         try:
-            self._run(self._collaboration.decisions.rest(seconds), "resting")
+            self._run(self._collaboration.rest(seconds), "resting")
         except Timeout as error:  # this machine was blocked
             logger.warning("%s; going on", error)
 

@@ -29,12 +29,11 @@ from manyhands.optim.options import (
     checked_parameters,
     made_optimizer,
 )
-from manyhands.optim.run.collaboration import Collaboration
-from manyhands.optim.run.decisions import Decision
+from manyhands.optim.run.collaboration import Collaboration, Decision
 from manyhands.optim.run.progress import SHOWN_LIVE, Progress
 from manyhands.optim.speed import Advice, SpeedMeter
 from manyhands.optim.state.state import State, sealed
-from manyhands.optim.step.global_step import Failures, GlobalStep, SampleCounter
+from manyhands.optim.step.global_step import GlobalStep, SampleCounter
 from manyhands.optim.step.replica import Replica, SchedulerMaker, manifest_of
 from manyhands.optim.wrapper import OptimizerWrapper
 from manyhands.peer import BlockingPeer, check_peer
@@ -44,6 +43,8 @@ logger = logging.getLogger(__name__)
 
 AUXILIARY_PERIOD_S = 0.25
 SETTLE_PERIOD_S = 0.01
+FAILURES_UNTIL_ADVICE = 3
+"""Attempts in a row: one or two also fail in a healthy run, when a member is lost."""
 
 
 class Optimizer(OptimizerWrapper):
@@ -143,7 +144,8 @@ class Optimizer(OptimizerWrapper):
         self._current: GlobalStep | None = None  # the one being made; between calls of step(), in the background
         self._speed = SpeedMeter()
         self._advice = Advice(target_batch_size)
-        self._failures = Failures(allow_solo=allow_solo)
+        self._allow_solo = allow_solo
+        self._num_failures = 0  # attempts at a step in a row
         self._was_alone = False
         prepare_kernels(sum(parameter.numel() for parameter in self._replica.model_parameters), averaging.codec)
         facts = dict(must_match or {}) | options.facts()
@@ -331,7 +333,7 @@ class Optimizer(OptimizerWrapper):
                 self._go_to(state, is_reload=decision is Decision.RELOAD)
                 self._membership.tell()
         elif decision is Decision.AVERAGE:
-            if self._failures.is_time_to_go_alone and self._samples.waiting:
+            if self._allow_solo and self._num_failures >= FAILURES_UNTIL_ADVICE and self._samples.waiting:
                 self._step_alone()
             else:
                 self._average()
@@ -345,7 +347,7 @@ class Optimizer(OptimizerWrapper):
                 self._membership.leave_to_background(step)
                 return
             try:
-                step.committed(self._membership.average(step.contribution))
+                step.outcome = self._membership.average(step.contribution)
             except (RoundAborted, Unavailable) as error:
                 step.error = clear_tracebacks(error)
                 self._end_step(step)
@@ -404,11 +406,9 @@ class Optimizer(OptimizerWrapper):
         error = step.error
         if error is not None and not step.has_moved:
             self._give_up(step)
-            self._failures.add(error, self._samples.waiting)
-            self.statistics.rounds_aborted += 1
+            self._note_failure(error)
             return
-        self._current = None
-        self._failures.end()
+        self._current, self._num_failures = None, 0
         self._samples.count(step)
         if step.is_lost:
             logger.warning("The group averaged its tensors, but this peer lost the result and must load the state")
@@ -430,6 +430,26 @@ class Optimizer(OptimizerWrapper):
             self._membership.moved(step)
             if not isinstance(error, ManyhandsError):
                 raise error
+
+    def _note_failure(self, error: BaseException) -> None:
+        """Count a failed attempt, and tell the user what to do about several of them.
+
+        Raises:
+            BaseException: the error of the attempt, if the other peers did not cause it.
+        """
+        if not isinstance(error, (RoundAborted, Unavailable)):
+            raise error
+        self.statistics.rounds_aborted += 1
+        self._num_failures += 1
+        waiting = self._samples.waiting
+        logger.warning("Skipped averaging: %s; the %d samples of this peer count in the next attempt", error, waiting)
+        if self._num_failures % FAILURES_UNTIL_ADVICE == 0:
+            logger.warning(
+                "%d attempts failed in a row: other peers of the run are seen, but no round with them succeeds. %s; "
+                "manyhands doctor --initial-peers ... says whether it can reach them, and they can reach it",
+                self._num_failures,
+                "It goes on alone" if self._allow_solo else "This peer does not step alone",
+            )
 
     @uninterrupted()
     def _go_to(self, state: State, *, is_reload: bool) -> None:

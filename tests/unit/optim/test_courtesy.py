@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 from manyhands.base.identity import PeerId
-from manyhands.optim.run.decisions import MAX_PAUSE_S, PAUSE_S, Courtesy
+from manyhands.optim.run.collaboration import MAX_PAUSE_S, PAUSE_S, Courtesy
 
 MATE, GUEST = PeerId("mate"), PeerId("guest")
 STEP_S = 10.0

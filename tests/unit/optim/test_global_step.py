@@ -43,7 +43,7 @@ def commit(step: GlobalStep, *, is_left_out: bool = False) -> None:
     manifest = RoundManifest(
         bytes(32), step.left_from, [PeerId("me"), PeerId("other")], [0.0 if is_left_out else 8.0, 8.0], bytes(32)
     )
-    step.committed(Averaged(AVERAGE_N.clone(), b"there", 16, manifest, is_left_out=is_left_out))
+    step.outcome = Averaged(AVERAGE_N.clone(), b"there", 16, manifest, is_left_out=is_left_out)
 
 
 def test_its_gradient_is_the_average_once_there_is_one() -> None:
@@ -114,7 +114,7 @@ def test_a_refused_update_drops_only_samples_that_were_in_it(is_left_out: bool) 
     not_finite_N = torch.tensor([float("inf"), 2.0, 1.0])
     contributors = [PeerId("other")] if is_left_out else [PeerId("me"), PeerId("other")]
     averaged = Averaged(not_finite_N, b"there", 16, manifest, contributors=contributors, is_left_out=is_left_out)
-    step.committed(averaged)
+    step.outcome = averaged
     step.advance()
     assert step.refusal
     assert step._sketch == step._replica.sketch(), "it is told all the same"

@@ -636,7 +636,7 @@ async def test_a_host_follows_a_client_once_that_is_connected() -> None:
         await run.hears(BOB, NEXT, is_client=True)
         assert not run.tracker.should_load_state()
         assert not run.tracker.is_on_best_branch()
-        assert run.tracker.branches.waits_for_clients()
+        assert run.tracker.branches.waits_for_clients
         run.tracker.branches._is_connected = lambda peer_id: peer_id == BOB
         run.tracker.can_be_asked(BOB)
         assert run.tracker.leading_branch().holders == (BOB,)

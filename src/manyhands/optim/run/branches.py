@@ -226,6 +226,7 @@ class BranchChoice:
     Attributes:
         belief: decides which claims of the others this peer believes.
         believed: the others' records, without peers ahead on a branch that this peer does not believe in.
+        waits_for_clients: only clients have the state that this peer needs: one of them must connect to it.
     """
 
     def __init__(self, own_id: PeerId, own: ProgressRecord, is_connected: Callable[[PeerId], bool]) -> None:
@@ -241,7 +242,7 @@ class BranchChoice:
         self._shunned: dict[PeerId, float] = {}  # until when
         self._majority: Position | None = None  # the position of most peers, which are not on this peer's branch
         self._waits_since = math.inf  # for clients with the state to connect
-        self._has_waited = False
+        self._has_waited = self.waits_for_clients = False
 
     def look(self, own: ProgressRecord, records: Records, strangers: Mapping[PeerId, bytes], now: float) -> None:
         """Judge again, after a change of the others' records or this peer's position."""
@@ -260,6 +261,7 @@ class BranchChoice:
         self.believed = {peer_id: record for peer_id, record in records.items() if peer_id not in out}
         self._waits_since = min(self._waits_since, now) if self._is_only_with_clients() else math.inf
         self._has_waited = now - self._waits_since >= CLIENT_PATIENCE_S
+        self.waits_for_clients = self._waits_since < math.inf and not self._has_waited
 
     def _name_doubted(self, now: float) -> None:
         """Log each peer that has not been believed for a while, once."""
@@ -288,9 +290,8 @@ class BranchChoice:
         """
         if (branch := self._overruling()) is not None:
             return branch
-        reachable = self._within_reach()
-        others = {peer_id: record for peer_id, record in reachable.items() if peer_id not in without_state}
-        return leading_branch(others, self._own_id, self._own, self._strangers)
+        reachable = self._within_reach().items()
+        return self._leading_among({peer_id: record for peer_id, record in reachable if peer_id not in without_state})
 
     def best(self) -> Branch:
         """The best known branch, whether or not its state is available now.
@@ -299,14 +300,8 @@ class BranchChoice:
         """
         if (branch := self._overruling()) is not None:
             return branch
-        others = self._within_reach() if self._own.is_client or self._has_waited else self.believed
-        return leading_branch(others, self._own_id, self._own, self._strangers)
-
-    def waits_for_clients(self) -> bool:
-        """Whether this peer needs a state that only clients have: one of them must connect to it."""
-        branch = self.best()
-        is_needed = branch.is_elsewhere(self._own.position)
-        return is_needed and all(self._records[peer_id].is_client for peer_id in branch.holders)
+        is_within_reach = self._own.is_client or self._has_waited
+        return self._leading_among(self._within_reach() if is_within_reach else self.believed)
 
     def _overruling(self) -> Branch | None:
         """The branch of most peers, if they do not follow the one that this peer is on."""
@@ -331,5 +326,8 @@ class BranchChoice:
         reachable = self._within_reach()
         if self._own.is_client or len(reachable) == len(self.believed):
             return False
-        best = leading_branch(self.believed, self._own_id, self._own, self._strangers)
+        best = self._leading_among(self.believed)
         return best.is_elsewhere(self._own.position) and reachable.keys().isdisjoint(best.holders)
+
+    def _leading_among(self, others: Records) -> Branch:
+        return leading_branch(others, self._own_id, self._own, self._strangers)

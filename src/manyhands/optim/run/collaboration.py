@@ -1,26 +1,32 @@
-"""The networked half of the optimizer: one peer's part in one run. Lives on the network thread, touches no tensor."""
+"""The networked half of the optimizer: one peer's part in one run. Lives on the network thread, touches no tensor.
+
+It joins the run, decides after each micro-batch what to do (go on computing, step with the others or alone, or load
+their state), moves from position to position, and downloads the state.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import enum
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AsyncExitStack
+
+import msgspec
 
 from manyhands.averaging.commit.limits import OPEN_LIMITS, MemberLimits
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import Position
 from manyhands.averaging.rounds import RoundRunner
-from manyhands.base.errors import RunNotFound, Unavailable
+from manyhands.base.errors import ManyhandsError, RunNotFound, Unavailable
 from manyhands.base.identity import PeerId
 from manyhands.optim.config import ProgressConfig
 from manyhands.optim.health import FIRST_LOOK_S, LOOK_PERIOD_S, Health, HealthLog, clock_offset_s
 from manyhands.optim.manifest import ManifestKeeper, RunManifest
-from manyhands.optim.run.decisions import StepDecisions
+from manyhands.optim.run.contacts import Contacts
 from manyhands.optim.run.drift import Drift, Sketch, sketch_of
 from manyhands.optim.run.grid_assignment import GridAssignment
-from manyhands.optim.run.progress import Progress, ProgressLog
 from manyhands.optim.run.records import declare_run, find_runs, nobody_is_in
 from manyhands.optim.run.step_rounds import Averaged, LocalState, LookAhead, StepRounds
 from manyhands.optim.run.tracker import ProgressTracker
@@ -37,10 +43,36 @@ logger = logging.getLogger(__name__)
 LOADS_UNTIL_ADVICE = 4
 MAX_DOUBTED = 3
 """States to download until one has the sums that the majority published."""
+NEAR_TIMEOUT_S = 1.0
+"""The longest wait of a training loop to learn whether the target is reached."""
+NEWCOMER_S = 3.0
+"""After downloading the state, a peer has this long to appear before a lone peer moves on."""
+LULL_S = 0.25
+"""Far from the target, the shortest time between two reports: each report wakes two threads."""
+FAR_S = 10.0
+"""Beyond this predicted time to the target no peer looks for a group yet."""
+BATCH_MARGIN = 1.25
+"""A peer begins another batch before a round if this factor times its duration ends before the others' batches."""
+PAUSE_S = 60.0
+MAX_PAUSE_S = 600.0
+
+
+class Decision(enum.Enum):
+    """What to do after a micro-batch."""
+
+    ACCUMULATE = "the target is not reached"
+    AVERAGE = "the target is reached: average with the others"
+    GO_ALONE = "the target is reached, and nobody else is there"
+    LOAD_STATE = "the run is on another branch: load its state"
+    RELOAD = "most peers at this position hold other parameters: load their state"
 
 
 class Collaboration:
-    """One peer's part in one run: its manifest, progress, rounds and state server."""
+    """One peer's part in one run: its manifest, progress, rounds and state server.
+
+    Args:
+        allow_solo: step alone if no peer can be dialled.
+    """
 
     def __init__(
         self,
@@ -65,10 +97,15 @@ class Collaboration:
         self._is_auxiliary = is_auxiliary
         self._allow_solo = allow_solo
         self._num_vain_loads = 0  # since this peer took part in a step
-        self._progress_log = ProgressLog()
         self._alone_since: float | None = None  # loop time
         self._clock_offset_s: float | None = None
         self._rng = presence.rng
+        self._courtesy = Courtesy()
+        self._lull_until = -math.inf  # loop time
+        self._lull_samples = 0
+        self._due_from: Position | None = None  # where a step is due, ...
+        self._due_since = -math.inf  # ... and since when (loop time)
+        self._waited_in_vain_at: Position | None = None
         self._parts = AsyncExitStack()
         self.tasks = TaskOwner("collaboration")
         self.run_id = manifest.run_id
@@ -89,7 +126,6 @@ class Collaboration:
             manifest.target_batch_size,
             self._local.position,
             self._progress_config,
-            on_update=self._log_progress,
             is_auxiliary=self._is_auxiliary,
             began_at=presence.began_at,
         )
@@ -113,19 +149,16 @@ class Collaboration:
                 self._averaging, _shapes_of(manifest),
             )  # fmt: skip
             parts.callback(self.step_rounds.close)
-            server = StateServer(
+            self._server = StateServer(
                 presence.endpoint,
                 manifest.run_id,
                 self._local.capture,
                 lambda: self._local.position,
-                lambda: self.tracker.reader.recent_rounds,
+                lambda: self.tracker.reader.company.recent_rounds,
             )
-            parts.push_async_callback(server.close)
-            self.decisions = StepDecisions(
-                presence, manifest.run_id, self.tracker, server, self._drift,
-                self._averaging, self.tasks, allow_solo=self._allow_solo,
-            )  # fmt: skip
-            parts.callback(self.decisions.close)
+            parts.push_async_callback(self._server.close)
+            self._contacts = Contacts(presence, manifest.run_id, self.tracker, self.tasks)
+            parts.callback(self._contacts.close)
             self.tracker.on_outlook = self._on_news
             members = presence.members.get(manifest.run_id)
             signed = members.charter.charter.manifest if members is not None else b""
@@ -138,9 +171,6 @@ class Collaboration:
             self._parts = parts.pop_all()
         presence.on_close.append(self.close)
         presence.endpoint.on_connected.append(self.tracker.can_be_asked)
-
-    def _log_progress(self, progress: Progress, refresh_s: float) -> None:
-        self._progress_log.tell(self._local.position.step, progress, refresh_s, asyncio.get_running_loop().time())
 
     async def _check_new_run(self) -> None:
         """Warn that no peer trains in this run yet, or check that the user wants to begin it.
@@ -184,7 +214,8 @@ class Collaboration:
             self._alone_since = None
         elif self._alone_since is None:
             self._alone_since = asyncio.get_running_loop().time()
-        self.decisions.on_news()
+        self._lull_until = -math.inf
+        self._contacts.connect_to_those_in_need()
         self.step_rounds.plan()
 
     async def close(self) -> None:
@@ -192,13 +223,129 @@ class Collaboration:
         if self.close in self._presence.on_close:
             self._presence.on_close.remove(self.close)
             self._presence.endpoint.on_connected.remove(self.tracker.can_be_asked)
+            self._lull_until = -math.inf
             await self._parts.aclose()
+
+    # after a micro-batch
+
+    async def decide(
+        self, samples: int, samples_per_second: float, batch_s: float = 0.0, *, may_wait: bool = False
+    ) -> Decision:
+        """Report what this peer has accumulated and the duration of a batch; returns what to do next.
+
+        Args:
+            may_wait: wait for the others' batches if these reach the target, rather than compute one more.
+
+        Raises:
+            ConfigError: another process with this peer's identity began earlier.
+            ManyhandsError: this peer has left the run.
+        """
+        if self.tasks.is_closed:
+            raise ManyhandsError("this peer left the run")
+        tracker = self.tracker
+        tracker.twin.check(asyncio.get_running_loop().time())
+        tracker.report(samples, samples_per_second, batch_s)
+        self._contacts.warn_if_stranded()
+        if tracker.is_worth_a_look():
+            await tracker.look(NEAR_TIMEOUT_S)
+        if tracker.should_load_state():
+            return Decision.LOAD_STATE
+        if self._drift.should_load():
+            return Decision.RELOAD
+        is_arriving = may_wait and tracker.is_arriving()
+        if is_arriving and samples:
+            self._contacts.tell(tracker.view.reachable)
+        if not tracker.is_due() and not (is_arriving and await self._reaches_target(batch_s)):
+            self._note_lull(samples)
+            return Decision.ACCUMULATE
+        if self._due_from != tracker.position():
+            self._due_from, self._due_since = tracker.position(), asyncio.get_running_loop().time()
+        if tracker.can_meet_somebody():
+            is_time = self._has_time_for(batch_s) or self._waits_for_newcomers(is_alone=False)
+            return Decision.ACCUMULATE if is_time else Decision.AVERAGE
+        if not self._is_alone():  # but the peers that are there cannot be reached now
+            return Decision.ACCUMULATE
+        await tracker.look()  # before a step alone
+        if not self._is_alone() or tracker.can_meet_somebody():
+            return Decision.ACCUMULATE
+        if not samples or self._waits_for_newcomers(is_alone=True) or await self._contacts.anyone_answers():
+            return Decision.ACCUMULATE
+        return Decision.GO_ALONE
+
+    async def rest(self, seconds: float) -> None:
+        """Rest for this time, or until a step becomes due."""
+        if self.tracker.is_due():
+            await asyncio.sleep(seconds)  # its obstacle is still there
+        else:
+            await self.tracker.wait_until_due(seconds)
+
+    # far from the target
+
+    def is_lull(self, samples: int, now: float) -> bool:
+        """Whether a batch need not be reported and nothing is due; safe to call from any thread."""
+        is_wanted = self.tracker.is_called or self.tracker.twin.is_older
+        return now < self._lull_until and samples < self._lull_samples and not is_wanted
+
+    def _note_lull(self, samples: int) -> None:
+        progress, outlook = self.tracker.progress, self.tracker.outlook
+        if FAR_S < min(progress.eta_s, outlook.eta_s) < math.inf:
+            missing = self.tracker.target_batch_size - max(progress.samples, outlook.samples)
+            self._lull_until = asyncio.get_running_loop().time() + LULL_S
+            self._lull_samples = samples + missing // 2
+
+    # at the target
+
+    async def _reaches_target(self, batch_s: float) -> bool:
+        """Wait for the others' current batches, which reach the target; returns whether they did.
+
+        Otherwise each peer would compute one more batch, and a step would have that many samples too many. A wait in
+        vain is not repeated before the next step.
+        """
+        now, tracker, position = asyncio.get_running_loop().time(), self.tracker, self.tracker.position()
+        if self._waited_in_vain_at == position or batch_s <= 0:
+            return False
+        busy_until = tracker.view.busy_until(now)
+        if busy_until - now > min(BATCH_MARGIN * batch_s, self._averaging.matchmaking_time_s / 2):
+            return False  # another batch of this peer ends before theirs, or theirs take too long
+        await tracker.wait_until_due(busy_until + min(batch_s, NEAR_TIMEOUT_S) - now)
+        if not tracker.is_due():
+            await tracker.look(NEAR_TIMEOUT_S)
+        if not tracker.is_due():
+            self._waited_in_vain_at = position
+        return tracker.is_due()
+
+    def _has_time_for(self, batch_s: float) -> bool:
+        """Whether this peer can compute another batch before the others finish theirs and come to the round."""
+        now, due_at = asyncio.get_running_loop().time(), self._due_since
+        until = min(self.tracker.view.busy_until(due_at), due_at + self._averaging.matchmaking_time_s / 2)
+        return batch_s > 0 and now + BATCH_MARGIN * batch_s <= until
+
+    def _is_alone(self) -> bool:
+        """Whether waiting would bring no other peer to the step; a client begins no branch of its own."""
+        if self._presence.endpoint.client_mode and self.tracker.reader.trainers():
+            return self._allow_solo and self.tracker.is_stranded
+        return self.tracker.num_peers_here() == 1 and self.tracker.is_on_best_branch()
+
+    # newcomers
+
+    def _waits_for_newcomers(self, *, is_alone: bool) -> bool:
+        """Whether to go on computing while others load the state, which a step would make out of date.
+
+        A lone peer waits for anyone. In a group, where the others wait for this peer, it waits as long as for one that
+        computes, and only for those whose last download took longer than a step: they would never take part else.
+        """
+        config, now = self._averaging, asyncio.get_running_loop().time()
+        if now - self._due_since >= (config.averaging_timeout_s if is_alone else config.matchmaking_time_s / 2):
+            return False
+        return self._courtesy.is_due(self._server.followers(NEWCOMER_S, by_latecomers=not is_alone), now)
+
+    # from position to position
 
     def move(self, position: Position, lineage_samples: int, outcome: Averaged, sketch: Sketch) -> None:
         """Record that this peer's parameters are at ``position`` after a step; ``sketch`` describes them."""
         if outcome.members:
             self._num_vain_loads = 0
-        self.decisions.note_step(outcome.members)
+        self._courtesy.note_step(outcome.members, asyncio.get_running_loop().time())
         self.tracker.move(position, lineage_samples, outcome.members, sketch.sums, outcome.grid_rounds or ())
         self._drift.moved(position, sketch, is_in_grid=outcome.grid_rounds is not None)
 
@@ -216,10 +363,9 @@ class Collaboration:
 
     def must_be_called_on(self) -> bool:
         """Whether only peers in client mode have the run's state, so that they must learn where to dial this one."""
-        is_wanted = self.tracker.branches.waits_for_clients()
-        if is_wanted:
+        if self.tracker.branches.waits_for_clients:
             self.tracker.start()
-        return is_wanted
+        return self.tracker.branches.waits_for_clients
 
     def _donors(self) -> list[PeerId]:
         """Peers that can hand out the state of the leading branch."""
@@ -238,7 +384,7 @@ class Collaboration:
             await self.tracker.look()
             donors = self._donors()
         branch, records = self.tracker.leading_branch(), self.tracker.reader.records()
-        if not donors and self.tracker.branches.waits_for_clients():
+        if not donors and self.tracker.branches.waits_for_clients:
             where = ", ".join(map(str, self._presence.endpoint.addresses))
             raise Unavailable(
                 "only peers in client mode have the state of the run, and none of them has connected to this one yet; "
@@ -300,17 +446,41 @@ class Collaboration:
         return doubted[0]
 
 
+class Courtesy:
+    """Limits how often this peer waits for others that load the state and then miss the round. Times are loop times.
+
+    After a wait in vain this peer waits for no peer for one minute, then twice as long each further time, up to ten
+    minutes. So a peer that keeps downloading the state delays the others little, whatever identities it takes.
+    """
+
+    def __init__(self) -> None:
+        self._followers: set[PeerId] = set()  # peers that this step has waited for
+        self._in_vain = 0
+        self._pause_until = -math.inf
+
+    def is_due(self, followers: Collection[PeerId], now: float) -> bool:
+        """Whether to wait for these peers, which load the state."""
+        if not followers or now < self._pause_until:
+            return False
+        self._followers |= set(followers)
+        return True
+
+    def note_step(self, members: Collection[PeerId], now: float) -> None:
+        """These peers have made the step."""
+        if self._followers and self._followers.isdisjoint(members):
+            self._in_vain += 1
+            self._pause_until = now + min(PAUSE_S * 2.0 ** (self._in_vain - 1), MAX_PAUSE_S)
+        elif self._followers:
+            self._in_vain = 0
+        self._followers = set()
+
+
 def _limits_of(presence: Presence, run_id: str) -> MemberLimits:
     """The limits set by the run's owner; a run without one bounds norms, and hardly any weight."""
     members = presence.members.get(run_id)
     if members is None:
         return OPEN_LIMITS
-    limits = members.charter.charter.limits
-    return MemberLimits(
-        max_weight_ratio=limits.max_weight_ratio,
-        max_weight_share=limits.max_weight_share,
-        max_norm_ratio=limits.max_norm_ratio,
-    )
+    return MemberLimits(**msgspec.structs.asdict(members.charter.charter.limits))
 
 
 def _shapes_of(manifest: RunManifest) -> list[Sequence[int]]:

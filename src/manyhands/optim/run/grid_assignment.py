@@ -96,7 +96,7 @@ class GridAssignment:
 
     def recent_rounds(self) -> list[bytes]:
         """The rounds of this peer's last steps in a grid."""
-        return self._tracker.reader.recent_rounds
+        return self._tracker.reader.company.recent_rounds
 
     def is_stranger(self, peer_id: PeerId, recent_rounds: Sequence[bytes]) -> bool:
         """Whether a peer at this position with these last steps has made them apart."""

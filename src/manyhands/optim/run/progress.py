@@ -225,8 +225,7 @@ class ProgressLog:
     """
 
     def __init__(self) -> None:
-        self._last_place = (-1, 0)
-        self._last_stage = 0
+        self._last: tuple[int, int, int] = (-1, 0, 0)  # step, number of peers, and stage of the ETA
         self._told_at = -math.inf
 
     def tell(self, step: int, progress: Progress, refresh_s: float, now: float) -> None:
@@ -237,20 +236,11 @@ class ProgressLog:
             refresh_s: until the records are read again.
             now: seconds of any clock.
         """
-        if self._is_worth_a_line(step, progress, now):
+        stage = 2 if progress.eta_s == 0 else 1 if math.isfinite(progress.eta_s) else 0
+        is_elsewhere = (step, progress.num_peers) != self._last[:2]
+        if is_elsewhere or stage > self._last[2] or now >= self._told_at + LOG_PERIOD_S:
+            self._last, self._told_at = (step, progress.num_peers, stage), now
             logger.info("%s", describe_progress(progress, refresh_s), extra=SHOWN_LIVE)
-
-    def _is_worth_a_line(self, step: int, progress: Progress, now: float) -> bool:
-        place, stage = (step, progress.num_peers), _stage(progress)
-        if place == self._last_place and stage <= self._last_stage and now < self._told_at + LOG_PERIOD_S:
-            return False
-        self._last_place, self._last_stage, self._told_at = place, stage, now
-        return True
-
-
-def _stage(progress: Progress) -> int:
-    """0: the time of the target is unknown; 1: it is known; 2: the target is reached."""
-    return 2 if progress.eta_s == 0 else 1 if math.isfinite(progress.eta_s) else 0
 
 
 class StrandedNotice:

@@ -80,13 +80,14 @@ class ProgressReader(RecordReader[ProgressRecord, Observed]):
     """The progress records of a run, as last read; sufficient for a peer that only watches.
 
     Attributes:
+        company: the rounds of this peer's last steps in a grid.
         twin: checks records under this peer's own id; None for a peer that does not publish.
     """
 
     def __init__(self, endpoint: Endpoint, dht: DhtNode, run_id: str) -> None:
         super().__init__(endpoint, dht, progress_key(run_id), PROGRESS)
         self.twin: Twin | None = None
-        self._company = PartitionDetector()
+        self.company = PartitionDetector()
         self._step = 0  # this peer's step
         self._strangers: tuple[int, Mapping[PeerId, bytes]] = (-1, {})  # and of which version
 
@@ -138,11 +139,6 @@ class ProgressReader(RecordReader[ProgressRecord, Observed]):
 
     # parts of a grid
 
-    @property
-    def recent_rounds(self) -> list[bytes]:
-        """The rounds of this peer's last steps in a grid."""
-        return self._company.recent_rounds
-
     def made_step(self, step: int, fingerprints: Iterable[bytes]) -> None:
         """This peer has made the step that led to ``step``.
 
@@ -151,14 +147,14 @@ class ProgressReader(RecordReader[ProgressRecord, Observed]):
                 position have come the same way.
         """
         if names := list(fingerprints):
-            self._company.met(names)
+            self.company.met(names)
         else:
-            self._company.follow([])
+            self.company.follow([])
         self._go_to(step)
 
     def loaded(self, step: int, recent_rounds: Sequence[bytes]) -> None:
         """This peer has loaded a state of ``step``, with the rounds behind it."""
-        self._company.follow(recent_rounds)
+        self.company.follow(recent_rounds)
         self._go_to(step)
 
     def _go_to(self, step: int) -> None:
@@ -169,12 +165,12 @@ class ProgressReader(RecordReader[ProgressRecord, Observed]):
         """In a grid, the peers whose last steps were made apart from this peer's part, each with its part."""
         version = self.version
         if self._strangers[0] != version:
-            self._strangers = (version, self._company.strangers(self._published_rounds()))
+            self._strangers = (version, self.company.strangers(self._published_rounds()))
         return self._strangers[1]
 
     def is_stranger(self, peer_id: PeerId, recent_rounds: Sequence[bytes]) -> bool:
         """Whether a peer at this peer's step is a stranger by its current list of steps; its record may be late."""
-        return peer_id in self._company.strangers({**self._published_rounds(), peer_id: recent_rounds})
+        return peer_id in self.company.strangers({**self._published_rounds(), peer_id: recent_rounds})
 
     def _published_rounds(self) -> dict[PeerId, Sequence[bytes]]:
         """The last steps that others have published, where these concern this peer's."""

@@ -26,6 +26,7 @@ from manyhands.averaging.rounds import RoundRunner
 from manyhands.base.deadline import time_limit
 from manyhands.base.errors import RoundAborted, Unavailable
 from manyhands.base.identity import PeerId
+from manyhands.base.text import counted
 from manyhands.optim.run.drift import Drift
 from manyhands.optim.run.grid_assignment import GridAssignment
 from manyhands.optim.run.progress import sum_of_samples
@@ -256,8 +257,8 @@ class StepRounds:
         finally:
             self._attempt, tracker.is_in_round = None, False
             self._rounds.free_buffers()  # the update needs memory now
-        if averaged.mean_N is not None:
-            tracker.is_moving = True
+        tracker.is_moving = averaged.mean_N is not None
+        logger.info("Averaged tensors successfully with %s", counted(len(averaged.members), "peer"))
         return averaged
 
     def _averaged_in_one_group(self, committed: CommittedRound, position: Position, weight: float) -> Averaged:

@@ -25,7 +25,7 @@ from manyhands.optim.config import ProgressConfig
 from manyhands.optim.run.branches import Branch, BranchChoice
 from manyhands.optim.run.progress import (
     RANK_DELAY_S,
-    Progress,
+    ProgressLog,
     ProgressRecord,
     crowd_factor,
     is_news,
@@ -75,7 +75,6 @@ class ProgressTracker:
         target_batch_size: int,
         position: Position,
         config: ProgressConfig,
-        on_update: Callable[[Progress, float], None] | None = None,
         *,
         is_auxiliary: bool = False,
         began_at: float = 0.0,
@@ -88,7 +87,7 @@ class ProgressTracker:
         self.twin = self.reader.twin = Twin(endpoint.peer_id, began_at, asyncio.get_running_loop().time())
         self._endpoint = endpoint
         self._config = config
-        self._on_update = on_update
+        self._log = ProgressLog()
         addresses = [str(address) for address in endpoint.addresses]
         self.own = ProgressRecord(
             position, 0, 0.0, 0, endpoint.client_mode, addresses, config.ttl_s, is_auxiliary=is_auxiliary,
@@ -189,8 +188,8 @@ class ProgressTracker:
         self.is_moving = False
         self._view = None
         self._set_own(
-            position=position, samples=0, lineage_samples=lineage_samples, recent_rounds=self.reader.recent_rounds,
-            sketch=sketch, sketch_step=position.step,
+            position=position, samples=0, lineage_samples=lineage_samples, sketch=sketch, sketch_step=position.step,
+            recent_rounds=self.reader.company.recent_rounds,
         )  # fmt: skip
         self._judge()
         self._publish_news(urgently=True)
@@ -222,14 +221,15 @@ class ProgressTracker:
 
     def _publish_news(self, *, urgently: bool = False) -> None:
         """Publish this peer's record soon, if the others could not have predicted it."""
-        if self.publisher.published is None or self._is_news(*self.publisher.published):
-            self.publisher.publish_soon(urgently=urgently)
-
-    def _is_news(self, published: ProgressRecord, published_at: float) -> bool:
-        age_s = asyncio.get_running_loop().time() - published_at
-        margin_s = max(self._batch_s, 2 * self._config.min_refresh_s)
-        is_near = not margin_s < self.outlook.eta_s < math.inf
-        return is_news(published, age_s, self.own, self.target_batch_size, self.outlook.num_peers, is_near)
+        if self.publisher.published is not None:
+            published, published_at = self.publisher.published
+            age_s = asyncio.get_running_loop().time() - published_at
+            margin_s = max(self._batch_s, 2 * self._config.min_refresh_s)
+            is_near = not margin_s < self.outlook.eta_s < math.inf
+            target, num_peers = self.target_batch_size, self.outlook.num_peers
+            if not is_news(published, age_s, self.own, target, num_peers, is_near):
+                return
+        self.publisher.publish_soon(urgently=urgently)
 
     def _record_to_publish(self) -> ProgressRecord | None:
         if self.is_moving:
@@ -429,8 +429,9 @@ class ProgressTracker:
             except ManyhandsError as error:
                 logger.warning("the progress of the others cannot be read: %s", error)
             delay_s = self._next_read_s(delay_s)
-            if self._on_update is not None and self.outlook.samples != last_samples:
-                self._on_update(self.outlook, delay_s)
+            if self.outlook.samples != last_samples:
+                now = asyncio.get_running_loop().time()
+                self._log.tell(self.own.position.step, self.outlook, delay_s, now)
                 last_samples = self.outlook.samples
             await self._rest(delay_s)
 

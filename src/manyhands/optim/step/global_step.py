@@ -17,7 +17,6 @@ import torch
 from manyhands.averaging.messages import Position
 from manyhands.base.errors import ManyhandsError, RoundAborted, Unavailable
 from manyhands.base.identity import PeerId
-from manyhands.base.text import counted
 from manyhands.base.tracebacks import clear_tracebacks
 from manyhands.optim.accumulator import Contribution, GradientAccumulator
 from manyhands.optim.health import Statistics
@@ -32,8 +31,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FAILURES_UNTIL_ADVICE = 3
-"""Attempts in a row: one or two also fail in a healthy run, when a member is lost."""
 MAX_STEPS_LATE = 1
 OUTSIZED = (
     "the others made global step %d without them, as the gradient of this peer was far too large beside theirs. If "
@@ -85,11 +82,6 @@ class GlobalStep:
         samples = round(self.contribution.weight)
         self.outcome = Averaged(self.contribution.mean_N, lineage, samples, contributors=[own_id])
 
-    def committed(self, averaged: Averaged) -> None:
-        """Take over the outcome of the averaging."""
-        self.outcome = averaged
-        logger.info("Averaged tensors successfully with %s", counted(len(averaged.members), "peer"))
-
     def advance(self) -> None:
         """Make the update, on any thread; exceptions of the optimizer or the schedule pass through."""
         outcome = self.outcome
@@ -137,7 +129,7 @@ class GlobalStep:
         try:
             if self.outcome is None:
                 contribution = self.contribution
-                self.committed(await collaboration.step_rounds.average(contribution.mean_N, contribution.weight))
+                self.outcome = await collaboration.step_rounds.average(contribution.mean_N, contribution.weight)
             if not self.is_lost:
                 await run_to_end(self.advance)
                 self.applied_N = None
@@ -280,42 +272,3 @@ class SampleCounter:
         """Reuse the memory of a contribution; after a step alone the wrapped optimizer may still hold it."""
         if step.outcome is not None and step.outcome.manifest is not None:
             self._accumulator.recycle(step.contribution)
-
-
-class Failures:
-    """Counts failed attempts in a row, and tells the user what to do about them.
-
-    Args:
-        allow_solo: step alone after several failures.
-    """
-
-    def __init__(self, *, allow_solo: bool) -> None:
-        self._allow_solo = allow_solo
-        self._in_a_row = 0
-
-    @property
-    def is_time_to_go_alone(self) -> bool:
-        """Whether to stop trying with the others, as the user allows."""
-        return self._allow_solo and self._in_a_row >= FAILURES_UNTIL_ADVICE
-
-    def add(self, error: BaseException, samples: int) -> None:
-        """Count a failed attempt while ``samples`` of this peer wait.
-
-        Raises:
-            BaseException: the error of the attempt, if the other peers did not cause it.
-        """
-        if not isinstance(error, (RoundAborted, Unavailable)):
-            raise error
-        self._in_a_row += 1
-        logger.warning("Skipped averaging: %s; the %d samples of this peer count in the next attempt", error, samples)
-        if self._in_a_row % FAILURES_UNTIL_ADVICE == 0:
-            logger.warning(
-                "%d attempts failed in a row: other peers of the run are seen, but no round with them succeeds. %s; "
-                "manyhands doctor --initial-peers ... says whether it can reach them, and they can reach it",
-                self._in_a_row,
-                "It goes on alone" if self._allow_solo else "This peer does not step alone",
-            )
-
-    def end(self) -> None:
-        """A step was made."""
-        self._in_a_row = 0
