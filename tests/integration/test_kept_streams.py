@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from manyhands.averaging.allreduce import partner_streams, stream_inbox, warm_streams
+from manyhands.averaging.allreduce import streams
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.round_outcome import RoundMeter
 from manyhands.averaging.rounds import RoundRunner
@@ -43,8 +43,8 @@ async def mean_of(members: Members, meter: RoundMeter | None = None) -> list[flo
 
 def num_kept(members: Members) -> tuple[int, int]:
     """Of those who dialled, and of those who accepted."""
-    dialled = sum(len(runner._streams.warm._kept) for runner, _, _ in members)
-    return dialled, sum(len(runner._inbox._kept) for runner, _, _ in members)
+    dialled = sum(len(runner._streams._idle) for runner, _, _ in members)
+    return dialled, sum(len(runner._streams._unnamed) for runner, _, _ in members)
 
 
 def forbid_dials(members: Members, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +71,7 @@ async def test_one_that_has_died_is_dialled_again() -> None:
     async with averagers(3, config=CONFIG) as members:
         await mean_of(members)
         for runner, _, _ in members:
-            for stream, _ in runner._streams.warm._kept.values():
+            for stream, _ in runner._streams._idle.values():
                 stream.abort()
         assert await mean_of(members) == [1.0] * 3
 
@@ -82,17 +82,17 @@ async def test_one_that_the_other_end_closed_is_dialled_again(kind: str) -> None
         await mean_of(members)
         await until(lambda: num_kept(members) == (3, 3))
         for runner, _, _ in members:
-            for stream in list(runner._inbox._kept.values()):
+            for stream in list(runner._streams._unnamed.values()):
                 stream.abort()
         for runner, _, _ in members:
-            for stream, _ in runner._streams.warm._kept.values():
+            for stream, _ in runner._streams._idle.values():
                 async with time_limit(5.0, "noticing that the other end has closed"):
                     await stream.wait_closed()
         assert await mean_of(members) == [1.0] * 3
 
 
 async def test_those_that_no_round_uses_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(warm_streams, "KEPT_S", 0.05)
+    monkeypatch.setattr(streams, "KEPT_S", 0.05)
     async with averagers(3, config=CONFIG) as members:
         await mean_of(members)
         await until(lambda: num_kept(members) == (0, 0))
@@ -100,7 +100,7 @@ async def test_those_that_no_round_uses_are_closed(monkeypatch: pytest.MonkeyPat
 
 
 async def test_whoever_dialled_may_forget_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_inbox, "UNNAMED_S", 0.05)
+    monkeypatch.setattr(streams, "UNNAMED_S", 0.05)
     async with averagers(2, config=CONFIG) as members:
         await mean_of(members)
         await until(lambda: num_kept(members)[1] == 0)
@@ -113,15 +113,14 @@ async def test_a_lost_control_connection_ends_them_at_both_ends() -> None:
         await until(lambda: num_kept(members) == (3, 3))
         gone = members[0][2].peer_id
         for runner, _, _ in members[1:]:
-            runner._streams.warm.on_lost(gone)
-            runner._inbox._on_lost(gone)
+            runner._streams._on_lost(gone)
         await until(lambda: num_kept(members)[1] == 1)
         await members[0][0].close()
         await until(lambda: num_kept(members[1:]) == (1, 1))
 
 
 async def test_a_large_group_keeps_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(partner_streams, "MAX_WARM", 1)
+    monkeypatch.setattr(streams, "MAX_KEPT", 1)
     async with averagers(3, config=CONFIG) as members:
         assert await mean_of(members) == [1.0] * 3
         assert num_kept(members) == (0, 0)

@@ -13,6 +13,7 @@ import torch
 
 from manyhands.averaging.allreduce import straggler_monitor
 from manyhands.averaging.allreduce.butterfly import Butterfly, Wanted
+from manyhands.averaging.allreduce.streams import RoundStream
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import VOTE, Group, Vote
 from manyhands.averaging.round_outcome import CommittedRound
@@ -105,7 +106,7 @@ def another_round(runner: RoundRunner) -> torch.Tensor:
     """It opens its streams for another round than the one it is in."""
     connect = runner._streams.connect
 
-    async def connect_elsewhere(group: Group, rank: int, other: int, num_bytes: int, stream_id: bytes) -> Stream:
+    async def connect_elsewhere(group: Group, rank: int, other: int, num_bytes: int, stream_id: bytes) -> RoundStream:
         return await connect(group, rank, other, num_bytes, b"another round")
 
     runner._streams.connect = connect_elsewhere  # type: ignore[method-assign]
@@ -283,8 +284,8 @@ async def test_ones_own_values_that_are_not_finite_never_leave(value: float, num
         sent: list[bytearray] = []
         connect = peers[2][0]._streams.connect
 
-        async def spied(*args: Any) -> Stream:
-            return Spy(await connect(*args), sent)
+        async def spied(*args: Any) -> RoundStream:
+            return RoundStream(Spy((await connect(*args)).stream, sent))
 
         peers[2][0]._streams.connect = spied  # type: ignore[method-assign]
         rounds = (runner.average(vector_N, 1.0) for (runner, _, _), vector_N in zip(peers, vectors, strict=True))

@@ -27,7 +27,7 @@ from typing import Any
 
 import msgspec
 
-from manyhands.averaging.allreduce.probing import PROBE_S, Probing, answer_time_s
+from manyhands.averaging.allreduce.straggler_monitor import PROBE_S, Probing, answer_time_s
 from manyhands.averaging.commit.votes import VoteCount, checked
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import (
