@@ -11,10 +11,11 @@ import msgspec
 import pytest
 import torch
 
-from manyhands.averaging.allreduce.group_codec import Means, bytes_of
+from manyhands.averaging.allreduce.means import Means
 from manyhands.averaging.commit import fetching
 from manyhands.averaging.commit.fetching import MEANS_KIND, Fetching, MeansHeader
 from manyhands.averaging.config import AveragingConfig
+from manyhands.averaging.memory import bytes_of
 from manyhands.averaging.messages import Group
 from manyhands.averaging.round_outcome import CommittedRound
 from manyhands.averaging.rounds import RoundRunner

@@ -27,14 +27,14 @@ from typing import Any
 import torch
 from blake3 import blake3
 
-from manyhands.averaging.allreduce.group_codec import GroupCodec, InvalidContribution, Means, bytes_of, digest_of_all
+from manyhands.averaging.allreduce.means import Means, digest_of_all
 from manyhands.averaging.allreduce.norms import Norms
 from manyhands.averaging.allreduce.partition import Partition, chunks_of
 from manyhands.averaging.allreduce.pausing import Condition, Pausing
 from manyhands.averaging.allreduce.reducer import INLINE_NUMEL, Inbox, SpanReducer
-from manyhands.averaging.codecs import Feedbacks, Plan
+from manyhands.averaging.codecs import BadEncoding, Feedbacks, NotFinite, Plan, is_finite
 from manyhands.averaging.contributions import BadContribution, Contributions
-from manyhands.averaging.memory import Memory, empty_vector, whole_lines
+from manyhands.averaging.memory import Memory, bytes_of, empty_vector, whole_lines
 from manyhands.averaging.messages import MAX_REASON_LENGTH, Accusation, Group
 from manyhands.base.errors import PeerLost, RoundAborted
 from manyhands.transport.api import Stream
@@ -53,6 +53,10 @@ class Wanted(enum.Enum):
 
     VALUES = "values"
     MEANS = "means"
+
+
+class InvalidContribution(RoundAborted):
+    """A member sent, or was about to send, values or records that break the rules."""
 
 
 class Butterfly:
@@ -101,19 +105,19 @@ class Butterfly:
         self._members = group.members
         self._rank = rank
         self._flat_N = flat_N
-        self._codec = GroupCodec(plan, group.members, rank, region)
-        self._feedback = feedbacks.sent if feedbacks is not None else None
-        self._partition = Partition(group, self._here, region, self._codec)
+        self._plan = plan
+        self._encode = feedbacks.sent.encode if feedbacks is not None else plan.encode
+        self._partition = Partition(group, self._here, region, plan)
         self._weights = [member.weight if number in here else 0.0 for number, member in enumerate(group.members)]
         self._records = Contributions(flat_N.numel(), len(group.members), self._contributors())
         reduced_feedback = feedbacks.reduced if feedbacks is not None else None
         self._memory = memory if memory is not None else Memory()
         self._encoded = self._memory_of_means()
-        self._norms = Norms(self._codec, len(group.members), group.group_id) if is_measured else None
+        self._norms = Norms(plan, len(group.members), group.group_id) if is_measured else None
         self._norms_record = struct.Struct(f"<{len(group.members)}f")
         self._told_norms: dict[int, list[float]] = {}  # by reducer
         self._reducer = SpanReducer(
-            self._codec, rank, self._partition, self._weights, flat_N, self.averaged_N, self._encoded[rank],
+            plan, rank, self._partition, self._weights, flat_N, self.averaged_N, self._encoded[rank],
             self._memory, reduced_feedback, self._norms,
         )  # fmt: skip
         self._hashers = {other: blake3(max_threads=1) for other in range(len(group.members))}
@@ -177,10 +181,14 @@ class Butterfly:
         Args:
             connect: returns the stream to the partner of this rank; each is used as soon as it is open.
         Raises:
-            RoundAborted: this member's own values are not finite, or all contributors to its span were lost.
+            InvalidContribution: this member's own values are not finite.
+            RoundAborted: all contributors to its span were lost.
         """
-        reducing = self._reducer.run(lambda rank, reason: self.lose(rank, reason, is_violation=True))
-        await _all_or_none([reducing, *(self._exchange_with(rank, connect) for rank in self.partners())])
+        reducing = self._reducer.run(self._spoil)
+        try:
+            await _all_or_none([reducing, *(self._exchange_with(rank, connect) for rank in self.partners())])
+        except NotFinite as error:
+            raise self._invalid(self._rank, f"are not finite: {error}") from error
         return self.averaged_N
 
     def lose(self, rank: int, reason: str, *, is_violation: bool = False, is_stalled: bool = False) -> None:
@@ -191,6 +199,14 @@ class Butterfly:
         self._reducer.lose(rank, is_violation=is_violation)
         self._conversations[rank].cancel()
 
+    def _spoil(self, rank: int, how: str) -> None:
+        """Lose a member whose values cannot be averaged."""
+        self.lose(rank, self._invalid(rank, how).reason, is_violation=True)
+
+    def _invalid(self, rank: int, how: str) -> InvalidContribution:
+        peer_id = self._members[rank].peer_id
+        return InvalidContribution(f"the values of peer {peer_id} {how}", [peer_id])
+
     async def _exchange_with(self, rank: int, connect: Callable[[int], Awaitable[Stream]]) -> None:
         talking = self._conversations[rank] = asyncio.get_running_loop().create_task(self._converse(rank, connect))
         try:
@@ -200,8 +216,10 @@ class Butterfly:
             await asyncio.gather(talking, return_exceptions=True)
             self.wanted.pop(rank, None)
         error = None if talking.cancelled() else talking.exception()
-        if isinstance(error, RoundAborted) and self._members[self._rank].peer_id not in error.blamed:
+        if isinstance(error, RoundAborted):
             self.lose(rank, error.reason, is_violation=isinstance(error, InvalidContribution))
+        elif isinstance(error, BadEncoding):
+            self._spoil(rank, f"cannot be decoded: {error}")
         elif error is not None:
             raise error
 
@@ -239,12 +257,13 @@ class Butterfly:
 
     def _values(self, reducer: int) -> Iterator[memoryview]:
         yield memoryview(self._label_of(reducer))
-        yield from self._own_values(reducer) if self._codec.is_exact else self._encoded_values(reducer)
+        yield from self._own_values(reducer) if self._partition.is_exact else self._encoded_values(reducer)
 
     def _own_values(self, reducer: int) -> Iterator[memoryview]:
         """Unencoded values; each piece is checked just before it is sent, which brings it into the cache."""
         for piece in chunks_of(self._partition.spans[reducer], PIECE_NUMEL):
-            self._codec.check_finite(self._rank, self._flat_N[piece])
+            if not is_finite(self._flat_N[piece]):
+                raise NotFinite("NaN or infinite values cannot be averaged")
             yield bytes_of(self._flat_N[piece])
 
     def _encoded_values(self, reducer: int) -> Iterator[memoryview]:
@@ -255,7 +274,7 @@ class Butterfly:
             if buffer.numel() < num_bytes or self._is_small(reducer):
                 buffer = torch.empty(num_bytes, dtype=torch.uint8)
             encoded = buffer[:num_bytes]
-            self._codec.encode(self._flat_N[chunk], chunk, encoded, self._feedback)
+            self._encode(self._flat_N[chunk], chunk.start, encoded)
             yield bytes_of(encoded)
 
     def _means(self) -> Iterator[memoryview | Condition]:
@@ -318,7 +337,7 @@ class Butterfly:
         label = bytearray(_LABEL.size)
         yield memoryview(label)
         self._check_label(label, rank, rank, Wanted.MEANS)
-        yield from self._rooms_for_exact(rank) if self._codec.is_exact else self._rooms_for_encoded(rank)
+        yield from self._rooms_for_exact(rank) if self._partition.is_exact else self._rooms_for_encoded(rank)
         record = bytearray(self._records.record_bytes(len(self._partition.chunks[rank])))
         yield memoryview(record)
         self._read_record(record, rank)
@@ -331,13 +350,14 @@ class Butterfly:
         for piece in chunks_of(self._partition.spans[rank], PIECE_NUMEL):
             averaged = self.averaged_N[piece]
             yield bytes_of(averaged)
-            self._codec.check_finite(rank, averaged)
+            if not is_finite(averaged):
+                raise self._invalid(rank, "are not finite")
             self._hashers[rank].update(bytes_of(averaged))
 
     def _rooms_for_encoded(self, rank: int) -> Iterator[memoryview]:
         for chunk, encoded in self._encoded_chunks(rank):
             yield bytes_of(encoded)
-            self._codec.decode(rank, encoded, chunk, self.averaged_N[chunk])
+            self._plan.decode(encoded, chunk.start, self.averaged_N[chunk])
             self._hashers[rank].update(bytes_of(encoded))
 
     def _check_label(self, label: bytes | bytearray, rank: int, reducer: int, wanted: Wanted) -> None:
@@ -372,7 +392,7 @@ class Butterfly:
 
     def _memory_of_means(self) -> list[torch.Tensor]:
         """Memory for the means as sent, by reducer, uint8; the means' own memory if they are not encoded."""
-        if self._codec.is_exact:
+        if self._partition.is_exact:
             return [self.averaged_N[span].view(torch.uint8) for span in self._partition.spans]
         sizes = [self._partition.num_bytes(rank) for rank in range(len(self._members))]
         starts = [0, *itertools.accumulate(map(whole_lines, sizes))]
@@ -387,8 +407,8 @@ class Butterfly:
     def _decode_all(self) -> None:
         for rank in range(len(self._members)):
             for chunk, encoded in self._encoded_chunks(rank):
-                if not self._codec.is_exact:
-                    self._codec.decode(rank, encoded, chunk, self.averaged_N[chunk])
+                if not self._partition.is_exact:
+                    self._plan.decode(encoded, chunk.start, self.averaged_N[chunk])
 
     def _is_small(self, rank: int) -> bool:
         """Whether the exchange with a partner is small enough to work on in the event loop."""

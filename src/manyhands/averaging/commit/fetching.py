@@ -22,9 +22,10 @@ from contextlib import contextmanager
 
 import msgspec
 
-from manyhands.averaging.allreduce.group_codec import Means, bytes_of, digest_of, digest_of_all
+from manyhands.averaging.allreduce.means import Means, digest_of, digest_of_all
 from manyhands.averaging.commit.recovery import Recovery
 from manyhands.averaging.config import AveragingConfig
+from manyhands.averaging.memory import bytes_of
 from manyhands.averaging.messages import Digest, Group, RoundManifest
 from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.base.deadline import time_limit, while_moving

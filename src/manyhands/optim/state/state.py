@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import msgspec
 import torch
 
-from manyhands.averaging.allreduce.group_codec import bytes_of
+from manyhands.averaging.memory import bytes_of
 from manyhands.averaging.messages import Count, PeerIdText, Position
 from manyhands.base.identity import PeerId
 from manyhands.base.structs import make_ready
