@@ -186,15 +186,15 @@ class RoundRunner:
             async with self._keeping_errors():
                 committed = await self._commit(group, flat_N, shapes, refill)
         except RoundAborted as error:
-            if self._endpoint.peer_id in error.blamed and (advice := self._bandwidth.lose_round()):
-                raise RoundAborted(f"{error.reason}; {advice}", error.blamed) from error
+            if self._endpoint.peer_id in error.blamed:
+                self._bandwidth.lose_round()
             raise
-        reason, seconds = committed.reason, self._now() - started
+        seconds = self._now() - started
         if self._endpoint.peer_id in committed.blamed:
-            reason = "; ".join(filter(None, [reason, self._bandwidth.lose_round()]))
+            self._bandwidth.lose_round()
         elif committed.averaged_N is not None:
             self._bandwidth.end_round(seconds - matchmaking_s, is_whole=not committed.blamed)
-        return replace(committed, seconds=seconds, matchmaking_s=matchmaking_s, reason=reason)
+        return replace(committed, seconds=seconds, matchmaking_s=matchmaking_s)
 
     async def _find_group(self, weight: float, gather_s: float | None) -> Group:
         started, timeout_s = self._now(), self._left_s()
@@ -247,7 +247,7 @@ class RoundRunner:
             if means is None and (is_outsized or not is_left_out):
                 means = await self._fetching.fetch(group, manifest, recovery, verdict.blamed, self._late_s())
             if means is not None and (verdict.blamed or self._agreement.has_lost(group)):
-                await self._fetching.keep(recovery, manifest)
+                await self._fetching.keep(means, manifest.digest)
             averaged_N = means.averaged_N if means is not None else None
             return CommittedRound(averaged_N, manifest, 0.0, 0.0, verdict.reason, tuple(verdict.blamed), is_outsized)
 
@@ -370,7 +370,6 @@ class RoundRunner:
             self._endpoint.on_lost.remove(on_lost)
             self._streams.end(stream_id)
             exchange = Exchange(
-                vector_bytes=sum(map(butterfly.num_bytes_of, range(len(group.members)))),
                 num_due=sum(map(butterfly.num_bytes_with, butterfly.partners())),
                 num_sent=sum(stream.bytes_sent for stream in streams.values()),
                 seconds=self._now() - began,

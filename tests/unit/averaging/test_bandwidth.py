@@ -12,14 +12,13 @@ from manyhands.averaging.messages import MAX_BANDWIDTH
 from manyhands.base.errors import ConfigError
 
 MB = 10**6
-VECTOR = 1_000_000
 ROUND_S = 30.0
 
 
 def add_round(bandwidth: RoundBandwidth, rate: float | None, *, num_bytes: int = 10 * MB, seconds: float = 1.0) -> None:
     """A whole round."""
     bandwidth.begin_round(ROUND_S)
-    exchange = Exchange(vector_bytes=VECTOR, num_due=num_bytes, num_sent=num_bytes, seconds=0.9 * seconds, rate=rate)
+    exchange = Exchange(num_due=num_bytes, num_sent=num_bytes, seconds=0.9 * seconds, rate=rate)
     bandwidth.add_exchange(exchange)
     bandwidth.end_round(seconds, is_whole=True)
 
@@ -95,37 +94,33 @@ def broken(num_due: int, num_sent: int, seconds: float, *, declared: float | Non
     """After the exchange of a round in which somebody was too slow, as bytes and seconds."""
     bandwidth = RoundBandwidth(declared)
     bandwidth.begin_round(ROUND_S)
-    bandwidth.add_exchange(Exchange(vector_bytes=VECTOR, num_due=num_due, num_sent=num_sent, seconds=seconds))
-    bandwidth.add_exchange(Exchange(vector_bytes=1, num_due=1, num_sent=1, seconds=1.0))  # of what was reduced again
+    bandwidth.add_exchange(Exchange(num_due=num_due, num_sent=num_sent, seconds=seconds))
+    bandwidth.add_exchange(Exchange(num_due=1, num_sent=1, seconds=1.0))  # of what was reduced again
     return bandwidth
 
 
 def test_who_was_too_slow_can_send_at_most_what_would_have_been_enough() -> None:
     """All that it had to send was in the buffers, long before it had gone."""
     bandwidth = broken(1_500_000, 1_500_000, 15.2)
-    assert bandwidth.lose_round() == ""
+    bandwidth.lose_round()
     assert bandwidth.bandwidth == 50_000
 
 
 def test_or_what_it_sent_if_that_is_less() -> None:
     bandwidth = broken(1_500_000, 152_000, 15.2, declared=1e6)
-    assert bandwidth.lose_round() == ""
+    bandwidth.lose_round()
     assert bandwidth.bandwidth == 10_000
 
 
 def test_who_was_known_to_be_slower_is_not_faster_now() -> None:
     bandwidth = broken(1_500_000, 1_500_000, 15.2, declared=20_000.0)
-    assert bandwidth.lose_round() == ""
+    bandwidth.lose_round()
     assert bandwidth.bandwidth == 20_000
-
-
-def test_who_reduced_nothing_and_was_too_slow_is_told_what_would_help() -> None:
-    assert "too much for the 30 s that the round had" in broken(1_000_000, 152_000, 15.2).lose_round()
 
 
 def test_who_was_lost_sooner_was_not_too_slow() -> None:
     bandwidth = broken(1_000_000, 152_000, 8.0, declared=1e6)
-    assert bandwidth.lose_round() == ""
+    bandwidth.lose_round()
     assert bandwidth.bandwidth == 1_000_000
 
 
@@ -148,8 +143,8 @@ def test_a_round_in_which_somebody_died_shows_nothing() -> None:
 def test_a_group_that_formed_when_the_time_was_over_shows_nothing() -> None:
     bandwidth = RoundBandwidth(1e6)
     bandwidth.begin_round(-0.1)
-    bandwidth.add_exchange(Exchange(vector_bytes=VECTOR, num_due=1_000_000, num_sent=0, seconds=0.1))
-    assert bandwidth.lose_round() == ""
+    bandwidth.add_exchange(Exchange(num_due=1_000_000, num_sent=0, seconds=0.1))
+    bandwidth.lose_round()
     assert bandwidth.bandwidth == 1_000_000
 
 

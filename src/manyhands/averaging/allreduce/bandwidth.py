@@ -32,8 +32,6 @@ NUM_ROUNDS = 3
 JUDGED_SHARE = 0.45
 """Share of a round's time before which no slow member is given up: half of it, less the difference of the members'
 starts."""
-OWN_VALUES = 1.05
-"""A peer that had to send no more than this multiple of the vector reduced practically nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,13 +39,11 @@ class Exchange:
     """What one exchange of values showed.
 
     Attributes:
-        vector_bytes: size of the encoded vector.
         num_due, num_sent: bytes that this peer had to send, and those that it sent.
         seconds: until all was done, or no member listened any more.
         rate: bytes per second, > 0, of all streams while only the line held them up; None if the system cannot tell.
     """
 
-    vector_bytes: int
     num_due: int
     num_sent: int
     seconds: float
@@ -96,20 +92,14 @@ class RoundBandwidth:
         elif exchange.num_sent >= MIN_BYTES:
             self._is_at_least(exchange.num_sent, seconds)
 
-    def lose_round(self) -> str:
-        """End a round in which this peer is to blame; returns advice if its own values are too much for the time."""
+    def lose_round(self) -> None:
+        """End a round in which this peer is to blame."""
         exchange = self._exchange
         if exchange is None or not exchange.num_due or not self._was_judged(exchange):
-            return ""
+            return
         most = min(exchange.num_due / self._round_s, exchange.num_sent / exchange.seconds)
         if not self._latest or statistics.median_high(self._latest) > most:
             self._restart(most)
-        if exchange.num_due > OWN_VALUES * exchange.vector_bytes:
-            return ""
-        return (
-            f"this peer had only its own values to send, and they are too much for the {self._round_s:.0f} s that the "
-            "round had: a larger averaging_timeout_s on all peers, or a codec of fewer bits, would help"
-        )
 
     def _was_judged(self, exchange: Exchange) -> bool:
         return self._round_s > 0 and 0 < exchange.seconds >= JUDGED_SHARE * self._round_s

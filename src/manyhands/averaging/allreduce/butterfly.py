@@ -21,8 +21,7 @@ import asyncio
 import enum
 import itertools
 import struct
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 
 import torch
 from blake3 import blake3
@@ -109,7 +108,8 @@ class Butterfly:
         self._encode = feedbacks.sent.encode if feedbacks is not None else plan.encode
         self._partition = Partition(group, self._here, region, plan)
         self._weights = [member.weight if number in here else 0.0 for number, member in enumerate(group.members)]
-        self._records = Contributions(flat_N.numel(), len(group.members), self._contributors())
+        contributors = [number for number, weight in enumerate(self._weights) if weight > 0]
+        self._records = Contributions(flat_N.numel(), len(group.members), contributors)
         reduced_feedback = feedbacks.reduced if feedbacks is not None else None
         self._memory = memory if memory is not None else Memory()
         self._encoded = self._memory_of_means()
@@ -184,9 +184,11 @@ class Butterfly:
             InvalidContribution: this member's own values are not finite.
             RoundAborted: all contributors to its span were lost.
         """
-        reducing = self._reducer.run(self._spoil)
+        loop = asyncio.get_running_loop()
+        reducing = loop.create_task(self._reducer.run(self._spoil))
+        self._conversations = {rank: loop.create_task(self._converse(rank, connect)) for rank in self.partners()}
         try:
-            await _all_or_none([reducing, *(self._exchange_with(rank, connect) for rank in self.partners())])
+            await _all_or_none([reducing, *self._conversations.values()])
         except NotFinite as error:
             raise self._invalid(self._rank, f"are not finite: {error}") from error
         return self.averaged_N
@@ -207,30 +209,26 @@ class Butterfly:
         peer_id = self._members[rank].peer_id
         return InvalidContribution(f"the values of peer {peer_id} {how}", [peer_id])
 
-    async def _exchange_with(self, rank: int, connect: Callable[[int], Awaitable[Stream]]) -> None:
-        talking = self._conversations[rank] = asyncio.get_running_loop().create_task(self._converse(rank, connect))
-        try:
-            await asyncio.wait([talking])
-        finally:
-            talking.cancel()
-            await asyncio.gather(talking, return_exceptions=True)
-            self.wanted.pop(rank, None)
-        error = None if talking.cancelled() else talking.exception()
-        if isinstance(error, RoundAborted):
-            self.lose(rank, error.reason, is_violation=isinstance(error, InvalidContribution))
-        elif isinstance(error, BadEncoding):
-            self._spoil(rank, f"cannot be decoded: {error}")
-        elif error is not None:
-            raise error
-
     async def _converse(self, rank: int, connect: Callable[[int], Awaitable[Stream]]) -> None:
-        stream = await connect(rank)
+        """Exchange all values and means with a partner; it is lost if it does not keep up its part."""
+        loop = asyncio.get_running_loop()
         try:
-            await _all_or_none([self._send_to(rank, stream), self._receive_from(rank, stream)])
-        except BaseException:
-            stream.abort()  # the other end must not wait for this one
-            raise
-        self.done_with.add(rank)
+            stream = await connect(rank)
+            try:
+                sending = loop.create_task(self._send_to(rank, stream))
+                await _all_or_none([sending, loop.create_task(self._receive_from(rank, stream))])
+            except BaseException:
+                stream.abort()  # the other end must not wait for this one
+                raise
+            self.done_with.add(rank)
+        except PeerLost as error:
+            self.lose(rank, f"a member was lost in mid-round: {error.reason}")
+        except BadEncoding as error:
+            self._spoil(rank, f"cannot be decoded: {error}")
+        except RoundAborted as error:
+            self.lose(rank, error.reason, is_violation=isinstance(error, InvalidContribution))
+        finally:
+            self.wanted.pop(rank, None)
 
     # sending
 
@@ -414,22 +412,15 @@ class Butterfly:
         """Whether the exchange with a partner is small enough to work on in the event loop."""
         return max(self._partition.numel(rank), self._partition.numel(self._rank)) < INLINE_NUMEL
 
-    def _contributors(self) -> list[int]:
-        return [rank for rank, weight in enumerate(self._weights) if weight > 0]
 
-
-async def _all_or_none(parts: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """Run all parts; if one fails, cancel the others and raise its exception."""
-    tasks = [asyncio.get_running_loop().create_task(part) for part in parts]
+async def _all_or_none(tasks: Sequence[asyncio.Task[None]]) -> None:
+    """Wait for all tasks; if one fails, cancel the others and raise its exception. One that was cancelled has not."""
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        failed = [task.exception() for task in tasks if task.done() and not task.cancelled()]
+        failed = [error for task in tasks if task.done() and not task.cancelled() and (error := task.exception())]
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    for error in failed:
-        if isinstance(error, PeerLost):
-            raise RoundAborted(f"a member was lost in mid-round: {error.reason}", [error.peer_id]) from error
-        if error is not None:
-            raise error
+    if failed:
+        raise failed[0]
