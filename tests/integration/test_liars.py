@@ -66,7 +66,7 @@ def send_unchecked(butterfly: Butterfly) -> None:
 
     def values(reducer: int) -> Iterator[memoryview]:
         yield memoryview(butterfly._label_of(reducer))
-        yield bytes_of(butterfly._flat_N[butterfly._partition.spans[reducer]])
+        yield bytes_of(butterfly._flat_N[butterfly.partition.spans[reducer]])
 
     butterfly._values = values  # type: ignore[method-assign]
     butterfly._reducer._is_finite = lambda _: True  # type: ignore[method-assign]
@@ -102,7 +102,7 @@ def another_size(factor: float) -> Lie:
     def lie(runner: RoundRunner) -> torch.Tensor:
         def resize(butterfly: Butterfly) -> None:
             def values(reducer: int) -> Iterator[memoryview]:
-                num_bytes = int(butterfly._partition.num_bytes(reducer) * factor)
+                num_bytes = int(butterfly.partition.num_bytes(reducer) * factor)
                 yield memoryview(struct.pack("<QQ", NUMEL, num_bytes))
                 yield memoryview(bytes(num_bytes))
 

@@ -76,6 +76,7 @@ class Butterfly:
 
     Attributes:
         faults: what each lost member did wrong, by rank.
+        partition: the spans of the members.
         wanted: what is still to come, by rank.
         done_with: members with which all was exchanged; nothing more travels on their streams.
     """
@@ -106,7 +107,7 @@ class Butterfly:
         self._flat_N = flat_N
         self._plan = plan
         self._encode = feedbacks.sent.encode if feedbacks is not None else plan.encode
-        self._partition = Partition(group, self._here, region, plan)
+        self.partition = Partition(group, self._here, region, plan)
         self._weights = [member.weight if number in here else 0.0 for number, member in enumerate(group.members)]
         contributors = [number for number, weight in enumerate(self._weights) if weight > 0]
         self._records = Contributions(flat_N.numel(), len(group.members), contributors)
@@ -117,7 +118,7 @@ class Butterfly:
         self._norms_record = struct.Struct(f"<{len(group.members)}f")
         self._told_norms: dict[int, list[float]] = {}  # by reducer
         self._reducer = SpanReducer(
-            plan, rank, self._partition, self._weights, flat_N, self.averaged_N, self._encoded[rank],
+            plan, rank, self.partition, self._weights, flat_N, self.averaged_N, self._encoded[rank],
             self._memory, reduced_feedback, self._norms,
         )  # fmt: skip
         self._hashers = {other: blake3(max_threads=1) for other in range(len(group.members))}
@@ -139,7 +140,7 @@ class Butterfly:
         return [
             rank
             for rank in sorted(self._here)
-            if rank != self._rank and (self._partition.is_reducer(rank) or self._partition.is_reducer(self._rank))
+            if rank != self._rank and (self.partition.is_reducer(rank) or self.partition.is_reducer(self._rank))
         ]
 
     def held(self) -> list[tuple[slice, int, list[int]]]:
@@ -150,7 +151,7 @@ class Butterfly:
         return [
             (chunk, rank, present)
             for rank, presents in sorted(told.items())
-            for chunk, present in zip(self._partition.chunks[rank], presents, strict=True)
+            for chunk, present in zip(self.partition.chunks[rank], presents, strict=True)
         ]
 
     def norms(self) -> list[list[float]]:
@@ -167,11 +168,7 @@ class Butterfly:
 
     def num_bytes_with(self, rank: int) -> int:
         """Approximate bytes in each direction of the stream to a partner."""
-        return self.num_bytes_of(rank) + self.num_bytes_of(self._rank)
-
-    def num_bytes_of(self, rank: int) -> int:
-        """Encoded size of a member's span in bytes."""
-        return self._partition.num_bytes(rank)
+        return self.partition.num_bytes(rank) + self.partition.num_bytes(self._rank)
 
     async def run(self, connect: Callable[[int], Awaitable[Stream]]) -> torch.Tensor:
         """Exchange values with all partners; returns the weighted mean, of the plan's dtype, shape [N].
@@ -245,7 +242,7 @@ class Butterfly:
                 await stream.send_each(pieces)
 
     def _owes_values_to(self, rank: int) -> bool:
-        return self._weights[self._rank] > 0 and self._partition.is_reducer(rank)
+        return self._weights[self._rank] > 0 and self.partition.is_reducer(rank)
 
     def _outgoing(self, rank: int) -> Iterator[memoryview | Condition]:
         if self._owes_values_to(rank):
@@ -255,11 +252,11 @@ class Butterfly:
 
     def _values(self, reducer: int) -> Iterator[memoryview]:
         yield memoryview(self._label_of(reducer))
-        yield from self._own_values(reducer) if self._partition.is_exact else self._encoded_values(reducer)
+        yield from self._own_values(reducer) if self.partition.is_exact else self._encoded_values(reducer)
 
     def _own_values(self, reducer: int) -> Iterator[memoryview]:
         """Unencoded values; each piece is checked just before it is sent, which brings it into the cache."""
-        for piece in chunks_of(self._partition.spans[reducer], PIECE_NUMEL):
+        for piece in chunks_of(self.partition.spans[reducer], PIECE_NUMEL):
             if not is_finite(self._flat_N[piece]):
                 raise NotFinite("NaN or infinite values cannot be averaged")
             yield bytes_of(self._flat_N[piece])
@@ -267,7 +264,7 @@ class Butterfly:
     def _encoded_values(self, reducer: int) -> Iterator[memoryview]:
         """Encoded chunks; one of a large span is valid until the next is requested."""
         buffer = torch.empty(0, dtype=torch.uint8)
-        for chunk, place in zip(self._partition.chunks[reducer], self._partition.places[reducer], strict=True):
+        for chunk, place in zip(self.partition.chunks[reducer], self.partition.places[reducer], strict=True):
             num_bytes = place.stop - place.start
             if buffer.numel() < num_bytes or self._is_small(reducer):
                 buffer = torch.empty(num_bytes, dtype=torch.uint8)
@@ -289,13 +286,13 @@ class Butterfly:
 
     def _label_of(self, reducer: int) -> bytes:
         """The header of a span's values or means."""
-        return _LABEL.pack(self._flat_N.numel(), self._partition.num_bytes(reducer))
+        return _LABEL.pack(self._flat_N.numel(), self.partition.num_bytes(reducer))
 
     # receiving
 
     async def _receive_from(self, rank: int, stream: Stream) -> None:
         """Receive a partner's values of this member's span, then the means of its own."""
-        if rank not in self._reducer.inboxes and not self._partition.is_reducer(rank):
+        if rank not in self._reducer.inboxes and not self.partition.is_reducer(rank):
             return
         rooms = Pausing(self._rooms(rank), self._reducer.progress)
         while not rooms.is_over:
@@ -314,7 +311,7 @@ class Butterfly:
         if inbox is not None:
             yield from self._rooms_for_values(rank, inbox)
         self._has_given.add(rank)
-        if self._partition.is_reducer(rank):
+        if self.partition.is_reducer(rank):
             self.wanted[rank] = Wanted.MEANS
             yield from self._rooms_for_means(rank)
 
@@ -323,7 +320,7 @@ class Butterfly:
         label = bytearray(_LABEL.size)
         yield memoryview(label)
         self._check_label(label, rank, self._rank, Wanted.VALUES)
-        for place in self._partition.places[self._rank]:
+        for place in self.partition.places[self._rank]:
             if not inbox.has_room:
                 yield lambda: inbox.has_room
             encoded = inbox.room(place.stop - place.start)
@@ -335,8 +332,8 @@ class Butterfly:
         label = bytearray(_LABEL.size)
         yield memoryview(label)
         self._check_label(label, rank, rank, Wanted.MEANS)
-        yield from self._rooms_for_exact(rank) if self._partition.is_exact else self._rooms_for_encoded(rank)
-        record = bytearray(self._records.record_bytes(len(self._partition.chunks[rank])))
+        yield from self._rooms_for_exact(rank) if self.partition.is_exact else self._rooms_for_encoded(rank)
+        record = bytearray(self._records.record_bytes(len(self.partition.chunks[rank])))
         yield memoryview(record)
         self._read_record(record, rank)
         if self._norms is not None:
@@ -345,7 +342,7 @@ class Butterfly:
             self._read_norms(norms, rank)
 
     def _rooms_for_exact(self, rank: int) -> Iterator[memoryview]:
-        for piece in chunks_of(self._partition.spans[rank], PIECE_NUMEL):
+        for piece in chunks_of(self.partition.spans[rank], PIECE_NUMEL):
             averaged = self.averaged_N[piece]
             yield bytes_of(averaged)
             if not is_finite(averaged):
@@ -365,7 +362,7 @@ class Butterfly:
             raise InvalidContribution(
                 f"the vector of peer {peer_id} has {numel} values, not {self._flat_N.numel()}", [peer_id]
             )
-        if num_bytes != (due := self._partition.num_bytes(reducer)):
+        if num_bytes != (due := self.partition.num_bytes(reducer)):
             raise InvalidContribution(
                 f"peer {peer_id} sends {num_bytes} bytes of {wanted.value}, and {due} are due", [peer_id]
             )
@@ -390,27 +387,27 @@ class Butterfly:
 
     def _memory_of_means(self) -> list[torch.Tensor]:
         """Memory for the means as sent, by reducer, uint8; the means' own memory if they are not encoded."""
-        if self._partition.is_exact:
-            return [self.averaged_N[span].view(torch.uint8) for span in self._partition.spans]
-        sizes = [self._partition.num_bytes(rank) for rank in range(len(self._members))]
+        if self.partition.is_exact:
+            return [self.averaged_N[span].view(torch.uint8) for span in self.partition.spans]
+        sizes = [self.partition.num_bytes(rank) for rank in range(len(self._members))]
         starts = [0, *itertools.accumulate(map(whole_lines, sizes))]
         means = self._memory.vector(starts[-1], torch.uint8)
         return [means[start : start + size] for start, size in zip(starts, sizes, strict=False)]
 
     def _encoded_chunks(self, rank: int) -> Iterator[tuple[slice, torch.Tensor]]:
         """The chunks of a reducer's span, each with memory for its means as sent."""
-        for chunk, place in zip(self._partition.chunks[rank], self._partition.places[rank], strict=True):
+        for chunk, place in zip(self.partition.chunks[rank], self.partition.places[rank], strict=True):
             yield chunk, self._encoded[rank][place]
 
     def _decode_all(self) -> None:
         for rank in range(len(self._members)):
             for chunk, encoded in self._encoded_chunks(rank):
-                if not self._partition.is_exact:
+                if not self.partition.is_exact:
                     self._plan.decode(encoded, chunk.start, self.averaged_N[chunk])
 
     def _is_small(self, rank: int) -> bool:
         """Whether the exchange with a partner is small enough to work on in the event loop."""
-        return max(self._partition.numel(rank), self._partition.numel(self._rank)) < INLINE_NUMEL
+        return max(self.partition.numel(rank), self.partition.numel(self._rank)) < INLINE_NUMEL
 
 
 async def _all_or_none(tasks: Sequence[asyncio.Task[None]]) -> None:

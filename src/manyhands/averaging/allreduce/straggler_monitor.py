@@ -220,7 +220,7 @@ class StragglerMonitor:
         passed_s = asyncio.get_running_loop().time() - self._since
         if passed_s < LAST_SHARE * self._round_s or silent_s < STILL_S[Wanted.MEANS]:
             return False
-        num_bytes, come_at = self._butterfly.num_bytes_of, dict(self._come_at)
+        num_bytes, come_at = self._butterfly.partition.num_bytes, dict(self._come_at)
         has_values = self._group.members[self._rank].weight > 0
         if has_values and any(num_bytes(other) for other in self._streams if other != rank):
             del come_at[self._rank]  # it may wait for this member's values; if so, the third reducer does, too

@@ -180,7 +180,9 @@ class Agreement:
         finally:
             state.close("the leader gave the round up")
             if state.verdict.done():
-                self._remember(group.group_id, state.verdict.result())
+                self._verdicts[group.group_id] = state.verdict.result()
+                while len(self._verdicts) > REMEMBERED_VERDICTS:
+                    self._verdicts.popitem(last=False)
             del self._rounds[group.group_id]
             if watching is not None:
                 self._tasks.cancel(watching)
@@ -386,11 +388,6 @@ class Agreement:
             rank = state.group.rank_of(peer_id)
             if rank is not None:
                 state.lose(rank, f"{peer_id} was lost before it voted")
-
-    def _remember(self, group_id: bytes, verdict: Verdict) -> None:
-        self._verdicts[group_id] = verdict
-        while len(self._verdicts) > REMEMBERED_VERDICTS:
-            self._verdicts.popitem(last=False)
 
     def _answer_time_s(self, state: VotingState, rank: int) -> float:
         return answer_time_s(state.group.link_rates(state.rank)[rank])
