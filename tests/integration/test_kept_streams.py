@@ -6,16 +6,20 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from manyhands.averaging.allreduce import streams
 from manyhands.averaging.config import AveragingConfig
+from manyhands.averaging.messages import NAME_BYTES, STREAM_KIND, Member, StreamHeader
 from manyhands.averaging.round_outcome import RoundMeter
 from manyhands.averaging.rounds import RoundRunner
+from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.base.deadline import time_limit
+from manyhands.base.errors import PeerLost, ProtocolViolation
 from manyhands.rpc import Endpoint
-from tests.swarm import FixedRoster, averagers
+from tests.swarm import RUN_ID, FixedRoster, averagers
 
 CONFIG = AveragingConfig(matchmaking_time_s=3.0, averaging_timeout_s=20.0, min_span_bytes=4, codec="none")
 NUMEL = 50
@@ -124,3 +128,47 @@ async def test_a_large_group_keeps_none(monkeypatch: pytest.MonkeyPatch) -> None
     async with averagers(3, config=CONFIG) as members:
         assert await mean_of(members) == [1.0] * 3
         assert num_kept(members) == (0, 0)
+
+
+def member(endpoint: Endpoint) -> Member:
+    return Member(endpoint.peer_id, [], is_client=False, weight=1.0)
+
+
+async def test_a_peer_has_one_stream_without_a_name_and_a_newer_one_replaces_it() -> None:
+    async with averagers(2, config=CONFIG) as ((_, _, one), (runner, _, other)):
+        header = msgspec.msgpack.encode(StreamHeader(b""))
+        dialling = RunEndpoint(one, RUN_ID)
+        first = await dialling.open_bulk(other.peer_id, STREAM_KIND, header, 5.0)
+        await until(lambda: runner._streams._unnamed)
+        second, sender = await dialling.open_bulk(other.peer_id, STREAM_KIND, header, 5.0), member(one)
+        with pytest.raises(PeerLost):
+            await first.receive_into(memoryview(bytearray(1)))
+        name = bytes(range(NAME_BYTES))
+        await second.send(name)
+        assert (await runner._streams._await_stream(sender, name)).remote == one.peer_id
+        assert not runner._streams._unnamed
+        for stream in (first, second):
+            one.release(stream)
+
+
+async def test_a_stream_that_comes_as_its_sender_is_given_up_breaks_no_rule() -> None:
+    """Its sender could not know. A second one for one round does break it."""
+    async with averagers(2, config=CONFIG) as ((_, _, one), (runner, _, other)):
+        dialling, sender, name = RunEndpoint(one, RUN_ID), member(one), bytes(range(NAME_BYTES))
+        await dialling.open_bulk(other.peer_id, STREAM_KIND, msgspec.msgpack.encode(StreamHeader(b"")), 5.0)
+        await until(lambda: runner._streams._unnamed)
+        (stream,) = runner._streams._unnamed.values()
+        header = msgspec.msgpack.encode(StreamHeader(name))
+        taking = asyncio.ensure_future(runner._streams._await_stream(sender, name))
+        await asyncio.sleep(0)
+        runner._streams._on_lost(one.peer_id)
+        with pytest.raises(PeerLost, match=r"after it was given up: .* it was lost before it opened its stream"):
+            await runner._streams._on_stream(one.peer_id, header, stream)
+        with pytest.raises(PeerLost):
+            await taking
+        serving = asyncio.ensure_future(runner._streams._on_stream(one.peer_id, header, stream))
+        await asyncio.sleep(0)
+        with pytest.raises(ProtocolViolation, match="a second stream for one round"):
+            await runner._streams._on_stream(one.peer_id, header, stream)
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)

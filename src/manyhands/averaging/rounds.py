@@ -70,7 +70,6 @@ class RoundRunner:
     ) -> None:
         self._endpoint = own = RunEndpoint(endpoint, run_id)
         self._config = config
-        self._roster = roster
         self._limits = limits
         try:
             self._matchmaker = Matchmaker(own, run_fingerprint, roster, config, rng)
@@ -120,8 +119,7 @@ class RoundRunner:
 
         :meth:`average` then joins that group with the values and their weight.
         """
-        async with self._streams.opened_ahead(self._roster.expected):
-            await self._matchmaker.hold_place()
+        await self._matchmaker.hold_place()
 
     @property
     def group_stands(self) -> bool:

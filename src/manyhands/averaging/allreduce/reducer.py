@@ -309,12 +309,10 @@ class Inbox:
         rooms: uint8, shape [``QUEUED_CHUNKS``, bytes of the largest chunk].
 
     Attributes:
-        num_received: number of chunks that have arrived.
         is_ended: whether no further chunks will arrive.
     """
 
     def __init__(self, rooms: torch.Tensor) -> None:
-        self.num_received = 0
         self.is_ended = False
         self._free = list(rooms)
         self._lent: deque[torch.Tensor] = deque()
@@ -333,7 +331,6 @@ class Inbox:
     def put(self, encoded: torch.Tensor) -> None:
         """A chunk has arrived."""
         self._full.append(encoded)
-        self.num_received += 1
 
     @property
     def is_ready(self) -> bool:

@@ -1,27 +1,21 @@
-"""The streams between a member and its partners: opened ahead, dialled or awaited, and kept for the next round.
+"""The streams between a member and its partners: dialled or awaited, and kept for the next round.
 
 ::
 
     the side that dials                                   the side that accepts
     -------------------                                   ---------------------
     opens a stream, its header names the round    ──>     gives it to that round
-    or opens it ahead: its header names no round  ──>     waits for a name
-        then sends the name of the first round    ──>     gives it to that round
     the round is done with it: keeps it                   keeps it, waits for a name
         sends the name of the next round          ──>     gives it to that round
 
-A dial takes several round trips and much CPU. Streams are opened ahead while a peer holds a place in a group that does
-not stand yet. A stream that stays unused is closed. So is one to a peer whose control connection broke: it may not
-carry anything any more.
+A dial takes several round trips and much CPU. A stream that stays unused is closed. So is one to a peer whose control
+connection broke: it may not carry anything any more.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
 
 import msgspec
 
@@ -45,17 +39,13 @@ from manyhands.runtime import TaskOwner
 from manyhands.transport.api import Stream
 from manyhands.transport.passing import PassingStream
 
-logger = logging.getLogger(__name__)
-
 MAX_KEPT = 16
-"""With more partners than this, a peer keeps no streams, and cannot predict its partners to open any ahead."""
+"""With more partners than this, a peer keeps no streams."""
 KEPT_S = 60.0
 """A stream that is unused for this long is closed by the side that dialled it; the other side waits longer."""
 UNNAMED_S = 120.0
 MAX_UNNAMED = 64
 """Limit of accepted streams that wait for a name; one for each peer."""
-OPENING_PERIOD_S = 1.0
-"""New peers are dialled ahead at this period."""
 PROBE_AFTER_S = 0.3
 """After this time without a stream from a partner, check that the partner is alive."""
 REMEMBERED_ROUNDS = 16
@@ -104,7 +94,6 @@ class PartnerStreams:
         self._unnamed: dict[PeerId, Stream] = {}  # accepted
         self._awaited: dict[tuple[bytes, PeerId], asyncio.Future[RoundStream]] = {}
         self._ended: deque[bytes] = deque(maxlen=REMEMBERED_ROUNDS)
-        self._size_bytes = 0  # what the last dialled one was to carry in each direction
         endpoint.accept_bulk(STREAM_KIND, self._on_stream)
         endpoint.on_lost.append(self._on_lost)
 
@@ -132,9 +121,10 @@ class PartnerStreams:
             if not (group.members[rank].is_client or (not member.is_client and rank < other)):
                 return await self._await_stream(member, stream_id)
             await self._make_sure_of(member.peer_id)
-            self._size_bytes = num_bytes
             if (stream := await self._take_idle(member.peer_id, stream_id)) is None:
-                stream = RoundStream(await self._dial(member.peer_id, stream_id, num_bytes))
+                header, timeout_s = msgspec.msgpack.encode(StreamHeader(stream_id)), self._config.stream_timeout_s
+                opening = self._endpoint.open_bulk(member.peer_id, STREAM_KIND, header, timeout_s, size_bytes=num_bytes)
+                stream = RoundStream(await opening)
         except (Unavailable, PeerError) as error:
             raise RoundAborted(f"no stream to a member: {error}", [member.peer_id]) from error
         return stream
@@ -160,11 +150,6 @@ class PartnerStreams:
         if not self._endpoint.is_connected(peer_id):
             query = VerdictQuery(NOBODY)
             await self._endpoint.call(peer_id, ASK_VERDICT, query, self._config.stream_timeout_s)
-
-    async def _dial(self, peer_id: PeerId, name: bytes, num_bytes: int) -> Stream:
-        header = msgspec.msgpack.encode(StreamHeader(name))
-        timeout_s = self._config.stream_timeout_s
-        return await self._endpoint.open_bulk(peer_id, STREAM_KIND, header, timeout_s, size_bytes=num_bytes)
 
     def lose(self, peer_id: PeerId) -> None:
         """Another member has lost a peer: without a connection to that peer, stop waiting for its stream."""
@@ -209,43 +194,6 @@ class PartnerStreams:
             self._endpoint.release(stream)
 
     # idle streams that this peer has dialled
-
-    @asynccontextmanager
-    async def opened_ahead(self, expected: Callable[[], Mapping[PeerId, bool]]) -> AsyncIterator[None]:
-        """Within the block, open streams to the peers that this peer would dial in a round.
-
-        Args:
-            expected: the peers that should come, and whether each is in client mode.
-        """
-        opening = asyncio.get_running_loop().create_task(self._open_ahead(expected))
-        try:
-            yield
-        finally:
-            opening.cancel()
-            [outcome] = await asyncio.gather(opening, return_exceptions=True)
-            if isinstance(outcome, Exception):  # rounds dial for themselves then, but log it
-                logger.error("no streams were opened ahead of a round", exc_info=outcome)
-
-    async def _open_ahead(self, expected: Callable[[], Mapping[PeerId, bool]]) -> None:
-        own_id, is_client = self._endpoint.peer_id, self._endpoint.client_mode
-        while True:
-            others = expected()
-            if len(others) <= MAX_KEPT:
-                hosts = [peer_id for peer_id, is_other_client in others.items() if not is_other_client]
-                due = [peer_id for peer_id in hosts if is_client or own_id < peer_id]
-                await asyncio.gather(*(self._dial_ahead(peer_id) for peer_id in due if peer_id not in self._idle))
-            await asyncio.sleep(OPENING_PERIOD_S)
-
-    async def _dial_ahead(self, peer_id: PeerId) -> None:
-        """Dial a peer; one that cannot be dialled is left to the round."""
-        try:
-            await self._make_sure_of(peer_id)
-            stream = await self._dial(peer_id, b"", self._size_bytes)
-        except (Unavailable, PeerError) as error:
-            logger.debug("no stream to peer %s ahead of the round: %s", peer_id, error)
-        else:
-            if not self._add_idle(stream):
-                self._endpoint.release(stream)
 
     def _add_idle(self, stream: Stream) -> bool:
         """Hold a stream until a round takes it; False if there is no room."""
@@ -297,7 +245,7 @@ class PartnerStreams:
         if (former := self._unnamed.pop(remote, None)) is not None:
             former.abort()
         if len(self._unnamed) >= MAX_UNNAMED:
-            raise ProtocolViolation(remote, "a stream ahead of its round, and there are too many of them")
+            raise ProtocolViolation(remote, "a stream without a round, and there are too many of them")
         self._unnamed[remote] = stream
         name = bytearray(NAME_BYTES)
         try:
