@@ -93,7 +93,7 @@ class Partition:
         return int(self.places[rank][-1].stop) if self.places[rank] else 0
 
 
-def _one_after_the_other(sizes: list[int]) -> list[slice]:
+def _one_after_the_other(sizes: Sequence[int]) -> list[slice]:
     stops = itertools.accumulate(sizes)
     return [slice(stop - size, stop) for stop, size in zip(stops, sizes, strict=True)]
 
@@ -126,12 +126,7 @@ def owned_spans(numel: int, bandwidths: Sequence[int], min_span_numel: int, seed
     by_remainder = sorted(range(len(shares)), key=lambda rank: (-(numel * shares[rank] % total), rank))
     for rank in by_remainder[: numel - sum(sizes)]:
         sizes[rank] += 1
-    spans = []
-    start = 0
-    for size in sizes:
-        spans.append(slice(start, start + size))
-        start += size
-    return spans
+    return _one_after_the_other(sizes)
 
 
 def _drawn(bandwidths: Sequence[int], num_worth: int, seed: bytes) -> list[int]:
