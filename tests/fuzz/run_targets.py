@@ -12,7 +12,7 @@ import msgspec
 import torch
 
 from manyhands.averaging.allreduce.partition import owned_spans
-from manyhands.averaging.allreduce.probing import ASK_MOVED, Moved, MovedQuery
+from manyhands.averaging.allreduce.straggler_monitor import ASK_MOVED, Moved, MovedQuery
 from manyhands.averaging.commit.votes import VoteCount
 from manyhands.averaging.commit.votes import checked as checked_verdict
 from manyhands.averaging.messages import (

@@ -11,10 +11,11 @@ import msgspec
 import pytest
 import torch
 
-from manyhands.averaging.allreduce.group_codec import Means, bytes_of
+from manyhands.averaging.allreduce.means import Means
 from manyhands.averaging.commit import fetching
 from manyhands.averaging.commit.fetching import MEANS_KIND, Fetching, MeansHeader
 from manyhands.averaging.config import AveragingConfig
+from manyhands.averaging.memory import bytes_of
 from manyhands.averaging.messages import Group
 from manyhands.averaging.round_outcome import CommittedRound
 from manyhands.averaging.rounds import RoundRunner
@@ -131,10 +132,10 @@ async def test_a_copy_is_kept_if_somebody_was_lost_until_the_next_round() -> Non
     async with averagers(4, config=CONFIG) as members:
         runners = by_id(members)
         (result, *_) = await average(runners)
-        assert runners[0]._fetching._results(result.manifest.digest) is None
+        assert runners[0]._fetching._kept.get(result.manifest.digest) is None
         runners[0]._agreement.has_lost = lambda _: True  # type: ignore[method-assign]
         (result, *_) = await average(runners)
-        kept = runners[0]._fetching._results(result.manifest.digest)
+        kept = runners[0]._fetching._kept.get(result.manifest.digest)
         assert kept is not None
         before = kept.digests()
         assert result.averaged_N is not None
@@ -142,7 +143,7 @@ async def test_a_copy_is_kept_if_somebody_was_lost_until_the_next_round() -> Non
         assert kept.digests() == before
         runners[0]._agreement.has_lost = lambda _: False  # type: ignore[method-assign]
         await average(runners)
-        assert runners[0]._fetching._results(result.manifest.digest) is None
+        assert runners[0]._fetching._kept.get(result.manifest.digest) is None
 
 
 async def wrong_means(stream: Stream, means: Means) -> None:
@@ -200,7 +201,7 @@ async def test_strangers_and_unreadable_requests_get_nothing() -> None:
             roster.missing = [stranger[2].peer_id]
         results = await average(runners[:3])
         holder = insiders[1][2]
-        assert runners[1]._fetching._results(results[1].manifest.digest) is not None
+        assert runners[1]._fetching._kept.get(results[1].manifest.digest) is not None
         good = msgspec.msgpack.encode(MeansHeader(results[1].manifest.group_id, results[1].manifest.digest))
         for header in (good, b"\xff garbage"):
             stream = await RunEndpoint(stranger[2], RUN_ID).open_bulk(holder.peer_id, MEANS_KIND, header, 5.0)

@@ -6,16 +6,20 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
-from manyhands.averaging.allreduce import partner_streams, stream_inbox, warm_streams
+from manyhands.averaging.allreduce import streams
 from manyhands.averaging.config import AveragingConfig
+from manyhands.averaging.messages import NAME_BYTES, STREAM_KIND, Member, StreamHeader
 from manyhands.averaging.round_outcome import RoundMeter
 from manyhands.averaging.rounds import RoundRunner
+from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.base.deadline import time_limit
+from manyhands.base.errors import PeerLost, ProtocolViolation
 from manyhands.rpc import Endpoint
-from tests.swarm import FixedRoster, averagers
+from tests.swarm import RUN_ID, FixedRoster, averagers
 
 CONFIG = AveragingConfig(matchmaking_time_s=3.0, averaging_timeout_s=20.0, min_span_bytes=4, codec="none")
 NUMEL = 50
@@ -43,8 +47,8 @@ async def mean_of(members: Members, meter: RoundMeter | None = None) -> list[flo
 
 def num_kept(members: Members) -> tuple[int, int]:
     """Of those who dialled, and of those who accepted."""
-    dialled = sum(len(runner._streams.warm._kept) for runner, _, _ in members)
-    return dialled, sum(len(runner._inbox._kept) for runner, _, _ in members)
+    dialled = sum(len(runner._streams._idle) for runner, _, _ in members)
+    return dialled, sum(len(runner._streams._unnamed) for runner, _, _ in members)
 
 
 def forbid_dials(members: Members, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +75,7 @@ async def test_one_that_has_died_is_dialled_again() -> None:
     async with averagers(3, config=CONFIG) as members:
         await mean_of(members)
         for runner, _, _ in members:
-            for stream, _ in runner._streams.warm._kept.values():
+            for stream, _ in runner._streams._idle.values():
                 stream.abort()
         assert await mean_of(members) == [1.0] * 3
 
@@ -82,17 +86,17 @@ async def test_one_that_the_other_end_closed_is_dialled_again(kind: str) -> None
         await mean_of(members)
         await until(lambda: num_kept(members) == (3, 3))
         for runner, _, _ in members:
-            for stream in list(runner._inbox._kept.values()):
+            for stream in list(runner._streams._unnamed.values()):
                 stream.abort()
         for runner, _, _ in members:
-            for stream, _ in runner._streams.warm._kept.values():
+            for stream, _ in runner._streams._idle.values():
                 async with time_limit(5.0, "noticing that the other end has closed"):
                     await stream.wait_closed()
         assert await mean_of(members) == [1.0] * 3
 
 
 async def test_those_that_no_round_uses_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(warm_streams, "KEPT_S", 0.05)
+    monkeypatch.setattr(streams, "KEPT_S", 0.05)
     async with averagers(3, config=CONFIG) as members:
         await mean_of(members)
         await until(lambda: num_kept(members) == (0, 0))
@@ -100,7 +104,7 @@ async def test_those_that_no_round_uses_are_closed(monkeypatch: pytest.MonkeyPat
 
 
 async def test_whoever_dialled_may_forget_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_inbox, "UNNAMED_S", 0.05)
+    monkeypatch.setattr(streams, "UNNAMED_S", 0.05)
     async with averagers(2, config=CONFIG) as members:
         await mean_of(members)
         await until(lambda: num_kept(members)[1] == 0)
@@ -113,15 +117,58 @@ async def test_a_lost_control_connection_ends_them_at_both_ends() -> None:
         await until(lambda: num_kept(members) == (3, 3))
         gone = members[0][2].peer_id
         for runner, _, _ in members[1:]:
-            runner._streams.warm.on_lost(gone)
-            runner._inbox._on_lost(gone)
+            runner._streams._on_lost(gone)
         await until(lambda: num_kept(members)[1] == 1)
         await members[0][0].close()
         await until(lambda: num_kept(members[1:]) == (1, 1))
 
 
 async def test_a_large_group_keeps_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(partner_streams, "MAX_WARM", 1)
+    monkeypatch.setattr(streams, "MAX_KEPT", 1)
     async with averagers(3, config=CONFIG) as members:
         assert await mean_of(members) == [1.0] * 3
         assert num_kept(members) == (0, 0)
+
+
+def member(endpoint: Endpoint) -> Member:
+    return Member(endpoint.peer_id, [], is_client=False, weight=1.0)
+
+
+async def test_a_peer_has_one_stream_without_a_name_and_a_newer_one_replaces_it() -> None:
+    async with averagers(2, config=CONFIG) as ((_, _, one), (runner, _, other)):
+        header = msgspec.msgpack.encode(StreamHeader(b""))
+        dialling = RunEndpoint(one, RUN_ID)
+        first = await dialling.open_bulk(other.peer_id, STREAM_KIND, header, 5.0)
+        await until(lambda: runner._streams._unnamed)
+        second, sender = await dialling.open_bulk(other.peer_id, STREAM_KIND, header, 5.0), member(one)
+        with pytest.raises(PeerLost):
+            await first.receive_into(memoryview(bytearray(1)))
+        name = bytes(range(NAME_BYTES))
+        await second.send(name)
+        assert (await runner._streams._await_stream(sender, name)).remote == one.peer_id
+        assert not runner._streams._unnamed
+        for stream in (first, second):
+            one.release(stream)
+
+
+async def test_a_stream_that_comes_as_its_sender_is_given_up_breaks_no_rule() -> None:
+    """Its sender could not know. A second one for one round does break it."""
+    async with averagers(2, config=CONFIG) as ((_, _, one), (runner, _, other)):
+        dialling, sender, name = RunEndpoint(one, RUN_ID), member(one), bytes(range(NAME_BYTES))
+        await dialling.open_bulk(other.peer_id, STREAM_KIND, msgspec.msgpack.encode(StreamHeader(b"")), 5.0)
+        await until(lambda: runner._streams._unnamed)
+        (stream,) = runner._streams._unnamed.values()
+        header = msgspec.msgpack.encode(StreamHeader(name))
+        taking = asyncio.ensure_future(runner._streams._await_stream(sender, name))
+        await asyncio.sleep(0)
+        runner._streams._on_lost(one.peer_id)
+        with pytest.raises(PeerLost, match=r"after it was given up: .* it was lost before it opened its stream"):
+            await runner._streams._on_stream(one.peer_id, header, stream)
+        with pytest.raises(PeerLost):
+            await taking
+        serving = asyncio.ensure_future(runner._streams._on_stream(one.peer_id, header, stream))
+        await asyncio.sleep(0)
+        with pytest.raises(ProtocolViolation, match="a second stream for one round"):
+            await runner._streams._on_stream(one.peer_id, header, stream)
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)

@@ -13,7 +13,9 @@ import torch
 
 from manyhands.averaging.allreduce import straggler_monitor
 from manyhands.averaging.allreduce.butterfly import Butterfly, Wanted
+from manyhands.averaging.allreduce.streams import RoundStream
 from manyhands.averaging.config import AveragingConfig
+from manyhands.averaging.memory import bytes_of
 from manyhands.averaging.messages import VOTE, Group, Vote
 from manyhands.averaging.round_outcome import CommittedRound
 from manyhands.averaging.rounds import RoundRunner
@@ -59,12 +61,23 @@ def with_butterfly(runner: RoundRunner, change: Callable[[Butterfly], None]) -> 
     runner._exchange = changed  # type: ignore[method-assign]
 
 
+def send_unchecked(butterfly: Butterfly) -> None:
+    """Have a member send its values, unencoded, without a look at them."""
+
+    def values(reducer: int) -> Iterator[memoryview]:
+        yield memoryview(butterfly._label_of(reducer))
+        yield bytes_of(butterfly._flat_N[butterfly.partition.spans[reducer]])
+
+    butterfly._values = values  # type: ignore[method-assign]
+    butterfly._reducer._is_finite = lambda _: True  # type: ignore[method-assign]
+
+
 def spoil(value: float) -> Lie:
     """It sends values that are not finite, without a look at them."""
 
     def lie(runner: RoundRunner) -> torch.Tensor:
         def be_blind(butterfly: Butterfly) -> None:
-            butterfly._codec.check_finite = lambda *_: None  # type: ignore[method-assign]
+            send_unchecked(butterfly)
 
         with_butterfly(runner, be_blind)
         values_N = values_of(7)
@@ -89,7 +102,7 @@ def another_size(factor: float) -> Lie:
     def lie(runner: RoundRunner) -> torch.Tensor:
         def resize(butterfly: Butterfly) -> None:
             def values(reducer: int) -> Iterator[memoryview]:
-                num_bytes = int(butterfly._partition.num_bytes(reducer) * factor)
+                num_bytes = int(butterfly.partition.num_bytes(reducer) * factor)
                 yield memoryview(struct.pack("<QQ", NUMEL, num_bytes))
                 yield memoryview(bytes(num_bytes))
 
@@ -105,7 +118,7 @@ def another_round(runner: RoundRunner) -> torch.Tensor:
     """It opens its streams for another round than the one it is in."""
     connect = runner._streams.connect
 
-    async def connect_elsewhere(group: Group, rank: int, other: int, num_bytes: int, stream_id: bytes) -> Stream:
+    async def connect_elsewhere(group: Group, rank: int, other: int, num_bytes: int, stream_id: bytes) -> RoundStream:
         return await connect(group, rank, other, num_bytes, b"another round")
 
     runner._streams.connect = connect_elsewhere  # type: ignore[method-assign]
@@ -283,8 +296,8 @@ async def test_ones_own_values_that_are_not_finite_never_leave(value: float, num
         sent: list[bytearray] = []
         connect = peers[2][0]._streams.connect
 
-        async def spied(*args: Any) -> Stream:
-            return Spy(await connect(*args), sent)
+        async def spied(*args: Any) -> RoundStream:
+            return RoundStream(Spy((await connect(*args)).stream, sent))
 
         peers[2][0]._streams.connect = spied  # type: ignore[method-assign]
         rounds = (runner.average(vector_N, 1.0) for (runner, _, _), vector_N in zip(peers, vectors, strict=True))

@@ -106,12 +106,18 @@ def run_rounds(
 
 def test_a_slow_uplink_is_measured_and_spared() -> None:
     up_mbit_s = {"p0": 100.0, "p1": 100.0, "p2": 20.0}
-    measured = run_rounds(3, up_mbit_s)
+    measured = run_rounds(3, up_mbit_s, latency_s=FAR_S)
     assert 18.0 < measured.mbit_s["p2"] < 40.0
     assert all(measured.mbit_s[name] > 1.3 * measured.mbit_s["p2"] for name in ("p0", "p1"))
     own_values_s = VECTOR_MBIT / 20.0
     assert measured.seconds[0] > 1.25 * own_values_s, "the slow one reduced a third"
     assert measured.seconds[-1] < 1.1 * own_values_s, "it does nothing but send its own values"
+
+
+def test_on_short_links_a_slow_uplink_is_not_measured_and_nobody_counts_as_slow() -> None:
+    """The system reports nothing there: all are judged by the same round, and reduce the same."""
+    measured = run_rounds(2, {"p0": 100.0, "p1": 100.0, "p2": 20.0})
+    assert measured.owned == [dict.fromkeys(measured.mbit_s, 0.33)] * 2
 
 
 def test_a_declared_figure_counts_from_the_first_round() -> None:

@@ -70,9 +70,9 @@ def test_the_lead_says_when_the_group_is_looked_for_and_not_what_is_in_a_step(
     hold_place = RoundRunner.hold_place
 
     async def noted(self: RoundRunner) -> None:
-        assert isinstance(self._roster, GridAssignment)
+        assert isinstance(self._matchmaker._roster, GridAssignment)
         if len(sizes) >= 2:  # the speeds are known by then
-            ahead.append(64 - self._roster._tracker.outlook.samples)
+            ahead.append(64 - self._matchmaker._roster._tracker.outlook.samples)
         await hold_place(self)
 
     monkeypatch.setattr(RoundRunner, "hold_place", noted)

@@ -37,8 +37,9 @@ class AveragingConfig:
             round. Each peer may have its own setting.
         min_span_bytes: in groups that this peer leads, no member reduces less; a small vector is averaged by few. Below
             it, opening a stream takes longer than sending the span.
-        bandwidth_mbit_s: this machine's uplink in megabits per second: a first guess, until rounds have shown it. A
-            peer with more bandwidth reduces more. By default, as much as the others.
+        bandwidth_mbit_s: this machine's uplink in megabits per second: a first guess, until rounds have shown it (on
+            Linux, on links of 10 ms and more). A peer with more bandwidth reduces more. By default, as much as the
+            others.
         max_group_size: a swarm of more peers than this averages in a grid of groups. All peers of a run must have the
             same setting.
     """

@@ -23,6 +23,7 @@ class Contributions:
     def __init__(self, numel: int, num_members: int, contributors: Iterable[int]) -> None:
         self._numel = numel
         self._num_members = num_members
+        self._mask_bytes = (num_members + 7) // 8
         self._contributors = frozenset(contributors)
         self._parts: list[SpanResult] = []
 
@@ -31,8 +32,10 @@ class Contributions:
         if start >= stop:
             return
         self.drop(start, stop)
-        absent = sorted(set(range(self._num_members)) - set(present) - self._silent(present))
-        parts = [*self._parts, SpanResult(start, stop, reducer, absent)]
+        absent = set(range(self._num_members)) - set(present)
+        if self._contributors <= set(present):
+            absent &= self._contributors  # members without a weight are not absent where all others are present
+        parts = [*self._parts, SpanResult(start, stop, reducer, sorted(absent))]
         self._parts = _joined(sorted(parts, key=lambda part: part.start))
 
     def drop(self, start: int, stop: int) -> None:
@@ -44,11 +47,6 @@ class Contributions:
             if part.stop > stop:
                 kept.append(SpanResult(max(part.start, stop), part.stop, part.reducer, part.absent))
         self._parts = kept
-
-    def _silent(self, present: Iterable[int]) -> set[int]:
-        """Members without a weight; they do not count as absent where all others are present."""
-        everybody = set(range(self._num_members))
-        return everybody - self._contributors if self._contributors <= set(present) else set()
 
     def missing(self) -> tuple[int, int]:
         """Start and stop of the shortest slice that covers all missing parts; equal if nothing is missing."""
@@ -69,12 +67,11 @@ class Contributions:
 
     def record_bytes(self, num_chunks: int) -> int:
         """Bytes of the record of a span with ``num_chunks`` chunks."""
-        return num_chunks * _bytes_for(self._num_members)
+        return num_chunks * self._mask_bytes
 
     def record(self, presents: Sequence[Iterable[int]]) -> bytes:
         """Encode the contributors to each chunk of a span: one bit for each rank, the lowest bit of a byte first."""
-        size = _bytes_for(self._num_members)
-        return b"".join(sum(1 << rank for rank in present).to_bytes(size, "little") for present in presents)
+        return b"".join(sum(1 << rank for rank in present).to_bytes(self._mask_bytes, "little") for present in presents)
 
     def read_record(self, record: bytes) -> list[list[int]]:
         """Ranks by chunk.
@@ -82,8 +79,7 @@ class Contributions:
         Raises:
             BadContribution: no member contributed to a chunk, or one without a weight or outside the group did.
         """
-        size = _bytes_for(self._num_members)
-        presents = []
+        size, presents = self._mask_bytes, []
         for start in range(0, len(record), size):
             bits = int.from_bytes(record[start : start + size], "little")
             present = [rank for rank in range(8 * size) if bits >> rank & 1]
@@ -95,19 +91,12 @@ class Contributions:
         return presents
 
 
-def _bytes_for(num_members: int) -> int:
-    return (num_members + 7) // 8
-
-
 def _joined(parts: Sequence[SpanResult]) -> list[SpanResult]:
     """Merge neighbours with the same reducer and contributors, so that all members write the same."""
     joined: list[SpanResult] = []
     for part in parts:
-        if joined and joined[-1].stop == part.start and _same(joined[-1], part):
+        last = joined[-1] if joined else None
+        if last and (last.stop, last.reducer, last.absent) == (part.start, part.reducer, part.absent):
             part = SpanResult(joined.pop().start, part.stop, part.reducer, part.absent)
         joined.append(part)
     return joined
-
-
-def _same(one: SpanResult, other: SpanResult) -> bool:
-    return one.reducer == other.reducer and one.absent == other.absent

@@ -67,6 +67,11 @@ class Memory:
         return None
 
 
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor, for sending from it or receiving into it."""
+    return tensor.numpy().data.cast("B")
+
+
 def whole_lines(num_bytes: int) -> int:
     """The next multiple of a cache line."""
     return -(-num_bytes // LINE_BYTES) * LINE_BYTES

@@ -354,7 +354,7 @@ class StreamHeader(msgspec.Struct):
     """Opens a bulk stream between two members.
 
     Attributes:
-        group_id: of the round; empty for a stream that is opened ahead, whose first ``NAME_BYTES`` bytes contain it.
+        group_id: of the round; if it is empty, the first ``NAME_BYTES`` bytes of the stream contain it.
     """
 
     group_id: Digest

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import math
 import random
@@ -14,12 +13,10 @@ from typing import Any
 
 import torch
 
-from manyhands.averaging.allreduce.bandwidth import MeteredStream, RoundBandwidth
+from manyhands.averaging.allreduce.bandwidth import Exchange, RoundBandwidth
 from manyhands.averaging.allreduce.butterfly import Butterfly
-from manyhands.averaging.allreduce.partner_streams import PartnerStreams
-from manyhands.averaging.allreduce.probing import Probing
-from manyhands.averaging.allreduce.straggler_monitor import StragglerMonitor
-from manyhands.averaging.allreduce.stream_inbox import StreamInbox
+from manyhands.averaging.allreduce.straggler_monitor import Probing, StragglerMonitor
+from manyhands.averaging.allreduce.streams import PartnerStreams, RoundStream
 from manyhands.averaging.codecs import Feedbacks, codec_of_code, plan_of
 from manyhands.averaging.commit.agreement import MIN_VOTING_S, Agreement
 from manyhands.averaging.commit.fetching import Fetching
@@ -73,7 +70,6 @@ class RoundRunner:
     ) -> None:
         self._endpoint = own = RunEndpoint(endpoint, run_id)
         self._config = config
-        self._roster = roster
         self._limits = limits
         try:
             self._matchmaker = Matchmaker(own, run_fingerprint, roster, config, rng)
@@ -84,7 +80,6 @@ class RoundRunner:
             ) from error
         self._probing = Probing(own, self._may_be_in)
         self._agreement = Agreement(own, config, self._probing)
-        self._inbox = StreamInbox(own, config)
         self._fetching = Fetching(own, config)
         declared = config.bandwidth_mbit_s
         self._bandwidth = RoundBandwidth(declared * BYTES_PER_MBIT if declared is not None else None)
@@ -96,7 +91,7 @@ class RoundRunner:
         self._feedbacks: Feedbacks | None = None
         self._tasks = TaskOwner("rounds")
         self._watchers = TaskOwner("watching a round")  # each ends with its exchange
-        self._streams = PartnerStreams(own, self._inbox, config, self._tasks)
+        self._streams = PartnerStreams(own, config, self._tasks)
         self.on_phase: list[Callable[[Phase], None]] = []
 
     def _may_be_in(self, group_id: bytes, leader: PeerId) -> bool:
@@ -124,8 +119,7 @@ class RoundRunner:
 
         :meth:`average` then joins that group with the values and their weight.
         """
-        async with self._streams.warm.kept(self._roster.expected):
-            await self._matchmaker.hold_place()
+        await self._matchmaker.hold_place()
 
     @property
     def group_stands(self) -> bool:
@@ -140,7 +134,6 @@ class RoundRunner:
     async def close(self) -> None:
         await self._matchmaker.close()
         await self._agreement.close()
-        self._inbox.close()
         self._fetching.close()
         self._probing.close()
         self._streams.close()
@@ -181,22 +174,21 @@ class RoundRunner:
         self._meter = meter if meter is not None else RoundMeter()
         started = self._now()
         self._deadline = started + min(timeout_s, self._config.averaging_timeout_s)
-        with self._streams.warm.in_use():
-            group = await self._find_group(weight, gather_s)
-            matchmaking_s = self._now() - started
-            try:
-                async with self._keeping_errors():
-                    committed = await self._commit(group, flat_N, shapes, refill)
-            except RoundAborted as error:
-                if self._endpoint.peer_id in error.blamed and (advice := self._bandwidth.lose_round()):
-                    raise RoundAborted(f"{error.reason}; {advice}", error.blamed) from error
-                raise
-        reason, seconds = committed.reason, self._now() - started
+        group = await self._find_group(weight, gather_s)
+        matchmaking_s = self._now() - started
+        try:
+            async with self._keeping_errors():
+                committed = await self._commit(group, flat_N, shapes, refill)
+        except RoundAborted as error:
+            if self._endpoint.peer_id in error.blamed:
+                self._bandwidth.lose_round()
+            raise
+        seconds = self._now() - started
         if self._endpoint.peer_id in committed.blamed:
-            reason = "; ".join(filter(None, [reason, self._bandwidth.lose_round()]))
+            self._bandwidth.lose_round()
         elif committed.averaged_N is not None:
             self._bandwidth.end_round(seconds - matchmaking_s, is_whole=not committed.blamed)
-        return replace(committed, seconds=seconds, matchmaking_s=matchmaking_s, reason=reason)
+        return replace(committed, seconds=seconds, matchmaking_s=matchmaking_s)
 
     async def _find_group(self, weight: float, gather_s: float | None) -> Group:
         started, timeout_s = self._now(), self._left_s()
@@ -249,7 +241,7 @@ class RoundRunner:
             if means is None and (is_outsized or not is_left_out):
                 means = await self._fetching.fetch(group, manifest, recovery, verdict.blamed, self._late_s())
             if means is not None and (verdict.blamed or self._agreement.has_lost(group)):
-                await self._fetching.keep(recovery, manifest)
+                await self._fetching.keep(means, manifest.digest)
             averaged_N = means.averaged_N if means is not None else None
             return CommittedRound(averaged_N, manifest, 0.0, 0.0, verdict.reason, tuple(verdict.blamed), is_outsized)
 
@@ -257,7 +249,7 @@ class RoundRunner:
         """Average until done or until the round is decided; a decided round needs no further values."""
         loop, began = asyncio.get_running_loop(), self._now()
         working = loop.create_task(averaging)
-        deciding = loop.create_task(self._agreement.decided(group, self._inbox.lose))
+        deciding = loop.create_task(self._agreement.decided(group, self._streams.lose))
         try:
             await asyncio.wait([working, deciding], return_when=asyncio.FIRST_COMPLETED)
             if not working.done() and deciding.result().manifest is not None:  # this member is a little late
@@ -333,58 +325,53 @@ class RoundRunner:
 
     async def _exchange(self, group: Group, rank: int, butterfly: Butterfly, stream_id: bytes) -> torch.Tensor:
         """Run the all-reduce; a member whose control connection breaks counts as lost."""
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        streams: dict[int, MeteredStream] = {}
-        opened: dict[int, Stream] = {}
+        began = self._now()
+        streams: dict[int, RoundStream] = {}
         lost: set[PeerId] = set()
+        rate: float | None = None
 
         def on_lost(peer_id: PeerId) -> None:
             lost.add(peer_id)
-            for stream in opened.values():
+            for stream in streams.values():
                 if stream.remote == peer_id:
                     stream.abort()
 
         async def connect(other: int) -> Stream:
             num_bytes = butterfly.num_bytes_with(other)
-            stream = await self._streams.connect(group, rank, other, num_bytes, stream_id)
-            before = self._streams.moved_before(stream)
-            opened[other], streams[other] = stream, MeteredStream(stream, other, self._bandwidth.sends, before)
-            share.add(stream, num_bytes)
+            stream = streams[other] = await self._streams.connect(group, rank, other, num_bytes, stream_id)
+            share.add(stream.stream, num_bytes)
             if stream.remote in lost:
                 stream.abort()
-            return streams[other]
+            return stream
 
         def moved() -> int:
             return butterfly.num_averaged + sum(one.bytes_sent + one.bytes_received for one in streams.values())
 
-        probe = functools.partial(self._probing.ask, group)
-        has_values = group.members[rank].weight > 0
-        patience = StragglerMonitor(
-            butterfly, rank, streams, group.link_rates(rank), probe, self._ends_at, has_values=has_values
-        )
-        watching = self._watchers.spawn(patience.watch(), name="who is silent")
+        monitor = StragglerMonitor(group, rank, butterfly, streams, self._probing, self._ends_at)
+        watching = self._watchers.spawn(monitor.watch(), name="who is silent")
         self._endpoint.on_lost.append(on_lost)
         try:
             with self._probing.of(group, moved), self._endpoint.uplink.shared() as share, ExitStack() as held:
                 for other in butterfly.partners():
                     held.enter_context(self._endpoint.held(group.members[other].peer_id))
                 averaged_N = await butterfly.run(connect)
-                if share.streams.keys() == set(opened.values()):
-                    self._bandwidth.tell_rate(share.backlog.rate)
+                if share.streams.keys() == {stream.stream for stream in streams.values()}:
+                    rate = share.backlog.rate
                 return averaged_N
         finally:
             self._watchers.cancel(watching)
             await asyncio.gather(watching, return_exceptions=True)
             self._endpoint.on_lost.remove(on_lost)
-            self._inbox.end(stream_id)
-            vector_bytes = sum(map(butterfly.num_bytes_of, range(len(group.members))))
-            num_due = sum(map(butterfly.num_bytes_with, butterfly.partners()))
-            num_sent = sum(stream.bytes_sent for stream in streams.values())
-            self._bandwidth.add_exchange(vector_bytes, num_due, num_sent, loop.time() - began)
+            self._streams.end(stream_id)
+            exchange = Exchange(
+                num_due=sum(map(butterfly.num_bytes_with, butterfly.partners())),
+                num_sent=sum(stream.bytes_sent for stream in streams.values()),
+                seconds=self._now() - began,
+                rate=rate,
+            )
+            self._bandwidth.add_exchange(exchange)
+            self._meter.num_bytes_sent += exchange.num_sent
             for other, stream in streams.items():
-                self._meter.num_bytes_sent += stream.bytes_sent
                 self._meter.num_bytes_received += stream.bytes_received
-                is_done = other in butterfly.done_with - butterfly.faults.keys() and stream.remote not in lost
-                if not (is_done and self._streams.keep(group, opened[other])):
-                    self._streams.let_go(opened[other], self._late_s())
+                is_used_up = other in butterfly.done_with - butterfly.faults.keys() and stream.remote not in lost
+                self._streams.give_back(group, stream, is_used_up=is_used_up, within_s=self._late_s())

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 import torch
 
-from manyhands.averaging.allreduce.group_codec import is_finite
+from manyhands.averaging.codecs import is_finite
 from manyhands.averaging.memory import Memory
 from manyhands.base.errors import ConfigError
 

@@ -182,17 +182,3 @@ def test_one_that_sent_nothing_and_does_not_vote_is_named_once_all_others_have_v
     count.lose(3, "it does not vote")
     assert count.decide() == Order(1, [0, 1, 2], 0, 10)
     assert count.faults == {3: "0 of 3"}, "what it did says more than that it is gone"
-
-
-@pytest.mark.parametrize("odd", [0, 3])
-def test_whose_vector_has_another_length_goes_whatever_it_holds(odd: int) -> None:
-    count = VoteCount(group_of(4))
-    for rank in range(4):
-        assert count.decide() is None
-        vote = lacking(0, 10)
-        if rank == odd:
-            vote = vote_of(b"of another vector")
-            vote.numel = NUMEL + 1
-        count.add(rank, vote)
-    assert count.decide() == Order(1, [rank for rank in range(4) if rank != odd], 0, 10)
-    assert count.faults == {odd: f"the vector of peer {peer(odd)} has {NUMEL + 1} values, not {NUMEL}"}

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from manyhands.averaging.allreduce.group_codec import GroupCodec
 from manyhands.averaging.allreduce.partition import Partition
 from manyhands.averaging.allreduce.reducer import SpanReducer
-from manyhands.averaging.codecs import FP16, INT8, NONE, Codec, kernels, plan_of
+from manyhands.averaging.codecs import FP16, INT8, NONE, Codec, Plan, kernels, plan_of
 from manyhands.averaging.memory import Memory
 from manyhands.averaging.messages import Group, Member, Position
 from manyhands.base.identity import PeerId
@@ -44,8 +43,7 @@ def reduced(codec: Codec, bad_at: int | None, *, is_in_place: bool) -> tuple[tor
         bad_at: from this byte on, 4 bytes of the liar's last chunk cannot be.
     """
     group, plan, region = group_of([1.0, 2.0, 3.0]), plan_of([(3, NUMEL // 3)], codec), slice(0, NUMEL)
-    member_values = GroupCodec(plan, group.members, OWN, region)
-    partition = Partition(group, range(3), region, member_values)
+    partition = Partition(group, range(3), region, plan)
     own_N = values_of(OWN)
     averaged_N = own_N if is_in_place else torch.empty(NUMEL)
     encoded = torch.empty(partition.num_bytes(OWN), dtype=torch.uint8)
@@ -53,7 +51,7 @@ def reduced(codec: Codec, bad_at: int | None, *, is_in_place: bool) -> tuple[tor
         encoded = averaged_N.view(torch.uint8)
     weights = [member.weight for member in group.members]
     reducer = SpanReducer(
-        member_values, OWN, partition, weights, own_N, averaged_N, encoded, Memory(), None
+        plan, OWN, partition, weights, own_N, averaged_N, encoded, Memory(), None
     )  # fmt: skip
     blamed: set[int] = set()
 
@@ -85,13 +83,13 @@ def reduced(codec: Codec, bad_at: int | None, *, is_in_place: bool) -> tuple[tor
 @CODECS
 def test_means_are_the_same_in_place(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[int] = []
-    average = GroupCodec.average
+    average = Plan.average
 
     def noted(*arguments: Any) -> int:
         done.append(average(*arguments))
         return done[-1]
 
-    monkeypatch.setattr(GroupCodec, "average", noted)
+    monkeypatch.setattr(Plan, "average", noted)
     means, presents, blamed = reduced(codec, None, is_in_place=False)
     in_place, *rest = reduced(codec, None, is_in_place=True)
     assert len(done) == (0 if codec is NONE else 2 * len(presents)), "in one pass, where there is a kernel for it"

@@ -21,20 +21,19 @@ import asyncio
 import enum
 import itertools
 import struct
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 
 import torch
 from blake3 import blake3
 
-from manyhands.averaging.allreduce.group_codec import GroupCodec, InvalidContribution, Means, bytes_of, digest_of_all
+from manyhands.averaging.allreduce.means import Means, digest_of_all
 from manyhands.averaging.allreduce.norms import Norms
 from manyhands.averaging.allreduce.partition import Partition, chunks_of
 from manyhands.averaging.allreduce.pausing import Condition, Pausing
 from manyhands.averaging.allreduce.reducer import INLINE_NUMEL, Inbox, SpanReducer
-from manyhands.averaging.codecs import Feedbacks, Plan
+from manyhands.averaging.codecs import BadEncoding, Feedbacks, NotFinite, Plan, is_finite
 from manyhands.averaging.contributions import BadContribution, Contributions
-from manyhands.averaging.memory import Memory, empty_vector, whole_lines
+from manyhands.averaging.memory import Memory, bytes_of, empty_vector, whole_lines
 from manyhands.averaging.messages import MAX_REASON_LENGTH, Accusation, Group
 from manyhands.base.errors import PeerLost, RoundAborted
 from manyhands.transport.api import Stream
@@ -55,6 +54,10 @@ class Wanted(enum.Enum):
     MEANS = "means"
 
 
+class InvalidContribution(RoundAborted):
+    """A member sent, or was about to send, values or records that break the rules."""
+
+
 class Butterfly:
     """One member's part in one all-reduce, of the whole vector or a part of it.
 
@@ -73,6 +76,7 @@ class Butterfly:
 
     Attributes:
         faults: what each lost member did wrong, by rank.
+        partition: the spans of the members.
         wanted: what is still to come, by rank.
         done_with: members with which all was exchanged; nothing more travels on their streams.
     """
@@ -101,19 +105,20 @@ class Butterfly:
         self._members = group.members
         self._rank = rank
         self._flat_N = flat_N
-        self._codec = GroupCodec(plan, group.members, rank, region)
-        self._feedback = feedbacks.sent if feedbacks is not None else None
-        self._partition = Partition(group, self._here, region, self._codec)
+        self._plan = plan
+        self._encode = feedbacks.sent.encode if feedbacks is not None else plan.encode
+        self.partition = Partition(group, self._here, region, plan)
         self._weights = [member.weight if number in here else 0.0 for number, member in enumerate(group.members)]
-        self._records = Contributions(flat_N.numel(), len(group.members), self._contributors())
+        contributors = [number for number, weight in enumerate(self._weights) if weight > 0]
+        self._records = Contributions(flat_N.numel(), len(group.members), contributors)
         reduced_feedback = feedbacks.reduced if feedbacks is not None else None
         self._memory = memory if memory is not None else Memory()
         self._encoded = self._memory_of_means()
-        self._norms = Norms(self._codec, len(group.members), group.group_id) if is_measured else None
+        self._norms = Norms(plan, len(group.members), group.group_id) if is_measured else None
         self._norms_record = struct.Struct(f"<{len(group.members)}f")
         self._told_norms: dict[int, list[float]] = {}  # by reducer
         self._reducer = SpanReducer(
-            self._codec, rank, self._partition, self._weights, flat_N, self.averaged_N, self._encoded[rank],
+            plan, rank, self.partition, self._weights, flat_N, self.averaged_N, self._encoded[rank],
             self._memory, reduced_feedback, self._norms,
         )  # fmt: skip
         self._hashers = {other: blake3(max_threads=1) for other in range(len(group.members))}
@@ -135,7 +140,7 @@ class Butterfly:
         return [
             rank
             for rank in sorted(self._here)
-            if rank != self._rank and (self._partition.is_reducer(rank) or self._partition.is_reducer(self._rank))
+            if rank != self._rank and (self.partition.is_reducer(rank) or self.partition.is_reducer(self._rank))
         ]
 
     def held(self) -> list[tuple[slice, int, list[int]]]:
@@ -146,7 +151,7 @@ class Butterfly:
         return [
             (chunk, rank, present)
             for rank, presents in sorted(told.items())
-            for chunk, present in zip(self._partition.chunks[rank], presents, strict=True)
+            for chunk, present in zip(self.partition.chunks[rank], presents, strict=True)
         ]
 
     def norms(self) -> list[list[float]]:
@@ -163,11 +168,7 @@ class Butterfly:
 
     def num_bytes_with(self, rank: int) -> int:
         """Approximate bytes in each direction of the stream to a partner."""
-        return self.num_bytes_of(rank) + self.num_bytes_of(self._rank)
-
-    def num_bytes_of(self, rank: int) -> int:
-        """Encoded size of a member's span in bytes."""
-        return self._partition.num_bytes(rank)
+        return self.partition.num_bytes(rank) + self.partition.num_bytes(self._rank)
 
     async def run(self, connect: Callable[[int], Awaitable[Stream]]) -> torch.Tensor:
         """Exchange values with all partners; returns the weighted mean, of the plan's dtype, shape [N].
@@ -177,10 +178,16 @@ class Butterfly:
         Args:
             connect: returns the stream to the partner of this rank; each is used as soon as it is open.
         Raises:
-            RoundAborted: this member's own values are not finite, or all contributors to its span were lost.
+            InvalidContribution: this member's own values are not finite.
+            RoundAborted: all contributors to its span were lost.
         """
-        reducing = self._reducer.run(lambda rank, reason: self.lose(rank, reason, is_violation=True))
-        await _all_or_none([reducing, *(self._exchange_with(rank, connect) for rank in self.partners())])
+        loop = asyncio.get_running_loop()
+        reducing = loop.create_task(self._reducer.run(self._spoil))
+        self._conversations = {rank: loop.create_task(self._converse(rank, connect)) for rank in self.partners()}
+        try:
+            await _all_or_none([reducing, *self._conversations.values()])
+        except NotFinite as error:
+            raise self._invalid(self._rank, f"are not finite: {error}") from error
         return self.averaged_N
 
     def lose(self, rank: int, reason: str, *, is_violation: bool = False, is_stalled: bool = False) -> None:
@@ -191,28 +198,34 @@ class Butterfly:
         self._reducer.lose(rank, is_violation=is_violation)
         self._conversations[rank].cancel()
 
-    async def _exchange_with(self, rank: int, connect: Callable[[int], Awaitable[Stream]]) -> None:
-        talking = self._conversations[rank] = asyncio.get_running_loop().create_task(self._converse(rank, connect))
-        try:
-            await asyncio.wait([talking])
-        finally:
-            talking.cancel()
-            await asyncio.gather(talking, return_exceptions=True)
-            self.wanted.pop(rank, None)
-        error = None if talking.cancelled() else talking.exception()
-        if isinstance(error, RoundAborted) and self._members[self._rank].peer_id not in error.blamed:
-            self.lose(rank, error.reason, is_violation=isinstance(error, InvalidContribution))
-        elif error is not None:
-            raise error
+    def _spoil(self, rank: int, how: str) -> None:
+        """Lose a member whose values cannot be averaged."""
+        self.lose(rank, self._invalid(rank, how).reason, is_violation=True)
+
+    def _invalid(self, rank: int, how: str) -> InvalidContribution:
+        peer_id = self._members[rank].peer_id
+        return InvalidContribution(f"the values of peer {peer_id} {how}", [peer_id])
 
     async def _converse(self, rank: int, connect: Callable[[int], Awaitable[Stream]]) -> None:
-        stream = await connect(rank)
+        """Exchange all values and means with a partner; it is lost if it does not keep up its part."""
+        loop = asyncio.get_running_loop()
         try:
-            await _all_or_none([self._send_to(rank, stream), self._receive_from(rank, stream)])
-        except BaseException:
-            stream.abort()  # the other end must not wait for this one
-            raise
-        self.done_with.add(rank)
+            stream = await connect(rank)
+            try:
+                sending = loop.create_task(self._send_to(rank, stream))
+                await _all_or_none([sending, loop.create_task(self._receive_from(rank, stream))])
+            except BaseException:
+                stream.abort()  # the other end must not wait for this one
+                raise
+            self.done_with.add(rank)
+        except PeerLost as error:
+            self.lose(rank, f"a member was lost in mid-round: {error.reason}")
+        except BadEncoding as error:
+            self._spoil(rank, f"cannot be decoded: {error}")
+        except RoundAborted as error:
+            self.lose(rank, error.reason, is_violation=isinstance(error, InvalidContribution))
+        finally:
+            self.wanted.pop(rank, None)
 
     # sending
 
@@ -229,7 +242,7 @@ class Butterfly:
                 await stream.send_each(pieces)
 
     def _owes_values_to(self, rank: int) -> bool:
-        return self._weights[self._rank] > 0 and self._partition.is_reducer(rank)
+        return self._weights[self._rank] > 0 and self.partition.is_reducer(rank)
 
     def _outgoing(self, rank: int) -> Iterator[memoryview | Condition]:
         if self._owes_values_to(rank):
@@ -239,23 +252,24 @@ class Butterfly:
 
     def _values(self, reducer: int) -> Iterator[memoryview]:
         yield memoryview(self._label_of(reducer))
-        yield from self._own_values(reducer) if self._codec.is_exact else self._encoded_values(reducer)
+        yield from self._own_values(reducer) if self.partition.is_exact else self._encoded_values(reducer)
 
     def _own_values(self, reducer: int) -> Iterator[memoryview]:
         """Unencoded values; each piece is checked just before it is sent, which brings it into the cache."""
-        for piece in chunks_of(self._partition.spans[reducer], PIECE_NUMEL):
-            self._codec.check_finite(self._rank, self._flat_N[piece])
+        for piece in chunks_of(self.partition.spans[reducer], PIECE_NUMEL):
+            if not is_finite(self._flat_N[piece]):
+                raise NotFinite("NaN or infinite values cannot be averaged")
             yield bytes_of(self._flat_N[piece])
 
     def _encoded_values(self, reducer: int) -> Iterator[memoryview]:
         """Encoded chunks; one of a large span is valid until the next is requested."""
         buffer = torch.empty(0, dtype=torch.uint8)
-        for chunk, place in zip(self._partition.chunks[reducer], self._partition.places[reducer], strict=True):
+        for chunk, place in zip(self.partition.chunks[reducer], self.partition.places[reducer], strict=True):
             num_bytes = place.stop - place.start
             if buffer.numel() < num_bytes or self._is_small(reducer):
                 buffer = torch.empty(num_bytes, dtype=torch.uint8)
             encoded = buffer[:num_bytes]
-            self._codec.encode(self._flat_N[chunk], chunk, encoded, self._feedback)
+            self._encode(self._flat_N[chunk], chunk.start, encoded)
             yield bytes_of(encoded)
 
     def _means(self) -> Iterator[memoryview | Condition]:
@@ -272,13 +286,13 @@ class Butterfly:
 
     def _label_of(self, reducer: int) -> bytes:
         """The header of a span's values or means."""
-        return _LABEL.pack(self._flat_N.numel(), self._partition.num_bytes(reducer))
+        return _LABEL.pack(self._flat_N.numel(), self.partition.num_bytes(reducer))
 
     # receiving
 
     async def _receive_from(self, rank: int, stream: Stream) -> None:
         """Receive a partner's values of this member's span, then the means of its own."""
-        if rank not in self._reducer.inboxes and not self._partition.is_reducer(rank):
+        if rank not in self._reducer.inboxes and not self.partition.is_reducer(rank):
             return
         rooms = Pausing(self._rooms(rank), self._reducer.progress)
         while not rooms.is_over:
@@ -297,7 +311,7 @@ class Butterfly:
         if inbox is not None:
             yield from self._rooms_for_values(rank, inbox)
         self._has_given.add(rank)
-        if self._partition.is_reducer(rank):
+        if self.partition.is_reducer(rank):
             self.wanted[rank] = Wanted.MEANS
             yield from self._rooms_for_means(rank)
 
@@ -306,7 +320,7 @@ class Butterfly:
         label = bytearray(_LABEL.size)
         yield memoryview(label)
         self._check_label(label, rank, self._rank, Wanted.VALUES)
-        for place in self._partition.places[self._rank]:
+        for place in self.partition.places[self._rank]:
             if not inbox.has_room:
                 yield lambda: inbox.has_room
             encoded = inbox.room(place.stop - place.start)
@@ -318,8 +332,8 @@ class Butterfly:
         label = bytearray(_LABEL.size)
         yield memoryview(label)
         self._check_label(label, rank, rank, Wanted.MEANS)
-        yield from self._rooms_for_exact(rank) if self._codec.is_exact else self._rooms_for_encoded(rank)
-        record = bytearray(self._records.record_bytes(len(self._partition.chunks[rank])))
+        yield from self._rooms_for_exact(rank) if self.partition.is_exact else self._rooms_for_encoded(rank)
+        record = bytearray(self._records.record_bytes(len(self.partition.chunks[rank])))
         yield memoryview(record)
         self._read_record(record, rank)
         if self._norms is not None:
@@ -328,16 +342,17 @@ class Butterfly:
             self._read_norms(norms, rank)
 
     def _rooms_for_exact(self, rank: int) -> Iterator[memoryview]:
-        for piece in chunks_of(self._partition.spans[rank], PIECE_NUMEL):
+        for piece in chunks_of(self.partition.spans[rank], PIECE_NUMEL):
             averaged = self.averaged_N[piece]
             yield bytes_of(averaged)
-            self._codec.check_finite(rank, averaged)
+            if not is_finite(averaged):
+                raise self._invalid(rank, "are not finite")
             self._hashers[rank].update(bytes_of(averaged))
 
     def _rooms_for_encoded(self, rank: int) -> Iterator[memoryview]:
         for chunk, encoded in self._encoded_chunks(rank):
             yield bytes_of(encoded)
-            self._codec.decode(rank, encoded, chunk, self.averaged_N[chunk])
+            self._plan.decode(encoded, chunk.start, self.averaged_N[chunk])
             self._hashers[rank].update(bytes_of(encoded))
 
     def _check_label(self, label: bytes | bytearray, rank: int, reducer: int, wanted: Wanted) -> None:
@@ -347,7 +362,7 @@ class Butterfly:
             raise InvalidContribution(
                 f"the vector of peer {peer_id} has {numel} values, not {self._flat_N.numel()}", [peer_id]
             )
-        if num_bytes != (due := self._partition.num_bytes(reducer)):
+        if num_bytes != (due := self.partition.num_bytes(reducer)):
             raise InvalidContribution(
                 f"peer {peer_id} sends {num_bytes} bytes of {wanted.value}, and {due} are due", [peer_id]
             )
@@ -372,44 +387,37 @@ class Butterfly:
 
     def _memory_of_means(self) -> list[torch.Tensor]:
         """Memory for the means as sent, by reducer, uint8; the means' own memory if they are not encoded."""
-        if self._codec.is_exact:
-            return [self.averaged_N[span].view(torch.uint8) for span in self._partition.spans]
-        sizes = [self._partition.num_bytes(rank) for rank in range(len(self._members))]
+        if self.partition.is_exact:
+            return [self.averaged_N[span].view(torch.uint8) for span in self.partition.spans]
+        sizes = [self.partition.num_bytes(rank) for rank in range(len(self._members))]
         starts = [0, *itertools.accumulate(map(whole_lines, sizes))]
         means = self._memory.vector(starts[-1], torch.uint8)
         return [means[start : start + size] for start, size in zip(starts, sizes, strict=False)]
 
     def _encoded_chunks(self, rank: int) -> Iterator[tuple[slice, torch.Tensor]]:
         """The chunks of a reducer's span, each with memory for its means as sent."""
-        for chunk, place in zip(self._partition.chunks[rank], self._partition.places[rank], strict=True):
+        for chunk, place in zip(self.partition.chunks[rank], self.partition.places[rank], strict=True):
             yield chunk, self._encoded[rank][place]
 
     def _decode_all(self) -> None:
         for rank in range(len(self._members)):
             for chunk, encoded in self._encoded_chunks(rank):
-                if not self._codec.is_exact:
-                    self._codec.decode(rank, encoded, chunk, self.averaged_N[chunk])
+                if not self.partition.is_exact:
+                    self._plan.decode(encoded, chunk.start, self.averaged_N[chunk])
 
     def _is_small(self, rank: int) -> bool:
         """Whether the exchange with a partner is small enough to work on in the event loop."""
-        return max(self._partition.numel(rank), self._partition.numel(self._rank)) < INLINE_NUMEL
-
-    def _contributors(self) -> list[int]:
-        return [rank for rank, weight in enumerate(self._weights) if weight > 0]
+        return max(self.partition.numel(rank), self.partition.numel(self._rank)) < INLINE_NUMEL
 
 
-async def _all_or_none(parts: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """Run all parts; if one fails, cancel the others and raise its exception."""
-    tasks = [asyncio.get_running_loop().create_task(part) for part in parts]
+async def _all_or_none(tasks: Sequence[asyncio.Task[None]]) -> None:
+    """Wait for all tasks; if one fails, cancel the others and raise its exception. One that was cancelled has not."""
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        failed = [task.exception() for task in tasks if task.done() and not task.cancelled()]
+        failed = [error for task in tasks if task.done() and not task.cancelled() and (error := task.exception())]
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    for error in failed:
-        if isinstance(error, PeerLost):
-            raise RoundAborted(f"a member was lost in mid-round: {error.reason}", [error.peer_id]) from error
-        if error is not None:
-            raise error
+    if failed:
+        raise failed[0]

@@ -13,8 +13,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from manyhands.averaging.allreduce.group_codec import GroupCodec
-from manyhands.averaging.codecs import square_of
+from manyhands.averaging.codecs import Plan, square_of
 
 LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 SUSPICIOUS = 4.0
@@ -25,13 +24,13 @@ class Norms:
     """The norms of the members' values in one span.
 
     Args:
-        codec: how they are encoded.
+        plan: how they are encoded.
         num_members: of the group.
         seed: of the round; determines where samples are taken.
     """
 
-    def __init__(self, codec: GroupCodec, num_members: int, seed: bytes) -> None:
-        self._codec = codec
+    def __init__(self, plan: Plan, num_members: int, seed: bytes) -> None:
+        self._plan = plan
         self._squares = [0.0] * num_members
         self._seed = int.from_bytes(seed[:8], "little")
 
@@ -53,10 +52,10 @@ class Norms:
         """
         at = self._seed + chunk.start
         values = {rank: received.get(rank, own) for rank in shares}
-        squares = {rank: self._codec.sampled_square(one, chunk, at) for rank, one in values.items()}
+        squares = {rank: self._sampled_square(one, chunk, at) for rank, one in values.items()}
         allowed = SUSPICIOUS * sum(share * math.sqrt(squares[rank]) for rank, share in shares.items())
         if not math.sqrt(largest_square) <= allowed and not math.sqrt(square_of(mean)) <= allowed:
-            squares = {rank: self._codec.square(one, chunk) for rank, one in values.items()}
+            squares = {rank: self._whole_square(one, chunk) for rank, one in values.items()}
         for rank, square in squares.items():
             self._squares[rank] += square
 
@@ -68,3 +67,23 @@ class Norms:
         """By rank, as float32: all members compute with the same numbers."""
         norms = [math.sqrt(square) for square in self._squares]
         return [float(np.float32(norm)) if norm <= LARGEST_FLOAT32 else math.inf for norm in norms]
+
+    def _whole_square(self, values: torch.Tensor, part: slice) -> float:
+        """The sum of the squares of a member's values, unencoded or encoded (uint8)."""
+        if values.dtype == torch.uint8:
+            plain = torch.empty(part.stop - part.start, dtype=self._plan.dtype)
+            self._plan.decode(values, part.start, plain)
+            values = plain
+        return square_of(values)
+
+    def _sampled_square(self, values: torch.Tensor, part: slice, at: int) -> float:
+        """An estimate of it from some of the values, at a place derived from any number ``at``."""
+        total = 0.0
+        for sample in self._plan.sampled(part.start, part.stop, at):
+            if values.dtype == torch.uint8:
+                run = torch.empty(sample.values.stop - sample.values.start, dtype=self._plan.dtype)
+                sample.codec.decode(values[sample.encoded], run)
+            else:
+                run = values[sample.values]
+            total += sample.stands_for * square_of(run)
+        return total

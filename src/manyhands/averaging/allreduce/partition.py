@@ -33,7 +33,7 @@ import statistics
 from collections.abc import Collection, Sequence
 from fractions import Fraction
 
-from manyhands.averaging.allreduce.group_codec import GroupCodec
+from manyhands.averaging.codecs import Plan
 from manyhands.averaging.messages import Group
 from manyhands.base.errors import ConfigError
 
@@ -55,16 +55,19 @@ class Partition:
     Args:
         members: ranks that take part.
         region: the part of the vector that is averaged.
-        codec: how values are encoded.
+        plan: how values are encoded.
 
     Attributes:
+        is_exact: whether values in the region are sent unencoded.
         spans: by rank; empty for a member that reduces nothing.
         chunks: of each span, in order.
         places: the position of each encoded chunk in its span, in bytes.
     """
 
-    def __init__(self, group: Group, members: Collection[int], region: slice, codec: GroupCodec) -> None:
-        numel, unit = region.stop - region.start, codec.unit_numel
+    def __init__(self, group: Group, members: Collection[int], region: slice, plan: Plan) -> None:
+        self.is_exact = plan.is_exact(region.start, region.stop)
+        numel = region.stop - region.start
+        unit = math.lcm(*(segment.codec.unit_numel for segment in plan.segments))  # whole rows or pieces of all codecs
         bandwidths = [bandwidth if rank in members else 0 for rank, bandwidth in enumerate(group.bandwidths())]
         spans = in_whole_units(owned_spans(numel, leveled(bandwidths), group.min_span_numel, group.group_id), unit)
         self.spans = [slice(region.start + span.start, region.start + span.stop) for span in spans]
@@ -72,7 +75,10 @@ class Partition:
         most = max(group.chunk_numel, math.ceil(numel / MAX_CHUNKS))
         usual = min(most, max(MIN_CHUNK_NUMEL, math.ceil(numel / num_chunks)))
         self.chunks = [chunks_of(span, whole_units(usual, unit, most)) for span in self.spans]
-        self.places = [_one_after_the_other([codec.num_bytes(chunk) for chunk in chunks]) for chunks in self.chunks]
+        self.places = [
+            _one_after_the_other([plan.num_bytes(chunk.start, chunk.stop) for chunk in chunks])
+            for chunks in self.chunks
+        ]
 
     def is_reducer(self, rank: int) -> bool:
         """Whether a member owns a span."""
@@ -87,7 +93,7 @@ class Partition:
         return int(self.places[rank][-1].stop) if self.places[rank] else 0
 
 
-def _one_after_the_other(sizes: list[int]) -> list[slice]:
+def _one_after_the_other(sizes: Sequence[int]) -> list[slice]:
     stops = itertools.accumulate(sizes)
     return [slice(stop - size, stop) for stop, size in zip(stops, sizes, strict=True)]
 
@@ -120,12 +126,7 @@ def owned_spans(numel: int, bandwidths: Sequence[int], min_span_numel: int, seed
     by_remainder = sorted(range(len(shares)), key=lambda rank: (-(numel * shares[rank] % total), rank))
     for rank in by_remainder[: numel - sum(sizes)]:
         sizes[rank] += 1
-    spans = []
-    start = 0
-    for size in sizes:
-        spans.append(slice(start, start + size))
-        start += size
-    return spans
+    return _one_after_the_other(sizes)
 
 
 def _drawn(bandwidths: Sequence[int], num_worth: int, seed: bytes) -> list[int]:

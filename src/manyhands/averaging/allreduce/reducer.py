@@ -8,16 +8,15 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from blake3 import blake3
 
-from manyhands.averaging.allreduce.group_codec import GroupCodec, InvalidContribution, bytes_of, is_finite
 from manyhands.averaging.allreduce.norms import Norms
 from manyhands.averaging.allreduce.partition import Partition
-from manyhands.averaging.codecs import ErrorFeedback, square_of
-from manyhands.averaging.memory import Memory, whole_lines
+from manyhands.averaging.codecs import BadEncoding, ErrorFeedback, NotFinite, Plan, is_finite, square_of
+from manyhands.averaging.memory import Memory, bytes_of, whole_lines
 from manyhands.base.errors import RoundAborted
 from manyhands.runtime.executor import run_to_end
 from manyhands.runtime.waker import Waker
@@ -35,7 +34,7 @@ class SpanReducer:
     one thread averages at a time, chunk after chunk.
 
     Args:
-        codec: how chunks are encoded.
+        plan: how chunks are encoded.
         rank: of this member.
         partition: of the vector; this member's span has chunks there.
         weights: by rank; 0 for members that do not take part.
@@ -56,7 +55,7 @@ class SpanReducer:
 
     def __init__(
         self,
-        codec: GroupCodec,
+        plan: Plan,
         rank: int,
         partition: Partition,
         weights: Sequence[float],
@@ -71,7 +70,8 @@ class SpanReducer:
         self.presents: list[list[int]] = []
         self.hasher = blake3(max_threads=1)
         self.progress = Waker()
-        self._codec = codec
+        self._plan = plan
+        self._is_exact = partition.is_exact
         self._rank = rank
         self._weights = weights
         self._flat_N = flat_N
@@ -93,7 +93,7 @@ class SpanReducer:
         self._kept_N = memory.vector(kept_numel, flat_N.dtype)  # own values of a chunk while its mean is written
         self._lock = threading.Lock()
         self._may_reduce = self._is_reducing = False
-        self._spoilt: dict[int, str] = {}  # members whose values cannot be averaged, and why; not reported yet
+        self._spoilt: dict[int, str] = {}  # what is wrong with a member's values; not reported yet
         self._error: Exception | None = None
         self._to_look = Waker()  # for run()
 
@@ -130,9 +130,10 @@ class SpanReducer:
         """Average all chunks.
 
         Args:
-            blame: called with each member whose values cannot be averaged, and why.
+            blame: called with each member whose values cannot be averaged, and what is wrong with them.
         Raises:
-            RoundAborted: no member's values came for a chunk, or this member's own are not finite.
+            RoundAborted: no member's values came for a chunk.
+            NotFinite: this member's own are not finite.
         """
         self._may_reduce = True
         while len(self.presents) < len(self.chunks):
@@ -209,9 +210,8 @@ class SpanReducer:
         if self._norms is not None:
             total = sum(self._weights[rank] for rank in present)
             shares = {rank: self._weights[rank] / total for rank in present}
-            mean = self._averaged_N[chunk]
-            square = self._square if self._codec.is_exact else self._codec.largest_square(chunk, encoded)
-            self._norms.add(chunk, mean, square, shares, received, values)
+            square = self._square if self._is_exact else self._plan.largest_square(chunk.start, chunk.stop, encoded)
+            self._norms.add(chunk, self._averaged_N[chunk], square, shares, received, values)
             for rank in spoilt:
                 self._norms.spoil(rank)
         return present, spoilt
@@ -231,67 +231,57 @@ class SpanReducer:
 
         The mean may overwrite ``own``, which is saved to ``kept`` first, unless that is empty.
         """
-        done = self._average_at_once(present, own, kept, received, chunk, encoded)
-        rest, at = slice(chunk.start + done, chunk.stop), self._codec.num_bytes(slice(chunk.start, chunk.start + done))
-        if done:
-            received = {rank: values[at:] for rank, values in received.items()}
-        if rest.start == rest.stop:
+        plan, num_done = self._plan, 0
+        if not self._is_exact and self._feedback is None and received and present:  # in one pass, as far as possible
+            memory, room = self._rooms.data_ptr(), self._rooms.stride(0)
+            which = [(received[rank].data_ptr() - memory) // room if rank in received else -1 for rank in present]
+            weights = [self._weights[rank] for rank in present]
+            shares = [weight / sum(weights) for weight in weights]
+            mean = self._averaged_N[chunk]
+            num_done = plan.average(own, kept, self._rooms, which, shares, chunk.start, mean, encoded)
+        if num_done == _numel(chunk):
             return None
+        at, rest = plan.num_bytes(chunk.start, chunk.start + num_done), slice(chunk.start + num_done, chunk.stop)
         if kept.numel():
-            kept[done:].copy_(own[done:])
+            kept[num_done:].copy_(own[num_done:])
             own = kept
-        if (fault := self._add_up(present, own[done:], received, rest)) is None and not self._codec.is_exact:
-            self._codec.requantize(self._averaged_N[rest], rest, encoded[at:], self._feedback)
+        fault = self._add_up(present, own[num_done:], {rank: got[at:] for rank, got in received.items()}, rest)
+        if fault is None and not self._is_exact:
+            mean = self._averaged_N[rest]
+            if self._feedback is not None:
+                mean.copy_(self._feedback.encode(mean, rest.start, encoded[at:]))
+            else:
+                plan.requantize(mean, rest.start, encoded[at:])
         return fault
 
-    def _average_at_once(
-        self,
-        present: Sequence[int],
-        own: torch.Tensor,
-        kept: torch.Tensor,
-        received: Mapping[int, torch.Tensor],
-        chunk: slice,
-        encoded: torch.Tensor,
-    ) -> int:
-        """The same in one pass, for as many of the first values as the kernel supports."""
-        if self._codec.is_exact or self._feedback is not None or not received or not present:
-            return 0
-        memory, room = self._rooms.data_ptr(), self._rooms.stride(0)
-        which = [(received[rank].data_ptr() - memory) // room if rank in received else -1 for rank in present]
-        weights = [self._weights[rank] for rank in present]
-        shares = [weight / sum(weights) for weight in weights]
-        return self._codec.average(own, kept, self._rooms, which, shares, chunk, self._averaged_N[chunk], encoded)
-
     def _add_up(
-        self, present: Iterable[int], own: torch.Tensor, received: Mapping[int, torch.Tensor], chunk: slice
+        self, present: Sequence[int], own: torch.Tensor, received: Mapping[int, torch.Tensor], chunk: slice
     ) -> tuple[int, str] | None:
         """Write the mean; returns a member whose values spoil it, and how, or None."""
-        ranks = list(present)
-        if not ranks:
+        if not present:
             raise RoundAborted(NO_VALUES)
         mean = self._averaged_N[chunk]
-        total = sum(self._weights[rank] for rank in ranks)
-        for rank in ranks:
-            share, is_first = self._weights[rank] / total, rank == ranks[0]
-            values = own if rank == self._rank else self._plain_values_of(rank, received)
-            try:
-                if values is None:
-                    self._codec.add(rank, received[rank], chunk, share, mean, is_first=is_first)
-                elif is_first:
-                    torch.mul(values, share, out=mean)
-                else:
-                    mean.add_(values, alpha=share)
-            except InvalidContribution as error:
-                return rank, error.reason
-        if not self._codec.is_exact or self._is_finite(mean):  # a codec refuses what is not finite
-            return None
-        for rank in ranks:
-            if rank != self._rank and (values := self._plain_values_of(rank, received)) is not None:
+        total = sum(self._weights[rank] for rank in present)
+        for rank in present:
+            share, is_first = self._weights[rank] / total, rank == present[0]
+            if rank != self._rank and not self._is_exact:
                 try:
-                    self._codec.check_finite(rank, values)
-                except InvalidContribution as error:
-                    return rank, error.reason
-        self._codec.check_finite(self._rank, mean)
+                    self._plan.add(received[rank], chunk.start, share, mean, is_first=is_first)
+                except BadEncoding as error:
+                    return rank, f"cannot be decoded: {error}"
+                continue
+            values = own if rank == self._rank else received[rank].view(own.dtype)
+            if is_first:
+                torch.mul(values, share, out=mean)
+            else:
+                mean.add_(values, alpha=share)
+        if not self._is_exact or self._is_finite(mean):  # a codec refuses what is not finite
+            return None
+        for rank in present:
+            if rank != self._rank and not is_finite(received[rank].view(own.dtype)):
+                return rank, "are not finite"
+        if not is_finite(mean):
+            raise NotFinite("NaN or infinite values cannot be averaged")
         return None
 
     def _is_finite(self, mean: torch.Tensor) -> bool:
@@ -300,10 +290,6 @@ class SpanReducer:
             return is_finite(mean)
         self._square = square_of(mean)
         return math.isfinite(self._square)
-
-    def _plain_values_of(self, rank: int, received: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
-        """Another member's values of a chunk, unless they are encoded."""
-        return received[rank].view(self._flat_N.dtype) if self._codec.is_exact else None
 
 
 def _numel(part: slice) -> int:
@@ -323,12 +309,10 @@ class Inbox:
         rooms: uint8, shape [``QUEUED_CHUNKS``, bytes of the largest chunk].
 
     Attributes:
-        num_received: number of chunks that have arrived.
         is_ended: whether no further chunks will arrive.
     """
 
     def __init__(self, rooms: torch.Tensor) -> None:
-        self.num_received = 0
         self.is_ended = False
         self._free = list(rooms)
         self._lent: deque[torch.Tensor] = deque()
@@ -347,7 +331,6 @@ class Inbox:
     def put(self, encoded: torch.Tensor) -> None:
         """A chunk has arrived."""
         self._full.append(encoded)
-        self.num_received += 1
 
     @property
     def is_ready(self) -> bool:

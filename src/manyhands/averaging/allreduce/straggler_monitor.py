@@ -1,18 +1,35 @@
-"""Decides how long a round waits for each member: for a slow one to the end, for a silent one seconds."""
+"""Decides how long a round waits for each member: for a slow one to the end, for a silent one seconds.
+
+A member that is silent is asked whether it is in the round, and how far it is (:class:`Probing`). The time since the
+last bytes counts, not their number: a member on a line twenty times slower than the others' is never silent. Only a
+member that needs more time than the round has is given up earlier (:class:`StragglerMonitor`).
+"""
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+import msgspec
+
 from manyhands.averaging.allreduce.butterfly import Butterfly, Wanted
-from manyhands.averaging.allreduce.probing import Moved, answer_time_s
+from manyhands.averaging.messages import Count, Digest, Group, PeerIdText
+from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.base.errors import PeerError, Unavailable
+from manyhands.base.identity import PeerId
+from manyhands.rpc import Method
 from manyhands.runtime import TaskOwner
 from manyhands.transport.api import Stream
+
+PROBE_S = 2.0
+"""A member that does not answer for this long is considered gone,"""
+MAX_PROBE_S = 8.0
+"""or for this long on a slow link: then heartbeats end the connection anyway."""
+QUEUED_BYTES = 16 * 1024
+"""Bytes of a round that may be queued before an answer."""
 
 LOOK_PERIOD_S = 0.5
 SILENT_S = 1.5
@@ -20,8 +37,6 @@ SILENT_S = 1.5
 STILL_S = {Wanted.VALUES: 5.0, Wanted.MEANS: 10.0}
 """A member that answers but makes no progress in this round for this long is given up. A member that owes means may be
 waiting for another's values, so it gets time to find out that those do not come."""
-STUCK_S = 15.0
-"""A member that sends none of its own values for this long is given up, whatever it reports."""
 
 JUDGED_SHARE = 0.5
 JUDGED_S = 5.0
@@ -34,66 +49,126 @@ has all values, so that this one must have them as well:"""
 MARGIN = 1.5
 """it may take this factor longer, in proportion to its span."""
 
-Probe = Callable[[int, float], Awaitable[Moved]]
-"""Asks the member of a rank for its progress, with a timeout in seconds; raises ``Unavailable`` or ``PeerError``."""
+
+class MovedQuery(msgspec.Struct):
+    """Asks a member for the progress of its exchange.
+
+    Attributes:
+        leader: of the group.
+    """
+
+    group_id: Digest
+    leader: PeerIdText
+
+
+class Moved(msgspec.Struct):
+    """A member's progress.
+
+    Attributes:
+        amount: grows with progress: bytes sent and received in this exchange, and chunks averaged.
+        is_gone: it is not in this round, and waits for no group of that leader.
+    """
+
+    amount: Count = 0
+    is_gone: bool = False
+
+
+ASK_MOVED = Method("averaging.ask_moved", MovedQuery, Moved)
+
+
+class Probing:
+    """Asks others for their progress, and reports this peer's.
+
+    Args:
+        is_here: whether this peer is in the round of a leader's group, or may still come to it.
+    """
+
+    def __init__(self, endpoint: RunEndpoint, is_here: Callable[[bytes, PeerId], bool]) -> None:
+        self._endpoint = endpoint
+        self._is_here = is_here
+        self._amounts: dict[bytes, Callable[[], int]] = {}
+        endpoint.handle(ASK_MOVED, self._on_ask)
+
+    def close(self) -> None:
+        self._endpoint.unhandle(ASK_MOVED)
+
+    @contextmanager
+    def of(self, group: Group, amount: Callable[[], int]) -> Iterator[None]:
+        """Report ``amount`` to the members of a group within the block."""
+        self._amounts[group.group_id] = amount
+        try:
+            yield
+        finally:
+            del self._amounts[group.group_id]
+
+    async def ask(self, group: Group, rank: int, timeout_s: float) -> Moved:
+        """Ask a member for its progress.
+
+        Raises:
+            Unavailable, PeerError: it does not answer.
+        """
+        query = MovedQuery(group.group_id, group.leader)
+        return await self._endpoint.call(group.members[rank].peer_id, ASK_MOVED, query, timeout_s)
+
+    def _on_ask(self, remote: PeerId, query: MovedQuery) -> Moved:
+        amount = self._amounts.get(query.group_id)
+        return Moved(amount() if amount is not None else 0, is_gone=not self._is_here(query.group_id, query.leader))
+
+
+def answer_time_s(*bytes_per_s: float) -> float:
+    """Timeout of an answer during a round, over a link that carries at least this much; 0 if unknown."""
+    slowest = min((rate for rate in bytes_per_s if rate > 0), default=float("inf"))
+    return min(max(PROBE_S, QUEUED_BYTES / slowest), MAX_PROBE_S)
 
 
 @dataclass
-class MemberProgress:
-    """What a silent member owes, and its progress when it was asked.
+class Watched:
+    """What one member owes, and how it gets on; all times are those of the loop.
 
     Attributes:
-        wanted, since: what it owes, and since when (loop time).
-        amount, moved_at: its progress, and when that last changed.
+        began: when its stream was first seen.
+        wanted, since: what it owes now, and since when.
+        owed_s: how long it has owed values without being held up by others.
+        amount, moved_at: its progress when it was last asked, and when that last changed.
+        asking: the last question about it.
     """
 
-    wanted: Wanted
-    since: float
+    began: float
+    wanted: Wanted | None = None
+    since: float = 0.0
+    owed_s: float = 0.0
     amount: int = -1
     moved_at: float = 0.0
+    asking: asyncio.Task[None] | None = None
 
 
 class StragglerMonitor:
     """Watches the streams of one exchange, and gives up those with a silent other end.
 
-    The time since the last bytes counts, not their number: a member on a line twenty times slower than the others' is
-    never silent. Only a member that needs more time than the round has is given up earlier.
-
     Args:
         rank: of this member.
         streams: of the exchange, by rank; more may be added.
-        bytes_per_s: rate of the link to each member, as far as it and this one know their own; 0 if unknown.
-        probe: asks a member for its progress.
         ends_at: when the round is over (loop time).
-        has_values: whether this member has values of its own to send.
     """
 
     def __init__(
         self,
-        butterfly: Butterfly,
+        group: Group,
         rank: int,
+        butterfly: Butterfly,
         streams: Mapping[int, Stream],
-        bytes_per_s: Sequence[float],
-        probe: Probe,
+        probing: Probing,
         ends_at: float,
-        *,
-        has_values: bool,
     ) -> None:
-        self._butterfly = butterfly
+        self._group = group
         self._rank = rank
+        self._butterfly = butterfly
         self._streams = streams
-        self._bytes_per_s = bytes_per_s
-        self._probe = probe
-        self._ends_at = ends_at
+        self._probing = probing
         self._since = asyncio.get_running_loop().time()
+        self._round_s = ends_at - self._since
+        self._watched: dict[int, Watched] = {}
         self._come_at = {rank: self._since}  # upper bound of when this member, or another one, had all values
-        self._has_values = has_values
-        self._owed_s: defaultdict[int, float] = defaultdict(
-            float
-        )  # how long each has owed values without being held up by others
-        self._progress: dict[int, MemberProgress] = {}
-        self._began: dict[int, float] = {}  # when each stream was first seen here, loop time
-        self._probing: dict[int, asyncio.Task[None]] = {}
         self._tasks = TaskOwner("patience")
 
     async def watch(self) -> None:
@@ -107,50 +182,47 @@ class StragglerMonitor:
             await self._tasks.close()
 
     def _look_at(self, rank: int, stream: Stream) -> None:
-        now = asyncio.get_running_loop().time()
-        self._began.setdefault(rank, now - LOOK_PERIOD_S)
-        wanted = self._butterfly.wanted.get(rank)
+        now, wanted = asyncio.get_running_loop().time(), self._butterfly.wanted.get(rank)
+        member = self._watched.setdefault(rank, Watched(now - LOOK_PERIOD_S))
         if stream.bytes_received >= self._butterfly.num_bytes_with(rank):
             self._come_at.setdefault(rank, now)  # all its means are here
+        if member.wanted is not wanted:
+            member.wanted, member.since, member.amount = wanted, now, -1
         if wanted is None:
-            self._progress.pop(rank, None)
             return
-        if rank not in self._progress or self._progress[rank].wanted is not wanted:
-            self._progress[rank] = MemberProgress(wanted, now)
+        silent_s = now - max(stream.last_received, member.since)
         if wanted is Wanted.VALUES:
             self._come_at[self._rank] = now
-            self._owed_s[rank] += LOOK_PERIOD_S
-            if (needed_s := self._too_slow(rank, stream)) is not None:
+            member.owed_s += LOOK_PERIOD_S
+            if (needed_s := self._too_slow(rank, stream, member)) is not None:
                 reason = f"peer {stream.remote} is too slow for the time that this round has"
                 how = f"at its pace it would need {needed_s:.0f} s" if needed_s < math.inf else "it has sent nothing"
                 self._lose(rank, f"{reason}: {how}")
                 return
-        silent_s = now - max(stream.last_received, self._progress[rank].since)
-        if silent_s >= STUCK_S and wanted is Wanted.VALUES:
-            self._lose(rank, f"peer {stream.remote} answers, but sent no values for {silent_s:.0f} s")
-        elif wanted is Wanted.MEANS and self._is_overdue(rank, silent_s):
+        elif self._is_overdue(rank, silent_s):
             self._lose(rank, f"peer {stream.remote} answers, but sent no means for {silent_s:.0f} s")
-        elif silent_s >= SILENT_S and (rank not in self._probing or self._probing[rank].done()):
-            asking = self._ask(rank, stream, self._progress[rank])
-            self._probing[rank] = self._tasks.spawn(asking, name=f"asking {stream.remote}")
+            return
+        if silent_s >= SILENT_S and (member.asking is None or member.asking.done()):
+            asking = self._ask(rank, stream, member, wanted)
+            member.asking = self._tasks.spawn(asking, name=f"asking {stream.remote}")
 
-    def _too_slow(self, rank: int, stream: Stream) -> float | None:
+    def _too_slow(self, rank: int, stream: Stream, member: Watched) -> float | None:
         """Seconds that a member needs for its values at its pace, if that is more than the round has."""
-        now, owed_s = asyncio.get_running_loop().time(), self._owed_s[rank]
-        passed_s = now - self._since
-        if passed_s < max(JUDGED_S, JUDGED_SHARE * (self._ends_at - self._since)) or owed_s < passed_s / 2:
+        passed_s = asyncio.get_running_loop().time() - self._since
+        if passed_s < max(JUDGED_S, JUDGED_SHARE * self._round_s) or member.owed_s < passed_s / 2:
             return None
         num_left = self._butterfly.num_bytes_with(rank) - stream.bytes_received
-        left_s = num_left * owed_s / stream.bytes_received if stream.bytes_received else math.inf
-        return passed_s + left_s if left_s > self._ends_at - now else None
+        left_s = num_left * member.owed_s / stream.bytes_received if stream.bytes_received else math.inf
+        return passed_s + left_s if passed_s + left_s > self._round_s else None
 
     def _is_overdue(self, rank: int, silent_s: float) -> bool:
         """Whether a member that owes means and reports progress should have sent them, by what has come here."""
         passed_s = asyncio.get_running_loop().time() - self._since
-        if passed_s < LAST_SHARE * (self._ends_at - self._since) or silent_s < STILL_S[Wanted.MEANS]:
+        if passed_s < LAST_SHARE * self._round_s or silent_s < STILL_S[Wanted.MEANS]:
             return False
-        num_bytes, come_at = self._butterfly.num_bytes_of, dict(self._come_at)
-        if self._has_values and any(num_bytes(other) for other in self._streams if other != rank):
+        num_bytes, come_at = self._butterfly.partition.num_bytes, dict(self._come_at)
+        has_values = self._group.members[self._rank].weight > 0
+        if has_values and any(num_bytes(other) for other in self._streams if other != rank):
             del come_at[self._rank]  # it may wait for this member's values; if so, the third reducer does, too
         return any(
             passed_s > MARGIN * (at - self._since) * max(1.0, num_bytes(rank) / num_bytes(other))
@@ -158,29 +230,25 @@ class StragglerMonitor:
             if num_bytes(other)
         )
 
-    async def _ask(self, rank: int, stream: Stream, progress: MemberProgress) -> None:
+    async def _ask(self, rank: int, stream: Stream, member: Watched, wanted: Wanted) -> None:
         before, loop = stream.bytes_received, asyncio.get_running_loop()
-        timeout_s = answer_time_s(self._bytes_per_s[rank], self._rate_of(rank, stream))
+        moving_s = stream.last_received - member.began
+        received_rate = before / moving_s if moving_s > 0 else 0.0
+        timeout_s = answer_time_s(self._group.link_rates(self._rank)[rank], received_rate)
         try:
-            moved = await self._probe(rank, timeout_s)
+            moved = await self._probing.ask(self._group, rank, timeout_s)
         except (Unavailable, PeerError):
             if stream.bytes_received == before:
                 self._lose(rank, f"peer {stream.remote} sends nothing, and does not answer")
             return
         if moved.is_gone and stream.bytes_received == before:
             self._lose(rank, f"peer {stream.remote} has given the round up")
-        if moved.amount != progress.amount or stream.bytes_received != before:
-            progress.amount, progress.moved_at = moved.amount, loop.time()
-        still_s = loop.time() - progress.moved_at
-        if still_s >= STILL_S[progress.wanted]:
-            owed = progress.wanted.value
-            reason = f"peer {stream.remote} answers, but sends no {owed}, and moved nothing for {still_s:.0f} s"
+        if moved.amount != member.amount or stream.bytes_received != before:
+            member.amount, member.moved_at = moved.amount, loop.time()
+        still_s = loop.time() - member.moved_at
+        if still_s >= STILL_S[wanted]:
+            reason = f"peer {stream.remote} answers, but sends no {wanted.value}, and moved nothing for {still_s:.0f} s"
             self._lose(rank, reason)
 
     def _lose(self, rank: int, reason: str) -> None:
         self._butterfly.lose(rank, reason, is_stalled=True)
-
-    def _rate_of(self, rank: int, stream: Stream) -> float:
-        """Bytes per second received from a member; 0 if nothing has come."""
-        moving_s = stream.last_received - self._began[rank]
-        return stream.bytes_received / moving_s if stream.bytes_received and moving_s > 0 else 0.0

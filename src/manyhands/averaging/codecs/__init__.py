@@ -1,6 +1,6 @@
 """Codecs of the all-reduce: float values to fewer bytes, and back the same way on every machine."""
 
-from manyhands.averaging.codecs.codec import BadEncoding, Codec, NotFinite, check_finite, largest_magnitude, square_of
+from manyhands.averaging.codecs.codec import BadEncoding, Codec, NotFinite, check_finite, is_finite, square_of
 from manyhands.averaging.codecs.error_feedback import ErrorFeedback, Feedbacks
 from manyhands.averaging.codecs.kernels import prepare as prepare_kernels
 from manyhands.averaging.codecs.plan import EXACT_BELOW_NUMEL, Plan, Segment, plan_of
@@ -35,7 +35,7 @@ __all__ = [
     "check_finite",
     "codec_named",
     "codec_of_code",
-    "largest_magnitude",
+    "is_finite",
     "plan_of",
     "prepare_kernels",
     "square_of",

@@ -249,13 +249,18 @@ def square_of(values: torch.Tensor) -> float:
     return float(square) if math.isfinite(square) else math.inf
 
 
-def check_finite(values: torch.Tensor) -> None:
-    """Raises NotFinite if a value is not finite.
+def is_finite(values: torch.Tensor) -> bool:
+    """Whether no value is infinite or NaN.
 
-    A sum is the fastest pass over the values, and not finite if one of them is not. Only if the sum has overflowed is
-    each value checked.
+    A sum is the fastest pass over memory, and not finite if one of the values is not. Only if the sum has overflowed
+    are the values checked again.
     """
-    if not math.isfinite(values.sum().item()) and not bool(torch.isfinite(values).all()):
+    return math.isfinite(values.sum().item()) or math.isfinite(largest_magnitude(values))
+
+
+def check_finite(values: torch.Tensor) -> None:
+    """Raises NotFinite if a value is infinite or NaN."""
+    if not is_finite(values):
         raise NotFinite("NaN or infinite values cannot be averaged")
 
 

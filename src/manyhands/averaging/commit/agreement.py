@@ -27,7 +27,7 @@ from typing import Any
 
 import msgspec
 
-from manyhands.averaging.allreduce.probing import PROBE_S, Probing, answer_time_s
+from manyhands.averaging.allreduce.straggler_monitor import PROBE_S, Probing, answer_time_s
 from manyhands.averaging.commit.votes import VoteCount, checked
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.messages import (
@@ -58,8 +58,6 @@ MIN_VOTING_S = 1.0
 """The least time that a leader waits for votes after its round's time is over."""
 LATENCY_S = 2.0
 """What a verdict may take to arrive."""
-STALLED_S = 3.0
-"""How long a member that answers but sent nothing may take to vote after all others have voted."""
 CALLS_TO_LEADER = 3
 """After this many failed calls in a row a leader counts as lost, although it can be dialled."""
 
@@ -182,7 +180,9 @@ class Agreement:
         finally:
             state.close("the leader gave the round up")
             if state.verdict.done():
-                self._remember(group.group_id, state.verdict.result())
+                self._verdicts[group.group_id] = state.verdict.result()
+                while len(self._verdicts) > REMEMBERED_VERDICTS:
+                    self._verdicts.popitem(last=False)
             del self._rounds[group.group_id]
             if watching is not None:
                 self._tasks.cancel(watching)
@@ -320,22 +320,17 @@ class Agreement:
 
     async def _watch(self, state: VotingState) -> None:
         """Once others have voted, find the members that will not: those that are gone, and those that only answer."""
-        count, asked_at, stalled_at = state.count, self._now(), self._now()
+        count, stalled = state.count, set[int]()
         while not state.verdict.done():
-            await asyncio.sleep(ASK_PERIOD_S)
-            now, stalled, silent = self._now(), count.only_stalled(), count.suspects()
-            if not count.votes:
-                asked_at = now
-            if not stalled:
-                stalled_at = now
-            if now - stalled_at >= STALLED_S:  # this leader may be one of them
-                for rank in stalled:
+            await asyncio.sleep(PROBE_S)
+            before, stalled = stalled, count.only_stalled()
+            if stalled & before:  # this leader may be one of them
+                for rank in stalled & before:
                     state.lose(rank, f"{state.group.members[rank].peer_id} answers, but does not vote")
-            elif now - asked_at >= PROBE_S:  # no other member may need one that never came to this round
-                silent, asked_at = count.missing(), now
-            await asyncio.gather(*(self._miss(state, rank) for rank in silent - {state.rank}))
+            elif count.votes:  # a member may need one that never came to this round
+                await asyncio.gather(*(self._ask_after(state, rank) for rank in count.missing() - {state.rank}))
 
-    async def _miss(self, state: VotingState, rank: int) -> None:
+    async def _ask_after(self, state: VotingState, rank: int) -> None:
         peer_id = state.group.members[rank].peer_id
         try:
             moved = await self._probing.ask(state.group, rank, self._answer_time_s(state, rank))
@@ -393,11 +388,6 @@ class Agreement:
             rank = state.group.rank_of(peer_id)
             if rank is not None:
                 state.lose(rank, f"{peer_id} was lost before it voted")
-
-    def _remember(self, group_id: bytes, verdict: Verdict) -> None:
-        self._verdicts[group_id] = verdict
-        while len(self._verdicts) > REMEMBERED_VERDICTS:
-            self._verdicts.popitem(last=False)
 
     def _answer_time_s(self, state: VotingState, rank: int) -> float:
         return answer_time_s(state.group.link_rates(state.rank)[rank])

@@ -17,14 +17,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import msgspec
 
-from manyhands.averaging.allreduce.group_codec import Means, bytes_of, digest_of, digest_of_all
+from manyhands.averaging.allreduce.means import Means, digest_of, digest_of_all
 from manyhands.averaging.commit.recovery import Recovery
 from manyhands.averaging.config import AveragingConfig
+from manyhands.averaging.memory import bytes_of
 from manyhands.averaging.messages import Digest, Group, RoundManifest
 from manyhands.averaging.run_endpoint import RunEndpoint
 from manyhands.base.deadline import time_limit, while_moving
@@ -62,7 +63,8 @@ class Fetching:
         self._endpoint = endpoint
         self._config = config
         self._group: Group | None = None
-        self._results: Callable[[bytes], Means | None] = no_result
+        self._recovery: Recovery | None = None
+        self._kept: dict[bytes, Means] = {}  # by digest
         self._forgetting: asyncio.TimerHandle | None = None
         self._serving: set[PeerId] = set()
         endpoint.accept_bulk(MEANS_KIND, self._on_stream)
@@ -72,26 +74,22 @@ class Fetching:
         self._forget()
 
     @contextmanager
-    def of(self, group: Group, recovery: Recovery) -> Iterator[Recovery]:
+    def of(self, group: Group, recovery: Recovery) -> Iterator[None]:
         """Serve this round's results within the block, and afterwards those that are kept."""
         self._forget()
-        self._group, self._results = group, recovery.means_of
+        self._group, self._recovery = group, recovery
         try:
-            yield recovery
+            yield
         finally:
-            if self._results == recovery.means_of:
-                self._results = no_result
+            self._recovery = None
 
-    async def keep(self, recovery: Recovery, manifest: RoundManifest) -> None:
+    async def keep(self, means: Means, digest: bytes) -> None:
         """Copy a result for members that may still fetch it: the vector itself belongs to the caller."""
-        means = recovery.means_of(manifest.digest)
-        assert means is not None
-        copy = await run_to_end(means.copy)
-        self._results = lambda digest: copy if digest == manifest.digest else None
+        self._kept[digest] = await run_to_end(means.copy)
         self._forgetting = asyncio.get_running_loop().call_later(self._config.averaging_timeout_s, self._forget)
 
     def _forget(self) -> None:
-        self._results = no_result
+        self._kept.clear()
         if self._forgetting is not None:
             self._forgetting.cancel()
             self._forgetting = None
@@ -184,9 +182,11 @@ class Fetching:
             self._serving.remove(remote)
 
     def _means_for(self, remote: PeerId, request: MeansHeader) -> Means | None:
-        group = self._group
-        is_member = group is not None and group.group_id == request.group_id and group.rank_of(remote) is not None
-        return self._results(request.digest) if is_member else None
+        group, digest = self._group, request.digest
+        if group is None or group.group_id != request.group_id or group.rank_of(remote) is None:
+            return None
+        held = self._recovery.means_of(digest) if self._recovery is not None else None
+        return held or self._kept.get(digest)
 
     async def _send(self, stream: Stream, means: Means) -> None:
         digests = await run_to_end(means.digests)
@@ -196,10 +196,6 @@ class Fetching:
         for piece, is_wanted in zip(means.pieces, wanted, strict=True):
             if is_wanted and piece.numel():
                 await stream.send(bytes_of(piece))
-
-
-def no_result(digest: bytes) -> None:
-    """No result is held under this digest."""
 
 
 async def _receive_all(stream: Stream, view: memoryview) -> None:

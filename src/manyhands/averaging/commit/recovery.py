@@ -8,8 +8,8 @@ import msgspec
 import torch
 from blake3 import blake3
 
-from manyhands.averaging.allreduce.butterfly import Butterfly
-from manyhands.averaging.allreduce.group_codec import InvalidContribution, Means, again, digest_of_all
+from manyhands.averaging.allreduce.butterfly import Butterfly, InvalidContribution
+from manyhands.averaging.allreduce.means import Means, again, digest_of_all
 from manyhands.averaging.codecs import Feedbacks, Plan
 from manyhands.averaging.commit.limits import MemberLimits, witnessed
 from manyhands.averaging.contributions import Contributions

@@ -124,10 +124,6 @@ class VoteCount:
         """Members that may still vote in this ballot."""
         return self._live() - self.votes.keys()
 
-    def suspects(self) -> set[int]:
-        """Members that others accuse, and that have not voted."""
-        return {said.accused for vote in self.votes.values() for said in vote.accusations} & self.missing()
-
     def only_stalled(self) -> set[int]:
         """The members without a vote, if all of them answer but sent the others nothing."""
         stalled = {said.accused for vote in self.votes.values() for said in vote.accusations if said.is_stalled}
@@ -192,19 +188,9 @@ class VoteCount:
     def _members_that_hear_each_other(self) -> set[int]:
         here = self._live() & self.votes.keys()
         said = [(rank, one) for rank in here for one in self.votes[rank].accusations if one.accused in here]
-        gone = dropped(said, self.leader) | self._misfits(here)
+        gone = dropped(said, self.leader)
         self.faults |= gone
         return here - gone.keys()
-
-    def _misfits(self, here: set[int]) -> dict[int, str]:
-        """Members whose vector has another length than most, by rank, with the reason."""
-        numels = {rank: self.votes[rank].numel for rank in sorted(here)}
-        usual = max(Counter(numels.values()).items(), key=lambda pair: pair[1], default=(0, 0))[0]
-        return {
-            rank: f"the vector of peer {self.group.members[rank].peer_id} has {numel} values, not {usual}"
-            for rank, numel in numels.items()
-            if numel != usual
-        }
 
     def _can_average(self, here: set[int]) -> bool:
         return self._is_majority(len(here)) and _can_average(self.group, here)

@@ -20,8 +20,7 @@ import msgspec
 import torch
 from blake3 import blake3
 
-from manyhands.averaging.allreduce.group_codec import bytes_of
-from manyhands.averaging.memory import empty_vector, whole_lines
+from manyhands.averaging.memory import bytes_of, empty_vector, whole_lines
 from manyhands.averaging.messages import Count, PeerIdText, Position
 from manyhands.base.identity import PeerId
 from manyhands.base.structs import make_ready

@@ -1,0 +1,311 @@
+"""The streams between a member and its partners: dialled or awaited, and kept for the next round.
+
+::
+
+    the side that dials                                   the side that accepts
+    -------------------                                   ---------------------
+    opens a stream, its header names the round    ──>     gives it to that round
+    the round is done with it: keeps it                   keeps it, waits for a name
+        sends the name of the next round          ──>     gives it to that round
+
+A dial takes several round trips and much CPU. A stream that stays unused is closed. So is one to a peer whose control
+connection broke: it may not carry anything any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+import msgspec
+
+from manyhands.averaging.config import AveragingConfig
+from manyhands.averaging.messages import (
+    ASK_VERDICT,
+    NAME_BYTES,
+    NOBODY,
+    STREAM_KIND,
+    Group,
+    Member,
+    StreamHeader,
+    VerdictQuery,
+)
+from manyhands.averaging.run_endpoint import RunEndpoint
+from manyhands.base.deadline import time_limit
+from manyhands.base.errors import PeerError, PeerLost, ProtocolViolation, RoundAborted, Unavailable
+from manyhands.base.identity import PeerId
+from manyhands.rpc.frames import UNREADABLE
+from manyhands.runtime import TaskOwner
+from manyhands.transport.api import Stream
+from manyhands.transport.passing import PassingStream
+
+MAX_KEPT = 16
+"""With more partners than this, a peer keeps no streams."""
+KEPT_S = 60.0
+"""A stream that is unused for this long is closed by the side that dialled it; the other side waits longer."""
+UNNAMED_S = 120.0
+MAX_UNNAMED = 64
+"""Limit of accepted streams that wait for a name; one for each peer."""
+PROBE_AFTER_S = 0.3
+"""After this time without a stream from a partner, check that the partner is alive."""
+REMEMBERED_ROUNDS = 16
+
+
+class RoundStream(PassingStream):
+    """A stream while a round uses it: counts the bytes of this round only, and of what names the round.
+
+    Args:
+        before: bytes that were sent and received on it before.
+
+    Attributes:
+        stream: the stream itself.
+        kept: if the partner has dialled it, the future to resolve so that another round may follow on it; else None.
+    """
+
+    def __init__(
+        self, stream: Stream, before: tuple[int, int] = (0, 0), kept: asyncio.Future[None] | None = None
+    ) -> None:
+        super().__init__(stream)
+        self.stream = stream
+        self.kept = kept
+        self._before = before
+
+    @property
+    def bytes_sent(self) -> int:
+        return super().bytes_sent - self._before[0]
+
+    @property
+    def bytes_received(self) -> int:
+        return super().bytes_received - self._before[1]
+
+
+class PartnerStreams:
+    """Opens, accepts, keeps and closes the streams of one peer's rounds.
+
+    Args:
+        tasks: close streams in the background.
+    """
+
+    def __init__(self, endpoint: RunEndpoint, config: AveragingConfig, tasks: TaskOwner) -> None:
+        self._endpoint = endpoint
+        self._config = config
+        self._tasks = tasks
+        self._idle: dict[PeerId, tuple[Stream, asyncio.TimerHandle]] = {}  # dialled; with the end of its time
+        self._unnamed: dict[PeerId, Stream] = {}  # accepted
+        self._awaited: dict[tuple[bytes, PeerId], asyncio.Future[RoundStream]] = {}
+        self._ended: deque[bytes] = deque(maxlen=REMEMBERED_ROUNDS)
+        endpoint.accept_bulk(STREAM_KIND, self._on_stream)
+        endpoint.on_lost.append(self._on_lost)
+
+    def close(self) -> None:
+        """Close the idle streams, and accept no more; no round uses any."""
+        self._endpoint.refuse_bulk(STREAM_KIND)
+        for peer_id in list(self._idle):
+            self._drop_idle(peer_id)
+        if self._on_lost in self._endpoint.on_lost:
+            self._endpoint.on_lost.remove(self._on_lost)
+
+    # in a round
+
+    async def connect(self, group: Group, rank: int, other: int, num_bytes: int, stream_id: bytes) -> RoundStream:
+        """Open or await the stream to a partner: a client dials, else the lower rank.
+
+        Args:
+            num_bytes: approximate bytes that it will carry in each direction.
+            stream_id: names the round.
+        Raises:
+            RoundAborted: there is no stream to it.
+        """
+        member = group.members[other]
+        try:
+            if not (group.members[rank].is_client or (not member.is_client and rank < other)):
+                return await self._await_stream(member, stream_id)
+            await self._make_sure_of(member.peer_id)
+            if (stream := await self._take_idle(member.peer_id, stream_id)) is None:
+                header, timeout_s = msgspec.msgpack.encode(StreamHeader(stream_id)), self._config.stream_timeout_s
+                opening = self._endpoint.open_bulk(member.peer_id, STREAM_KIND, header, timeout_s, size_bytes=num_bytes)
+                stream = RoundStream(await opening)
+        except (Unavailable, PeerError) as error:
+            raise RoundAborted(f"no stream to a member: {error}", [member.peer_id]) from error
+        return stream
+
+    async def _await_stream(self, member: Member, stream_id: bytes) -> RoundStream:
+        """Await a partner's stream; a partner that died first may never have had a connection."""
+        key = (stream_id, member.peer_id)
+        future = self._future(key)
+        try:
+            async with time_limit(self._config.stream_timeout_s, f"waiting for the stream of peer {member.peer_id}"):
+                await asyncio.wait([future], timeout=PROBE_AFTER_S)
+                if not future.done() and not member.is_client:
+                    await self._make_sure_of(member.peer_id)
+                return await future
+        except BaseException:
+            self._release_awaited(future)  # it may have come in the same moment
+            raise
+        finally:
+            self._awaited.pop(key, None)
+
+    async def _make_sure_of(self, peer_id: PeerId) -> None:
+        """Open a control connection to a partner: its heartbeats show both ends whether the other is alive."""
+        if not self._endpoint.is_connected(peer_id):
+            query = VerdictQuery(NOBODY)
+            await self._endpoint.call(peer_id, ASK_VERDICT, query, self._config.stream_timeout_s)
+
+    def lose(self, peer_id: PeerId) -> None:
+        """Another member has lost a peer: without a connection to that peer, stop waiting for its stream."""
+        if not self._endpoint.is_connected(peer_id):
+            self._on_lost(peer_id)
+
+    def end(self, stream_id: bytes) -> None:
+        """Release a round's streams that came too late, so that no member waits for this peer on them."""
+        self._ended.append(stream_id)
+        for (name, _), future in list(self._awaited.items()):
+            if name == stream_id:
+                self._release_awaited(future)
+
+    def give_back(self, group: Group, stream: RoundStream, *, is_used_up: bool, within_s: float) -> None:
+        """Keep a stream for the next round, or close it in the background, so that bytes already sent still arrive.
+
+        Args:
+            is_used_up: whether all that was due has travelled on it, in both directions.
+        """
+        is_small = len(group.members) <= MAX_KEPT + 1
+        if is_used_up and is_small and not self._tasks.is_closed and self._keep(stream):
+            return
+        closing = self._close(stream.stream, within_s)
+        try:
+            self._tasks.spawn(closing, name=f"closing a stream to {stream.remote}")
+        except RuntimeError:  # this runner is closed, or its loop
+            closing.close()
+            self._endpoint.release(stream.stream)
+
+    def _keep(self, stream: RoundStream) -> bool:
+        if stream.kept is None:
+            return self._endpoint.is_connected(stream.remote) and self._add_idle(stream.stream)
+        if stream.kept.done() or len(self._unnamed) >= MAX_UNNAMED:
+            return False
+        stream.kept.set_result(None)
+        return True
+
+    async def _close(self, stream: Stream, within_s: float) -> None:
+        try:
+            await stream.close(within_s)
+        finally:
+            self._endpoint.release(stream)
+
+    # idle streams that this peer has dialled
+
+    def _add_idle(self, stream: Stream) -> bool:
+        """Hold a stream until a round takes it; False if there is no room."""
+        peer_id = stream.remote
+        if len(self._idle) >= MAX_KEPT or peer_id in self._idle:
+            return False
+        timer = asyncio.get_running_loop().call_later(KEPT_S, self._drop_idle, peer_id)
+        self._idle[peer_id] = stream, timer
+        return True
+
+    async def _take_idle(self, peer_id: PeerId, name: bytes) -> RoundStream | None:
+        """The idle stream to a peer, for the round of this name; None if there is none that is open."""
+        if len(name) != NAME_BYTES or peer_id not in self._idle:
+            return None
+        stream, timer = self._idle.pop(peer_id)
+        timer.cancel()
+        named = RoundStream(stream, (stream.bytes_sent, stream.bytes_received))
+        try:
+            await stream.send(name)
+        except BaseException as error:
+            self._endpoint.release(stream)
+            if not isinstance(error, (Unavailable, PeerError)):
+                raise
+            return None
+        return named
+
+    def _drop_idle(self, peer_id: PeerId) -> None:
+        if peer_id in self._idle:
+            stream, timer = self._idle.pop(peer_id)
+            timer.cancel()
+            self._endpoint.release(stream)
+
+    # streams that partners open; they may come before this peer knows the group
+
+    async def _on_stream(self, remote: PeerId, header: bytes, stream: Stream) -> None:
+        try:
+            name = msgspec.msgpack.decode(header, type=StreamHeader).group_id
+        except UNREADABLE as error:
+            raise ProtocolViolation(remote, "a stream header that cannot be read") from error
+        before = 0, 0
+        while True:
+            name = name or await self._next_name(remote, stream)
+            if not await self._is_kept_after(name, remote, stream, before):
+                return
+            name, before = b"", (stream.bytes_sent, stream.bytes_received)
+
+    async def _next_name(self, remote: PeerId, stream: Stream) -> bytes:
+        """Wait until the partner names the round that a stream is for; a newer stream replaces the one that waits."""
+        if (former := self._unnamed.pop(remote, None)) is not None:
+            former.abort()
+        if len(self._unnamed) >= MAX_UNNAMED:
+            raise ProtocolViolation(remote, "a stream without a round, and there are too many of them")
+        self._unnamed[remote] = stream
+        name = bytearray(NAME_BYTES)
+        try:
+            async with time_limit(UNNAMED_S, "learning what a stream is for"):
+                await stream.receive_into(memoryview(name))
+            return bytes(name)
+        finally:
+            if self._unnamed.get(remote) is stream:
+                del self._unnamed[remote]
+
+    async def _is_kept_after(self, name: bytes, remote: PeerId, stream: Stream, before: tuple[int, int]) -> bool:
+        """Give a stream to a round; returns whether another round may follow on it."""
+        key = (name, remote)
+        if name in self._ended:
+            return False
+        if key not in self._awaited:
+            self._give_up(remote, ProtocolViolation(remote, "it opened a stream for another round"))
+        future = self._future(key)
+        if future.done():
+            raise _too_late(remote, future)
+        kept: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        future.set_result(RoundStream(stream, before, kept))
+        closing = asyncio.get_running_loop().create_task(stream.wait_closed())
+        try:  # from here on the round owns the stream, and closes or keeps it
+            async with time_limit(self._config.averaging_timeout_s, "for a round to end"):
+                await asyncio.wait([kept, closing], return_when=asyncio.FIRST_COMPLETED)
+            return kept.done()
+        finally:
+            kept.cancel()
+            if self._awaited.get(key) is future:
+                del self._awaited[key]
+            closing.cancel()
+            await asyncio.gather(closing, return_exceptions=True)
+
+    def _future(self, key: tuple[bytes, PeerId]) -> asyncio.Future[RoundStream]:
+        if key not in self._awaited:
+            self._awaited[key] = asyncio.get_running_loop().create_future()
+        return self._awaited[key]
+
+    def _release_awaited(self, future: asyncio.Future[RoundStream]) -> None:
+        if future.done() and not future.cancelled() and future.exception() is None:
+            self._endpoint.release(future.result().stream)
+
+    def _give_up(self, peer_id: PeerId, error: Unavailable | PeerError) -> None:
+        """Stop waiting for a peer's streams."""
+        for (_, awaited), future in self._awaited.items():
+            if awaited == peer_id and not future.done():
+                future.set_exception(error)
+
+    def _on_lost(self, peer_id: PeerId) -> None:
+        self._drop_idle(peer_id)
+        if (unnamed := self._unnamed.get(peer_id)) is not None:
+            unnamed.abort()
+        self._give_up(peer_id, PeerLost(peer_id, "it was lost before it opened its stream"))
+
+
+def _too_late(remote: PeerId, future: asyncio.Future[RoundStream]) -> ProtocolViolation | PeerLost:
+    """Why a stream is refused: its round has one from the sender already, or has just given up waiting."""
+    if future.cancelled():
+        return PeerLost(remote, "its stream came after the round was over here")
+    if (error := future.exception()) is not None:
+        return PeerLost(remote, f"its stream came after it was given up: {error}")
+    return ProtocolViolation(remote, "a second stream for one round")
