@@ -58,6 +58,8 @@ MIN_VOTING_S = 1.0
 """The least time that a leader waits for votes after its round's time is over."""
 LATENCY_S = 2.0
 """What a verdict may take to arrive."""
+STALLED_S = 3.0
+"""How long a member that answers but sent nothing may take to vote after all others have voted."""
 CALLS_TO_LEADER = 3
 """After this many failed calls in a row a leader counts as lost, although it can be dialled."""
 
@@ -320,17 +322,22 @@ class Agreement:
 
     async def _watch(self, state: VotingState) -> None:
         """Once others have voted, find the members that will not: those that are gone, and those that only answer."""
-        count, stalled = state.count, set[int]()
+        count, asked_at, stalled_at = state.count, self._now(), self._now()
         while not state.verdict.done():
-            await asyncio.sleep(PROBE_S)
-            before, stalled = stalled, count.only_stalled()
-            if stalled & before:  # this leader may be one of them
-                for rank in stalled & before:
+            await asyncio.sleep(ASK_PERIOD_S)
+            now, stalled, silent = self._now(), count.only_stalled(), count.suspects()
+            if not count.votes:
+                asked_at = now
+            if not stalled:
+                stalled_at = now
+            if now - stalled_at >= STALLED_S:  # this leader may be one of them
+                for rank in stalled:
                     state.lose(rank, f"{state.group.members[rank].peer_id} answers, but does not vote")
-            elif count.votes:  # a member may need one that never came to this round
-                await asyncio.gather(*(self._ask_after(state, rank) for rank in count.missing() - {state.rank}))
+            elif now - asked_at >= PROBE_S:  # no other member may need one that never came to this round
+                silent, asked_at = count.missing(), now
+            await asyncio.gather(*(self._miss(state, rank) for rank in silent - {state.rank}))
 
-    async def _ask_after(self, state: VotingState, rank: int) -> None:
+    async def _miss(self, state: VotingState, rank: int) -> None:
         peer_id = state.group.members[rank].peer_id
         try:
             moved = await self._probing.ask(state.group, rank, self._answer_time_s(state, rank))

@@ -124,6 +124,10 @@ class VoteCount:
         """Members that may still vote in this ballot."""
         return self._live() - self.votes.keys()
 
+    def suspects(self) -> set[int]:
+        """Members that others accuse, and that have not voted."""
+        return {said.accused for vote in self.votes.values() for said in vote.accusations} & self.missing()
+
     def only_stalled(self) -> set[int]:
         """The members without a vote, if all of them answer but sent the others nothing."""
         stalled = {said.accused for vote in self.votes.values() for said in vote.accusations if said.is_stalled}
