@@ -46,9 +46,9 @@ class Candidates:
         conduct: how the others behaved so far.
     """
 
-    def __init__(self, roster: Roster) -> None:
+    def __init__(self, roster: Roster, longest_wait_s: float) -> None:
         self.roster = roster
-        self.conduct = Conduct()
+        self.conduct = Conduct(longest_wait_s)
         self._ahead: dict[PeerId, tuple[Position, float]] = {}
         self._met: set[bytes] = set()
         self.refusals: dict[PeerId, str] = {}

@@ -96,7 +96,7 @@ class Matchmaker:
         self._run_fingerprint = run_fingerprint
         self._roster = roster
         self._config = config
-        self._view = Candidates(roster)
+        self._view = Candidates(roster, config.matchmaking_time_s)
         self._tasks = TaskOwner("matchmaking")
         self._group_leader = GroupLeader(endpoint, run_fingerprint, self._view, config, rng, self._tasks)
         self._state = MatchmakingState(endpoint, self._view)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from manyhands.averaging.config import AveragingConfig
 from manyhands.averaging.matchmaking.admission import (
+    AVOIDED,
     OTHER_MANIFEST,
     REFUSED,
     UNKNOWN,
@@ -85,8 +86,10 @@ class MatchmakingHandlers:
             return InviteResponse()
         await self._check_known(remote)
         await self._check_part(remote, request.recent_rounds)
-        if request.position != self._roster.position() or not self._view.is_heeded(remote):
+        if request.position != self._roster.position():
             return InviteResponse()
+        if not self._view.is_heeded(remote):
+            raise Refused(me, AVOIDED, "this peer was let down by yours twice in a row, and follows others for a while")
         if self._state.busy_at == request.position:
             self._state.note_call(remote, request.position)  # it joins if that round fails; else it is ahead soon
             return InviteResponse()
