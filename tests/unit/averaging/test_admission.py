@@ -15,7 +15,7 @@ from tests.unit.averaging.groups import peer
     [
         (Position(7, b""), Position(6, b""), "the run is at step 7, not 6"),
         (Position(81, b"", "5x5 0"), Position(40, b""), "the run is at round 81 of the grid, not at step 40"),
-        (Position(81, b"", "5x5 0"), Position(80, b"", "5x5 4"), "at round 81 of the grid, not at round 80 of the grid"),
+        (Position(81, b"", "5x5 0"), Position(80, b"", "5x5 4"), "81 of the grid, not at round 80 of the grid"),
     ],
 )
 def test_a_peer_that_is_behind_is_told_so_in_steps_or_in_rounds_of_the_grid(
