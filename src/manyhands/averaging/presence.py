@@ -131,7 +131,7 @@ class PresenceReader(RecordReader[PresenceRecord, Seen]):
 class PresenceTracker:
     """The positions of this averager and the others of its run. Lives on the network thread.
 
-    It is the :class:`manyhands.averaging.matchmaking.roster.Roster` of the rounds, and in a grid the
+    It is the :class:`manyhands.averaging.matchmaking.candidates.Roster` of the rounds, and in a grid the
     :class:`manyhands.averaging.grid.step.GridPlace`.
 
     Args:

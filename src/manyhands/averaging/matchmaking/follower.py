@@ -33,11 +33,9 @@ from manyhands.averaging.matchmaking.admission import (
     TOLD_BEHIND,
     fault_of,
 )
-from manyhands.averaging.matchmaking.candidates import Candidates, short_ids
-from manyhands.averaging.matchmaking.handlers import MatchmakingHandlers
+from manyhands.averaging.matchmaking.candidates import Candidates, Roster, short_ids
+from manyhands.averaging.matchmaking.handlers import MatchmakingHandlers, MatchmakingState
 from manyhands.averaging.matchmaking.leader import HOLD_S, GroupLeader
-from manyhands.averaging.matchmaking.roster import Roster
-from manyhands.averaging.matchmaking.state import MatchmakingState
 from manyhands.averaging.messages import (
     ASK_VERDICT,
     JOIN,
