@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 
 from manyhands.averaging.messages import Position
-from manyhands.testing import at, between
+from manyhands.testing import World, at, between
 from tests.simulation.groups import AT_ONCE_S, CONFIG, ROUND_S, Seeker, everybody, search
+from tests.simulation.rounds import start_rounds
 from tests.sweeps import few_of
 
 NOTICED_S = 8.5
@@ -228,6 +229,44 @@ def test_a_leader_that_does_not_come_is_given_up_with_the_most_patient_one() -> 
         assert world.members(name) == set("bcde"), world[name].reasons
         assert world[name].reasons == []
     assert world["e"].took_s < AT_ONCE_S, "it hears at once that a was given up"
+
+
+@pytest.mark.parametrize("name", ["a", "c"])
+def test_a_peer_that_was_waited_for_in_vain_and_comes_back_by_itself_is_in_the_group(name: str) -> None:
+    """Also that with the lowest id, which leads nobody meanwhile and is told so."""
+    others = set("abcd") - {name}
+    world = search(everybody("abcd", **{name: {"begins_s": 1.0}}, **{other: {"begins_s": 1.2} for other in others}))
+
+    def avoid() -> None:
+        for other in others:
+            matchmaker = world[other].matchmaker
+            assert matchmaker is not None
+            for _ in range(2):
+                matchmaker._view.conduct.note_in_vain(world.ids[name], 0.8)
+            assert world.ids[name] not in matchmaker._view.expected()
+
+    world.world.loop.call_at(0.8, avoid)
+    world.run()
+    for other in "abcd":
+        assert world.members(other) == set("abcd"), world[other].reasons
+        assert world[other].took_s < AT_ONCE_S
+
+
+@pytest.mark.parametrize("seed", few_of([4, 7, 0, 1, 2, 3, 5, 6], 2))
+def test_after_a_cut_between_two_peers_all_are_one_group_within_about_as_long(seed: int) -> None:
+    """Each of the two has waited for the other in vain, and neither may be kept out for long by that."""
+    world = World(seed)
+    names = ["p0", "p1", "p2", "p3"]
+    for source in names:
+        for destination in set(names) - {source}:
+            world.network.link(source, destination).latency_s = 0.02
+    cut_s, healed_s = 10.0, 20.0
+    lowest = min(names, key=lambda name: world.identity(name).peer_id)
+    world.schedule(between(cut_s, healed_s).cut(lowest, min(set(names) - {lowest})))
+    commits = start_rounds(world, names)
+    world.run(healed_s + (healed_s - cut_s))
+    assert {num_members for _, num_members in commits.times.values()} == {len(names)}
+    assert min(time for time, _ in commits.times.values()) > healed_s + (healed_s - cut_s) / 2
 
 
 @pytest.mark.parametrize("comes_ms", few_of(range(2400, 2800, 40), 3))

@@ -29,7 +29,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from manyhands.averaging.grid.seats import NO_SEAT, PublishedSeat, Seat, Step, first_seat, next_step
+from manyhands.averaging.grid.seats import NO_SEAT, PublishedSeat, Seat, Step, next_step
 from manyhands.averaging.messages import MAX_ADDRESSES, AddressText, Count, Digest, Position, RoundManifest
 from manyhands.averaging.peer_records import (
     RecordPublisher,
@@ -88,7 +88,7 @@ class PresenceRecord(msgspec.Struct, frozen=True):
 
     def published_seat(self) -> PublishedSeat:
         """Its place among the groups."""
-        return PublishedSeat(self.position.step, self.seat, self.num_steps > 0)
+        return PublishedSeat(self.position.step, self.seat)
 
 
 PRESENCE = Schema(PresenceRecord | Literal["goodbye"], is_owned=True, max_ttl_s=MAX_TTL_S)
@@ -131,7 +131,7 @@ class PresenceReader(RecordReader[PresenceRecord, Seen]):
 class PresenceTracker:
     """The positions of this averager and the others of its run. Lives on the network thread.
 
-    It is the :class:`manyhands.averaging.matchmaking.roster.Roster` of the rounds, and in a grid the
+    It is the :class:`manyhands.averaging.matchmaking.candidates.Roster` of the rounds, and in a grid the
     :class:`manyhands.averaging.grid.step.GridPlace`.
 
     Args:
@@ -183,8 +183,7 @@ class PresenceTracker:
         self._dht.declare(self._key, PRESENCE)
         await self.refresh()
         self._check_fits(is_published=False)
-        leading, seats = self.leading(), self._published_seats()
-        self._go_to(leading, first_seat(self._endpoint.peer_id, seats, self._max_group_size, leading.step, self._rng))
+        self._go_to(self.leading())
         await self._publisher.publish()
         await self.refresh()
         try:

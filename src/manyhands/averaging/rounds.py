@@ -23,8 +23,8 @@ from manyhands.averaging.commit.fetching import Fetching
 from manyhands.averaging.commit.limits import MemberLimits, limited
 from manyhands.averaging.commit.recovery import Recovery, Refill
 from manyhands.averaging.config import AveragingConfig
+from manyhands.averaging.matchmaking.candidates import Roster
 from manyhands.averaging.matchmaking.follower import Matchmaker
-from manyhands.averaging.matchmaking.roster import Roster
 from manyhands.averaging.memory import Memory
 from manyhands.averaging.messages import MAX_SUM_WEIGHT, Group, Verdict, Vote
 from manyhands.averaging.round_outcome import CommittedRound, Phase, RoundMeter

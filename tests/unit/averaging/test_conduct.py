@@ -6,8 +6,7 @@ import pytest
 
 from manyhands.averaging.matchmaking.conduct import (
     GOOD_ROUNDS,
-    IN_VAIN_S,
-    MAX_IN_VAIN_S,
+    MAX_AVOIDED_S,
     REFUSED_S,
     STRIKES,
     Conduct,
@@ -15,10 +14,11 @@ from manyhands.averaging.matchmaking.conduct import (
 from tests.unit.averaging.groups import peer
 
 GOOD, BAD = peer(1), peer(2)
+WAIT_S = 10.0
 
 
 def after_a_good_round() -> Conduct:
-    conduct = Conduct()
+    conduct = Conduct(WAIT_S)
     conduct.note_round([GOOD, BAD], [], 0.0)
     return conduct
 
@@ -29,7 +29,7 @@ def test_a_known_peer_may_be_late_once_and_is_then_waited_for_less_and_less() ->
     assert conduct.is_heeded(BAD, now)
     for number in range(8):
         conduct.note_in_vain(BAD, now)
-        until = now + min(IN_VAIN_S * 2**number, MAX_IN_VAIN_S)
+        until = now + min(WAIT_S * 2**number, MAX_AVOIDED_S)
         assert not conduct.is_heeded(BAD, until - 0.1)
         assert list(conduct.awaited([GOOD, BAD], until - 0.1)) == [GOOD]
         assert conduct.is_heeded(BAD, until)
@@ -63,9 +63,9 @@ def test_an_odd_batch_now_and_then_is_forgiven() -> None:
 
 
 def test_what_is_remembered_is_bounded() -> None:
-    conduct = Conduct()
+    conduct = Conduct(WAIT_S)
     for number in range(10_000):
         conduct.note_round([peer(number)], [], 0.0)
         conduct.note_in_vain(peer(number), 0.0)
         conduct.strike(peer(number), 0.0)
-    assert max(len(known) for known in (conduct._in_vain, conduct._strikes)) <= 4096
+    assert max(len(known) for known in (conduct._avoided._known, conduct._strikes)) <= 4096

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 
 from manyhands.averaging.matchmaking.candidates import Candidates
-from manyhands.averaging.matchmaking.conduct import MAX_OFFENCE_S, OFFENCE_S
+from manyhands.averaging.matchmaking.conduct import MAX_AVOIDED_S
 from manyhands.testing import VirtualLoop
 from tests.swarm import FixedRoster
 from tests.unit.averaging.groups import peer
 
 GOOD, BAD = peer(1), peer(2)
+WAIT_S = 10.0
 
 
 def test_who_spoils_one_round_after_the_other_is_expected_less_and_less() -> None:
@@ -18,7 +19,7 @@ def test_who_spoils_one_round_after_the_other_is_expected_less_and_less() -> Non
 
     async def offend() -> list[float]:
         loop, roster = asyncio.get_running_loop(), FixedRoster({GOOD: False, BAD: False})
-        view = Candidates(roster)
+        view = Candidates(roster, WAIT_S)
         absent_s = []
         view.note_round([GOOD, BAD], [], is_committed=True)
         for _ in range(9):
@@ -35,13 +36,13 @@ def test_who_spoils_one_round_after_the_other_is_expected_less_and_less() -> Non
         assert set(view.expected()) == {GOOD, BAD}
         return absent_s
 
-    assert VirtualLoop().run(offend()) == [0.0, *(min(OFFENCE_S * 2**n, MAX_OFFENCE_S) for n in range(8))]
+    assert VirtualLoop().run(offend()) == [0.0, *(min(WAIT_S * 2**n, MAX_AVOIDED_S) for n in range(8))]
 
 
 def test_rounds_that_nobody_committed_do_not_keep_peers_apart() -> None:
     async def quarrel() -> None:
         roster = FixedRoster({GOOD: False, BAD: False})
-        view = Candidates(roster)
+        view = Candidates(roster, WAIT_S)
         for _ in range(9):
             view.note_round([GOOD, BAD], [BAD], is_committed=False)
             assert view.expected() == {GOOD: False}

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manyhands.averaging.grid.layout import Layout, group_of
-from manyhands.averaging.grid.seats import MAX_ROUNDS_AGO, NO_SEAT, PublishedSeat, Seat, Step, first_seat, next_step
+from manyhands.averaging.grid.seats import MAX_ROUNDS_AGO, PublishedSeat, Seat, Step, next_step
 
 MAX_GROUP_SIZE = 4
 NOBODY_YET = PublishedSeat(0, Seat())
@@ -94,29 +94,6 @@ def test_a_newcomer_never_takes_the_cell_of_one_that_has_one(seed: int) -> None:
     said = {peer: PublishedSeat(6, Seat(layout, cell)) for cell, peer in enumerate(names(16)) if cell != free}
     for newcomer in ("a newcomer", "the newcomer"):
         assert next_step(newcomer, NOBODY_YET, said, MAX_GROUP_SIZE, 6, rng).cell == free
-
-
-@pytest.mark.parametrize("leading", [6, 7])
-def test_a_newcomer_says_where_it_will_stand_and_takes_no_part_in_a_step_under_way(leading: int) -> None:
-    """The others stand at round 6, where a step begins, or have made one round of it."""
-    layout = Layout((4, 4))
-    cells = {peer: Step(6, layout, cell).own_cell(leading) for cell, peer in enumerate(names(15))}
-    others = {peer: PublishedSeat(leading, Seat(layout, cell)) for peer, cell in cells.items()}
-    seat = first_seat("new", others, MAX_GROUP_SIZE, leading, random.Random(1))
-    assert seat == Seat(layout, Step(6, layout, 15).own_cell(leading))
-    said = PublishedSeat(leading, seat, has_begun=False)
-    for number in (6, 7):
-        mates = [Step(6, layout, cell).is_mate("new", said, number) for cell in range(16)]
-        assert sum(mates) == (4 if leading == 6 else 0)
-        assert sum(Step(8, layout, cell).is_mate("new", said, number + 2) for cell in range(16)) == 4
-    later = next_step("new", PublishedSeat(leading, seat), others, MAX_GROUP_SIZE, 8, random.Random(1))
-    assert later.own_cell(8) == Step(6, layout, 15).own_cell(8), "where the others expect it"
-
-
-def test_a_newcomer_to_a_swarm_without_a_grid_has_no_seat_yet() -> None:
-    for num_others in (3, 15):
-        others = dict.fromkeys(names(num_others), NOBODY_YET)
-        assert first_seat("new", others, MAX_GROUP_SIZE, 0, random.Random(1)) == NO_SEAT
 
 
 def test_of_two_in_one_cell_the_higher_id_moves() -> None:

@@ -6,8 +6,7 @@ any later round (:func:`manyhands.averaging.grid.layout.next_cell`), so they kno
 At the beginning of a step a peer uses the layout that most peers name, unless this does not fit their number. Then all
 peers that find so deal the cells of a new layout, in an order computed from what they know. If they know different
 peers, some share a cell or wait for each other in vain in this step; before the next one they read what the others have
-published. Of two peers in one cell the one with the higher id moves to a free one. A newcomer takes a free cell, too,
-and publishes it before its first step (:func:`first_seat`).
+published. Of two peers in one cell the one with the higher id moves to a free one. A newcomer takes a free cell, too.
 """
 
 from __future__ import annotations
@@ -53,15 +52,10 @@ NO_SEAT = Seat()
 
 @dataclass(frozen=True)
 class PublishedSeat:
-    """What another peer has published about its seat.
-
-    Attributes:
-        has_begun: it has begun a step; a newcomer that has not takes no part in a step under way.
-    """
+    """What another peer has published about its seat."""
 
     round_number: int
     seat: Seat
-    has_begun: bool = True
 
 
 @dataclass(frozen=True)
@@ -98,7 +92,7 @@ class Step:
 
     def _cell_of(self, peer_id: str, said: PublishedSeat, round_number: int) -> int | None:
         """Another peer's cell at a round, if it takes part in the step."""
-        if said.round_number > (round_number if said.has_begun else self.first_round):
+        if said.round_number > round_number:
             return None
         if said.round_number >= self.first_round and said.seat.layout == self.layout:
             return _moved(self.layout, said.seat.cell, said.round_number, round_number)
@@ -130,18 +124,6 @@ def next_step(
     if first_round < own.round_number:
         first_round = -(-own.round_number // num_rounds) * num_rounds
     return step_from(own_id, own, others, named, layout, first_round, rng)
-
-
-def first_seat(
-    own_id: str, others: Mapping[str, PublishedSeat], max_group_size: int, leading_round: int, rng: random.Random
-) -> Seat:
-    """The place of a newcomer as of the leading round; none if the others are in no grid that fits."""
-    own = PublishedSeat(leading_round, NO_SEAT)
-    named, layout = chosen_layouts(own, others, max_group_size)
-    if not layout.sides or layout.sides != named.sides:
-        return NO_SEAT
-    step = next_step(own_id, own, others, max_group_size, leading_round, rng)
-    return Seat(step.layout, step.own_cell(leading_round))
 
 
 def chosen_layouts(

@@ -23,6 +23,8 @@ UNKNOWN = "unknown"
 """Refusal code: there is no record of the asking peer."""
 REFUSED = "refused"
 """Refusal code: the asking peer has spoilt rounds."""
+AVOIDED = "avoided"
+"""Refusal code of an invitation: the inviting peer did not come, or was to blame, twice in a row."""
 FULL = "full"
 """Refusal code: all places of the group are taken."""
 
@@ -34,7 +36,13 @@ def check_ahead(me: PeerId, here: Position, position: Position) -> None:
         Refused: ``position`` is behind this peer's.
     """
     if position.step < here.step:
-        raise Refused(me, BEHIND, f"the run is at step {here.step}, not {position.step}")
+        there = f"at {_name_of(position)}" if position.group_key or here.group_key else str(position.step)
+        raise Refused(me, BEHIND, f"the run is at {_name_of(here)}, not {there}")
+
+
+def _name_of(position: Position) -> str:
+    """A position in words: in a grid it has the number of a round."""
+    return f"round {position.step} of the grid" if position.group_key else f"step {position.step}"
 
 
 def strange_part(me: PeerId) -> Refused:
@@ -58,8 +66,8 @@ def check_join(
         raise Refused(me, "client_mode", "this peer is in client mode, and leads no group")
     check_ahead(me, here, request.position)
     if request.position != here:
-        which = f" in group {here.group_key} of the grid" if here.group_key else ", perhaps of another branch"
-        raise Refused(me, OTHER_POSITION, f"this peer is at step {here.step}{which}")
+        which = f" in group {here.group_key}" if here.group_key else ", perhaps of another branch"
+        raise Refused(me, OTHER_POSITION, f"this peer is at {_name_of(here)}{which}")
 
 
 def fault_of(group: Group, leader: PeerId, own: Member, here: Position, codec: str) -> str | None:

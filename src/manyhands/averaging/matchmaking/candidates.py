@@ -6,10 +6,10 @@ import asyncio
 import functools
 import hashlib
 import logging
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Protocol
 
 from manyhands.averaging.matchmaking.conduct import STRIKES, Conduct
-from manyhands.averaging.matchmaking.roster import Roster
 from manyhands.averaging.messages import SHORT_ID_BYTES, Position
 from manyhands.base.errors import Refused
 from manyhands.base.identity import PeerId
@@ -38,6 +38,37 @@ def split_ids(ids: bytes) -> set[bytes]:
     return {ids[start : start + SHORT_ID_BYTES] for start in range(0, len(ids) - SHORT_ID_BYTES + 1, SHORT_ID_BYTES)}
 
 
+class Roster(Protocol):
+    """What matchmaking needs to know of the run; the optimizer and the averager implement it."""
+
+    def position(self) -> Position:
+        """This peer's position in the run."""
+
+    def expected(self) -> Mapping[PeerId, bool]:
+        """The other peers at this position that should come to the next round, and whether each is in client mode."""
+
+    def is_known(self, peer_id: PeerId) -> bool:
+        """Whether there is a record of a peer that is, or was, at this peer's position."""
+
+    async def refresh(self) -> None:
+        """Read the peers' current records."""
+
+    def report_missing(self, peer_id: PeerId) -> None:
+        """A peer did not come; it is expected again only after a fresh record."""
+
+    def call_to_round(self) -> None:
+        """Another peer has begun a round at this position; the training loop should come as soon as it can."""
+
+    def recent_rounds(self) -> list[bytes]:
+        """Fingerprints of this peer's last steps, in a run whose parts are told apart by them."""
+
+    def is_stranger(self, peer_id: PeerId, recent_rounds: Sequence[bytes]) -> bool:
+        """Whether a peer with these last steps is of another part of the run."""
+
+    def is_overruled(self) -> bool:
+        """Whether another part of the run is known to go on, so that this peer should load its state."""
+
+
 class Candidates:
     """The peers that should come to the next round, as this peer knows them.
 
@@ -46,9 +77,9 @@ class Candidates:
         conduct: how the others behaved so far.
     """
 
-    def __init__(self, roster: Roster) -> None:
+    def __init__(self, roster: Roster, longest_wait_s: float) -> None:
         self.roster = roster
-        self.conduct = Conduct()
+        self.conduct = Conduct(longest_wait_s)
         self._ahead: dict[PeerId, tuple[Position, float]] = {}
         self._met: set[bytes] = set()
         self.refusals: dict[PeerId, str] = {}

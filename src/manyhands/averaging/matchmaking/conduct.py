@@ -3,27 +3,27 @@
 =============================================================  ======================================================
 what another peer did                                          what follows here
 =============================================================  ======================================================
-it was to blame in two committed rounds in a row               it is not expected for 2 s, then 4 s, ... 60 s
-it, or the group it led, did not come within the longest       it is not waited for, and its calls are ignored, for
-wait: the second time in a row                                 30 s, then 60 s, ... 10 min
-its values were too large in three rounds                      it gets no place for 10 min, then 20 min, ...
+it was to blame in a committed round; or it, or the group      the second time in a row: it is not waited for, and its
+that it led, did not come within the longest wait              calls are ignored, for the longest wait, then twice
+                                                               that, ... 10 min
+its values were too large in three rounds                      it gets no place for 10 min, then 20 min, ... a day
 =============================================================  ======================================================
 
-A peer that is not waited for still gets a place if it comes by itself. A round without blame ends the first two
-penalties. Ten such rounds cancel one round with values that were too large.
+A peer that is not waited for still gets a place if it comes by itself. A round without blame ends the first penalty.
+Ten such rounds cancel one round with values that were too large.
+
+The first penalty begins with the time that the peer has cost here, because it may be innocent: a broken link between
+two honest peers looks the same at both ends. So after a short fault both go on together after a short time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from typing import TypeVar
+from typing import Any
 
 from manyhands.base.identity import PeerId
 
-OFFENCE_S = 2.0
-MAX_OFFENCE_S = 60.0
-IN_VAIN_S = 30.0
-MAX_IN_VAIN_S = 600.0
+MAX_AVOIDED_S = 600.0
 REFUSED_S = 600.0
 MAX_REFUSED_S = 86400.0
 STRIKES = 3
@@ -31,37 +31,34 @@ GOOD_ROUNDS = 10
 """Rounds that cancel one strike."""
 MAX_KNOWN = 4096
 
-T = TypeVar("T")
-
 
 class Conduct:
-    """How the other peers behaved towards this one."""
+    """How the other peers behaved towards this one.
 
-    def __init__(self) -> None:
-        self._offences: dict[PeerId, tuple[int, float]] = {}  # count in a row; not expected until
-        self._in_vain: dict[PeerId, tuple[int, float]] = {}  # likewise
+    Args:
+        longest_wait_s: how long this peer waits for a peer that does not come.
+    """
+
+    def __init__(self, longest_wait_s: float) -> None:
+        self._avoided = _Penalties(longest_wait_s, MAX_AVOIDED_S)
+        self._refused = _Penalties(REFUSED_S, MAX_REFUSED_S)
         self._strikes: dict[PeerId, float] = {}
-        self._refused: dict[PeerId, tuple[int, float]] = {}  # count; refused until
 
     def note_round(self, members: Iterable[PeerId], blamed: Collection[PeerId], now: float) -> None:
         """Record a committed round."""
         for peer_id in members:
-            is_to_blame = peer_id in blamed
-            self._in_vain.pop(peer_id, None)
-            num_before, _ = self._offences.pop(peer_id, (0, 0.0))
-            if is_to_blame:
-                longer_s = min(OFFENCE_S * 2 ** (num_before - 1), MAX_OFFENCE_S) if num_before else 0.0
-                _set(self._offences, peer_id, (num_before + 1, now + longer_s))
-            elif peer_id in self._strikes:
+            if peer_id in blamed:
+                self.note_in_vain(peer_id, now)
+                continue
+            self._avoided.end(peer_id)
+            if peer_id in self._strikes:
                 self._strikes[peer_id] -= 1 / GOOD_ROUNDS
                 if self._strikes[peer_id] <= 0:
                     del self._strikes[peer_id]
 
     def note_in_vain(self, peer_id: PeerId, now: float) -> None:
-        """A peer, or its group, did not come within the longest wait."""
-        num_before, _ = self._in_vain.pop(peer_id, (-1, 0.0))
-        longer_s = min(IN_VAIN_S * 2**num_before, MAX_IN_VAIN_S) if num_before >= 0 else 0.0
-        _set(self._in_vain, peer_id, (num_before + 1, now + longer_s))
+        """A peer was to blame, or it or its group did not come within the longest wait."""
+        self._avoided.add(peer_id, now, num_free=1)
 
     def strike(self, peer_id: PeerId, now: float) -> float:
         """Count a round in which a peer's values were too large; returns how many seconds it is now refused."""
@@ -69,35 +66,49 @@ class Conduct:
         if strikes <= STRIKES - 1:
             _set(self._strikes, peer_id, strikes)
             return 0.0
-        return self._refuse(peer_id, REFUSED_S, now)
-
-    def _refuse(self, peer_id: PeerId, first_s: float, now: float) -> float:
-        num_before, _ = self._refused.pop(peer_id, (0, 0.0))
-        longer_s = min(first_s * 2.0**num_before, MAX_REFUSED_S)
-        _set(self._refused, peer_id, (num_before + 1, now + longer_s))
-        return longer_s
+        return self._refused.add(peer_id, now)
 
     def is_refused(self, peer_id: PeerId, now: float) -> bool:
         """Whether a peer gets no place."""
-        return self._refused.get(peer_id, (0, now))[1] > now
+        return self._refused.is_on(peer_id, now)
 
     def is_heeded(self, peer_id: PeerId, now: float) -> bool:
         """Whether this peer follows a call of another one."""
-        is_in_vain = self._in_vain.get(peer_id, (0, now))[1] > now
-        return not (is_in_vain or self.is_refused(peer_id, now))
+        return not (self._avoided.is_on(peer_id, now) or self.is_refused(peer_id, now))
 
     def awaited(self, peers: Collection[PeerId], now: float) -> Collection[PeerId]:
         """The given peers, without those that are not waited for."""
-        if not (self._offences or self._in_vain or self._refused):
+        if not (self._avoided or self._refused):
             return peers
-        return [
-            peer_id
-            for peer_id in peers
-            if self.is_heeded(peer_id, now) and self._offences.get(peer_id, (0, now))[1] <= now
-        ]
+        return [peer_id for peer_id in peers if self.is_heeded(peer_id, now)]
 
 
-def _set(known: dict[PeerId, T], peer_id: PeerId, value: T) -> None:
+class _Penalties:
+    """Times during which peers are avoided: each in a row is twice as long as the one before."""
+
+    def __init__(self, first_s: float, max_s: float) -> None:
+        self._first_s = first_s
+        self._max_s = max_s
+        self._known: dict[PeerId, tuple[int, float]] = {}  # count in a row; until when
+
+    def __bool__(self) -> bool:
+        return bool(self._known)
+
+    def add(self, peer_id: PeerId, now: float, num_free: int = 0) -> float:
+        """Begin the next one, without effect for the first ``num_free``; returns its length in seconds."""
+        num_before, _ = self._known.get(peer_id, (0, 0.0))
+        length_s = min(self._first_s * 2.0 ** (num_before - num_free), self._max_s) if num_before >= num_free else 0.0
+        _set(self._known, peer_id, (num_before + 1, now + length_s))
+        return length_s
+
+    def end(self, peer_id: PeerId) -> None:
+        self._known.pop(peer_id, None)
+
+    def is_on(self, peer_id: PeerId, now: float) -> bool:
+        return self._known.get(peer_id, (0, now))[1] > now
+
+
+def _set(known: dict[PeerId, Any], peer_id: PeerId, value: object) -> None:
     """Set as the latest entry; drop the oldest ones beyond ``MAX_KNOWN``."""
     known.pop(peer_id, None)
     known[peer_id] = value

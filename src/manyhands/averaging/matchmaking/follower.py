@@ -33,11 +33,9 @@ from manyhands.averaging.matchmaking.admission import (
     TOLD_BEHIND,
     fault_of,
 )
-from manyhands.averaging.matchmaking.candidates import Candidates, short_ids
-from manyhands.averaging.matchmaking.handlers import MatchmakingHandlers
+from manyhands.averaging.matchmaking.candidates import Candidates, Roster, short_ids
+from manyhands.averaging.matchmaking.handlers import MatchmakingHandlers, MatchmakingState
 from manyhands.averaging.matchmaking.leader import HOLD_S, GroupLeader
-from manyhands.averaging.matchmaking.roster import Roster
-from manyhands.averaging.matchmaking.state import MatchmakingState
 from manyhands.averaging.messages import (
     ASK_VERDICT,
     JOIN,
@@ -96,7 +94,7 @@ class Matchmaker:
         self._run_fingerprint = run_fingerprint
         self._roster = roster
         self._config = config
-        self._view = Candidates(roster)
+        self._view = Candidates(roster, config.matchmaking_time_s)
         self._tasks = TaskOwner("matchmaking")
         self._group_leader = GroupLeader(endpoint, run_fingerprint, self._view, config, rng, self._tasks)
         self._state = MatchmakingState(endpoint, self._view)

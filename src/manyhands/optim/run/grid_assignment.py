@@ -35,7 +35,7 @@ from manyhands.optim.run.tracker import ProgressTracker
 class GridAssignment:
     """The groups of one peer's global steps. Lives on the network thread.
 
-    It is the :class:`manyhands.averaging.matchmaking.roster.Roster` of the run's rounds, and in a step the
+    It is the :class:`manyhands.averaging.matchmaking.candidates.Roster` of the run's rounds, and in a step the
     :class:`manyhands.averaging.grid.step.GridPlace`.
 
     Args:
