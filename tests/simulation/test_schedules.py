@@ -11,7 +11,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from manyhands.base.errors import ConfigError
-from tests.simulation.swarm_of_trainers import Member, Swarm, together
+from tests.simulation.swarm_of_trainers import WAIT_S, Member, Swarm, together
 from tests.simulation.test_drop_in import adam, alone, loss_of, new_model
 from tests.sweeps import few_of
 
@@ -158,8 +158,12 @@ def swarm_with(*schedules: Callable[[Any], Any] | None, num_steps: int = 4) -> S
     def train(member: Member) -> None:
         together(len(schedules), member)
         for number in range(num_steps):
-            member.step(loss_of(member.model, number))
-            member.wait_for(number + 1)
+            while member.optimizer.global_step <= number:
+                if member.optimizer.samples_accumulated:
+                    member.peer.sleep(WAIT_S)
+                    member.optimizer.step(batch_size=0)
+                else:  # again if they were dropped with a state that it has loaded
+                    member.step(loss_of(member.model, number))
 
     for number, schedule in enumerate(schedules):
         swarm.start(

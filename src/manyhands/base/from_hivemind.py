@@ -31,7 +31,6 @@ INSTEAD = {  # without a replacement: empty, or ": REASON"
     "load_state_compression": "",
     "averager_opts": "averaging=AveragingConfig(...)",
     "tracker_opts": "progress=ProgressConfig(...)",
-    "extra_tensors": ": it is not there yet",
     "grad_averager_factory": "averaging=AveragingConfig(codec=...)",
     "performance_ema_alpha": "",
     "shutdown_timeout": "",

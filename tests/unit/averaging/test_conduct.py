@@ -29,7 +29,7 @@ def test_a_known_peer_may_be_late_once_and_is_then_waited_for_less_and_less() ->
     assert conduct.is_heeded(BAD, now)
     for number in range(8):
         conduct.note_in_vain(BAD, now)
-        until = now + min(WAIT_S * 2**number, MAX_AVOIDED_S)
+        until = now + min(WAIT_S * 4.0**number, MAX_AVOIDED_S)
         assert not conduct.is_heeded(BAD, until - 0.1)
         assert list(conduct.awaited([GOOD, BAD], until - 0.1)) == [GOOD]
         assert conduct.is_heeded(BAD, until)

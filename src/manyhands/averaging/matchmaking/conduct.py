@@ -4,8 +4,8 @@
 what another peer did                                          what follows here
 =============================================================  ======================================================
 it was to blame in a committed round; or it, or the group      the second time in a row: it is not waited for, and its
-that it led, did not come within the longest wait              calls are ignored, for the longest wait, then twice
-                                                               that, ... 10 min
+that it led, did not come within the longest wait              calls are ignored, for the longest wait, then four
+                                                               times that, ... 10 min
 its values were too large in three rounds                      it gets no place for 10 min, then 20 min, ... a day
 =============================================================  ======================================================
 
@@ -40,8 +40,8 @@ class Conduct:
     """
 
     def __init__(self, longest_wait_s: float) -> None:
-        self._avoided = _Penalties(longest_wait_s, MAX_AVOIDED_S)
-        self._refused = _Penalties(REFUSED_S, MAX_REFUSED_S)
+        self._avoided = _Penalties(longest_wait_s, MAX_AVOIDED_S, factor=4.0)
+        self._refused = _Penalties(REFUSED_S, MAX_REFUSED_S, factor=2.0)
         self._strikes: dict[PeerId, float] = {}
 
     def note_round(self, members: Iterable[PeerId], blamed: Collection[PeerId], now: float) -> None:
@@ -84,11 +84,12 @@ class Conduct:
 
 
 class _Penalties:
-    """Times during which peers are avoided: each in a row is twice as long as the one before."""
+    """Times during which peers are avoided: each in a row is ``factor`` times as long as the one before."""
 
-    def __init__(self, first_s: float, max_s: float) -> None:
+    def __init__(self, first_s: float, max_s: float, factor: float) -> None:
         self._first_s = first_s
         self._max_s = max_s
+        self._factor = factor
         self._known: dict[PeerId, tuple[int, float]] = {}  # count in a row; until when
 
     def __bool__(self) -> bool:
@@ -97,7 +98,9 @@ class _Penalties:
     def add(self, peer_id: PeerId, now: float, num_free: int = 0) -> float:
         """Begin the next one, without effect for the first ``num_free``; returns its length in seconds."""
         num_before, _ = self._known.get(peer_id, (0, 0.0))
-        length_s = min(self._first_s * 2.0 ** (num_before - num_free), self._max_s) if num_before >= num_free else 0.0
+        length_s = (
+            min(self._first_s * self._factor ** (num_before - num_free), self._max_s) if num_before >= num_free else 0.0
+        )
         _set(self._known, peer_id, (num_before + 1, now + length_s))
         return length_s
 
