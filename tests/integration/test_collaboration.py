@@ -317,6 +317,19 @@ def test_a_state_that_the_majority_does_not_have_is_not_taken(num_liars: int, ca
 # what peers must agree on, and what not
 
 
+def test_peers_behind_are_waited_for_as_long_as_they_live() -> None:
+    with peers(2) as (ahead, behind):
+        one, two = Trainer(ahead, "behind", 8), Trainer(behind, "behind", 8)
+        in_threads([lambda: one.train_until(1), lambda: two.train_until(1)])
+        one.train_until(2)  # the other one computes no batch, and so comes to no round
+        step_until(one.optimizer, lambda: one.optimizer._collaboration.tracker.behind())
+        assert not one.optimizer.wait_for_others(0.5)
+        kill(behind)
+        started = time.monotonic()
+        assert one.optimizer.wait_for_others(20.0)
+        assert time.monotonic() - started < FAST.ttl_s
+
+
 def test_two_optimizers_on_one_peer_are_refused_and_the_first_goes_on() -> None:
     with peers(1) as (peer,):
         trainer = Trainer(peer, "first", 8)

@@ -306,7 +306,7 @@ async def only_publishes(stranger: Stranger) -> None:
 
 
 HELD_UP_BY = (invites_as_a_member, holds_places, joins)
-"""These still cost more steps than they should: 0.37 to 0.65 of them are left (docs/dev/next.md)."""
+"""These still cost more steps than they should: 0.24 to 0.63 of them are left (docs/dev/next.md)."""
 
 
 @pytest.mark.parametrize(

@@ -101,15 +101,14 @@ class BlockingRunClient:
     def wait_for_others(self, timeout_s: float) -> bool:
         """Wait until all peers have reached this step; returns whether they have in time."""
         self.tell()
-        collaboration, phase = self._collaboration, "looking at the others"
-        deadline = self._peer.time() + timeout_s
-        while True:
-            self._run(collaboration.tracker.look(), phase)
-            if not self._call(phase, collaboration.tracker.is_ahead_of_somebody):
-                return True
-            if self._peer.time() > deadline:
+        deadline, num_looks = self._peer.time() + timeout_s, 0  # in a row at which no peer behind answered
+        while num_looks < 2:
+            is_waited_for = self._run(self._collaboration.is_waited_for(), "looking at the others")
+            num_looks = 0 if is_waited_for else num_looks + 1
+            if is_waited_for and self._peer.time() > deadline:
                 return False
             self._peer.sleep(WAIT_PERIOD_S)
+        return True
 
     def decide(self, samples: int, speed: SpeedMeter, *, may_wait: bool) -> Decision:
         """Report what this peer has accumulated; returns what to do next."""

@@ -36,7 +36,7 @@ def test_who_spoils_one_round_after_the_other_is_expected_less_and_less() -> Non
         assert set(view.expected()) == {GOOD, BAD}
         return absent_s
 
-    assert VirtualLoop().run(offend()) == [0.0, *(min(WAIT_S * 2**n, MAX_AVOIDED_S) for n in range(8))]
+    assert VirtualLoop().run(offend()) == [0.0, *(min(WAIT_S * 4.0**n, MAX_AVOIDED_S) for n in range(8))]
 
 
 def test_rounds_that_nobody_committed_do_not_keep_peers_apart() -> None:

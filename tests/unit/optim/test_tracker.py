@@ -300,9 +300,9 @@ async def test_a_branch_whose_state_cannot_be_had_is_not_followed_and_not_forgot
 async def test_who_is_behind_is_waited_for_unless_it_is_missing() -> None:
     async with run_of_one() as run:
         await run.hears(BOB, Position(2, b"before"))
-        assert run.tracker.is_ahead_of_somebody()
+        assert run.tracker.behind()
         run.tracker.report_missing(BOB)
-        assert not run.tracker.is_ahead_of_somebody()
+        assert not run.tracker.behind()
 
 
 # publishing and reading

@@ -367,6 +367,11 @@ class Collaboration:
             self.tracker.start()
         return self.tracker.branches.waits_for_clients
 
+    async def is_waited_for(self) -> bool:
+        """Whether a peer that answers has yet to reach this peer's global step."""
+        await self.tracker.look()
+        return await self._contacts.any_answers(self.tracker.behind())
+
     def _donors(self) -> list[PeerId]:
         """Peers that can hand out the state of the leading branch."""
         records, can_hand_out = self.tracker.reader.records(), self.tracker.branches.can_hand_out

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import msgspec
 
@@ -106,11 +106,15 @@ class Contacts:
             logger.warning("The DHT shows no other peer of the run, but %d of its last rounds answer", sum(answers))
         return any(answers)
 
+    async def any_answers(self, peer_ids: Sequence[PeerId]) -> bool:
+        """Whether one of these peers is still there; of many, some are asked."""
+        return any(await asyncio.gather(*map(self._ask, peer_ids[:MAX_ASKED])))
+
     async def _ask(self, peer_id: PeerId) -> bool:
         try:
             answer = await self._endpoint.call(peer_id, WHERE, WhereAreYou(), TIMEOUT_S)
         except ManyhandsError as error:
-            logger.debug("peer %s of an earlier round does not answer: %s", peer_id, error)
+            logger.debug("peer %s does not answer: %s", peer_id, error)
             return False
         self._tracker.heard(peer_id, answer.record)
         return True

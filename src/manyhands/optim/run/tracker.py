@@ -397,10 +397,12 @@ class ProgressTracker:
         own = rank_of(self.own)
         return sorted(hosts)[:MAX_IN_NEED] if all(rank < own for rank in hosts.values()) else []
 
-    def is_ahead_of_somebody(self) -> bool:
-        """Whether a peer that is not missing has yet to reach this peer's global step."""
-        trainers, missing = self.reader.trainers(), self._missing.peers()
-        return any(trainers[peer_id].position.step < self.own.position.step for peer_id in trainers.keys() - missing)
+    def behind(self) -> list[PeerId]:
+        """Peers that are not missing and have yet to reach this peer's global step."""
+        trainers, here = self.reader.trainers(), self.own.position.step
+        return sorted(
+            peer_id for peer_id in trainers.keys() - self._missing.peers() if trainers[peer_id].position.step < here
+        )
 
     # choice of the branch
 
