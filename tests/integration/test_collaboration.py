@@ -20,6 +20,7 @@ from manyhands.averaging.commit.recovery import Recovery
 from manyhands.averaging.messages import Group, Order, Position, Vote
 from manyhands.averaging.peer_records import GOODBYE
 from manyhands.base.errors import ConfigError, ManifestMismatch, ManyhandsError, Timeout, Unavailable
+from manyhands.base.identity import PeerId
 from manyhands.optim import ProgressConfig, blocking_client
 from manyhands.optim.manifest import read_manifest
 from manyhands.optim.run.progress import ProgressRecord
@@ -318,15 +319,20 @@ def test_a_state_that_the_majority_does_not_have_is_not_taken(num_liars: int, ca
 
 
 def test_peers_behind_are_waited_for_as_long_as_they_live() -> None:
-    with peers(2) as (ahead, behind):
-        one, two = Trainer(ahead, "behind", 8), Trainer(behind, "behind", 8)
-        in_threads([lambda: one.train_until(1), lambda: two.train_until(1)])
-        one.train_until(2)  # the other one computes no batch, and so comes to no round
-        step_until(one.optimizer, lambda: one.optimizer._collaboration.tracker.behind())
-        assert not one.optimizer.wait_for_others(0.5)
-        kill(behind)
+    with peers(3) as swarm:
+        *ahead, behind = (Trainer(peer, "behind", 12) for peer in swarm)
+        in_threads([lambda t=trainer: t.train_until(1) for trainer in (*ahead, behind)])  # type: ignore[misc]
+        in_threads([lambda t=trainer: t.train_until(2) for trainer in ahead])  # type: ignore[misc]
+        one, tracker = ahead[0].optimizer, ahead[0].optimizer._collaboration.tracker
+
+        async def behind_of() -> list[PeerId]:
+            return tracker.behind()
+
+        step_until(one, lambda: ahead[0].peer.run(behind_of(), 5.0, "looking"))
+        assert not one.wait_for_others(0.5)
+        kill(behind.peer)
         started = time.monotonic()
-        assert one.optimizer.wait_for_others(20.0)
+        assert one.wait_for_others(20.0)
         assert time.monotonic() - started < FAST.ttl_s
 
 
