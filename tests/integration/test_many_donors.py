@@ -212,13 +212,14 @@ async def test_a_donor_that_is_busy_with_others_is_asked_again(monkeypatch: pyte
 async def test_twenty_newcomers_at_once_get_it_at_about_the_same_time() -> None:
     async with endpoints(23) as (one, two, three, *newcomers):
         donors = [Donor(endpoint) for endpoint in (one, two, three)]
-        loop = asyncio.get_running_loop()
+        loop, expected = asyncio.get_running_loop(), donors[0].state().digests
         seconds = []
 
         async def timed(newcomer: Endpoint, number: int) -> None:
             begun = loop.time()
-            asked = donors[number % 3 :] + donors[: number % 3]
-            assert (await download(newcomer, *asked)).digests == donors[0].state().digests
+            asked = [donor.peer_id for donor in donors[number % 3 :] + donors[: number % 3]]
+            state = await download_state(newcomer, donors[0].manifest, asked, AT)
+            assert state.digests == expected
             seconds.append(loop.time() - begun)
 
         async with time_limit(60.0, "twenty downloads"):

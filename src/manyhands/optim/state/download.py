@@ -182,6 +182,7 @@ class _Download:
         self._num_chunks = 0  # of them, the first ones that are downloaded
         self._digests: list[bytes] = []  # of the first chunks
         self._missing: set[int] = set()
+        self._arriving: dict[int, PeerId] = {}  # chunks that are received to their places, and from whom
         self._free: list[int] = []  # a heap of the chunks that nobody was asked for, and of some that are here
         self._answers: dict[PeerId, StateAnswer] = {}  # of the donors whose chunks are here
         self._num_bytes = 0
@@ -395,26 +396,38 @@ class _Download:
                 await run_to_end(_copy, state.chunk(index), held.chunk(index))
 
     async def _take_chunk(self, source: _Source, index: int) -> None:
+        """Receive a chunk to its place, or aside if it is there or another donor's bytes are arriving there."""
         state = self._state
         assert state is not None
-        target = state.chunk(index)
-        is_shared = index not in self._missing or any(
-            index in other.asked for other in self._sources if other is not source
-        )
-        received = memoryview(bytearray(len(target))) if is_shared else target
-        await source.stream.receive_into(received)
-        if await run_to_end(digest_of_chunk, received) != source.digests[index]:
-            raise ProtocolViolation(source.donor, f"chunk {index} of its state does not match the digest of it")
+        place = state.chunk(index)
+        if index in self._missing and index not in self._arriving:
+            self._arriving[index] = source.donor
+            try:
+                await self._receive_checked(source, index, place)
+            finally:
+                del self._arriving[index]
+        else:
+            aside = memoryview(bytearray(len(place)))
+            await self._receive_checked(source, index, aside)
+            if index in self._missing and index in self._arriving:
+                await self._stop(self._arriving[index])  # one that only receives, so no two wait for each other
+            if index in self._missing:
+                self._arriving[index] = source.donor
+                try:
+                    await run_to_end(_copy, place, aside)
+                finally:
+                    del self._arriving[index]
         source.asked.remove(index)
-        if index not in self._missing:
-            return
-        if is_shared:  # whoever else was asked for it may be writing just now
-            await self._stop(*(other.donor for other in self._sources if other is not source and index in other.asked))
-            await run_to_end(_copy, target, received)
-        self._missing.discard(index)
-        self._answers[source.donor] = source.answer
-        self._num_bytes += len(target)
-        self._changed.set()
+        if index in self._missing:
+            self._missing.discard(index)
+            self._answers[source.donor] = source.answer
+            self._num_bytes += len(place)
+            self._changed.set()
+
+    async def _receive_checked(self, source: _Source, index: int, view: memoryview) -> None:
+        await source.stream.receive_into(view)
+        if await run_to_end(digest_of_chunk, view) != source.digests[index]:
+            raise ProtocolViolation(source.donor, f"chunk {index} of its state does not match the digest of it")
 
 
 def _copy(to: memoryview, from_: memoryview) -> None:

@@ -101,16 +101,16 @@ class Snapshot:
         self.state = state
         self.digests: list[bytes] = []
         self.num_chunks = num_chunks_of(state.content.numel())
-        self._listeners: set[asyncio.Event] = set()
+        self._listeners: dict[asyncio.Event, None] = {}  # in order, so that simulations repeat
 
     @contextmanager
     def listening(self, news: asyncio.Event) -> Iterator[None]:
         """Set ``news`` whenever more digests are known."""
-        self._listeners.add(news)
+        self._listeners[news] = None
         try:
             yield
         finally:
-            self._listeners.discard(news)
+            self._listeners.pop(news, None)
 
     async def hash(self) -> None:
         """Compute the digests of all chunks."""
