@@ -222,7 +222,7 @@ def test_a_newcomer_whose_download_takes_longer_than_a_step_of_a_lone_peer() -> 
 
 
 @pytest.mark.parametrize("delay", [None, "gradients"], ids=["synchronous", "delayed"])
-def test_a_lone_survivor_goes_on_when_the_record_of_the_dead_one_has_expired(delay: str | None) -> None:
+def test_a_lone_survivor_goes_on_before_the_record_of_the_dead_one_expires(delay: str | None) -> None:
     swarm, longest = Swarm(seed=12), Longest()
     killed_s, first_alone_s = 30.0, []
 
@@ -241,7 +241,7 @@ def test_a_lone_survivor_goes_on_when_the_record_of_the_dead_one_has_expired(del
     swarm.world.schedule(at(killed_s).kill("p1"), at(killed_s).call(lambda: swarm.done.add("p1")))
     swarm.run()
     assert longest.wait_s < WAIT_LIMIT_S
-    assert first_alone_s[0] - killed_s < 33.0, "its record lives for 30 s; what was computed meanwhile counts"
+    assert first_alone_s[0] - killed_s < 20.0, "its record lives for 30 s, and is renewed each 10 s"
     assert swarm.members["p0"].optimizer.statistics.samples_dropped == 0
     assert_it_learns_and_agrees(swarm, ["p0"])
 

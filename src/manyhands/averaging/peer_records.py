@@ -145,6 +145,13 @@ class RecordReader(ABC, Generic[R, S]):
             if known is None or known.record.addresses != record.addresses:
                 self._endpoint.learn(peer_id, readable_addresses(record.addresses))
 
+    def forget(self, peer_id: PeerId, sequence: int) -> None:
+        """Drop a peer's records up to this one."""
+        seen = self._seen.get(peer_id)
+        if seen is not None and seen.sequence <= sequence:
+            del self._seen[peer_id]
+            self._note_change()
+
     def _keep(self, peer_id: PeerId, seen: S) -> None:
         self._seen[peer_id] = seen
         self._note_change()

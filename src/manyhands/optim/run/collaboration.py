@@ -264,6 +264,7 @@ class Collaboration:
             is_time = self._has_time_for(batch_s) or self._waits_for_newcomers(is_alone=False)
             return Decision.ACCUMULATE if is_time else Decision.AVERAGE
         if not self._is_alone():  # but the peers that are there cannot be reached now
+            self._contacts.look_for_the_dead()
             return Decision.ACCUMULATE
         await tracker.look()  # before a step alone
         if not self._is_alone() or tracker.can_meet_somebody():

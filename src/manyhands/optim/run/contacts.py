@@ -4,6 +4,8 @@
   only after they have begun another batch.
 * Before a peer makes a step alone, it asks the peers of earlier rounds for their positions. The DHT may show no peer
   although some are there: its nodes near the run's key may be gone or malicious.
+* If the other peers are there but do not come, it dials them: of one that has died, the machine says so before its
+  record expires.
 * If only peers in client mode have the state, these connect to the peers that need it, which can then ask for it.
 """
 
@@ -16,9 +18,10 @@ from collections.abc import Collection, Sequence
 
 import msgspec
 
-from manyhands.averaging.messages import Position
+from manyhands.averaging.messages import Position, readable_addresses
 from manyhands.averaging.run_endpoint import RunEndpoint
-from manyhands.base.errors import ManyhandsError
+from manyhands.base.address import Address
+from manyhands.base.errors import DialFailed, DialReason, ManyhandsError
 from manyhands.base.identity import PeerId
 from manyhands.optim.run.progress import ProgressRecord, StrandedNotice
 from manyhands.optim.run.tracker import ProgressTracker
@@ -31,6 +34,9 @@ logger = logging.getLogger(__name__)
 MAX_ASKED = 8
 TIMEOUT_S = 2.0
 ASK_PERIOD_S = 10.0
+LOOK_PERIOD_S = 5.0
+"""A peer that refuses a dial but is alive is connected by the next look, or has published news."""
+PROOFS_OF_DEATH = (DialReason.REFUSED, DialReason.WRONG_IDENTITY)
 CONNECT_TIMEOUT_S = 5.0
 
 
@@ -66,6 +72,9 @@ class Contacts:
         self._tasks = tasks
         self._told: tuple[Position, int] | None = None
         self._asked_at = -math.inf  # loop time
+        self._refused: set[tuple[PeerId, int]] = set()  # records of peers at the last look for the dead
+        self._looked_at = -math.inf  # loop time
+        self._looking: asyncio.Task[None] | None = None
         self._connecting: asyncio.Task[None] | None = None
         self._stranded = StrandedNotice(run_id)
         self._endpoint.handle(WHERE, self._on_ask)
@@ -121,6 +130,44 @@ class Contacts:
 
     def _on_ask(self, remote: PeerId, _: WhereAreYou) -> HereIAm:
         return HereIAm(self._tracker.own)
+
+    # the dead
+
+    def look_for_the_dead(self) -> None:
+        """Dial the peers that miss rounds, in the background; at most once in a period, one look at a time.
+
+        Silence proves nothing: the machine may be cut off, and go on training. Then its record must expire.
+        """
+        now = asyncio.get_running_loop().time()
+        is_looking = self._looking is not None and not self._looking.done()
+        if now - self._looked_at >= LOOK_PERIOD_S and not is_looking:
+            self._looked_at = now
+            self._looking = self._tasks.spawn(self._look_for_the_dead(), name="looking for those who do not come")
+
+    async def _look_for_the_dead(self) -> None:
+        refused = {
+            (peer_id, seen.sequence)
+            for peer_id, seen in self._tracker.unmet().items()
+            if not self._presence.endpoint.is_connected(peer_id) and await self._refuses(seen.record.addresses)
+        }
+        for peer_id, sequence in sorted(refused & self._refused):
+            logger.info("Peer %s is gone: it does not listen at its addresses any more", peer_id)
+            self._tracker.report_gone(peer_id, sequence)
+        self._refused = refused
+
+    async def _refuses(self, addresses: list[str]) -> bool:
+        reasons = set(await asyncio.gather(*map(self._failure_at, readable_addresses(addresses))))
+        reasons.discard(DialReason.HELD_BACK)
+        return bool(reasons) and reasons.issubset(PROOFS_OF_DEATH)
+
+    async def _failure_at(self, address: Address) -> DialReason | None:
+        try:
+            await self._presence.endpoint.probe(address, TIMEOUT_S)
+        except DialFailed as failure:
+            return failure.reason
+        except ManyhandsError:
+            return None
+        return None
 
     # peers in client mode
 

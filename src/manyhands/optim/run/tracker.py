@@ -32,7 +32,7 @@ from manyhands.optim.run.progress import (
     next_refresh_s,
     rank_of,
 )
-from manyhands.optim.run.progress_reader import ProgressReader, Twin, View, progress_key
+from manyhands.optim.run.progress_reader import Observed, ProgressReader, Twin, View, progress_key
 from manyhands.rpc import Endpoint
 from manyhands.runtime import TaskOwner
 
@@ -270,6 +270,16 @@ class ProgressTracker:
         """Take over the progress that a peer has sent directly."""
         self.reader.heard(peer_id, record)
         self._judge()
+
+    def report_gone(self, peer_id: PeerId, sequence: int) -> None:
+        """Drop a peer that is gone before its last record, of this sequence, has expired."""
+        self.reader.forget(peer_id, sequence)
+        self._judge()
+
+    def unmet(self) -> Mapping[PeerId, Observed]:
+        """The records of peers that missed a round or could not send their state."""
+        observed = self.reader.observed()
+        return {peer_id: observed[peer_id] for peer_id in self._missing.peers() | self._without_state.peers()}
 
     def report_missing(self, peer_id: PeerId) -> None:
         """A peer did not come to a round; it is expected again only after a fresh record."""
