@@ -34,7 +34,10 @@ libc = ctypes.PyDLL(None)  # calls keep the lock, as a slow extension does
 with manyhands.Peer(initial_peers=sys.argv[1:], listen=LISTEN, rpc_config=RPC) as peer:
     print("peer", peer.peer_id, flush=True)
     trainer = Trainer(peer, "gil", TARGET_BATCH_SIZE)
-    trainer.train_until(2, timeout_s=60)
+    while trainer.optimizer.num_peers < 3:  # nobody joins while the lock is held
+        trainer.optimizer.step(batch_size=0)
+        time.sleep(0.05)
+    trainer.train_until(trainer.optimizer.global_step + 2, timeout_s=60)
     print("holds", flush=True)
     committed = trainer.optimizer.statistics.rounds_committed
     libc.usleep(int(HELD_S * 1e6))
